@@ -24,10 +24,10 @@ from typing import Any
 import titanrl
 from benchmarks.machine import write_result
 from benchmarks.victims import SIGNALS, NewEvents, Victim, events, is_recovery, victims
+from titanrl.carriers.types import StepMetrics
 from titanrl.config import load_config
 from titanrl.metrics.run_directory import read_lines, read_metrics
 from titanrl.replay.saved import BufferState
-from titanrl.types import StepMetrics
 
 SETTINGS = (
     "num_steps=100000",

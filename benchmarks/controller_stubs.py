@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from titanrl.actors import Actor, concurrent_endpoint, endpoint
-from titanrl.tables import MicroBatch
-from titanrl.types import (
+from titanrl.carriers.tables import MicroBatch
+from titanrl.carriers.types import (
     AdamParams,
     Admission,
     Completion,
@@ -22,6 +21,7 @@ from titanrl.types import (
     LossSums,
     OptimUpdate,
 )
+from titanrl.processes.actors import Actor, concurrent_endpoint, endpoint
 from titanrl.weights.manifest import Commit, WeightManifest
 
 if TYPE_CHECKING:

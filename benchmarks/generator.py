@@ -19,16 +19,16 @@ from typing import Any
 
 from benchmarks.machine import describe_machine
 from benchmarks.random_generator import RandomGenerator
+from titanrl.carriers.types import GenerationRequest, SamplingParams
 from titanrl.config import Config, load_config
-from titanrl.device import DEVICES
+from titanrl.config.device import DEVICES
 from titanrl.generator.actor import GeneratorSetup
-from titanrl.launch.environment import generator_environment
 from titanrl.launch.fleet import Fleet
 from titanrl.launch.hosts import local_host
 from titanrl.launch.supervision import Supervisor
 from titanrl.models.recipe import create_model
+from titanrl.processes.variables import generator_environment
 from titanrl.rollout.pool import GeneratorPool
-from titanrl.types import GenerationRequest, SamplingParams
 
 GROUP_SIZE = 8
 PROMPT_TOKENS = 14

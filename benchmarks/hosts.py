@@ -23,9 +23,9 @@ from typing import Any
 from benchmarks.machine import write_result
 from benchmarks.quickstart import median
 from tests.cluster.slurm import CONTROLLER, NODES, PREFIX, Cluster, missing
-from titanrl.hooks import Hook
+from titanrl.carriers.types import StepMetrics
+from titanrl.metrics.hooks import Hook
 from titanrl.metrics.run_directory import read_metrics
-from titanrl.types import StepMetrics
 
 REPO = Path(__file__).parents[1]
 FIRST = 5

@@ -1,7 +1,7 @@
 """A generator with random weights, for benchmarks."""
 
-from titanrl.actors import endpoint
 from titanrl.generator.actor import Generator
+from titanrl.processes.actors import endpoint
 
 
 class RandomGenerator(Generator):

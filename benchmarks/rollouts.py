@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 
 from benchmarks.machine import write_result
+from titanrl.carriers.rewards import Answers, Scored
+from titanrl.carriers.types import Completion, GenerationRequest, Group, GroupHandle, Prompt
 from titanrl.config import Config
 from titanrl.data.recipe import write_tokenizer
 from titanrl.data.tokenizer import Tokenizer, load_tokenizer
-from titanrl.rewards import Answers, Scored
 from titanrl.rollout.episodes import start_episodes
 from titanrl.rollout.group import record_of, roll_out, sampling_requests
 from titanrl.rollout.outbox import packed
-from titanrl.types import Completion, GenerationRequest, Group, GroupHandle, Prompt
 
 NUM_GROUPS, GROUP_SIZE, GROUPS_AT_ONCE = 64, 8, 8
 """Groups per measurement, rollouts per group, and groups that a worker rolls out concurrently."""

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.machine import write_result
-from titanrl.launch.templates.shared import SHARED
+from titanrl.processes.templates.shared import SHARED
 
 
 def main() -> None:
@@ -37,7 +37,7 @@ def main() -> None:
 @contextmanager
 def templates() -> Iterator[str]:
     """Run `titanrl warm` during the body, and yield the value of SHARED."""
-    command = [sys.executable, "-m", "titanrl.warm", "--config", "quickstart"]
+    command = [sys.executable, "-m", "titanrl.commands.warm", "--config", "quickstart"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as warm:
         assert warm.stdout is not None
         yield next(line for line in iter(warm.stdout.readline, "") if "export" in line).split("=")[1].strip()

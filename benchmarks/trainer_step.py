@@ -22,7 +22,7 @@ from typing import Any
 os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517"}
 
 from benchmarks.machine import write_result
-from titanrl.device import DEVICES, missing_for
+from titanrl.config.device import DEVICES, missing_for
 from titanrl.models.titan import prepare_torchtitan
 
 DEVICE = DEVICES["cpu" if missing_for("cuda") else "cuda"]
@@ -38,16 +38,16 @@ from torchtitan.tools.utils import get_peak_flops
 
 from benchmarks.memory import peak_bytes
 from titanrl.algorithms.packing import pack
+from titanrl.carriers.tables import SequencePlan
+from titanrl.carriers.types import AdamParams, GroupHandle, Segment
 from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.config.sections import TrainerConfig
 from titanrl.config.shapes import ModelShape
 from titanrl.models.directory import open_model, published_shapes
-from titanrl.tables import SequencePlan
 from titanrl.trainer import head
 from titanrl.trainer.collate import PackedRows, collate
 from titanrl.trainer.learner import Learner, new_optimizer
 from titanrl.trainer.model import PolicyModel, build_model
-from titanrl.types import AdamParams, GroupHandle, Segment
 
 ADAM = AdamParams(learning_rate=1e-5, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, max_grad_norm=1.0)
 

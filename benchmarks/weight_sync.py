@@ -27,12 +27,12 @@ from torch.distributed.tensor import distribute_tensor
 
 from benchmarks.machine import describe_machine
 from benchmarks.payloads import PAYLOADS, build_module, constant, tp_placement
-from titanrl.actors import Actor, endpoint
-from titanrl.config.choices import Verify
-from titanrl.launch.environment import worker_environment
+from titanrl.base.choices import Verify
 from titanrl.launch.fleet import Fleet
 from titanrl.launch.hosts import local_host
 from titanrl.launch.supervision import Supervisor
+from titanrl.processes.actors import Actor, endpoint
+from titanrl.processes.variables import worker_environment
 from titanrl.weights.copying import Copies
 from titanrl.weights.layout import local_part
 from titanrl.weights.manifest import Commit, WeightManifest

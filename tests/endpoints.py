@@ -5,8 +5,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from titanrl.actors import Answer, Asked, portable
 from titanrl.launch.hosts import local_host
+from titanrl.processes.actors import Answer, Asked, portable
 
 
 class FakeEndpoint:

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from titanrl.config import Config
-from titanrl.device import DEVICES
+from titanrl.config.device import DEVICES
 from titanrl.launch.fleet import Fleet
 from titanrl.launch.hosts import local_host
 from titanrl.launch.roles import Roles
-from titanrl.launch.templates.imports import needed
+from titanrl.launch.template_imports import needed
 
 
 def prepare_templates(fleet: Fleet, config: Config, roles: Roles) -> None:

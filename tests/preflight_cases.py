@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from titanrl.child_checks import check_data
+from titanrl.checks.child_checks import check_data
+from titanrl.checks.preflight import broken_rules, preflight
 from titanrl.config import ConfigError, read_source
 from titanrl.config.errors import BrokenRules
 from titanrl.config.explain import explain_rule
 from titanrl.config.load import validate
 from titanrl.config.sections import RecipeConfig
 from titanrl.models.recipe import create_model
-from titanrl.preflight import broken_rules, preflight
 
 GOOD = "name: a\nnum_steps: 3\ndevice: cpu\n"
 

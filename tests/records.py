@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from titanrl.types import GroupHandle, GroupRecord
+from titanrl.carriers.types import GroupHandle, GroupRecord
 
 
 def make_record(

@@ -21,18 +21,18 @@ from titanrl.algorithms.batch_plan import plan_batch
 from titanrl.algorithms.contracts import bound_loss
 from titanrl.algorithms.objective import policy_loss
 from titanrl.algorithms.replay import ReplaySchedule
+from titanrl.base.plugins import Plugins, loaded
+from titanrl.carriers.tables import RecordTable
+from titanrl.checks.extensions import plugins_of, with_declared_traits, with_objects
+from titanrl.checks.preflight import preflight
 from titanrl.config import Config, ConfigError, dump_config, load_config, read_source
 from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.config.load import validate
 from titanrl.config.registry import ADVANTAGES, LOSSES, TRACKERS
 from titanrl.config.replay import ReplayConfig
-from titanrl.extensions import plugins_of, with_declared_traits, with_objects
-from titanrl.hooks import Hooks
+from titanrl.metrics.hooks import Hooks
 from titanrl.metrics.trackers import make_trackers
-from titanrl.plugins import Plugins, loaded
-from titanrl.preflight import preflight
 from titanrl.rollout.filters import keeps
-from titanrl.tables import RecordTable
 
 ROOT = Path(__file__).parents[1]
 NAMES = {

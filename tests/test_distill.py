@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from titanrl import ConfigError, load_config
+from titanrl.carriers.rewards import Scored
+from titanrl.carriers.types import FinishReason, FloatArray, Prompt
+from titanrl.checks.preflight import broken_rules
 from titanrl.config.program import check_program
 from titanrl.config.sections import RecipeConfig
 from titanrl.distill import Batch, batch_metrics, discounted, distillation_data, main
-from titanrl.launch.sampling import Sample
 from titanrl.models.recipe import create_model
-from titanrl.preflight import broken_rules
-from titanrl.rewards import Scored
-from titanrl.types import FinishReason, FloatArray, Prompt
+from titanrl.session.sampling import Sample
 
 TEACHER = "distill.teacher.path"
 

@@ -11,7 +11,7 @@ import pytest
 from benchmarks import growth
 from tests.endpoints import FakeEndpoint
 from tests.records import make_record
-from titanrl.actors import ask_actor, open_replies
+from titanrl.processes.actors import ask_actor, open_replies
 from titanrl.replay.buffer import GroupBuffer
 from titanrl.weights.manifest import Commit
 from titanrl.weights.sync import WeightSync

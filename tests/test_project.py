@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from benchmarks import table
-from titanrl.packages import packages
+from titanrl.config.packages import packages
 
 ROOT = Path(__file__).parents[1]
 LISTS = ("cpu", "cuda", "dev", "docs", "npu")
@@ -179,7 +179,7 @@ def layers() -> dict[str, int]:
 
 def test_readme_tree_has_every_module_with_its_layer() -> None:
     tree = (ROOT / "README.md").read_text().split("## Code layout")[1].split("## ")[0]
-    listed = {match[1]: int(match[2]) for match in re.finditer(r"^  (\w+)(?:\.py|/) +(\d)  \S", tree, re.MULTILINE)}
+    listed = {match[1]: int(match[2]) for match in re.finditer(r"^  (\w+)(?:\.py|/) +(\d+)  \S", tree, re.MULTILINE)}
     modules = {path.parent.name for path in (ROOT / "titanrl").glob("*/__init__.py")}
     modules |= {path.stem for path in (ROOT / "titanrl").glob("*.py")} - {"__init__"}
     assert listed == layers()
@@ -188,7 +188,7 @@ def test_readme_tree_has_every_module_with_its_layer() -> None:
 
 def test_contributing_lists_every_layer() -> None:
     section = (ROOT / "CONTRIBUTING.md").read_text().split("## Layers")[1]
-    rows = re.findall(r"^\| (\d) \| ([^|]*) \|", section, re.MULTILINE)
+    rows = re.findall(r"^\| (\d+) \| ([^|]*) \|", section, re.MULTILINE)
     assert {name: int(layer) for layer, names in rows for name in re.findall(r"\w+", names)} == layers()
 
 

@@ -12,14 +12,14 @@ import pytest
 import torch
 import transformers
 
-from titanrl import command
 from titanrl.config import Config, load_config
 from titanrl.config.shipped import FOLDER
 from titanrl.data.streams import is_heldout
 from titanrl.data.tokenizer import load_tokenizer
 from titanrl.grpo import GRPO
-from titanrl.launch.starting_model import prepare_starting_model
 from titanrl.metrics.run_directory import read_metrics
+from titanrl.run import command
+from titanrl.session.starting_model import prepare_starting_model
 from titanrl.sft import SFT
 
 NUM_STEPS, BATCH_SIZE, RESUME_STEP = 24, 16, 12

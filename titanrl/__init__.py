@@ -8,12 +8,12 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from titanrl.ownership import protect_monarch_log
+from titanrl.base.ownership import protect_monarch_log
 
 __version__ = "0.1.0"
 
 # torchmonarch reads these variables at import. Each poll of the first leaves 10 kB in the controller's memory. On one machine,
-# pidfds report dead processes earlier; runs over several hosts poll every few seconds (`launch/patience.py`). The second
+# pidfds report dead processes earlier; runs over several hosts poll every few seconds (`hosts/patience.py`). The second
 # permits large messages; torchstore sets the same value, but too late and with a warning.
 os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY", "1h")
 os.environ.setdefault("HYPERACTOR_CODEC_MAX_FRAME_LENGTH", "910737418240")
@@ -21,53 +21,53 @@ os.environ.setdefault("MONARCH_FILE_LOG", "error")  # a user's runs share this l
 protect_monarch_log()
 
 if sys.argv[:1] == ["-m"]:  # `python -m titanrl.grpo`: imports take a second, during which Ctrl-C would print a traceback
-    from titanrl.terminal import exit_on_signals
+    from titanrl.base.terminal import exit_on_signals
 
     exit_on_signals()
 
 if TYPE_CHECKING:
     from titanrl.algorithms.advantages import group_advantages
     from titanrl.algorithms.contracts import GroupRewards, LossInputs, policy_loss
+    from titanrl.base.errors import FaultError, TitanRLError
+    from titanrl.carriers.datums import Datum, batches, sampled_datum, supervised_datum
+    from titanrl.carriers.rewards import Reward, TokenRewards, group_reward
+    from titanrl.carriers.types import AdamParams
     from titanrl.config import Config, load_config
     from titanrl.config.errors import ConfigError
     from titanrl.data.curriculum import Outcome
-    from titanrl.datums import Datum, batches, sampled_datum, supervised_datum
     from titanrl.distill import Distill
-    from titanrl.errors import FaultError, TitanRLError
     from titanrl.grpo import GRPO
-    from titanrl.hooks import Hook
-    from titanrl.rewards import Reward, TokenRewards, group_reward
+    from titanrl.metrics.hooks import Hook
     from titanrl.rollout.filters import ScoredGroup
-    from titanrl.session import Session, connect
+    from titanrl.session.session import Session, connect
     from titanrl.sft import SFT
-    from titanrl.types import AdamParams
 
 _MODULES = {
-    "AdamParams": "types",
+    "AdamParams": "carriers.types",
     "Config": "config",
     "ConfigError": "config.errors",
-    "Datum": "datums",
+    "Datum": "carriers.datums",
     "Distill": "distill",
-    "FaultError": "errors",
+    "FaultError": "base.errors",
     "GRPO": "grpo",
     "GroupRewards": "algorithms.contracts",
-    "Hook": "hooks",
+    "Hook": "metrics.hooks",
     "LossInputs": "algorithms.contracts",
     "Outcome": "data.curriculum",
-    "Reward": "rewards",
+    "Reward": "carriers.rewards",
     "SFT": "sft",
     "ScoredGroup": "rollout.filters",
-    "Session": "session",
-    "TitanRLError": "errors",
-    "TokenRewards": "rewards",
-    "batches": "datums",
-    "connect": "session",
+    "Session": "session.session",
+    "TitanRLError": "base.errors",
+    "TokenRewards": "carriers.rewards",
+    "batches": "carriers.datums",
+    "connect": "session.session",
     "group_advantages": "algorithms.advantages",
-    "group_reward": "rewards",
+    "group_reward": "carriers.rewards",
     "load_config": "config",
     "policy_loss": "algorithms.contracts",
-    "sampled_datum": "datums",
-    "supervised_datum": "datums",
+    "sampled_datum": "carriers.datums",
+    "supervised_datum": "carriers.datums",
 }
 
 __all__ = [

@@ -6,19 +6,23 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from titanrl import __version__, terminal
+from titanrl import __version__
+from titanrl.base import terminal
 
 COMMANDS = {
     "train": ("titanrl.grpo", "train a policy, or continue a run"),
     "sft": ("titanrl.sft", "fine-tune a model on examples, or continue a fine-tuning run"),
     "distill": ("titanrl.distill", "distill a teacher into a policy on the policy's samples"),
-    "submit": ("titanrl.submit", "submit a configuration as one Slurm job, with the controller on its first node"),
-    "manifest": ("titanrl.manifest", "print the Kubernetes objects of a run, for kubectl apply"),
-    "evaluate": ("titanrl.evaluate", "evaluate a model on the evaluation sets of a configuration"),
-    "chat": ("titanrl.chat", "chat with a trained policy"),
-    "warm": ("titanrl.warm", "keep packages imported, so that runs on this machine start faster"),
+    "submit": ("titanrl.commands.submit", "submit a configuration as one Slurm job, with the controller on its first node"),
+    "manifest": ("titanrl.commands.manifest", "print the Kubernetes objects of a run, for kubectl apply"),
+    "evaluate": ("titanrl.commands.evaluate", "evaluate a model on the evaluation sets of a configuration"),
+    "chat": ("titanrl.commands.chat", "chat with a trained policy"),
+    "warm": ("titanrl.commands.warm", "keep packages imported, so that runs on this machine start faster"),
     "configs": ("titanrl.config.shipped", "list the configurations shipped with TitanRL, or copy one"),
-    "doctor": ("titanrl.doctor", "check this machine or the hosts of a configuration, or install the required packages"),
+    "doctor": (
+        "titanrl.commands.doctor",
+        "check this machine or the hosts of a configuration, or install the required packages",
+    ),
 }
 """Module and help text of each subcommand. The module defines `main(argv: Sequence[str] | None, *, prog: str) -> None`, which
 raises `SystemExit` if the exit code is not 0."""

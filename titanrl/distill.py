@@ -18,21 +18,21 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from titanrl import command
 from titanrl.algorithms.schedule import adam_params
-from titanrl.evaluated import EvaluatedRun
+from titanrl.carriers.rewards import Scored
+from titanrl.carriers.types import EvaluationResult, FloatArray, GenerationStats, OptimUpdate, Prompt, StepMetrics
 from titanrl.launch.roles import Roles
 from titanrl.metrics import steps as metrics_of
 from titanrl.metrics.run_directory import append_line
-from titanrl.rewards import Scored
 from titanrl.rollout.group import derive_seed
 from titanrl.rollout.readable import readable_completion, readable_group
-from titanrl.types import EvaluationResult, FloatArray, GenerationStats, OptimUpdate, Prompt, StepMetrics
+from titanrl.run import command
+from titanrl.run.evaluated import EvaluatedRun
 
 if TYPE_CHECKING:
-    from titanrl.datums import Datum, ForwardBackwardOutput
-    from titanrl.launch.sampling import Sample, SamplingClient
-    from titanrl.task import Task
+    from titanrl.carriers.datums import Datum, ForwardBackwardOutput
+    from titanrl.session.sampling import Sample, SamplingClient
+    from titanrl.session.task import Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

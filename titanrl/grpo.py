@@ -15,29 +15,29 @@ from pathlib import Path
 
 import numpy as np
 
-from titanrl import command
-from titanrl.actors import StoppedError
 from titanrl.algorithms.batch_plan import plan_batch
 from titanrl.algorithms.by_task import advantages_by_task
 from titanrl.algorithms.minibatches import StepPlan, plan_step
 from titanrl.algorithms.replay import ReplaySchedule
 from titanrl.algorithms.schedule import adam_params
+from titanrl.base.errors import TitanRLError
+from titanrl.base.loading import import_object
+from titanrl.base.plugins import loaded
+from titanrl.carriers.types import AdamParams, EvaluationResult, GenerationStats, LossSums, OptimUpdate, StepMetrics
 from titanrl.config import Config, Source
 from titanrl.config.sizes import describe_staleness
-from titanrl.dumped import DumpedRun
-from titanrl.errors import TitanRLError
 from titanrl.launch.past_policies import PastPolicies
-from titanrl.launch.progress import checkpoint_dir
 from titanrl.launch.trainer_mesh import merge_losses
-from titanrl.loading import import_object
 from titanrl.metrics import steps as metrics_of
 from titanrl.metrics.console import Console
 from titanrl.metrics.tasks import task_metrics
-from titanrl.plugins import loaded
+from titanrl.processes.actors import StoppedError
 from titanrl.replay.batch import Batch, Replayed
 from titanrl.replay.directory import TokensLostError
 from titanrl.replay.saved import Freshness, TrainedBatch, joined, versions_behind
-from titanrl.types import AdamParams, EvaluationResult, GenerationStats, LossSums, OptimUpdate, StepMetrics
+from titanrl.run import command
+from titanrl.run.dumped import DumpedRun
+from titanrl.run.progress import checkpoint_dir
 
 GROUPS = "groups"
 """Folder of a checkpoint with the state of the buffer."""
@@ -70,7 +70,7 @@ class GRPO(DumpedRun):
     @classmethod
     def for_config(cls, config: Config) -> "type[GRPO]":
         """Return the class that runs a configuration: this one, or with `train: false` a subclass that only generates."""
-        generation: type[GRPO] = import_object("titanrl.generation:Generation", key="train")
+        generation: type[GRPO] = import_object("titanrl.commands.generation:Generation", key="train")
         return cls if config.train else generation
 
     def __init__(

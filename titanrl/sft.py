@@ -12,17 +12,17 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from titanrl import command
 from titanrl.algorithms.schedule import adam_params
+from titanrl.carriers.types import AdamParams, GenerationStats, OptimUpdate, StepMetrics
+from titanrl.checks.preflight import read_examples
 from titanrl.config import Config, Source
 from titanrl.data.demonstrations import Demonstration, mean_loss_data
 from titanrl.data.recorded import check_recorded, record_data
 from titanrl.launch.roles import Roles
 from titanrl.metrics import steps as metrics_of
 from titanrl.metrics.console import Console
-from titanrl.preflight import read_examples
-from titanrl.run import Run, is_due
-from titanrl.types import AdamParams, GenerationStats, OptimUpdate, StepMetrics
+from titanrl.run import command
+from titanrl.run.run import Run, is_due
 
 NO_GENERATION = GenerationStats(num_tokens=0, busy_s=0.0, wall_s=0.0, num_replicas=0)
 

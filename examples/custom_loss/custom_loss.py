@@ -9,7 +9,7 @@ import torch
 
 import titanrl
 from titanrl import GroupRewards, LossInputs, ScoredGroup
-from titanrl.types import EvaluationResult, StepMetrics
+from titanrl.carriers.types import EvaluationResult, StepMetrics
 
 
 @titanrl.policy_loss(ratio="proximal", zero_without_advantage=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from titanrl import AdamParams, Datum, batches, connect, load_config
-from titanrl.types import FloatArray
+from titanrl.carriers.types import FloatArray
 
 BETA = 0.1
 

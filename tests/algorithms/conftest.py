@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from tests import records
-from titanrl.types import GroupRecord
+from titanrl.carriers.types import GroupRecord
 
 
 @pytest.fixture(scope="session")

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from tests.records import make_record as make_group
 from titanrl.algorithms.batch_plan import plan_batch
 from titanrl.algorithms.contracts import Advantage, GroupRewards
+from titanrl.carriers.tables import BatchPlan, RecordTable, Row, SequencePlan
+from titanrl.carriers.types import GroupRecord
 from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.config.registry import ADVANTAGES
-from titanrl.tables import BatchPlan, RecordTable, Row, SequencePlan
-from titanrl.types import GroupRecord
 
 RecordMaker = Callable[..., GroupRecord]
 

@@ -23,11 +23,11 @@ from titanrl.algorithms.credit import (
     turn_advantages,
 )
 from titanrl.algorithms.minibatches import plan_step
+from titanrl.base.choices import Reduction
+from titanrl.carriers.tables import BatchPlan, RecordTable, SequencePlan
+from titanrl.carriers.turns import GroupTokens, GroupTurns
+from titanrl.carriers.types import GroupRecord
 from titanrl.config.algorithm import AlgorithmConfig
-from titanrl.config.choices import Reduction
-from titanrl.tables import BatchPlan, RecordTable, SequencePlan
-from titanrl.turns import GroupTokens, GroupTurns
-from titanrl.types import GroupRecord
 
 TURNS = GroupTurns(num_turns=(2, 1, 2, 1), rewards=(0.0, 1.0, 2.0, 1.0, 0.0, 4.0), num_sampled=(2, 3, 1, 4, 1, 2))
 

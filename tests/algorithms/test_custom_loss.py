@@ -14,11 +14,11 @@ from tests.algorithms.test_policy_loss import ALGORITHMS, example
 from titanrl.algorithms.contracts import LossInputs, bound_loss, check_loss, declared_traits, option_names, policy_loss
 from titanrl.algorithms.objective import ObjectiveInputs
 from titanrl.algorithms.objective import policy_loss as objective
+from titanrl.base.loading import import_object
 from titanrl.config.algorithm import LOSS_KEYS, AlgorithmConfig
 from titanrl.config.errors import BrokenRules
 from titanrl.config.registry import LOSSES, LossTraits
 from titanrl.config.schema import Config
-from titanrl.loading import import_object
 
 OWN = "own.py:loss"
 

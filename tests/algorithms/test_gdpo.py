@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from titanrl.algorithms.advantages import decoupled_advantages, gdpo, group_advantages
 from titanrl.algorithms.batch_plan import plan_batch
 from titanrl.algorithms.contracts import GroupRewards
+from titanrl.carriers.tables import BatchPlan, RecordTable
+from titanrl.carriers.types import GroupRecord
 from titanrl.config.algorithm import AlgorithmConfig
-from titanrl.tables import BatchPlan, RecordTable
-from titanrl.types import GroupRecord
 
 NAN = math.nan
 ROOT = math.sqrt(1.25)

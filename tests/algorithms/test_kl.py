@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from titanrl.algorithms.kl import kl_estimate
-from titanrl.config.choices import KLEstimator
+from titanrl.base.choices import KLEstimator
 
 ESTIMATORS: tuple[KLEstimator, ...] = ("k1", "k2", "k3", "k3_straight_through")
 LOGITS = torch.tensor([0.3, -1.0, 0.9, 0.1], dtype=torch.float64)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from titanrl.algorithms.lag_metrics import lag_metrics
+from titanrl.carriers.types import LossSums
 from titanrl.metrics.steps import age_metrics, staleness_metrics
-from titanrl.types import LossSums
 
 
 def sums_and_maxima() -> LossSums:

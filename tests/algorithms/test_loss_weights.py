@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titanrl.algorithms.loss_weights import sequence_weights, without_rejected
-from titanrl.config.choices import Reduction
-from titanrl.tables import SEQUENCE, MicroBatch, RowTable
-from titanrl.types import MeasuredCorrection
+from titanrl.base.choices import Reduction
+from titanrl.carriers.tables import SEQUENCE, MicroBatch, RowTable
+from titanrl.carriers.types import MeasuredCorrection
 
 REDUCTIONS: tuple[Reduction, ...] = ("sum", "token_mean", "sequence_mean", "sequence_mean_token_sum", "prompt_mean", "constant")
 

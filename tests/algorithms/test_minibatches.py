@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from tests.algorithms.test_batch_plan import sequences
 from titanrl.algorithms.batch_plan import plan_batch
 from titanrl.algorithms.minibatches import StepPlan, minibatches, plan_step
+from titanrl.carriers.tables import BatchPlan, RecordTable
+from titanrl.carriers.types import GroupRecord
 from titanrl.config.algorithm import AlgorithmConfig
-from titanrl.tables import BatchPlan, RecordTable
-from titanrl.types import GroupRecord
 
 RecordMaker = Callable[..., GroupRecord]
 

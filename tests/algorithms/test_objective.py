@@ -11,9 +11,9 @@ from torch import Tensor
 from titanrl.algorithms.batch_plan import plan_batch
 from titanrl.algorithms.logprobs import logprobs_and_entropy
 from titanrl.algorithms.objective import ObjectiveInputs, policy_loss
+from titanrl.carriers.tables import BatchPlan, RecordTable, Row
+from titanrl.carriers.types import GroupRecord
 from titanrl.config.algorithm import AlgorithmConfig
-from titanrl.tables import BatchPlan, RecordTable, Row
-from titanrl.types import GroupRecord
 
 VOCAB_SIZE, PROMPT_LEN, GROUP_SIZE = 11, 2, 4
 REDUCTIONS = ("sum", "token_mean", "sequence_mean", "sequence_mean_token_sum", "prompt_mean", "constant")

@@ -14,12 +14,12 @@ from titanrl.algorithms.contracts import LossInputs
 from titanrl.algorithms.loss_weights import correction_totals, sequence_weights, without_rejected
 from titanrl.algorithms.losses import ppo, weighted_sum
 from titanrl.algorithms.objective import ObjectiveInputs, measure_correction, policy_loss
+from titanrl.base.choices import Reduction
+from titanrl.carriers.tables import SEQUENCE as SEQUENCE_COLUMNS
+from titanrl.carriers.tables import MicroBatch, RowTable
+from titanrl.carriers.types import MeasuredCorrection
 from titanrl.config.algorithm import AlgorithmConfig
-from titanrl.config.choices import Reduction
 from titanrl.config.objective import CORRECTION_PRESETS
-from titanrl.tables import SEQUENCE as SEQUENCE_COLUMNS
-from titanrl.tables import MicroBatch, RowTable
-from titanrl.types import MeasuredCorrection
 
 REDUCTIONS: tuple[Reduction, ...] = ("sum", "token_mean", "sequence_mean", "sequence_mean_token_sum", "prompt_mean", "constant")
 

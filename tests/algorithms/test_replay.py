@@ -7,10 +7,10 @@ import pytest
 
 from titanrl.algorithms.batch_plan import plan_batch
 from titanrl.algorithms.replay import ReplaySchedule
+from titanrl.carriers.tables import RecordTable, pack_record
+from titanrl.carriers.types import GroupRecord
 from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.config.replay import ReplayConfig
-from titanrl.tables import RecordTable, pack_record
-from titanrl.types import GroupRecord
 
 RecordMaker = Callable[..., GroupRecord]
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from tests.records import make_record
 from titanrl.algorithms.batch_plan import plan_batch
+from titanrl.base.choices import Reduction
+from titanrl.carriers.tables import BatchPlan, RecordTable, SequencePlan
+from titanrl.carriers.types import GroupRecord
 from titanrl.config.algorithm import AlgorithmConfig
-from titanrl.config.choices import Reduction
-from titanrl.tables import BatchPlan, RecordTable, SequencePlan
-from titanrl.types import GroupRecord
 
 PROMPT = 4
 

@@ -1,7 +1,7 @@
 import pytest
 
 from titanrl.algorithms.schedule import learning_rate
-from titanrl.config.choices import LearningRateDecay
+from titanrl.base.choices import LearningRateDecay
 
 
 def rates(decay: LearningRateDecay, *, num_warmup_steps: int, num_steps: int) -> list[float]:

@@ -15,7 +15,7 @@ from tests.trainer.ranks import World
 from titanrl.algorithms import logprobs as logprobs_module
 from titanrl.algorithms.logprobs import logprobs_and_entropy
 from titanrl.algorithms.supports import TokenSupports, token_supports
-from titanrl.supports import supports_of, words_of
+from titanrl.carriers.supports import supports_of, words_of
 
 
 def supports_from(inside_NV: Tensor) -> TokenSupports:

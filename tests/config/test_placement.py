@@ -17,7 +17,7 @@ from titanrl.config.places import (
     worker_hosts,
     worker_place,
 )
-from titanrl.launch.environment import generator_device, worker_cores
+from titanrl.processes.variables import generator_device, worker_cores
 
 SLURM = {"kind": "slurm", "trainer_hosts": 2, "generator_hosts": 2}
 

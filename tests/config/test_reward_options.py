@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from titanrl import packages
-from titanrl.config import ConfigError, load_config
+from titanrl.checks.preflight import broken_rules
+from titanrl.config import ConfigError, load_config, packages
 from titanrl.config.data import DataConfig, RewardConfig
-from titanrl.preflight import broken_rules
 
 JUDGE = "url: 'http://127.0.0.1:1/v1', model: m"
 

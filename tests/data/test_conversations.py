@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 
 from tests.data.conftest import REPLY, TURNS, with_template
-from titanrl.config.choices import TrainOn
+from titanrl.base.choices import TrainOn
 from titanrl.data.chat import ChatFormat
 from titanrl.data.conversations import render_conversation
 from titanrl.data.files import BadRow

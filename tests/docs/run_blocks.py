@@ -81,9 +81,9 @@ async def run_block(block: Block, namespace: dict[str, Any]) -> None:
 
 async def run_pages(pages: Sequence[Path], model: str) -> None:
     """Execute the pages one after another, with one run for all."""
-    import titanrl.session
+    import titanrl.session.session
     from titanrl.grpo import GRPO
-    from titanrl.session import Session
+    from titanrl.session.session import Session
 
     start, close, close_session = GRPO.start, GRPO.close, Session.close
     started: list[GRPO] = []
@@ -106,7 +106,7 @@ async def run_pages(pages: Sequence[Path], model: str) -> None:
         if self is not started[0].session:
             await close_session(self)
 
-    GRPO.start, GRPO.train, titanrl.session._start = start_once, step_once, connect_once
+    GRPO.start, GRPO.train, titanrl.session.session._start = start_once, step_once, connect_once
     GRPO.close, Session.close = close_later, close_another
     for page in pages:
         await run_page(page, model)

@@ -14,7 +14,8 @@ import pytest
 import yaml
 
 from tests.docs.blocks import PAGES, ROOT, Block, all_blocks, blocks_of, indented_blocks, shell_lines
-from titanrl import cli, command, load_config
+from titanrl import cli, load_config
+from titanrl.run import command
 
 COMMANDS = [(block, line) for block in all_blocks("sh") for line in shell_lines(block)]
 TRAINS = re.compile(r"(\.venv/bin/)?(python -m titanrl\.grpo|titanrl (?P<name>train|sft|distill)) ")
@@ -23,13 +24,13 @@ GENERATES = re.compile(r"\.venv/bin/python (.+) > (\S+)")
 KNOWN = re.compile(
     rf"{TRAINS.pattern}|{COPIES.pattern}|{GENERATES.pattern}|make [a-z-]+"
     r"|(python -m titanrl\.|titanrl )chat "  # tests/e2e/test_docs.py
-    r"|titanrl evaluate "  # tests/test_evaluate.py
+    r"|titanrl evaluate "  # tests/commands/test_evaluate.py
     r"|titanrl warm --config quickstart$"  # tests/conftest.py
     r"|\.venv/bin/python -m benchmarks\.table$"  # tests/test_project.py
     r"|\.venv/bin/python -m tests\.e2e\.fault_matrix "  # tests/test_fault_matrix.py
     r"|python examples/"  # tests/e2e/test_docs.py, tests/e2e/test_rewards.py
     r"|pip install \.$|titanrl doctor( --install)?$"  # tests/e2e/test_installation.py
-    r"|titanrl doctor --config quickstart device=cpu$"  # tests/launch/checkup/test_command.py
+    r"|titanrl doctor --config quickstart device=cpu$"  # tests/commands/test_checkup.py
 )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 
 import titanrl
-from titanrl.types import EvaluationResult, StepMetrics
+from titanrl.carriers.types import EvaluationResult, StepMetrics
 
 
 class Killer(titanrl.Hook):

@@ -49,7 +49,7 @@ def test_recorded_rollouts_carry_the_version_that_sampled_them(plain_run: Finish
 
 def test_last_lines_show_result_and_next_steps(plain_run: Finished) -> None:
     assert re.search(r"held-out chain_sum 0\.\d+ -> 0\.\d+", plain_run.output)
-    for line in ("report ", "python -m titanrl.chat"):
+    for line in ("report ", "titanrl chat"):
         assert line in plain_run.output
     assert "--resume" not in plain_run.output, "a finished run offers nothing to resume"
 

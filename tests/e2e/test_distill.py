@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.e2e.conftest import REPO, Finished
-from titanrl.types import FloatArray
+from titanrl.carriers.types import FloatArray
 
 STUDENT = ("warm_start=null", "model.recipe.num_layers=1", "rollout.groups_per_step=4", "evaluation.num_prompts=16")
 RUN = (

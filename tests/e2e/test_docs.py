@@ -72,10 +72,10 @@ def test_notebook_keeps_its_outputs_without_paths_of_a_machine(notebook: Path) -
 
 
 def test_documented_chat_completes_a_prompt(plain_run: Finished) -> None:
-    lines = {line for block in all_blocks("sh") for line in shell_lines(block) if "titanrl.chat" in line}
-    assert lines == {"python -m titanrl.chat runs/quickstart"}
+    lines = {line for block in all_blocks("sh") for line in shell_lines(block) if "titanrl chat" in line}
+    assert lines == {"titanrl chat runs/quickstart"}
     result = subprocess.run(
-        [sys.executable, "-m", "titanrl.chat", str(plain_run.run_dir)],
+        [sys.executable, "-m", "titanrl.cli", "chat", str(plain_run.run_dir)],
         cwd=REPO,
         input="State the final answer to the following arithmetic problem: 7 + 5 - 3 =\n",
         capture_output=True,

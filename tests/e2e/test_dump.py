@@ -7,7 +7,7 @@ import pytest
 from pyarrow import parquet
 
 from tests.e2e.conftest import Finished, Start
-from titanrl.dumps import DumpReader
+from titanrl.carriers.dumps import DumpReader
 
 PAGE = Path(__file__).parents[2] / "docs/howto/dump.md"
 TIMES = ("time", "perf/", "sync/", "group/generate_s", "group/score_s", "buffer/")

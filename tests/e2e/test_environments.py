@@ -13,10 +13,10 @@ import torch
 import transformers
 
 from tests.e2e.conftest import REPO, SMALL, Finished, Start
+from titanrl.carriers.dumps import DumpReader
+from titanrl.carriers.types import Rollout
 from titanrl.config import load_config
-from titanrl.dumps import DumpReader
-from titanrl.launch.starting_model import prepare_starting_model
-from titanrl.types import Rollout
+from titanrl.session.starting_model import prepare_starting_model
 
 OWN_TOOL = REPO / "examples/custom_tool/custom_tool.py"
 REWARDS = "{{answer: reasoning_gym, brief: {{function: '{own}:brief', weight: 0.1}}, first: '{tokens}:first'}}"

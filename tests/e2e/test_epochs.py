@@ -11,11 +11,11 @@ import pytest
 from tests.e2e.conftest import SMALL, Finished
 from titanrl import GRPO, load_config
 from titanrl.algorithms.minibatches import StepPlan
+from titanrl.carriers.types import LossSums, OptimUpdate, StepMetrics
 from titanrl.config import Config
 from titanrl.grpo import Trained
 from titanrl.metrics.run_directory import read_metrics
 from titanrl.replay.batch import Batch
-from titanrl.types import LossSums, OptimUpdate, StepMetrics
 
 TIMES = ("time/", "perf/", "sync/", "group/generate_s", "group/score_s")
 

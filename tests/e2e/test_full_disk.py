@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import REPO
-from titanrl.launch.progress import resumable
 from titanrl.metrics.run_directory import read_metrics
+from titanrl.run.progress import resumable
 
 HOOKS = """
 import shutil

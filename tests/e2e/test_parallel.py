@@ -9,13 +9,13 @@ import torch
 import transformers
 
 from tests.e2e.conftest import SMALL, Finished
+from titanrl.carriers.types import Completion, Prompt
 from titanrl.config import load_config
 from titanrl.data.streams import make_stream
 from titanrl.data.tokenizer import load_tokenizer
 from titanrl.grpo import GRPO
 from titanrl.rollout.group import greedy_request
 from titanrl.rollout.pool import GeneratorPool
-from titanrl.types import Completion, Prompt
 
 LAYOUTS = {
     "fsdp": (

@@ -15,13 +15,13 @@ import pytest
 from tests.e2e.conftest import SMALL, Finished, Start
 from tests.shared_memory import abandoned
 from titanrl.algorithms.minibatches import StepPlan
+from titanrl.carriers.tables import Table
 from titanrl.config import Config, load_config
 from titanrl.grpo import GRPO
 from titanrl.launch.generators import GeneratorMeshes
 from titanrl.launch.rollouts import BufferClient
 from titanrl.launch.supervision import Supervisor
 from titanrl.replay.batch import Batch
-from titanrl.tables import Table
 from titanrl.weights.manifest import Commit
 
 SLOW = (

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.environments.episodes import calls, episode
-from tests.sandbox.processes import children, needs_confinement
+from tests.processes.processes import children, needs_confinement
 from titanrl.environments import Environments, Observation, Python, ToolEnvironment
 from titanrl.environments.python_tool import close_pools
 from titanrl.environments.schema import signature_of

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.environments.episodes import calls, episode, says
+from titanrl.base.plugins import Plugin
 from titanrl.environments import (
     Calculator,
     Done,
@@ -24,7 +25,6 @@ from titanrl.environments import (
     make_environment,
 )
 from titanrl.environments.registry import BUILTIN, FUNCTION_KEY, load_factory
-from titanrl.plugins import Plugin
 
 
 class Echo:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.environments.episodes import episode, says
-from tests.sandbox.processes import children, descendants, wait_until_gone
+from tests.processes.processes import children, descendants, wait_until_gone
 from titanrl.environments import (
     Done,
     Environment,

@@ -18,7 +18,10 @@ from random import Random
 from rich.console import Console
 
 from tests.fuzz.mutations import changed_bytes, json_value, scalar
-from titanrl.child_checks import check_data, policy_tokenizer
+from titanrl.base.files import COMMIT_FILE, digests_of
+from titanrl.carriers.types import StepMetrics
+from titanrl.checks.child_checks import check_data, policy_tokenizer
+from titanrl.checks.preflight import broken_rules
 from titanrl.config import Config, ConfigError, load_config
 from titanrl.config.dry_run import print_dry_run
 from titanrl.config.errors import BrokenRules
@@ -26,15 +29,12 @@ from titanrl.config.keys import sections
 from titanrl.config.sections import RecipeConfig
 from titanrl.config.shipped import shipped_configs
 from titanrl.data.examples import read_examples
-from titanrl.files import COMMIT_FILE, digests_of
-from titanrl.launch.progress import RunState, complete_checkpoint, resumable, set_aside
 from titanrl.metrics.outcome import last_lines, summarize
 from titanrl.metrics.run_directory import RunDirectory, append_line, read_lines, read_metrics
 from titanrl.models.directory import model_shape
 from titanrl.models.recipe import create_model
 from titanrl.models.weight_files import read_weight_files
-from titanrl.preflight import broken_rules
-from titanrl.types import StepMetrics
+from titanrl.run.progress import RunState, complete_checkpoint, resumable, set_aside
 
 REPO = Path(__file__).parents[2]
 KEYS = tuple(f"{section.path}.{key}".lstrip(".") for section in sections() for key in section.keys)

@@ -16,21 +16,21 @@ import transformers
 
 from tests.forks import fork, prepare_templates
 from tests.models.tiny import FAMILIES, add_changed_weights, change_config, write_model
-from titanrl.actors import resolve
+from titanrl.carriers.datums import sampled_datum
+from titanrl.carriers.types import AdamParams, Completion, GenerationRequest, SamplingParams
 from titanrl.config import load_config
-from titanrl.datums import sampled_datum
-from titanrl.device import DEVICES
+from titanrl.config.device import DEVICES
 from titanrl.generator.actor import Generator, GeneratorSetup
-from titanrl.launch.environment import generator_environment, trainer_environment, worker_environment
 from titanrl.launch.fleet import Fleet
 from titanrl.launch.roles import Roles
 from titanrl.launch.supervision import Supervisor
 from titanrl.launch.trainer_mesh import TrainerMesh
-from titanrl.launch.training import TrainingClient
 from titanrl.models.vllm_limits import LOAD_FORMAT
+from titanrl.processes.actors import resolve
+from titanrl.processes.variables import generator_environment, trainer_environment, worker_environment
 from titanrl.rollout.pool import GeneratorPool
+from titanrl.session.training import TrainingClient
 from titanrl.trainer.actor import PolicyTrainer, TrainerSetup
-from titanrl.types import AdamParams, Completion, GenerationRequest, SamplingParams
 from titanrl.weights.manifest import Commit
 from titanrl.weights.pull import WeightReader
 from titanrl.weights.store import spawn_store

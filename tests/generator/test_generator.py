@@ -18,11 +18,11 @@ from safetensors.torch import load_file
 from tests.forks import fork
 from tests.generator.lab import IMPLEMENTATIONS, PROMPTS, Lab, requests_of, running_lab
 from tests.generator.weights import titan_names
-from titanrl.actors import resolve
+from titanrl.carriers.types import Completion, GenerationRequest, SamplingParams
 from titanrl.data.tokenizer import load_tokenizer
-from titanrl.launch.environment import worker_environment
+from titanrl.processes.actors import resolve
+from titanrl.processes.variables import worker_environment
 from titanrl.rollout.pool import GeneratorPool, InRound
-from titanrl.types import Completion, GenerationRequest, SamplingParams
 from titanrl.weights.manifest import Commit
 from titanrl.weights.publish import WeightPublisher
 from titanrl.weights.pull import WeightReader

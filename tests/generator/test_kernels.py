@@ -5,7 +5,7 @@ import torch
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.common.rope import CosSinRoPE
 
-from titanrl.device import DEVICES
+from titanrl.config.device import DEVICES
 from titanrl.generator.kernels import half_width, rms_norm, rotate
 from titanrl.models.titan import prepare_torchtitan
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from titanrl.carriers.types import GenerationRequest, SamplingParams
 from titanrl.generator.lockstep import Abort, DivergedError, Follower, Leader, Turn, apply_changes
-from titanrl.types import GenerationRequest, SamplingParams
 from titanrl.weights.manifest import WeightMismatchError
 
 REQUEST = GenerationRequest(token_ids=(1,), sampling=SamplingParams(max_new_tokens=4, temperature=1.0, seed=None))

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from titanrl.actors import StoppedError
+from titanrl.carriers.types import Completion, EngineLoad, GenerationRequest, SamplingParams
 from titanrl.generator.loop import EngineLoop, EngineStoppedError
-from titanrl.types import Completion, EngineLoad, GenerationRequest, SamplingParams
+from titanrl.processes.actors import StoppedError
 
 
 class Finished:

@@ -19,20 +19,20 @@ from safetensors.torch import load_file
 
 from tests.forks import fork, prepare_templates
 from tests.generator.weights import titan_names
+from titanrl.carriers.types import Completion, GenerationRequest, SamplingParams
 from titanrl.config import load_config
+from titanrl.config.device import DEVICES
 from titanrl.config.sections import RecipeConfig
-from titanrl.device import DEVICES
 from titanrl.generator.actor import Generator, GeneratorSetup
-from titanrl.launch.environment import generator_environment, worker_environment
 from titanrl.launch.fleet import Fleet
 from titanrl.launch.generators import GeneratorMeshes, Replica
 from titanrl.launch.parts import Part, SharedContext
 from titanrl.launch.roles import Roles
 from titanrl.launch.supervision import Supervisor
 from titanrl.models.recipe import create_model
-from titanrl.respawns import Respawns
+from titanrl.processes.respawns import Respawns
+from titanrl.processes.variables import generator_environment, worker_environment
 from titanrl.rollout.pool import GeneratorPool
-from titanrl.types import Completion, GenerationRequest, SamplingParams
 from titanrl.weights.manifest import WeightManifest
 from titanrl.weights.publish import WeightPublisher
 from titanrl.weights.pull import WeightReader

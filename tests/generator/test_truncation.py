@@ -16,9 +16,9 @@ from vllm.v1.sample.logits_processor import LogitsProcessors
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
+from titanrl.carriers.supports import Supports, supports_of
 from titanrl.generator import truncation
 from titanrl.generator.truncation import SupportRecording, encoded, support_words, with_supports
-from titanrl.supports import Supports, supports_of
 
 VOCAB_SIZE = 100
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from monarch.actor import ProcMesh
 
-from titanrl.actors import Actor
 from titanrl.launch.fleet import Fleet
 from titanrl.launch.hosts import local_host
 from titanrl.launch.supervision import Supervisor
+from titanrl.processes.actors import Actor
 
 
 @asynccontextmanager

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from titanrl.actors import Actor, concurrent_endpoint
 from titanrl.config.faults import FaultsConfig
 from titanrl.config.operations import TimeoutsConfig
 from titanrl.launch.deadlines import Pace
@@ -21,7 +20,8 @@ from titanrl.launch.parts import Part, SharedContext
 from titanrl.launch.rollouts import RolloutMesh
 from titanrl.launch.stalls import Watchdog
 from titanrl.launch.supervision import PartDiedError, Supervisor
-from titanrl.respawns import RespawnLimitError, Respawns
+from titanrl.processes.actors import Actor, concurrent_endpoint
+from titanrl.processes.respawns import RespawnLimitError, Respawns
 
 
 class Clerk(Actor):

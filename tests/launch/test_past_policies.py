@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from titanrl.carriers.tables import SEQUENCE, MicroBatch, RowTable
 from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.config.objective import AVERAGE, KLConfig
 from titanrl.config.operations import CheckpointConfig
 from titanrl.launch.past_policies import PastPolicies, PastVersions
-from titanrl.tables import SEQUENCE, MicroBatch, RowTable
 
 NO_CHECKPOINTS = CheckpointConfig(every_steps=0)
 NO_ROWS = RowTable(np.zeros(0, SEQUENCE), np.zeros(0, np.int64))

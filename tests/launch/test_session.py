@@ -12,10 +12,10 @@ import pytest
 
 from tests.models.tiny import add_changed_weights
 from titanrl import AdamParams, Config, TitanRLError, connect, load_config, sampled_datum
-from titanrl.launch.sampling import Sample, SamplingClient, VersionGoneError
+from titanrl.carriers.types import FloatArray
 from titanrl.models.directory import open_model
-from titanrl.session import Session
-from titanrl.types import FloatArray
+from titanrl.session.sampling import Sample, SamplingClient, VersionGoneError
+from titanrl.session.session import Session
 
 PROMPTS = ["What is 1 + 2?", "3 + 4 ="]
 LARGE_STEP = AdamParams(learning_rate=1e-2)

@@ -13,12 +13,12 @@ import psutil
 import pytest
 
 from tests.launch.patients import running_patient
-from titanrl.actors import Actor, endpoint
 from titanrl.config.faults import FaultsConfig
 from titanrl.launch.deadlines import WARM_UP, Pace
 from titanrl.launch.stacks import Process
 from titanrl.launch.stalls import Stall, StallError, Watchdog, suspects
 from titanrl.launch.supervision import DeadlineError, Supervisor
+from titanrl.processes.actors import Actor, endpoint
 
 PATIENT = Pace(kind="patient.answer")
 LIMIT_S = 1.0

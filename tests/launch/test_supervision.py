@@ -20,13 +20,13 @@ from monarch._rust_bindings.monarch_hyperactor.config import reload_config_from_
 from monarch.actor import ActorError, ProcMesh
 
 from tests.launch.patients import running_patient
-from titanrl.actors import Actor, RemoteError, StoppedError, concurrent_endpoint, endpoint, is_stop, portable
-from titanrl.errors import describe
+from titanrl.base.errors import describe
+from titanrl.hosts.patience import POLL
 from titanrl.launch.fleet import Fleet
 from titanrl.launch.hosts import local_host
-from titanrl.launch.patience import POLL
 from titanrl.launch.probes import Replaceable
 from titanrl.launch.supervision import PROCESS_FAILED, ActorDiedError, DeadlineError, Supervisor
+from titanrl.processes.actors import Actor, RemoteError, StoppedError, concurrent_endpoint, endpoint, is_stop, portable
 
 
 class Trace:

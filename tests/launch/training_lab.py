@@ -9,15 +9,15 @@ from typing import Any
 
 from tests.forks import fork, prepare_templates
 from titanrl.config import load_config
+from titanrl.config.device import DEVICES
 from titanrl.config.sections import RecipeConfig
-from titanrl.device import DEVICES
-from titanrl.launch.environment import trainer_environment, worker_environment
 from titanrl.launch.fleet import Fleet
 from titanrl.launch.roles import Roles
 from titanrl.launch.supervision import Supervisor
 from titanrl.launch.trainer_mesh import TrainerMesh
-from titanrl.launch.training import TrainingClient
 from titanrl.models.recipe import create_model
+from titanrl.processes.variables import trainer_environment, worker_environment
+from titanrl.session.training import TrainingClient
 from titanrl.trainer.actor import PolicyTrainer, TrainerSetup
 from titanrl.weights.store import WeightStore, spawn_store
 

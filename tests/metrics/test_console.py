@@ -6,9 +6,9 @@ import pytest
 import rich.console
 import rich.text
 
+from titanrl.carriers.types import StepMetrics
 from titanrl.metrics.console import Console, resolve
 from titanrl.metrics.phases import PhaseTimer
-from titanrl.types import StepMetrics
 
 VALUES = {
     "reward/mean": 0.25,

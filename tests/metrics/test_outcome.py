@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from titanrl.carriers.types import StepMetrics
 from titanrl.metrics.outcome import INTERRUPTED, TERMINATED, Outcome, last_lines, relative, summarize
 from titanrl.metrics.run_directory import RunDirectory
-from titanrl.types import StepMetrics
 
 
 def write_run(path: Path, *steps: Mapping[str, float], checkpoint: bool = True) -> Path:

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from titanrl.carriers.types import EvaluationResult
 from titanrl.metrics.console import Console
 from titanrl.metrics.record import Recorder, evaluation_metrics
 from titanrl.metrics.run_directory import RunDirectory, read_lines, read_metrics
 from titanrl.metrics.trackers import Trackers
-from titanrl.types import EvaluationResult
 
 COMPLETE = EvaluationResult(task="sums", version=3, mean=0.2, num_prompts=5, response_len_mean=4.0, num_samples=2)
 FAILED = replace(COMPLETE, num_errors=4, num_unscored_prompts=1, first_error="answer: KeyError: 'x'")

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from titanrl.carriers.types import StepMetrics
 from titanrl.config import Config, dump_config
 from titanrl.metrics import report as report_module
 from titanrl.metrics.curves import MAX_POINTS, thin
 from titanrl.metrics.report import write_report
 from titanrl.metrics.run_directory import RunDirectory, append_line
 from titanrl.metrics.series import by_step, phase_seconds
-from titanrl.types import StepMetrics
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 ATTACK = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>&amp;\u2028"

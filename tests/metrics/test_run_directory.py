@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from titanrl.carriers.types import StepMetrics
 from titanrl.metrics.run_directory import RunDirectory, append_line, read_lines, read_metrics
-from titanrl.types import StepMetrics
 
 
 def metrics(step: int, **values: float) -> StepMetrics:

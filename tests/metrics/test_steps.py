@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from tests.records import make_record
+from titanrl.carriers.tables import RecordTable, pack_record
+from titanrl.carriers.types import GenerationStats, GroupHandle, GroupRecord, LossSums
 from titanrl.metrics.steps import environment_metrics, loss_metrics, part_means, rollout_metrics, speed_metrics
-from titanrl.tables import RecordTable, pack_record
-from titanrl.types import GenerationStats, GroupHandle, GroupRecord, LossSums
 
 
 def test_loss_terms_are_sums_and_other_metrics_are_token_means() -> None:

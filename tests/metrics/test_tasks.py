@@ -1,10 +1,10 @@
 """Per-task metrics of a mixture."""
 
 from tests.records import make_record
+from titanrl.carriers.tables import RecordTable, pack_record
 from titanrl.config.curriculum import CurriculumConfig
 from titanrl.config.data import DataConfig
 from titanrl.metrics.tasks import task_metrics
-from titanrl.tables import RecordTable, pack_record
 
 HALF = DataConfig(curriculum=CurriculumConfig(levels=2, solved_from=0.5))
 

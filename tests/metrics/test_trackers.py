@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tests.metrics import custom_tracker
+from titanrl.base.plugins import plugin_of
 from titanrl.metrics.trackers import Trackers, check_tracker, make_trackers
-from titanrl.plugins import plugin_of
 
 WRITE = """
 import asyncio, os, signal, sys, time

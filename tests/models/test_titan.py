@@ -5,7 +5,7 @@ import sys
 from importlib.metadata import version
 
 TAKES_THE_DEVICE = """
-from titanrl.device import DEVICES
+from titanrl.config.device import DEVICES
 from titanrl.models.titan import prepare_torchtitan
 prepare_torchtitan(DEVICES["cpu"])
 import torch

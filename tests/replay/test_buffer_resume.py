@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.records import make_record
+from titanrl.carriers.types import GroupHandle, GroupRecord
 from titanrl.replay.batch import Batch, Reservation
 from titanrl.replay.buffer import GroupBuffer
 from titanrl.replay.failures import ScorerError
 from titanrl.replay.memory import ReplayMemory, ReplaySettings
 from titanrl.replay.saved import Freshness, TrainedBatch, handles_of, joined, versions_behind
-from titanrl.types import GroupHandle, GroupRecord
 
 T = TypeVar("T")
 

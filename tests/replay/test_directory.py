@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.endpoints import FakeEndpoint
+from titanrl.carriers.types import GroupHandle
 from titanrl.replay.directory import ShardDirectory, TokensLostError
-from titanrl.types import GroupHandle
 
 WANTED = [(GroupHandle(shard=1, slot=2, serial=3), 0)]
 

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.records import make_record
+from titanrl.carriers.tables import RecordTable, pack_record
+from titanrl.carriers.types import GroupHandle
 from titanrl.replay.buffer import GroupBuffer
 from titanrl.replay.memory import EPS, ReplayMemory, ReplaySettings, Stored
-from titanrl.tables import RecordTable, pack_record
-from titanrl.types import GroupHandle
 
 
 def memory(**others: Any) -> ReplayMemory:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from titanrl.carriers.types import GroupHandle
 from titanrl.replay.payloads import Payloads, shared_payloads
-from titanrl.types import GroupHandle
 
 
 def handle(slot: int, serial: int = 1) -> GroupHandle:

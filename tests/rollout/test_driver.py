@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.environments.results import INVALID, INVALID_REWARDS, returned
+from titanrl.carriers.supports import supports_of
+from titanrl.carriers.turns import Turn
+from titanrl.carriers.types import Completion, GenerationRequest, SamplingParams
 from titanrl.data.recipe import write_tokenizer
 from titanrl.data.tokenizer import Tokenizer, load_tokenizer
 from titanrl.environments import Done, Environment, Episode, Limit, Message, Observation, Tool
 from titanrl.rollout.driver import Conversation, EpisodeError, Limits
 from titanrl.rollout.renderers import PlainRenderer
-from titanrl.supports import supports_of
-from titanrl.turns import Turn
-from titanrl.types import Completion, GenerationRequest, SamplingParams
 
 EPISODE = Episode(task_id="sums/0", question="1+1=", entry={"answer": "2"}, seed=5)
 LIMITS = Limits(max_turns=6, max_tokens=400, max_new_tokens=60, step_timeout_s=0.2, episode_timeout_s=0.5)

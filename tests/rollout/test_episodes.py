@@ -12,11 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from titanrl.carriers.dump_rows import rows_of, table_of
+from titanrl.carriers.rewards import Answers, Scored
+from titanrl.carriers.tables import RecordTable
+from titanrl.carriers.turns import GroupTokens, GroupTurns
+from titanrl.carriers.types import Completion, GenerationRequest, Group, GroupHandle, Prompt
 from titanrl.config import Config
 from titanrl.config.sections import RolloutConfig, TrainerConfig
 from titanrl.data.recipe import write_tokenizer
 from titanrl.data.tokenizer import Tokenizer, load_tokenizer
-from titanrl.dump_rows import rows_of, table_of
 from titanrl.environments import (
     Done,
     Environments,
@@ -29,15 +33,11 @@ from titanrl.environments import (
 )
 from titanrl.metrics.record import evaluation_metrics
 from titanrl.metrics.steps import episode_metrics, part_means
-from titanrl.rewards import Answers, Scored
 from titanrl.rollout.actor import RolloutWorker
 from titanrl.rollout.episodes import Episodes, start_episodes
 from titanrl.rollout.evaluating import evaluation_result, evaluation_set
 from titanrl.rollout.group import fit_to_rows, record_of, turns_differ
 from titanrl.rollout.renderers import PlainRenderer
-from titanrl.tables import RecordTable
-from titanrl.turns import GroupTokens, GroupTurns
-from titanrl.types import Completion, GenerationRequest, Group, GroupHandle, Prompt
 
 PROMPT = Prompt(index=3, task="sums", text="1+1=", token_ids=(7, 8), entry={"answer": "2"})
 

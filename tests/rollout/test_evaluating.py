@@ -9,16 +9,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from titanrl.actors import StoppedError
+from titanrl.carriers.rewards import Answers, Scored
+from titanrl.carriers.types import Completion, EvaluationResult, GenerationRequest, Group, Prompt
 from titanrl.config import Config
 from titanrl.config.evaluation import EvaluationSet
 from titanrl.metrics.record import evaluation_metrics
+from titanrl.processes.actors import StoppedError
 from titanrl.replay.failures import ScorerError
-from titanrl.rewards import Answers, Scored
 from titanrl.rollout.actor import RolloutWorker
 from titanrl.rollout.evaluating import IN_FLIGHT, evaluate_prompts, evaluation_requests, evaluation_result, evaluation_set
 from titanrl.rollout.group import roll_out
-from titanrl.types import Completion, EvaluationResult, GenerationRequest, Group, Prompt
 
 PROMPTS = [Prompt(index=i, task="sums", text=f"{i}", token_ids=(5, i), entry={"answer": str(i)}) for i in range(200)]
 

@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 
 from titanrl.algorithms.batch_plan import plan_batch
+from titanrl.carriers.rewards import Answers, Scored
+from titanrl.carriers.supports import supports_of
+from titanrl.carriers.tables import RecordTable
+from titanrl.carriers.types import Completion, GenerationRequest, Group, GroupHandle, Prompt
 from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.config.data import DataConfig
 from titanrl.config.sections import RolloutConfig, TrainerConfig
-from titanrl.rewards import Answers, Scored
 from titanrl.rollout.group import (
     derive_seed,
     fit_to_rows,
@@ -23,9 +26,6 @@ from titanrl.rollout.group import (
     sampling_requests,
     without_truncated,
 )
-from titanrl.supports import supports_of
-from titanrl.tables import RecordTable
-from titanrl.types import Completion, GenerationRequest, Group, GroupHandle, Prompt
 
 PROMPT = Prompt(index=7, task="sums", text="1 + 1 =", token_ids=(5, 6), entry={"answer": "2"})
 HANDLE = GroupHandle(shard=0, slot=3, serial=1)

@@ -6,10 +6,10 @@ from typing import Any
 
 from tests.endpoints import FakeEndpoint
 from tests.records import make_record
-from titanrl.actors import cause_of
+from titanrl.carriers.types import GroupHandle, GroupRecord
+from titanrl.processes.actors import cause_of
 from titanrl.replay.payloads import ShardUsage
 from titanrl.rollout.outbox import MAX_HELD, Dump, Outbox
-from titanrl.types import GroupHandle, GroupRecord
 
 
 class FakeBuffer:

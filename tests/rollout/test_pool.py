@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tests.endpoints import FakeEndpoint
-from titanrl.actors import ActorError, ReplyPort, cause_of
+from titanrl.carriers.types import Admission, EngineLoad, GenerationRequest, SamplingParams
+from titanrl.processes.actors import ActorError, ReplyPort, cause_of
 from titanrl.rollout.pool import GeneratorPool, InRound
-from titanrl.types import Admission, EngineLoad, GenerationRequest, SamplingParams
 
 
 class Replica:

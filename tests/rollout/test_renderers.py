@@ -14,13 +14,13 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.data.conftest import CHATML
+from titanrl.carriers.types import Completion, SamplingParams
 from titanrl.data.recipe import write_tokenizer
 from titanrl.data.tokenizer import load_tokenizer
 from titanrl.environments import Done, Episode, Message, Observation, Tool, ToolEnvironment
 from titanrl.environments.results import checked
 from titanrl.rollout.driver import Conversation, EpisodeError, Limits
 from titanrl.rollout.renderers import LibraryRenderer, PlainRenderer, Renderer, TemplateRenderer, TurnEnd, make_renderer
-from titanrl.types import Completion, SamplingParams
 
 QWEN3 = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>"),

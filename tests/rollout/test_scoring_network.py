@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from tests.processes.processes import needs_confinement
 from tests.rollout.scored import right, score_with, values
-from tests.sandbox.processes import needs_confinement
-from titanrl.rewards import Reward
+from titanrl.carriers.rewards import Reward
 
 pytestmark = needs_confinement
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 import titanrl
+from tests.processes.processes import needs_confinement
 from tests.rollout.scored import right, score
-from tests.sandbox.processes import needs_confinement
+from titanrl.carriers.rewards import Answers, Reward, Scored, TokenRewards
+from titanrl.carriers.scores import RewardSpec, Score, parse_scores
 from titanrl.config.schema import Config
-from titanrl.rewards import Answers, Reward, Scored, TokenRewards
-from titanrl.sandbox.scores import RewardSpec, Score, parse_scores
 
 pytestmark = needs_confinement
 
@@ -95,7 +95,7 @@ def test_invalid_token_rewards_fail_their_completion(trusted: bool) -> None:
 
 
 def test_steps_of_a_truncated_text_keep_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("titanrl.sandbox.pool.MAX_TEXT_CHARS", 3)
+    monkeypatch.setattr("titanrl.rewards.scoring_pool.MAX_TEXT_CHARS", 3)
 
     def seen(completion: str, entry: Mapping[str, Any]) -> titanrl.TokenRewards:
         return titanrl.TokenRewards(steps=[(1, float(completion == "c d"))])

@@ -14,7 +14,7 @@ from torch.distributed import Store, TCPStore
 
 from tests.trainer import checks, variants
 from titanrl.algorithms.losses import LossMetrics
-from titanrl.device import DEVICES
+from titanrl.config.device import DEVICES
 from titanrl.models.directory import open_model
 from titanrl.trainer.agreement import Agreement, RankError, agreement_of
 from titanrl.trainer.checkpoint import Checkpoints

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from tests.trainer import checks, variants
 from titanrl.algorithms.losses import LossMetrics
+from titanrl.carriers.types import AdamParams
 from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.config.objective import AVERAGE, KLConfig
 from titanrl.trainer.checkpoint import Checkpoints
 from titanrl.trainer.collate import PackedRows
 from titanrl.trainer.learner import Learner, PhaseError
 from titanrl.trainer.replicas import check_replicas
-from titanrl.types import AdamParams
 
 Trainer = dict[str, Any]
 DECAY = 0.75

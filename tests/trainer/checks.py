@@ -15,16 +15,16 @@ from titanrl.algorithms.batch_plan import pack_sequences
 from titanrl.algorithms.contracts import LossInputs
 from titanrl.algorithms.losses import LossMetrics, ppo, weighted_sum
 from titanrl.algorithms.packing import balance, pack
+from titanrl.carriers.supports import Supports, supports_of, words_of
+from titanrl.carriers.tables import SEQUENCE, Row, RowTable, SequencePlan
+from titanrl.carriers.types import AdamParams, GroupHandle, Segment
 from titanrl.config.algorithm import AlgorithmConfig
+from titanrl.config.device import DEVICES
 from titanrl.config.sections import TrainerConfig
-from titanrl.device import DEVICES
 from titanrl.models.directory import open_model
-from titanrl.supports import Supports, supports_of, words_of
-from titanrl.tables import SEQUENCE, Row, RowTable, SequencePlan
 from titanrl.trainer.collate import PackedRows, collate
 from titanrl.trainer.hf import load_model
 from titanrl.trainer.learner import Learner
-from titanrl.types import AdamParams, GroupHandle, Segment
 
 ROW_TOKENS = 32
 VOCAB = 112

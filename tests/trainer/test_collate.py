@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from titanrl.datums import Datum, sampled_datum
-from titanrl.supports import supports_of
-from titanrl.tables import SequencePlan
+from titanrl.carriers.datums import Datum, sampled_datum
+from titanrl.carriers.supports import supports_of
+from titanrl.carriers.tables import SequencePlan
+from titanrl.carriers.types import GroupHandle, Segment
 from titanrl.trainer.collate import collate, row_length
 from titanrl.trainer.datums import Location, RowSizes, build_rows, check_supports, plan_data
-from titanrl.types import GroupHandle, Segment
 
 HANDLE = GroupHandle(shard=0, slot=0, serial=1)
 

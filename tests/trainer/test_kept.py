@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from titanrl.tables import SequencePlan
+from titanrl.carriers.tables import SequencePlan
+from titanrl.carriers.types import GroupHandle
 from titanrl.trainer.kept import KeptLogprobs
-from titanrl.types import GroupHandle
 
 
 def sequence(slot: int, length: int, serial: int = 1, num_shared: int = 0) -> SequencePlan:

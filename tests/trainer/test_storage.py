@@ -7,7 +7,7 @@ import pytest
 
 from tests.trainer import full_disk
 from tests.trainer.ranks import World
-from titanrl.files import digests_of
+from titanrl.base.files import digests_of
 
 
 @pytest.mark.parametrize("in_background", [False, True], ids=["waiting", "in background"])

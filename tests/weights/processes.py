@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from titanrl.actors import Actor, current_rank, endpoint
-from titanrl.config.choices import TransportName
-from titanrl.host import HOST_FOLDER
+from titanrl.base.choices import TransportName
+from titanrl.processes.actors import Actor, current_rank, endpoint
+from titanrl.processes.host import HOST_FOLDER
 from titanrl.weights.fanout import HostTransport
 from titanrl.weights.layout import PartOf
 from titanrl.weights.manifest import Commit, RdmaHandle, WeightManifest, WeightMismatchError, overwritten

@@ -19,12 +19,12 @@ from tests.shared_memory import abandoned
 from tests.trainer.ranks import FORKED
 from tests.weights.processes import HostReader, Pulled, Wire, Writer, read_from_wire
 from titanrl.config import load_config
-from titanrl.launch.environment import worker_environment
 from titanrl.launch.fleet import Fleet
 from titanrl.launch.hosts import EmulatedHosts
 from titanrl.launch.roles import Roles
 from titanrl.launch.supervision import Supervisor
-from titanrl.private_sockets import private_folder
+from titanrl.processes.private_sockets import private_folder
+from titanrl.processes.variables import worker_environment
 from titanrl.weights.fanout import HostTransport
 from titanrl.weights.manifest import ArenaHandle, Commit, RdmaHandle, WeightManifest
 from titanrl.weights.pull import WeightReader

@@ -14,7 +14,7 @@ import torch
 
 from tests.shared_memory import abandoned
 from tests.weights.processes import MemoryStore, publish_versions
-from titanrl.config.choices import Verify
+from titanrl.base.choices import Verify
 from titanrl.weights.arena import MappedArena
 from titanrl.weights.layout import PartOf
 from titanrl.weights.manifest import ArenaHandle, Commit, WeightManifest, WeightMismatchError

@@ -11,12 +11,12 @@ import torch
 
 from tests.forks import fork, prepare_templates
 from tests.weights.processes import Reader, Writer
+from titanrl.base.choices import TransportName
 from titanrl.config import load_config
-from titanrl.config.choices import TransportName
-from titanrl.launch.environment import worker_environment
 from titanrl.launch.fleet import Fleet
 from titanrl.launch.roles import Roles
 from titanrl.launch.supervision import Supervisor
+from titanrl.processes.variables import worker_environment
 from titanrl.weights.manifest import ArenaHandle, Commit, RdmaHandle, StoreHandle, rank_key
 from titanrl.weights.pull import WeightReader
 from titanrl.weights.store import spawn_store

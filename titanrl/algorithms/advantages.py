@@ -18,8 +18,8 @@ from typing import Any, Literal
 import numpy as np
 
 from titanrl.algorithms.contracts import GroupRewards, option_names
+from titanrl.base.loading import import_object
 from titanrl.config.registry import ADVANTAGES
-from titanrl.loading import import_object
 
 EPS = 1e-6
 """Constant added to each divisor of an advantage, for numerical stability."""

@@ -17,9 +17,9 @@ from titanrl.algorithms.contracts import GroupRewards, advantage_arguments
 from titanrl.algorithms.credit import custom_advantages, spans_of, token_advantages, turn_advantages
 from titanrl.algorithms.loss_weights import sequence_weights
 from titanrl.algorithms.packing import balance, pack, pack_sharing, row_costs
+from titanrl.carriers.tables import SEQUENCE, BatchPlan, DoubleArray, MicroBatch, RecordTable, RowTable, Spans, Table
+from titanrl.carriers.types import BoolArray, IntArray
 from titanrl.config.algorithm import AlgorithmConfig
-from titanrl.tables import SEQUENCE, BatchPlan, DoubleArray, MicroBatch, RecordTable, RowTable, Spans, Table
-from titanrl.types import BoolArray, IntArray
 
 T = TypeVar("T")
 WeightOf = Callable[[str, int], float]

@@ -1,9 +1,9 @@
 """Advantage estimators of the tasks of a mixture."""
 
 from titanrl.algorithms.batch_plan import TaskAdvantage
+from titanrl.base.plugins import Plugins, loaded
 from titanrl.config.mixture import TaskConfig, algorithm_of, key_of
 from titanrl.config.schema import Config
-from titanrl.plugins import Plugins, loaded
 
 
 def advantages_by_task(config: Config, plugins: Plugins) -> list[TaskAdvantage]:

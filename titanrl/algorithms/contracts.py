@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
+from titanrl.base.loading import import_object
+from titanrl.base.plugins import check_call, unwrapped
 from titanrl.config.algorithm import ADVANTAGE_KEYS, LOSS_KEYS, AlgorithmConfig
 from titanrl.config.errors import BrokenRule, BrokenRules
 from titanrl.config.registry import LOSSES, LossTraits, Ratio
-from titanrl.loading import import_object
-from titanrl.plugins import check_call, unwrapped
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,9 +12,9 @@ import numpy as np
 
 from titanrl.algorithms.advantages import Unit, checked_advantages, group_advantages, standardized
 from titanrl.algorithms.contracts import GroupRewards
+from titanrl.carriers.tables import SPAN, DoubleArray, RecordTable, Spans
+from titanrl.carriers.types import IntArray
 from titanrl.config.registry import ADVANTAGES
-from titanrl.tables import SPAN, DoubleArray, RecordTable, Spans
-from titanrl.types import IntArray
 
 
 def discounted_returns(rewards: Sequence[float], discount: float) -> tuple[float, ...]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from titanrl.algorithms.ratios import MAX_LOG_RATIO, log_ratio
-from titanrl.config.choices import KLEstimator
+from titanrl.base.choices import KLEstimator
 
 
 def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: KLEstimator, *, mask: Tensor) -> Tensor:

@@ -13,9 +13,9 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from titanrl.config.choices import Reduction
-from titanrl.tables import MicroBatch
-from titanrl.types import CorrectionTotals, MeasuredCorrection
+from titanrl.base.choices import Reduction
+from titanrl.carriers.tables import MicroBatch
+from titanrl.carriers.types import CorrectionTotals, MeasuredCorrection
 
 
 def sequence_weights(

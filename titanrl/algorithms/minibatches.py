@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from titanrl.tables import BatchPlan, DoubleArray, MicroBatch, RecordTable
-from titanrl.types import IntArray
+from titanrl.carriers.tables import BatchPlan, DoubleArray, MicroBatch, RecordTable
+from titanrl.carriers.types import IntArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,8 +19,8 @@ from titanrl.algorithms.kl import kl_estimate
 from titanrl.algorithms.losses import LossMetrics, valid_tokens, weighted_sum
 from titanrl.algorithms.ratios import MAX_LOG_RATIO, bounded_exp, importance_ratio, log_ratio
 from titanrl.algorithms.segments import segment_to_go
+from titanrl.carriers.types import NOT_MEASURED, CorrectionTotals
 from titanrl.config.algorithm import AlgorithmConfig
-from titanrl.types import NOT_MEASURED, CorrectionTotals
 
 STANDARD = ("ratio", "clip")
 """Per-token values that the metrics need from each loss."""

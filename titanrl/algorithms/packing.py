@@ -9,7 +9,7 @@ from itertools import chain, pairwise
 
 import numpy as np
 
-from titanrl.types import IntArray
+from titanrl.carriers.types import IntArray
 
 LINEAR_POSITIONS = 12 * 1024
 """Context length at which causal attention costs a token as many FLOPs as its matrix products: 12 d for hidden size d.

@@ -1,9 +1,9 @@
 """Learning-rate schedule and the AdamW hyperparameters of each optimizer step."""
 
+from titanrl.base.choices import LearningRateDecay
+from titanrl.carriers.types import AdamParams
 from titanrl.config.algorithm import AlgorithmConfig
-from titanrl.config.choices import LearningRateDecay
 from titanrl.config.sft import SFTConfig
-from titanrl.types import AdamParams
 
 
 def learning_rate(step: int, *, peak: float, num_warmup_steps: int, decay: LearningRateDecay, num_steps: int) -> float:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from titanrl.supports import WORD_BITS, Supports, bitmap_words, join, whole_vocabulary
+from titanrl.carriers.supports import WORD_BITS, Supports, bitmap_words, join, whole_vocabulary
 
 Starts = npt.NDArray[np.int64]
 

@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from titanrl import terminal
+from titanrl.base import terminal
 from titanrl.config.docs import reference_text, schema_text
 
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PrivateAttr, model_validator
 
-from titanrl.config.choices import LearningRateDecay, Proximal, Reduction
+from titanrl.base.choices import LearningRateDecay, Proximal, Reduction
 from titanrl.config.errors import BrokenRule
 from titanrl.config.objective import ALGORITHM_PRESETS, CorrectionConfig, KLConfig, with_preset
 from titanrl.config.registry import ADVANTAGES, CUSTOM_ADVANTAGE, LOSSES, AdvantageTraits, LossTraits

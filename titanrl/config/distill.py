@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from titanrl.config.choices import Dtype
+from titanrl.base.choices import Dtype
 from titanrl.config.errors import BrokenRule
 from titanrl.config.section import Bytes, Count, Decay, InputPath, Processes, Section
 

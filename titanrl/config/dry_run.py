@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from titanrl.config.choices import DeviceKind
+from titanrl.base.choices import DeviceKind
 from titanrl.config.errors import inline
 from titanrl.config.explain import explain_rule
 from titanrl.config.placement import host_name, placements

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from titanrl.config.choices import Program
+from titanrl.base.choices import Program
 from titanrl.config.errors import BrokenRule
 from titanrl.config.mixture import RunDataConfig
 from titanrl.config.replay import ReplayConfig

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
+from titanrl.base.choices import Program
 from titanrl.config.algorithm import AlgorithmConfig
-from titanrl.config.choices import Program
 from titanrl.config.errors import BrokenRule
 from titanrl.config.sections import TrainerConfig
 

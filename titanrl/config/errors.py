@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from titanrl.errors import TitanRLError
+from titanrl.base.errors import TitanRLError
 
 MAX_CHARS = 2000
 """Maximum length of each component of a message. Keys and overrides can be arbitrarily long."""

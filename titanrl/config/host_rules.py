@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from titanrl.config.choices import DeviceName
+from titanrl.base.choices import DeviceName
 from titanrl.config.errors import BrokenRule
 from titanrl.config.operations import HostsConfig
 from titanrl.config.roles import PlacementConfig

@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 from pydantic import Field, PositiveFloat, model_validator
 
+from titanrl.base.choices import Program
 from titanrl.config.algorithm import AlgorithmConfig
-from titanrl.config.choices import Program
 from titanrl.config.data import DataConfig
 from titanrl.config.errors import BrokenRule, BrokenRules
 from titanrl.config.registry import ADVANTAGES

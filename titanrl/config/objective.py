@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
-from titanrl.config.choices import KLEstimator
+from titanrl.base.choices import KLEstimator
 from titanrl.config.errors import BrokenRule
 from titanrl.config.section import Section
 

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from titanrl.config.choices import ConsoleMode
+from titanrl.base.choices import ConsoleMode
 from titanrl.config.kubernetes import KubernetesConfig
 from titanrl.config.registry import TRACKERS
 from titanrl.config.section import CountOrZero, OrImportPath, Processes, Seconds, Section, StepsOrZero

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from titanrl.config.choices import DeviceKind
+from titanrl.base.choices import DeviceKind
 from titanrl.config.places import most_replicas, replica_hosts, rollout_group, store_group, worker_hosts
 from titanrl.config.roles import HostGroup
 from titanrl.config.schema import Config

@@ -1,6 +1,6 @@
 """Check that a configuration matches the subcommand that runs it."""
 
-from titanrl.config.choices import Program
+from titanrl.base.choices import Program
 from titanrl.config.errors import BrokenRule, ConfigError
 from titanrl.config.explain import explain_rule
 from titanrl.config.schema import Config

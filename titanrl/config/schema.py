@@ -6,8 +6,8 @@ from typing import Annotated, Self
 
 from pydantic import Field
 
+from titanrl.base.choices import DeviceName, Program
 from titanrl.config.algorithm import AlgorithmConfig
-from titanrl.config.choices import DeviceName, Program
 from titanrl.config.data import ANSWER_REWARDS, DataConfig
 from titanrl.config.distill import DistillConfig, unused_keys
 from titanrl.config.dump_rules import broken_by_dump

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat
 
-from titanrl.config.choices import Dtype, TransportName, Verify
+from titanrl.base.choices import Dtype, TransportName, Verify
 from titanrl.config.errors import BrokenRule
 from titanrl.config.section import (
     Bytes,

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
-from titanrl.config.choices import LearningRateDecay, TrainOn
+from titanrl.base.choices import LearningRateDecay, TrainOn
 from titanrl.config.errors import BrokenRule
 from titanrl.config.section import Count, Decay, InputPath, Section, StepsOrZero, Tokens
 

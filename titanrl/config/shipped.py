@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from titanrl import terminal
-from titanrl.files import in_shell
+from titanrl.base import terminal
+from titanrl.base.files import in_shell
 
 FOLDER = Path(__file__).parents[1] / "configs"
 """Directory of the shipped configurations. In a checkout, a link to `configs/`."""

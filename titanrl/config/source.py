@@ -9,10 +9,10 @@ from typing import Any
 
 import yaml
 
+from titanrl.base.files import why_no_file, why_no_folder
 from titanrl.config.errors import ConfigError, inline, message
 from titanrl.config.shipped import config_file
 from titanrl.config.strict_yaml import explain_yaml_error, line_of, parse
-from titanrl.files import why_no_file, why_no_folder
 
 MAX_FILE_BYTES = 1_000_000
 """Maximum size of a configuration file. Larger files would take long to parse."""

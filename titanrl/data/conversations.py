@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from titanrl.config.choices import TrainOn
+from titanrl.base.choices import TrainOn
 from titanrl.data.chat import Chat, ChatFormat
 from titanrl.data.demonstrations import Demonstration
 from titanrl.data.files import BadRow

@@ -3,11 +3,11 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
+from titanrl.base.plugins import Plugin, check_call
 from titanrl.config.data import DataConfig
 from titanrl.config.errors import BrokenRule, BrokenRules
 from titanrl.data.entries import check_picklable, entries_of
 from titanrl.data.files import BadRow, Row
-from titanrl.plugins import Plugin, check_call
 
 EXPECTED = "def prompts(seed: int) -> Sequence[Mapping[str, Any]]"
 

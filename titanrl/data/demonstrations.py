@@ -6,11 +6,11 @@ from functools import partial
 
 import numpy as np
 
+from titanrl.carriers.datums import Datum
+from titanrl.carriers.types import BoolArray, IntArray, Prompt
 from titanrl.config.sections import WarmStartConfig
 from titanrl.data.streams import PromptStream
 from titanrl.data.tokenizer import Tokenizer
-from titanrl.datums import Datum
-from titanrl.types import BoolArray, IntArray, Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

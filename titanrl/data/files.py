@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from titanrl.base.files import digests_of
 from titanrl.config.errors import BrokenRule, BrokenRules, inline
 from titanrl.config.shipped import data_file
-from titanrl.files import digests_of
 
 Format = Literal["jsonl", "parquet", "arrow"]
 """Format of data files. `arrow` is a data set saved by `save_to_disk` of Hugging Face datasets, or one Arrow file."""

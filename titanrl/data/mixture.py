@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
+from titanrl.base.plugins import Plugins
 from titanrl.config.mixture import TaskConfig, key_of
 from titanrl.config.schema import Config
 from titanrl.data.curriculum import Outcome, Sampler, make_sampler
-from titanrl.plugins import Plugins
 
 
 class Draw(NamedTuple):

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from titanrl.base.files import replace_text
 from titanrl.config.errors import ConfigError
 from titanrl.data.selection import Selection
-from titanrl.files import replace_text
 
 FILE = "data.json"
 """File in the run directory with source and digest of each data key."""

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from titanrl.base.plugins import Plugin, Plugins
+from titanrl.carriers.types import IntArray, Prompt
 from titanrl.config.data import DataConfig
 from titanrl.config.errors import BrokenRule, BrokenRules
 from titanrl.config.evaluation import Split
@@ -31,8 +33,6 @@ from titanrl.data.files import BadRow, Row
 from titanrl.data.messages import Message
 from titanrl.data.selection import BLANK, DUPLICATE, OTHER_ANSWER, TOO_LONG, Selection
 from titanrl.data.tokenizer import MAX_TOKEN_CHARS, Tokenizer
-from titanrl.plugins import Plugin, Plugins
-from titanrl.types import IntArray, Prompt
 
 if TYPE_CHECKING:
     from reasoning_gym.dataset import ProceduralDataset

@@ -16,12 +16,12 @@ import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+from titanrl.base.plugins import Plugin
 from titanrl.environments.errors import EnvironmentFailure, InvalidReward
 from titanrl.environments.interface import Done, Environment, Episode, JudgesTruncated, Limit, Message, Observation, Tool
 from titanrl.environments.registry import load_factory
 from titanrl.environments.results import checked, shown
-from titanrl.plugins import Plugin
-from titanrl.sandbox.confine import end_with_parent
+from titanrl.processes.confine import end_with_parent
 
 LENGTH = struct.Struct("!I")
 """Length prefix of a request or reply, in bytes."""

@@ -1,6 +1,6 @@
 """Exceptions of environments. A failed episode is retried or dropped; it does not get a reward of 0."""
 
-from titanrl.errors import TitanRLError
+from titanrl.base.errors import TitanRLError
 
 
 class EnvironmentFailure(TitanRLError):

@@ -9,8 +9,8 @@ from titanrl.config.sections import SandboxConfig
 from titanrl.environments.calls import readable_text
 from titanrl.environments.errors import ToolError
 from titanrl.environments.tools import ToolEnvironment
-from titanrl.sandbox.client import SandboxDied
-from titanrl.sandbox.snippets import MAX_CODE_CHARS, SnippetPool
+from titanrl.processes.sandbox import SandboxDied
+from titanrl.processes.snippets import MAX_CODE_CHARS, SnippetPool
 
 _Key = tuple[SandboxConfig, tuple[str, ...]]
 

@@ -9,9 +9,9 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol
 
+from titanrl.base.loading import import_object
+from titanrl.base.plugins import Plugin, Plugins, check_call, name_of, plugin_of
 from titanrl.environments.interface import Environment, JudgesTruncated
-from titanrl.loading import import_object
-from titanrl.plugins import Plugin, Plugins, check_call, name_of, plugin_of
 
 KEY = "data.environment"
 """Configuration section, for error messages."""

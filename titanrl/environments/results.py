@@ -9,10 +9,10 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, SupportsFloat
 
+from titanrl.carriers.rewards import MAX_PARTS, PART_NAME
 from titanrl.environments.calls import parse_object
 from titanrl.environments.errors import EnvironmentFailure, InvalidReward
 from titanrl.environments.interface import Done, Observation, Tool
-from titanrl.rewards import MAX_PARTS, PART_NAME
 
 ROLES = ("system", "user", "assistant", "tool")
 """Roles of messages."""

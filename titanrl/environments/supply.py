@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from titanrl.base.plugins import Plugins
 from titanrl.environments.interface import Environment
 from titanrl.environments.python_tool import close_pools
 from titanrl.environments.registry import load_factory
 from titanrl.environments.worker import EnvironmentPool, ProcessOptions
-from titanrl.plugins import Plugins
 
 
 class Environments:

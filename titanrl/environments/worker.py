@@ -20,11 +20,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from titanrl.base.plugins import Plugin, Plugins
 from titanrl.environments.child import LENGTH, Request, decoded
 from titanrl.environments.errors import EnvironmentDied, EnvironmentFailure, EnvironmentTimeout, InvalidReward
 from titanrl.environments.interface import Done, Episode, Limit, Message, Observation
 from titanrl.environments.registry import KEY, plugin_for
-from titanrl.plugins import Plugin, Plugins
 
 _MAX_REPLY_BYTES = 8 << 20  # parsing it takes 0.2 s at worst; valid replies are shorter (`results.MAX_CHARS`)
 _EXIT_DEADLINE_S = 5.0

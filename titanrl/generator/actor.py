@@ -10,14 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titanrl.actors import Actor, ReplyPort, StoppedError, concurrent_endpoint, current_rank, endpoint
+from titanrl.base.gathering import Gathering
+from titanrl.base.loading import loading
+from titanrl.carriers.types import Admission, Completion, EngineLoad, GenerationRequest, GenerationStats
+from titanrl.config.device import Device
 from titanrl.config.sections import GeneratorConfig
-from titanrl.device import Device
-from titanrl.gathering import Gathering
 from titanrl.generator.loop import EngineLoop
-from titanrl.loading import loading
 from titanrl.models.directory import open_model
-from titanrl.types import Admission, Completion, EngineLoad, GenerationRequest, GenerationStats
+from titanrl.processes.actors import Actor, ReplyPort, StoppedError, concurrent_endpoint, current_rank, endpoint
 from titanrl.weights.manifest import Commit
 
 if TYPE_CHECKING:

@@ -16,9 +16,11 @@ from torch import nn
 from vllm import EngineArgs, LLMEngine
 from vllm import SamplingParams as VllmSamplingParams
 
+from titanrl.carriers.supports import Int32Array, supports_of
+from titanrl.carriers.types import Completion, EngineLoad, FinishReason, FloatArray, GenerationRequest, SamplingParams
+from titanrl.config.device import Device
 from titanrl.config.sections import GeneratorConfig
 from titanrl.data.tokenizer import Tokenizer, load_tokenizer
-from titanrl.device import Device
 from titanrl.generator.compat import (
     EngineCoreOutput,
     abort_requests,
@@ -35,8 +37,6 @@ from titanrl.generator.frozen import register_loader
 from titanrl.generator.truncation import SupportRecording, support_words
 from titanrl.models.directory import ModelDirectory
 from titanrl.models.vllm_limits import CPU_BLOCK_TOKENS
-from titanrl.supports import Int32Array, supports_of
-from titanrl.types import Completion, EngineLoad, FinishReason, FloatArray, GenerationRequest, SamplingParams
 
 FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 """vLLM's finish reasons mapped to ours. Aborted requests have none."""

@@ -20,12 +20,12 @@ from multiprocessing.connection import Client, Connection, Listener
 
 from torch import nn
 
-from titanrl.errors import TitanRLError
+from titanrl.base.errors import TitanRLError
+from titanrl.base.ownership import is_own_peer
+from titanrl.carriers.types import EngineLoad, GenerationRequest
 from titanrl.generator.compat import gather_objects
 from titanrl.generator.engine import Engine, Finished
-from titanrl.ownership import is_own_peer
-from titanrl.private_sockets import private_folder
-from titanrl.types import EngineLoad, GenerationRequest
+from titanrl.processes.private_sockets import private_folder
 from titanrl.weights.manifest import WeightMismatchError
 
 STOPPED = "the engine of this rank has stopped"

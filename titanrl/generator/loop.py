@@ -9,8 +9,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from titanrl.actors import StoppedError
-from titanrl.types import Completion, EngineLoad, GenerationRequest, GenerationStats
+from titanrl.carriers.types import Completion, EngineLoad, GenerationRequest, GenerationStats
+from titanrl.processes.actors import StoppedError
 
 if TYPE_CHECKING:
     from titanrl.generator.engine import Engine, Finished

@@ -14,7 +14,7 @@ from torchtitan.experiments.rl.models.vllm_registry import (
 from torchtitan.experiments.rl.models.vllm_wrapper import VLLMModelWrapper
 from torchtitan.protocols.module import Module
 
-from titanrl.device import Device
+from titanrl.config.device import Device
 from titanrl.models.directory import ModelDirectory
 
 CONFIG_FORMAT = TORCHTITAN_CONFIG_FORMAT

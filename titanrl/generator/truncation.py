@@ -20,8 +20,8 @@ from vllm import LLMEngine
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.outputs import LogprobsTensors
 
+from titanrl.carriers.supports import WORD_BITS, Int32Array, bitmap_words, words_of
 from titanrl.generator.compat import engine_core
-from titanrl.supports import WORD_BITS, Int32Array, bitmap_words, words_of
 
 
 class SupportRecording:

@@ -14,22 +14,12 @@ from typing import Any
 
 from monarch.actor import ProcMesh
 
-from titanrl.config.choices import TransportName
+from titanrl.base.choices import TransportName
+from titanrl.config.device import Device
 from titanrl.config.schema import Config
 from titanrl.config.sections import GeneratorConfig
 from titanrl.data.mixture import make_mixture
-from titanrl.device import Device
 from titanrl.generator.actor import Generator, GeneratorSetup
-from titanrl.launch.environment import (
-    generator_cores,
-    generator_device,
-    generator_environment,
-    role_cores,
-    trainer_environment,
-    visible,
-    worker_cores,
-    worker_environment,
-)
 from titanrl.launch.fleet import Fleet
 from titanrl.launch.generators import GeneratorMeshes, Replica
 from titanrl.launch.hosts import Hosts, acquire_hosts
@@ -39,14 +29,24 @@ from titanrl.launch.rollouts import BufferClient, RolloutMesh, Worker
 from titanrl.launch.settings import replay_settings, transports
 from titanrl.launch.stalls import OnEvent, Watchdog
 from titanrl.launch.supervision import Supervisor
-from titanrl.launch.templates.imports import needed
+from titanrl.launch.template_imports import needed
 from titanrl.launch.trainer_mesh import TrainerMesh
 from titanrl.launch.watched_store import WatchedStore
 from titanrl.models.directory import export_dtype, open_model
 from titanrl.models.vllm_limits import LOAD_FORMAT
+from titanrl.processes.respawns import Respawns
+from titanrl.processes.variables import (
+    generator_cores,
+    generator_device,
+    generator_environment,
+    role_cores,
+    trainer_environment,
+    visible,
+    worker_cores,
+    worker_environment,
+)
 from titanrl.replay.actors import ReplayBuffer, StorageShard
 from titanrl.replay.directory import ShardNews
-from titanrl.respawns import Respawns
 from titanrl.rollout.actor import RolloutWorker, WorkerSetup
 from titanrl.trainer.actor import PolicyTrainer, TrainerSetup
 from titanrl.weights.manifest import WeightManifest

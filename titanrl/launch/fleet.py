@@ -16,21 +16,21 @@ from monarch.actor import HostMesh, ProcMesh, default_bootstrap_cmd
 from monarch.spmd import setup_torch_elastic_env_async
 from monarch.tools.network import AddrType
 
-from titanrl.actors import ProcessVariables, set_up_process
+from titanrl.base.ownership import receive_own
 from titanrl.config.faults import FaultsConfig
-from titanrl.launch.cores import CORES, Cores
 from titanrl.launch.supervision import Supervisor
-from titanrl.launch.templates.bootstrap import ANNOUNCEMENTS, NAME, PARENT, TEMPLATE
-from titanrl.launch.templates.shared import shared_template
-from titanrl.launch.templates.template import Template
-from titanrl.ownership import receive_own
-from titanrl.private_sockets import private_folder
-from titanrl.respawns import RespawnLimitError, Respawns
+from titanrl.processes.actors import ProcessVariables, set_up_process
+from titanrl.processes.cores import CORES, Cores
+from titanrl.processes.private_sockets import private_folder
+from titanrl.processes.respawns import RespawnLimitError, Respawns
+from titanrl.processes.templates.bootstrap import ANNOUNCEMENTS, NAME, PARENT, TEMPLATE
+from titanrl.processes.templates.shared import shared_template
+from titanrl.processes.templates.template import Template
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
-_PROGRAM = "from titanrl.launch.templates.bootstrap import main; main()"
+_PROGRAM = "from titanrl.processes.templates.bootstrap import main; main()"
 RETIRE_S = 5.0
 """Seconds that the processes of a part have to stop before the part is respawned."""
 logger = logging.getLogger(__name__)

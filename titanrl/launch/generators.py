@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
-from titanrl.actors import ask_actor, ask_ranks
+from titanrl.carriers.types import GenerationStats
 from titanrl.config.operations import TimeoutsConfig
 from titanrl.launch.parts import Part, SharedContext
 from titanrl.launch.supervision import PartDiedError
 from titanrl.launch.trainer_mesh import start_request
-from titanrl.types import GenerationStats
+from titanrl.processes.actors import ask_actor, ask_ranks
 from titanrl.weights.manifest import Commit
 
 if TYPE_CHECKING:

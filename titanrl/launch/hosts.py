@@ -17,21 +17,21 @@ import monarch.actor
 from monarch.actor import HostMesh, attach_to_workers
 from monarch.config import configure
 
-from titanrl import terminal
-from titanrl.config.choices import DeviceKind
+from titanrl.base import terminal
+from titanrl.base.choices import DeviceKind
+from titanrl.base.errors import FaultError, TitanRLError
 from titanrl.config.places import HostPlace, host_counts, replica_place, store_place, worker_place
 from titanrl.config.schema import Config
-from titanrl.errors import FaultError, TitanRLError
-from titanrl.launch.identities import new_identities
-from titanrl.launch.kubernetes.hosts import KubernetesHosts
-from titanrl.launch.launcher.crew import Crew
-from titanrl.launch.launcher.hosts import LauncherHosts
-from titanrl.launch.launcher.rendezvous import LauncherError
-from titanrl.launch.leases import Say
-from titanrl.launch.slurm.hosts import SlurmHosts
-from titanrl.launch.slurm.node import PROGRAM
+from titanrl.hosts.identities import new_identities
+from titanrl.hosts.kubernetes.hosts import KubernetesHosts
+from titanrl.hosts.launcher.crew import Crew
+from titanrl.hosts.launcher.hosts import LauncherHosts
+from titanrl.hosts.launcher.rendezvous import LauncherError
+from titanrl.hosts.leases import Say
+from titanrl.hosts.slurm.hosts import SlurmHosts
+from titanrl.hosts.slurm.node import PROGRAM
 from titanrl.launch.supervision import Supervisor
-from titanrl.private_sockets import private_folder, private_sockets
+from titanrl.processes.private_sockets import private_folder, private_sockets
 
 
 class Job(Protocol):

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from titanrl.errors import TitanRLError
+from titanrl.base.errors import TitanRLError
 from titanrl.launch.deadlines import Pace
 from titanrl.launch.fleet import Fleet
 from titanrl.launch.probes import Replaceable
 from titanrl.launch.supervision import ActorDiedError, PartDiedError, Supervisor
-from titanrl.respawns import Respawns
+from titanrl.processes.respawns import Respawns
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

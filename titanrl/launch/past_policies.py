@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from titanrl.algorithms.loss_weights import correction_totals, without_rejected
+from titanrl.carriers.tables import MicroBatch
 from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.config.operations import CheckpointConfig
 from titanrl.launch.trainer_mesh import TrainerMesh
-from titanrl.tables import MicroBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,8 +5,8 @@ import contextlib
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
-from titanrl.actors import ActorError, SupervisionError, resolve
 from titanrl.launch.deadlines import Pace
+from titanrl.processes.actors import ActorError, SupervisionError, resolve
 
 PROGRESS_S = PROBE_S = 10.0
 """Limits of the two checks, in seconds."""

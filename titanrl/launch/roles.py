@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from titanrl.plugins import Plugins
+from titanrl.base.plugins import Plugins
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,20 +11,20 @@ from typing import Any, TypeVar
 
 from monarch.actor import Channel, PortReceiver
 
-from titanrl.actors import ActorError, StoppedError, ask_actor, cause_of, resolve
+from titanrl.carriers.tables import DoubleArray, Table
+from titanrl.carriers.types import EvaluationResult
 from titanrl.config.operations import TimeoutsConfig
 from titanrl.launch.deadlines import DISK_S, Pace
 from titanrl.launch.generators import GeneratorMeshes, Replica
 from titanrl.launch.parts import Part, SharedContext
 from titanrl.launch.supervision import DeadlineError, PartDiedError, Supervisor
 from titanrl.launch.trainer_mesh import TrainerMesh, start_request
+from titanrl.processes.actors import ActorError, StoppedError, ask_actor, cause_of, resolve
 from titanrl.replay.actors import RECORDS_FILE
 from titanrl.replay.batch import Batch, Replayed
 from titanrl.replay.failures import StarvationError
 from titanrl.replay.saved import Freshness, Restored, Saved, TrainedBatch
 from titanrl.rollout.actor import SandboxNote
-from titanrl.tables import DoubleArray, Table
-from titanrl.types import EvaluationResult
 
 T = TypeVar("T")
 

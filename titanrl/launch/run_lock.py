@@ -8,9 +8,9 @@ import re
 import socket
 from pathlib import Path
 
+from titanrl.base.files import why_no_folder, why_not_writable
+from titanrl.base.ownership import ALLOW, is_only_user, open_regular, own_flaw
 from titanrl.config.errors import ConfigError
-from titanrl.files import why_no_folder, why_not_writable
-from titanrl.ownership import ALLOW, is_only_user, open_regular, own_flaw
 
 LOCK_FILE = "run.lock"
 """File that the owner of a run directory keeps locked; it contains the owner's process id and host name."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from titanrl.config.choices import TransportName
+from titanrl.base.choices import TransportName
 from titanrl.config.schema import Config
 from titanrl.replay.memory import ReplaySettings
 

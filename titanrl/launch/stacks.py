@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from titanrl.actors import STACKS_SIGNAL
-from titanrl.host import process_state
+from titanrl.processes.actors import STACKS_SIGNAL
+from titanrl.processes.host import process_state
 
 DUMP_S = 10.0
 """Limit for one dump of a process's stacks, in seconds."""

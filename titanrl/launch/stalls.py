@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from titanrl.base.errors import FaultError
 from titanrl.config.faults import FaultsConfig
-from titanrl.errors import FaultError
 from titanrl.launch.deadlines import Pace, ReplyTimes
 from titanrl.launch.stacks import Process, describe
 

@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 
 import monarch.actor
 
-from titanrl.actors import ActorError, SupervisionError, cause_of, resolve
-from titanrl.errors import FaultError, TitanRLError
+from titanrl.base.errors import FaultError, TitanRLError
 from titanrl.launch.deadlines import Pace
 from titanrl.launch.probes import Replaceable, progress_of, unresponsive
 from titanrl.launch.stacks import Process
 from titanrl.launch.stalls import OnEvent, Report, Stall, StallError, Stopped, Watchdog, suspects, works_on
+from titanrl.processes.actors import ActorError, SupervisionError, cause_of, resolve
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

@@ -7,16 +7,16 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from titanrl.actors import ask_ranks
-from titanrl.config.choices import FileDtype
+from titanrl.base.choices import FileDtype
+from titanrl.base.files import DamagedError, Digests, check_folder, commit_folder
+from titanrl.base.plugins import Plugin
+from titanrl.carriers.datums import Datum, ForwardBackwardOutput
+from titanrl.carriers.tables import MicroBatch
+from titanrl.carriers.types import AdamParams, LossSums, MeasuredCorrection, OptimUpdate
 from titanrl.config.operations import TimeoutsConfig
-from titanrl.datums import Datum, ForwardBackwardOutput
-from titanrl.files import DamagedError, Digests, check_folder, commit_folder
 from titanrl.launch.deadlines import DISK_S, Pace, size_class
 from titanrl.launch.supervision import Supervisor
-from titanrl.plugins import Plugin
-from titanrl.tables import MicroBatch
-from titanrl.types import AdamParams, LossSums, MeasuredCorrection, OptimUpdate
+from titanrl.processes.actors import ask_ranks
 from titanrl.weights.manifest import WeightManifest
 
 if TYPE_CHECKING:

@@ -17,10 +17,10 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from titanrl.config.choices import ConsoleMode
+from titanrl.base.choices import ConsoleMode
+from titanrl.carriers.types import StepMetrics
 from titanrl.metrics.series import phase_seconds
 from titanrl.metrics.text import count, duration, number, sparkline
-from titanrl.types import StepMetrics
 
 LAYOUT_WIDTHS = (0, 72, 128)
 """Minimum terminal widths for one, two and three columns in the live display."""

@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from titanrl.files import COMMIT_FILE, in_shell
+from titanrl.base.files import COMMIT_FILE, in_shell
 from titanrl.metrics.balance import balance_line
 from titanrl.metrics.report import write_report
 from titanrl.metrics.run_directory import read_metrics
@@ -132,7 +132,7 @@ def last_lines(run_dir: Path, outcome: Outcome, *, command: str = "titanrl train
     if outcome.report is not None:
         lines.append(f"report   {relative(outcome.report)}")
     if outcome.exported:
-        lines += [f"model    {where}/checkpoints/final", f"chat     python -m titanrl.chat {argument}"]
+        lines += [f"model    {where}/checkpoints/final", f"chat     titanrl chat {argument}"]
     if outcome.resumable:
         lines.append(f"resume   {command} --resume {argument}")
     return lines

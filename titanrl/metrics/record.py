@@ -1,9 +1,9 @@
 """The recorder: writes metrics to the run directory, the trackers and the console."""
 
+from titanrl.carriers.types import EvaluationResult, StepMetrics
 from titanrl.metrics.console import Console
 from titanrl.metrics.run_directory import RunDirectory
 from titanrl.metrics.trackers import Trackers
-from titanrl.types import EvaluationResult, StepMetrics
 
 
 class Recorder:

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from titanrl.files import replace_text
+from titanrl.base.files import replace_text
 from titanrl.metrics.run_directory import read_lines, read_metrics
 from titanrl.metrics.series import Rows, by_step, first_and_last_five, heldout_tasks, phase_seconds, series
 from titanrl.metrics.text import count

@@ -15,8 +15,8 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ValidationError
 
-from titanrl.files import in_shell, naming, replace_lines, replace_text, sync_file
-from titanrl.types import StepMetrics
+from titanrl.base.files import in_shell, naming, replace_lines, replace_text, sync_file
+from titanrl.carriers.types import StepMetrics
 
 
 class RunDirectory:

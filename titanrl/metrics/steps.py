@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
+from titanrl.carriers.tables import RecordTable
+from titanrl.carriers.types import GenerationStats, LossSums, OptimUpdate
 from titanrl.config.sections import RolloutConfig
-from titanrl.tables import RecordTable
-from titanrl.types import GenerationStats, LossSums, OptimUpdate
 
 LAG = "lag/"
 """Prefix of the trainer's sums by policy lag, which `algorithms/lag_metrics.py` computes."""

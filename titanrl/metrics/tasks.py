@@ -4,9 +4,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from titanrl.carriers.tables import RecordTable
 from titanrl.config.data import DataConfig
 from titanrl.metrics.steps import mean, part_means
-from titanrl.tables import RecordTable
 
 
 def task_metrics(records: RecordTable, tasks: Mapping[str, DataConfig], dropped: Mapping[str, int]) -> dict[str, float]:

@@ -11,10 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
+from titanrl.base.files import replace_text
+from titanrl.base.loading import import_object
+from titanrl.base.plugins import Plugins, check_call
 from titanrl.config.registry import TRACKERS
-from titanrl.files import replace_text
-from titanrl.loading import import_object
-from titanrl.plugins import Plugins, check_call
 
 PROJECT = "titanrl"
 """Project name for runs in W&B and trackio."""

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from torchtitan.models.common.attention import FlexAttention, create_attention_mask
 from torchtitan.protocols.module import Module
 
-from titanrl.device import Device
+from titanrl.config.device import Device
 
 MaskRule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Function of batch, head, query and key indices, which broadcast. It returns True where the query attends to the key."""

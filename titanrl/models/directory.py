@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titanrl.config.choices import FileDtype
+from titanrl.base.choices import FileDtype
+from titanrl.base.files import in_shell, why_no_file, why_no_folder
+from titanrl.base.loading import import_object
+from titanrl.config.device import Device
 from titanrl.config.errors import BrokenRule, BrokenRules
 from titanrl.config.schema import Config
 from titanrl.config.sections import ModelConfig
 from titanrl.config.shapes import ModelShape
 from titanrl.config.suggest import did_you_mean
-from titanrl.device import Device
-from titanrl.files import in_shell, why_no_file, why_no_folder
-from titanrl.loading import import_object
 from titanrl.models.families import FAMILIES
 from titanrl.models.family import HFConfig, ModelFamily
 from titanrl.models.weight_files import MERGE_ADAPTER, ORIGINAL, WeightFiles, broken_by_tensors, read_weight_files

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from titanrl.carriers.types import FloatArray
 from titanrl.config.errors import BrokenRule, BrokenRules
 from titanrl.config.sections import ModelConfig, RecipeConfig
 from titanrl.config.shapes import ModelShape
 from titanrl.data.recipe import EOS_ID, PAD_ID, write_tokenizer
 from titanrl.models.dense import weight_shapes
 from titanrl.models.directory import recipe_model
-from titanrl.types import FloatArray
 
 _SPECIAL_IDS = {"eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
 _STAMP = "recipe.json"

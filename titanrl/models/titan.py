@@ -3,7 +3,7 @@
 import torch
 import torchtitan.tools.utils as titan_utils
 
-from titanrl.device import Device
+from titanrl.config.device import Device
 
 
 def prepare_torchtitan(device: Device) -> None:

@@ -1,6 +1,6 @@
 """Limits and names of vLLM, and whether it can serve a model, without importing vLLM."""
 
-from titanrl.config.choices import DeviceKind, Dtype
+from titanrl.base.choices import DeviceKind, Dtype
 from titanrl.models.family import HFConfig
 
 CPU_HEAD_DIMS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from titanrl.config.choices import FileDtype
+from titanrl.base.choices import FileDtype
+from titanrl.base.files import in_shell
 from titanrl.config.errors import BrokenRule, BrokenRules
-from titanrl.files import in_shell
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SUFFIX = ".safetensors"

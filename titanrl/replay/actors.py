@@ -6,17 +6,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from titanrl.actors import Actor, StoppedError, concurrent_endpoint
+from titanrl.base.files import write_bytes
+from titanrl.base.gathering import Gathering
+from titanrl.carriers.tables import DoubleArray, Table
+from titanrl.carriers.types import GroupHandle, GroupRecord
 from titanrl.data.mixture import Mixture
-from titanrl.files import write_bytes
-from titanrl.gathering import Gathering
+from titanrl.processes.actors import Actor, StoppedError, concurrent_endpoint
 from titanrl.replay.batch import Batch, Replayed, Reservation
 from titanrl.replay.buffer import GroupBuffer
 from titanrl.replay.memory import ReplayMemory, ReplaySettings
 from titanrl.replay.payloads import Parts, ShardUsage, shared_payloads
 from titanrl.replay.saved import BufferState, Freshness, Move, Restored, Saved, TrainedBatch
-from titanrl.tables import DoubleArray, Table
-from titanrl.types import GroupHandle, GroupRecord
 
 
 class ReplayBuffer(Actor):

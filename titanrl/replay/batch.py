@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from titanrl.carriers.tables import RecordTable
+from titanrl.carriers.types import GroupHandle, GroupRecord
 from titanrl.data.mixture import Draw
 from titanrl.replay.payloads import ShardUsage
 from titanrl.replay.saved import DropReason, Finished, LastBatch
-from titanrl.tables import RecordTable
-from titanrl.types import GroupHandle, GroupRecord
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from typing import Any, TypedDict
 import numpy as np
 import numpy.typing as npt
 
-from titanrl.errors import TitanRLError
+from titanrl.base.errors import TitanRLError
 from titanrl.replay.trees import Floats, Integers
 
 

@@ -16,6 +16,8 @@ from dataclasses import replace
 from math import isnan
 from typing import Any
 
+from titanrl.carriers.tables import DoubleArray, RecordTable, Table, pack_record
+from titanrl.carriers.types import GroupHandle, GroupRecord
 from titanrl.data.mixture import Mixture
 from titanrl.replay.batch import Batch, Replayed, Reservation
 from titanrl.replay.failures import RolloutError, all_scorers_failed, why_starved
@@ -34,8 +36,6 @@ from titanrl.replay.saved import (
     split_by_freshness,
 )
 from titanrl.replay.slots import Slots
-from titanrl.tables import DoubleArray, RecordTable, Table, pack_record
-from titanrl.types import GroupHandle, GroupRecord
 
 
 class GroupBuffer:

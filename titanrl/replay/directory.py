@@ -11,9 +11,9 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from titanrl.actors import Actor, ActorError, SupervisionError, ask_actor, cause_of, concurrent_endpoint
-from titanrl.errors import TitanRLError
-from titanrl.types import GroupHandle, Segment
+from titanrl.base.errors import TitanRLError
+from titanrl.carriers.types import GroupHandle, Segment
+from titanrl.processes.actors import Actor, ActorError, SupervisionError, ask_actor, cause_of, concurrent_endpoint
 
 
 class TokensLostError(TitanRLError):

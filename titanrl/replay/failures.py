@@ -3,8 +3,8 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from titanrl.errors import TitanRLError
-from titanrl.types import GroupRecord
+from titanrl.base.errors import TitanRLError
+from titanrl.carriers.types import GroupRecord
 
 
 class StarvationError(TitanRLError):

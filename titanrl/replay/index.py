@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from titanrl.arguments import shown
+from titanrl.base.arguments import shown
 from titanrl.replay.batches import Draw, EmptyReplayError, ReplayStats
 from titanrl.replay.trees import Floats, Integers, PriorityTree
 

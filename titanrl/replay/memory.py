@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from titanrl.carriers.tables import PackedRecord
+from titanrl.carriers.types import GroupHandle
 from titanrl.replay.trees import Floats, PriorityTree
-from titanrl.tables import PackedRecord
-from titanrl.types import GroupHandle
 
 EPS = 1e-6
 """Term added to priorities, so that a group with priority 0 can be drawn."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from titanrl.types import GroupHandle
+from titanrl.carriers.types import GroupHandle
 
 Parts = tuple[bytes | memoryview, ...]
 

@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from titanrl.carriers.tables import HANDLE, DoubleArray, PackedRecord, Table
+from titanrl.carriers.types import GroupHandle, GroupRecord
 from titanrl.replay.memory import Stored
-from titanrl.tables import HANDLE, DoubleArray, PackedRecord, Table
-from titanrl.types import GroupHandle, GroupRecord
 
 DropReason = Literal["no signal", "no reward", "filtered", "too small", "too old"]
 """Reason for discarding a group: equal rewards, no completion with a reward, `rollout.group_filter`, fewer completions with a

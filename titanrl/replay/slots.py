@@ -2,7 +2,7 @@
 
 from collections import defaultdict, deque
 
-from titanrl.types import GroupHandle
+from titanrl.carriers.types import GroupHandle
 
 
 class Slots:

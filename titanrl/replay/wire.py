@@ -18,7 +18,7 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any
 
-from titanrl.ownership import is_own_peer
+from titanrl.base.ownership import is_own_peer
 from titanrl.replay.batches import ReplayClosedError
 
 Address = str | tuple[str, int]

@@ -9,12 +9,24 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from titanrl.actors import Actor, ActorError, StoppedError, ask_actor, cause_of, concurrent_endpoint, endpoint, is_stop, located
+from titanrl.base.loading import loading
+from titanrl.base.plugins import Plugins, loaded
+from titanrl.carriers.dumps import DumpReader, DumpWriter
+from titanrl.carriers.types import Completion, EvaluationResult, Group, GroupRecord, Rejection
 from titanrl.config.schema import Config
-from titanrl.dumps import DumpReader, DumpWriter
-from titanrl.loading import loading
 from titanrl.metrics.run_directory import append_line
-from titanrl.plugins import Plugins, loaded
+from titanrl.processes.actors import (
+    Actor,
+    ActorError,
+    StoppedError,
+    ask_actor,
+    cause_of,
+    concurrent_endpoint,
+    endpoint,
+    is_stop,
+    located,
+)
+from titanrl.processes.sandbox import log_respawn
 from titanrl.replay.batch import Reservation
 from titanrl.replay.payloads import shared_payloads
 from titanrl.rollout.filters import keeps
@@ -32,8 +44,6 @@ from titanrl.rollout.group import (
 from titanrl.rollout.outbox import Outbox
 from titanrl.rollout.pool import GeneratorPool, InRound
 from titanrl.rollout.readable import readable_completion, readable_group
-from titanrl.sandbox.client import log_respawn
-from titanrl.types import Completion, EvaluationResult, Group, GroupRecord, Rejection
 
 if TYPE_CHECKING:
     from titanrl.rollout.tasks import OpenTask

@@ -15,6 +15,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from titanrl.base.errors import TitanRLError
+from titanrl.carriers.supports import Supports, join, whole_vocabulary
+from titanrl.carriers.turns import Turn
+from titanrl.carriers.types import Completion, FinishReason, GenerationRequest, Outcome, SamplingParams, Segment
 from titanrl.data.tokenizer import MAX_TOKEN_CHARS
 from titanrl.environments import (
     Done,
@@ -31,11 +35,7 @@ from titanrl.environments import (
 )
 from titanrl.environments.calls import readable_text
 from titanrl.environments.results import checked, shown
-from titanrl.errors import TitanRLError
 from titanrl.rollout.renderers import Renderer, TurnEnd
-from titanrl.supports import Supports, join, whole_vocabulary
-from titanrl.turns import Turn
-from titanrl.types import Completion, FinishReason, GenerationRequest, Outcome, SamplingParams, Segment
 
 T = TypeVar("T")
 

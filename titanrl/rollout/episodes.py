@@ -11,17 +11,17 @@ from pathlib import Path
 
 import numpy as np
 
+from titanrl.base.plugins import Plugins
+from titanrl.carriers.rewards import Answers, Scored
+from titanrl.carriers.types import Completion, GenerationRequest, Group, Outcome, Prompt, Rollout, SamplingParams, ScorerFailure
 from titanrl.config.environment import EnvironmentConfig
 from titanrl.config.schema import Config
 from titanrl.data.tokenizer import Tokenizer
 from titanrl.environments import Environments, Episode, ProcessOptions
-from titanrl.plugins import Plugins
-from titanrl.rewards import Answers, Scored
+from titanrl.rewards.token_rewards import in_turns
 from titanrl.rollout.driver import Conversation, EpisodeError, Limits
 from titanrl.rollout.group import Generate, ScoreAnswers, derive_seed
 from titanrl.rollout.renderers import Renderer, make_renderer
-from titanrl.rollout.token_rewards import in_turns
-from titanrl.types import Completion, GenerationRequest, Group, Outcome, Prompt, Rollout, SamplingParams, ScorerFailure
 
 NO_TOKENS = Completion(
     token_ids=np.zeros(0, np.int64), logprobs=np.zeros(0, np.float32), versions=np.zeros(0, np.int64), finish_reason="abort"

@@ -9,20 +9,20 @@ from functools import partial
 import numpy as np
 
 from titanrl.algorithms.evaluation import evaluation_statistics
+from titanrl.base.plugins import Plugins, plugins_within
+from titanrl.carriers.types import EvaluationResult, GenerationRequest, Group, Prompt
 from titanrl.config.errors import BrokenRules, nested
 from titanrl.config.evaluation import EvaluationSet
 from titanrl.config.schema import Config
 from titanrl.config.sections import RolloutConfig
 from titanrl.data.streams import PromptStream, make_stream
 from titanrl.data.tokenizer import Tokenizer
-from titanrl.plugins import Plugins, plugins_within
+from titanrl.processes.sandbox import OnRespawn, log_respawn
 from titanrl.replay.failures import scorer_failed
+from titanrl.rewards.scoring import Scoring
 from titanrl.rollout.episodes import TRUNCATED, Episodes, start_episodes
 from titanrl.rollout.group import Generate, derive_seed, greedy_request, roll_out, summed_metrics
-from titanrl.rollout.scoring import Scoring
 from titanrl.rollout.tasks import OpenTask
-from titanrl.sandbox.client import OnRespawn, log_respawn
-from titanrl.types import EvaluationResult, GenerationRequest, Group, Prompt
 
 IN_FLIGHT = 128
 """Maximum number of concurrent completions, but at least those of one prompt."""

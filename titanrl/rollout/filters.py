@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from titanrl.types import Group
+from titanrl.carriers.types import Group
 
 EXPECTED = "def keep(group: ScoredGroup) -> bool"
 

@@ -15,13 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from titanrl.algorithms.credit import returns_differ, token_returns_differ
-from titanrl.config.data import DataConfig
-from titanrl.config.sections import RolloutConfig, TrainerConfig
-from titanrl.rewards import Answers, Scored
-from titanrl.supports import Supports, join, whole_vocabulary
-from titanrl.tables import RecordTable
-from titanrl.turns import GroupTokens, GroupTurns, Values
-from titanrl.types import (
+from titanrl.carriers.rewards import Answers, Scored
+from titanrl.carriers.supports import Supports, join, whole_vocabulary
+from titanrl.carriers.tables import RecordTable
+from titanrl.carriers.turns import GroupTokens, GroupTurns, Values
+from titanrl.carriers.types import (
     BoolArray,
     Completion,
     GenerationRequest,
@@ -36,6 +34,8 @@ from titanrl.types import (
     ScorerFailure,
     Segment,
 )
+from titanrl.config.data import DataConfig
+from titanrl.config.sections import RolloutConfig, TrainerConfig
 
 Generate = Callable[[Sequence[GenerationRequest]], Awaitable[list[Completion]]]
 """Function from requests to their completions, in the same order."""

@@ -6,9 +6,9 @@ import pickle
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from titanrl.actors import ask_actor
+from titanrl.carriers.types import Group, GroupRecord, Rollout
+from titanrl.processes.actors import ask_actor
 from titanrl.replay.payloads import Payloads
-from titanrl.types import Group, GroupRecord, Rollout
 
 MAX_HELD = 8
 """Number of queued groups at which they are sent without waiting for an older one. This bounds the size of a message."""

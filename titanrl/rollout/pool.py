@@ -6,10 +6,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from titanrl.actors import SupervisionError, ask_actor, open_replies
-from titanrl.errors import TitanRLError
+from titanrl.base.errors import TitanRLError
+from titanrl.carriers.types import Admission, Completion, EngineLoad, GenerationRequest
+from titanrl.processes.actors import SupervisionError, ask_actor, open_replies
 from titanrl.rollout.routing import ReplicaState, Router, SessionKey
-from titanrl.types import Admission, Completion, EngineLoad, GenerationRequest
 
 T = TypeVar("T")
 

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from titanrl.carriers.types import FinishReason, FloatArray, IntArray, Prompt
 from titanrl.data.tokenizer import Tokenizer
-from titanrl.types import FinishReason, FloatArray, IntArray, Prompt
 
 
 def readable_group(prompt: Prompt, version: int, completions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

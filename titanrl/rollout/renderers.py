@@ -11,11 +11,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from titanrl.config.packages import installed_version
 from titanrl.data.tokenizer import Tokenizer
 from titanrl.environments import Message, Tool
 from titanrl.environments.calls import NotAnObject, parse_object, readable, readable_text
 from titanrl.models.families import FAMILIES
-from titanrl.packages import installed_version
 
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 _LIBRARY = "renderers"

@@ -5,17 +5,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+from titanrl.base.plugins import Plugins, plugins_of_data
+from titanrl.carriers.types import Prompt
 from titanrl.config.errors import BrokenRules, within
 from titanrl.config.mixture import key_of
 from titanrl.config.schema import Config
 from titanrl.data.levels import LeveledPrompts, open_prompts
 from titanrl.data.mixture import Draw
 from titanrl.data.tokenizer import Tokenizer
-from titanrl.plugins import Plugins, plugins_of_data
+from titanrl.processes.sandbox import OnRespawn, log_respawn
+from titanrl.rewards.scoring import Scoring
 from titanrl.rollout.episodes import Episodes, start_episodes
-from titanrl.rollout.scoring import Scoring
-from titanrl.sandbox.client import OnRespawn, log_respawn
-from titanrl.types import Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,23 +12,23 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
-from titanrl.actors import Actor, concurrent_endpoint, current_rank, endpoint
+from titanrl.base.files import Digests
+from titanrl.base.loading import loading
+from titanrl.base.plugins import Plugin, Plugins, loaded
+from titanrl.carriers.datums import Datum
+from titanrl.carriers.tables import MicroBatch, Row
+from titanrl.carriers.types import AdamParams, GroupHandle, LossSums, MeasuredCorrection, OptimUpdate, Segment
 from titanrl.config.algorithm import AlgorithmConfig
+from titanrl.config.device import Device
 from titanrl.config.faults import FaultsConfig
 from titanrl.config.sections import TrainerConfig
-from titanrl.datums import Datum
-from titanrl.device import Device
-from titanrl.files import Digests
-from titanrl.loading import loading
-from titanrl.plugins import Plugin, Plugins, loaded
+from titanrl.processes.actors import Actor, concurrent_endpoint, current_rank, endpoint
 from titanrl.replay.directory import SHARDS
-from titanrl.tables import MicroBatch, Row
-from titanrl.types import AdamParams, GroupHandle, LossSums, MeasuredCorrection, OptimUpdate, Segment
 from titanrl.weights.manifest import WeightManifest
 from titanrl.weights.store import WeightStore
 
 if TYPE_CHECKING:
-    from titanrl.config.choices import FileDtype, TransportName, Verify
+    from titanrl.base.choices import FileDtype, TransportName, Verify
     from titanrl.trainer.agreement import Agreement, Facts
     from titanrl.trainer.collate import PackedRows
     from titanrl.trainer.datums import DataResult, RowSizes

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import DistNetworkError, DistStoreError, ProcessGroup, Store, TCPStore
 
-from titanrl.errors import FaultError, describe
+from titanrl.base.errors import FaultError, describe
 
 Facts = Mapping[str, int | list[str]]
 """Values that must be equal on all ranks, by a plural noun such as `micro-batches`: a count, or a list of names."""

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.stateful import Stateful
 from torchtitan.components.checkpoint import CheckpointManager, ModelWrapper
 
-from titanrl.files import Digests, digests_of, uncommit_folder
+from titanrl.base.files import Digests, digests_of, uncommit_folder
 from titanrl.trainer.learner import Learner
 from titanrl.trainer.storage import storage_errors
 

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from titanrl.algorithms.supports import CollatedSupports, TokenSupports
+from titanrl.carriers.tables import Row
+from titanrl.carriers.types import GroupHandle, Segment
 from titanrl.models.attention import sequence_starts
-from titanrl.tables import Row
-from titanrl.types import GroupHandle, Segment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

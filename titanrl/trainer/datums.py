@@ -19,13 +19,13 @@ from titanrl.algorithms.losses import LossMetrics
 from titanrl.algorithms.packing import balance, pack, row_costs
 from titanrl.algorithms.supports import CollatedSupports
 from titanrl.algorithms.tinker import custom_algorithm, tinker_algorithm
-from titanrl.datums import Datum
-from titanrl.plugins import Plugin, plugin_of
+from titanrl.base.plugins import Plugin, plugin_of
+from titanrl.carriers.datums import Datum
+from titanrl.carriers.types import FloatArray, LossSums
 from titanrl.trainer.agreement import Facts
 from titanrl.trainer.collate import PackedRows, empty_rows, row_length
 from titanrl.trainer.learner import Learner, Objective, policy_objective, supervised_objective
 from titanrl.trainer.model import PolicyModel
-from titanrl.types import FloatArray, LossSums
 
 CustomLoss = Callable[[list[Datum], list[Tensor]], tuple[Tensor, Mapping[str, float]]]
 """User-defined loss. It takes data and the log-probabilities of their targets, `[S]` each, and returns the loss summed over the

@@ -10,10 +10,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from titanrl.config.choices import FileDtype
+from titanrl.base.choices import FileDtype
+from titanrl.config.device import Device
 from titanrl.config.sections import TrainerConfig
 from titanrl.data.tokenizer import export_stop_ids
-from titanrl.device import Device
 from titanrl.models.directory import ModelDirectory
 from titanrl.trainer.model import PolicyModel, build_model, checkpoint_state
 from titanrl.trainer.storage import on_first_rank, storage_errors

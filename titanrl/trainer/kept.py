@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from titanrl.tables import Row
-from titanrl.types import GroupHandle
+from titanrl.carriers.tables import Row
+from titanrl.carriers.types import GroupHandle
 
 
 class KeptLogprobs:

@@ -24,17 +24,17 @@ from titanrl.algorithms.contracts import PolicyLoss, bound_loss
 from titanrl.algorithms.lag_metrics import lag_metrics
 from titanrl.algorithms.losses import LossMetrics, cross_entropy, weighted_sum
 from titanrl.algorithms.objective import ObjectiveInputs, measure_correction, policy_loss
+from titanrl.base.errors import TitanRLError
+from titanrl.carriers.tables import Row
+from titanrl.carriers.types import NOT_MEASURED, AdamParams, CorrectionTotals, LossSums, MeasuredCorrection, OptimUpdate
 from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.config.objective import AVERAGE
-from titanrl.errors import TitanRLError
 from titanrl.models.attention import PackedAttention, packed_block_mask, packed_mask
-from titanrl.tables import Row
 from titanrl.trainer.average import MovingAverage
 from titanrl.trainer.collate import PackedRows, empty_rows, places
 from titanrl.trainer.head import ScoringHead
 from titanrl.trainer.model import PolicyModel
 from titanrl.trainer.snapshots import Snapshots, check_recoverable, trainable_tensors
-from titanrl.types import NOT_MEASURED, AdamParams, CorrectionTotals, LossSums, MeasuredCorrection, OptimUpdate
 from titanrl.weights.layout import local_part
 from titanrl.weights.state import LiveState
 

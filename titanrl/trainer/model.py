@@ -15,8 +15,8 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 from torchtitan.tools.utils import get_local_device, set_default_dtype
 
+from titanrl.config.device import Device
 from titanrl.config.sections import LoraConfig, TrainerConfig
-from titanrl.device import Device
 from titanrl.models.directory import ModelDirectory
 from titanrl.models.initial_values import WithoutDraws
 from titanrl.trainer.lora import init_adapters, is_adapter, merged

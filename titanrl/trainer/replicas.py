@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer.utils import canonical_fqn
 
-from titanrl.errors import FaultError
+from titanrl.base.errors import FaultError
 from titanrl.trainer.learner import Learner
 from titanrl.weights.layout import local_part
 

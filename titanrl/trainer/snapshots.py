@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer.utils import canonical_fqn
 
-from titanrl.errors import TitanRLError
+from titanrl.base.errors import TitanRLError
 from titanrl.weights.layout import local_part
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from titanrl.errors import TitanRLError, describe
+from titanrl.base.errors import TitanRLError, describe
 
 NEARLY_FULL = 64 << 20
 """Free space in bytes below which an error message mentions the free space."""

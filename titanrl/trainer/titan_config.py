@@ -9,8 +9,8 @@ from torch.distributed.fsdp import FSDPModule
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig, FullAC, SelectiveAC
 from torchtitan.protocols.module import Module
 
+from titanrl.config.device import Device
 from titanrl.config.sections import TrainerConfig
-from titanrl.device import Device
 from titanrl.models.family import Projections
 
 # torchtitan's default, `spmd_types`, requires a torch version newer than 2.13 if FSDP has more than one rank.

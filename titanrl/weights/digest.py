@@ -9,7 +9,7 @@ import zlib
 import numpy as np
 import torch
 
-from titanrl.config.choices import Verify
+from titanrl.base.choices import Verify
 from titanrl.weights.manifest import Digest
 
 _WORD = 8

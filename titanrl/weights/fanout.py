@@ -27,9 +27,9 @@ from typing import Any, Protocol
 
 import torch
 
-from titanrl.actors import portable
-from titanrl.host import HOST_FOLDER
-from titanrl.ownership import is_own_peer
+from titanrl.base.ownership import is_own_peer
+from titanrl.processes.actors import portable
+from titanrl.processes.host import HOST_FOLDER
 from titanrl.weights.arena import Arena, MappedArena, OwnerExitedError
 from titanrl.weights.manifest import VERSIONS_HELD, ArenaHandle, RdmaHandle, TransportHandle, WeightManifest
 from titanrl.weights.transport import Payload, RdmaTransport

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from titanrl.errors import TitanRLError
+from titanrl.base.errors import TitanRLError
 
 VERSIONS_HELD = 2
 """Number of versions that stay readable, so that one can be read while the next one is written."""

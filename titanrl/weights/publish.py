@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
-from titanrl.config.choices import TransportName, Verify
+from titanrl.base.choices import TransportName, Verify
 from titanrl.weights.arena import Arena
 from titanrl.weights.copying import Copies, CopyOut, pin
 from titanrl.weights.digest import digest

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from titanrl.config.choices import Verify
+from titanrl.base.choices import Verify
 from titanrl.weights.arena import MappedArena
 from titanrl.weights.copying import Copies, copy_in, pin, unpin
 from titanrl.weights.digest import digest

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 import torch
 
-from titanrl.config.choices import TransportName
-from titanrl.host import host_id
+from titanrl.base.choices import TransportName
+from titanrl.processes.host import host_id
 from titanrl.weights.arena import Arena, MappedArena, sequence_in
 from titanrl.weights.manifest import (
     ArenaHandle,

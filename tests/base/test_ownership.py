@@ -1,0 +1,167 @@
+"""Paths that another user could have made or could change, and files and sockets of other users."""
+
+import os
+import pwd
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.foreign import GROUP, NOBODY, ROOT_ONLY, USER, as_nobody, nobody_does, shared_folder
+from titanrl.base.ownership import (
+    SUFFIX,
+    claim_folder,
+    flaw,
+    is_own_peer,
+    is_private,
+    open_regular,
+    own_flaw,
+    protect_monarch_log,
+)
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    with shared_folder() as folder:
+        yield folder
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o755])
+def test_folder_that_only_its_owner_can_write_has_no_flaw(mode: int, tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    own.chmod(mode)
+    (tmp_path / "link").symlink_to(own)
+    assert [flaw(path) for path in (own, tmp_path / "link", own / "missing" / "deeper", own / ".." / "own")] == [""] * 4
+
+
+@pytest.mark.parametrize("mode", [0o757, 0o777, 0o1777])
+def test_folder_that_every_user_can_write_has_a_flaw(mode: int, tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    own.chmod(mode)
+    assert flaw(own) == own_flaw(own) == flaw(own / "missing") == f"{own} can be written by every user"
+    assert (flaw(own, is_shared=True) == "") == bool(mode & 0o1000)
+    (own / "inside").mkdir()
+    assert (flaw(own / "inside") == "") == bool(mode & 0o1000), "only in a sticky folder does a name stay"
+
+
+def test_loop_of_links_ends_with_a_flaw(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    assert flaw(tmp_path / "a").endswith("is a loop of links")
+
+
+@ROOT_ONLY
+def test_everything_that_another_user_made_has_a_flaw(shared: Path) -> None:
+    own = shared / "own"
+    own.mkdir()
+
+    def make() -> None:
+        (shared / "folder").mkdir()
+        (shared / "folder" / "inner").mkdir()
+        (shared / "link").symlink_to(own)
+
+    nobody_does(make)
+    os.chown(shared / "folder" / "inner", 0, 0)
+    assert flaw(shared / "folder") == own_flaw(shared / "folder") == f"{shared}/folder belongs to the user {USER}"
+    assert flaw(shared / "folder" / "inner") == f"{shared}/folder belongs to the user {USER}", "it can be renamed"
+    assert flaw(shared / "link") == f"{shared}/link is a link of the user {USER}"
+    (shared / "mine").symlink_to(shared / "folder")
+    assert flaw(shared / "mine") == f"{shared}/folder belongs to the user {USER}"
+    os.chown(own, 0, NOBODY)
+    own.chmod(0o770)
+    assert flaw(own) == f"{own} can be written by the group {GROUP}"
+
+
+@ROOT_ONLY
+def test_claimed_folder_cannot_be_taken_by_another_user(shared: Path) -> None:
+    assert flaw(shared / "a" / "b") == f"{shared} can be written by every user"
+    assert claim_folder(shared / "a" / "b") == ""
+    assert [path.stat().st_mode & 0o777 for path in (shared / "a", shared / "a" / "b")] == [0o700] * 2
+    nobody_does(lambda: (shared / "a" / "b" / "x").touch())
+    assert list((shared / "a" / "b").iterdir()) == []
+    nobody_does(lambda: (shared / "taken").mkdir())
+    assert claim_folder(shared / "taken" / "b") == f"{shared}/taken belongs to the user {USER}"
+
+
+def test_folder_is_private_only_with_mode_0700_and_without_link(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(own)
+    assert [is_private(path) for path in (own, tmp_path / "link", tmp_path / "missing")] == [True, False, False]
+    own.chmod(0o750)
+    assert not is_private(own)
+
+
+def test_only_regular_files_are_opened_and_nothing_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "file").write_text("content")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    with socket.socket(socket.AF_UNIX) as listener:
+        monkeypatch.chdir(tmp_path)  # the path of a socket must be short
+        listener.bind("socket")
+        for name in ("fifo", "link", "socket", "."):
+            for flags in (os.O_RDONLY, os.O_RDWR, os.O_WRONLY | os.O_CREAT | os.O_TRUNC):
+                with pytest.raises(OSError, match=str(tmp_path)):
+                    open_regular(tmp_path / name, flags)
+    with open(open_regular(tmp_path / "file", os.O_RDONLY)) as file:
+        assert file.read() == "content"
+
+
+@ROOT_ONLY
+def test_peer_of_another_user_is_recognized(shared: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(shared / "s"))
+        (shared / "s").chmod(0o777)
+        listener.listen()
+
+        def connect() -> bytes:
+            with socket.socket(socket.AF_UNIX) as client:
+                client.connect(str(shared / "s"))
+                client.recv(1)
+            return b""
+
+        with as_nobody(connect), listener.accept()[0] as served:
+            assert not is_own_peer(served)
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(shared / "s"))
+            assert is_own_peer(client)
+            with listener.accept()[0] as served:
+                assert is_own_peer(served)
+
+
+def test_monarch_log_goes_to_a_folder_of_this_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv(SUFFIX, raising=False)
+    protect_monarch_log(tmp_path)
+    (folder,) = tmp_path.iterdir()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert SUFFIX not in os.environ
+
+
+@ROOT_ONLY
+def test_monarch_log_has_a_random_name_in_a_folder_of_another_user(monkeypatch: pytest.MonkeyPatch, shared: Path) -> None:
+    monkeypatch.setenv(SUFFIX, "")
+    monkeypatch.delenv(SUFFIX)
+    nobody_does(lambda: (shared / "root").mkdir())
+    protect_monarch_log(shared)
+    assert len(os.environ[SUFFIX]) == 32
+
+
+def test_monarch_uses_the_suffix_of_its_log() -> None:
+    """Fails if a later Monarch moves its log; `protect_monarch_log` then has to follow."""
+    program = """
+import os
+from monarch import _rust_bindings
+for entry in os.listdir("/proc/self/fd"):
+    if os.path.exists(f"/proc/self/fd/{entry}") and "monarch_log" in (link := os.readlink(f"/proc/self/fd/{entry}")):
+        print(link, flush=True)
+        os.unlink(link)
+os._exit(0)
+"""
+    suffix = f"test{os.getpid()}"
+    result = subprocess.run([sys.executable, "-c", program], env=os.environ | {SUFFIX: suffix}, capture_output=True, text=True)
+    assert result.stdout.strip() == f"/tmp/{pwd.getpwuid(os.geteuid()).pw_name}/monarch_log_{suffix}.log", result.stderr

@@ -1,0 +1,98 @@
+"""Plugins: user-defined objects by import path, by file and by value."""
+
+import pickle
+import subprocess
+import sys
+import threading
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from titanrl.base.loading import import_object
+from titanrl.base.plugins import check_call, plugin_of
+
+LOAD = """
+import pickle, sys
+plugin = pickle.loads(sys.stdin.buffer.read())
+print(plugin.load()(20))
+"""
+
+
+def in_fresh_process(plugin: object) -> str:
+    command = [sys.executable, "-c", LOAD]
+    done = subprocess.run(command, input=pickle.dumps(plugin), capture_output=True, check=True, cwd=Path.cwd().anchor)
+    return done.stdout.decode().strip()
+
+
+def add_offset(value: int) -> int:
+    return value + OFFSET
+
+
+OFFSET = 3
+
+
+def test_name_of_built_in_is_not_a_plugin() -> None:
+    assert plugin_of("algorithm.loss", "ppo") is None
+    assert plugin_of("algorithm.loss", None) is None
+
+
+def test_script_object_loads_with_globals_in_another_process() -> None:
+    plugin = plugin_of("data.rewards", add_offset)
+    assert plugin is not None
+    assert plugin.name == "add_offset"
+    assert in_fresh_process(plugin) == "23"
+
+
+def test_closure_loads_in_another_process() -> None:
+    factor = 7
+    assert in_fresh_process(plugin_of("data.rewards", lambda value: value * factor)) == "140"
+
+
+def test_partial_has_function_name_and_loads_in_another_process() -> None:
+    def scale(value: int, *, factor: int) -> int:
+        return add_offset(value) * factor
+
+    plugin = plugin_of("algorithm.loss", partial(scale, factor=2))
+    assert plugin is not None
+    assert plugin.name.endswith("scale")
+    assert in_fresh_process(plugin) == "46"
+
+
+def test_file_is_imported_once_with_modules_in_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "beside_plugin.py").write_text("FACTOR = 5\n")
+    (tmp_path / "own.py").write_text("import beside_plugin\ncalls = []\ndef scale(x): return x * beside_plugin.FACTOR\n")
+    path = f"{tmp_path}/own.py"
+    assert in_fresh_process(plugin_of("data.rewards", f"{path}:scale")) == "100"
+    assert import_object(f"{path}:calls", key="key") is import_object(f"{path}:calls", key="key")
+
+
+def test_missing_file_is_reported_by_name() -> None:
+    with pytest.raises(ValueError, match=r"^data\.rewards: no such file \(got 'none\.py:f'\)\. Correct its path,"):
+        import_object("none.py:f", key="data.rewards")
+
+
+def test_unpicklable_object_is_reported_by_name() -> None:
+    lock = threading.Lock()
+    with pytest.raises(ValueError, match=r"^data\.rewards: cannot be sent to other processes: "):
+        plugin_of("data.rewards", lambda: lock)
+
+
+class Protocol:
+    def __call__(self, text: str, entry: dict[str, str], *, seed: int) -> float: ...  # type: ignore[empty-body]
+
+
+@pytest.mark.parametrize("candidate", [lambda text, entry, seed: 0.0, lambda a, b, *, seed: 0.0, lambda *args, **options: 0.0])
+def test_valid_signatures_are_accepted(candidate: object) -> None:
+    check_call(candidate, Protocol.__call__, key="key", name="name", expected="def f()")
+
+
+@pytest.mark.parametrize("candidate", [lambda text: 0.0, lambda text, entry: 0.0, lambda text, entry, other, *, seed: 0.0])
+def test_wrong_signature_shows_the_expected_one(candidate: object) -> None:
+    with pytest.raises(ValueError, match=r"^key: wrong signature: .* \(got mine\(text.*\)\. Write it as `def f\(text\)`\."):
+        check_call(candidate, Protocol.__call__, key="key", name="mine", expected="def f(text)")
+
+
+def test_non_callable_value_is_rejected() -> None:
+    with pytest.raises(ValueError, match=r"^key: not callable \(got mine, of type int\)"):
+        check_call(3, Protocol.__call__, key="key", name="mine", expected="def f()")

@@ -1,0 +1,78 @@
+"""Pickling of carriers."""
+
+import pickle
+from dataclasses import replace
+
+import cloudpickle
+import numpy as np
+import pytest
+
+from titanrl.carriers.supports import supports_of
+from titanrl.carriers.tables import SequencePlan
+from titanrl.carriers.types import Completion, GenerationRequest, GroupHandle, SamplingParams, Segment
+
+HANDLE = GroupHandle(shard=1, slot=7, serial=3)
+CARRIERS = (
+    HANDLE,
+    SequencePlan(handle=HANDLE, segment=2, length=20, advantage=-0.5, weight=0.25),
+    GenerationRequest(token_ids=(3, 4), sampling=SamplingParams(max_new_tokens=5, temperature=1.0, seed=None)),
+)
+
+
+@pytest.mark.parametrize("carrier", CARRIERS, ids=lambda carrier: type(carrier).__name__)
+@pytest.mark.parametrize("pickler", [pickle, cloudpickle], ids=lambda pickler: pickler.__name__)
+def test_carriers_are_pickled_without_dataclass_reduce(carrier: object, pickler: object) -> None:
+    dumps = {"pickle": pickle.dumps, "cloudpickle": cloudpickle.dumps}[vars(pickler)["__name__"]]
+    data = dumps(carrier)
+    assert pickle.loads(data) == carrier
+    assert b"_filled" in data
+
+
+def arrays_of(carrier: Completion | Segment) -> dict[str, np.ndarray]:
+    values = {name: getattr(carrier, name) for name in carrier.__slots__}
+    return {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
+
+
+@pytest.mark.parametrize("pickler", [pickle, cloudpickle], ids=lambda pickler: pickler.__name__)
+def test_tokens_pickle_bit_for_bit_in_half_the_bytes(pickler: object) -> None:
+    whole = np.arange(4000)
+    logprobs = np.linspace(-9.0, 0.0, 4000, dtype=np.float32)
+    logprobs[[3, 5]] = -np.inf, np.nan
+    piece = slice(1, None, 2)  # a strided view
+    sent = Segment(
+        token_ids=whole[piece],
+        mask=(whole > 9)[piece],
+        logprobs=logprobs[piece],
+        versions=(whole // 100 - 1)[piece],
+    )
+    completion = Completion(token_ids=sent.token_ids, logprobs=sent.logprobs, versions=sent.versions, finish_reason="length")
+    dumps = {"pickle": pickle.dumps, "cloudpickle": cloudpickle.dumps}[vars(pickler)["__name__"]]
+    for carrier in (sent, completion):
+        data = dumps(carrier)
+        assert len(data) < 13 * 2000 + 500
+        arrived = pickle.loads(data)
+        assert type(arrived) is type(carrier)
+        for name, values in arrays_of(carrier).items():
+            got = arrays_of(arrived)[name]
+            assert (got.dtype, got.tobytes()) == (values.dtype, values.tobytes()), name
+    assert pickle.loads(dumps(completion)).finish_reason == "length"
+
+
+@pytest.mark.parametrize("pickler", [pickle, cloudpickle], ids=lambda pickler: pickler.__name__)
+def test_supports_are_pickled_only_with_truncated_sampling(pickler: object) -> None:
+    dumps = {"pickle": pickle.dumps, "cloudpickle": cloudpickle.dumps}[vars(pickler)["__name__"]]
+    tokens = np.arange(1000)
+    plain = Segment(token_ids=tokens, mask=tokens > 9, logprobs=np.zeros(1000, np.float32), versions=tokens)
+    supports = supports_of([np.arange(20, dtype=np.int32)] * 1000, 150_000)
+    truncated = replace(plain, supports=supports)
+    assert b"supports" not in dumps(plain)
+    assert pickle.loads(dumps(plain)).supports is None
+    assert len(dumps(truncated)) - len(dumps(plain)) < 1000 * (4 + 20 * 4) + 200
+    completion = Completion(
+        token_ids=tokens, logprobs=plain.logprobs, versions=tokens, finish_reason="stop", supports=supports[:7]
+    )
+    for carrier, length in ((truncated, 1000), (completion, 7)):
+        arrived = pickle.loads(dumps(carrier)).supports
+        assert arrived.vocab_size == 150_000
+        assert arrived.counts_S.tolist() == [20] * length
+        assert arrived.words_K.tobytes() == supports.words_K.tobytes()[: 80 * length]

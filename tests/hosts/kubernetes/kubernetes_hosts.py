@@ -1,0 +1,69 @@
+"""Program of the tests: acquire pods as hosts and run an actor in each, or examine them; print each event as a line."""
+
+import asyncio
+import json
+import os
+import socket
+import sys
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+from monarch.actor import enable_transport
+
+import titanrl.hosts.kubernetes.hosts as kubernetes_hosts
+from titanrl.config import load_config
+from titanrl.config.sizes import derive
+from titanrl.hosts.checkup.examine import examine
+from titanrl.hosts.kubernetes.hosts import KubernetesHosts
+from titanrl.hosts.kubernetes.leases import KubernetesError
+from titanrl.launch.hosts import local_host
+from titanrl.models.directory import model_shape
+from titanrl.processes.actors import Actor, endpoint
+
+print = partial(print, flush=True)
+
+
+class Member(Actor):
+    @endpoint
+    async def name(self) -> str:
+        return socket.gethostname()
+
+
+async def main(overrides: list[str]) -> None:
+    if "KUBECONFIG" in os.environ:
+        # The name of this machine may have a loopback address only, of which Monarch refuses to choose one by itself.
+        kubernetes_hosts.enable_transport = lambda transport: enable_transport(f"{transport}://127.0.0.1:0")
+    config = load_config("configs/quickstart.yaml", overrides)
+    if sys.argv[1] == "examine":
+        try:
+            checkup = await examine(config, derive(config, model_shape(config)), "cpu", None, print)
+        except KubernetesError as error:
+            print(f"error: {error}")
+        else:
+            print(f"checkup: {json.dumps(asdict(checkup))}")
+        return
+    hosts = KubernetesHosts(config, "cpu", {"trainers": 2, "generators": 1}, print)
+    lost: asyncio.Queue[str] = asyncio.Queue()
+    hosts.on_lost = lambda name, cause: lost.put_nowait(cause)
+    try:
+        meshes = await hosts.start()
+    except KubernetesError as error:
+        print(f"error: {error}")
+        return
+    local_host()
+    names: list[Any] = []
+    for role, mesh in meshes.items():
+        members = mesh.spawn_procs(per_host={"procs": 1}, name=role).spawn(role, Member)
+        names += (await asyncio.wait_for(members.name.call(), 60)).values()
+    print(f"actors: {len(names)}")
+    if "wait" in sys.argv[1]:
+        print(f"lost: {await asyncio.wait_for(lost.get(), 60)}")
+        print(f"states: {hosts.has_ended('trainers', 0)} {hosts.has_ended('trainers', 1)} {hosts.are_alive()}")
+    hosts.kill()
+    hosts.kill()
+    print("killed")
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[2:]))

@@ -1,0 +1,233 @@
+"""Pods as hosts, with a small API server whose pods are processes of this machine. `tests/cluster` isolates them."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.cluster.containers import REPO, Processes
+from tests.cluster.kubernetes import Kubernetes
+from titanrl.commands.manifest import objects, text_of
+from titanrl.config import load_config
+from titanrl.hosts.kubernetes.manifest import RUN_LABEL
+
+PODS = (
+    "device=cpu",
+    "hosts.kind=kubernetes",
+    "hosts.trusted_network=true",
+    "hosts.trainer_hosts=2",
+    "trainer.parallelism.dp_shard=2",
+    "hosts.kubernetes.image=titan",
+    "hosts.kubernetes.volumes=[{claim: shared, mount_path: /mnt/titan}]",
+)
+RIGHTS = next(one["rules"] for one in objects(load_config("configs/quickstart.yaml", PODS), "") if one["kind"] == "Role")
+"""Permissions of the controller: the Role that `titanrl manifest` prints."""
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Kubernetes]:
+    cluster = Kubernetes(tmp_path, Processes(tmp_path))
+    cluster.start()
+    cluster.allow("mine", RIGHTS)
+    yield cluster
+    cluster.stop()
+
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start(cluster: Kubernetes) -> Iterator[Start]:
+    """Return a function that starts the program that acquires the hosts."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(mode: str, *overrides: str, token: str = "mine") -> subprocess.Popen[str]:
+        environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(REPO), "KUBECONFIG": str(cluster.kubeconfig(token))}
+        command = [sys.executable, "-m", "tests.hosts.kubernetes.kubernetes_hosts", mode, *PODS, *overrides]
+        process = subprocess.Popen(
+            command, cwd=REPO, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    output = process.stdout.read()  # `communicate` would miss the lines that were read ahead
+    process.wait(120)
+    return output
+
+
+def test_pods_become_hosts_and_are_deleted_with_the_run(cluster: Kubernetes, start: Start) -> None:
+    output = finish(start("once"))
+    assert "waiting for the pods of MonarchMesh quickstarttrainers" in output
+    assert "Kubernetes: 3 pods (quickstarttrainers" in output, output
+    assert "actors: 3" in output
+    assert output.rstrip().endswith("killed")
+    cluster.wait("no pods", lambda: not cluster.objects("Pod") and not cluster.objects("MonarchMesh"), 30)
+
+
+def test_killed_pod_is_named_within_ten_seconds(cluster: Kubernetes, start: Start) -> None:
+    process = start("wait")
+    assert process.stdout is not None
+    lines = iter(process.stdout.readline, "")
+    seen = until(lines, "actors: 3")
+    (victim,) = (name for name in cluster.names("Pod") if name.endswith("-1"))
+    killed = time.monotonic()
+    cluster.kill(victim)
+    seen += until(lines, "lost: ")
+    assert time.monotonic() - killed < 10
+    assert f"pod {victim} on node2 exited or is unreachable; Error, exit code 137" in seen[-1]
+    assert "states: False True False" in finish(process)
+
+
+def test_deleted_pod_is_lost_immediately_with_the_reason(cluster: Kubernetes, start: Start) -> None:
+    process = start("wait")
+    assert process.stdout is not None
+    lines = iter(process.stdout.readline, "")
+    until(lines, "actors: 3")
+    victim = next(name for name in cluster.names("Pod") if "generators" in name)
+    deleted = time.monotonic()
+    cluster.delete("Pod", victim)
+    lost = until(lines, "lost: ")[-1]
+    assert time.monotonic() - deleted < 5
+    assert f"pod {victim} on node1 exited" in lost
+    assert "the pod is being deleted" in lost or "the pod was deleted" in lost
+
+
+def test_pods_of_a_manifest_are_found_and_deleted_with_the_run(cluster: Kubernetes, start: Start) -> None:
+    apply_meshes(cluster)
+    assert "actors: 3" in finish(start("once"))
+    assert not any(one.startswith("POST") for one in cluster.requests)
+    cluster.wait("no pods", lambda: not cluster.objects("Pod"), 30)
+
+
+def test_kept_pods_serve_one_run_after_another(cluster: Kubernetes, start: Start) -> None:
+    apply_meshes(cluster)
+    for _ in range(2):
+        assert "actors: 3" in finish(start("once", "hosts.kubernetes.keep=true"))
+    assert cluster.names("MonarchMesh") == ["quickstartgenerators", "quickstarttrainers"]
+    log = (cluster.folder / "quickstartgenerators-0.log").read_text()
+    assert log.count("ended serving quickstart@") == 2
+    assert log.count("waits for a controller") == 1, "the pod was not started again"
+
+
+def test_pods_of_a_live_run_serve_no_other_run(cluster: Kubernetes, start: Start) -> None:
+    apply_meshes(cluster)
+    first = start("wait")
+    assert first.stdout is not None
+    until(iter(first.stdout.readline, ""), "actors: 3")
+    assert "serves another run (got quickstart@" in finish(start("once"))
+    assert first.poll() is None
+    assert cluster.names("MonarchMesh") == ["quickstartgenerators", "quickstarttrainers"]
+    assert cluster.names("Pod") == ["quickstartgenerators-0", "quickstarttrainers-0", "quickstarttrainers-1"]
+
+
+@pytest.mark.parametrize("exist", [True, False])
+def test_doctor_examines_every_pod_and_keeps_existing_ones(
+    cluster: Kubernetes, start: Start, tmp_path: Path, exist: bool
+) -> None:
+    if exist:
+        apply_meshes(cluster)
+    output = finish(start("examine", f"output_dir={tmp_path}/runs", f"model.path={tmp_path}/none", "warm_start=null"))
+    found = json.loads(output.partition("checkup: ")[2])
+    names = [host["node"] for host in found["hosts"]]
+    assert [name[:-2].rstrip("0123456789abcdef") for name in names] == [
+        "quickstarttrainers",
+        "quickstarttrainers",
+        "quickstartgenerators",
+    ]
+    assert [host["needs"]["roles"] for host in found["hosts"]] == ["controller, trainer", "trainer", "rollout, generators"]
+    assert {host["report"]["versions"]["torchmonarch"] for host in found["hosts"]} == {version("torchmonarch")}
+    assert len(found["links"]) == 6
+    assert all(link["closed"] == {} and link["bytes_per_s"] > 0 for link in found["links"])
+    assert [(one["host"], one["what"]) for one in found["problems"]] == [(name, "model.path is missing") for name in names]
+    if exist:
+        assert cluster.names("MonarchMesh") == ["quickstartgenerators", "quickstarttrainers"]
+        assert "actors: 3" in finish(start("once")), "the pods serve a run afterwards"
+    cluster.wait("no pods", lambda: not cluster.objects("Pod") and not cluster.objects("MonarchMesh"), 30)
+
+
+def test_doctor_does_not_disturb_a_run(cluster: Kubernetes, start: Start, tmp_path: Path) -> None:
+    apply_meshes(cluster)
+    first = start("wait")
+    assert first.stdout is not None
+    until(iter(first.stdout.readline, ""), "actors: 3")
+    assert "serves another run (got quickstart@" in finish(start("examine", f"output_dir={tmp_path}/runs"))
+    assert first.poll() is None
+    assert len(cluster.names("Pod")) == 3
+
+
+def test_pods_become_free_when_the_controller_is_killed(cluster: Kubernetes, start: Start) -> None:
+    process = start("wait")
+    assert process.stdout is not None
+    until(iter(process.stdout.readline, ""), "actors: 3")
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    logs = [cluster.folder / f"{name}.log" for name in cluster.names("Pod")]
+    cluster.wait("free pods", lambda: all("ended serving" in log.read_text() for log in logs), 10)
+
+
+def test_missing_image_is_named_with_its_pod(cluster: Kubernetes, start: Start) -> None:
+    output = finish(start("once", "hosts.kubernetes.image=missing/titan"))
+    assert 'ImagePullBackOff (Back-off pulling image "missing/titan")' in output
+    assert "error: hosts.kubernetes: pod quickstart" in output
+    assert cluster.objects("MonarchMesh") == []
+
+
+def test_pods_that_start_too_slowly_are_reported_with_their_state(cluster: Kubernetes, start: Start) -> None:
+    slow = "hosts.kubernetes.python=sleep"  # it ends at once, and again
+    output = finish(start("once", slow, "hosts.kubernetes.start_limit_s=4.0"))
+    assert "hosts.kubernetes.start_limit_s: the pods were not ready in time: MonarchMesh quickstart" in output
+    assert cluster.objects("MonarchMesh") == []
+
+
+def test_missing_permission_is_named(cluster: Kubernetes, start: Start) -> None:
+    cluster.allow("weak", [RIGHTS[1]])
+    output = finish(start("once", token="weak"))
+    assert "the cluster refuses to get MonarchMesh quickstarttrainers in namespace research (got 403" in output
+    assert "Give the service account of the controller the Role that `titanrl manifest` prints." in output
+
+
+def test_resource_of_another_run_is_refused(cluster: Kubernetes, start: Start) -> None:
+    apply_meshes(cluster)
+    owner = {"apiVersion": "v1", "kind": "Pod", "name": "titanrl-quickstart-abcde", "uid": "another"}
+    cluster.patch("MonarchMesh", "quickstartgenerators", {"metadata": {"ownerReferences": [owner]}})
+    output = finish(start("once"))
+    assert "MonarchMesh quickstartgenerators belongs to titanrl-quickstart-abcde" in output
+
+
+def test_resource_of_another_size_is_refused(cluster: Kubernetes, start: Start) -> None:
+    apply_meshes(cluster, "hosts.trainer_hosts=1")
+    output = finish(start("once"))
+    assert "hosts.trainer_hosts: MonarchMesh quickstarttrainers has 1, but the run needs 2" in output
+
+
+def apply_meshes(cluster: Kubernetes, *overrides: str) -> None:
+    config = load_config("configs/quickstart.yaml", [*PODS, *overrides])
+    meshes = [one for one in objects(config, "") if one["kind"] == "MonarchMesh"]
+    assert all(one["metadata"]["labels"][RUN_LABEL] == "titanrl-quickstart" for one in meshes)
+    cluster.apply(text_of(meshes))
+    assert len(list(yaml.safe_load_all(text_of(meshes)))) == 2
+
+
+def until(lines: Iterator[str], mark: str) -> list[str]:
+    """Return the lines up to and including the first that contains a mark."""
+    seen = []
+    for line in lines:
+        seen.append(line)
+        if mark in line:
+            return seen
+    raise AssertionError(f"no line with {mark!r}: {''.join(seen)}")

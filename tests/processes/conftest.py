@@ -1,0 +1,25 @@
+"""Scoring pools shared by the tests of a module."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.processes.scoring import CARELESS, CARELESS_VERIFIER, Bench
+
+
+@pytest.fixture(scope="module")
+def careless_verifier(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Make `careless_verifier` importable."""
+    folder = tmp_path_factory.mktemp("scorers")
+    (folder / "careless_verifier.py").write_text(CARELESS_VERIFIER)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        yield
+
+
+@pytest.fixture(scope="module")
+def careless(careless_verifier: None) -> Iterator[Bench]:
+    """A pool that scores with `careless_verifier`."""
+    bench = Bench(CARELESS)
+    yield bench
+    bench.close()

@@ -1,0 +1,38 @@
+"""Functions that templates call in `test_template.py`; this module must not import Monarch."""
+
+import os
+import tempfile
+import threading
+
+import numpy  # noqa: F401 - the forks draw random numbers
+
+loader: int | None = None
+"""Id of the process in which `note` ran."""
+
+
+def note() -> None:
+    """Record the process id."""
+    global loader
+    loader = os.getpid()
+
+
+def read_temporary_folder() -> None:
+    """Read TMPDIR, like a package that writes a cache."""
+    tempfile.gettempdir()
+
+
+def fail() -> None:
+    """Fail like a package that is not installed."""
+    raise ModuleNotFoundError("no module named vllm")
+
+
+def start_thread() -> None:
+    """Leave a thread behind, like a package with a background thread."""
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+
+
+def use_ending() -> None:
+    """Let forks run the module `ending` instead of Monarch's program."""
+    from titanrl.processes.templates import bootstrap
+
+    bootstrap.MONARCH = "ending"

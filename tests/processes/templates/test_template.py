@@ -1,0 +1,275 @@
+"""Templates: what forks inherit, how they exit, and processes without a template; with real processes."""
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.processes.templates import template_loads
+from titanrl.config.faults import FaultsConfig
+from titanrl.launch.fleet import Fleet
+from titanrl.launch.hosts import local_host
+from titanrl.launch.stalls import OnEvent, Watchdog
+from titanrl.launch.supervision import ActorDiedError, Supervisor
+from titanrl.processes.actors import Actor, concurrent_endpoint
+from titanrl.processes.templates.template import Template
+from titanrl.processes.variables import worker_environment
+
+
+class Scribe(Actor):
+    """Reports the state of its process."""
+
+    @concurrent_endpoint
+    async def look(self) -> dict[str, Any]:
+        loads = sys.modules.get("tests.processes.templates.template_loads")
+        return {
+            "pid": os.getpid(),
+            "parent": os.getppid(),
+            "loader": None if loads is None else loads.loader,
+            "folder": os.getcwd(),
+            "draws": (random.random(), float(np.random.random())),
+            "colour": os.environ.get("COLOUR"),
+            "is_deaf": signal.getsignal(signal.SIGTERM) == signal.SIG_IGN,
+        }
+
+
+def with_fleet(folder: Path, work: Callable[[Fleet, Supervisor], Awaitable[None]], on_event: OnEvent | None = None) -> None:
+    """Run a coroutine with a fleet; stop it afterwards. With `on_event`, stopped processes are noticed after 1 s."""
+
+    async def run() -> None:
+        (folder / "logs").mkdir(exist_ok=True)
+        watchdog = None if on_event is None else Watchdog(FaultsConfig(min_stall_s=1), folder)
+        supervisor = Supervisor(on_event, watchdog)
+        fleet = Fleet(folder, supervisor, faults=FaultsConfig(max_respawns=1))
+        try:
+            await work(fleet, supervisor)
+        finally:
+            supervisor.expect_deaths()
+            await asyncio.gather(fleet.stop(10), return_exceptions=True)
+            await supervisor.reap(10)
+
+    asyncio.run(run())
+
+
+async def spawn(fleet: Fleet, role: str, num_procs: int = 1, **environment: str) -> Any:
+    """Spawn scribes as forks of the template `scribe`."""
+    template = await fleet.template("scribe")
+    return fleet.spawn(role, local_host(), num_procs, environment, (), template).spawn("scribe", Scribe)
+
+
+def ended(pid: int) -> bool:
+    """Return True if there is no such process, or its parent has not reaped it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_forks_share_loaded_modules_but_not_environments(tmp_path: Path) -> None:
+    async def work(fleet: Fleet, supervisor: Supervisor) -> None:
+        fleet.prepare("scribe", {"COLOUR": "of the template"}, template_loads.note)
+        scribes = [await spawn(fleet, "scribe_0", 2, COLOUR="red"), await spawn(fleet, "scribe_1", COLOUR="blue")]
+        seen = [look for scribe in scribes for _, look in (await supervisor.ask("scribe.look", scribe.look.call(), 60)).items()]
+        assert [look["colour"] for look in seen] == ["red", "red", "blue"]
+        assert len({look["loader"] for look in seen}) == len({look["parent"] for look in seen}) == 1
+        assert all(look["loader"] == look["parent"] != os.getpid() for look in seen)
+        assert len({look["pid"] for look in seen}) == 3
+        assert {look["folder"] for look in seen} == {os.getcwd()}
+        for draws in zip(*(look["draws"] for look in seen), strict=True):
+            assert len(set(draws)) == 3
+        assert not any(look["is_deaf"] for look in seen)
+
+    with_fleet(tmp_path, work)
+
+
+def test_dead_fork_is_detected_and_can_be_replaced(tmp_path: Path) -> None:
+    async def work(fleet: Fleet, supervisor: Supervisor) -> None:
+        fleet.prepare("scribe", {}, template_loads.note)
+        scribe = await spawn(fleet, "scribe_0")
+        first = await supervisor.ask("scribe.look", scribe.look.call_one(), 60)
+        os.kill(first["pid"], signal.SIGKILL)
+        with pytest.raises(ActorDiedError, match=rf"scribe_0_0 \(process {first['pid']}\) exited"):
+            await supervisor.ask("scribe.wait", asyncio.Event().wait(), 30)
+        await supervisor.start_over([])
+        await fleet.retire_all_but([])
+        second = await supervisor.ask("scribe.look", (await spawn(fleet, "scribe_0")).look.call_one(), 60)
+        assert second["parent"] == first["parent"]
+        assert second["pid"] != first["pid"]
+
+    with_fleet(tmp_path, work)
+
+
+def test_killed_template_kills_its_forks_and_is_replaced(tmp_path: Path) -> None:
+    async def work(fleet: Fleet, supervisor: Supervisor) -> None:
+        fleet.prepare("scribe", {}, template_loads.note)
+        scribe = await spawn(fleet, "scribe_0")
+        look = await supervisor.ask("scribe.look", scribe.look.call_one(), 60)
+        os.kill(look["parent"], signal.SIGKILL)
+        with pytest.raises(ActorDiedError, match="scribe_0_0"):
+            await supervisor.ask("scribe.wait", asyncio.Event().wait(), 30)
+        path = await fleet.template("scribe")
+        assert path is not None, "another template has replaced it"
+        assert await fleet.template("scribe") == path
+        os.kill(fleet._templates["scribe"].pid, signal.SIGKILL)
+        while await fleet.template("scribe") is not None:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        assert await fleet.template("scribe") is None, "faults.max_respawns is 1"
+        fleet.prepare("scribe", {}, template_loads.note)
+        assert await fleet.template("scribe") is not None
+
+    with_fleet(tmp_path, work)
+
+
+def test_stopped_template_is_replaced_and_its_forks_continue(tmp_path: Path) -> None:
+    events: list[dict[str, Any]] = []
+
+    async def work(fleet: Fleet, supervisor: Supervisor) -> None:
+        fleet.prepare("scribe", {}, template_loads.note)
+        first = await spawn(fleet, "scribe_0")
+        look = await supervisor.ask("scribe.look", first.look.call_one(), 60)
+        os.kill(look["parent"], signal.SIGSTOP)
+        while await fleet.template("scribe") is not None:  # the kernel stops it when it is scheduled
+            await asyncio.sleep(0.01)
+        second = await supervisor.ask("scribe.look", (await spawn(fleet, "scribe_1")).look.call_one(), 60)
+        assert second["parent"] == os.getpid(), "meanwhile, processes import themselves"
+        while not any(event["kind"] == "respawn" for event in events):
+            await asyncio.sleep(0.05)
+        third = await supervisor.ask("scribe.look", (await spawn(fleet, "scribe_2")).look.call_one(), 60)
+        assert third["parent"] not in (look["parent"], os.getpid())
+        again = await supervisor.ask("scribe.look", first.look.call_one(), 60)
+        assert (again["pid"], again["parent"]) == (look["pid"], look["parent"])
+
+    with_fleet(tmp_path, work, lambda kind, **fields: events.append({"kind": kind, **fields}))
+    assert [event["kind"] for event in events] == ["stall", "fault", "respawn"]
+    assert events[0]["actor"] == "template_scribe"
+    assert events[2]["part"] == "template_scribe"
+    assert "template_scribe rank 0 was stopped by a signal" in events[2]["cause"]
+
+
+@pytest.mark.parametrize(
+    ("load", "reason"),
+    [(template_loads.fail, "no module named vllm"), (template_loads.start_thread, "the imports started 1 threads")],
+)
+def test_process_imports_everything_itself_if_its_template_cannot_fork(
+    load: Callable[[], None], reason: str, tmp_path: Path
+) -> None:
+    async def work(fleet: Fleet, supervisor: Supervisor) -> None:
+        fleet.prepare("scribe", {}, load)
+        assert await fleet.template("scribe") is None
+        look = await supervisor.ask("scribe.look", (await spawn(fleet, "scribe_0")).look.call_one(), 60)
+        assert look["parent"] == os.getpid()
+        assert reason in (tmp_path / "template_scribe.log").read_text()
+
+    with_fleet(tmp_path, work)
+
+
+LOAD_ALL = """
+import os, sys
+from titanrl.config import load_config
+from titanrl.config.device import resolve_device
+from titanrl.launch.roles import Roles
+from titanrl.launch.template_imports import needed
+
+for _, load in needed(load_config("quickstart"), resolve_device("cpu"), Roles(rollouts=True)).values():
+    load()
+print(len(os.listdir("/proc/self/task")), "monarch" in sys.modules, flush=True)
+os._exit(0)
+"""
+
+
+def test_imports_of_all_roles_start_no_thread() -> None:
+    """Threads, such as Monarch's, would disable the templates, so that every process imports its packages itself."""
+    quiet = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", **worker_environment()}
+    done = subprocess.run([sys.executable, "-c", LOAD_ALL], env=os.environ | quiet, capture_output=True, text=True)
+    assert done.stdout == "1 False\n", done.stderr
+
+
+STAND_IN = """
+import os, sys
+from titanrl.processes.templates.bootstrap import stand_in
+stand_in(sys.argv[1], os.getppid())
+print('no fork')
+"""
+
+
+def test_stand_in_returns_if_nothing_listens(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", STAND_IN, str(tmp_path / "nothing")], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "no fork\n")
+
+
+def test_stand_in_runs_itself_if_the_template_is_stopped(tmp_path: Path) -> None:
+    """The template continues afterwards, and must not run the process a second time."""
+    (tmp_path / "ending.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write('once ')\n")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]),
+        "TITANRL_PROCESS": "scribe_0",
+        "TITANRL_ANNOUNCEMENTS": str(tmp_path / "announcements"),
+    }
+
+    async def work() -> None:
+        template = Template(environment, template_loads.use_ending, tmp_path / "template.log")
+        assert await template.is_ready()
+        os.kill(template.pid, signal.SIGSTOP)
+        program = f"from titanrl.launch.templates import bootstrap; bootstrap.FORK_S = 0.3\n{STAND_IN}"
+        with (tmp_path / "output").open("w+") as output:  # a pipe would stay open in the socket of the stopped template
+            command = [sys.executable, "-c", program, template.path]
+            call = partial(subprocess.call, command, env=environment, stdout=output, stderr=output, timeout=30)
+            assert await asyncio.to_thread(call) == 0
+        assert (tmp_path / "output").read_text() == (
+            f"{template.path}: no fork within 0.3 s, so this process imports its packages itself\nno fork\n"
+        )
+        os.kill(template.pid, signal.SIGCONT)
+        again = [sys.executable, "-c", STAND_IN, template.path]  # the template serves in order
+        assert await asyncio.to_thread(partial(subprocess.call, again, env=environment, timeout=30)) == 0
+        assert (tmp_path / "ran").read_text() == "once "
+        template.close()
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize(
+    ("end", "code"), [("os._exit(3)", 3), ("os.kill(os.getpid(), 9)", -9), ("os.abort()", -6), ("kill stand-in", -9)]
+)
+def test_stand_in_and_fork_exit_together(end: str, code: int, tmp_path: Path) -> None:
+    """The program of the fork is a module that replaces Monarch's."""
+    (tmp_path / "ending.py").write_text(
+        f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n"
+        + (f"{end}\n" if end.startswith("os") else "print('up', flush=True)\ntime.sleep(60)\n")
+    )
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]),
+        "TITANRL_PROCESS": "scribe_0",
+        "TITANRL_ANNOUNCEMENTS": str(tmp_path / "announcements"),
+    }
+
+    async def work() -> None:
+        template = Template(environment, template_loads.use_ending, tmp_path / "template.log")
+        assert await template.is_ready()
+        stand_in = subprocess.Popen([sys.executable, "-c", STAND_IN, template.path], env=environment, stdout=subprocess.PIPE)
+        assert stand_in.stdout is not None
+        if not end.startswith("os"):
+            assert await asyncio.to_thread(stand_in.stdout.readline) == b"up\n"  # the fork writes where its stand-in would
+            stand_in.kill()
+        assert await asyncio.to_thread(stand_in.wait, 30) == code
+        fork = int((tmp_path / "pid").read_text())
+        for _ in range(500):
+            if ended(fork):
+                break
+            await asyncio.sleep(0.01)
+        assert ended(fork)
+        stand_in.stdout.close()
+        template.close()
+
+    asyncio.run(work())

@@ -1,0 +1,240 @@
+"""The judge with a real HTTP server: grades, failures, retries and time limits."""
+
+import asyncio
+import http.server
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from titanrl.carriers.rewards import Answers, Scored
+from titanrl.config.rewards import JudgeOptions
+from titanrl.config.schema import Config
+from titanrl.rewards.judge import JudgeError, grade_of
+from titanrl.rewards.scoring import Scoring
+
+ANSWERS = Answers(
+    entry={"question": "2 + 2 =", "answer": "4", "metadata": {"level": "easy"}},
+    completions=("4", "{five}"),
+    num_tokens=(2, 3),
+    finish_reasons=("stop", "length"),
+)
+Reply = tuple[int, str] | None
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        server: Any = self.server
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        server.asked.append((self.path, self.headers.get("Authorization"), request))
+        reply: Reply = server.reply(request["messages"][-1]["content"], len(server.asked))
+        if reply is None:  # never reply, until the test ends
+            server.ended.wait(30.0)
+            self.close_connection = True
+            return
+        status, body = reply
+        self.send_response(status)
+        self.send_header("Retry-After", "0")
+        self.send_header("Content-Length", str(len(body.encode())))
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def saying(content: object) -> str:
+    return json.dumps({"choices": [{"message": {"role": "assistant", "content": content}}]})
+
+
+class _Server(http.server.ThreadingHTTPServer):
+    """A local judge; `reply` maps the prompt and the number of the request to status and body."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.asked: list[tuple[str, str | None, dict[str, Any]]] = []
+        self.ended = threading.Event()
+        self.reply: Callable[[str, int], Reply] = lambda prompt, number: (200, saying("Grade: 7"))
+
+
+@pytest.fixture
+def server() -> Iterator[_Server]:
+    with _Server() as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.ended.set()
+        server.shutdown()
+        thread.join()
+
+
+def grades(port: int, *, weight: float = 1.0, **options: object) -> list[Scored]:
+    """Score the answers with the judge, as a rollout worker does."""
+    options = {"url": f"http://127.0.0.1:{port}/v1", "model": "grader", **options}
+    rewards = {"judge": {"function": "judge", "weight": weight, "options": options}}
+    config = Config.model_validate({"name": "a", "num_steps": 1, "data": {"rewards": rewards}})
+
+    async def main() -> list[Scored]:
+        scoring = Scoring(config, {})
+        await scoring.start()
+        try:
+            return await scoring.score(ANSWERS)
+        finally:
+            await scoring.close()
+
+    return asyncio.run(main())
+
+
+def test_judge_is_called_once_per_completion_and_its_grade_is_scaled(server: _Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", "secret")
+    server.reply = lambda prompt, number: (200, saying(f"Sound.\nGrade: {2.5 if '{five}' in prompt else 10}"))
+    first, second = grades(
+        server.server_port,
+        weight=2.0,
+        prompt="{metadata[level]}: {question} Right: {answer}. Given: {completion} {{}}",
+        system_prompt="Be strict.",
+        key_variable="MY_KEY",
+        request={"max_tokens": 9},
+    )
+    assert (first, second) == (Scored(reward=2.0, parts={"judge": 1.0}), Scored(reward=0.5, parts={"judge": 0.25}))
+    asked = sorted(server.asked, key=lambda request: len(request[2]["messages"][1]["content"]))
+    assert [(path, key) for path, key, _ in asked] == [("/v1/chat/completions", "Bearer secret")] * 2
+    assert asked[0][2] == {
+        "max_tokens": 9,
+        "model": "grader",
+        "messages": [
+            {"role": "system", "content": "Be strict."},
+            {"role": "user", "content": "easy: 2 + 2 = Right: 4. Given: 4 {}"},
+        ],
+    }
+    assert "Given: {five} {}" in asked[1][2]["messages"][1]["content"]
+
+
+def test_default_prompt_contains_question_answer_and_completion(server: _Server) -> None:
+    assert [scored.reward for scored in grades(server.server_port)] == [0.7, 0.7]
+    path, key, request = next(asked for asked in server.asked if "{five}" in asked[2]["messages"][0]["content"])
+    assert (path, key, request["temperature"]) == ("/v1/chat/completions", None, 0.0)
+    for text in ("Question: 2 + 2 =", "Reference answer: 4", "Answer of the student: {five}"):
+        assert text in request["messages"][0]["content"]
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_request_is_retried_after_a_temporary_error(server: _Server, status: int) -> None:
+    server.reply = lambda prompt, number: (status, "busy") if number <= 2 else (200, saying("Grade: 10"))
+    assert [scored.reward for scored in grades(server.server_port)] == [1.0, 1.0]
+    assert len(server.asked) == 4
+
+
+def test_persistent_error_is_a_failure_after_all_attempts(server: _Server) -> None:
+    server.reply = lambda prompt, number: (503, "busy") if "{five}" in prompt else (200, saying("Grade: 0"))
+    first, second = grades(server.server_port, num_retries=2)
+    assert first.reward == 0.0  # a grade, not a failure
+    assert (second.reward, second.parts) == (None, {})
+    assert second.error == "judge: JudgeError: the judge replied with HTTP status 503 ('busy') (attempts: 3)"
+    assert len(server.asked) == 1 + 3
+
+
+def test_invalid_request_is_not_retried(server: _Server) -> None:
+    server.reply = lambda prompt, number: (401, "no such key")
+    for scored in grades(server.server_port):
+        assert scored.reward is None
+        assert scored.error == "judge: JudgeError: the judge replied with HTTP status 401 ('no such key')"
+    assert len(server.asked) == 2
+
+
+def test_judge_that_never_replies_times_out(server: _Server) -> None:
+    server.reply = lambda prompt, number: None if "{five}" in prompt else (200, saying("Grade: 10"))
+    first, second = grades(server.server_port, timeout_s=0.3, num_retries=0)
+    assert first.reward == 1.0
+    assert second.error == "judge: JudgeError: the judge did not reply within timeout_s=0.3 (attempts: 1)"
+
+
+def test_timeout_is_retried(server: _Server) -> None:
+    server.reply = lambda prompt, number: None if number <= 2 else (200, saying("Grade: 10"))
+    assert [scored.reward for scored in grades(server.server_port, timeout_s=0.5, num_retries=1)] == [1.0, 1.0]
+
+
+def test_unreachable_judge_is_a_failure() -> None:
+    with socket.socket() as closed:  # bound, so that nothing else gets the port, but not listening
+        closed.bind(("127.0.0.1", 0))
+        for scored in grades(closed.getsockname()[1], num_retries=0):
+            assert scored.reward is None
+            assert scored.error.startswith("judge: JudgeError: the judge cannot be reached: ConnectError")
+
+
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        ("<html>", "the judge did not reply with a chat completion (got '<html>')"),
+        ("{}", "the judge did not reply with a chat completion (got '{}')"),
+        (saying(None), "the judge did not reply with a chat completion (got "),
+        (saying("It is right."), "the judge replied without a grade (got 'It is right.')"),
+        (saying("Grade: 11"), "the grade must be from 0 to 10 (got 11)"),
+        (saying("Grade: -1"), "the grade must be from 0 to 10 (got -1)"),
+        ("[" * 100_000, "the judge did not reply with a chat completion (got '[[["),
+        (saying("Grade: 7" + " " * (1 << 20)), "the judge's reply must not have more than 1048576 bytes (status 200)"),
+    ],
+)
+def test_reply_without_a_valid_grade_is_a_failure(server: _Server, body: str, error: str) -> None:
+    server.reply = lambda prompt, number: (200, body)
+    for scored in grades(server.server_port):
+        assert scored.reward is None
+        assert scored.error.startswith(f"judge: JudgeError: {error}")
+    assert len(server.asked) == 2
+
+
+def options(**values: object) -> JudgeOptions:
+    return JudgeOptions.model_validate({"url": "http://a", "model": "b", **values})
+
+
+@pytest.mark.parametrize(
+    ("text", "values", "grade"),
+    [
+        ("Grade: 7", {}, 0.7),
+        ("Grade: 2? No. **Grade: 7.5**", {}, 0.75),  # the last one
+        ("grade:\n**7**/10", {}, 0.7),
+        ("**Grade**: 7", {}, 0.7),
+        ("**Grade:** 7.", {}, 0.7),
+        ("Grade: 7,5", {}, 0.75),
+        ("Grade: $\\boxed{7}$", {}, 0.7),
+        ("Grade: [[7]]", {}, 0.7),
+        ("Grade: 7 out of 10", {}, 0.7),
+        ("Grade: \uff17", {}, 0.7),
+        ("Grade: 1,000", {"max_score": 1000}, 1.0),
+        ("2", {"score_pattern": r"[1-5]", "min_score": 1, "max_score": 5}, 0.25),
+        ("[[B]] 3", {"score_pattern": r"\[\[[AB]\]\] (\d)", "max_score": 4}, 0.75),
+        ("0.4", {"score_pattern": r"[\d.]+", "min_score": -1, "max_score": 1}, 0.7),
+    ],
+)
+def test_grade_is_the_last_match_scaled_by_the_bounds(text: str, values: dict[str, object], grade: float) -> None:
+    assert grade_of(text, options(**values)) == pytest.approx(grade, rel=1e-15)
+
+
+@pytest.mark.parametrize("text", ["Grade: 3/5", "Grade: **3** out of 5", "Grade: 3 / 100"])
+def test_grade_out_of_another_maximum_is_an_error(text: str) -> None:
+    with pytest.raises(JudgeError, match=r"^the grade must be out of 10, but the judge wrote 3 out of 5|100$"):
+        grade_of(text, options())
+
+
+def test_grade_is_found_in_linear_time() -> None:
+    with pytest.raises(JudgeError, match="without a grade"):
+        grade_of("grade:" + " " * 100_000 + "x", options())  # a pattern with three runs of spaces would take minutes
+
+
+def test_match_that_is_not_a_number_is_an_error() -> None:
+    with pytest.raises(JudgeError, match=r"^score_pattern matched text that is not a number \(got 'good'\)$"):
+        grade_of("good", options(score_pattern="good|bad"))
+    with pytest.raises(JudgeError, match=r"\(got None\)$"):
+        grade_of("good", options(score_pattern=r"(\d)|good"))
+
+
+def test_missing_api_key_is_an_error_before_any_request(server: _Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MY_KEY", raising=False)
+    with pytest.raises(ValueError, match=r"^data\.rewards\.judge\.options\.key_variable: .* \(got MY_KEY\)\. Export it"):
+        grades(server.server_port, key_variable="MY_KEY")
+    assert server.asked == []

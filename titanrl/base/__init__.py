@@ -1,0 +1,1 @@
+"""Errors, files, imports and user-defined objects, which every other room uses."""

@@ -1,0 +1,203 @@
+"""Plugins: user-defined objects that replace built-in ones, given by import path or as Python objects.
+
+A `Plugin` can be sent to other processes. An import path is imported where it is used. A Python object is pickled by value,
+unless its module belongs to an installed package, so functions defined in a script or a notebook cell also work.
+"""
+
+import inspect
+import pickle
+import re
+import sys
+import sysconfig
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from titanrl.base.loading import import_object
+
+OBJECT = "object"
+"""Placeholder for the module in the recorded import path of a Python object, as in `object:clipped`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plugin:
+    """A user-defined object that replaces a built-in one.
+
+    Example: `Plugin(key="algorithm.loss", name="my_losses.py:clipped")`
+    """
+
+    key: str
+    """Configuration key of the object, for error messages."""
+    name: str
+    """Import path, or the name of a Python object."""
+    pickled: bytes | None = None
+    """The pickled object; None if `name` is an import path, or if `value` is set."""
+    value: Any = None
+    """The object itself, if only this process uses it; it is not pickled."""
+
+    def load(self) -> Any:
+        """Import or unpickle the object.
+
+        Raises:
+            ValueError: The object cannot be imported.
+        """
+        if self.value is not None:
+            return self.value
+        if self.pickled is None and self.name.startswith(f"{OBJECT}:"):
+            what = "a Python object, which a configuration cannot hold"
+            raise ValueError(f"{self.key}: {what} (got {self.name!r}). Start the run from Python, and pass the object again.")
+        return import_object(self.name, key=self.key) if self.pickled is None else pickle.loads(self.pickled)
+
+    @property
+    def is_object(self) -> bool:
+        """True for a Python object, False for an import path."""
+        return self.pickled is not None or self.value is not None
+
+    @property
+    def path(self) -> str:
+        """Text that represents the object in a configuration: its import path, or `object:NAME`."""
+        return object_path(self.name) if self.is_object else self.name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the plugin without `value`."""
+        return _plugin, (self.key, self.name, self.pickled)
+
+
+def _plugin(key: str, name: str, pickled: bytes | None) -> Plugin:
+    return Plugin(key=key, name=name, pickled=pickled)
+
+
+Plugins = Mapping[str, Plugin]
+"""The plugins of a run, by configuration key."""
+
+
+def plugin_of(key: str, value: object, *, is_local: bool = False) -> Plugin | None:
+    """Return the plugin for a configuration value or a Python object; None for a built-in.
+
+    Args:
+        key: Configuration key, such as `algorithm.loss`.
+        value: Name of a built-in, import path (contains a colon), None, or the object itself.
+        is_local: True to keep the object unpickled, because only this process uses it.
+
+    Raises:
+        ValueError: The object cannot be pickled.
+    """
+    if value is None or (isinstance(value, str) and ":" not in value):
+        return None
+    if isinstance(value, str):
+        return Plugin(key=key, name=_with_absolute_file(value))
+    name = name_of(value)
+    if is_local:
+        return Plugin(key=key, name=name, value=value)
+    try:
+        return Plugin(key=key, name=name, pickled=_pickle_by_value(value))
+    except Exception as error:  # pickling runs code of user classes
+        cause = f"{type(error).__name__}: {error}"
+        raise ValueError(
+            f"{key}: cannot be sent to other processes: {cause} (got {name}). Make the object picklable."
+        ) from error
+
+
+def loaded(plugins: Plugins, key: str) -> Any:
+    """Load and return the plugin of a key; None if the key has no plugin."""
+    plugin = plugins.get(key)
+    return None if plugin is None else plugin.load()
+
+
+def _with_absolute_file(path: str) -> str:
+    file, _, name = path.rpartition(":")
+    return f"{Path(file).absolute()}:{name}" if file.endswith(".py") else path
+
+
+def plugins_under(plugins: Plugins, key: str) -> list[Plugin]:
+    """Return the plugins of a list-valued key, in list order."""
+    return [plugin for full_key, plugin in plugins.items() if full_key.startswith(f"{key}.")]
+
+
+def plugins_within(plugins: Plugins, section: str) -> dict[str, Plugin]:
+    """Return the plugins of a section by key relative to the section; `Plugin.key` stays the full key."""
+    prefix = f"{section}."
+    return {key.removeprefix(prefix): plugin for key, plugin in plugins.items() if key.startswith(prefix)}
+
+
+def plugins_of_data(plugins: Plugins, section: str) -> dict[str, Plugin]:
+    """Return the plugins of a section laid out like `data`, such as `data.mixture.sums`, under the keys of `data`."""
+    prefix = f"{section}."
+    return {f"data.{key.removeprefix(prefix)}": plugin for key, plugin in plugins.items() if key.startswith(prefix)}
+
+
+def object_path(name: str) -> str:
+    """Return the import path that represents a Python object in a run's recorded configuration, as in `object:clipped`."""
+    identifier = re.sub(r"\W+", "_", name).strip("_")
+    return f"{OBJECT}:{identifier}"
+
+
+def name_of(value: object) -> str:
+    """Return the qualified name of a Python object, or of its type if the object has no name."""
+    value = unwrapped(value)
+    return str(getattr(value, "__qualname__", type(value).__qualname__))
+
+
+def unwrapped(value: object) -> object:
+    """Return the function inside (nested) `functools.partial` objects, which has the name, module and traits."""
+    while isinstance(value, partial):
+        value = value.func
+    return value
+
+
+def check_call(
+    candidate: object, protocol: Callable[..., Any], *, key: str, name: str, expected: str, options: Iterable[str] = ()
+) -> None:
+    """Check that a callable accepts the arguments of a protocol's `__call__`.
+
+    Args:
+        candidate: User-defined object.
+        protocol: Unbound `__call__` of the protocol, whose first parameter is `self`.
+        key: Configuration key, for error messages.
+        name: Import path or name of the candidate.
+        expected: Expected signature, as code for error messages.
+        options: Additional keyword arguments that the call passes.
+
+    Raises:
+        ValueError: The candidate is not callable, or does not accept the arguments.
+    """
+    if not callable(candidate):
+        raise ValueError(f"{key}: not callable (got {name}, of type {type(candidate).__name__}). Write it as `{expected}`.")
+    try:
+        signature = inspect.signature(candidate)
+    except (TypeError, ValueError):
+        return  # some builtins have no signature
+    _, *parameters = inspect.signature(protocol).parameters.values()
+    positional = [None for parameter in parameters if parameter.kind is not parameter.KEYWORD_ONLY]
+    keywords = dict.fromkeys(options)
+    keywords |= {parameter.name: None for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
+    try:
+        signature.bind(*positional, **keywords)
+    except TypeError as error:
+        raise ValueError(f"{key}: wrong signature: {error} (got {name}{signature}). Write it as `{expected}`.") from error
+
+
+def _pickle_by_value(value: object) -> bytes:
+    import cloudpickle  # imported lazily, because scoring processes only load plugins
+
+    function = unwrapped(value)
+    module = sys.modules.get(getattr(function, "__module__", None) or type(function).__module__)
+    if module is None or module.__name__ == "__main__" or _is_installed(module):
+        return bytes(cloudpickle.dumps(value))
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        return bytes(cloudpickle.dumps(value))
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
+
+
+def _is_installed(module: ModuleType) -> bool:
+    """Return True for a module of Python, TitanRL or an installed package, which other processes can import."""
+    file = getattr(module, "__file__", None)
+    if file is None or module.__name__.partition(".")[0] == "titanrl":
+        return True
+    folders = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    return any(Path(file).is_relative_to(folder) for folder in folders)

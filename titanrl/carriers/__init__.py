@@ -1,0 +1,1 @@
+"""Data that moves between processes: prompts, completions, groups, rows, tables, dumps."""

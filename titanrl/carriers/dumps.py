@@ -1,0 +1,271 @@
+"""Dumps of rollouts: `rollout.save` writes them, `rollout.replay` trains on them. docs/howto/dump.md describes the columns.
+
+A dump is a folder. Rollout workers write `rollouts/*.parquet`, one file per delivery of finished groups, before they announce
+the groups to the buffer. The controller writes `dump.json`, and `batches.jsonl`, one line per step with the groups trained on.
+"""
+
+import hashlib
+import importlib.util
+import json
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+from titanrl.base.errors import TitanRLError
+from titanrl.base.files import naming, replace_lines, replace_text, sync_file, sync_folder
+from titanrl.carriers.dump_rows import TOKEN_COLUMNS, group_of, rows_of, table_of
+from titanrl.carriers.types import Group
+from titanrl.config.errors import BrokenRule, rule_of
+from titanrl.config.sections import RolloutConfig
+
+FORMAT = 1
+"""Version of the layout of a dump."""
+META, BATCHES, ROLLOUTS = "dump.json", "batches.jsonl", "rollouts"
+"""Files of a dump, and the folder of its rollouts."""
+
+
+class DumpError(TitanRLError):
+    """A dump cannot be written or read; the text names its folder."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DumpInfo:
+    """Metadata of a dump, with which a replay checks compatibility."""
+
+    run: str
+    """Name of the run that wrote the dump."""
+    groups_per_step: int
+    """Groups per batch."""
+    tokenizer: str
+    """Fingerprint of the tokenizer."""
+    vocabulary: int
+    """Number of tokens in the tokenizer's vocabulary."""
+    format: int = FORMAT
+    """Version of the layout."""
+
+
+def fingerprint(vocabulary: Mapping[str, int]) -> str:
+    """Return the SHA-256 digest of a vocabulary, which maps tokens to ids."""
+    ordered = json.dumps(sorted(vocabulary.items(), key=lambda item: item[1]))
+    return hashlib.sha256(ordered.encode()).hexdigest()
+
+
+class DumpWriter:
+    """Writer of one worker's rollouts."""
+
+    def __init__(self, folder: Path, worker: int) -> None:
+        """Create the folder if it does not exist.
+
+        Args:
+            folder: Folder of the dump.
+            worker: Index of the worker.
+        """
+        import pyarrow.parquet  # noqa: F401  # slow import, which must not delay the first delivery
+
+        self._folder, self._worker = folder / ROLLOUTS, worker
+        self._folder.mkdir(parents=True, exist_ok=True)
+
+    def write(self, groups: Sequence[tuple[Group, str]]) -> Path:
+        """Write groups, each with its status, to a new file, and return its path.
+
+        The write is atomic and durable: the file is complete and on disk, or does not exist.
+        """
+        from pyarrow import parquet
+
+        sampled_at = time.time_ns() // 1000
+        rows = [row for group, status in groups for row in rows_of(group, status, sampled_at, self._worker)]
+        path = self._folder / f"{groups[0][0].prompt.index:09d}-{sampled_at}-{self._worker}.parquet"
+        partial = path.with_suffix(".partial")
+        with naming(path):
+            parquet.write_table(table_of(rows), partial, compression="zstd")
+            sync_file(partial)
+            partial.replace(path)
+        sync_folder(self._folder)
+        return path
+
+
+class DumpBatches:
+    """The controller's files of a dump: its metadata, and the batches in training order."""
+
+    def __init__(self, folder: Path) -> None:
+        """Use an existing or new folder."""
+        self._folder = folder
+
+    def begin(self, info: DumpInfo, *, step: int, next_index: int, in_flight: Collection[int]) -> None:
+        """Prepare the folder for a run at a given step, before the workers write to it.
+
+        To prevent duplicates, this removes batches of later steps, and rollouts that will be sampled again.
+
+        Args:
+            info: Metadata of the dump.
+            step: Steps taken so far.
+            next_index: First prompt that will be sampled.
+            in_flight: Earlier prompts that will also be sampled again.
+        """
+        folder = self._folder / ROLLOUTS
+        folder.mkdir(parents=True, exist_ok=True)
+        for partial in folder.glob("*.partial"):
+            partial.unlink()
+        batches = [] if step == 0 else [line for line in _batches(self._folder) if line["step"] <= step]
+        replace_lines(self._folder / BATCHES, (json.dumps(line) + "\n" for line in batches))
+        self.drop(lambda index: index >= next_index or index in in_flight)
+        text = json.dumps({name: getattr(info, name) for name in DumpInfo.__slots__}, indent=1)
+        replace_text(self._folder / META, text + "\n", durable=True)
+
+    def drop(self, drops: Callable[[int], bool]) -> None:
+        """Remove the rollouts of all prompts for whose index `drops` returns True."""
+        from pyarrow import parquet
+
+        for path in sorted((self._folder / ROLLOUTS).glob("*.parquet")):
+            indices = parquet.read_table(path, columns=["index"])["index"].to_pylist()
+            kept = [not drops(index) for index in indices]
+            if not any(kept):
+                path.unlink()
+            elif not all(kept):
+                partial = path.with_suffix(".partial")
+                parquet.write_table(parquet.read_table(path).filter(kept), partial, compression="zstd")
+                partial.replace(path)
+
+    def add(self, step: int, version: int, groups: Sequence[int], replayed: Sequence[int]) -> None:
+        """Append the batch of a step.
+
+        Args:
+            step: Step number, from 1.
+            version: Weight version before the step.
+            groups: Prompt index of each group, in batch order.
+            replayed: Prompt indices of the groups of earlier batches that were trained on again.
+        """
+        line = {"step": step, "version": version, "groups": list(groups), "replayed": list(replayed)}
+        path = self._folder / BATCHES
+        with naming(path), path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def flush(self) -> None:
+        """Wait until the batches are on disk."""
+        sync_file(self._folder / BATCHES)
+
+
+class DumpReader:
+    """Reader of a dump, which returns groups by their position in training order."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read the metadata and the list of batches.
+
+        Raises:
+            DumpError: The folder is not a dump, or its metadata cannot be read.
+        """
+        self.folder = folder
+        self.info = read_info(folder)
+        self.batches: list[list[int]] = [line["groups"] for line in _batches(folder)]
+        """Prompt indices of the groups of each batch."""
+        self._order = [index for batch in self.batches for index in batch]
+
+    @property
+    def num_steps(self) -> int:
+        """Number of batches."""
+        return len(self.batches)
+
+    @property
+    def num_groups(self) -> int:
+        """Number of groups in all batches."""
+        return len(self._order)
+
+    def group(self, position: int) -> Group:
+        """Return the group at a position in training order, from 0. Its prompt gets this position as index.
+
+        Raises:
+            DumpError: A file is missing or cannot be read.
+        """
+        index = self._order[position]
+        if index not in self._files:
+            raise DumpError(f"rollout.replay: {self.folder} lists group {index}, but has no rollouts of it. Copy all files.")
+        rows = [row for row in _read(self._files[index]) if row["index"] == index]
+        return group_of(rows, position)
+
+    @cached_property
+    def _files(self) -> dict[int, Path]:
+        """File of each group by prompt index; the newest one if a group was sampled again after a fault."""
+        from pyarrow import parquet
+
+        newest: dict[int, tuple[int, Path]] = {}
+        for path in sorted((self.folder / ROLLOUTS).glob("*.parquet")):
+            sampled_at = int(path.stem.split("-")[1])
+            for index in set(parquet.read_table(path, columns=["index"])["index"].to_pylist()):
+                newest[index] = max(newest.get(index, (0, path)), (sampled_at, path))
+        return {index: path for index, (_, path) in newest.items()}
+
+
+def read_info(folder: Path) -> DumpInfo:
+    """Read the metadata of a dump.
+
+    Raises:
+        DumpError: The folder is not a dump, or its format is of another version.
+    """
+    try:
+        metadata = json.loads((folder / META).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DumpError(f"rollout.replay: no {META} (got {folder}). Give a folder that rollout.save has written.") from None
+    except (OSError, ValueError) as error:
+        raise DumpError(f"rollout.replay: {META} cannot be read: {error} (got {folder}). Restore the file.") from error
+    if metadata.get("format") != FORMAT:
+        raise DumpError(
+            f"rollout.replay: the dump must have format {FORMAT}, not {metadata.get('format')} (got {folder}). Save it again."
+        )
+    return DumpInfo(**{name: metadata[name] for name in DumpInfo.__slots__})
+
+
+def broken_rules(rollout: RolloutConfig) -> Iterator[BrokenRule]:
+    """Yield the rules that `rollout.save` and `rollout.replay` break on this machine."""
+    given = {"rollout.save": rollout.save, "rollout.replay": rollout.replay}
+    values = {key: str(path) for key, path in given.items() if path is not None}
+    if values and importlib.util.find_spec("pyarrow") is None:
+        yield BrokenRule(values=values, rule="the package pyarrow must be installed", fix="pip install pyarrow")
+    if rollout.replay is None:
+        return
+    try:
+        reader = DumpReader(rollout.replay)
+    except DumpError as error:
+        yield rule_of(str(error), values)
+        return
+    if reader.info.groups_per_step != rollout.groups_per_step:
+        yield BrokenRule(
+            values={"rollout.groups_per_step": rollout.groups_per_step, **values},
+            rule=f"a replay uses the batches of its dump, which have {reader.info.groups_per_step} groups each",
+            fix=f"set rollout.groups_per_step to {reader.info.groups_per_step}",
+        )
+    if not reader.num_steps:
+        yield BrokenRule(values=values, rule="the dump has no batches", fix="give the dump of a run that has taken a step")
+
+
+def holds_dump(folder: Path) -> bool:
+    """Return True if a folder holds a dump."""
+    return (folder / META).exists()
+
+
+def _batches(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield the parsed lines of `batches.jsonl`, except an incomplete last line of a killed process."""
+    path = folder / BATCHES
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    for line in lines:
+        if line.endswith(b"\n"):
+            yield json.loads(line)
+
+
+@lru_cache(maxsize=16)
+def _read(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file. Results are cached, because the groups of a file are usually read consecutively."""
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        table = parquet.read_table(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DumpError(f"rollout.replay: {path} cannot be read: {error}. Restore the file.") from error
+    rows: list[dict[str, Any]] = table.drop_columns(list(TOKEN_COLUMNS)).to_pylist()
+    for name in TOKEN_COLUMNS:
+        for row, tokens in zip(rows, table[name], strict=True):
+            row[name] = tokens.values.to_numpy(zero_copy_only=False)
+    return rows

@@ -1,0 +1,367 @@
+"""Interface of custom rewards: Protocols, return types, and the calls of reward functions.
+
+A reward scores one completion or, decorated with `group_reward`, all completions of a prompt together. For each completion, it
+returns a number, `TokenRewards`, or a mapping of named parts of either type. It may be `async`. This module imports no
+third-party library.
+"""
+
+import inspect
+import math
+import re
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import update_wrapper
+from typing import Any, Protocol, SupportsFloat
+
+from titanrl.base.plugins import check_call
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenRewards:
+    """A reward of one completion that is assigned to its tokens, for `algorithm.credit: token`.
+
+    The reward of the completion is the sum of all numbers.
+
+    Example: in `"2 + 2 = 4. 4 + 1 = 6."` the first step is right, but the answer is wrong:
+    `TokenRewards(steps=[(10, 1.0), (21, 0.0)], whole=-0.5)`
+    """
+
+    tokens: Sequence[float] = ()
+    """Reward of each sampled token, including the end-of-sequence token; empty if tokens have no individual rewards."""
+    steps: Sequence[tuple[int, float]] = ()
+    """End position and reward of each step of the text. The position is the number of characters up to the end of the step;
+    the token that completes the step gets the reward."""
+    whole: float = 0.0
+    """Reward of the completion as a whole; its last token gets it."""
+
+    @property
+    def total(self) -> float:
+        """Sum of all rewards."""
+        return sum((*self.tokens, *(reward for _, reward in self.steps), self.whole))
+
+    def moved(self, num_chars: int) -> "TokenRewards":
+        """Return the rewards for the same text with `num_chars` characters prepended."""
+        return replace(self, steps=[(end + num_chars, reward) for end, reward in self.steps])
+
+
+Value = SupportsFloat | TokenRewards | Mapping[str, SupportsFloat | TokenRewards]
+"""Reward of one completion: a finite number, token rewards, or a mapping of part names to either."""
+
+MAX_PARTS = 32
+"""Largest number of parts that one reward may return."""
+PART_NAME = re.compile(r"[A-Za-z_][\w.-]{0,63}", re.ASCII)
+"""Pattern of part names."""
+
+EXPECTED = "def reward(completion: str, entry: Mapping[str, Any]) -> float"
+GROUP_EXPECTED = "def reward(completions: Sequence[str], entry: Mapping[str, Any]) -> Sequence[float]"
+
+
+class RewardFunction(Protocol):
+    """A reward of one completion.
+
+    `entry` has the keys `question`, `answer` and `metadata` of the prompt. A function can also declare parameters named
+    `num_tokens` (tokens of the completion), `token_ids` (their ids), `raw_completion` (their text with special tokens) or
+    `finish_reason` (`stop` or `length`). They are passed as keyword arguments.
+
+    Example:
+        def short_and_right(completion: str, entry: Mapping[str, Any], num_tokens: int) -> dict[str, float]:
+            return {"right": float(entry["answer"] in completion.split()), "short": float(num_tokens < 20)}
+    """
+
+    def __call__(self, completion: str, entry: Mapping[str, Any], /) -> Value | Awaitable[Value]:
+        """Return the reward, or its parts."""
+        ...
+
+
+class GroupRewardFunction(Protocol):
+    """A reward of all completions of a prompt, decorated with `group_reward`. It returns one value per completion, in order.
+
+    A function can also declare parameters named `num_tokens`, `token_ids`, `raw_completions` or `finish_reasons`. They are
+    passed as keyword arguments with one value per completion.
+
+    Example:
+        @titanrl.group_reward
+        def rare(completions: Sequence[str], entry: Mapping[str, Any]) -> list[float]:
+            return [1 / completions.count(completion) for completion in completions]
+    """
+
+    def __call__(self, completions: Sequence[str], entry: Mapping[str, Any], /) -> Sequence[Value] | Awaitable[Sequence[Value]]:
+        """Return the rewards of the completions."""
+        ...
+
+
+class GroupReward:
+    """Callable wrapper that marks a function as a group reward; created by `group_reward`."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        """Wrap the function."""
+        self.function = function
+        update_wrapper(self, function)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """Call the function."""
+        return self.function(*args, **options)
+
+
+def group_reward(function: Callable[..., Any]) -> GroupReward:
+    """Decorate a reward that takes all completions of a prompt and returns one value for each.
+
+    Example:
+        @titanrl.group_reward
+        def shortest(completions, entry):
+            return [float(len(text) == min(map(len, completions))) for text in completions]
+    """
+    return GroupReward(function)
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """A reward function with its options, for `GRPO(config, rewards={...})`.
+
+    Example: `GRPO(config, rewards={"right": right, "brevity": Reward(brevity, weight=0.1)})`
+    """
+
+    function: Callable[..., Any] | str
+    """Function, its import path, or the name of a built-in reward (docs/howto/built_in_rewards.md)."""
+    weight: float = field(default=1.0, kw_only=True)
+    """Factor of this reward in the sum of rewards."""
+    weights: Mapping[str, float] = field(default_factory=dict, kw_only=True)
+    """Additional factors by returned part; 1 by default."""
+    trusted: bool = field(default=False, kw_only=True)
+    """True to run the function outside the sandbox."""
+    options: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
+    """Options of a built-in reward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answers:
+    """The completions of one prompt, as input of the rewards.
+
+    Example: `Answers(entry={"answer": "4", ...}, completions=("4",), num_tokens=(2,), finish_reasons=("stop",))`
+    """
+
+    entry: Mapping[str, Any]
+    """Data of the prompt: `question`, `answer`, `metadata`."""
+    completions: tuple[str, ...]
+    """Text of each completion."""
+    num_tokens: tuple[int, ...]
+    """Number of tokens of each completion."""
+    finish_reasons: tuple[str, ...]
+    """Finish reason of each completion."""
+    token_ids: tuple[Sequence[int], ...] = ()
+    """Token ids of each completion; empty if no reward needs them."""
+    decode: Callable[[Sequence[int]], str] | None = None
+    """Function that decodes token ids to text; None for an episode, whose text is only its last message."""
+    raw_completions: tuple[str, ...] = ()
+    """Text of the tokens of each completion with special tokens; empty if no reward needs it."""
+    decode_raw: Callable[[Sequence[int]], str] | None = None
+    """Function that decodes token ids to text with special tokens; None if there is no tokenizer."""
+
+    def with_raw(self) -> "Answers":
+        """Return the answers with `raw_completions`."""
+        if self.decode_raw is None:
+            return replace(self, raw_completions=self.completions)
+        return replace(self, raw_completions=tuple(map(self.decode_raw, self.token_ids)))
+
+    def only(self, index: int) -> "Answers":
+        """Return the answers reduced to one completion."""
+        one = slice(index, index + 1)
+        return Answers(
+            entry=self.entry,
+            completions=self.completions[one],
+            num_tokens=self.num_tokens[one],
+            finish_reasons=self.finish_reasons[one],
+            token_ids=self.token_ids[one],
+            decode=self.decode,
+            raw_completions=self.raw_completions[one],
+            decode_raw=self.decode_raw,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """The reward of one completion, or the error of a failed reward.
+
+    Example: `Scored(reward=1.1, parts={"right": 1.0, "brevity": 1.0})` with a weight of 0.1 for `brevity`
+    """
+
+    reward: float | None
+    """Weighted sum of the parts; None if one of them failed."""
+    parts: Mapping[str, float]
+    """Unweighted reward by part."""
+    error: str = ""
+    """Name and error of each failed part."""
+    token_rewards: tuple[float, ...] | None = None
+    """Reward of each sampled token; they add up to `reward`. None if no reward returned `TokenRewards`."""
+
+
+class BoundReward:
+    """A named reward function, called with the keyword arguments that it accepts."""
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        """Read the signature of the function."""
+        self.name = name
+        self.is_group = isinstance(function, GroupReward)
+        self.function: Callable[..., Any] = function.function if isinstance(function, GroupReward) else function
+        self._keywords = frozenset(keywords_of(function))
+
+    @property
+    def is_async(self) -> bool:
+        """True for a coroutine function, or an object whose `__call__` is one."""
+        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(type(self.function).__call__)
+
+    @property
+    def takes_token_ids(self) -> bool:
+        """True if the function has the parameter `token_ids`."""
+        return "token_ids" in self._keywords
+
+    @property
+    def takes_raw(self) -> bool:
+        """True if the function has the parameter `raw_completion`, or `raw_completions` for a group reward."""
+        return not self._keywords.isdisjoint(("raw_completion", "raw_completions"))
+
+    def call_one(self, answers: Answers, index: int) -> Any:
+        """Call the function for one completion; the result may be awaitable."""
+        if not self._keywords:
+            return self.function(answers.completions[index], answers.entry)
+        options: dict[str, object]
+        options = {"num_tokens": answers.num_tokens[index], "finish_reason": answers.finish_reasons[index]}
+        if self.takes_token_ids:
+            options["token_ids"] = list(answers.token_ids[index])
+        if self.takes_raw:
+            options["raw_completion"] = answers.raw_completions[index]
+        return self.function(answers.completions[index], answers.entry, **self._taken(options))
+
+    def call_group(self, answers: Answers) -> Any:
+        """Call the function for all completions; the result may be awaitable."""
+        options: dict[str, object]
+        options = {"num_tokens": list(answers.num_tokens), "finish_reasons": list(answers.finish_reasons)}
+        options["raw_completions"] = list(answers.raw_completions)
+        options["token_ids"] = list(map(list, answers.token_ids))
+        return self.function(list(answers.completions), answers.entry, **self._taken(options))
+
+    def values(self, returned: object, num_completions: int) -> list[object]:
+        """Convert the return value of a group call to a list with one value per completion.
+
+        Raises:
+            TypeError: The call did not return one value per completion.
+        """
+        if isinstance(returned, str | Mapping) or not isinstance(returned, Iterable):
+            raise TypeError(f"the reward returned {returned!a:.60}. Expected one value per completion: `{GROUP_EXPECTED}`.")
+        values = list(returned)
+        if len(values) != num_completions:
+            raise TypeError(f"the reward returned {len(values)} of {num_completions} values. Expected one per completion.")
+        return values
+
+    def parts(self, value: object) -> dict[str, float | TokenRewards]:
+        """Return a value by part name: the name of this reward, or `name/part` for each part of a mapping.
+
+        Raises:
+            TypeError: The value is not a finite number, not `TokenRewards` of finite numbers, and not a mapping of names to
+                either.
+        """
+        if isinstance(value, float) or not isinstance(value, Mapping):  # the fast check covers the usual type
+            return {self.name: _checked(value)}
+        if not 0 < len(value) <= MAX_PARTS or not all(isinstance(part, str) and PART_NAME.fullmatch(part) for part in value):
+            names = f"{list(value)!a:.60}"
+            raise TypeError(f"the reward returned the parts {names}. Expected 1 to {MAX_PARTS} names of letters and digits.")
+        return {f"{self.name}/{part}": _checked(number) for part, number in value.items()}
+
+    def _taken(self, options: Mapping[str, object]) -> dict[str, object]:
+        return {key: value for key, value in options.items() if key in self._keywords}
+
+
+def keywords_of(function: Callable[..., Any]) -> list[str]:
+    """Return the names of the optional keyword arguments that a reward accepts."""
+    is_group = isinstance(function, GroupReward)
+    known = (
+        "num_tokens",
+        "token_ids",
+        *(("raw_completions", "finish_reasons") if is_group else ("raw_completion", "finish_reason")),
+    )
+    try:
+        _, _, *parameters = inspect.signature(function).parameters.values()  # follows a group reward's wrapped function
+    except (TypeError, ValueError):  # some builtins have no signature, and some functions too few parameters
+        return []
+    kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [parameter.name for parameter in parameters if parameter.name in known and parameter.kind in kinds]
+
+
+def check_reward(candidate: object, *, key: str, name: str) -> None:
+    """Check that an object can be called as a reward.
+
+    Args:
+        candidate: User-defined object.
+        key: Configuration key, for error messages.
+        name: Import path or name of the candidate.
+
+    Raises:
+        ValueError: The candidate is not callable, or does not accept the arguments.
+    """
+    is_group = isinstance(candidate, GroupReward)
+    if callable(candidate) and (names := _names_of_trl(candidate)):
+        raise ValueError(
+            f"{key}: the arguments {names} are those of TRL, which passes lists, and columns as keywords (got {name}). "
+            "Decorate it with @titanrl.group_reward and write it as `def reward(completions, entry)`: entry has the question, "
+            "the answer and the metadata of the one prompt, and the reward returns one number per completion."
+        )
+    check_call(
+        candidate.function if isinstance(candidate, GroupReward) else candidate,
+        GroupRewardFunction.__call__ if is_group else RewardFunction.__call__,
+        key=key,
+        name=name,
+        expected=GROUP_EXPECTED if is_group else EXPECTED,
+        options=keywords_of(candidate) if callable(candidate) else (),
+    )
+
+
+def _names_of_trl(candidate: Callable[..., Any]) -> str:
+    """Return the first arguments of a reward that is written for TRL; empty for another function."""
+    try:
+        parameters = list(inspect.signature(candidate).parameters.values())
+    except (TypeError, ValueError):  # some builtins have no signature
+        return ""
+    names = [parameter.name for parameter in parameters]
+    takes_columns = len(names) > 1 and parameters[1].kind is inspect.Parameter.VAR_KEYWORD
+    is_trl = names[:2] == ["prompts", "completions"] or (names[:1] == ["completions"] and takes_columns)
+    return ", ".join(f"**{one.name}" if one.kind is one.VAR_KEYWORD else one.name for one in parameters[:3]) if is_trl else ""
+
+
+def _checked(value: object) -> float | TokenRewards:
+    """Return the value of one part with all numbers converted to Python floats.
+
+    Raises:
+        TypeError: A value is not a finite number, or the end of a step is not a positive integer.
+    """
+    if not isinstance(value, TokenRewards):
+        return _finite(value)
+    ends: list[Any] = [end for end, _ in value.steps]
+    if not all(isinstance(end, int) and end > 0 for end in ends):
+        raise TypeError(f"the reward returned steps that end after {ends!a:.60} characters. Expected positive integers.")
+    checked = TokenRewards(
+        tokens=[_finite(reward) for reward in value.tokens],
+        steps=[(end, _finite(reward)) for end, reward in value.steps],
+        whole=_finite(value.whole),
+    )
+    _finite(checked.total)
+    return checked
+
+
+def _finite(value: object) -> float:
+    """Convert a reward to a float. Strings are rejected, although `float("1.5")` works.
+
+    Raises:
+        TypeError: The value is not a finite number.
+    """
+    if isinstance(value, float) and math.isfinite(value):
+        return float(value)
+    if isinstance(value, int) and abs(value) > 1 << 1023:  # too large for a float, and perhaps for a text
+        raise TypeError(f"the reward returned an integer of {value.bit_length()} bits. Expected a finite number: `{EXPECTED}`.")
+    if isinstance(value, SupportsFloat) and not isinstance(value, str):
+        try:
+            number = float(value)
+        except Exception:  # an object of the user may raise anything, such as an array of several numbers
+            number = math.nan
+        if math.isfinite(number):
+            return number
+    raise TypeError(f"the reward returned {value!a:.60}. Expected a finite number: `{EXPECTED}`.")

@@ -1,0 +1,484 @@
+"""Carriers: immutable values that processes send to each other.
+
+Shape suffixes: G completions of a group, K segments of a group, P prompt tokens, T completion tokens, S tokens of a sequence
+(prompt and completion). Arrays are numpy, so that no reader needs torch.
+"""
+
+import copyreg
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from titanrl.base.arguments import check_number
+from titanrl.base.pickling import float32_bytes, int32_bytes, pickle_fast
+from titanrl.carriers.supports import Supports
+from titanrl.carriers.turns import GroupTokens, GroupTurns, Turn, Values
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float32]
+BoolArray = npt.NDArray[np.bool_]
+FinishReason = Literal["stop", "length", "abort"]
+Outcome = Literal["environment_error", "timeout", "reward_error", "generation_error"]
+"""Reason why a rollout has no reward."""
+Rejection = Literal["filtered", "too small"]
+"""Reason why a group with rewards is discarded: `rollout.group_filter` or `rollout.min_group_size`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """A question for the policy.
+
+    Example: `Prompt(index=17, task="chain_sum", text="... 7 + 5 - 3 =", token_ids=[97, 22, ...], entry={"answer": "9", ...})`
+    """
+
+    index: int
+    """Position in the prompt stream."""
+    task: str
+    """Name of the task, as used in metric names."""
+    text: str
+    """The question, before the chat template is applied."""
+    token_ids: tuple[int, ...]
+    """Input tokens of the generator, `[P]`."""
+    entry: Mapping[str, Any]
+    """Data for the rewards: `question`, `answer`, `metadata`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Sampling options of one completion."""
+
+    max_new_tokens: int
+    """Longest completion, in tokens."""
+    temperature: float
+    """Divisor of the logits; 0 is greedy."""
+    seed: int | None
+    """Seed of this completion; None with greedy sampling."""
+    top_p: float = 1.0
+    """Probability mass of nucleus sampling; 1 disables it."""
+    top_k: int = 0
+    """Number of most likely tokens to sample from; 0 disables the limit."""
+    min_p: float = 0.0
+    """Minimum probability of a token relative to the most likely token; 0 disables the limit."""
+    stop_ids: tuple[int, ...] = ()
+    """Tokens that end the completion, in addition to the model's stop tokens."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the completion, which includes the token that completes the text. Special tokens count as their text."""
+    prompt_logprobs: bool = False
+    """True to also return the log-probabilities of the prompt tokens."""
+    supports: bool = False
+    """True to also return the vocabulary entries that `top_p`, `top_k` and `min_p` keep for each token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """A request for one completion."""
+
+    token_ids: tuple[int, ...]
+    """The prompt, `[P]`."""
+    sampling: SamplingParams
+    """Sampling options."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """Condition for adding the groups of a call to a generator's batch; all groups are added at the same engine step."""
+
+    indices: tuple[int, ...] = ()
+    """Prompt position of each group, if the groups belong to a round; a round's groups join together, in prompt order."""
+    round_size: int = 0
+    """Number of groups in the round at this generator, from all callers; 0 if the call does not belong to a round."""
+    when_drained: bool = False
+    """True if the groups wait until all earlier requests have finished; later requests queue behind them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLoad:
+    """Load of a generator."""
+
+    num_requests: int
+    """Unfinished requests."""
+    num_queued: int
+    """Requests waiting for batch or KV-cache space."""
+    admits: bool = True
+    """True if new requests can join the batch; False if they wait for new weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """A sampled completion, as returned by a generator.
+
+    Example: `Completion(token_ids=[31, 7, 1], logprobs=[-0.1, -0.7, -0.0], versions=[4, 4, 4], finish_reason="stop")`
+    """
+
+    token_ids: IntArray
+    """Sampled tokens, including the end-of-sequence token, `[T]`."""
+    logprobs: FloatArray
+    """Log-probability of each token under the sampling distribution (with temperature), in nats, `[T]`."""
+    versions: IntArray
+    """Policy version that sampled each token, `[T]`."""
+    finish_reason: FinishReason
+    """`stop`: ended by the policy; `length`: truncated at the length limit; `abort`: cancelled."""
+    prompt_logprobs: FloatArray | None = None
+    """Log-probability of each prompt token except the first, at temperature 1, if requested, `[P - 1]`."""
+    supports: Supports | None = None
+    """Support of each token's sampling distribution, over which `logprobs` are normalized, if requested, `[T]`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """A training sequence that grew only by appending tokens, some of which the policy sampled.
+
+    Example: prompt `[5, 6]`, completion `[7, 1]`: `token_ids=[5, 6, 7, 1]`, `mask=[F, F, T, T]`, `versions=[-1, -1, 4, 4]`.
+    """
+
+    token_ids: IntArray
+    """Prompt, completion and later turns, `[S]`."""
+    mask: BoolArray
+    """True at tokens sampled by the policy, the only tokens to train on, `[S]`."""
+    logprobs: FloatArray
+    """Log-probability from the generator where `mask` is True, 0 elsewhere, `[S]`."""
+    versions: IntArray
+    """Policy version of each sampled token, -1 elsewhere, `[S]`."""
+    supports: Supports | None = None
+    """Support of each sampled token's distribution, the whole vocabulary elsewhere, `[S]`; None without truncated sampling."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """A finished episode with one reward. It has several segments if a turn did not only append to the previous tokens."""
+
+    segments: tuple[Segment, ...]
+    """Segments in temporal order. Each sampled token is in the mask of exactly one segment."""
+    reward: float
+    """Sum of all reward parts."""
+    reward_parts: Mapping[str, float]
+    """Reward by part, reported as `reward/<part>`."""
+    finish_reason: FinishReason
+    """Finish reason of the last completion."""
+    turns: tuple[Turn, ...] = ()
+    """Turns of the policy in temporal order; empty if each segment is one turn."""
+    token_rewards: Values | None = None
+    """Reward of each sampled token of all segments, which add up to `reward`; a turn's last token includes the turn's reward.
+    None if no reward returned token rewards."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Metrics reported by the environment, by name."""
+
+    @property
+    def sampled(self) -> Completion:
+        """Tokens of all segments that the policy sampled, as one completion."""
+        token_ids = np.concatenate([segment.token_ids[segment.mask] for segment in self.segments])
+        logprobs = np.concatenate([segment.logprobs[segment.mask] for segment in self.segments])
+        versions = np.concatenate([segment.versions[segment.mask] for segment in self.segments])
+        return Completion(token_ids=token_ids, logprobs=logprobs, versions=versions, finish_reason=self.finish_reason)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScorerFailure:
+    """A rollout without a reward, because its reward or its environment raised, timed out or crashed."""
+
+    completion: Completion
+    """Tokens that the policy sampled."""
+    error: str
+    """Exception type and message, or the reason why the scoring process died."""
+    outcome: Outcome = "reward_error"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """All rollouts of one prompt."""
+
+    prompt: Prompt
+    """The question."""
+    rollouts: tuple[Rollout, ...]
+    """Scored rollouts, `[G]`; empty if the reward failed on every completion."""
+    generate_s: float
+    """Seconds from the first request to the last completion."""
+    score_s: float
+    """Seconds spent scoring."""
+    failures: tuple["ScorerFailure", ...] = ()
+    """Rollouts without a reward, which are excluded from advantages and loss."""
+    conversations: tuple[tuple[Mapping[str, Any], ...], ...] = ()
+    """Chat messages of each rollout, if an environment was used."""
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """Counters of the group's episodes, if an environment was used; named in `titanrl.rollout.episodes`."""
+
+    @property
+    def has_signal(self) -> bool:
+        """True if rewards differ. Otherwise all advantages and the gradient are zero."""
+        return len({rollout.reward for rollout in self.rollouts}) > 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupHandle:
+    """Location of a group's payload; stale once the slot is reserved again."""
+
+    shard: int
+    """Rank of the storage shard."""
+    slot: int
+    """Slot in the buffer."""
+    serial: int
+    """Number of reservations of the slot, including this one, which distinguishes successive groups in a slot."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRecord:
+    """The controller's record of a group, without tokens. Tuples have one entry per rollout, `[G]`, or per segment, `[K]`."""
+
+    index: int
+    """Position of the prompt in the stream."""
+    task: str
+    """Name of the task."""
+    handle: GroupHandle
+    """Location of the slot, and of the payload if there is one."""
+    has_payload: bool
+    """False for a group without signal, whose tokens were never stored."""
+    rewards: tuple[float, ...]
+    """Summed reward of each rollout, `[G]`."""
+    reward_parts: Mapping[str, tuple[float, ...]]
+    """Rewards by part, `[G]`; NaN where a rollout lacks the part."""
+    prompt_len: int
+    """Length of the prompt, with which the first segment of every rollout starts, in tokens."""
+    lengths: tuple[int, ...]
+    """Tokens per segment, `[K]`."""
+    num_sampled: tuple[int, ...]
+    """Loss tokens per segment, which are sampled and have a finite log-probability, `[K]`."""
+    num_truncated: int
+    """Rollouts truncated at the length limit."""
+    num_overlong: int
+    """Rollouts longer than a packed row, which were truncated or excluded from training."""
+    num_nonfinite: int
+    """Sampled tokens without a finite log-probability; they are excluded from all counts."""
+    min_version: int
+    """Oldest policy version among the sampled tokens."""
+    max_version: int
+    """Newest policy version among the sampled tokens."""
+    generate_s: float
+    """Seconds of generation."""
+    score_s: float
+    """Seconds of scoring."""
+    num_errors: int = 0
+    """Rollouts excluded because their reward failed (exception, timeout or crash)."""
+    first_error: str = ""
+    """Error of the first of these rollouts; empty if there is none."""
+    rejection: Rejection | None = None
+    """Reason why the group must not be trained on, although it has rewards."""
+    parts_differ: bool = False
+    """True if the advantage compares reward parts, or returns of turns or tokens, and at least one of them differs."""
+    num_generated: int = 0
+    """Tokens sampled for the group, including completions without a reward and tokens cut to fit a row."""
+    num_segments: tuple[int, ...] = ()
+    """Segments per rollout, `[G]`; empty if each rollout has one."""
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """Counters of the group's episodes, if an environment was used."""
+    turns: GroupTurns | None = None
+    """Turns of the group; None if each segment is one turn."""
+    tokens: GroupTokens | None = None
+    """Token rewards of the group; None if no reward returned any."""
+    metrics: Mapping[str, tuple[float, int]] = field(default_factory=dict)
+    """Sum over rollouts and number of rollouts of each metric that the environment reported, by name."""
+
+    @property
+    def has_signal(self) -> bool:
+        """True if rewards differ, or reward parts or returns that the advantage compares (see `parts_differ`)."""
+        return self.parts_differ or len(set(self.rewards)) > 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CorrectionTotals:
+    """Effect of an off-policy correction on a complete step, over all ranks and micro-batches."""
+
+    mean_weight: float = 1.0
+    """Mean correction weight."""
+
+
+NOT_MEASURED = CorrectionTotals()
+"""Totals of a step whose correction does not need them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredCorrection:
+    """Effect of an off-policy correction on one rank's rows of a micro-batch."""
+
+    dp_rank: int
+    """Data-parallel rank."""
+    weight: float
+    """Sum of the correction weights of the kept tokens, or with sequence weights of the sequences with a kept token."""
+    num_weights: int
+    """Number of these weights."""
+    counts: IntArray
+    """Loss tokens of each sequence before and after rejection, in the order of the rows, `[S, 2]`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossSums:
+    """Numerators of one micro-batch's loss metrics; the sum `num_tokens` is the denominator of the means."""
+
+    sums: Mapping[str, float]
+    """Weighted or counted sums, by metric name."""
+    maxima: Mapping[str, float]
+    """Maxima, by metric name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamParams:
+    """AdamW options of one optimizer step, with Tinker's defaults."""
+
+    learning_rate: float = 1e-4
+    """Learning rate."""
+    beta1: float = 0.9
+    """Decay rate of the first moment."""
+    beta2: float = 0.95
+    """Decay rate of the second moment."""
+    eps: float = 1e-12
+    """Term added to the denominator."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay."""
+    max_grad_norm: float = 0.0
+    """Global gradient norm to clip to; 0 disables clipping."""
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            TypeError: One is not a number.
+            ValueError: One is not finite, or out of range.
+        """
+        for name in ("learning_rate", "eps", "weight_decay", "max_grad_norm"):
+            check_number(f"AdamParams.{name}", getattr(self, name), "AdamParams() has the defaults.", least=0.0)
+        for name in ("beta1", "beta2"):
+            check_number(f"AdamParams.{name}", getattr(self, name), "AdamParams() has the defaults.", least=0.0, below=1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimUpdate:
+    """Result of an optimizer step."""
+
+    version: int
+    """Policy version after the step: the number of steps, each on one batch, without the skipped ones."""
+    grad_norm: float
+    """Global gradient norm before clipping."""
+    skipped: bool
+    """True if a loss or the gradient was not finite. Weights and version are then unchanged."""
+    is_empty: bool = False
+    """True if the gradient was 0. Weights and optimizer state are then unchanged, but the step counts."""
+    busy_s: float = field(default=0.0, compare=False)
+    """Seconds of trainer computation since the previous optimizer step, including this step, excluding waits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationStats:
+    """Work of all generator replicas since the previous call."""
+
+    num_tokens: int
+    """Tokens in finished completions."""
+    busy_s: float
+    """Seconds of decoding, summed over replicas."""
+    wall_s: float
+    """Elapsed seconds, summed over replicas."""
+    num_replicas: int
+    """Number of generator replicas."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationResult:
+    """Result of an evaluation."""
+
+    task: str
+    """Name of the evaluation set; the default set is named after the task."""
+    version: int
+    """Evaluated policy version."""
+    mean: float
+    """Mean over prompts of each prompt's mean reward."""
+    num_prompts: int
+    """Number of evaluated prompts."""
+    response_len_mean: float
+    """Mean length of the scored completions, in tokens."""
+    num_errors: int = 0
+    """Completions excluded from both means because their reward failed."""
+    first_error: str = ""
+    """Error of the first of these completions; empty if there is none."""
+    num_truncated: int = 0
+    """Completions or episodes that a limit ended."""
+    num_unjudged: int = 0
+    """Truncated episodes with `data.environment.truncated_reward`, because their environment did not judge them."""
+    num_samples: int = 1
+    """Completions per prompt."""
+    num_unscored_prompts: int = 0
+    """Prompts excluded from the means because the reward of all their completions failed."""
+    statistics: Mapping[str, float] = field(default_factory=dict)
+    """Mean, avg@k and pass@k, with the half-widths of their confidence intervals, by metric name."""
+    is_pinned: bool = True
+    """True if the same policy version sampled all tokens."""
+    environment: Mapping[str, float] = field(default_factory=dict)
+    """Means of the metrics that the environment reported, by name."""
+
+    @property
+    def num_completions(self) -> int:
+        """Number of sampled completions, including those whose reward failed."""
+        return self.num_prompts * self.num_samples
+
+    @property
+    def failures(self) -> str:
+        """Description of the completions and prompts that are missing from the means; empty if none are."""
+        if not self.num_errors:
+            return ""
+        scored = self.num_prompts - self.num_unscored_prompts
+        of = f"mean over {scored} of {self.num_prompts} prompts"
+        return f"{self.num_errors} of {self.num_completions} completions have no reward; {of}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics:
+    """Metrics of one step of the loop."""
+
+    step: int
+    """Number of steps taken in the run, including this one."""
+    version: int
+    """Policy version after the step."""
+    values: Mapping[str, float]
+    """Values by metric name; docs/metrics.md lists the names."""
+
+
+for _carrier in (SamplingParams, GenerationRequest, GroupHandle, GroupRecord):
+    pickle_fast(_carrier)
+
+
+def _completion(token_ids: bytes, logprobs: bytes, versions: bytes, finish_reason: FinishReason, *optional: Any) -> Completion:
+    prompt_logprobs, supports = optional
+    return Completion(
+        token_ids=np.frombuffer(token_ids, np.int32).astype(np.int64),
+        logprobs=np.frombuffer(logprobs, np.float32),
+        versions=np.frombuffer(versions, np.int32).astype(np.int64),
+        finish_reason=finish_reason,
+        prompt_logprobs=prompt_logprobs,
+        supports=supports,
+    )
+
+
+def _segment(token_ids: bytes, mask: bytes, logprobs: bytes, versions: bytes, supports: Supports | None = None) -> Segment:
+    return Segment(
+        token_ids=np.frombuffer(token_ids, np.int32).astype(np.int64),
+        mask=np.frombuffer(mask, np.bool_),
+        logprobs=np.frombuffer(logprobs, np.float32),
+        versions=np.frombuffer(versions, np.int32).astype(np.int64),
+        supports=supports,
+    )
+
+
+def _reduce_completion(value: Completion) -> tuple[Any, ...]:
+    arrays = int32_bytes(value.token_ids), float32_bytes(value.logprobs), int32_bytes(value.versions)
+    return _completion, (*arrays, value.finish_reason, value.prompt_logprobs, value.supports)
+
+
+def _reduce_segment(value: Segment) -> tuple[Any, ...]:
+    mask = np.asarray(value.mask, np.bool_).tobytes()
+    arrays = int32_bytes(value.token_ids), mask, float32_bytes(value.logprobs), int32_bytes(value.versions)
+    return _segment, arrays if value.supports is None else (*arrays, value.supports)
+
+
+# Pickling bytes is several times faster than pickling arrays.
+copyreg.pickle(Completion, _reduce_completion)
+copyreg.pickle(Segment, _reduce_segment)

@@ -1,0 +1,422 @@
+"""Preflight checks of data and user-defined objects, each in a child process.
+
+User or task code may crash or hang, so it does not run in the controller. The checks also run in parallel with the caller's
+other work. This module does not import torch or vLLM.
+"""
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from titanrl.base.plugins import Plugin, Plugins, plugins_of_data, plugins_within
+from titanrl.checks.extensions import config_of, point_of
+from titanrl.checks.reward_trials import try_rewards
+from titanrl.config.data import DataConfig
+from titanrl.config.environment import ENVIRONMENTS, EnvironmentConfig
+from titanrl.config.errors import BrokenRule, BrokenRules, ConfigError, inline, nested, rule_of, within
+from titanrl.config.evaluation import EvaluationSet, Split
+from titanrl.config.mixture import key_of, rollout_of
+from titanrl.config.schema import Config
+from titanrl.config.shipped import data_file
+from titanrl.config.sizes import model_values
+from titanrl.data.files import FORMATS, data_digest
+from titanrl.data.levels import open_levels
+from titanrl.data.recipe import write_tokenizer
+from titanrl.data.selection import Selection
+from titanrl.data.streams import Encode, PromptStream, make_encoder, make_gym_dataset, open_stream
+from titanrl.data.tokenizer import Tokenizer, load_tokenizer
+from titanrl.environments.registry import load_factory
+from titanrl.processes.confine import end_with_parent
+from titanrl.processes.temporary import TemporaryFolder, delete_all
+from titanrl.rollout.renderers import make_renderer
+
+Finding = str | Selection
+"""A warning of a check, or the rows of a source by use."""
+Check = tuple[Callable[[], Sequence[Finding] | None], dict[str, object], float]
+"""Function to call in a child process, which may return findings, the checked keys with their values, and the time limit in
+seconds."""
+
+CHECK_LIMIT_S = 60.0
+"""Time limit for importing a user-defined object, or for sampling from a task."""
+BUSY_FACTOR = 5
+"""Factor by which the time limits are extended on a busy machine."""
+SAMPLED_PROMPTS = 100
+"""Number of prompts of a generated task that are tried, to count those that are too long."""
+HELDOUT_LIMIT_S = 2.0
+"""Time after which the search for held-out prompts stops without an error."""
+
+_CHILD = (
+    "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); from titanrl.checks.child_checks import _serve; _serve()"
+)
+
+
+class Child:
+    """A running check in a child process."""
+
+    def __init__(self, check: Callable[[], Sequence[Finding] | None], values: Mapping[str, object], limit_s: float) -> None:
+        """Start the check.
+
+        Args:
+            check: Function to call; it raises `ValueError` if a rule is broken, and may return warnings.
+            values: Checked keys with their values, for error messages.
+            limit_s: Time limit in seconds.
+        """
+        self._values, self._limit_s = values, limit_s
+        self.warnings: Sequence[str] = ()
+        """Warnings of the check; set by `result`."""
+        self.selections: tuple[Selection, ...] = ()
+        """Rows of the checked sources by use, after `result`."""
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed in `result`
+        with tempfile.TemporaryFile() as request:
+            request.write(pickle.dumps(sys.path) + pickle.dumps((os.getpid(), check, values)))
+            request.seek(0)
+            command = [sys.executable, "-c", _CHILD]
+            try:
+                self._process = subprocess.Popen(command, stdin=request, stdout=subprocess.PIPE, stderr=self._errors)
+            except OSError as error:
+                raise ConfigError(
+                    f"checks: a process must be started for each, but that fails: {error.strerror} (got {sys.executable}). "
+                    "Free memory, or raise the limit of processes (ulimit -u)."
+                ) from error
+
+    def result(self) -> tuple[BrokenRule, ...]:
+        """Wait for the check, and return the broken rules."""
+        try:
+            output = self._output()
+        except subprocess.TimeoutExpired:
+            late = self._late()
+            self._process.kill()
+            self._process.communicate()
+            return (late,)
+        finally:
+            self._errors.seek(0)
+            last_lines = self._errors.read().decode(errors="replace").strip().splitlines()[-1:]
+            self._errors.close()
+        if self._process.returncode == 0 and output:
+            broken: tuple[BrokenRule, ...]
+            found: Sequence[Finding]
+            broken, found = pickle.loads(output)
+            self.warnings = [text for text in found if isinstance(text, str)]
+            self.selections = tuple(rows for rows in found if isinstance(rows, Selection))
+            return broken
+        code = self._process.returncode
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        rule = f"loading it must not end the Python process ({', '.join([how, *last_lines])})"
+        fix = "correct the module, the task or its options"
+        if code == -signal.SIGKILL:
+            fix = "free memory, or load less: the system kills a process when memory runs out"
+        return (BrokenRule(values=self._values, rule=rule, fix=fix),)
+
+    def _output(self) -> bytes:
+        """Return what the check wrote. A check that a busy machine has given little CPU time gets `BUSY_FACTOR` times as long.
+
+        Raises:
+            TimeoutExpired: The check took too long.
+        """
+        try:
+            return self._process.communicate(timeout=self._limit_s)[0]
+        except subprocess.TimeoutExpired:
+            if not _is_busy() or self._cpu_s() > self._limit_s / 2:
+                raise
+        waited_s, self._limit_s = self._limit_s, BUSY_FACTOR * self._limit_s
+        return self._process.communicate(timeout=self._limit_s - waited_s)[0]
+
+    def _late(self) -> BrokenRule:
+        """Return the rule that a check broke by taking too long, with advice that depends on what it did."""
+        used_s = self._cpu_s()
+        if used_s > self._limit_s / 2:
+            fix = "it computes for too long: make the module, the task or its options load faster"
+        elif _is_busy():
+            fix = f"the machine is busy (load {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores): try again when it is idle"
+        else:
+            fix = "it waits, perhaps for the network, a lock or another process: do this later than at import"
+        took = f"longer than {self._limit_s:g} s (it used {used_s:.0f} s of CPU time)"
+        rule = f"the check timed out: loading it must not take {took}"
+        return BrokenRule(values=self._values, rule=rule, fix=fix)
+
+    def _cpu_s(self) -> float:
+        """Return the CPU time that the running check has used, in seconds."""
+        line = Path(f"/proc/{self._process.pid}/stat").read_bytes().rpartition(b")")[2]  # a name may contain spaces
+        fields = line.split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _is_busy() -> bool:
+    """Return True if more processes want to run on this machine than it has cores."""
+    return os.getloadavg()[0] > (os.cpu_count() or 1)
+
+
+def start_checks(config: Config, plugins: Plugins, *, with_data: bool, has_tokenizer: bool) -> list[Child]:
+    """Start the checks of prompts, rewards, and user-defined objects given by import path.
+
+    Args:
+        config: Configuration.
+        plugins: User-defined objects.
+        with_data: True to check the prompts.
+        has_tokenizer: False if `model.path` has no usable tokenizer; the lengths of prompts are then not checked.
+    """
+    sets = [subset for subset in config.evaluation_sets.values() if subset.has_own_data] if with_data else []
+    tasks = config.data.tasks if with_data else {}
+    data = [
+        *(
+            _data_check(config, task, key_of(name, task), partial(check_data, config, plugins, name), has_tokenizer)
+            for name, task in tasks.items()
+        ),
+        *(
+            _data_check(config, subset.data, f"{subset.key}.data", partial(check_set, config, plugins, subset), has_tokenizer)
+            for subset in sets
+        ),
+    ]
+    return [Child(*check) for check in (*data, *_plugin_checks(config, plugins))]
+
+
+def _data_check(
+    config: Config, data: DataConfig, section: str, check: Callable[..., Sequence[Finding]], has_tokenizer: bool
+) -> Check:
+    """Return the check of the data section of a task or an evaluation set."""
+    prompts = partial(check, has_tokenizer=has_tokenizer, load_s=CHECK_LIMIT_S)
+    if data.source == "reasoning_gym":
+        return prompts, {f"{section}.task": data.task, f"{section}.task_config": data.task_config}, CHECK_LIMIT_S
+    if data.path is not None:
+        return prompts, {f"{section}.path": str(data.path)}, config.timeouts.start_s
+    return prompts, {f"{section}.source": data.source, f"{section}.options": data.options}, config.timeouts.start_s
+
+
+def _plugin_checks(config: Config, plugins: Plugins) -> Iterator[Check]:
+    """Yield one check per module for all plugins in it, so that each module is imported only once."""
+    by_module: dict[str, list[Plugin]] = defaultdict(list)
+    for plugin in plugins.values():
+        # Python objects were checked before they were pickled.
+        if not plugin.is_object and point_of(plugin.key).key != "data.source":
+            by_module[plugin.name.rpartition(":")[0]].append(plugin)
+    for same_module in by_module.values():
+        yield partial(check_plugins, same_module, config), {plugin.key: plugin.name for plugin in same_module}, CHECK_LIMIT_S
+
+
+def check_plugins(plugins: Iterable[Plugin], config: Config) -> None:
+    """Import the objects named by configuration keys, and check that each fits its extension point.
+
+    Raises:
+        BrokenRules: An object cannot be used.
+    """
+    broken: list[BrokenRule] = []
+    for plugin in plugins:
+        try:
+            point_of(plugin.key).check(plugin, config_of(plugin.key, config))
+        except BrokenRules as error:
+            broken += error.broken
+        except ValueError as error:
+            broken.append(rule_of(str(error), {plugin.key: plugin.name}))
+    if broken:
+        raise BrokenRules(*broken)
+
+
+def check_data(
+    config: Config, plugins: Plugins, task: str | None = None, *, has_tokenizer: bool = True, load_s: float = CHECK_LIMIT_S
+) -> list[Finding]:
+    """Read, split and tokenize the prompts of a training task as a rollout worker does, and try its rewards.
+
+    Args:
+        config: Configuration.
+        plugins: User-defined objects.
+        task: Name of the task; None checks all tasks.
+        has_tokenizer: False to skip the check of prompt lengths.
+        load_s: Time limit for loading the rewards, in seconds.
+
+    Raises:
+        ValueError: The data cannot be used.
+    """
+    names = config.data.tasks if task is None else [task]
+    return [found for name in names for found in _check_task(config, plugins, name, has_tokenizer, load_s)]
+
+
+def _check_task(config: Config, plugins: Plugins, name: str, has_tokenizer: bool, load_s: float) -> list[Finding]:
+    data = config.data.tasks[name]
+    section = key_of(name, data)
+    try:
+        encode, of_task = _encoder(config, data, has_tokenizer=has_tokenizer), plugins_of_data(plugins, section)
+        stream = open_stream(data, encode, config.seed, of_task)
+        open_levels(data, encode, config.seed, stream)
+        notes: list[str] = []
+        if has_tokenizer and data.source != "reasoning_gym":
+            notes += _long_answers(data, stream, policy_tokenizer(config), rollout_of(data, config.rollout).max_new_tokens)
+        if data.source == "reasoning_gym":
+            _sample(stream)
+        for subset in config.evaluation_sets.values():
+            if subset.task == name:
+                notes += _few_prompts(subset, stream)
+        found = _selection(data, stream, section, notes)
+    except BrokenRules as error:
+        raise within(error, section) from None
+    return [found, *try_rewards(config.of_task(data), of_task, stream[0].entry, section, load_s=load_s)]
+
+
+def check_set(
+    config: Config, plugins: Plugins, subset: EvaluationSet, *, has_tokenizer: bool = True, load_s: float = CHECK_LIMIT_S
+) -> list[Finding]:
+    """Read the prompts of an evaluation set that has a separate data section, and try its rewards; see `check_data`.
+
+    Raises:
+        ValueError: The data cannot be used.
+    """
+    plugins = plugins_within(plugins, subset.key)
+    try:
+        encode = _encoder(config, subset.data, has_tokenizer=has_tokenizer)
+        stream = open_stream(subset.data, encode, config.seed, plugins, is_trained_on=False)
+        notes = _few_prompts(subset, stream)
+        first = stream.heldout(1, split=subset.split, key=subset.key)[0]
+        found = _selection(subset.data, stream, f"{subset.key}.data", notes, subset.split)
+    except BrokenRules as error:
+        raise nested(error, subset.key) from None
+    of_set = config.model_copy(update={"data": subset.data})
+    return [found, *try_rewards(of_set, plugins, first.entry, f"{subset.key}.data", load_s=load_s)]
+
+
+def _selection(
+    data: DataConfig, stream: PromptStream, section: str, notes: Sequence[str], split: Split | None = None
+) -> Selection:
+    """Return the rows of a source by use, with the digest of its files.
+
+    Args:
+        data: Section of the source.
+        stream: Its prompts.
+        section: Path of the section.
+        notes: Further notes.
+        split: Split that an evaluation set takes; None for a training task.
+    """
+    found = stream.selection
+    key = found.key.replace("data", section, 1)
+    heldout = found.num_heldout + (found.num_training if split == "all" else 0)
+    left_out = {reason.replace("data.", f"{section}.", 1): number for reason, number in found.left_out.items()}
+    if split is not None:
+        found = replace(found, num_training=0, num_heldout=heldout, num_other=found.num_rows_used - heldout)
+    found = replace(found, key=key, left_out=left_out, notes=(*found.notes, *notes))
+    if data.path is not None:
+        path = data_file(data.path)
+        found = replace(found, source=str(path.absolute()), digest=data_digest(path, "data.path", FORMATS[data.source]))
+    elif data.options:
+        found = replace(found, source=f"{found.source} {inline(data.options)}")
+    return found
+
+
+def _sample(stream: PromptStream) -> None:
+    """Generate some prompts of a task, to count those that are too long."""
+    started = time.monotonic()
+    for index in range(min(SAMPLED_PROMPTS, stream.num_prompts)):
+        stream[index]
+        if time.monotonic() - started > HELDOUT_LIMIT_S:
+            return
+
+
+def _few_prompts(subset: EvaluationSet, stream: PromptStream) -> list[str]:
+    """Check that an evaluation set has a prompt, and return a note if it has fewer than it takes."""
+    started = time.monotonic()
+    found = len(stream.heldout(subset.num_prompts, split=subset.split, key=subset.key, limit_s=HELDOUT_LIMIT_S))
+    if found == subset.num_prompts or time.monotonic() - started > HELDOUT_LIMIT_S:
+        return []
+    which = "held-out prompts" if subset.split == "heldout" else "prompts"
+    return [
+        f"{subset.key}.num_prompts is {subset.num_prompts:,}, but there are only {found:,} {which}, which are all evaluated"
+    ]
+
+
+def _long_answers(data: DataConfig, stream: PromptStream, tokenizer: Tokenizer, max_new_tokens: int) -> list[str]:
+    """Return a note if no completion can equal some reference answers, because they have too many tokens.
+
+    Raises:
+        BrokenRules: This holds for all answers.
+    """
+    if data.environment is not None or all(part.function != "exact" for part in data.reward_parts.values()):
+        return []
+    answers = [prompt.entry["answer"] for prompt in stream.training_prompts()]
+    shown = data.path or data.source
+    number = sum(_num_tokens(tokenizer, answer) > max_new_tokens for answer in answers)
+    if number == len(answers):
+        rule = f"no completion can equal a reference answer: all {number:,} have more tokens"
+        fix = "raise it, or take a part of the answers with data.answer"
+        values = {"rollout.max_new_tokens": max_new_tokens, "data.path" if data.path else "data.source": str(shown)}
+        raise BrokenRules(BrokenRule(values=values, rule=rule, fix=fix))
+    text = f"{number:,} of {len(answers):,} reference answers have more tokens than rollout.max_new_tokens={max_new_tokens}"
+    return [f"{text}, so that no completion equals them"] if number else []
+
+
+def _num_tokens(tokenizer: Tokenizer, answer: str) -> int:
+    """Return the number of tokens of a reference answer; 0 if the tokenizer lacks a character of it."""
+    try:
+        return len(tokenizer.encode(" ".join(answer.split())))
+    except ValueError:
+        return 0
+
+
+def _encoder(config: Config, data: DataConfig, *, has_tokenizer: bool) -> Encode:
+    """Check environment and rewards, then return the function that tokenizes questions."""
+    encode: Encode = lambda entry: []  # noqa: E731
+    if has_tokenizer:
+        try:
+            tokenizer = policy_tokenizer(config)
+        except Exception as error:  # the tokenizers library raises bare Exceptions
+            raise BrokenRules(rule_of(str(error), model_values(config))) from error
+        known = set(tokenizer.vocabulary.values())
+        if unknown := [token_id for token_id in config.rollout.stop_ids if token_id not in known]:
+            rule = f"the tokenizer has no token with this id; its ids are 0 to {max(known)}"
+            raise BrokenRules(BrokenRule(values={"rollout.stop": unknown[0]}, rule=rule, fix="correct the id"))
+        encode = make_encoder(data, tokenizer)
+        if data.environment is not None:
+            check_environment(data.environment, tokenizer)
+    if data.source != "reasoning_gym" and any(reward.function == "reasoning_gym" for reward in data.rewards.values()):
+        make_gym_dataset(data.task, data.task_config, seed=0, size=1)
+    return encode
+
+
+def check_environment(environment: EnvironmentConfig, tokenizer: Tokenizer) -> None:
+    """Build the renderer and, if it is built-in, the environment. Custom environments are checked as extension points.
+
+    Raises:
+        ValueError: The renderer or the environment cannot be used.
+    """
+    make_renderer(tokenizer, environment.renderer, environment.renderer_options)
+    if environment.python is None and environment.function in ENVIRONMENTS:
+        load_factory(environment.function, environment.options)
+
+
+def policy_tokenizer(config: Config) -> Tokenizer:
+    """Return the policy's tokenizer.
+
+    Raises:
+        ValueError: `model.path` has no usable tokenizer.
+    """
+    if config.model.path is not None:
+        return load_tokenizer(config.model.path)
+    folder = TemporaryFolder().path  # stays until the process exits, because a renderer reads the tokenizer again
+    write_tokenizer(folder)
+    return load_tokenizer(folder)
+
+
+def _serve() -> None:
+    """Run one check in a child process: read it from stdin, then write the broken rules to stdout."""
+    results = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # imported modules may print
+    parent_pid, check, values = pickle.load(sys.stdin.buffer)
+    end_with_parent(parent_pid)
+    broken: tuple[BrokenRule, ...] = ()
+    found: Sequence[Finding] = ()
+    try:
+        found = check() or ()
+    except BrokenRules as error:
+        broken = error.broken
+    except Exception as error:  # tasks and user modules may raise anything
+        text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        broken = (rule_of(text, values),)
+    with results:
+        pickle.dump((broken, found), results)
+    delete_all()
+    os._exit(0)  # threads of imported modules must not delay the exit

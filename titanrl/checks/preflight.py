@@ -1,0 +1,512 @@
+"""Preflight checks of a configuration against this machine, made before a run starts and in `--dry-run`.
+
+This module does not import torch or vLLM. `titanrl.checks.child_checks` checks data and user-defined objects in child
+processes.
+"""
+
+import ast
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from titanrl.base.choices import DeviceKind
+from titanrl.base.files import why_not_writable
+from titanrl.base.plugins import Plugins
+from titanrl.base.terminal import announcing
+from titanrl.carriers import dumps
+from titanrl.checks.child_checks import policy_tokenizer, start_checks
+from titanrl.checks.extensions import plugins_of
+from titanrl.config import packages
+from titanrl.config.device import missing_for, resolve_device
+from titanrl.config.dry_run import print_dry_run, print_table
+from titanrl.config.errors import BrokenRule, BrokenRules, ConfigError, rule_of
+from titanrl.config.evaluation import broken_by_positions
+from titanrl.config.explain import explain_rule
+from titanrl.config.mixture import key_of, rollout_of
+from titanrl.config.rewards import JudgeOptions, OverlongOptions
+from titanrl.config.schema import Config
+from titanrl.config.shapes import ModelShape
+from titanrl.config.sizes import cpu_bytes, derive, gigabytes, host_bytes, model_values
+from titanrl.config.source import Source
+from titanrl.config.suggest import did_you_mean
+from titanrl.data import examples
+from titanrl.data.selection import Selection
+from titanrl.data.tokenizer import load_tokenizer
+from titanrl.hosts.core_rules import broken_by_cores
+from titanrl.hosts.kubernetes.rules import broken_by_kubernetes
+from titanrl.hosts.launcher.world import broken_by_launcher
+from titanrl.hosts.slurm.rules import broken_by_slurm
+from titanrl.models.directory import ModelDirectory, model_shape, open_model, read_model, recipe_model
+from titanrl.models.vllm_limits import vllm_problems
+from titanrl.processes import caches
+from titanrl.processes.templates.shared import broken_by_templates
+
+PROCESSES_PER_CORE = 100
+"""Limit of processes per CPU core on one machine."""
+PROCESS_BYTES = dict.fromkeys(("controller", "trainer", "generator", "teacher", "evaluator"), 200 << 20) | {
+    "rollout": 100 << 20
+}
+"""Lower bound of a process's base memory by role, in bytes. Measured on CPU: 250 MB, and 170 MB for a rollout worker."""
+SCALARS: Mapping[str, tuple[type, ...]] = {
+    "bool": (bool,),
+    "int": (int,),
+    "float": (int, float),
+    "str": (str,),
+    "None": (type(None),),
+}
+"""Types of vLLM options that are checked, with the Python types of valid YAML values."""
+
+
+def preflight(
+    config: Config,
+    source: Source | None = None,
+    *,
+    plugins: Plugins | None = None,
+    training: bool = True,
+    sampling: bool = True,
+    rollouts: bool = True,
+    is_resumed: bool = False,
+    meanwhile: Callable[[], object] = lambda: None,
+) -> tuple[Selection, ...]:
+    """Check that a run of this configuration can start on this machine, without starting or writing anything.
+
+    Warnings are printed to stderr.
+
+    Args:
+        config: Configuration.
+        source: Source of the configuration, which lets messages name lines and overrides.
+        plugins: User-defined objects; by default those named in the configuration.
+        training: True to check the requirements of a trainer.
+        sampling: True to check the requirements of generators.
+        rollouts: True to check the prompts, which a session without rollouts does not use.
+        is_resumed: True for a run that continues in its own directory.
+        meanwhile: Function to call while child processes check data and user-defined objects.
+
+    Returns:
+        The rows of the prompts by use.
+
+    Raises:
+        ConfigError: The run cannot start. The error lists all reasons.
+    """
+    caches.secure()  # before packages are imported, also by the children
+    plugins = plugins_of(config, {}) if plugins is None else plugins
+    has_tokenizer = config.model.path is None or not any(_broken_by_model(config, sampling=sampling))
+    children = start_checks(config, plugins, with_data=rollouts, has_tokenizer=has_tokenizer)
+    broken = list(broken_rules(config, training=training, sampling=sampling, is_resumed=is_resumed))
+    if not broken:
+        meanwhile()
+    for child in children:
+        broken += child.result()
+    if broken:
+        raise ConfigError(*(explain_rule(rule, source) for rule in broken))
+    for text in (text for child in children for text in child.warnings):
+        print(f"warning: {text}", file=sys.stderr)
+    return tuple(selection for child in children for selection in child.selections)
+
+
+def broken_rules(
+    config: Config, *, training: bool = True, sampling: bool = True, is_resumed: bool = False
+) -> Iterator[BrokenRule]:
+    """Yield the rules that the configuration breaks on this machine, except rules on data and user-defined objects.
+
+    Without `training` or `sampling`, rules that concern only a trainer or only generators are skipped. A resumed run creates
+    nothing in `output_dir`.
+    """
+    yield from _broken_by_device(config)
+    yield from _broken_by_machine(config)
+    yield from _broken_by_model(config, sampling=sampling)
+    yield from _broken_by_teacher(config)
+    yield from broken_by_templates()
+    if sampling:
+        yield from _broken_by_engine_args(config)
+    yield from packages.broken_rules(config, _device_kind(config), training=training, sampling=sampling)
+    yield from _broken_by_rewards(config)
+    yield from _broken_by_folders(config, is_resumed=is_resumed)
+
+
+def read_examples(config: Config, source: Source | None = None) -> examples.Examples:
+    """Read the examples of a fine-tuning run.
+
+    Raises:
+        ConfigError: The examples or the tokenizer cannot be used.
+    """
+    try:
+        tokenizer = policy_tokenizer(config)
+    except Exception as error:  # the tokenizers library raises bare Exceptions
+        raise ConfigError(explain_rule(rule_of(str(error), model_values(config)), source)) from error
+    try:
+        return examples.read_examples(config, tokenizer)
+    except BrokenRules as error:
+        raise ConfigError(*(explain_rule(rule, source) for rule in error.broken)) from None
+
+
+Checked = tuple[str, Sequence[Selection], Mapping[str, str]]
+"""A remark, the rows of the data by use, and numbers of the examples by label."""
+
+
+def dry_run(config: Config, source: Source | None, check: Callable[[], Checked]) -> None:
+    """Print the report of `--dry-run`, then check what the start of the run checks.
+
+    Args:
+        config: Configuration.
+        source: Source of the configuration, which lets messages name lines and overrides.
+        check: Function that makes the checks of a start.
+
+    Raises:
+        ConfigError: The run cannot start.
+    """
+    device = config.device if config.device != "auto" else resolve_device("auto").kind
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    device_bytes = _device_bytes(device)
+    print_dry_run(config, console, source, shape=model_shape(config), device=device, device_bytes=device_bytes)
+    with announcing("checking the model, the data and the rewards"):
+        remark, selections, numbers = check()
+    if numbers:
+        print_table(console, "Examples", ("number", "value"), numbers.items())
+    columns = ("data", "rows", "to train on", "held out", "left out")
+    if selections:
+        print_table(console, "Rows", columns, (found.row() for found in selections))
+    for found in selections:
+        kind = "warning: more than half of the rows are left out" if found.is_mostly_left_out else "note"
+        lines = found.messages() if found.is_mostly_left_out else [f"{found.key}: {text}" for text in found.notes]
+        for text in lines:
+            console.print(f"{kind}: {text}", markup=False, highlight=False, soft_wrap=True)
+    teacher_notes = () if config.distill is None else open_model(config.distill.teacher.path).notes()
+    for note in (*policy_notes(config), *teacher_notes):
+        console.print(f"note: {note}", markup=False, highlight=False)
+    ready = f"Ready to start{f', {remark}' if remark else ''}. The dry run started and wrote nothing."
+    console.print(ready, markup=False, highlight=False, soft_wrap=True)
+
+
+# Machine
+
+
+def _broken_by_device(config: Config) -> Iterator[BrokenRule]:
+    is_remote = config.hosts.across_machines  # the controller then needs no device
+    missing = None if config.device == "auto" or is_remote else missing_for(config.device)
+    if missing is not None:
+        rule = f"the device must be usable on this machine, but it is not: {missing}"
+        yield BrokenRule(values={"device": config.device}, rule=rule, fix="set device to auto or cpu")
+    yield from broken_by_slurm(config)
+    yield from broken_by_launcher(config)
+    yield from broken_by_cores(config)
+    yield from broken_by_kubernetes(config)
+
+
+def _broken_by_machine(config: Config) -> Iterator[BrokenRule]:
+    if config.hosts.across_machines:
+        return
+    sizes = derive(config, model_shape(config))
+    num_processes, limit = sum(sizes.processes.values()), PROCESSES_PER_CORE * (os.cpu_count() or 1)
+    has_generators = config.num_generator_ranks > 0
+    if num_processes > limit:
+        keys = {
+            "rollout.num_workers": config.rollout.num_workers,
+            "sandbox.num_processes": config.sandbox.num_processes,
+            "generator.replicas": config.generator.replicas,
+        }
+        rule = f"a run must not start more than {limit:,} processes on this machine, {PROCESSES_PER_CORE} per CPU core, "
+        yield BrokenRule(values=keys, rule=f"{rule}but these values start {num_processes:,}", fix="lower the largest of them")
+        return
+    at_least = sum(number * PROCESS_BYTES.get(role, 0) for role, number in sizes.processes.items())
+    if at_least > host_bytes():
+        yield BrokenRule(
+            values={"generator.replicas": config.generator.replicas, "rollout.num_workers": config.rollout.num_workers},
+            rule=f"the processes of a run need {gigabytes(at_least)} before they load a model, but this machine has "
+            f"{gigabytes(host_bytes())}",
+            fix="lower the larger of them",
+        )
+        return
+    if sizes.memory is not None and _device_kind(config) == "cpu":
+        needed, available = cpu_bytes(config, sizes.memory, sizes.memory.trainer.state), host_bytes()
+        if needed > available:
+            what = "gradients, optimizer state and KV cache" if has_generators else "gradients and optimizer state"
+            cache = {"generator.kv_cache_bytes": config.generator.kv_cache_bytes} if has_generators else {}
+            yield BrokenRule(
+                values={**model_values(config), **cache},
+                rule=f"weights, {what} need {gigabytes(needed)} without activations, but this machine has "
+                f"{gigabytes(available)}",
+                fix="use a smaller model, fewer replicas, or less KV cache" if has_generators else "use a smaller model",
+            )
+
+
+def _device_kind(config: Config) -> DeviceKind:
+    return resolve_device("auto").kind if config.device == "auto" else config.device
+
+
+def _device_bytes(device: DeviceKind) -> int | None:
+    """Return the memory of this machine's smallest CUDA device, in bytes; None if unknown."""
+    if device != "cuda" or shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    mebibytes = [int(line) for line in found.stdout.split() if line.isdigit()]
+    return min(mebibytes) << 20 if mebibytes else None
+
+
+def _broken_by_folders(config: Config, *, is_resumed: bool) -> Iterator[BrokenRule]:
+    yield from dumps.broken_rules(config.rollout)
+    yield from _broken_by_replay(config)
+    folders = {} if is_resumed else {"output_dir": config.output_dir}
+    if config.model.path is None or config.warm_start is not None:
+        folders["cache_dir"] = config.cache_dir
+    for key, folder in folders.items():
+        if why := why_not_writable(folder):
+            rule = f"must be a writable directory, but {why}"
+            yield BrokenRule(values={key: str(folder)}, rule=rule, fix=f"correct {key}, or the permissions of the directory")
+        elif key == "output_dir":
+            yield from _broken_by_space(config, folder)
+
+
+def _broken_by_space(config: Config, folder: Path) -> Iterator[BrokenRule]:
+    """Yield a rule if the smallest output of a training run, one checkpoint and the exported model, does not fit the disk."""
+    memory = derive(config, model_shape(config)).memory
+    if memory is None or not config.train:
+        return
+    num_copies = config.trainer.parallelism.world_size // config.trainer.parallelism.dp_replicate
+    state = memory.trainer.state - memory.trainer.gradients
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    needed, free = state * num_copies + memory.trainer.parameters * num_copies, shutil.disk_usage(existing).free
+    if needed > free:
+        yield BrokenRule(
+            values={"output_dir": str(folder), **model_values(config)},
+            rule=f"one checkpoint and the exported model need {gigabytes(needed)}, but {existing} has {gigabytes(free)} free",
+            fix="set output_dir to a larger disk, or free space",
+        )
+
+
+def _broken_by_replay(config: Config) -> Iterator[BrokenRule]:
+    """Yield a rule if the dump to replay was written with another tokenizer, whose ids would be other texts."""
+    replay = config.rollout.replay
+    if replay is None or not dumps.holds_dump(replay):
+        return
+    try:
+        info, vocabulary = dumps.read_info(replay), policy_tokenizer(config).vocabulary
+    except Exception:  # the rules of the dump and of the model name the cause
+        return
+    if info.tokenizer != dumps.fingerprint(vocabulary):
+        yield BrokenRule(
+            values={"rollout.replay": str(replay), **model_values(config)},
+            rule=f"the dump was written with another tokenizer, of {info.vocabulary} tokens; the model has {len(vocabulary)}",
+            fix="set model to the dump's model",
+        )
+
+
+def _broken_by_engine_args(config: Config) -> Iterator[BrokenRule]:
+    """Check `generator.vllm` against the options in vLLM's source code, because importing vLLM takes many seconds."""
+    spec = importlib.util.find_spec("vllm") if config.generator.vllm else None
+    if spec is None or spec.origin is None:
+        return
+    tree = ast.parse((Path(spec.origin).parent / "engine" / "arg_utils.py").read_text(encoding="utf-8"))
+    options = {
+        field.target.id: ast.unparse(field.annotation)
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and node.name == "EngineArgs"
+        for field in node.body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+    }
+    for key, value in config.generator.vllm.items():
+        if key in options:
+            kinds = set(options[key].split(" | "))
+            if kinds <= SCALARS.keys() and not any(_is_a(value, kind) for kind in kinds):
+                yield BrokenRule(
+                    values={f"generator.vllm.{key}": value},
+                    rule=f"vLLM expects {options[key]}",
+                    fix="correct the value; vllm.EngineArgs documents the options",
+                )
+            continue
+        fix = did_you_mean(key, options) or "remove it; vllm.EngineArgs documents the options"
+        yield BrokenRule(values={f"generator.vllm.{key}": config.generator.vllm[key]}, rule="no such vLLM option", fix=fix)
+
+
+def _broken_by_rewards(config: Config) -> Iterator[BrokenRule]:
+    """Yield the unmet requirements of built-in rewards: a package, an API key, or enough tokens for a length penalty."""
+    rewards = {
+        f"{key_of(task, data)}.rewards.{name}": (reward, rollout_of(data, config.rollout).max_new_tokens)
+        for task, data in config.data.tasks.items()
+        for name, reward in data.rewards.items()
+    }
+    for subset in config.evaluation_sets.values():
+        if subset.has_own_data:
+            named = subset.data.rewards.items()
+            rewards |= {f"{subset.key}.data.rewards.{name}": (reward, subset.max_new_tokens) for name, reward in named}
+    for key, (reward, max_new_tokens) in rewards.items():
+        if reward.function == "math_verify" and packages.installed_version("math-verify") is None:
+            yield BrokenRule(
+                values={f"{key}.function": reward.function},
+                rule="the package math-verify must be installed",
+                fix='pip install "titanrl[math]"',
+            )
+        elif reward.function == "judge":
+            variable = JudgeOptions.model_validate(reward.options).key_variable
+            if variable is not None and not os.environ.get(variable):
+                yield BrokenRule(
+                    values={f"{key}.options.key_variable": variable},
+                    rule="the environment variable must hold the API key, but it is not set",
+                    fix=f"export {variable} where the run starts",
+                )
+        elif reward.function == "overlong":
+            options = OverlongOptions.model_validate(reward.options)
+            for rule in options.broken_by(options.max_tokens or max_new_tokens):
+                values = {f"{key}.options.{option}": value for option, value in rule.values.items()}
+                yield BrokenRule(values=values, rule=rule.rule, fix=rule.fix)
+
+
+def _is_a(value: object, kind: str) -> bool:
+    """Return True if a YAML value has the named type; booleans are not numbers."""
+    return isinstance(value, SCALARS[kind]) and (kind == "bool" or not isinstance(value, bool))
+
+
+# Model
+
+
+def _broken_by_model(config: Config, *, sampling: bool) -> Iterator[BrokenRule]:
+    path = config.model.path
+    model = recipe_model(config.model) if path is None else read_model(path, config.model.family)
+    if isinstance(model, BrokenRule):
+        yield model
+        return
+    values = model_values(config) if path is not None else {"model.recipe.family": config.model.recipe.family}
+    for problem in model.problems:
+        yield rule_of(problem, values, prefix="config.json: ")
+    if path is None:  # rules on sizes of the recipe are part of the configuration
+        if sampling:
+            yield from _broken_by_vocabulary(config, model.shape)
+            yield from _broken_by_vllm(config, model.hf)
+        return
+    shape_rules = [*_broken_by_shape(config, model.shape), *(_broken_by_vocabulary(config, model.shape) if sampling else ())]
+    yield from shape_rules or (_broken_by_vllm(config, model.hf) if sampling else ())
+    yield from _broken_by_weights(model, "model.path")
+    if not any(path.glob("tokenizer*")):
+        yield BrokenRule(
+            values={"model.path": str(path)}, rule="must contain the tokenizer (tokenizer*)", fix="complete the download"
+        )
+
+
+def _broken_by_vllm(config: Config, hf_config: Mapping[str, Any]) -> Iterator[BrokenRule]:
+    generator = config.generator
+    if not config.num_generator_ranks:
+        return
+    problems = vllm_problems(
+        hf_config,
+        device=_device_kind(config),
+        dtype=generator.dtype,
+        tp=generator.tp,
+        kv_cache_bytes=generator.kv_cache_bytes,
+        max_len=config.max_sampled_tokens,
+    )
+    for problem in problems:
+        is_key = problem.startswith("generator.kv_cache_bytes:")
+        values = {"generator.kv_cache_bytes": generator.kv_cache_bytes} if is_key else model_values(config)
+        yield rule_of(problem, values, prefix="" if is_key else "config.json: ")
+
+
+def _broken_by_vocabulary(config: Config, shape: ModelShape) -> Iterator[BrokenRule]:
+    tp = config.generator.tp
+    if config.generator.model_impl == "titan" and shape.vocab_size % tp:
+        yield BrokenRule(
+            values={"generator.tp": tp, "generator.model_impl": "titan"},
+            rule=f"tp must divide the model's vocabulary of {shape.vocab_size} tokens, which only vLLM's own model pads",
+            fix="set generator.model_impl to native, or generator.tp to a divisor",
+        )
+
+
+def _broken_by_shape(config: Config, shape: ModelShape) -> Iterator[BrokenRule]:
+    path, tp = str(config.model.path), config.trainer.parallelism.tp
+    if shape.num_heads % shape.num_kv_heads:
+        yield BrokenRule(
+            values={"model.path": path},
+            rule=f"the {shape.num_kv_heads} key-value heads of config.json must divide its {shape.num_heads} query heads",
+            fix="use another checkpoint",
+        )
+    for key, degree in config.tensor_parallel_degrees.items():
+        if shape.num_heads % degree or shape.num_kv_heads % degree:
+            yield BrokenRule(
+                values={key: degree, "model.path": path},
+                rule=f"tp must divide the model's {shape.num_heads} query heads and {shape.num_kv_heads} key-value heads",
+                fix=f"set {key} to 1, or to a common divisor of both",
+            )
+        if shape.intermediate_size % degree:
+            yield BrokenRule(
+                values={key: degree, "model.path": path},
+                rule=f"tp must divide the model's intermediate size {shape.intermediate_size}",
+                fix=f"set {key} to a divisor of it",
+            )
+    if config.trainer.float8 is not None and (shape.hidden_size % 16 or shape.intermediate_size // tp % 16):
+        yield BrokenRule(
+            values={"trainer.float8": config.trainer.float8, "trainer.parallelism.tp": tp, "model.path": path},
+            rule="float8 requires projections whose dimensions on each tensor-parallel rank are multiples of 16",
+            fix="set trainer.float8 to null, or lower trainer.parallelism.tp",
+        )
+    yield from broken_by_positions(config.evaluation_sets, shape.max_positions)
+    lengths = {
+        "trainer.row_tokens": config.trainer.row_tokens,
+        "rollout.max_new_tokens": config.max_sequence_tokens,  # with the longest prompt
+    }
+    for key, length in lengths.items():
+        if length > shape.max_positions:
+            what = "a row" if key == "trainer.row_tokens" else f"a prompt plus completion of {length} tokens"
+            yield BrokenRule(
+                values={key: length if key == "trainer.row_tokens" else config.rollout.max_new_tokens, "model.path": path},
+                rule=f"{what} must not be longer than the model's {shape.max_positions} positions",
+                fix=f"lower {key}",
+            )
+            return
+
+
+def _broken_by_teacher(config: Config) -> Iterator[BrokenRule]:
+    """Yield the rules broken by a distillation teacher, whose vocabulary must equal the policy's."""
+    if config.distill is None:
+        return
+    path = config.distill.teacher.path
+    values = {"distill.teacher.path": str(path)}
+    model = read_model(path, None)
+    if isinstance(model, BrokenRule):
+        yield replace(model, values=values)
+        return
+    for problem in model.problems:
+        yield rule_of(problem, values, prefix="config.json: ")
+    yield from _broken_by_weights(model, "distill.teacher.path")
+    if model.shape.max_positions < config.max_sequence_tokens:
+        yield BrokenRule(
+            values={"rollout.max_new_tokens": config.rollout.max_new_tokens, **values},
+            rule=f"a prompt plus completion of {config.max_sequence_tokens} tokens must not be longer than the teacher's "
+            f"{model.shape.max_positions} positions",
+            fix="lower rollout.max_new_tokens",
+        )
+    try:
+        policy, teacher = policy_tokenizer(config).vocabulary, load_tokenizer(path).vocabulary
+    except Exception as error:  # the tokenizers library raises bare Exceptions
+        yield rule_of(str(error), values)
+        return
+    different = [token for token in policy.keys() | teacher.keys() if policy.get(token) != teacher.get(token)]
+    if different:
+        yield BrokenRule(
+            values={**values, **model_values(config)},
+            rule="the teacher must have the vocabulary of the policy, because it scores the policy's tokens, but "
+            f"{len(different)} tokens differ, such as {min(different)!r}",
+            fix="choose a teacher of the policy's family",
+        )
+
+
+def _broken_by_weights(model: ModelDirectory, key: str) -> Iterator[BrokenRule]:
+    """Yield the rules that the weight files of a model break; reads their headers."""
+    try:
+        model.weight_files()
+    except BrokenRules as error:
+        for rule in error.broken:
+            yield replace(rule, values={key: str(model.path)})
+
+
+def policy_notes(config: Config) -> Iterator[str]:
+    """Yield remarks on weights in `model.path` that are not used. Call this after `preflight`."""
+    if config.model.path is not None:
+        yield from open_model(config.model.path, config.model.family).notes()

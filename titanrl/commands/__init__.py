@@ -1,0 +1,1 @@
+"""Subcommands of `titanrl` that are not training loops."""

@@ -1,0 +1,216 @@
+"""Check whether this machine, or the hosts of a configuration, can run TitanRL: `titanrl doctor`."""
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from titanrl import __version__
+from titanrl.base import terminal
+from titanrl.base.choices import DeviceKind
+from titanrl.config.device import DEVICES, missing_for, resolve_device
+from titanrl.config.packages import install, packages
+from titanrl.config.sizes import gigabytes, host_bytes
+from titanrl.processes.confine import landlock_abi, missing_features
+
+IMPORT_LIMIT_S = 180.0
+"""Time limit for importing all packages, which takes a minute on a cold disk."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One line of the report."""
+
+    name: str
+    """Subject of the check: a package, or a resource of the machine."""
+    found: str
+    """State found on this machine."""
+    required: str = ""
+    """State that a run requires; empty if there is no requirement."""
+    status: Literal["ok", "slower", "error"] = "ok"
+    """`slower`: a run works, but takes longer."""
+    fix: str = ""
+    """Action that resolves the problem."""
+
+
+def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titanrl.commands.doctor") -> None:
+    """Print the report; exit with 1 if a run cannot start."""
+    parser = argparse.ArgumentParser(
+        prog=prog, description="Check this machine and the installed packages, or the hosts of a configuration."
+    )
+    parser.add_argument(
+        "values",
+        nargs="*",
+        metavar="DEVICE | key.path=value",
+        help="device to check: auto, cpu, cuda or npu (default: auto); with --config, values that override the file's",
+    )
+    parser.add_argument("--config", type=terminal.path, help="configuration whose hosts are acquired and checked")
+    parser.add_argument("--install", action="store_true", help="first install the device's pinned packages with pip")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    terminal.prepare()
+    arguments = parser.parse_intermixed_args(argv)  # positional values may come before and after an option
+    if arguments.config is not None:
+        if arguments.install:
+            parser.error("--install cannot be combined with --config")
+        from titanrl.commands.checkup import diagnose
+
+        sys.exit(diagnose(arguments.config, arguments.values, as_json=arguments.json))
+    name = " ".join(arguments.values) or "auto"
+    if name != "auto" and name not in DEVICES:
+        parser.error(f"invalid device (got {name!r}). Choose from auto, cpu, cuda and npu")
+    device = resolve_device("auto").kind if name == "auto" else next(kind for kind in DEVICES if kind == name)
+    if arguments.install:
+        if code := install(device):
+            sys.exit(code)
+        # Check in a new process, because pip may have replaced packages that this one has imported.
+        rest = [device, "--json"] if arguments.json else [device]
+        sys.exit(subprocess.run([sys.executable, "-m", "titanrl.commands.doctor", *rest], check=False).returncode)
+    findings = [*check_packages(device), *check_machine(device)]
+    num_errors = sum(finding.status == "error" for finding in findings)
+    if arguments.json:
+        report = {"version": __version__, "device": device, "ready": not num_errors}
+        print(json.dumps(report | {"findings": [dataclasses.asdict(finding) for finding in findings]}, indent=2))
+    else:
+        print_report(findings, device)
+    sys.exit(1 if num_errors else 0)
+
+
+def print_report(findings: Sequence[Finding], device: DeviceKind) -> None:
+    """Print a table, the fixes, and the verdict."""
+    print(f"titanrl {__version__} on {device}, Python {sys.version.split()[0]}, {sys.prefix}\n")
+    name_width, found_width = max(len(finding.name) for finding in findings), max(len(finding.found) for finding in findings)
+    for finding in findings:
+        required = f"needs {finding.required}" if finding.required else ""
+        print(f"{finding.status:6}  {finding.name:{name_width}}  {finding.found:{found_width}}  {required}".rstrip())
+    for fix in dict.fromkeys(finding.fix for finding in findings if finding.fix):
+        print(f"\n{fix[:1].upper()}{fix[1:]}.")
+    errors = [finding.name for finding in findings if finding.status == "error"]
+    if errors:
+        print(f"\nNot ready for a run: {', '.join(errors)}.")
+    else:
+        print("\nReady. Train a policy with `titanrl train --config quickstart`.")
+
+
+# Packages
+
+
+def check_packages(device: DeviceKind) -> Iterator[Finding]:
+    """Yield a finding per package with its version, then the result of importing them all."""
+    fix = f"install the packages with `titanrl doctor {device} --install`"
+    are_complete = True
+    for package in packages(device):
+        finding = Finding(name=package.name, found=package.installed or "not installed", required=package.required or "")
+        if package.problem is not None:
+            finding, are_complete = dataclasses.replace(finding, status="error", fix=fix), False
+        yield finding
+    yield check_imports(device) if are_complete else Finding(name="imports", found="not tried: packages are missing")
+
+
+def check_imports(device: DeviceKind) -> Finding:
+    """Import the packages in a child process, and report vLLM's platform or the last line of the error."""
+    program = "import torch, monarch.actor, torchstore, torchtitan"
+    if device != "npu":  # no vLLM package is installed for NPU
+        program += ", vllm.platforms; print('vLLM on', vllm.platforms.current_platform.device_type)"
+    environment = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"}
+    try:
+        with terminal.announcing("importing the packages, which takes up to a minute the first time"):
+            child = subprocess.run(
+                [sys.executable, "-W", "ignore", "-c", program],
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=IMPORT_LIMIT_S,
+                check=False,
+            )
+    except subprocess.TimeoutExpired:
+        return Finding(name="imports", found=f"took more than {IMPORT_LIMIT_S:g} s", status="error", fix="check the disk")
+    if child.returncode:
+        last = (child.stderr.strip().splitlines() or [f"exit code {child.returncode}"])[-1]
+        fix = f"reinstall the packages with `titanrl doctor {device} --install` in a new environment"
+        return Finding(name="imports", found=last, status="error", fix=fix)
+    platform = (child.stdout.strip().splitlines() or ["without vLLM"])[-1]
+    wrong = device != "npu" and platform != f"vLLM on {device}"
+    fix = f"remove other builds of vLLM, then run `titanrl doctor {device} --install`" if wrong else ""
+    return Finding(
+        name="imports",
+        found=platform,
+        required=f"vLLM on {device}" if wrong else "",
+        status="error" if wrong else "ok",
+        fix=fix,
+    )
+
+
+# The machine
+
+
+def check_machine(device: DeviceKind) -> Iterator[Finding]:
+    """Yield the findings about the machine: device, cores, memory, sandbox and copy extension."""
+    yield check_device(device)
+    yield Finding(name="cores", found=str(len(os.sched_getaffinity(0))))
+    yield Finding(name="memory", found=f"{gigabytes(host_bytes())}, {gigabytes(available_bytes())} available")
+    yield check_shared_memory()
+    yield check_sandbox()
+    yield check_copy_extension()
+
+
+def check_device(device: DeviceKind) -> Finding:
+    """Check the device, and list its GPUs if nvidia-smi is available."""
+    missing = missing_for(device)
+    if missing is not None:
+        return Finding(name="device", found=missing, required=device, status="error", fix="name another device, such as cpu")
+    if device != "cuda" or shutil.which("nvidia-smi") is None:
+        return Finding(name="device", found=device)
+    command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
+    listed = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False).stdout.strip().splitlines()
+    return Finding(name="device", found=f"{len(listed)} x {listed[0]}" if listed else device)
+
+
+def available_bytes() -> int:
+    """Return the memory that processes can still allocate, in bytes; 0 if unknown."""
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    return 0
+
+
+def check_shared_memory() -> Finding:
+    """Check /dev/shm, where torch and vLLM keep semaphores and buffers shared between processes."""
+    folder = Path("/dev/shm")
+    if not os.access(folder, os.W_OK):
+        fix = "mount a tmpfs on /dev/shm; in a container, use `--shm-size` or `--ipc=host`"
+        return Finding(name="/dev/shm", found="not writable", required="a writable tmpfs", status="error", fix=fix)
+    return Finding(name="/dev/shm", found=f"{gigabytes(shutil.disk_usage(folder).free)} free")
+
+
+def check_sandbox() -> Finding:
+    """Check the kernel features that the reward sandbox needs."""
+    missing = missing_features()
+    if missing:
+        return Finding(
+            name="sandbox",
+            found="incomplete",
+            required="Landlock, seccomp",
+            status="error",
+            fix=f"enable {' and '.join(missing)}",
+        )
+    return Finding(name="sandbox", found=f"Landlock {landlock_abi()}, seccomp")
+
+
+def check_copy_extension() -> Finding:
+    """Check that the C extension for copying weights is built."""
+    if importlib.util.find_spec("titanrl.weights._stream") is not None:
+        return Finding(name="titanrl.weights._stream", found="built")
+    fix = "to copy weights faster, install a C compiler and Python's headers, then reinstall TitanRL"
+    return Finding(name="titanrl.weights._stream", found="not built", required="a C compiler", status="slower", fix=fix)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""Run a configuration as one Slurm job: `titanrl submit`.
+
+The controller runs on the first node of the job, so the allocation always ends with the run.
+"""
+
+import argparse
+import asyncio
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from titanrl.base import terminal
+from titanrl.checks.preflight import preflight, read_examples
+from titanrl.config import Config, ConfigError, recorded_config
+from titanrl.config.device import resolve_device
+from titanrl.config.errors import BrokenRule, refusing
+from titanrl.config.explain import explain_rule
+from titanrl.config.load import validate
+from titanrl.config.places import host_counts
+from titanrl.config.source import config_of_run, read_source
+from titanrl.data.recorded import FLAG, check_recorded, record_data
+from titanrl.data.selection import Selection
+from titanrl.hosts.slurm.jobs import IN_ALLOCATION, NOTICE_SIGNAL, SlurmError, directives, submit_job
+from titanrl.launch.run_lock import claim_new_run, claim_run
+from titanrl.run.progress import JOB_SCRIPT
+
+_BODY = """\
+cd {folder}
+export {inside}=1
+{command} & controller=$!
+ending=
+trap 'ending=1; kill -TERM $controller' {signal}
+trap : TERM INT  # the controller gets these signals itself
+while wait $controller; kill -0 $controller 2>/dev/null; do :; done  # signals interrupt `wait`
+wait $controller; code=$?  # bash keeps the status of a process that has exited
+"""
+_REQUEUE = """\
+# A job that was cancelled is no longer running.
+if [ -n "$ending" ] && [ "$(squeue --noheader --jobs=$SLURM_JOB_ID --format=%T)" = RUNNING ]; then
+  scontrol requeue $SLURM_JOB_ID
+fi
+"""
+
+
+def main(argv: Sequence[str] | None = None, *, prog: str = "titanrl submit") -> None:
+    """Check the configuration, prepare the run directory, and submit the job."""
+    terminal.prepare()
+    arguments = parse(argv, prog=prog)
+    with refusing():
+        source = read_source(config_of_run(arguments.resume) if arguments.resume else arguments.config, arguments.overrides)
+        config = validate(source)
+        if config.hosts.kind != "slurm":
+            rule, fix = "titanrl submit needs hosts that Slurm starts", "set hosts.kind to slurm"
+            raise ConfigError(explain_rule(BrokenRule(values={"hosts.kind": config.hosts.kind}, rule=rule, fix=fix), source))
+        with terminal.announcing("checking the data, the model and the rewards"):
+            selections: Sequence[Selection] = preflight(config, source, rollouts=config.sft is None)
+            if config.sft is not None:
+                selections = read_examples(config, source).selections
+        remarks = [text for found in selections for text in found.messages()]
+        if arguments.resume:
+            remarks += check_recorded(arguments.resume, selections, accepts_changes=arguments.accept_changed_data)
+        for text in remarks:
+            print(f"note: {text}", file=sys.stderr)
+        if arguments.dry_run:
+            print(script(config, arguments.resume or config.run_dir), end="")
+            return
+        run_dir = prepare(config, arguments.resume)
+        record_data(run_dir, selections)
+    try:
+        job_id = asyncio.run(submit_job((run_dir / JOB_SCRIPT).read_text(encoding="utf-8")))
+    except SlurmError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+    print(f"Slurm job {job_id}; output in {run_dir}/logs/slurm_{job_id}.log")
+
+
+def parse(argv: Sequence[str] | None, *, prog: str) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(
+        prog=prog, description="Submit a configuration as one Slurm job, with the controller on its first node."
+    )
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--config", type=terminal.path, help="YAML file of the run, or the name of a shipped configuration")
+    which.add_argument("--resume", type=terminal.path, metavar="RUN_DIR", help="continue a run from its newest checkpoint")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print the job script, and submit nothing")
+    parser.add_argument(
+        FLAG, action="store_true", help="with --resume: continue although the run's data files or prompts have changed"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that override the file's")
+    return parser.parse_args(argv)
+
+
+def prepare(config: Config, resume: Path | None) -> Path:
+    """Write the configuration and the job script into the run directory, and return its path.
+
+    The script always resumes the run, so that a requeued job continues where it stopped.
+
+    Args:
+        config: Configuration.
+        resume: Directory of the run to continue; None creates a new one.
+
+    Raises:
+        ConfigError: Another process uses the run directory.
+    """
+    lock = claim_new_run(config.run_dir) if resume is None else claim_run(resume)
+    run_dir = lock.path.resolve()
+    (run_dir / "logs").mkdir(exist_ok=True)
+    (run_dir / "config.yaml").write_text(recorded_config(config), encoding="utf-8")
+    (run_dir / JOB_SCRIPT).write_text(script(config, run_dir), encoding="utf-8")
+    lock.release()
+    return run_dir
+
+
+def script(config: Config, run_dir: Path) -> str:
+    """Return the job script."""
+    hosts, run_dir = config.hosts, run_dir.resolve()
+    device = resolve_device("auto").kind if config.device == "auto" else config.device
+    num_hosts = sum(host_counts(config).values())
+    header = directives(config, num_hosts, run_dir / "logs" / "slurm_%j.log", device=device)
+    header.append(f"#SBATCH --signal=B:{NOTICE_SIGNAL}@{hosts.slurm.notice_s:.0f}")
+    header.append("#SBATCH --requeue" if hosts.slurm.requeue else "#SBATCH --no-requeue")
+    body = _BODY.format(
+        folder=shlex.quote(os.getcwd()),
+        inside=IN_ALLOCATION,
+        command=shlex.join([sys.executable, "-m", "titanrl.cli", config.program, "--resume", str(run_dir)]),
+        signal=NOTICE_SIGNAL,
+    )
+    ending = _REQUEUE if hosts.slurm.requeue else ""
+    return "\n".join(["#!/bin/bash", *header, body + ending + "exit $code", ""])
+
+
+if __name__ == "__main__":
+    main()

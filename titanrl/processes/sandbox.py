@@ -1,0 +1,489 @@
+"""Client of the sandbox: starts the zygote, and talks over sockets to it and to the scoring processes that it forks."""
+
+import asyncio
+import logging
+import math
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from typing import TypeVar
+
+from titanrl.base.errors import TitanRLError
+from titanrl.carriers.scores import ProcessFailure, RewardSpec
+from titanrl.config.faults import FaultsConfig
+from titanrl.config.sections import SandboxConfig
+from titanrl.processes.confine import SandboxUnavailable
+from titanrl.processes.host import process_state
+from titanrl.processes.respawns import Respawns
+from titanrl.processes.zygote import COUNT, END, GROUP, RAW, READY, TOKENS, ZygoteConfig
+
+FORK_DEADLINE_S = 60.0
+"""Maximum wait for a scoring process to become ready, in seconds."""
+_LOOK_S = 1.0
+"""Part of this wait after which the state of the zygote is read, in seconds; less than the deadline of any request."""
+
+_LOAD_DEADLINE_S = 300.0
+_STOP_DEADLINE_S = 5.0
+_MAX_FIRST_BYTES = 1 << 16
+_MAX_FAILED_STARTS = 10
+_STDERR_TAIL_BYTES = 2000
+logger = logging.getLogger(__name__)
+
+_INHERITED = {"PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH"}
+_PYCACHE = {"PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX"}
+
+
+class SandboxDied(TitanRLError):
+    """Raised if the scoring processes cannot be used. The pool can be closed and started again."""
+
+
+class ZygoteDied(SandboxDied):
+    """Raised if the zygote was killed or stopped. `Zygotes` starts another one."""
+
+
+class ScoringProcess:
+    """The client's end of the socket to one scoring process."""
+
+    def __init__(self, channel: socket.socket, pidfd: int, on_ready: "Callable[[ScoringProcess, bytes], None]") -> None:
+        """Listen on the socket.
+
+        Args:
+            channel: Socket to the process.
+            pidfd: File descriptor of the process, to signal it.
+            on_ready: Called once with this object and the first message, which is empty if the process died before sending one.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._channel = channel
+        self._pidfd = pidfd
+        self._on_ready: Callable[[ScoringProcess, bytes], None] | None = on_ready
+        self._received = bytearray()
+        self._max_bytes = _MAX_FIRST_BYTES
+        # Of the current request; set by a complete reply or when the socket is closed.
+        self._finished: asyncio.Future[None] = self._loop.create_future()
+        self.is_closed = False
+        """True if the process closed its end of the socket because it scored its last group or died."""
+        self.num_served = 0
+        """Number of complete replies."""
+        channel.setblocking(False)
+        self._loop.add_reader(channel, self._on_readable)
+
+    @property
+    def is_idle(self) -> bool:
+        """True if the process has replied to the last request and can receive another one."""
+        return self._has_replied and not self.is_closed
+
+    @property
+    def _has_replied(self) -> bool:
+        return self._received.endswith(END)
+
+    async def request(self, request: bytes, timeout_s: float, max_bytes: int) -> bytes | None:
+        """Send a pickled request and return the reply; None after a timeout.
+
+        If the process died or its reply has more than `max_bytes`, the reply is incomplete or empty. A reply that arrived while
+        this event loop was busy is accepted even after the timeout, because the future is checked after the wait.
+        """
+        self._received.clear()
+        self._max_bytes = max_bytes
+        self._finished = self._loop.create_future()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                with suppress(ConnectionError):  # the process died; what it sent before is still in the socket buffer
+                    await self._loop.sock_sendall(self._channel, request)
+                if not self.is_closed:
+                    await self._finished
+        self.num_served += self._has_replied
+        is_finished = self._finished.done() and not self._finished.cancelled()  # a timeout cancels the future
+        return bytes(self._received) if self.is_closed or is_finished else None
+
+    def kill(self) -> None:
+        """Kill the process if it is still running, and close the socket and the pidfd."""
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        self._close()
+        os.close(self._pidfd)
+        self._channel.close()
+
+    def _on_readable(self) -> None:
+        try:
+            chunk = self._channel.recv(1 << 16)
+        except ConnectionResetError:  # the process died before reading the whole request
+            chunk = b""
+        room = self._max_bytes - len(self._received)
+        if not chunk or len(chunk) > room:
+            self._close()
+        if self._on_ready is not None:
+            on_ready, self._on_ready = self._on_ready, None
+            on_ready(self, chunk)
+        else:
+            self._received += chunk[:room]
+            if self._has_replied:
+                self._finish()
+
+    def _close(self) -> None:
+        self._loop.remove_reader(self._channel)
+        self.is_closed = True
+        self._finish()
+
+    def _finish(self) -> None:
+        if not self._finished.done():
+            self._finished.set_result(None)
+
+
+class ZygoteClient:
+    """The client's end of the socket to the zygote, and the pool of idle scoring processes."""
+
+    def __init__(self, specs: Sequence[RewardSpec], config: SandboxConfig) -> None:
+        """Start the zygote, which begins to load the rewards."""
+        self.are_groups: tuple[bool, ...] = ()
+        """For each reward, True if it scores all completions of a prompt in one call. Set by `load`."""
+        self.take_token_ids: tuple[bool, ...] = ()
+        """For each reward, True if it takes token ids. Set by `load`."""
+        self.take_raw: tuple[bool, ...] = ()
+        """For each reward, True if it takes the text with special tokens. Set by `load`."""
+        self._specs = specs
+        self._slots = asyncio.Semaphore(config.num_processes)
+        self._num_spare = config.num_processes
+        self._groups_per_process = config.groups_per_process
+        self._loop = asyncio.get_running_loop()
+        self._loaded: asyncio.Future[None] = self._loop.create_future()
+        self._exited: asyncio.Future[None] = self._loop.create_future()
+        self._is_disconnected = False
+        self._failure: Exception | None = None
+        self._num_failed_starts = 0
+        self._spare: set[ScoringProcess] = set()  # forked and not in use
+        # The processes in `_spare` that have confined themselves. None means that the zygote failed or was stopped.
+        self._ready: asyncio.Queue[ScoringProcess | None] = asyncio.Queue()
+        self._stderr = os.memfd_create("zygote-stderr")
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._popen = _start_zygote(theirs.fileno(), self._stderr, _zygote_config(specs, config))
+        self._pidfd = os.pidfd_open(self._popen.pid)
+        self._control.setblocking(False)
+        self._loop.add_reader(self._control, self._on_control)
+        self._loop.add_reader(self._pidfd, self._on_exit)
+
+    async def load(self) -> None:
+        """Wait until the zygote has loaded the rewards, then request the first scoring processes.
+
+        Raises:
+            ValueError: A reward cannot be loaded.
+            SandboxDied: Loading took too long, or the zygote was killed.
+        """
+        await asyncio.wait([self._loaded, self._exited], timeout=_LOAD_DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
+        if self._loaded.done():
+            return self._fork(self._num_spare)
+        rewards = f"data.rewards: {', '.join(spec.name for spec in self._specs)}"
+        if self._failure is None:
+            raise SandboxDied(f"{rewards} did not load within {_LOAD_DEADLINE_S:g} s")
+        if self._popen.returncode > 0:  # the zygote exited with a traceback
+            raise ValueError(f"{rewards} cannot be loaded: {self._stderr_tail()}")
+        raise self._failure
+
+    async def request(self, request: bytes, timeout_s: float, max_bytes: int) -> bytes | None:
+        """Send a pickled request to an idle process and return the reply; None after a timeout.
+
+        Wait while `num_processes` requests are running. If the process died or its reply is too long, the reply is incomplete.
+
+        Args:
+            request: Pickled request.
+            timeout_s: Time limit in seconds.
+            max_bytes: Longest valid reply.
+
+        Raises:
+            SandboxDied: The zygote died, or no process became ready in time.
+        """
+        async with self._slots:
+            reply: bytes | None = b""
+            while reply == b"":  # the process was killed before it read the request, which is not at fault: retry
+                process = await self._acquire()
+                try:
+                    reply = await process.request(request, timeout_s, max_bytes)
+                finally:
+                    self._release(process)
+            return reply
+
+    async def _acquire(self) -> ScoringProcess:
+        """Wait for an idle confined process and return it. The caller must pass it to `_release` afterwards."""
+        while (process := await self._next_ready()) is not None:
+            self._spare.remove(process)
+            if not process.is_closed:
+                return process
+            self._replace(process)  # it was killed while idle
+        self._ready.put_nowait(None)  # so that the next caller fails as well
+        assert self._failure is not None
+        raise self._failure
+
+    async def _next_ready(self) -> ScoringProcess | None:
+        if not self._ready.empty():  # the usual case, without the cost of a timer
+            return self._ready.get_nowait()
+        for _ in range(round(FORK_DEADLINE_S / _LOOK_S)):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_S):
+                    return await self._ready.get()
+            if process_state(self._popen.pid) == "T":
+                self._fail(ZygoteDied(f"the sandbox's zygote (process {self._popen.pid}) was stopped by a signal"))
+        self._fail(ZygoteDied(f"no scoring process was ready within {FORK_DEADLINE_S:g} s"))
+        return None
+
+    def _release(self, process: ScoringProcess) -> None:
+        """Reuse a process for another group if it replied and has groups left to score; otherwise replace it."""
+        if self._failure is None and process.is_idle and process.num_served < self._groups_per_process:
+            self._spare.add(process)
+            self._ready.put_nowait(process)
+        else:
+            self._replace(process)
+
+    async def check(self) -> None:
+        """Raise an error if the zygote is dead.
+
+        Call this after a scoring process died, before treating the death as the fault of its answers. The kernel closes the
+        zygote's sockets before it kills the zygote's children, so the closed socket is visible here in time.
+        """
+        if not self._is_disconnected:
+            self._on_control()
+        if self._is_disconnected:
+            await asyncio.wait([self._exited], timeout=_STOP_DEADLINE_S)
+        if self._failure is not None:
+            raise self._failure
+
+    async def stop(self) -> None:
+        """Stop the zygote and its scoring processes, and wait until the zygote has exited."""
+        if process_state(self._popen.pid) == "T":
+            self._popen.kill()
+        self._fail(SandboxDied("the sandbox was closed"))
+        if self._loaded.done() and not self._exited.done():
+            self._control.shutdown(socket.SHUT_WR)  # the zygote kills and reaps its processes, then exits
+            await asyncio.wait([self._exited], timeout=_STOP_DEADLINE_S)
+        self._popen.kill()
+        await self._exited
+        if not self._is_disconnected:
+            self._disconnect()
+        self._control.close()
+        os.close(self._stderr)
+        for process in self._spare:
+            process.kill()
+
+    def _replace(self, process: ScoringProcess) -> None:
+        process.kill()
+        if not self._is_disconnected:
+            self._fork(1)
+
+    def _fork(self, count: int) -> None:
+        with suppress(BrokenPipeError):  # the next `_acquire` raises the zygote's failure
+            self._control.send(COUNT.pack(count))
+
+    def _on_control(self) -> None:
+        """Receive every message that the zygote has sent so far."""
+        with suppress(BlockingIOError):
+            while not self._is_disconnected:
+                self._receive()
+
+    def _receive(self) -> None:
+        try:
+            message, descriptors, flags, _ = socket.recv_fds(
+                self._control, len(READY) + len(self._specs), 2, socket.MSG_CMSG_CLOEXEC
+            )
+        except ConnectionResetError:  # the zygote died before reading a request
+            message, descriptors, flags = b"", [], 0
+        if not message:
+            self._disconnect()
+        elif flags & socket.MSG_CTRUNC:
+            self._fail(SandboxDied("this process has too many open files. Raise the limit (ulimit -n)."))
+            self._disconnect()
+        elif descriptors:
+            self._spare.add(ScoringProcess(socket.socket(fileno=descriptors[0]), descriptors[1], self._on_ready))
+        else:
+            self.are_groups = tuple(bool(flags & GROUP) for flags in message.removeprefix(READY))
+            self.take_token_ids = tuple(bool(flags & TOKENS) for flags in message.removeprefix(READY))
+            self.take_raw = tuple(bool(flags & RAW) for flags in message.removeprefix(READY))
+            self._loaded.set_result(None)
+
+    def _on_ready(self, process: ScoringProcess, message: bytes) -> None:
+        if self._failure is not None:  # `stop` will kill the process
+            return
+        if message == READY:
+            self._num_failed_starts = 0
+            return self._ready.put_nowait(process)
+        self._spare.remove(process)
+        self._replace(process)
+        self._num_failed_starts += 1
+        if message:
+            self._fail(SandboxUnavailable(message.decode()))
+        elif self._num_failed_starts > _MAX_FAILED_STARTS:
+            self._fail(SandboxDied(f"{self._num_failed_starts} scoring processes in a row died before they were confined"))
+
+    def _on_exit(self) -> None:
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        status, tail = self._popen.wait(), self._stderr_tail()
+        self._fail(ZygoteDied(f"the sandbox's zygote (process {self._popen.pid}) exited with status {status}. {tail}".strip()))
+        self._exited.set_result(None)
+
+    def _disconnect(self) -> None:
+        self._loop.remove_reader(self._control)
+        self._is_disconnected = True
+
+    def _fail(self, error: Exception) -> None:
+        if self._failure is not None:
+            return
+        self._failure = error
+        while not self._ready.empty():
+            self._ready.get_nowait()
+        self._ready.put_nowait(None)
+
+    def _stderr_tail(self) -> str:
+        """Return the last line of the zygote's standard error, followed by the tail of its output."""
+        size = os.fstat(self._stderr).st_size
+        tail = os.pread(self._stderr, _STDERR_TAIL_BYTES, max(0, size - _STDERR_TAIL_BYTES)).decode(errors="replace").strip()
+        return f"{tail.splitlines()[-1]}\n{tail}" if tail else ""
+
+
+T = TypeVar("T")
+OnRespawn = Callable[[str, float], None]
+"""Callback with the cause of a zygote's death, and the time in seconds until another one had replaced it."""
+
+
+def log_respawn(cause: str, seconds: float) -> None:
+    """Log that a zygote was replaced."""
+    logger.warning("%s; replaced after %.1f s", cause, seconds)
+
+
+class Zygotes:
+    """The zygote of a pool. When it dies, another one replaces it, and unanswered requests are sent again."""
+
+    def __init__(self, specs: Sequence[RewardSpec], config: SandboxConfig, faults: FaultsConfig, on_respawn: OnRespawn) -> None:
+        """Start nothing yet.
+
+        Args:
+            specs: Rewards.
+            config: Limits of the scoring processes.
+            faults: Limit on replacements.
+            on_respawn: Called after each replacement.
+        """
+        self._specs, self._config, self._on_respawn = specs, config, on_respawn
+        self._respawns = Respawns(faults)
+        self._replacing = asyncio.Lock()
+        self._zygote: ZygoteClient | None = None
+        self._is_closed = False
+        self.are_groups: tuple[bool, ...] = ()
+        """For each reward, True if it scores all completions of a prompt in one call. Set by `start`."""
+        self.take_token_ids: tuple[bool, ...] = ()
+        """For each reward, True if it takes token ids. Set by `start`."""
+        self.take_raw: tuple[bool, ...] = ()
+        """For each reward, True if it takes the text with special tokens. Set by `start`."""
+
+    async def start(self) -> None:
+        """Start the zygote and wait until it has loaded the rewards.
+
+        Raises:
+            ValueError: A reward cannot be loaded.
+            SandboxDied: Loading took too long, or the pool was closed.
+            RespawnLimitError: The zygote was killed too often.
+        """
+        is_loaded = False
+        while not is_loaded:
+            if self._is_closed:
+                raise SandboxDied("the sandbox was closed")
+            zygote = self._zygote = ZygoteClient(self._specs, self._config)
+            try:
+                await zygote.load()
+                is_loaded = True
+            except ZygoteDied as error:
+                self._respawns.add("the sandbox", str(error))
+            finally:
+                if not is_loaded:
+                    await self._end()
+        self.are_groups, self.take_token_ids, self.take_raw = zygote.are_groups, zygote.take_token_ids, zygote.take_raw
+
+    async def request(
+        self, request: bytes, timeout_s: float, max_bytes: int, parse: Callable[[bytes], Awaitable[T | None]]
+    ) -> T | ProcessFailure:
+        """Send a pickled request to a scoring process, and return the parsed reply, or the reason why there is none.
+
+        Args:
+            request: Pickled request.
+            timeout_s: Time limit in seconds.
+            max_bytes: Longest valid reply.
+            parse: Parses a reply; returns None for an invalid one.
+
+        Raises:
+            SandboxDied: The pool was closed, or no process can be confined.
+            RespawnLimitError: The zygote died too often.
+        """
+        while True:
+            async with self._replacing:  # wait for a replacement
+                zygote = self._zygote
+            if zygote is None:
+                raise SandboxDied("the sandbox is closed or was never started")
+            try:
+                reply = await zygote.request(request, timeout_s, max_bytes)
+                if reply is None:
+                    return "timeout"
+                parsed = await parse(reply)
+                if parsed is not None:
+                    return parsed
+                await zygote.check()
+                return "crash"
+            except ZygoteDied as error:
+                await self._replace(zygote, str(error))
+
+    async def stop(self) -> None:
+        """Stop the zygote and its scoring processes. Pending requests raise `SandboxDied`."""
+        self._is_closed = True
+        await self._end()
+        async with self._replacing:  # it fails soon, because its zygote was stopped
+            await self._end()
+
+    async def _end(self) -> None:
+        zygote, self._zygote = self._zygote, None
+        if zygote is not None:
+            await zygote.stop()
+
+    async def _replace(self, dead: ZygoteClient, cause: str) -> None:
+        """Replace a dead zygote, unless another request has done so."""
+        async with self._replacing:
+            if self._zygote is not dead:
+                return
+            started = time.perf_counter()
+            await self._end()
+            self._respawns.add("the sandbox", cause)
+            await self.start()
+            self._on_respawn(cause, time.perf_counter() - started)
+
+
+def _start_zygote(control_fd: int, stderr: int, config: ZygoteConfig) -> "subprocess.Popen[bytes]":
+    """Start the zygote: a Python process with the import path of this one, but without its secrets in the environment.
+
+    The hash seed is fixed because reasoning-gym's word_ladder depends on it.
+    """
+    inherited = {name: value for name, value in os.environ.items() if name in _INHERITED | _PYCACHE}
+    path = os.pathsep.join(map(os.path.abspath, sys.path))
+    with open(os.memfd_create("zygote-config"), "w+b") as stream:
+        pickle.dump(config, stream)
+        stream.seek(0)
+        script = f"from titanrl.processes.zygote import main; main({control_fd}, {os.getpid()}, {stream.fileno()})"
+        return subprocess.Popen(
+            [sys.executable, "-P", "-c", script],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+            pass_fds=[control_fd, stream.fileno()],
+            env={**inherited, "PYTHONPATH": path, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+
+
+def _zygote_config(specs: Sequence[RewardSpec], config: SandboxConfig) -> ZygoteConfig:
+    return ZygoteConfig(
+        rewards=tuple(specs),
+        memory_bytes=config.memory_bytes,
+        # A second line of defense: the wall-clock limit is reached first.
+        cpu_s=(math.ceil(config.timeout_s) + 1) * config.groups_per_process,
+        groups_per_process=config.groups_per_process,
+    )

@@ -1,0 +1,107 @@
+"""Entry point of every process of a run: tie it to its parent, announce it to the controller, and run Monarch's program.
+
+This happens before Monarch is imported, which can take seconds on a busy machine. Otherwise, if the parent were killed during
+the import, the process would remain for most of a minute until Monarch gives up. And if the process itself were killed, the
+controller would not detect it.
+
+If the process has a template (`titanrl.processes.templates.template`), a fork of the template does all this instead. The
+original process remains as a stand-in, because Monarch watches the process that it started. When either of the two exits, so
+does the other; the stand-in exits with the status of its fork.
+"""
+
+import contextlib
+import os
+import runpy
+import signal
+import socket
+import sys
+from typing import NoReturn
+
+from titanrl.base.ownership import is_own_peer
+from titanrl.processes.confine import allow_tracing, end_with_parent
+from titanrl.processes.cores import CORES, bind
+from titanrl.processes.templates.messages import Order, confirm, receive_number, send_order
+
+PARENT = "TITANRL_PARENT_PID"
+"""Environment variable with the id of the process that the new process must not outlive; unset if another machine starts it."""
+NAME = "TITANRL_PROCESS"
+"""Environment variable with the role and rank of the process."""
+ANNOUNCEMENTS = "TITANRL_ANNOUNCEMENTS"
+"""Environment variable with the path of the controller's socket for announcements."""
+TEMPLATE = "TITANRL_TEMPLATE"
+"""Environment variable with the socket path of the template that forks the process; unset if there is none."""
+FORK_S = 10.0
+"""Limit in seconds for a fork, which takes milliseconds unless the template was stopped by a signal."""
+MONARCH = "monarch._src.actor.bootstrap_main"
+"""Module that Monarch runs by default in a new process."""
+
+
+def main() -> None:
+    """Run as the process, or as the stand-in of a fork."""
+    for number in (signal.SIGINT, signal.SIGHUP):  # a terminal sends them to the whole process group; the controller decides
+        signal.signal(number, signal.SIG_IGN)
+    parent = os.environ.pop(PARENT, None)
+    if parent is not None:
+        end_with_parent(int(parent))
+        allow_tracing(int(parent))
+    template = os.environ.pop(TEMPLATE, None)
+    if template is not None and parent is not None:
+        stand_in(template, int(parent))
+    run(os.environ.pop(NAME), os.environ.pop(ANNOUNCEMENTS))
+
+
+def run(name: str, announcements: str) -> None:
+    """Bind this process to its cores, announce it, and run Monarch's program."""
+    cores = os.environ.pop(CORES, None)
+    if cores is not None:
+        bind(cores)
+    announce(name, announcements)
+    runpy.run_module(MONARCH, run_name="__main__", alter_sys=True)
+
+
+def announce(name: str, controller: str) -> None:
+    """Send id, host and name of this process to the controller. Another machine usually cannot reach the socket."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as messages, contextlib.suppress(OSError):
+        messages.sendto(f"{os.getpid()} {socket.gethostname()} {name}".encode(), controller)
+
+
+def stand_in(template: str, controller: int) -> None:
+    """Request a fork from a template, and exit with the fork's status. Return if the template makes none in time.
+
+    A fork runs only once this process has confirmed it, so that a late fork does not run beside this process.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(FORK_S)
+        try:
+            connection.connect(template)
+            if not is_own_peer(connection):
+                print(f"{template}: another user listens there, so this process imports its packages itself", file=sys.stderr)
+                return
+            send_order(connection, Order(environment=dict(os.environ), folder=os.getcwd(), controller=controller))
+            fork = receive_number(connection)
+            if fork is None:
+                return
+            signal.signal(signal.SIGTERM, lambda number, frame: os.kill(fork, number))
+            confirm(connection)
+        except TimeoutError:
+            print(f"{template}: no fork within {FORK_S:g} s, so this process imports its packages itself", file=sys.stderr)
+            return
+        except OSError:
+            return
+        connection.settimeout(None)
+        end_as(receive_number(connection))
+
+
+def end_as(status: int | None) -> NoReturn:
+    """Exit with the status of another process, or die by the same signal.
+
+    Args:
+        status: wait status of the other process; None if it was killed with its template.
+    """
+    if status is not None and os.WIFEXITED(status):
+        os._exit(os.WEXITSTATUS(status))
+    number = signal.SIGKILL if status is None else os.WTERMSIG(status)
+    with contextlib.suppress(OSError):  # SIGKILL has no handler
+        signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+    os._exit(128 + number)

@@ -1,0 +1,60 @@
+"""Temporary folders that are deleted with their process, even after a kill."""
+
+import atexit
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from titanrl.base.ownership import is_private, open_regular
+
+PREFIX = "titanrl-"
+_LOCK = "owner.lock"
+_FOLDERS: "set[TemporaryFolder]" = set()
+
+
+class TemporaryFolder:
+    """A folder that only this user can enter, deleted when the process exits.
+
+    If the process is killed, the folder is deleted when another `TemporaryFolder` is created in the same parent.
+    """
+
+    def __init__(self, parent: str | None = None) -> None:
+        """Create the folder.
+
+        Args:
+            parent: Parent folder; the system's temporary folder by default.
+        """
+        parent = parent or tempfile.gettempdir()
+        _delete_abandoned(Path(parent))
+        self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+        self._lock = (self.path / f"{_LOCK}.new").open("w")  # the kernel releases the lock even after a kill
+        with contextlib.suppress(OSError):  # on a file system without locks, the folder is not deleted after a kill
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            (self.path / f"{_LOCK}.new").rename(self.path / _LOCK)
+        _FOLDERS.add(self)
+
+    def delete(self) -> None:
+        """Delete the folder and its content. A second call does nothing."""
+        _FOLDERS.discard(self)
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.close()
+
+
+@atexit.register
+def delete_all() -> None:
+    """Delete all temporary folders of this process. Call it explicitly before an exit without exit handlers."""
+    for folder in tuple(_FOLDERS):
+        folder.delete()
+
+
+def _delete_abandoned(parent: Path) -> None:
+    """Delete folders whose owner was killed. Other users can create names in the parent, also links, FIFOs and folders."""
+    for lock in parent.glob(f"{PREFIX}*/{_LOCK}"):
+        if not is_private(lock.parent):
+            continue
+        with contextlib.suppress(OSError), open(open_regular(lock, os.O_RDONLY)) as file:  # still in use
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent, ignore_errors=True)

@@ -1,0 +1,1 @@
+"""A run: its lifecycle, evaluations, checkpoints, dumps, restarts and closing lines."""

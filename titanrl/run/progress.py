@@ -1,0 +1,184 @@
+"""The controller's state in a checkpoint, and the search for the checkpoint to resume from."""
+
+import json
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import ClassVar, Self
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from titanrl.base.files import DamagedError, Digests, check_folder, commit_folder, replace_text
+from titanrl.config.errors import ConfigError
+from titanrl.data.selection import Selection
+
+STATE_FILE = "controller.json"
+JOB_SCRIPT = "job.sh"
+"""Script of `titanrl submit` in a run directory. Its job resumes the run, even if there is no checkpoint yet."""
+STRICT = ConfigDict(strict=True, extra="forbid")
+"""Validation of the state: unknown keys and values of other types are errors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """Cumulative work of a run since its first step, over all processes and attempts. Each step adds its batch's work."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    prompts: int = 0
+    """Prompts whose groups were trained on, or were discarded before a batch that was trained on."""
+    rollouts: int = 0
+    """Completions of these prompts, including those without a reward."""
+    environment_steps: int = 0
+    """Turns of the policy in an environment, for these prompts."""
+    generated_tokens: int = 0
+    """Tokens sampled for these completions."""
+    trained_tokens: int = 0
+    """Tokens in the losses of optimizer steps. Tokens of a replayed group count once per batch."""
+
+    def plus(self, **more: int) -> Self:
+        """Return the counts increased by `more`, given by field name."""
+        return replace(self, **{name: getattr(self, name) + number for name, number in more.items()})
+
+    def metrics(self) -> dict[str, float]:
+        """Return the counts as metrics."""
+        return {
+            "count/prompts": self.prompts,
+            "count/rollouts": self.rollouts,
+            "count/environment_steps": self.environment_steps,
+            "count/generated_tokens": self.generated_tokens,
+            "count/trained_tokens": self.trained_tokens,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """The controller's state in a checkpoint: the progress of the run."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    step: int
+    """Steps taken."""
+    version: int
+    """Policy version."""
+    next_index: int
+    """First position in the prompts, or in the examples, that no batch has passed. In a checkpoint with groups, the first
+    position that was not admitted."""
+    learning_rate: float | None = None
+    """Learning rate that overrides the schedule; None follows the schedule."""
+    num_rates: int = 0
+    """Number of times that this override has changed."""
+    in_flight: tuple[int, ...] = ()
+    """Positions before `next_index` whose groups were being generated; a resumed run samples them again."""
+    published: tuple[int, ...] = ()
+    """Last published versions, the newest last; if empty, `version` was published."""
+    num_held: int = 0
+    """Groups trained on since the last publication, which still occupy slots."""
+    num_skipped: int = 0
+    """Consecutive optimizer steps that were skipped."""
+    evaluated_step: int = -1
+    """Last step after which the policy was evaluated; -1 if it never was."""
+    best_value: float | None = None
+    """Best value of `evaluation.best_metric` so far; None if there is none."""
+    best_step: int = -1
+    """Step after which the policy reached the best value; -1 if there is none."""
+    num_without_better: int = 0
+    """Number of evaluations since the best value."""
+    counts: Counts = Counts()
+    """Work since the first step."""
+
+
+FIRST = RunState(step=0, version=0, next_index=0)
+"""State before the first step."""
+_STATE = TypeAdapter(RunState)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumable:
+    """The newest intact checkpoint of a run."""
+
+    state: RunState
+    """State to continue from."""
+    unusable: Mapping[str, str]
+    """Reasons why newer checkpoints cannot be used (incomplete or damaged), by folder name."""
+    selections: tuple[Selection, ...] = ()
+    """Rows of the run's prompts by use; fine-tuning reads its examples later."""
+    remarks: tuple[str, ...] = ()
+    """Accepted changes of the data since the run was started."""
+
+
+def complete_checkpoint(checkpoints: Path, state: RunState, digests: Digests) -> None:
+    """Write the controller's state and the list of files with digests, which completes a checkpoint; see `titanrl.base.files`.
+
+    Args:
+        checkpoints: Folder of all checkpoints.
+        state: State of the step that was saved.
+        digests: Digests of the trainer's files, which are on disk; the digests of other files are computed here.
+    """
+    folder = checkpoint_dir(checkpoints, state.step)
+    replace_text(folder / STATE_FILE, json.dumps(asdict(state)), durable=True)
+    commit_folder(folder, digests)
+
+
+def resumable(run_dir: Path) -> Resumable:
+    """Return the newest intact checkpoint of a run directory; every file is read and compared with its digest.
+
+    For a submitted run that has no checkpoint yet, return the state before its first step.
+
+    Raises:
+        ConfigError: There is no intact checkpoint.
+    """
+    unusable: dict[str, str] = {}
+    for step, folder in sorted(_checkpoint_dirs(run_dir / "checkpoints"), reverse=True):
+        try:
+            check_folder(folder, needs=(STATE_FILE, ".metadata"))
+            return Resumable(state=_read_state(folder / STATE_FILE, step), unusable=unusable)
+        except DamagedError as error:
+            unusable[folder.name] = str(error)
+    if not unusable and (run_dir / JOB_SCRIPT).is_file():
+        return Resumable(state=FIRST, unusable={})
+    found = "".join(f"; {name}: {reason}" for name, reason in unusable.items())
+    raise ConfigError(f"--resume: no intact checkpoint (got {run_dir}{found}). Give the directory of a run that saved one.")
+
+
+def set_aside(checkpoints: Path, after_step: int) -> list[str]:
+    """Rename the checkpoints after a step to `unusable-<step>`; delete the ones that earlier calls renamed.
+
+    A run that continues from the step would otherwise count them among its newest checkpoints, and delete intact ones instead.
+
+    Returns:
+        The new names.
+    """
+    for earlier in checkpoints.glob("unusable-*"):
+        shutil.rmtree(earlier)
+    later = [(step, folder) for step, folder in sorted(_checkpoint_dirs(checkpoints)) if step > after_step]
+    return [folder.rename(checkpoints / f"unusable-{step}").name for step, folder in later]
+
+
+def _checkpoint_dirs(checkpoints: Path) -> Iterator[tuple[int, Path]]:
+    for path in checkpoints.glob("step-*"):
+        match = re.fullmatch(r"step-(\d+)", path.name, re.ASCII)
+        if match and path.is_dir():
+            yield int(match[1]), path
+
+
+def _read_state(path: Path, step: int) -> RunState:
+    """Read the state of a checkpoint.
+
+    Raises:
+        DamagedError: The file is not a valid state, or belongs to another step.
+    """
+    try:
+        state = _STATE.validate_json(path.read_bytes())
+    except OSError as error:
+        raise DamagedError(f"{path.name} cannot be read: {type(error).__name__}") from error
+    except ValidationError as error:
+        raise DamagedError(f"{path.name} is not the state of step {step}") from error
+    if state.step != step:
+        raise DamagedError(f"{path.name} is not the state of step {step}")
+    return state
+
+
+def checkpoint_dir(checkpoints: Path, step: int) -> Path:
+    """Return the folder of a step's checkpoint, as torchtitan's manager names it."""
+    return checkpoints / f"step-{step}"

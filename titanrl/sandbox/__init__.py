@@ -1,1 +1,0 @@
-"""Confined processes with time limits, for running code that a model wrote."""

@@ -1,0 +1,1 @@
+"""Clients of trainer and generators for your own loop."""

@@ -1,0 +1,298 @@
+"""`SamplingClient`: completions and log-probabilities from the generators, with the policy version of every token."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+
+from titanrl.base.arguments import check_count, check_list, check_number, check_type, checked_tokens
+from titanrl.base.errors import TitanRLError
+from titanrl.carriers.datums import Datum, sampled_datum
+from titanrl.carriers.supports import Supports
+from titanrl.carriers.types import Completion, FinishReason, FloatArray, GenerationRequest, IntArray, Prompt, SamplingParams
+from titanrl.config.schema import Config
+from titanrl.data.tokenizer import Tokenizer
+from titanrl.launch.deadlines import Pace, size_class
+from titanrl.launch.generators import GeneratorMeshes
+from titanrl.rollout.group import derive_seed
+from titanrl.rollout.pool import GeneratorPool
+
+T = TypeVar("T")
+
+PromptLike = str | Sequence[int] | IntArray | Prompt
+"""A prompt: text (tokenized without a chat template, after BOS if the tokenizer adds it), token ids, or a prompt of a task."""
+
+
+class VersionGoneError(TitanRLError):
+    """The generators serve a newer version than the client is pinned to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """A sampled completion.
+
+    Example: `Sample(prompt=[5, 6], tokens=[7, 1], logprobs=[-0.1, -0.7], versions=[4, 4], text="9", finish_reason="stop")`
+    """
+
+    prompt: IntArray
+    """Prompt tokens, `[P]`."""
+    tokens: IntArray
+    """Sampled tokens, including the end-of-sequence token if it was sampled, `[T]`."""
+    logprobs: FloatArray
+    """Log-probability of each token under the sampling distribution, in nats, `[T]`."""
+    versions: IntArray
+    """Policy version that sampled each token, `[T]`."""
+    text: str
+    """Text of the completion, without special tokens and without the stop text that ended it."""
+    finish_reason: FinishReason
+    """`stop`: ended by the policy or a stop text; `length`: truncated at the limit; `abort`: cancelled."""
+    supports: Supports | None = None
+    """Support of each token's distribution, if sampling was truncated, `[T]`."""
+
+    @property
+    def sequence(self) -> IntArray:
+        """Prompt and sampled tokens, `[P + T]`."""
+        return np.concatenate([self.prompt, self.tokens])
+
+    def datum(self, advantage: float | Sequence[float] | FloatArray = 0.0, weight: float = 1.0) -> Datum:
+        """Return the sample as a datum for a policy loss; see `sampled_datum`."""
+        return sampled_datum(self.prompt, self.tokens, self.logprobs, advantage, weight, self.supports)
+
+
+class Sampler:
+    """Sends the requests of all sampling clients to the generators of one model."""
+
+    def __init__(self, generators: GeneratorMeshes, config: Config, tokenizer: Tokenizer) -> None:
+        """Use generators that have loaded their weights."""
+        self.tokenizer = tokenizer
+        self.config = config
+        self.version = 0
+        """Newest version that clients may be pinned to."""
+        self._generators = generators
+        self._pool = GeneratorPool(generators.actors, config.generator.max_num_seqs)
+        generators.listeners.append(self._use)
+        self._num_pinned = 0
+        self._no_pinned = asyncio.Event()
+        self._no_pinned.set()
+
+    async def generate(self, groups: Sequence[Sequence[GenerationRequest]], pinned_to: int | None) -> list[list[Completion]]:
+        """Return the completions of each group. Requests of a pinned client delay the next `publish` of the session.
+
+        Raises:
+            VersionGoneError: The generators serve a newer version than `pinned_to`.
+            DeadlineError: No reply arrived within `timeouts.step_s`.
+        """
+        self._check(pinned_to, self.version)
+        self._num_pinned += pinned_to is not None
+        if self._num_pinned:
+            self._no_pinned.clear()
+        try:
+            replies = asyncio.gather(*(self._pool.generate(requests) for requests in groups))
+            timeouts = self._generators.timeouts
+            num_tokens = sum(
+                len(request.token_ids) + request.sampling.max_new_tokens for requests in groups for request in requests
+            )
+            pace = Pace(kind=f"generator.generate {size_class(num_tokens)}")
+            completions = await self._generators.supervisor.ask("generator.generate", replies, timeouts.step_s, pace)
+        finally:
+            self._num_pinned -= pinned_to is not None
+            if not self._num_pinned:
+                self._no_pinned.set()
+        for group in completions:
+            for completion in group:
+                self._check(pinned_to, int(completion.versions.max()))
+        return completions
+
+    async def _use(self, replica: int, actor: Any | None) -> None:
+        self._pool.use(replica, actor)
+
+    async def advance(self, version: int) -> None:
+        """Refuse new requests of clients pinned to older versions, and wait for their running requests."""
+        self.version = version
+        await self._no_pinned.wait()
+
+    def _check(self, pinned_to: int | None, version: int) -> None:
+        if pinned_to is not None and version > pinned_to:
+            raise VersionGoneError(
+                f"SamplingClient: version {pinned_to} is no longer served (got version {version}). "
+                "Use the client that the last publish() returned, or `session.sampling`, which follows the newest version."
+            )
+
+
+class SamplingClient:
+    """Samples completions, and computes log-probabilities, with one model.
+
+    Example:
+        groups = await client.sample(["1 + 2 ="], num_samples=4, max_tokens=8)
+        print(groups[0][0].text, groups[0][0].logprobs)
+    """
+
+    def __init__(self, sampler: Sampler, version: int | None = None) -> None:
+        """Use a sampler.
+
+        Args:
+            sampler: Client of the generators.
+            version: Version to pin this client to; None follows the newest version.
+        """
+        self._sampler = sampler
+        self.version = version
+        """Policy version that samples every token; None uses the newest version at the time."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Tokenizer of the model."""
+        return self._sampler.tokenizer
+
+    async def sample(
+        self,
+        prompts: Sequence[PromptLike],
+        *,
+        num_samples: int = 1,
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        stop: Sequence[str | int] | None = None,
+        keep_stop: bool | None = None,
+        seed: int | None = None,
+    ) -> list[list[Sample]]:
+        """Sample completions of each prompt.
+
+        Args:
+            prompts: Texts, token ids, or prompts of a task.
+            num_samples: Completions per prompt.
+            max_tokens: Longest completion; `rollout.max_new_tokens` by default.
+            temperature: Divisor of the logits, 0 for greedy decoding; `rollout.temperature` by default, which is also the
+                temperature of the trainer's log-probabilities.
+            top_p: Probability mass of nucleus sampling; 1 disables it. The returned log-probabilities are those of the
+                truncated distribution, and the trainer computes the same for `Sample.datum`.
+            top_k: Number of most likely tokens to sample from; 0 disables the limit.
+            min_p: Lowest probability to sample, as a fraction of the most likely token's; 0 disables the limit.
+            stop: Texts and token ids that end a completion, in addition to the model's end tokens; `rollout.stop` by default.
+            keep_stop: True to keep the stop text in `Sample.text`; `rollout.keep_stop` by default.
+            seed: Seed of all samples; the same seed gives the same completions. None draws a random seed.
+
+        Returns:
+            A list of `num_samples` samples for each prompt, in the order of the prompts.
+
+        Raises:
+            TypeError: An argument has another type.
+            ValueError: A prompt is empty or too long, or a number is out of range.
+            VersionGoneError: The client is pinned to a version that is no longer served.
+        """
+        check_count("num_samples", num_samples, "Give the number of completions per prompt.")
+        if max_tokens is not None:
+            check_count("max_tokens", max_tokens, "None uses rollout.max_new_tokens.")
+        if temperature is not None:
+            check_number("temperature", temperature, "0 decodes greedily; None uses rollout.temperature.", least=0.0)
+        check_number("top_p", top_p, "1 disables it.", least=0.0, most=1.0)
+        check_count("top_k", top_k, "0 disables it.", least=0)
+        check_number("min_p", min_p, "0 disables it.", least=0.0, below=1.0)
+        if seed is not None:
+            check_count("seed", seed, "None draws a random seed.", least=0)
+        rollout = self._sampler.config.rollout
+        stop = rollout.stop if stop is None else check_list("stop", stop, "texts and token ids", 'Use ["\\n"].')
+        for index, value in enumerate(stop):
+            check_type(f"stop[{index}]", value, (str, int), "a text or a token id", 'Use ["\\n"].')
+        decode = partial(
+            self.tokenizer.decode_completion, stop=stop, keep_stop=rollout.keep_stop if keep_stop is None else keep_stop
+        )
+        sampling = SamplingParams(
+            max_new_tokens=max_tokens or rollout.max_new_tokens,
+            temperature=rollout.temperature if temperature is None else temperature,
+            seed=None,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            supports=top_p < 1.0 or top_k > 0 or min_p > 0.0,
+            stop_ids=tuple(value for value in stop if isinstance(value, int)),
+            stop=tuple(value for value in stop if isinstance(value, str)),
+        )
+        prompt_ids = self._all_token_ids("prompts", prompts)
+        groups = _requests(prompt_ids, sampling, num_samples, seed)
+        completions = await self._sampler.generate(groups, self.version)
+        return [
+            [_sample(token_ids, completion, decode(completion.token_ids.tolist())) for completion in group]
+            for token_ids, group in zip(prompt_ids, completions, strict=True)
+        ]
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """Return the completions of requests that share a prompt. This method is the `Generate` function of a rollout.
+
+        Raises:
+            ValueError: A prompt is empty or too long.
+            VersionGoneError: The client is pinned to a version that is no longer served.
+        """
+        (completions,) = await self._sampler.generate([requests], self.version)
+        return completions
+
+    async def compute_logprobs(self, sequences: Sequence[PromptLike]) -> list[FloatArray]:
+        """Compute the log-probability of each token given the preceding tokens, at temperature 1.
+
+        Args:
+            sequences: Texts or token ids, `[S]` each, no longer than a prompt and a completion together.
+
+        Returns:
+            One array per sequence, `[S]`, in nats. The first value is NaN, because no token precedes the first.
+
+        Raises:
+            ValueError: A sequence is empty or too long.
+            VersionGoneError: The client is pinned to a version that is no longer served.
+        """
+        sampling = SamplingParams(max_new_tokens=1, temperature=0.0, seed=None, prompt_logprobs=True)
+        requests = [
+            [GenerationRequest(token_ids=token_ids, sampling=sampling)]
+            for token_ids in self._all_token_ids("sequences", sequences)
+        ]
+        completions = await self._sampler.generate(requests, self.version)
+        return [_with_first(completion) for (completion,) in completions]
+
+    def _all_token_ids(self, name: str, prompts: Sequence[PromptLike]) -> list[tuple[int, ...]]:
+        fix = 'Use ["1 + 2 ="], also for one prompt.'
+        listed = check_list(name, prompts, "texts, lists of token ids, or prompts of a task", fix)
+        return [self._token_ids(f"{name}[{index}]", prompt) for index, prompt in enumerate(listed)]
+
+    def _token_ids(self, name: str, prompt: PromptLike) -> tuple[int, ...]:
+        if isinstance(prompt, Prompt):
+            return prompt.token_ids
+        if isinstance(prompt, str):
+            return tuple(self.tokenizer.encode_start(prompt))
+        return tuple(checked_tokens(name, prompt).tolist())
+
+
+def _sample(prompt: tuple[int, ...], completion: Completion, text: str) -> Sample:
+    return Sample(
+        prompt=np.asarray(prompt, np.int64),
+        tokens=completion.token_ids,
+        logprobs=completion.logprobs,
+        versions=completion.versions,
+        text=text,
+        finish_reason=completion.finish_reason,
+        supports=completion.supports,
+    )
+
+
+def _with_first(completion: Completion) -> FloatArray:
+    """Return the log-probabilities of a prompt, with NaN for its first token."""
+    first = np.full(1, np.nan, np.float32)
+    rest = completion.prompt_logprobs
+    return first if rest is None else np.concatenate([first, rest.astype(np.float32)])
+
+
+def _requests(
+    prompts: Sequence[tuple[int, ...]], sampling: SamplingParams, num_samples: int, seed: int | None
+) -> list[list[GenerationRequest]]:
+    """Return the requests of each prompt. Each has a different seed, unless decoding is greedy."""
+    base = seed if seed is not None else int(np.random.default_rng().integers(2**62))
+
+    def seeded(p: int, n: int) -> SamplingParams:
+        return replace(sampling, seed=derive_seed(base, p, n)) if sampling.temperature > 0 else sampling
+
+    return [
+        [GenerationRequest(token_ids=token_ids, sampling=seeded(p, n)) for n in range(num_samples)]
+        for p, token_ids in enumerate(prompts)
+    ]

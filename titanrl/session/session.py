@@ -1,0 +1,318 @@
+"""Sessions: running trainer and generator processes, and their clients, for custom training loops.
+
+`connect` starts a trainer, generators, or both. `titanrl.grpo.GRPO` uses the same session, with rollout workers and a buffer.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Generator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from titanrl.base.errors import FaultError, TitanRLError
+from titanrl.base.plugins import Plugins
+from titanrl.checks.extensions import plugins_of, with_declared_traits
+from titanrl.checks.preflight import policy_notes, preflight
+from titanrl.config import Config, GeneratorConfig, recorded_config
+from titanrl.config.device import resolve_device
+from titanrl.config.errors import BrokenRules
+from titanrl.data.tokenizer import Tokenizer, load_tokenizer
+from titanrl.launch.assembly import Parts, Rollouts, assemble
+from titanrl.launch.generators import GeneratorMeshes
+from titanrl.launch.roles import Roles, RunFiles
+from titanrl.launch.run_lock import RunLock, claim_new_run
+from titanrl.launch.stalls import OnEvent
+from titanrl.launch.trainer_mesh import TrainerMesh
+from titanrl.metrics.console import Console
+from titanrl.models.directory import open_model
+from titanrl.processes.respawns import Respawns
+from titanrl.session.sampling import Sampler, SamplingClient
+from titanrl.session.starting_model import StartingModel, new_base, prepare_starting_model
+from titanrl.session.task import Task
+from titanrl.session.training import TrainingClient
+from titanrl.session.warm_start import warm_start
+from titanrl.weights.sync import WeightSync
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionSetup:
+    """Arguments of a session."""
+
+    config: Config
+    """Configuration. A session without rollouts uses the sections of model, trainer, generator, hosts and weights."""
+    run_dir: Path
+    """Absolute path of the folder for logs, states and exported models."""
+    console: Console
+    """Progress display."""
+    roles: Roles
+    """Roles to start."""
+    plugins: Plugins
+    """User-defined objects that replace built-in ones."""
+    on_event: OnEvent | None = None
+    """Callback that records faults, stalls and replacements."""
+    first_index: int = 0
+    """First position in the prompt stream, for the rollouts."""
+    respawns: Respawns | None = None
+    """Counter of process replacements over all sessions of a run."""
+    kept: Parts | None = None
+    """Generators of an earlier session of the run, from `Session.stop_for_restart`."""
+    lock: RunLock | None = None
+    """Lock of the run directory, for a session that is not part of a run; closing the session releases lock and console."""
+
+
+class Session:
+    """Running trainer and generators, and their clients."""
+
+    def __init__(self, setup: SessionSetup, base: StartingModel, parts: Parts) -> None:
+        """Wrap running processes; `open_session` starts them."""
+        self.config = setup.config
+        self.run_dir = setup.run_dir
+        self.tokenizer: Tokenizer = load_tokenizer(base.initial)
+        """Tokenizer of the policy."""
+        self._setup, self._base, self._parts = setup, base, parts
+        self._tasks: list[Task] = []
+        self._is_loaded = False
+        self._sampler = None if parts.generators is None else Sampler(parts.generators, setup.config, self.tokenizer)
+        weights = None if parts.trainer is None or parts.generators is None else parts.weights
+        self._training = None if parts.trainer is None else TrainingClient(parts.trainer, self.run_dir, weights, self._sampler)
+
+    @property
+    def training(self) -> TrainingClient:
+        """Client of the trainer.
+
+        Raises:
+            TitanRLError: The session has no trainer.
+        """
+        if self._training is None:
+            raise TitanRLError("training: this session has no trainer. Connect with training=True.")
+        return self._training
+
+    @property
+    def sampling(self) -> SamplingClient:
+        """Client of the generators, which always samples with the newest published version.
+
+        Raises:
+            TitanRLError: The session has no generators.
+        """
+        if self._sampler is None:
+            raise TitanRLError("sampling: this session has no generators. Connect with sampling=True.")
+        return SamplingClient(self._sampler)
+
+    async def task(self) -> Task:
+        """Open the configured prompts, and start the reward processes, which run until the session closes.
+
+        Raises:
+            ValueError: The data or a reward cannot be used.
+        """
+        task = Task(self.config, self.tokenizer, self._setup.plugins)
+        await task.start()
+        self._tasks.append(task)
+        return task
+
+    async def teacher(self, path: str | Path, generator: GeneratorConfig | None = None) -> SamplingClient:
+        """Start a generator with a frozen model in separate processes; it runs until the session closes.
+
+        Args:
+            path: Hugging Face directory of a model of a supported family. `data.max_prompt_tokens` and
+                `rollout.max_new_tokens` also limit its sequences.
+            generator: Engine options; the section `generator` by default. The teacher always has one replica.
+
+        Raises:
+            ValueError: The directory has no complete model of a supported family.
+        """
+        folder = Path(path).resolve()
+        try:
+            notes = list(open_model(folder).notes())
+        except BrokenRules as error:
+            raise BrokenRules(*(replace(rule, values={"teacher": str(path)}) for rule in error.broken)) from None
+        for note in notes:
+            self._setup.console.note(note)
+        tokenizer = load_tokenizer(folder)
+        files = RunFiles(run_dir=self.run_dir, model_dir=folder, stop_ids=tokenizer.stop_ids)
+        config = self.config if generator is None else self.config.model_copy(update={"generator": generator})
+        generators = await self._parts.assembly.spawn_teacher(self._parts, config.generator, files)
+        return SamplingClient(Sampler(generators, config, tokenizer))
+
+    async def stop_for_restart(self) -> Parts | None:
+        """Stop all processes except the generators, and return these for the next session of the run.
+
+        If the generators have not started yet, or a host may have died, stop everything and return None.
+        """
+        have_started = self._is_loaded or self._setup.kept is not None
+        if not (have_started and self._parts.can_keep_generators):
+            await self.close()
+            return None
+        for task in self._tasks:
+            await task.close()
+        return await self._parts.stop_others()
+
+    async def close(self) -> None:
+        """Stop all processes. Problems are warnings, or log entries if a reported fault explains them."""
+        for task in self._tasks:
+            await task.close()
+        report = self._setup.console.warn if self.fault is None else logger.info
+        for problem in await self._parts.close(self.config.timeouts.close_s):
+            report(f"while closing: {problem}")
+        if self._setup.lock is not None:
+            self._setup.console.close()
+            self._setup.lock.release()
+
+    @property
+    def fault(self) -> FaultError | None:
+        """Death or stall of a process that made all requests fail; None if there was none."""
+        failure = self._parts.assembly.shared.supervisor.failure
+        return failure if isinstance(failure, FaultError) else None
+
+    # Components, for TitanRL's own loops
+
+    @property
+    def trainer(self) -> TrainerMesh:
+        """Trainer ranks."""
+        assert self._parts.trainer is not None, "this session has no trainer"
+        return self._parts.trainer
+
+    @property
+    def generators(self) -> GeneratorMeshes:
+        """Generator replicas."""
+        assert self._parts.generators is not None, "this session has no generators"
+        return self._parts.generators
+
+    @property
+    def evaluator(self) -> GeneratorMeshes:
+        """Generator for background evaluations."""
+        assert self._parts.evaluator is not None, "this session does not evaluate in the background"
+        return self._parts.evaluator
+
+    @property
+    def rollouts(self) -> Rollouts:
+        """Rollout workers and buffer."""
+        assert self._parts.rollouts is not None, "this session has no rollouts"
+        return self._parts.rollouts
+
+    @property
+    def weights(self) -> WeightSync:
+        """Weight transfer from the trainer to the generators."""
+        return self._parts.weights
+
+    async def load(self) -> None:
+        """Start the actors, and load or warm-start the policy. Generators have no weights before the first publication."""
+        parts, base, config = self._parts, self._base, self.config
+        starting = [asyncio.ensure_future(parts.generators.start())] if parts.generators is not None else []
+        if parts.evaluator is not None:
+            starting.append(asyncio.ensure_future(parts.evaluator.start()))
+        if parts.rollouts is not None:
+            starting.append(asyncio.ensure_future(parts.rollouts.workers.start()))
+        if self._training is not None:
+            await self.trainer.start()
+            await self.trainer.load_model(base.base if base.is_ready else base.initial)
+            if not base.is_ready and config.warm_start is not None:
+                await warm_start(self._training, config, config.warm_start, self.tokenizer, self._setup.console)
+                with new_base(base) as folder:
+                    await self.trainer.export_model(folder, config.trainer.dtype)  # RL continues without rounding
+                await self.trainer.start_over()
+        await asyncio.gather(*starting)
+        self._is_loaded = True
+
+
+async def open_session(setup: SessionSetup) -> Session:
+    """Start the processes of a session; `Session.load` starts their actors."""
+    base = prepare_starting_model(setup.config)
+    if not setup.roles.trainer and not base.is_ready:
+        raise TitanRLError(
+            f"training: False requires an existing model (got {base.base}, which a warm start would create). "
+            "Set model.path, or remove warm_start."
+        )
+    model_dir = base.initial if setup.roles.trainer else base.base
+    stop_ids = load_tokenizer(base.initial).stop_ids
+    files = RunFiles(run_dir=setup.run_dir, model_dir=model_dir, stop_ids=stop_ids, plugins=setup.plugins)
+    parts = await assemble(
+        setup.config,
+        resolve_device(setup.config.device),
+        files,
+        setup.roles,
+        first_index=setup.first_index,
+        respawns=setup.respawns,
+        on_event=setup.on_event,
+        warn=setup.console.warn,
+        say=setup.console.note,
+        kept=setup.kept,
+    )
+    return Session(setup, base, parts)
+
+
+class Connection:
+    """A session that starts when the connection is awaited or entered with `async with`."""
+
+    def __init__(self, start: Callable[[], Coroutine[Any, Any, Session]]) -> None:
+        """Create the connection from a function that starts the session."""
+        self._start = start
+        self._session: Session
+
+    def __await__(self) -> Generator[Any, None, Session]:
+        """Start the session; the caller must close it."""
+        return self._start().__await__()
+
+    async def __aenter__(self) -> Session:
+        """Start the session."""
+        self._session = await self._start()
+        return self._session
+
+    async def __aexit__(self, *raised: object) -> None:
+        """Close the session."""
+        await self._session.close()
+
+
+def connect(config: Config, *, training: bool = True, sampling: bool = True, console: Console | None = None) -> Connection:
+    """Start a trainer, generators, or both for a custom loop, and stop them at the end of the `async with` body.
+
+    With both, the generators start with the trainer's weights as version 0. In a notebook, where a body cannot span cells,
+    await the result, and call `Session.close` at the end.
+
+    Example:
+        async with connect(load_config("quickstart")) as session:
+            groups = await session.sampling.sample(["1 + 2 ="], num_samples=4)
+            output = await session.training.forward_backward(data, "ppo")
+            await session.training.optim_step(AdamParams(learning_rate=1e-4))
+            client = await session.training.publish()
+
+    Args:
+        config: Configuration. The sections `data`, `rollout` and `algorithm` only set sequence lengths, sampling temperature
+            and loss options.
+        training: True to start a trainer.
+        sampling: True to start generators. Without a trainer, they serve the configured model unchanged.
+        console: Progress display; created from `config.logging` by default.
+
+    Raises:
+        ConfigError: The session cannot start on this machine.
+    """
+    if not (training or sampling):
+        raise TitanRLError("connect: nothing to start (got training=False, sampling=False). Set one of them to True.")
+    return Connection(partial(_start, config, Roles(trainer=training, generators=sampling), console))
+
+
+async def _start(config: Config, roles: Roles, console: Console | None) -> Session:
+    """Start a session in a new run directory."""
+    plugins = plugins_of(config, {})
+    preflight(config, plugins=plugins, training=roles.trainer, sampling=roles.generators, rollouts=False)
+    config = with_declared_traits(config, plugins)
+    lock = claim_new_run(config.run_dir)
+    run_dir = lock.path.resolve()
+    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    (run_dir / "config.yaml").write_text(recorded_config(config), encoding="utf-8")
+    console = console or Console(config.logging.console, total_steps=0, title=config.name)
+    for note in policy_notes(config):
+        console.note(note)
+    setup = SessionSetup(config=config, run_dir=run_dir, console=console, roles=roles, plugins=plugins, lock=lock)
+    session = await open_session(setup)
+    try:
+        await session.load()
+        if roles.trainer and roles.generators:
+            await session.training.publish()
+    except BaseException:  # including interrupts: no process may outlive a failed start
+        await session.close()
+        raise
+    return session
