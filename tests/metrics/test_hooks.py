@@ -103,7 +103,7 @@ class NoHook:
         (
             WrongSignature,
             r"wrong signature: too many positional arguments \(got mine\.after_step\(run: object\) -> None\)\. "
-            r"Write it as `def after_step\(self, run: Any, metrics: titanrl\.types\.StepMetrics\)",
+            r"Write it as `def after_step\(self, run: Any, metrics: titanrl\.carriers\.types\.StepMetrics\)",
         ),
         (Misspelt(), r"hooks have no such method \(got mine\.after_steps\)\. Choose one of before_step, after_step, "),
     ],

@@ -21,7 +21,7 @@ from tests.processes.processes import (
     parents,
     wait_until_gone,
 )
-from tests.processes.scoring import (
+from tests.rewards.scoring import (
     CARELESS,
     CONFIG,
     FOREVER,

@@ -221,7 +221,7 @@ def test_stand_in_runs_itself_if_the_template_is_stopped(tmp_path: Path) -> None
         template = Template(environment, template_loads.use_ending, tmp_path / "template.log")
         assert await template.is_ready()
         os.kill(template.pid, signal.SIGSTOP)
-        program = f"from titanrl.launch.templates import bootstrap; bootstrap.FORK_S = 0.3\n{STAND_IN}"
+        program = f"from titanrl.processes.templates import bootstrap; bootstrap.FORK_S = 0.3\n{STAND_IN}"
         with (tmp_path / "output").open("w+") as output:  # a pipe would stay open in the socket of the stopped template
             command = [sys.executable, "-c", program, template.path]
             call = partial(subprocess.call, command, env=environment, stdout=output, stderr=output, timeout=30)

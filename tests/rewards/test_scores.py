@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.processes.processes import needs_confinement
-from tests.processes.scoring import FOREVER, RIGHT, WRONG, Bench, rewards, started, statuses, together
+from tests.rewards.scoring import FOREVER, RIGHT, WRONG, Bench, rewards, started, statuses, together
 from titanrl.carriers.rewards import MAX_PARTS, TokenRewards
 from titanrl.carriers.scores import RewardSpec, Score, encoded_score, parse_scores
 from titanrl.config.data import DataConfig
