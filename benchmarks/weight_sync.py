@@ -34,11 +34,10 @@ from titanrl.launch.supervision import Supervisor
 from titanrl.processes.actors import Actor, endpoint
 from titanrl.processes.variables import worker_environment
 from titanrl.weights.copying import Copies
-from titanrl.weights.layout import local_part
+from titanrl.weights.layout import LiveState, local_part
 from titanrl.weights.manifest import Commit, WeightManifest
 from titanrl.weights.publish import WeightPublisher
 from titanrl.weights.pull import WeightReader
-from titanrl.weights.state import LiveState
 from titanrl.weights.store import WeightStore, spawn_store
 from titanrl.weights.sync import WeightSync
 

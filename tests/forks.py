@@ -7,8 +7,7 @@ from titanrl.config import Config
 from titanrl.config.device import DEVICES
 from titanrl.launch.fleet import Fleet
 from titanrl.launch.hosts import local_host
-from titanrl.launch.roles import Roles
-from titanrl.launch.template_imports import needed
+from titanrl.launch.roles import Roles, needed
 
 
 def prepare_templates(fleet: Fleet, config: Config, roles: Roles) -> None:

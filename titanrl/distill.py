@@ -24,8 +24,7 @@ from titanrl.carriers.types import EvaluationResult, FloatArray, GenerationStats
 from titanrl.launch.roles import Roles
 from titanrl.metrics import steps as metrics_of
 from titanrl.metrics.run_directory import append_line
-from titanrl.rollout.group import derive_seed
-from titanrl.rollout.readable import readable_completion, readable_group
+from titanrl.rollout.group import derive_seed, readable_completion, readable_group
 from titanrl.run import command
 from titanrl.run.evaluated import EvaluatedRun
 

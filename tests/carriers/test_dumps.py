@@ -10,8 +10,7 @@ import pytest
 from pyarrow import parquet
 
 from titanrl import GRPO
-from titanrl.carriers.dump_rows import COLUMNS
-from titanrl.carriers.dumps import DumpBatches, DumpError, DumpInfo, DumpReader, DumpWriter, broken_rules, fingerprint
+from titanrl.carriers.dumps import COLUMNS, DumpBatches, DumpError, DumpInfo, DumpReader, DumpWriter, broken_rules, fingerprint
 from titanrl.carriers.supports import supports_of
 from titanrl.carriers.turns import Turn
 from titanrl.carriers.types import Completion, Group, Prompt, Rollout, ScorerFailure, Segment

@@ -13,12 +13,11 @@ import pytest
 
 from titanrl.config.faults import FaultsConfig
 from titanrl.config.operations import TimeoutsConfig
-from titanrl.launch.deadlines import Pace
 from titanrl.launch.fleet import Fleet
 from titanrl.launch.hosts import local_host, wait_for_stopped_processes
 from titanrl.launch.parts import Part, SharedContext
 from titanrl.launch.rollouts import RolloutMesh
-from titanrl.launch.stalls import Watchdog
+from titanrl.launch.stalls import Pace, Watchdog
 from titanrl.launch.supervision import PartDiedError, Supervisor
 from titanrl.processes.actors import Actor, concurrent_endpoint
 from titanrl.processes.respawns import RespawnLimitError, Respawns

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from titanrl.carriers.dump_rows import rows_of, table_of
+from titanrl.carriers.dumps import rows_of, table_of
 from titanrl.carriers.rewards import Answers, Scored
 from titanrl.carriers.tables import RecordTable
 from titanrl.carriers.turns import GroupTokens, GroupTurns
@@ -35,9 +35,9 @@ from titanrl.metrics.record import evaluation_metrics
 from titanrl.metrics.steps import episode_metrics, part_means
 from titanrl.rollout.actor import RolloutWorker
 from titanrl.rollout.episodes import Episodes, start_episodes
-from titanrl.rollout.evaluating import evaluation_result, evaluation_set
 from titanrl.rollout.group import fit_to_rows, record_of, turns_differ
 from titanrl.rollout.renderers import PlainRenderer
+from titanrl.rollout.tasks import evaluation_result, evaluation_set
 
 PROMPT = Prompt(index=3, task="sums", text="1+1=", token_ids=(7, 8), entry={"answer": "2"})
 

@@ -4,10 +4,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.trainer import full_disk
 from tests.trainer.ranks import World
 from titanrl.base.files import digests_of
+from titanrl.trainer.storage import mark, unwritten
 
 
 @pytest.mark.parametrize("in_background", [False, True], ids=["waiting", "in background"])
@@ -30,3 +32,23 @@ def test_full_disk_error_is_one_line_on_every_rank(
         assert missing.startswith(f"cannot load a checkpoint in {tmp_path}/checkpoints: ")
         assert in_background or "step-7" in missing  # a failed write in the background fails every later call, too
     assert not (tmp_path / "final").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tensor_with_one_unwritten_element_is_named(dtype: torch.dtype) -> None:
+    state = {name: torch.ones(3, 4, dtype=dtype) for name in ("b.weight", "a.weight")}
+    mark(state)
+    assert all(value.isnan().all() for value in state.values())
+    assert unwritten(state) == ["a.weight", "b.weight"]
+    state["a.weight"].zero_()
+    state["b.weight"].view(-1)[:11] = 1.0
+    assert unwritten(state) == ["b.weight"]
+    state["b.weight"][2, 3] = float("nan")  # of a checkpoint whose weights have diverged
+    assert unwritten(state) == []
+
+
+def test_other_dtypes_and_empty_shards_are_ignored() -> None:
+    state = {"count": torch.tensor(3), "shard": torch.empty(0, 4), "scalar": torch.tensor(1.0)}
+    mark(state)
+    assert state["count"] == 3
+    assert unwritten(state) == ["scalar"]

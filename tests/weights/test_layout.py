@@ -1,8 +1,11 @@
 """Boxes and bytes of state dicts: random shardings compared with torch and numpy, and real DTensors on four ranks."""
 
+import asyncio
+import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +13,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -17,20 +21,28 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from tests.trainer.ranks import World
+from tests.weights.processes import MemoryStore
 from titanrl.weights.copying import Copies
 from titanrl.weights.layout import (
+    LiveState,
+    PartOf,
+    Target,
+    TensorFingerprint,
     box_pieces,
+    digest,
     dim_splits,
     entry_view,
     held_indices,
     held_pieces,
     index_runs,
+    local_part,
     local_parts,
+    plan_copies,
     plan_pack,
 )
-from titanrl.weights.manifest import Box, ByteLayout, Piece, ShardEntry, make_layout, whole
-from titanrl.weights.pull import CopyPlan
-from titanrl.weights.slice_copies import Target, plan_copies
+from titanrl.weights.manifest import Box, ByteLayout, Commit, Piece, ShardEntry, WeightMismatchError, make_layout, whole
+from titanrl.weights.publish import WeightPublisher
+from titanrl.weights.pull import CopyPlan, WeightReader
 
 VALUE = torch.arange(21.0).view(7, 3)
 
@@ -244,3 +256,259 @@ def test_boxes_intersect() -> None:
     assert Box((0, 0), (3, 3)).intersection(Box((2, 1), (4, 1))) == Box((2, 1), (1, 1))
     assert Box((0,), (2,)).intersection(Box((2,), (2,))) is None
     assert whole((2, 3)).numel == 6
+
+
+MIB = 1 << 20
+
+
+def some_bytes(num_bytes: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("place", [0, 77, MIB // 2, MIB + 12])
+@pytest.mark.parametrize("size", [MIB + 13])
+def test_full_digest_detects_any_changed_byte(size: int, place: int) -> None:
+    data = some_bytes(size)
+    before = digest(data, "full", 1)
+    data[place] += 1
+    assert digest(data, "full", 1) != before
+
+
+def test_full_digest_detects_swapped_blocks() -> None:
+    data = some_bytes(MIB)
+    halves = torch.cat([data[MIB // 2 :], data[: MIB // 2]])
+    assert digest(data, "full", 1) != digest(halves, "full", 1)
+
+
+def test_sampled_digest_covers_every_page_once_in_64_versions() -> None:
+    data = some_bytes(MIB)
+    changed = data.clone()
+    changed[5 * 4096 + 3] += 1
+    seen = [version for version in range(64) if digest(data, "sampled", version) != digest(changed, "sampled", version)]
+    assert seen == [5]
+
+
+def test_sampled_digest_covers_every_byte_of_small_weights() -> None:
+    data = some_bytes(100_000)
+    changed = data.clone()
+    changed[54_321] += 1
+    assert digest(data, "sampled", 3) != digest(changed, "sampled", 3)
+
+
+def test_digest_can_be_off_and_data_can_be_empty() -> None:
+    assert digest(some_bytes(10), "off", 1) is None
+    nothing = torch.empty(0, dtype=torch.uint8)
+    assert digest(nothing, "full", 1) == digest(nothing, "full", 2)
+
+
+def model() -> nn.Module:
+    layers = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    layers.register_buffer("kept", torch.ones(2))
+    layers.register_buffer("scratch", torch.ones(2), persistent=False)
+    return layers
+
+
+def test_live_state_returns_the_models_own_tensors_once() -> None:
+    module = model()
+    live = LiveState(module)
+    tensors = live.tensors()
+    assert list(tensors) == list(module.state_dict())
+    assert tensors["0.weight"] is module.get_parameter("0.weight")
+    with torch.no_grad():
+        module.get_parameter("0.weight").fill_(7)
+    assert live.tensors() is tensors
+
+
+def test_live_state_detects_replaced_tensors() -> None:
+    module = model()
+    live = LiveState(module)
+    before = live.tensors()
+    module.load_state_dict({name: value + 1 for name, value in module.state_dict().items()}, assign=True)
+    after = live.tensors()
+    assert after["1.bias"] is module.get_parameter("1.bias")
+    assert after["kept"] is module.get_buffer("kept")
+    assert after["1.bias"] is not before["1.bias"]
+
+
+def test_fingerprint_changes_with_names_tensors_and_memory() -> None:
+    state = {"a": torch.ones(2), "b": torch.ones(3)}
+    fingerprint = TensorFingerprint(state)
+    assert fingerprint.matches(dict(state))
+    assert not fingerprint.matches({"a": state["a"]})
+    assert not fingerprint.matches({"a": state["a"], "c": state["b"]})
+    assert not fingerprint.matches({"a": state["a"], "b": state["b"].clone()})
+    state["b"].data = torch.zeros(3)  # the same object, elsewhere
+    assert not fingerprint.matches(state)
+
+
+def half_precision(weight: torch.Tensor) -> None:
+    weight.data = weight.data.view(torch.float16)
+
+
+@pytest.mark.parametrize("change", [torch.Tensor.t_, lambda weight: weight.resize_(4, 1), half_precision])
+def test_fingerprint_changes_with_strides_shape_and_dtype_in_place(change: Callable[[torch.Tensor], object]) -> None:
+    state = {"w": torch.ones(2, 2, dtype=torch.bfloat16)}
+    fingerprint = TensorFingerprint(state)
+    address = state["w"].data_ptr()
+    change(state["w"])
+    assert state["w"].data_ptr() == address
+    assert not fingerprint.matches(state)
+
+
+def test_fingerprint_includes_the_block_of_a_part() -> None:
+    part = PartOf(torch.ones(2), (4,), (0,))
+    fingerprint = TensorFingerprint({"w": part})
+    assert fingerprint.matches({"w": part})
+    part.local.data = torch.zeros(2)
+    assert not fingerprint.matches({"w": part})
+
+
+def test_local_part_equals_to_local_and_is_fingerprinted(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        value = nn.Parameter(distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)), [Shard(0)]))
+        assert local_part(value).data_ptr() == value.to_local().data_ptr()
+        fingerprint = TensorFingerprint({"w": value})
+        assert fingerprint.matches({"w": value})
+        value._local_tensor = torch.zeros(4)  # FSDP2 does this when it moves a parameter
+        assert not fingerprint.matches({"w": value})
+    finally:
+        dist.destroy_process_group()
+
+
+def test_moved_weights_are_published_from_their_new_memory() -> None:
+    store: Any = MemoryStore()
+    publisher, reader = WeightPublisher("run", 0, store, torch.float32, ["arena"]), WeightReader("run", store)
+    state, target = {"w": torch.full((4,), 1.0)}, {"w": torch.zeros(4)}
+
+    async def publish(version: int) -> list[float]:
+        manifest = await publisher.publish(version, state)
+        (await reader.fetch(Commit(version, (manifest,)))).copy_into(target)
+        values: list[float] = target["w"].tolist()
+        return values
+
+    async def scenario() -> None:
+        assert await publish(1) == [1.0] * 4
+        state["w"].fill_(2)
+        assert await publish(2) == [2.0] * 4
+        state["w"].data = torch.full((4,), 3.0)
+        assert await publish(3) == [3.0] * 4
+        state["w"] = torch.full((4,), 4.0)
+        assert await publish(4) == [4.0] * 4
+
+    asyncio.run(scenario())
+
+
+def test_weights_transposed_in_place_are_published_transposed() -> None:
+    store: Any = MemoryStore()
+    publisher, reader = WeightPublisher("run", 0, store, torch.float32, ["arena"]), WeightReader("run", store)
+    state, target = {"w": torch.tensor([[1.0, 2.0], [3.0, 4.0]])}, {"w": torch.zeros(2, 2)}
+
+    async def scenario() -> None:
+        await publisher.publish(1, state)
+        state["w"].t_()
+        manifest = await publisher.publish(2, state)
+        (await reader.fetch(Commit(2, (manifest,)))).copy_into(target)
+
+    asyncio.run(scenario())
+    assert target["w"].tolist() == [[1, 3], [2, 4]]
+
+
+@pytest.mark.parametrize("numel", [1, 1000])
+def test_layout_of_another_size_is_refused_and_the_old_one_still_works(numel: int) -> None:
+    store: Any = MemoryStore()
+    publisher, reader = WeightPublisher("run", 0, store, torch.float32, ["arena"]), WeightReader("run", store)
+    state, target = {"w": torch.ones(100)}, {"w": torch.zeros(100)}
+
+    async def scenario() -> None:
+        await publisher.publish(1, state)
+        with pytest.raises(ValueError, match=r"weights: the size of trainer rank 0's shards must stay 448 bytes during a run"):
+            await publisher.publish(2, {"w": torch.ones(numel)})
+        manifest = await publisher.publish(3, state)
+        (await reader.fetch(Commit(3, (manifest,)))).copy_into(target)
+
+    asyncio.run(scenario())
+    assert torch.equal(target["w"], state["w"])
+
+
+FLOAT = "torch.float32"
+
+
+def layouts(name: str, shape: tuple[int, ...], boxes: list[Box], dtype: str = FLOAT) -> list[ByteLayout]:
+    """Build layouts with one rank per box."""
+    return [make_layout(rank, (ShardEntry(name, dtype, shape, box, 0),), box.numel * 4) for rank, box in enumerate(boxes)]
+
+
+def block(shape: tuple[int, ...], box: Box, dtype: str = FLOAT) -> Target:
+    """Build a target that holds one block of a tensor."""
+    return Target(shape, dtype, (Piece(box, whole(box.shape)),))
+
+
+def everything(shape: tuple[int, ...], dtype: str = FLOAT) -> Target:
+    return block(shape, whole(shape), dtype)
+
+
+@st.composite
+def tilings(draw: st.DrawFn) -> tuple[tuple[int, int], list[Box], Box]:
+    """Draw a matrix split at random rows and columns, and a random block of it."""
+    shape = (draw(st.integers(1, 9)), draw(st.integers(1, 9)))
+    cuts = [sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=3))}) for size in shape]
+    spans = [list(itertools.pairwise(cut)) for cut in cuts]
+    boxes = [Box((r0, c0), (r1 - r0, c1 - c0)) for r0, r1 in spans[0] for c0, c1 in spans[1]]
+    low = [draw(st.integers(0, size - 1)) for size in shape]
+    size = tuple(draw(st.integers(1, length - start)) for length, start in zip(shape, low, strict=True))
+    return shape, boxes, Box(tuple(low), size)
+
+
+@settings(deadline=None)  # the machine may be busy
+@given(tilings())
+def test_copies_rebuild_any_block_from_any_tiling(case: tuple[tuple[int, int], list[Box], Box]) -> None:
+    shape, boxes, wanted = case
+    value = np.arange(np.prod(shape)).reshape(shape)
+    shards = [value[box.slices_within(whole(shape))] for box in boxes]
+    target = np.full(wanted.shape, -1)
+    for copy in plan_copies(layouts("w", shape, boxes), {"w": block(shape, wanted)}):
+        target[copy.destination] = shards[copy.rank][copy.source]
+    np.testing.assert_array_equal(target, value[wanted.slices_within(whole(shape))])
+
+
+def test_missing_and_unexpected_tensors_are_named() -> None:
+    published = layouts("old.weight", (2,), [Box((0,), (2,))])
+    with pytest.raises(WeightMismatchError, match=r"not published: \['new.weight'\].*not expected: \['old.weight'\]"):
+        plan_copies(published, {"new.weight": everything((2,))})
+
+
+@pytest.mark.parametrize("target", [everything((3,)), everything((2,), "torch.bfloat16")])
+def test_tensor_of_another_shape_or_dtype_is_named(target: Target) -> None:
+    with pytest.raises(WeightMismatchError, match=r"w: published as torch.float32\[2\], expected as"):
+        plan_copies(layouts("w", (2,), [Box((0,), (2,))]), {"w": target})
+
+
+def test_missing_elements_are_refused() -> None:
+    with pytest.raises(WeightMismatchError, match="w: only 3 of 4 elements"):
+        plan_copies(layouts("w", (4,), [Box((0,), (1,)), Box((2,), (2,))]), {"w": everything((4,))})
+
+
+def test_overlapping_boxes_are_refused() -> None:
+    with pytest.raises(WeightMismatchError, match="w: published twice"):
+        plan_copies(layouts("w", (4,), [Box((0,), (3,)), Box((2,), (2,))]), {"w": everything((4,))})
+
+
+def test_scalar_is_copied_and_must_be_published_once() -> None:
+    (copy,) = plan_copies(layouts("scale", (), [Box((), ())]), {"scale": everything(())})
+    assert (copy.source, copy.destination) == ((), ())
+    with pytest.raises(WeightMismatchError, match="scale: published twice"):
+        plan_copies(layouts("scale", (), [Box((), ())] * 2), {"scale": everything(())})
+
+
+def test_layout_ids_are_equal_only_for_equal_layouts() -> None:
+    (one,), (same,), (moved,) = (layouts("w", (4,), [Box((start,), (2,))]) for start in (0, 0, 2))
+    assert one.layout_id == same.layout_id != moved.layout_id
+
+
+def test_empty_targets_need_no_published_box() -> None:
+    published = layouts("w", (2,), [Box((0,), (2,))])
+    copies = plan_copies(published, {"w": everything((2,)), "empty": Target((0, 3), FLOAT, ())})
+    assert [copy.name for copy in copies] == ["w"]
+    with pytest.raises(WeightMismatchError, match=r"w: published as torch.float32\[2\], expected as torch.float32\[0\]"):
+        plan_copies(published, {"w": Target((0,), FLOAT, ())})

@@ -12,8 +12,7 @@ from titanrl.base.files import in_shell
 from titanrl.config import Config, load_config
 from titanrl.config.device import resolve_device
 from titanrl.config.errors import refusing
-from titanrl.launch.roles import Roles
-from titanrl.launch.template_imports import needed
+from titanrl.launch.roles import Roles, needed
 from titanrl.processes import caches
 from titanrl.processes.private_sockets import private_folder
 from titanrl.processes.templates.shared import SHARED, digest_of_imports

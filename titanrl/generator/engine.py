@@ -33,7 +33,7 @@ from titanrl.generator.compat import (
     step_core,
     temporary_rendezvous,
 )
-from titanrl.generator.frozen import register_loader
+from titanrl.generator.native import register_loader
 from titanrl.generator.truncation import SupportRecording, support_words
 from titanrl.models.directory import ModelDirectory
 from titanrl.models.vllm_limits import CPU_BLOCK_TOKENS
@@ -235,8 +235,7 @@ def build_engine(source: ModelDirectory, config: GeneratorConfig, device: Device
     with temporary_rendezvous():
         engine = LLMEngine.from_engine_args(EngineArgs(**engine_args(source.path, config, device, max_len)))
     if config.model_impl == "titan" and config.tp == 1:
-        from titanrl.generator.kernels import use_cpu_kernels
-        from titanrl.generator.titan import unwrap_forward
+        from titanrl.generator.titan import unwrap_forward, use_cpu_kernels
 
         unwrap_forward(engine_model(engine))
         if device.kind == "cpu":

@@ -24,14 +24,11 @@ from titanrl.launch.fleet import Fleet
 from titanrl.launch.generators import GeneratorMeshes, Replica
 from titanrl.launch.hosts import Hosts, acquire_hosts
 from titanrl.launch.parts import Part, SharedContext
-from titanrl.launch.roles import Roles, RunFiles
+from titanrl.launch.roles import Roles, RunFiles, needed
 from titanrl.launch.rollouts import BufferClient, RolloutMesh, Worker
-from titanrl.launch.settings import replay_settings, transports
 from titanrl.launch.stalls import OnEvent, Watchdog
 from titanrl.launch.supervision import Supervisor
-from titanrl.launch.template_imports import needed
 from titanrl.launch.trainer_mesh import TrainerMesh
-from titanrl.launch.watched_store import WatchedStore
 from titanrl.models.directory import export_dtype, open_model
 from titanrl.models.vllm_limits import LOAD_FORMAT
 from titanrl.processes.respawns import Respawns
@@ -47,6 +44,7 @@ from titanrl.processes.variables import (
 )
 from titanrl.replay.actors import ReplayBuffer, StorageShard
 from titanrl.replay.directory import ShardNews
+from titanrl.replay.memory import ReplaySettings
 from titanrl.rollout.actor import RolloutWorker, WorkerSetup
 from titanrl.trainer.actor import PolicyTrainer, TrainerSetup
 from titanrl.weights.manifest import WeightManifest
@@ -440,3 +438,39 @@ def generator_setup(
         reader=reader,
         family=family,
     )
+
+
+def replay_settings(config: Config) -> ReplaySettings | None:
+    """Return the buffer's replay settings; None if replay is disabled."""
+    replay = config.replay
+    if not replay.fraction:
+        return None
+    return ReplaySettings(
+        capacity=replay.capacity,
+        num_replayed=replay.num_replayed(config.rollout.groups_per_step),
+        alpha=replay.alpha,
+        max_uses=replay.max_uses,
+        max_age=replay.max_age,
+        by_recency=replay.priority == "recency",
+        seed=config.seed,
+    )
+
+
+def transports(config: Config) -> Sequence[TransportName]:
+    """Return the transports on which the trainer offers weights; each generator uses the first that reaches it."""
+    if config.weights.transport != "auto":
+        return (config.weights.transport,)
+    return ("arena",) if config.hosts.kind == "local" else ("arena", "rdma")
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedStore:
+    """Client of the weight store whose requests are supervised, and fail if the run has failed."""
+
+    store: WeightStore
+    supervisor: Supervisor
+    timeout_s: float
+
+    async def delete(self, key: str) -> None:
+        """Delete a key."""
+        await self.supervisor.ask("store.delete", self.store.delete(key), self.timeout_s)

@@ -14,10 +14,9 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from titanrl.base.errors import TitanRLError
-from titanrl.launch.deadlines import Pace
 from titanrl.launch.fleet import Fleet
-from titanrl.launch.probes import Replaceable
-from titanrl.launch.supervision import ActorDiedError, PartDiedError, Supervisor
+from titanrl.launch.stalls import Pace
+from titanrl.launch.supervision import ActorDiedError, PartDiedError, Replaceable, Supervisor
 from titanrl.processes.respawns import Respawns
 
 T = TypeVar("T")

@@ -14,9 +14,9 @@ from monarch.actor import Channel, PortReceiver
 from titanrl.carriers.tables import DoubleArray, Table
 from titanrl.carriers.types import EvaluationResult
 from titanrl.config.operations import TimeoutsConfig
-from titanrl.launch.deadlines import DISK_S, Pace
 from titanrl.launch.generators import GeneratorMeshes, Replica
 from titanrl.launch.parts import Part, SharedContext
+from titanrl.launch.stalls import DISK_S, Pace
 from titanrl.launch.supervision import DeadlineError, PartDiedError, Supervisor
 from titanrl.launch.trainer_mesh import TrainerMesh, start_request
 from titanrl.processes.actors import ActorError, StoppedError, ask_actor, cause_of, resolve

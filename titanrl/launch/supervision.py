@@ -7,16 +7,14 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import monarch.actor
 
 from titanrl.base.errors import FaultError, TitanRLError
-from titanrl.launch.deadlines import Pace
-from titanrl.launch.probes import Replaceable, progress_of, unresponsive
-from titanrl.launch.stacks import Process
-from titanrl.launch.stalls import OnEvent, Report, Stall, StallError, Stopped, Watchdog, suspects, works_on
+from titanrl.launch.stalls import OnEvent, Pace, Process, Report, Stall, StallError, Stopped, Watchdog, suspects, works_on
 from titanrl.processes.actors import ActorError, SupervisionError, cause_of, resolve
 
 T = TypeVar("T")
@@ -30,6 +28,8 @@ STOP_FAILED = "error stopping proc mesh"
 """Text of the report 30 s after stopping a mesh whose host was already gone."""
 TICK_S = 1.0
 """Seconds between two checks of the processes' states."""
+PROGRESS_S = PROBE_S = 10.0
+"""Limits of the two checks, in seconds."""
 SIGNAL_S = 0.1
 """Longest delay, in seconds, between a timer that expired while this process was suspended and the handling of SIGCONT."""
 LATE_S = 3.0
@@ -51,6 +51,18 @@ class ActorDiedError(FaultError):
 
 class PartDiedError(ActorDiedError):
     """A replaceable part of the run died, such as a generator replica; the message names it and gives the cause."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replaceable:
+    """Callbacks of a role whose processes are replaced together, instead of ending the run, when one dies or hangs."""
+
+    on_death: Callable[[str], None]
+    """Called with the cause of death, possibly more than once."""
+    probe: Callable[[], Awaitable[object]]
+    """Sends a request to which every process replies immediately unless it hangs."""
+    is_up: Callable[[], bool]
+    """Returns False while the processes are being started or replaced."""
 
 
 class Supervisor:
@@ -471,3 +483,27 @@ def _result_of(task: "asyncio.Task[T]") -> T:
 def _one_line(text: object) -> str:
     """Return a report without line breaks, cut to 600 characters."""
     return " ".join(str(text).split())[:600]
+
+
+async def unresponsive(parts: Mapping[str, Replaceable]) -> set[str]:
+    """Return the roles that do not reply to a probe."""
+    replies = await asyncio.gather(*(responds(part.probe()) for part in parts.values()))
+    return {role for role, reply in zip(parts, replies, strict=True) if not reply}
+
+
+async def progress_of(pace: Pace) -> object:
+    """Return the progress value of a request; None if it is unknown."""
+    if pace.progress is None:
+        return None
+    with contextlib.suppress(TimeoutError, SupervisionError):
+        return await asyncio.wait_for(resolve(pace.progress()), PROGRESS_S)
+    return None
+
+
+async def responds(probe: Awaitable[object]) -> bool:
+    """Return True if a probe gets a reply within `PROBE_S`; False on timeout or if the process is dead."""
+    try:
+        await asyncio.wait_for(resolve(probe), PROBE_S)
+    except (TimeoutError, ActorError, SupervisionError):
+        return False
+    return True

@@ -14,7 +14,7 @@ from titanrl.carriers.datums import Datum, ForwardBackwardOutput
 from titanrl.carriers.tables import MicroBatch
 from titanrl.carriers.types import AdamParams, LossSums, MeasuredCorrection, OptimUpdate
 from titanrl.config.operations import TimeoutsConfig
-from titanrl.launch.deadlines import DISK_S, Pace, size_class
+from titanrl.launch.stalls import DISK_S, Pace, size_class
 from titanrl.launch.supervision import Supervisor
 from titanrl.processes.actors import ask_ranks
 from titanrl.weights.manifest import WeightManifest

@@ -8,7 +8,7 @@ CPU_HEAD_DIMS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 CPU_BLOCK_TOKENS = 32
 """Block size of the KV cache on CPU, in tokens. It is the smallest size vLLM accepts, so that short prompts share blocks."""
 LOAD_FORMAT = "titanrl"
-"""Value of vLLM's option `load_format` with which vLLM gets the weights from `titanrl.generator.frozen`."""
+"""Value of vLLM's option `load_format` with which vLLM gets the weights from `titanrl.generator.native`."""
 
 
 def vllm_problems(

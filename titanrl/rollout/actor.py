@@ -34,6 +34,8 @@ from titanrl.rollout.group import (
     fit_to_rows,
     num_generated,
     parts_differ,
+    readable_completion,
+    readable_group,
     record_of,
     roll_out,
     sampling_requests,
@@ -43,7 +45,6 @@ from titanrl.rollout.group import (
 )
 from titanrl.rollout.outbox import Outbox
 from titanrl.rollout.pool import GeneratorPool, InRound
-from titanrl.rollout.readable import readable_completion, readable_group
 
 if TYPE_CHECKING:
     from titanrl.rollout.tasks import OpenTask
@@ -124,8 +125,7 @@ class RolloutWorker(Actor):
         """Load the tokenizer, prompts and rewards, and start the scoring processes."""
         with loading():
             from titanrl.data.tokenizer import load_tokenizer
-            from titanrl.rollout.evaluating import EvaluationSets
-            from titanrl.rollout.tasks import open_tasks
+            from titanrl.rollout.tasks import EvaluationSets, open_tasks
 
         config, plugins = self._setup.config, self._setup.plugins
         self._tokenizer = load_tokenizer(self._setup.model_dir)

@@ -6,7 +6,7 @@ This module does not depend on actors; it receives `generate` and `score` as cal
 import hashlib
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,6 +22,8 @@ from titanrl.carriers.turns import GroupTokens, GroupTurns, Values
 from titanrl.carriers.types import (
     BoolArray,
     Completion,
+    FinishReason,
+    FloatArray,
     GenerationRequest,
     Group,
     GroupHandle,
@@ -36,6 +38,7 @@ from titanrl.carriers.types import (
 )
 from titanrl.config.data import DataConfig
 from titanrl.config.sections import RolloutConfig, TrainerConfig
+from titanrl.data.tokenizer import Tokenizer
 
 Generate = Callable[[Sequence[GenerationRequest]], Awaitable[list[Completion]]]
 """Function from requests to their completions, in the same order."""
@@ -388,3 +391,35 @@ def _token_counts(segments: Sequence[Segment]) -> tuple[tuple[int, ...], int, in
     versions = np.concatenate([segment.versions for segment in segments])
     versions = versions[versions >= 0]
     return num_counted, num_sampled - sum(num_counted), int(versions.min()), int(versions.max())
+
+
+def readable_group(prompt: Prompt, version: int, completions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return a line of `rollouts.jsonl`.
+
+    Args:
+        prompt: Prompt of the group.
+        version: Newest policy version that sampled the group.
+        completions: Results of `readable_completion`, extended by the rewards; completions with a reward come first.
+    """
+    return {
+        "version": version,
+        "index": prompt.index,
+        "task": prompt.task,
+        "prompt": prompt.text,
+        "answer": prompt.entry.get("answer"),
+        "completions": completions,
+    }
+
+
+def readable_completion(
+    tokenizer: Tokenizer, text: str, token_ids: IntArray, logprobs: FloatArray, finish_reason: FinishReason
+) -> dict[str, Any]:
+    """Return the text of a completion as rewards receive it, that of each token, and log-probabilities of four decimals."""
+    ids = token_ids.tolist()
+    return {
+        "text": text,
+        "num_tokens": len(ids),
+        "finish_reason": finish_reason,
+        "tokens": [tokenizer.token_text(token_id) for token_id in ids],
+        "logprobs": [round(float(logprob), 4) for logprob in logprobs],
+    }

@@ -1,21 +1,32 @@
-"""Opens the tasks of a run: loads the prompts, and starts the rewards and environments."""
+"""Opens the tasks of a run: loads the prompts, and starts the rewards and environments. Evaluates on held-out prompts."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import asyncio
+import zlib
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
-from titanrl.base.plugins import Plugins, plugins_of_data
-from titanrl.carriers.types import Prompt
-from titanrl.config.errors import BrokenRules, within
+import numpy as np
+
+from titanrl.algorithms.evaluation import evaluation_statistics
+from titanrl.base.plugins import Plugins, plugins_of_data, plugins_within
+from titanrl.carriers.types import EvaluationResult, GenerationRequest, Group, Prompt
+from titanrl.config.errors import BrokenRules, nested, within
+from titanrl.config.evaluation import EvaluationSet
 from titanrl.config.mixture import key_of
 from titanrl.config.schema import Config
+from titanrl.config.sections import RolloutConfig
 from titanrl.data.levels import LeveledPrompts, open_prompts
 from titanrl.data.mixture import Draw
+from titanrl.data.streams import PromptStream, make_stream
 from titanrl.data.tokenizer import Tokenizer
 from titanrl.processes.sandbox import OnRespawn, log_respawn
+from titanrl.replay.failures import scorer_failed
 from titanrl.rewards.scoring import Scoring
-from titanrl.rollout.episodes import Episodes, start_episodes
+from titanrl.rollout.episodes import TRUNCATED, Episodes, start_episodes
+from titanrl.rollout.group import Generate, derive_seed, greedy_request, roll_out, summed_metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,3 +95,211 @@ async def open_tasks(
             raise within(error, section) from None
         opened[name] = OpenTask(config=own, prompts=leveled, scoring=scoring, episodes=episodes)
     return opened
+
+
+IN_FLIGHT = 128
+"""Maximum number of concurrent completions, but at least those of one prompt."""
+
+
+class EvaluationSets:
+    """The evaluation sets of a run. The prompts and rewards of a set are loaded on its first use."""
+
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: Tokenizer,
+        plugins: Plugins,
+        tasks: Mapping[str, OpenTask],
+        on_respawn: OnRespawn = log_respawn,
+    ) -> None:
+        """Keep the arguments without loading anything.
+
+        Args:
+            config: Configuration of the run.
+            tokenizer: Tokenizer of the policy.
+            plugins: User-defined objects.
+            tasks: Tasks of the run, used by sets that do not define their own data.
+            on_respawn: Called after the sandbox of a set died and was replaced.
+        """
+        self._on_respawn = on_respawn
+        self._config, self._tokenizer, self._plugins = config, tokenizer, plugins
+        self._decode = partial(tokenizer.decode_completion, stop=config.rollout.stop, keep_stop=config.rollout.keep_stop)
+        self._of_run = {name: _Opened(task.prompts.stream, task.scoring, task.episodes) for name, task in tasks.items()}
+        self._own: dict[str, _Opened] = {}
+        self._prompts: dict[tuple[str, int], list[Prompt]] = {}
+        self._opening = asyncio.Lock()
+
+    def named(self, name: str | None) -> EvaluationSet:
+        """Return a set by name. None means the first set, which is the default set unless `num_prompts` is 0.
+
+        Raises:
+            ValueError: There is no such set.
+        """
+        return evaluation_set(self._config, name)
+
+    async def evaluate(self, subset: EvaluationSet, generate: Generate) -> EvaluationResult:
+        """Sample and score completions for the prompts of a set.
+
+        Raises:
+            ScorerError: The reward failed on every completion.
+            ValueError: The data or rewards of the set cannot be used.
+        """
+        opened = await self._open(subset)
+        prompts = await self._prompts_of(subset, opened.stream)
+        seed = derive_seed(self._config.seed, zlib.crc32(subset.name.encode()))
+
+        async def complete(prompt: Prompt) -> Group:
+            requests = evaluation_requests(prompt, subset, seed, self._config.rollout)
+            return await roll_out(prompt, requests, generate, opened.scoring.score, self._decode, self._tokenizer.decode_raw)
+
+        async def answer(prompts: Sequence[Prompt]) -> Sequence[Group]:
+            if opened.episodes is None:
+                return await asyncio.gather(*map(complete, prompts))
+            return await opened.episodes.answer(
+                prompts,
+                generate,
+                num_samples=subset.num_samples,
+                max_new_tokens=subset.max_new_tokens,
+                temperature=subset.temperature,
+                seed=seed,
+            )
+
+        return await evaluate_prompts(subset, prompts, answer)
+
+    async def close(self) -> None:
+        """Stop the processes of sets that have their own data."""
+        for opened in self._own.values():
+            await opened.scoring.close()
+            if opened.episodes is not None:
+                await opened.episodes.environments.close()
+        self._own.clear()
+
+    async def _prompts_of(self, subset: EvaluationSet, stream: PromptStream) -> list[Prompt]:
+        """Return the prompts of a set. Generating them can take seconds, so it runs in a thread and the result is cached."""
+        key = subset.name, subset.num_prompts
+        if key not in self._prompts:
+            try:
+                prompts = await asyncio.to_thread(stream.heldout, subset.num_prompts, split=subset.split, key=subset.key)
+            except BrokenRules as error:
+                raise nested(error, subset.key) if subset.has_own_data else error from None
+            self._prompts[key] = prompts
+        return self._prompts[key]
+
+    async def _open(self, subset: EvaluationSet) -> "_Opened":
+        if not subset.has_own_data:
+            return self._of_run[subset.task]
+        async with self._opening:
+            if subset.name not in self._own:
+                rollout = self._config.rollout.model_copy(update={"max_new_tokens": subset.max_new_tokens})
+                config = self._config.model_copy(update={"data": subset.data, "rollout": rollout})
+                plugins = plugins_within(self._plugins, subset.key)
+                try:
+                    stream = make_stream(subset.data, self._tokenizer, config.seed, plugins, is_trained_on=False)
+                except BrokenRules as error:
+                    raise nested(error, subset.key) from None
+                scoring = Scoring(config, plugins, self._on_respawn)
+                await scoring.start()
+                episodes = None
+                if subset.data.environment is not None:
+                    episodes = await start_episodes(config, self._tokenizer, scoring.score, plugins)
+                self._own[subset.name] = _Opened(stream, scoring, episodes)
+        return self._own[subset.name]
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """Prompts and rewards of an evaluation set, and its episodes if it has an environment."""
+
+    stream: PromptStream
+    scoring: Scoring
+    episodes: Episodes | None
+
+
+def evaluation_set(config: Config, name: str | None = None) -> EvaluationSet:
+    """Return an evaluation set by name; None means the first set.
+
+    Raises:
+        ValueError: There is no such set.
+    """
+    sets = config.evaluation_sets
+    if not sets:
+        raise ValueError(
+            "evaluation: no set is configured (got num_prompts=0). "
+            "Raise evaluation.num_prompts, or add a set to evaluation.sets."
+        )
+    if name is None:
+        return next(iter(sets.values()))
+    if name not in sets:
+        raise ValueError(f"evaluation set: no such set (got {name!r}). Choose one of {', '.join(sets)}.")
+    return sets[name]
+
+
+async def evaluate_prompts(
+    subset: EvaluationSet, prompts: Sequence[Prompt], answer: Callable[[Sequence[Prompt]], Awaitable[Sequence[Group]]]
+) -> EvaluationResult:
+    """Answer the prompts of a set, at most `IN_FLIGHT` completions at the same time, and return the result.
+
+    Args:
+        subset: Evaluation set.
+        prompts: Prompts of the set.
+        answer: Function from prompts to their groups of scored completions.
+
+    Raises:
+        ScorerError: The reward failed on every completion.
+    """
+    size = max(1, IN_FLIGHT // subset.num_samples)
+    groups = [group for start in range(0, len(prompts), size) for group in await answer(prompts[start : start + size])]
+    return evaluation_result(subset, groups)
+
+
+def evaluation_requests(
+    prompt: Prompt, subset: EvaluationSet, seed: int, rollout: RolloutConfig | None = None
+) -> list[GenerationRequest]:
+    """Return the requests for one prompt of a set, with the stop texts of `rollout`. They are the same in every evaluation."""
+    greedy = greedy_request(prompt, subset.max_new_tokens, rollout)
+    if subset.temperature == 0:
+        return [greedy]
+    return [
+        GenerationRequest(
+            token_ids=prompt.token_ids,
+            sampling=replace(greedy.sampling, temperature=subset.temperature, seed=derive_seed(seed, prompt.index, n)),
+        )
+        for n in range(subset.num_samples)
+    ]
+
+
+def evaluation_result(subset: EvaluationSet, groups: Sequence[Group]) -> EvaluationResult:
+    """Compute the result of an evaluation from the scored completions of each prompt.
+
+    Raises:
+        ScorerError: The reward failed on every completion.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    errors = [failure.error for group in groups for failure in group.failures]
+    if not rollouts:
+        raise scorer_failed(f"all {len(errors)} completions of the evaluation", errors[0])
+    statistics: Mapping[str, float] = evaluation_statistics(
+        [[rollout.reward for rollout in group.rollouts] for group in groups],
+        num_samples=subset.num_samples,
+        pass_k=subset.pass_k,
+        solved_from=subset.solved_from,
+    )
+    versions = [rollout.sampled.versions for rollout in rollouts]
+    newest = [int(sampled.max()) for sampled in versions]
+    oldest = min(int(sampled.min()) for sampled in versions)
+    return EvaluationResult(
+        task=subset.name,
+        version=min(newest),
+        mean=statistics["mean"],
+        num_prompts=len(groups),
+        response_len_mean=float(np.mean(list(map(len, versions)))),
+        num_errors=len(errors),
+        num_unscored_prompts=sum(not group.rollouts for group in groups),
+        first_error=errors[0] if errors else "",
+        num_truncated=sum(rollout.finish_reason == "length" for rollout in rollouts),
+        num_unjudged=sum(TRUNCATED in rollout.reward_parts for rollout in rollouts),
+        num_samples=subset.num_samples,
+        statistics=statistics,
+        is_pinned=oldest == max(newest),
+        environment={name: total / num for name, (total, num) in summed_metrics(groups).items()},
+    )

@@ -15,8 +15,8 @@ from titanrl.carriers.supports import Supports
 from titanrl.carriers.types import Completion, FinishReason, FloatArray, GenerationRequest, IntArray, Prompt, SamplingParams
 from titanrl.config.schema import Config
 from titanrl.data.tokenizer import Tokenizer
-from titanrl.launch.deadlines import Pace, size_class
 from titanrl.launch.generators import GeneratorMeshes
+from titanrl.launch.stalls import Pace, size_class
 from titanrl.rollout.group import derive_seed
 from titanrl.rollout.pool import GeneratorPool
 

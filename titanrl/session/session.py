@@ -29,10 +29,9 @@ from titanrl.metrics.console import Console
 from titanrl.models.directory import open_model
 from titanrl.processes.respawns import Respawns
 from titanrl.session.sampling import Sampler, SamplingClient
-from titanrl.session.starting_model import StartingModel, new_base, prepare_starting_model
+from titanrl.session.starting_model import StartingModel, new_base, prepare_starting_model, warm_start
 from titanrl.session.task import Task
 from titanrl.session.training import TrainingClient
-from titanrl.session.warm_start import warm_start
 from titanrl.weights.sync import WeightSync
 
 logger = logging.getLogger(__name__)

@@ -139,8 +139,8 @@ class PolicyTrainer(Actor):
         from titanrl.models.directory import open_model
         from titanrl.trainer.checkpoint import Checkpoints
         from titanrl.trainer.hf import load_model
-        from titanrl.trainer.kept import KeptLogprobs
         from titanrl.trainer.learner import Learner
+        from titanrl.trainer.snapshots import KeptLogprobs
         from titanrl.trainer.titan_config import torch_dtype
         from titanrl.weights.publish import WeightPublisher
 

@@ -30,13 +30,11 @@ from titanrl.carriers.types import NOT_MEASURED, AdamParams, CorrectionTotals, L
 from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.config.objective import AVERAGE
 from titanrl.models.attention import PackedAttention, packed_block_mask, packed_mask
-from titanrl.trainer.average import MovingAverage
 from titanrl.trainer.collate import PackedRows, empty_rows, places
 from titanrl.trainer.head import ScoringHead
 from titanrl.trainer.model import PolicyModel
-from titanrl.trainer.snapshots import Snapshots, check_recoverable, trainable_tensors
-from titanrl.weights.layout import local_part
-from titanrl.weights.state import LiveState
+from titanrl.trainer.snapshots import MovingAverage, Snapshots, check_recoverable, trainable_tensors
+from titanrl.weights.layout import LiveState, local_part
 
 Objective = Callable[[PackedRows, Tensor, Tensor], tuple[Tensor, LossMetrics]]
 """Function of rows, log-probabilities `[N]` and entropies `[N]`. It returns the rows' share of the objective, 0-dim, and its

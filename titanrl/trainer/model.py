@@ -21,6 +21,7 @@ from titanrl.models.directory import ModelDirectory
 from titanrl.models.initial_values import WithoutDraws
 from titanrl.trainer.lora import init_adapters, is_adapter, merged
 from titanrl.trainer.snapshots import reshard
+from titanrl.trainer.storage import mark
 from titanrl.trainer.titan_config import (
     SPMD_BACKEND,
     activation_checkpointing,
@@ -31,7 +32,6 @@ from titanrl.trainer.titan_config import (
     titan_training,
     torch_dtype,
 )
-from titanrl.trainer.unwritten import mark
 
 if TYPE_CHECKING:
     from titanrl.trainer.float8 import WeightScales

@@ -1,4 +1,6 @@
-"""Snapshots of the policy's weights, and a context that swaps one in and restores the live weights bit for bit.
+"""Past weights: snapshots, their moving average, and the log-probabilities that were computed with them.
+
+The weights of a snapshot are swapped in inside a context, which restores the live weights bit for bit.
 
 Two hazards shape this module. First, FSDP2 leaves some parameters unsharded (gathered) after a forward pass. A copy of a
 gathered parameter does not have the shape of its shard, and a write into it is lost at the next reshard. Therefore all
@@ -6,18 +8,21 @@ parameters are resharded first. Second, a write that fails half-way leaves a mix
 checked before the first byte is written, and the live weights are restored even after an exception.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer.utils import canonical_fqn
 
 from titanrl.base.errors import TitanRLError
+from titanrl.carriers.tables import Row
+from titanrl.carriers.types import GroupHandle
 from titanrl.weights.layout import local_part
 
 
@@ -213,3 +218,108 @@ def check_recoverable(module: nn.Module, forward: Callable[[], object]) -> None:
                 f"torch: FSDP does not restore sharded parameters after a forward pass: {name} was {entry.layout}, now it is "
                 f"{layout_of(value)} (got torch {torch.__version__}). Install the version in requirements/."
             )
+
+
+class MovingAverage(Stateful):
+    """Exponential moving averages (EMA) of this rank's shards, in float32.
+
+    After each optimizer step, `average = decay * average + (1 - decay) * weights`. As the reference policy of the KL penalty,
+    the average is the dynamic anchor of WARP (arXiv:2406.16768).
+
+    Updates need no communication, and ranks with equal shards compute equal averages.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor], decay: float) -> None:
+        """Initialize the averages with the weights.
+
+        Args:
+            weights: Detached, sharded trainable parameters by name. `update` reads these tensors again, so their storage must
+                not be replaced.
+            decay: Decay factor of the average, between 0 and 1.
+        """
+        self._weights, self._decay = weights, decay
+        self.tensors = {name: torch.empty_like(value, dtype=torch.float32) for name, value in weights.items()}
+        """The averages, sharded like the weights."""
+        self.restart()
+
+    def update(self) -> None:
+        """Update the averages with the current weights. A weight that never changes keeps its average bit for bit."""
+        weights = [local_part(value).to(torch.float32) for value in self._weights.values()]
+        torch._foreach_lerp_(self._local(), weights, 1.0 - self._decay)
+
+    def restart(self) -> None:
+        """Reset the averages to the current weights."""
+        for average, weight in zip(self._local(), self._weights.values(), strict=True):
+            average.copy_(local_part(weight))
+
+    def entries(self) -> Mapping[str, Entry]:
+        """Return the averages as snapshot entries. Writing them into the parameters rounds them to the parameter dtype."""
+        return {name: Entry(layout_of(self._weights[name]), local_part(value)) for name, value in self.tensors.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the averages by name."""
+        return dict(self.tensors)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the averages in place."""
+        for name, average in self.tensors.items():
+            local_part(average).copy_(local_part(state_dict[name]))
+
+    def _local(self) -> list[Tensor]:
+        return [local_part(average) for average in self.tensors.values()]
+
+
+class KeptLogprobs:
+    """Log-probabilities by version and sequence. If a storage slot is reused, the values of the new group replace the old."""
+
+    def __init__(self) -> None:
+        """Start with an empty cache."""
+        self._values: dict[tuple[int, int, int, int], tuple[int, Tensor]] = {}
+
+    def put(self, version: int, rows: Sequence[Row], logprobs_BL: Tensor) -> None:
+        """Store the log-probabilities of the sequences of some rows."""
+        for row, handle, rollout, tokens in _sequences(rows):
+            key = (version, handle.shard, handle.slot, rollout)
+            self._values[key] = (handle.serial, logprobs_BL[row, tokens].clone())
+
+    def get(self, version: int, rows: Sequence[Row], row_tokens: int) -> Tensor:
+        """Return the stored values of the sequences of some rows in the layout of these rows, 0 elsewhere, `[B, L]`.
+
+        The rows may share prompts differently than those of `put`, because only the start of a sequence can be shared.
+
+        Raises:
+            KeyError: A sequence has no stored values for this version.
+        """
+        kept_BL = torch.zeros(max(1, len(rows)), row_tokens)
+        for row, handle, rollout, tokens in _sequences(rows):
+            serial, values_S = self._values.get((version, handle.shard, handle.slot, rollout), (None, None))
+            if values_S is None or serial != handle.serial:
+                raise KeyError(f"no log-probabilities of version {version} are kept for rollout {rollout} of {handle}")
+            num_tokens = min(len(values_S), tokens.stop - tokens.start)
+            kept_BL[row, tokens.stop - num_tokens : tokens.stop] = values_S[len(values_S) - num_tokens :]
+        return kept_BL
+
+    def drop(self, version: int) -> None:
+        """Discard all values of a version."""
+        self._values = {key: value for key, value in self._values.items() if key[0] != version}
+
+    def drop_all_but(self, versions: Collection[int]) -> None:
+        """Discard the values of all other versions."""
+        self._values = {key: value for key, value in self._values.items() if key[0] in versions}
+
+    def of(self, version: int) -> dict[tuple[int, int, int, int], tuple[int, Tensor]]:
+        """Return all values of a version, to be passed to `add` on another rank."""
+        return {key: value for key, value in self._values.items() if key[0] == version}
+
+    def add(self, values: dict[tuple[int, int, int, int], tuple[int, Tensor]]) -> None:
+        """Add values from another rank."""
+        self._values |= values
+
+
+def _sequences(rows: Sequence[Row]) -> Iterator[tuple[int, GroupHandle, int, slice]]:
+    """Yield row index, group handle, rollout and tokens of each sequence."""
+    for index, row in enumerate(rows):
+        start = 0
+        for sequence in row:
+            yield index, sequence.handle, sequence.segment, slice(start, start + sequence.num_placed)
+            start += sequence.num_placed

@@ -1,14 +1,22 @@
-"""Convert failures of torch's distributed checkpointing to a one-line error that names the folder and the cause."""
+"""Detect failures of torch's distributed checkpointing: errors, and tensor elements that loading did not write.
+
+Tensors are filled with a marker value before loading and searched for it afterwards. A comparison of tensor names would miss
+a slice of a tensor that no file contains. The marker is a NaN with a payload that no arithmetic produces, so checkpoints that
+contain NaNs can be loaded.
+"""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from titanrl.base.errors import TitanRLError, describe
+from titanrl.weights.layout import local_part
 
 NEARLY_FULL = 64 << 20
 """Free space in bytes below which an error message mentions the free space."""
@@ -68,3 +76,25 @@ def _free(folder: Path) -> str:
     existing = next((path for path in (folder, *folder.parents) if path.exists()), None)
     free = NEARLY_FULL if existing is None else shutil.disk_usage(existing).free
     return f" ({free:,} bytes are free there)" if free < NEARLY_FULL else ""
+
+
+MARKS = {torch.float32: (torch.int32, 0x7FA5A5A5), torch.bfloat16: (torch.int16, 0x7FA5)}
+"""Integer dtype and bit pattern of the marker, by dtype of the weights."""
+
+
+def mark(state: Mapping[str, Tensor]) -> None:
+    """Fill this rank's shard of each tensor with the marker. Tensors of other dtypes are skipped."""
+    for tensor in state.values():
+        if tensor.dtype in MARKS:
+            kind, bits = MARKS[tensor.dtype]
+            local_part(tensor.detach()).view(kind).fill_(bits)
+
+
+def unwritten(state: Mapping[str, Tensor]) -> list[str]:
+    """Return the sorted names of the tensors whose shard on this rank still contains the marker."""
+    return sorted(name for name, tensor in state.items() if tensor.dtype in MARKS and _has_mark(local_part(tensor.detach())))
+
+
+def _has_mark(local: Tensor) -> bool:
+    kind, bits = MARKS[local.dtype]
+    return bool((local.view(kind) == bits).any())

@@ -3,20 +3,28 @@
 The local tensor of a DTensor is one box of the full tensor, or several boxes, because `_StridedShard` interleaves. torch's
 `compute_local_shape_and_global_offset` returns the offset of the first box only. This module therefore computes the indices
 that a rank holds in each dimension and splits them into contiguous runs. Publisher and reader share these functions.
+
+`LiveState` and `TensorFingerprint` detect when a plan must be made again, `plan_copies` plans what a reader copies, and
+`digest` is the checksum of the bytes.
 """
 
 import itertools
+import zlib
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from operator import is_
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from titanrl.weights.manifest import Box, ByteLayout, Piece, ShardEntry, make_layout, whole
+from titanrl.base.choices import Verify
+from titanrl.weights.manifest import Box, ByteLayout, Digest, Piece, ShardEntry, WeightMismatchError, make_layout, whole
 
 Indices = npt.NDArray[np.int64]
 Run = tuple[int, int]
@@ -237,3 +245,181 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
     str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)
 }
 """torch's dtypes by their string form, such as `torch.bfloat16`."""
+
+
+class LiveState:
+    """Cache of `module.state_dict(keep_vars=True)`, refreshed only after the module has replaced a tensor.
+
+    The set of submodules must not change. State-dict hooks may rename tensors but not create them.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        """Store the module; `tensors` reads it later."""
+        self._module = module
+        self._slots = [slot for part in module.modules() for slot in (part._parameters, part._buffers)]
+        self._held: list[torch.Tensor | None] = []
+        self._tensors: Mapping[str, torch.Tensor] = {}
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """Return the module's own parameters and persistent buffers, by name. Callers must not write to them."""
+        held = [value for slot in self._slots for value in slot.values()]
+        if not self._tensors or not identical(held, self._held):
+            state = self._module.state_dict(keep_vars=True)
+            self._tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+            assert {*map(id, self._tensors.values())} <= {*map(id, held)}, "a state-dict hook created a tensor"
+            self._held = held
+        return self._tensors
+
+
+class TensorFingerprint:
+    """Record of the identity and memory of named tensors. While it matches, their views and addresses stay valid."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor | PartOf]) -> None:
+        """Record the current state of the tensors."""
+        self._names, self._tensors = list(tensors), list(tensors.values())
+        self._locals = [local_part(tensor) for tensor in self._tensors]
+        self._wrappers = [pair for pair in zip(self._tensors, self._locals, strict=True) if pair[0] is not pair[1]]
+        # Aliases keep the current memory, shapes and strides. `is_set_to` compares them without allocating. Publications run
+        # with cold caches, where Python objects for every shape and stride of every tensor would cost half a millisecond.
+        self._aliases = [local.detach() for local in self._locals]
+        self._dtypes = [local.dtype for local in self._locals]
+
+    def matches(self, tensors: Mapping[str, torch.Tensor | PartOf]) -> bool:
+        """Return whether these are the recorded tensors, with the same memory, shapes, strides and dtypes."""
+        return (
+            list(tensors) == self._names
+            and identical(tensors.values(), self._tensors)
+            and all(local_part(value) is local for value, local in self._wrappers)
+            and all(map(torch.Tensor.is_set_to, self._locals, self._aliases))
+            and [local.dtype for local in self._locals] == self._dtypes
+        )
+
+
+def identical(some: Collection[object], others: Collection[object]) -> bool:
+    """Return whether two collections hold the same objects in the same order."""
+    return len(some) == len(others) and all(map(is_, some, others))
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A parameter to fill, described by the blocks that this reader holds."""
+
+    global_shape: tuple[int, ...]
+    """Shape of the full tensor."""
+    dtype: str
+    """Element type, such as `torch.bfloat16`."""
+    pieces: tuple[Piece, ...]
+    """Blocks that this reader holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class SliceCopy:
+    """A copy from a slice of a published box to a slice of a target."""
+
+    name: str
+    """Tensor name."""
+    rank: int
+    """Trainer rank that published the box."""
+    entry: ShardEntry
+    """Published box."""
+    source: tuple[slice, ...]
+    """Slices of the published box."""
+    destination: tuple[slice, ...]
+    """Slices of the target's local tensor."""
+
+
+def plan_copies(layouts: Sequence[ByteLayout], targets: Mapping[str, Target]) -> tuple[SliceCopy, ...]:
+    """Return copies that write each element of every target exactly once.
+
+    Raises:
+        WeightMismatchError: A tensor is missing, unexpected, of another shape or dtype, or not covered exactly.
+    """
+    published: dict[str, list[tuple[int, ShardEntry]]] = defaultdict(list)
+    for layout in layouts:
+        for entry in layout.entries:
+            published[entry.name].append((layout.rank, entry))
+    needed = {name for name, target in targets.items() if prod(target.global_shape)}  # empty tensors are not published
+    missing, extra = sorted(needed - published.keys()), sorted(published.keys() - targets.keys())
+    if missing or extra:
+        raise WeightMismatchError(f"tensors not published: {missing}; tensors published but not expected: {extra}")
+    return tuple(copy for name, target in targets.items() for copy in fill(name, target, published[name]))
+
+
+def fill(name: str, target: Target, sources: Sequence[tuple[int, ShardEntry]]) -> list[SliceCopy]:
+    """Return the copies that fill one target."""
+    for _, entry in sources:
+        if (entry.global_shape, entry.dtype) != (target.global_shape, target.dtype):
+            raise WeightMismatchError(
+                f"{name}: published as {entry.dtype}{list(entry.global_shape)}, "
+                f"expected as {target.dtype}{list(target.global_shape)}"
+            )
+    return [copy for piece in target.pieces for copy in fill_piece(name, piece, sources)]
+
+
+def fill_piece(name: str, piece: Piece, sources: Sequence[tuple[int, ShardEntry]]) -> list[SliceCopy]:
+    """Return the copies that fill one block of a target."""
+    copies: list[SliceCopy] = []
+    covered: list[Box] = []
+    for rank, entry in sources:
+        common = entry.box.intersection(piece.box)
+        if common is not None:
+            covered.append(common)
+            inside = common.moved(piece.box.offset, piece.local.offset)
+            copies.append(SliceCopy(name, rank, entry, common.slices_within(entry.box), inside.slices))
+    check_covered(name, piece.box, covered)
+    return copies
+
+
+def check_covered(name: str, wanted: Box, covered: Sequence[Box]) -> None:
+    """Check that boxes within another box fill it exactly: they do not overlap, and their sizes add up.
+
+    Raises:
+        WeightMismatchError: Some boxes overlap, or elements are missing.
+    """
+    if len(covered) > 1 and wanted.offset:
+        low = np.array([box.offset for box in covered])
+        high = low + np.array([box.shape for box in covered])
+        overlap = ((low[:, None] < high[None]) & (low[None] < high[:, None])).all(axis=2)
+        np.fill_diagonal(overlap, False)
+        if overlap.any():
+            raise WeightMismatchError(f"{name}: published twice at {covered[int(overlap.any(axis=1).argmax())]}")
+    elif len(covered) > 1:
+        raise WeightMismatchError(f"{name}: published twice")
+    found = sum(box.numel for box in covered)
+    if found != wanted.numel:
+        raise WeightMismatchError(f"{name}: only {found} of {wanted.numel} elements published")
+
+
+_WORD = 8
+_BLOCK_WORDS = 1 << 13
+_STRIDE_WORDS = 1 << 15
+_PAGE_WORDS = 1 << 9
+_NUM_PAGES = _STRIDE_WORDS // _PAGE_WORDS
+
+
+def digest(data: torch.Tensor, verify: Verify, version: int) -> Digest | None:
+    """Compute the checksum of a byte tensor; return None if `verify` is `off`.
+
+    A checksum adds up the 64-bit words of each block and hashes the sums. It detects a changed bit, swapped blocks, and a block
+    from another version. docs/weights.md lists its cost.
+
+    `sampled` covers one 4 KiB page of every 256 KiB block and the incomplete block at the end. The page changes with the
+    version.
+    """
+    if verify == "off":
+        return None
+    if verify == "full":
+        return Digest("full", _checksum(data, _BLOCK_WORDS, slice(None)))
+    page = version % _NUM_PAGES
+    words = slice(page * _PAGE_WORDS, (page + 1) * _PAGE_WORDS)
+    return Digest(f"sampled {page}", _checksum(data, _STRIDE_WORDS, words))
+
+
+def _checksum(data: torch.Tensor, block_words: int, words: slice) -> int:
+    """Return the CRC-32 of the word sums of each block, and of the bytes after the last complete block."""
+    contents = data.numpy()
+    num_blocks = contents.size // (block_words * _WORD)
+    end = num_blocks * block_words * _WORD
+    blocks = contents[:end].view(np.uint64).reshape(num_blocks, block_words)
+    sums = blocks[:, words].sum(axis=1, dtype=np.uint64)
+    return zlib.crc32(contents[end:].tobytes(), zlib.crc32(sums.tobytes()))

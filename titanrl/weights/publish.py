@@ -7,10 +7,8 @@ import torch
 from titanrl.base.choices import TransportName, Verify
 from titanrl.weights.arena import Arena
 from titanrl.weights.copying import Copies, CopyOut, pin
-from titanrl.weights.digest import digest
-from titanrl.weights.layout import local_parts, plan_pack
+from titanrl.weights.layout import TensorFingerprint, digest, local_parts, plan_pack
 from titanrl.weights.manifest import VERSIONS_HELD, ByteLayout, WeightManifest, layout_key
-from titanrl.weights.state import TensorFingerprint
 from titanrl.weights.store import WeightStore
 from titanrl.weights.transport import make_transports
 

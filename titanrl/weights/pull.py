@@ -10,9 +10,18 @@ import torch
 from titanrl.base.choices import Verify
 from titanrl.weights.arena import MappedArena
 from titanrl.weights.copying import Copies, copy_in, pin, unpin
-from titanrl.weights.digest import digest
 from titanrl.weights.fanout import HostTransport
-from titanrl.weights.layout import PartOf, entry_view, held_pieces, local_part
+from titanrl.weights.layout import (
+    PartOf,
+    SliceCopy,
+    Target,
+    TensorFingerprint,
+    digest,
+    entry_view,
+    held_pieces,
+    local_part,
+    plan_copies,
+)
 from titanrl.weights.manifest import (
     VERSIONS_HELD,
     ByteLayout,
@@ -21,8 +30,6 @@ from titanrl.weights.manifest import (
     WeightMismatchError,
     layout_key,
 )
-from titanrl.weights.slice_copies import SliceCopy, Target, plan_copies
-from titanrl.weights.state import TensorFingerprint
 from titanrl.weights.store import WeightStore
 from titanrl.weights.transport import ArenaTransport, Payload, RdmaTransport, Source, StoreTransport
 

@@ -178,7 +178,7 @@ import os, sys
 from titanrl.config import load_config
 from titanrl.config.device import resolve_device
 from titanrl.launch.roles import Roles
-from titanrl.launch.template_imports import needed
+from titanrl.launch.roles import needed
 
 for _, load in needed(load_config("quickstart"), resolve_device("cpu"), Roles(rollouts=True)).values():
     load()

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from titanrl.launch.assembly import WatchedStore
 from titanrl.launch.supervision import ActorDiedError, DeadlineError, Supervisor
-from titanrl.launch.watched_store import WatchedStore
 
 
 class StoppedStore:

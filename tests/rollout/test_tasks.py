@@ -17,8 +17,8 @@ from titanrl.metrics.record import evaluation_metrics
 from titanrl.processes.actors import StoppedError
 from titanrl.replay.failures import ScorerError
 from titanrl.rollout.actor import RolloutWorker
-from titanrl.rollout.evaluating import IN_FLIGHT, evaluate_prompts, evaluation_requests, evaluation_result, evaluation_set
 from titanrl.rollout.group import roll_out
+from titanrl.rollout.tasks import IN_FLIGHT, evaluate_prompts, evaluation_requests, evaluation_result, evaluation_set
 
 PROMPTS = [Prompt(index=i, task="sums", text=f"{i}", token_ids=(5, i), entry={"answer": str(i)}) for i in range(200)]
 

@@ -6,7 +6,7 @@ from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.common.rope import CosSinRoPE
 
 from titanrl.config.device import DEVICES
-from titanrl.generator.kernels import half_width, rms_norm, rotate
+from titanrl.generator.titan import half_width, rms_norm, rotate
 from titanrl.models.titan import prepare_torchtitan
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
