@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.machine import write_result
-from titanrl.processes.templates.shared import SHARED
+from titanrl.processes.templates import SHARED
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.trainer.ranks import World
 from tests.workers import common_folder, warm_templates
-from titanrl.processes.templates.shared import SHARED
+from titanrl.processes.templates import SHARED
 
 hypothesis.settings.register_profile("any machine", deadline=None)  # tests must not fail on a busy machine
 hypothesis.settings.load_profile("any machine")

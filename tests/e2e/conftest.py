@@ -20,7 +20,7 @@ from filelock import FileLock
 from tests.listeners import exposed, family
 from tests.workers import common_folder
 from titanrl.metrics.run_directory import read_metrics
-from titanrl.processes.templates.shared import SHARED
+from titanrl.processes.templates import SHARED
 
 REPO = Path(__file__).parents[2]
 SMALL = (

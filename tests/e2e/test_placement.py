@@ -6,7 +6,7 @@ import psutil
 import pytest
 
 from tests.e2e.conftest import Command, Finished, Start
-from titanrl.processes.templates.bootstrap import NAME
+from titanrl.processes.bootstrap import NAME
 
 SAME = ("trainer.parallelism.dp_shard=2", "rollout.num_workers=2", "num_steps=12")
 """Overrides of every run of the first test."""

@@ -7,7 +7,7 @@ import pytest
 
 from tests.e2e.conftest import Finished, Start
 from tests.listeners import exposed, family, listeners, reachable_by_nobody
-from titanrl.processes.templates.shared import SHARED
+from titanrl.processes.templates import SHARED
 
 RANKS = ("trainer.parallelism.dp_shard=2", "generator.tp=2", "generator.model_impl=native", "rollout.num_workers=2")
 

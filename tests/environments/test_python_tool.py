@@ -11,7 +11,7 @@ from tests.environments.episodes import calls, episode
 from tests.processes.processes import children, needs_confinement
 from titanrl.environments import Environments, Observation, Python, ToolEnvironment
 from titanrl.environments.python_tool import close_pools
-from titanrl.environments.schema import signature_of
+from titanrl.environments.tools import signature_of
 
 OPTIONS = {"timeout_s": 1.0, "memory_bytes": 1 << 29, "num_processes": 2}
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import Field
 
 from titanrl.environments import ToolError
-from titanrl.environments.schema import read_docstring, signature_of
+from titanrl.environments.tools import read_docstring, signature_of
 
 
 class Unit(enum.Enum):

@@ -18,17 +18,16 @@ import pytest
 
 from tests.foreign import ROOT_ONLY, nobody_does, nobody_listens, nobody_sends, shared_folder
 from tests.listeners import exposed, listeners, reachable_by_nobody
-from tests.processes.templates import template_loads
-from tests.processes.templates.test_template import STAND_IN
+from tests.processes import template_loads
+from tests.processes.test_templates import STAND_IN
 from titanrl.checks.preflight import broken_rules
 from titanrl.config import load_config
 from titanrl.generator.lockstep import _of_own_user
 from titanrl.launch.fleet import Fleet
 from titanrl.launch.supervision import Supervisor
-from titanrl.processes.host import HOST_FOLDER
-from titanrl.processes.templates.messages import Order
-from titanrl.processes.templates.shared import SHARED, broken_by_templates, digest_of_imports, shared_template
-from titanrl.processes.templates.template import Template
+from titanrl.processes.bootstrap import Order
+from titanrl.processes.machine import HOST_FOLDER
+from titanrl.processes.templates import SHARED, Template, broken_by_templates, digest_of_imports, shared_template
 from titanrl.replay import ReplayClosedError
 from titanrl.replay.wire import Link, Server
 from titanrl.weights.fanout import HostTransport

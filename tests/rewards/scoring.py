@@ -11,7 +11,7 @@ from titanrl.base.plugins import Plugin
 from titanrl.carriers.rewards import Answers
 from titanrl.carriers.scores import RewardSpec, Score
 from titanrl.config.sections import SandboxConfig
-from titanrl.rewards.scoring_pool import ScoringPool
+from titanrl.rewards.scoring import ScoringPool
 
 CONFIG = SandboxConfig(timeout_s=1.0, num_processes=2, memory_bytes=1 << 29)
 PATIENT = SandboxConfig(timeout_s=20.0, num_processes=2)

@@ -42,7 +42,7 @@ from titanrl.config.sections import SandboxConfig
 from titanrl.processes.confine import SandboxUnavailable
 from titanrl.processes.respawns import RespawnLimitError
 from titanrl.processes.sandbox import SandboxDied
-from titanrl.rewards.scoring_pool import ScoringPool
+from titanrl.rewards.scoring import ScoringPool
 
 pytestmark = [needs_confinement, pytest.mark.usefixtures("careless_verifier")]
 
@@ -178,7 +178,7 @@ def test_all_processes_exit_when_the_parent_is_killed() -> None:
     script = """
         import asyncio
         from titanrl.config.sections import SandboxConfig
-        from titanrl.rewards.scoring_pool import ScoringPool
+        from titanrl.rewards.scoring import ScoringPool
         from titanrl.carriers.scores import RewardSpec
 
         async def main():

@@ -11,7 +11,7 @@ import torch
 
 from titanrl.base.choices import TransportName
 from titanrl.processes.actors import Actor, current_rank, endpoint
-from titanrl.processes.host import HOST_FOLDER
+from titanrl.processes.machine import HOST_FOLDER
 from titanrl.weights.fanout import HostTransport
 from titanrl.weights.layout import PartOf
 from titanrl.weights.manifest import Commit, RdmaHandle, WeightManifest, WeightMismatchError, overwritten

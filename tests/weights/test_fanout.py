@@ -23,7 +23,7 @@ from titanrl.launch.fleet import Fleet
 from titanrl.launch.hosts import EmulatedHosts
 from titanrl.launch.roles import Roles
 from titanrl.launch.supervision import Supervisor
-from titanrl.processes.private_sockets import private_folder
+from titanrl.processes.temporary import private_folder
 from titanrl.processes.variables import worker_environment
 from titanrl.weights.fanout import HostTransport
 from titanrl.weights.manifest import ArenaHandle, Commit, RdmaHandle, WeightManifest

@@ -2,8 +2,12 @@
 
 User or task code may crash or hang, so it does not run in the controller. The checks also run in parallel with the caller's
 other work. This module does not import torch or vLLM.
+
+User-defined rewards are called once, with sample completions: in the sandbox, or a trusted one in the child process. A return
+value that can never be a reward is an error. An exception is only a warning, because the policy's completions are different.
 """
 
+import asyncio
 import os
 import pickle
 import signal
@@ -16,10 +20,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from titanrl.base.plugins import Plugin, Plugins, plugins_of_data, plugins_within
+from titanrl.carriers.rewards import Answers, BoundReward
+from titanrl.carriers.scores import DENIED, INVALID, Score
 from titanrl.checks.extensions import config_of, point_of
-from titanrl.checks.reward_trials import try_rewards
 from titanrl.config.data import DataConfig
 from titanrl.config.environment import ENVIRONMENTS, EnvironmentConfig
 from titanrl.config.errors import BrokenRule, BrokenRules, ConfigError, inline, nested, rule_of, within
@@ -34,9 +40,13 @@ from titanrl.data.recipe import write_tokenizer
 from titanrl.data.selection import Selection
 from titanrl.data.streams import Encode, PromptStream, make_encoder, make_gym_dataset, open_stream
 from titanrl.data.tokenizer import Tokenizer, load_tokenizer
-from titanrl.environments.registry import load_factory
-from titanrl.processes.confine import end_with_parent
+from titanrl.environments.factories import load_factory
+from titanrl.processes.confine import SandboxUnavailable, end_with_parent
+from titanrl.processes.respawns import RespawnLimitError
+from titanrl.processes.sandbox import SandboxDied
 from titanrl.processes.temporary import TemporaryFolder, delete_all
+from titanrl.rewards.scorers import custom
+from titanrl.rewards.scoring import ScoringPool, TrustedReward, in_thread, reward_specs, weighted
 from titanrl.rollout.renderers import make_renderer
 
 Finding = str | Selection
@@ -53,6 +63,13 @@ SAMPLED_PROMPTS = 100
 """Number of prompts of a generated task that are tried, to count those that are too long."""
 HELDOUT_LIMIT_S = 2.0
 """Time after which the search for held-out prompts stops without an error."""
+
+TRIAL_LIMIT_S = 10.0
+"""Longest trial of a reward, in seconds, unless `sandbox.timeout_s` is shorter."""
+_FIX = (
+    "return a finite number, TokenRewards or a mapping of parts for every completion; return 0 for a wrong answer, and raise "
+    "an exception if the reward is unknown"
+)
 
 _CHILD = (
     "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); from titanrl.checks.child_checks import _serve; _serve()"
@@ -399,6 +416,92 @@ def policy_tokenizer(config: Config) -> Tokenizer:
     folder = TemporaryFolder().path  # stays until the process exits, because a renderer reads the tokenizer again
     write_tokenizer(folder)
     return load_tokenizer(folder)
+
+
+def try_rewards(config: Config, plugins: Plugins, entry: Mapping[str, Any], section: str, *, load_s: float) -> list[str]:
+    """Call each user-defined reward of a task once, with two completions, and return warnings.
+
+    Rewards that cannot be loaded are skipped: another check names them.
+
+    Args:
+        config: Configuration whose section `data` has the rewards.
+        plugins: User-defined objects by key relative to this configuration.
+        entry: Data of a prompt.
+        section: Configuration section with the rewards, for messages.
+        load_s: Time limit for loading the rewards, in seconds. Rewards that take longer are skipped, too.
+
+    Raises:
+        BrokenRules: A reward returned something else than a reward, or needs what the sandbox denies.
+    """
+    answers = sample_answers(entry, with_tokens=config.data.environment is None)
+    limit_s = min(config.sandbox.timeout_s, TRIAL_LIMIT_S)
+    scores = asyncio.run(_scores(config, plugins, answers, limit_s, load_s))
+    broken: list[BrokenRule] = []
+    warnings = []
+    for name, of_reward in scores.items():
+        reward, key = config.data.reward_parts[name], f"{section}.rewards.{name}"
+        scored = [weighted({name: score}, {name: reward}, answers, index) for index, score in enumerate(of_reward)]
+        errors = [(index, one.error.removeprefix(f"{name}: ")) for index, one in enumerate(scored) if one.reward is None]
+        if not errors:
+            continue
+        index, error = errors[0]
+        sample = f"for the sample completion {answers.completions[index]!a:.60}"
+        if DENIED in error:
+            rule, _, fix = error.partition("; ")
+            broken.append(BrokenRule(values={key: reward.function}, rule=f"{rule} ({sample})", fix=fix.rstrip(")")))
+        elif of_reward[index].status == "ok" or error.startswith(INVALID):
+            broken.append(BrokenRule(values={key: reward.function}, rule=f"{error} ({sample})", fix=_FIX))
+        else:
+            warnings.append(
+                f"{key}: the reward failed {sample} ({error}). If it fails on real completions, they have no reward."
+            )
+    if broken:
+        raise BrokenRules(*broken)
+    return warnings
+
+
+def sample_answers(entry: Mapping[str, Any], *, with_tokens: bool = True) -> Answers:
+    """Return a right and a wrong completion of a prompt. Each character is a token.
+
+    Args:
+        entry: Data of the prompt.
+        with_tokens: False in an environment, where tokens cannot be located in the text.
+    """
+    texts = (f"<answer>{entry.get('answer') or 'a sample'}</answer>", "I do not know.")
+    return Answers(
+        entry=entry,
+        completions=texts,
+        num_tokens=tuple(map(len, texts)),
+        finish_reasons=("stop", "length"),
+        token_ids=tuple([ord(char) for char in text] for text in texts),
+        decode_raw=lambda ids: "".join(map(chr, ids)),
+        decode=(lambda ids: "".join(map(chr, ids))) if with_tokens else None,
+    )
+
+
+async def _scores(config: Config, plugins: Plugins, answers: Answers, limit_s: float, load_s: float) -> dict[str, list[Score]]:
+    """Return the scores of the answers by each user-defined reward that can be loaded."""
+    scores: dict[str, list[Score]] = {}
+    for name, reward in config.data.reward_parts.items():
+        if reward.trusted:
+            key = f"data.rewards.{name}"
+            try:
+                loading = in_thread(partial(custom, plugins.get(key) or Plugin(key=key, name=reward.function)))
+                function = await asyncio.wait_for(loading, load_s)
+            except Exception:  # importing a module may raise anything
+                continue
+            scores[name] = await TrustedReward(BoundReward(name, function), limit_s).score(answers)
+    if specs := [spec for spec in reward_specs(config, plugins) if spec.is_custom]:
+        pool = ScoringPool(specs, config.sandbox.model_copy(update={"timeout_s": limit_s, "num_processes": len(specs)}))
+        try:
+            await asyncio.wait_for(pool.start(), load_s)
+            found = await asyncio.gather(*(pool.score(answers, reward=index) for index in range(len(specs))))
+            scores |= {spec.name: own for spec, own in zip(specs, found, strict=True)}
+        except (RespawnLimitError, SandboxDied, SandboxUnavailable, TimeoutError, ValueError):
+            return scores
+        finally:
+            await pool.close()
+    return scores
 
 
 def _serve() -> None:

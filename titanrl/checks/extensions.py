@@ -31,7 +31,7 @@ from titanrl.config.registry import LossTraits
 from titanrl.config.schema import Config
 from titanrl.config.section import Section
 from titanrl.data import curriculum, custom_prompts
-from titanrl.environments import registry as environments
+from titanrl.environments import factories as environments
 from titanrl.metrics import hooks, trackers
 from titanrl.rollout import filters
 from titanrl.rollout.filters import GroupFilter

@@ -47,7 +47,7 @@ from titanrl.hosts.slurm.rules import broken_by_slurm
 from titanrl.models.directory import ModelDirectory, model_shape, open_model, read_model, recipe_model
 from titanrl.models.vllm_limits import vllm_problems
 from titanrl.processes import caches
-from titanrl.processes.templates.shared import broken_by_templates
+from titanrl.processes.templates import broken_by_templates
 
 PROCESSES_PER_CORE = 100
 """Limit of processes per CPU core on one machine."""

@@ -14,9 +14,8 @@ from titanrl.config.device import resolve_device
 from titanrl.config.errors import refusing
 from titanrl.launch.roles import Roles, needed
 from titanrl.processes import caches
-from titanrl.processes.private_sockets import private_folder
-from titanrl.processes.templates.shared import SHARED, digest_of_imports
-from titanrl.processes.templates.template import Template
+from titanrl.processes.templates import SHARED, Template, digest_of_imports
+from titanrl.processes.temporary import private_folder
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titanrl.commands.warm") -> None:

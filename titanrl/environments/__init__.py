@@ -7,40 +7,42 @@ Importing this package requires only the standard library. Classes with further 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from titanrl.environments.errors import EnvironmentDied, EnvironmentFailure, EnvironmentTimeout, InvalidReward, ToolError
 from titanrl.environments.interface import (
     Done,
     Environment,
+    EnvironmentDied,
+    EnvironmentFailure,
+    EnvironmentTimeout,
     Episode,
+    InvalidReward,
     JudgesTruncated,
     Limit,
     Message,
     Observation,
     Tool,
+    ToolError,
 )
 
 if TYPE_CHECKING:
     from titanrl.environments.calculator import Calculator
+    from titanrl.environments.factories import SingleTurn, make_environment
     from titanrl.environments.python_tool import Python
-    from titanrl.environments.registry import make_environment
-    from titanrl.environments.single_turn import SingleTurn
-    from titanrl.environments.supply import Environments
     from titanrl.environments.tic_tac_toe import TicTacToe
     from titanrl.environments.tools import ToolEnvironment, Toolset
-    from titanrl.environments.worker import EnvironmentPool, ProcessEnvironment, ProcessOptions
+    from titanrl.environments.worker import EnvironmentPool, Environments, ProcessEnvironment, ProcessOptions
 
 _MODULES = {
     "Calculator": "calculator",
     "EnvironmentPool": "worker",
-    "Environments": "supply",
+    "Environments": "worker",
     "ProcessEnvironment": "worker",
     "ProcessOptions": "worker",
     "Python": "python_tool",
-    "SingleTurn": "single_turn",
+    "SingleTurn": "factories",
     "TicTacToe": "tic_tac_toe",
     "ToolEnvironment": "tools",
     "Toolset": "tools",
-    "make_environment": "registry",
+    "make_environment": "factories",
 }
 
 __all__ = [

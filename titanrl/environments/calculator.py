@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from titanrl.environments.errors import ToolError
+from titanrl.environments.interface import ToolError
 from titanrl.environments.tools import ToolEnvironment
 
 MAX_CHARS = 500

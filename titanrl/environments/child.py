@@ -17,9 +17,19 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from titanrl.base.plugins import Plugin
-from titanrl.environments.errors import EnvironmentFailure, InvalidReward
-from titanrl.environments.interface import Done, Environment, Episode, JudgesTruncated, Limit, Message, Observation, Tool
-from titanrl.environments.registry import load_factory
+from titanrl.environments.factories import load_factory
+from titanrl.environments.interface import (
+    Done,
+    Environment,
+    EnvironmentFailure,
+    Episode,
+    InvalidReward,
+    JudgesTruncated,
+    Limit,
+    Message,
+    Observation,
+    Tool,
+)
 from titanrl.environments.results import checked, shown
 from titanrl.processes.confine import end_with_parent
 

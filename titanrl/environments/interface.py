@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from titanrl.base.errors import TitanRLError
+
 Message = Mapping[str, Any]
 """Chat message in OpenAI's format: `role` (`system`, `user`, `assistant` or `tool`), `content`, and optionally `tool_calls`
 (`[{"id": "call_0", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]`, with parsed arguments) or
@@ -124,3 +126,42 @@ class JudgesTruncated(Protocol):
             message: Last message of the policy if it was cut off, so that `step` did not receive it; None otherwise.
             limit: The limit.
         """
+
+
+def opening(episode: Episode, system_prompt: str | None) -> list[Message]:
+    """Return the first messages of an episode: the conversation from the prompt source, or else the question.
+
+    The system prompt is prepended unless the conversation starts with a system message.
+    """
+    asked: list[Message] = list(episode.entry.get("messages") or [{"role": "user", "content": episode.question}])
+    if system_prompt is None or asked[0]["role"] in ("system", "developer"):
+        return asked
+    return [{"role": "system", "content": system_prompt}, *asked]
+
+
+# Exceptions. A failed episode is retried or dropped; it does not get a reward of 0.
+
+
+class EnvironmentFailure(TitanRLError):
+    """Raised if an environment fails: it raised an exception, returned an invalid value, or its process died."""
+
+
+class EnvironmentTimeout(EnvironmentFailure):
+    """Raised if a call of an environment exceeds its time limit."""
+
+
+class InvalidReward(EnvironmentFailure):
+    """Raised if a reward of an environment is not a finite number."""
+
+
+class EnvironmentDied(EnvironmentFailure):
+    """Raised if the process of an environment died."""
+
+
+class ToolError(TitanRLError):
+    """Raised by a tool to reject a call that the policy got wrong. The policy sees the message, and the episode continues.
+
+    Any other exception that a tool raises fails the episode.
+
+    Example: `raise ToolError(f"There is no article {number}. The numbers are 1 to {len(self._articles)}.")`
+    """

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from titanrl.config.sections import SandboxConfig
-from titanrl.environments.calls import readable_text
-from titanrl.environments.errors import ToolError
+from titanrl.environments.interface import ToolError
+from titanrl.environments.results import readable_text
 from titanrl.environments.tools import ToolEnvironment
 from titanrl.processes.sandbox import SandboxDied
 from titanrl.processes.snippets import MAX_CODE_CHARS, SnippetPool

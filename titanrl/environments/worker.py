@@ -1,7 +1,8 @@
-"""Environments in separate processes, for native code, blocking calls, or another Python interpreter.
+"""Environments of a run, in this process or in separate ones.
 
-A `ProcessEnvironment` implements `Environment`. Its calls have hard time limits: if a call exceeds its limit, the process is
-killed and the call raises. A pool reuses the processes for later episodes and replaces processes that have exited.
+Separate processes are for native code, blocking calls, or another Python interpreter. A `ProcessEnvironment` implements
+`Environment`. Its calls have hard time limits: if a call exceeds its limit, the process is killed and the call raises. A pool
+reuses the processes for later episodes and replaces processes that have exited.
 """
 
 import asyncio
@@ -22,9 +23,20 @@ from typing import Any
 
 from titanrl.base.plugins import Plugin, Plugins
 from titanrl.environments.child import LENGTH, Request, decoded
-from titanrl.environments.errors import EnvironmentDied, EnvironmentFailure, EnvironmentTimeout, InvalidReward
-from titanrl.environments.interface import Done, Episode, Limit, Message, Observation
-from titanrl.environments.registry import KEY, plugin_for
+from titanrl.environments.factories import KEY, load_factory, plugin_for
+from titanrl.environments.interface import (
+    Done,
+    Environment,
+    EnvironmentDied,
+    EnvironmentFailure,
+    EnvironmentTimeout,
+    Episode,
+    InvalidReward,
+    Limit,
+    Message,
+    Observation,
+)
+from titanrl.environments.python_tool import close_pools
 
 _MAX_REPLY_BYTES = 8 << 20  # parsing it takes 0.2 s at worst; valid replies are shorter (`results.MAX_CHARS`)
 _EXIT_DEADLINE_S = 5.0
@@ -62,6 +74,61 @@ class ProcessOptions:
     """Time limit of `step` in seconds."""
     close_s: float = 10.0
     """Time limit of `close` in seconds."""
+
+
+class Environments:
+    """Creates an environment for each episode, and owns the processes that environments share.
+
+    Example:
+        environments = Environments("calculator", {"max_calls": 4})
+        await environments.start()
+        environment = environments.make()
+        ...
+        await environments.close()
+    """
+
+    def __init__(
+        self,
+        function: object,
+        options: Mapping[str, Any] = MappingProxyType({}),
+        plugins: Plugins = MappingProxyType({}),
+        *,
+        processes: ProcessOptions | None = None,
+    ) -> None:
+        """Load the environment.
+
+        Args:
+            function: Name of a built-in environment, import path, class or function.
+            options: Keyword arguments of the function.
+            plugins: User-defined objects; the one under `data.environment.function` takes precedence over `function`.
+            processes: Options for running each environment in a separate process; None runs them in this process.
+
+        Raises:
+            ValueError: The environment cannot be loaded, or does not implement the interface.
+        """
+        self._pool = None if processes is None else EnvironmentPool(function, options, plugins, processes=processes)
+        self._make: Callable[[], Environment] = (
+            load_factory(function, options, plugins) if self._pool is None else self._pool.make
+        )
+
+    async def start(self) -> None:
+        """Start one process, if environments run in separate processes, to check that the environment can be loaded.
+
+        Raises:
+            EnvironmentFailure: The environment cannot be loaded in the process.
+        """
+        if self._pool is not None:
+            await self._pool.start()
+
+    def make(self) -> Environment:
+        """Return an environment for one episode."""
+        return self._make()
+
+    async def close(self) -> None:
+        """Stop the processes that the environments share."""
+        if self._pool is not None:
+            await self._pool.close()
+        await close_pools()
 
 
 class EnvironmentPool:

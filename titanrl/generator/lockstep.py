@@ -25,7 +25,7 @@ from titanrl.base.ownership import is_own_peer
 from titanrl.carriers.types import EngineLoad, GenerationRequest
 from titanrl.generator.compat import gather_objects
 from titanrl.generator.engine import Engine, Finished
-from titanrl.processes.private_sockets import private_folder
+from titanrl.processes.temporary import private_folder
 from titanrl.weights.manifest import WeightMismatchError
 
 STOPPED = "the engine of this rank has stopped"

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from titanrl.config.errors import BrokenRule
 from titanrl.config.schema import Config
-from titanrl.processes.cores import numbers
+from titanrl.processes.machine import numbers
 
 
 def broken_by_cores(config: Config) -> Iterator[BrokenRule]:

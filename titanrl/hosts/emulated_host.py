@@ -8,10 +8,10 @@ import sys
 
 from monarch.actor import run_worker_loop_forever
 
+from titanrl.processes.bootstrap import PARENT
 from titanrl.processes.confine import end_with_parent
-from titanrl.processes.host import HOST_FOLDER
+from titanrl.processes.machine import HOST_FOLDER
 from titanrl.processes.private_sockets import private_sockets
-from titanrl.processes.templates.bootstrap import PARENT
 
 
 def main() -> None:

@@ -20,17 +20,16 @@ from titanrl.base.ownership import receive_own
 from titanrl.config.faults import FaultsConfig
 from titanrl.launch.supervision import Supervisor
 from titanrl.processes.actors import ProcessVariables, set_up_process
-from titanrl.processes.cores import CORES, Cores
-from titanrl.processes.private_sockets import private_folder
+from titanrl.processes.bootstrap import ANNOUNCEMENTS, NAME, PARENT, TEMPLATE
+from titanrl.processes.machine import CORES, Cores
 from titanrl.processes.respawns import RespawnLimitError, Respawns
-from titanrl.processes.templates.bootstrap import ANNOUNCEMENTS, NAME, PARENT, TEMPLATE
-from titanrl.processes.templates.shared import shared_template
-from titanrl.processes.templates.template import Template
+from titanrl.processes.templates import Template, shared_template
+from titanrl.processes.temporary import private_folder
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
-_PROGRAM = "from titanrl.processes.templates.bootstrap import main; main()"
+_PROGRAM = "from titanrl.processes.bootstrap import main; main()"
 RETIRE_S = 5.0
 """Seconds that the processes of a part have to stop before the part is respawned."""
 logger = logging.getLogger(__name__)

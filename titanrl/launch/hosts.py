@@ -31,7 +31,8 @@ from titanrl.hosts.leases import Say
 from titanrl.hosts.slurm.hosts import SlurmHosts
 from titanrl.hosts.slurm.node import PROGRAM
 from titanrl.launch.supervision import Supervisor
-from titanrl.processes.private_sockets import private_folder, private_sockets
+from titanrl.processes.private_sockets import private_sockets
+from titanrl.processes.temporary import private_folder
 
 
 class Job(Protocol):

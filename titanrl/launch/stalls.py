@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from titanrl.base.errors import FaultError
 from titanrl.config.faults import FaultsConfig
 from titanrl.processes.actors import STACKS_SIGNAL
-from titanrl.processes.host import process_state
+from titanrl.processes.machine import process_state
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,6 @@ import platform
 import re
 import socket
 import struct
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,15 +24,11 @@ from monarch import _rust_bindings
 
 from titanrl.base.errors import TitanRLError
 from titanrl.base.ownership import ALLOW, is_only_user
-from titanrl.processes.temporary import TemporaryFolder
+from titanrl.processes.temporary import TemporaryFolder, private_folder
 
 _SLOT_TYPES = {"x86_64": (6, 7), "aarch64": (1025, 1026)}
 """Relocation types (GLOB_DAT, JUMP_SLOT) by machine, whose target holds the address of an imported function."""
 _SHT_RELA = 4
-_MAX_PATH = 107
-"""Longest path of a Unix socket, in bytes."""
-_MAX_APPENDED = 44
-"""Bytes that this module and Monarch append to the path of the folder's parent."""
 _LISTENING = 0x10000
 _CHOSEN = re.compile(r"@[A-Za-z0-9]{24}")
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -121,13 +116,6 @@ def _install() -> None:
     except OpenSocketsError as error:
         _refuse(str(error))
     _installed.append((sockets, folder))
-
-
-def private_folder() -> TemporaryFolder:
-    """Create a folder that only this user can enter, with a path short enough for Unix sockets in it."""
-    usual = tempfile.gettempdir()
-    parent = usual if len(os.fsencode(usual)) + _MAX_APPENDED <= _MAX_PATH else "/tmp"
-    return TemporaryFolder(parent)
 
 
 def abstract_listeners() -> list[str]:

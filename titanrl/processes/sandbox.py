@@ -19,7 +19,7 @@ from titanrl.carriers.scores import ProcessFailure, RewardSpec
 from titanrl.config.faults import FaultsConfig
 from titanrl.config.sections import SandboxConfig
 from titanrl.processes.confine import SandboxUnavailable
-from titanrl.processes.host import process_state
+from titanrl.processes.machine import process_state
 from titanrl.processes.respawns import Respawns
 from titanrl.processes.zygote import COUNT, END, GROUP, RAW, READY, TOKENS, ZygoteConfig
 

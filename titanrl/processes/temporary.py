@@ -12,6 +12,10 @@ from titanrl.base.ownership import is_private, open_regular
 
 PREFIX = "titanrl-"
 _LOCK = "owner.lock"
+_MAX_PATH = 107
+"""Longest path of a Unix socket, in bytes."""
+_MAX_APPENDED = 44
+"""Bytes that `private_sockets` and Monarch append to the path of the folder's parent."""
 _FOLDERS: "set[TemporaryFolder]" = set()
 
 
@@ -41,6 +45,13 @@ class TemporaryFolder:
         _FOLDERS.discard(self)
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
+
+
+def private_folder() -> TemporaryFolder:
+    """Create a folder that only this user can enter, with a path short enough for Unix sockets in it."""
+    usual = tempfile.gettempdir()
+    parent = usual if len(os.fsencode(usual)) + _MAX_APPENDED <= _MAX_PATH else "/tmp"
+    return TemporaryFolder(parent)
 
 
 @atexit.register

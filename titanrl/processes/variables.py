@@ -9,7 +9,7 @@ from titanrl.config.device import Device, num_threads
 from titanrl.config.places import replica_hosts, replica_slot, worker_hosts
 from titanrl.config.schema import Config
 from titanrl.processes import caches
-from titanrl.processes.cores import Cores
+from titanrl.processes.machine import Cores
 from titanrl.processes.temporary import TemporaryFolder
 
 # Without these, glibc maps and unmaps memory for each short-lived tensor: about a thousand page faults in a tiny step.

@@ -1,27 +1,37 @@
-"""Scoring of groups: computes all rewards, in the sandbox or in this process, and their weighted sum."""
+"""Scoring of groups: computes all rewards, in confined processes or in this one, and their weighted sum.
+
+A `ScoringPool` scores completions in confined processes; `docs/sandbox.md` describes the threat model. It starts one zygote
+(`titanrl.processes.zygote`), which loads the rewards and forks scoring processes in advance. By default each process scores one
+group with one reward and is then killed. A completion that tampers with Python can therefore affect only this reward of its own
+group. The pool never unpickles bytes from a scoring process.
+
+A `TrustedReward` runs in this process, with access to the network and to devices. Use it only for functions that do not execute
+model output.
+"""
 
 import asyncio
+import concurrent.futures
 import math
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import TYPE_CHECKING
+import pickle
+import threading
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from titanrl.base.plugins import Plugin, Plugins
 from titanrl.carriers.rewards import Answers, BoundReward, Scored
-from titanrl.carriers.scores import RewardSpec, Score
+from titanrl.carriers.scores import SEPARATOR, ProcessFailure, RewardSpec, Score, parse_scores
 from titanrl.config.data import RewardConfig
-from titanrl.config.rewards import (
-    JudgeOptions,
-    MathVerifyOptions,
-    OverlongOptions,
-    RegexOptions,
-    RepetitionOptions,
-)
+from titanrl.config.faults import FaultsConfig
+from titanrl.config.rewards import JudgeOptions, MathVerifyOptions, OverlongOptions, RegexOptions, RepetitionOptions
 from titanrl.config.schema import Config
-from titanrl.processes.sandbox import OnRespawn, log_respawn
+from titanrl.config.sections import SandboxConfig
+from titanrl.processes.confine import SandboxUnavailable, missing_features
+from titanrl.processes.sandbox import FORK_DEADLINE_S, OnRespawn, SandboxDied, Zygotes, log_respawn
+from titanrl.processes.zygote import END, STARTED, Request
 from titanrl.rewards.scorers import custom
-from titanrl.rewards.scoring_pool import ScoringPool
 from titanrl.rewards.token_rewards import TokenCredit
-from titanrl.rewards.trusted import TrustedReward
 
 if TYPE_CHECKING:
     from titanrl.rewards.judge import Judge
@@ -31,6 +41,16 @@ SCORERS = "titanrl.rewards.scorers"
 
 ScorePart = Callable[[Answers], Awaitable[list[Score]]]
 """Function from the answers to one prompt to their scores by one reward, in the same order."""
+MAX_TEXT_CHARS = 1 << 20
+"""Maximum length of the text that a reward receives. Longer texts lose their start, because the answer is at the end."""
+
+_PARSED_AT_ONCE_BYTES = 1 << 16
+"""Longer replies are parsed in a thread. Python switches threads between two results, so the event loop keeps running."""
+_MAX_SHARES = 4
+"""Maximum divisor of the group's time limit when its answers are scored separately."""
+MAX_CALLS = 64
+"""Maximum number of concurrent calls of one reward. The time limit of a waiting call starts when the call starts."""
+_MAX_DETAIL_CHARS = 200
 
 
 class Scoring:
@@ -174,3 +194,225 @@ def _error(name: str, score: Score, config: RewardConfig) -> str:
 
 def _names(names: Iterable[str]) -> str:
     return ", ".join(sorted(names))
+
+
+# Confined rewards
+
+
+class ScoringPool:
+    """Scores groups of answers, several groups at the same time.
+
+    The pool belongs to the event loop that starts it, in any thread. Its processes are killed when that thread exits.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[RewardSpec],
+        config: SandboxConfig,
+        faults: FaultsConfig | None = None,
+        on_respawn: OnRespawn = log_respawn,
+    ) -> None:
+        """Keep the settings; `start` starts the processes.
+
+        Args:
+            specs: Rewards.
+            config: Limits of the scoring processes.
+            faults: Limit on replacements of the zygote.
+            on_respawn: Called after each replacement.
+        """
+        self._specs, self._config = specs, config
+        self._faults, self._on_respawn = faults or FaultsConfig(), on_respawn
+        self._zygotes: Zygotes | None = None
+
+    async def start(self) -> None:
+        """Load the rewards, and check with one process that the confinement works.
+
+        Raises:
+            SandboxUnavailable: This machine cannot confine a process.
+            SandboxDied: The first scoring process could not reply.
+            ValueError: A reward cannot be loaded.
+        """
+        assert self._zygotes is None, "the pool has already been started"
+        if missing := missing_features():
+            raise SandboxUnavailable(
+                "rewards may eval() model output, so they run only in confined processes, and this machine lacks "
+                f"{'; and '.join(missing)}. Use a machine that has it: there is no unconfined mode."
+            )
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(self.close)
+            self._zygotes = Zygotes(self._specs, self._config, self._faults, self._on_respawn)
+            await self._zygotes.start()
+            nothing = Answers(entry={}, completions=(), num_tokens=(), finish_reasons=())
+            if isinstance(failure := await self._attempt(0, nothing, FORK_DEADLINE_S), str):
+                raise SandboxDied(f"the first scoring process could not reply: {failure}")
+            stack.pop_all()
+
+    async def score(self, answers: Answers, *, reward: int = 0) -> list[Score]:
+        """Score the answers to one prompt. Wait while `num_processes` groups are being scored.
+
+        If the group times out or crashes its process, each answer is scored again in a separate process, so that only the
+        answer at fault fails. A reward that scores the whole group in one call cannot be split: all of its answers fail. If the
+        zygote dies, it is replaced, and the answers are scored again.
+
+        Args:
+            answers: Completions of one prompt.
+            reward: Index of the reward.
+
+        Returns:
+            One score per answer, in order.
+
+        Raises:
+            SandboxDied: The pool is closed.
+            RespawnLimitError: The zygote died too often.
+        """
+        num = len(answers.completions)
+        if num == 0:
+            return []
+        scores = await self._attempt(reward, answers, self._config.timeout_s)
+        if not isinstance(scores, str):
+            return scores
+        if self._opened().are_groups[reward] or (scores == "timeout" and num == 1):
+            return [self._failed(scores)] * num
+        share_s = self._config.timeout_s / min(num, _MAX_SHARES)
+        alone = await asyncio.gather(*(self._attempt(reward, answers.only(index), share_s) for index in range(num)))
+        return [self._failed(scores) if isinstance(scores, str) else scores[0] for scores in alone]
+
+    async def close(self) -> None:
+        """Kill all processes and wait until they have exited. Pending calls of `score` raise `SandboxDied`.
+
+        The pool can be started again.
+        """
+        zygotes, self._zygotes = self._zygotes, None
+        if zygotes is not None:
+            await zygotes.stop()
+
+    def _opened(self) -> Zygotes:
+        if self._zygotes is None:
+            raise SandboxDied("the scoring pool is closed or was never started")
+        return self._zygotes
+
+    async def _attempt(self, reward: int, answers: Answers, timeout_s: float) -> list[Score] | ProcessFailure:
+        """Score the answers in one process. Kill the process afterwards, unless it may score another group."""
+        texts = tuple([text[-MAX_TEXT_CHARS:] for text in answers.completions])
+        zygotes = self._opened()
+        token_ids = answers.token_ids if zygotes.take_token_ids[reward] else ()
+        raw = answers.with_raw().raw_completions if zygotes.take_raw[reward] else ()
+        raw = tuple([text[-MAX_TEXT_CHARS:] for text in raw])
+        request: Request = (reward, answers.entry, texts, answers.num_tokens, answers.finish_reasons, token_ids, raw)
+        max_bytes = self._max_reply_bytes(reward, answers)
+
+        async def parse(reply: bytes) -> list[Score] | None:
+            body = reply.removeprefix(STARTED).removesuffix(END)
+            parsed = partial(parse_scores, body, self._specs[reward], answers.num_tokens)
+            return parsed() if len(reply) <= _PARSED_AT_ONCE_BYTES else await asyncio.to_thread(parsed)
+
+        scores = await zygotes.request(pickle.dumps(request), timeout_s, max_bytes, parse)
+        if isinstance(scores, str) or texts == answers.completions:
+            return scores
+        nums_cut = [len(whole) - len(text) for whole, text in zip(answers.completions, texts, strict=True)]
+        return [score.moved(num_cut) for score, num_cut in zip(scores, nums_cut, strict=True)]
+
+    def _max_reply_bytes(self, reward: int, answers: Answers) -> int:
+        """Return the maximum length of a reply to these answers."""
+        spec = self._specs[reward]
+        return len(STARTED) + len(END) + sum(spec.max_result_bytes(num) + len(SEPARATOR) for num in answers.num_tokens)
+
+    def _failed(self, status: ProcessFailure) -> Score:
+        timeout = (
+            f"timeout: the reward did not return in time (sandbox.timeout_s={self._config.timeout_s:g}, for a whole group)"
+        )
+        crash = "crash: the scoring process exited, was killed by a signal, or sent a reply that is invalid or too long"
+        return Score(parts={}, status=status, detail=timeout if status == "timeout" else crash)
+
+
+# Trusted rewards
+
+
+class TrustedReward:
+    """A user-defined reward. An async function is awaited in the event loop; a synchronous one is called in a thread.
+
+    Example: `TrustedReward(BoundReward("judge", ask_the_judge), timeout_s=5.0)`
+    """
+
+    def __init__(self, reward: BoundReward, timeout_s: float) -> None:
+        """Keep the reward, and the time limit of each call."""
+        self._reward = reward
+        self._timeout_s = timeout_s
+        self._running = asyncio.Semaphore(MAX_CALLS)
+
+    async def score(self, answers: Answers) -> list[Score]:
+        """Score the answers to one prompt, in order."""
+        num = len(answers.completions)
+        answers = answers.with_raw() if self._reward.takes_raw else answers
+        if not self._reward.is_group:
+            return list(await asyncio.gather(*(self._score_one(answers, index) for index in range(num))))
+        try:
+            returned = await self._call(partial(self._reward.call_group, answers), "the whole group")
+            values = self._reward.values(returned, num)
+        except (Exception, SystemExit) as error:  # user code may raise anything
+            return [_failed(error)] * num
+        return [self._checked(value) for value in values]
+
+    async def _score_one(self, answers: Answers, index: int) -> Score:
+        try:
+            value = await self._call(partial(self._reward.call_one, answers, index), "one completion")
+        except (Exception, SystemExit) as error:  # as above
+            return _failed(error)
+        return self._checked(value)
+
+    def _checked(self, value: object) -> Score:
+        try:
+            return Score.of(self._reward.parts(value))
+        except Exception as error:  # as above: the value may be an object of the user
+            return _failed(error)
+
+    async def _call(self, call: Callable[[], Any], what: str) -> Any:
+        """Return the result of a call.
+
+        Args:
+            call: Function to call.
+            what: Description of what it scores, for the error message.
+
+        Raises:
+            _TimeLimit: The call took too long.
+        """
+        async with self._running:
+            try:
+                async with asyncio.timeout(self._timeout_s) as limit:
+                    value = call() if self._reward.is_async else await in_thread(call)
+                    return await value if isinstance(value, Awaitable) else value
+            except TimeoutError:
+                if not limit.expired():  # the function itself raised TimeoutError
+                    raise
+                raise _TimeLimit(
+                    f"the reward did not return in time (sandbox.timeout_s={self._timeout_s:g}, for {what})"
+                ) from None
+
+
+class _TimeLimit(Exception):
+    """Raised if a reward exceeds its time limit."""
+
+
+def _failed(error: BaseException) -> Score:
+    if isinstance(error, _TimeLimit):
+        return Score(parts={}, status="timeout", detail=f"timeout: {error}")
+    detail = f"{type(error).__name__}: {error}"[:_MAX_DETAIL_CHARS]
+    return Score(parts={}, status="error", detail=ascii(detail)[1:-1])
+
+
+async def in_thread(call: Callable[[], Any]) -> Any:
+    """Call a function in a new thread. A thread cannot be stopped, so if the wait is cancelled, its result is dropped."""
+    done: concurrent.futures.Future[Any] = concurrent.futures.Future()
+    done.set_running_or_notify_cancel()  # now cancelling the wait cannot cancel the future, so the thread can always set it
+
+    def run() -> None:
+        try:
+            result = call()
+        except BaseException as error:  # futures reject StopIteration, and SystemExit would end the worker
+            is_plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
+            done.set_exception(error if is_plain else RuntimeError(f"{type(error).__name__}: {error}"))
+        else:
+            done.set_result(result)
+
+    threading.Thread(target=run, name="reward", daemon=True).start()
+    return await asyncio.wrap_future(done)

@@ -33,8 +33,7 @@ from titanrl.environments import (
     Observation,
     Tool,
 )
-from titanrl.environments.calls import readable_text
-from titanrl.environments.results import checked, shown
+from titanrl.environments.results import checked, readable_text, shown
 from titanrl.rollout.renderers import Renderer, TurnEnd
 
 T = TypeVar("T")

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from titanrl.processes.host import host_id, process_start
+from titanrl.processes.machine import host_id, process_start
 from titanrl.weights.manifest import ArenaHandle, WeightMismatchError
 
 _HEADER_BYTES = mmap.PAGESIZE

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from titanrl.base.choices import TransportName
-from titanrl.processes.host import host_id
+from titanrl.processes.machine import host_id
 from titanrl.weights.arena import Arena, MappedArena, sequence_in
 from titanrl.weights.manifest import (
     ArenaHandle,

@@ -2,7 +2,7 @@
 
 from fault_reward import at
 from titanrl.environments import Done, Message
-from titanrl.environments.single_turn import SingleTurn
+from titanrl.environments.factories import SingleTurn
 
 
 class Task(SingleTurn):

@@ -24,7 +24,7 @@ from titanrl.environments import (
     ToolEnvironment,
     make_environment,
 )
-from titanrl.environments.registry import BUILTIN, FUNCTION_KEY, load_factory
+from titanrl.environments.factories import BUILTIN, FUNCTION_KEY, load_factory
 
 
 class Echo:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes.processes import needs_confinement
-from titanrl.checks.reward_trials import sample_answers, try_rewards
+from titanrl.checks.child_checks import sample_answers, try_rewards
 from titanrl.config.errors import BrokenRules
 from titanrl.config.schema import Config
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from titanrl.base.loading import loading
 from titanrl.base.ownership import is_own_peer
 from titanrl.base.terminal import ENDING
+from titanrl.processes import bootstrap
+from titanrl.processes.bootstrap import Order, is_confirmed, receive_order, send_number
 from titanrl.processes.confine import allow_tracing, end_with_parent
-from titanrl.processes.templates import bootstrap
-from titanrl.processes.templates.messages import Order, is_confirmed, receive_order, send_number
 
 _ORDER_S = 10.0
 """Limit in seconds for a connected process to send its order, which it does immediately."""

@@ -33,6 +33,6 @@ def start_thread() -> None:
 
 def use_ending() -> None:
     """Let forks run the module `ending` instead of Monarch's program."""
-    from titanrl.processes.templates import bootstrap
+    from titanrl.processes import bootstrap
 
     bootstrap.MONARCH = "ending"

@@ -1,10 +1,15 @@
-"""CPU affinity: chosen by the configuration, and set when a process starts, before any library starts threads."""
+"""This machine: its identity, processes and CPU cores. Processes are bound to cores before any library starts threads."""
 
+import functools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+HOST_FOLDER = "TITANRL_HOST_FOLDER"
+"""Environment variable with the run's folder on this host, which only this user can enter; unset if the run has one host.
+
+Emulated hosts that share a machine have different folders."""
 CORES = "TITANRL_CORES"
 """Environment variable with the cores of a new process, from `Cores.text`; unset if the process is not bound."""
 
@@ -68,3 +73,26 @@ def bind(text: str) -> None:
     cores = chosen_cores(text, sorted(os.sched_getaffinity(0)), numa_nodes())
     if cores:
         os.sched_setaffinity(0, cores)
+
+
+@functools.cache
+def host_id() -> str:
+    """Return an id shared by processes that can open each other's file descriptors.
+
+    The id combines the boot id, the PID namespace and the host folder.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.environ.get(HOST_FOLDER, '')}".rstrip()
+
+
+def process_state(pid: int) -> str:
+    """Return the kernel's letter for the state of a process, such as T if a signal has stopped it; empty if it is dead."""
+    try:
+        return chr(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2][0])
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def process_start(pid: str) -> int:
+    """Return the start time of a process in clock ticks since boot."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from titanrl.base.loading import import_object
 from titanrl.base.plugins import Plugin, Plugins, check_call, name_of, plugin_of
-from titanrl.environments.interface import Environment, JudgesTruncated
+from titanrl.environments.interface import Done, Environment, Episode, JudgesTruncated, Limit, Message, Observation, opening
 
 KEY = "data.environment"
 """Configuration section, for error messages."""
@@ -19,8 +19,8 @@ FUNCTION_KEY = f"{KEY}.function"
 """Configuration key of the environment, which is also its plugin key."""
 
 BUILTIN = {
-    "single_turn": "titanrl.environments.single_turn:SingleTurn",
-    "tools": "titanrl.environments.registry:tools",
+    "single_turn": "titanrl.environments.factories:SingleTurn",
+    "tools": "titanrl.environments.factories:tools",
     "calculator": "titanrl.environments.calculator:calculator",
     "python": "titanrl.environments.python_tool:python",
     "tic_tac_toe": "titanrl.environments.tic_tac_toe:TicTacToe",
@@ -154,6 +154,29 @@ def check_methods(environment: object, *, key: str, name: str) -> None:
         check_call(function, protocol, key=key, name=f"{name}.{method}", expected=expected)
         if not inspect.iscoroutinefunction(function):
             raise ValueError(f"{key}: {method} is not async (got {name}). Write it as `{expected}`.")
+
+
+class SingleTurn:
+    """Asks the question and ends the episode after the answer."""
+
+    def __init__(self, *, system_prompt: str | None = None) -> None:
+        """Set the system message that precedes the question."""
+        self._system_prompt = system_prompt
+
+    async def reset(self, episode: Episode) -> Observation:
+        """Return the question."""
+        return Observation(messages=opening(episode, self._system_prompt))
+
+    async def step(self, message: Message) -> Done:
+        """End the episode."""
+        return Done()
+
+    async def judge_truncated(self, message: Message | None, limit: Limit) -> Done:
+        """Add nothing to the configured rewards, which score the answer that was cut off."""
+        return Done()
+
+    async def close(self) -> None:
+        """Release nothing."""
 
 
 def tools(*, tools: list[str], **options: Any) -> Environment:

@@ -9,7 +9,7 @@ import pytest
 from titanrl.config import Config
 from titanrl.config.operations import HostsConfig
 from titanrl.hosts.core_rules import broken_by_cores
-from titanrl.processes.cores import Cores, bind, chosen_cores, numa_nodes, numbers
+from titanrl.processes.machine import Cores, bind, chosen_cores, numa_nodes, numbers
 
 NODES = [{0, 1, 2, 3}, {4, 5, 6, 7}]
 
@@ -54,7 +54,7 @@ def test_shares_cover_all_cores_without_overlap() -> None:
 def test_bound_process_and_its_children_use_only_their_cores() -> None:
     core = max(os.sched_getaffinity(0))
     code = (
-        f"import os, subprocess, sys; from titanrl.processes.cores import bind; bind('{core} 0 1'); "
+        f"import os, subprocess, sys; from titanrl.processes.machine import bind; bind('{core} 0 1'); "
         "print(os.sched_getaffinity(0)); sys.stdout.flush(); "
         "subprocess.run([sys.executable, '-c', 'import os; print(os.sched_getaffinity(0))'])"
     )

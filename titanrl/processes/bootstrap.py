@@ -4,23 +4,25 @@ This happens before Monarch is imported, which can take seconds on a busy machin
 the import, the process would remain for most of a minute until Monarch gives up. And if the process itself were killed, the
 controller would not detect it.
 
-If the process has a template (`titanrl.processes.templates.template`), a fork of the template does all this instead. The
+If the process has a template (`titanrl.processes.templates`), a fork of the template does all this instead. The
 original process remains as a stand-in, because Monarch watches the process that it started. When either of the two exits, so
 does the other; the stand-in exits with the status of its fork.
 """
 
 import contextlib
+import json
 import os
 import runpy
 import signal
 import socket
+import struct
 import sys
+from dataclasses import asdict, dataclass
 from typing import NoReturn
 
 from titanrl.base.ownership import is_own_peer
 from titanrl.processes.confine import allow_tracing, end_with_parent
-from titanrl.processes.cores import CORES, bind
-from titanrl.processes.templates.messages import Order, confirm, receive_number, send_order
+from titanrl.processes.machine import CORES, bind
 
 PARENT = "TITANRL_PARENT_PID"
 """Environment variable with the id of the process that the new process must not outlive; unset if another machine starts it."""
@@ -34,6 +36,10 @@ FORK_S = 10.0
 """Limit in seconds for a fork, which takes milliseconds unless the template was stopped by a signal."""
 MONARCH = "monarch._src.actor.bootstrap_main"
 """Module that Monarch runs by default in a new process."""
+
+_NUMBER = struct.Struct("=i")
+_CONFIRMATION = b"+"
+_STREAMS = (0, 1, 2)
 
 
 def main() -> None:
@@ -82,7 +88,7 @@ def stand_in(template: str, controller: int) -> None:
             if fork is None:
                 return
             signal.signal(signal.SIGTERM, lambda number, frame: os.kill(fork, number))
-            confirm(connection)
+            connection.sendall(_CONFIRMATION)
         except TimeoutError:
             print(f"{template}: no fork within {FORK_S:g} s, so this process imports its packages itself", file=sys.stderr)
             return
@@ -105,3 +111,64 @@ def end_as(status: int | None) -> NoReturn:
         signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
     os._exit(128 + number)
+
+
+# Messages between a stand-in and its template: the order for a fork, then the fork's process id and wait status
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """Properties that a fork takes over from its stand-in."""
+
+    environment: dict[str, str]
+    """All environment variables."""
+    folder: str
+    """Working directory."""
+    controller: int
+    """Id of the controller's process, which may inspect the fork."""
+
+
+def send_order(connection: socket.socket, order: Order) -> None:
+    """Send an order, with the standard streams of this process."""
+    data = os.fsencode(json.dumps(asdict(order), ensure_ascii=False))
+    socket.send_fds(connection, [_NUMBER.pack(len(data))], _STREAMS)
+    connection.sendall(data)
+
+
+def receive_order(connection: socket.socket) -> tuple[Order, list[int]]:
+    """Receive an order and the descriptors of the standard streams.
+
+    Raises:
+        ConnectionError: The sender exited.
+    """
+    header, streams, _, _ = socket.recv_fds(connection, _NUMBER.size, len(_STREAMS))
+    if len(header) < _NUMBER.size:
+        raise ConnectionError("the process exited before its order was complete")
+    (size,) = _NUMBER.unpack(header)
+    data = connection.recv(size, socket.MSG_WAITALL)
+    if len(data) < size:
+        raise ConnectionError("the process exited before its order was complete")
+    return Order(**json.loads(os.fsdecode(data))), list(streams)
+
+
+def is_confirmed(connection: socket.socket) -> bool:
+    """Wait in a fork for the stand-in's confirmation; return False if the stand-in has exited, or runs itself."""
+    connection.settimeout(None)
+    try:
+        return connection.recv(len(_CONFIRMATION)) == _CONFIRMATION
+    except OSError:
+        return False
+
+
+def send_number(connection: socket.socket, number: int) -> None:
+    """Send the process id of a fork, or its wait status. Do nothing if the receiver has exited."""
+    try:
+        connection.sendall(_NUMBER.pack(number))
+    except OSError:
+        return
+
+
+def receive_number(connection: socket.socket) -> int | None:
+    """Receive a number; return None if the sender has exited."""
+    data = connection.recv(_NUMBER.size, socket.MSG_WAITALL)
+    return _NUMBER.unpack(data)[0] if len(data) == _NUMBER.size else None

@@ -1,26 +1,45 @@
-"""The controller's handle of a template: a process that imports a role's packages once, and is forked for the role's processes.
+"""Template processes, which import the packages of a role once and are forked for each of the role's processes.
 
 Most of a generator's startup time is spent importing vLLM. With a template, only the first process of a role waits for the
 imports. Later processes start with all packages imported, in shared memory: further workers and ranks, replacements of dead
-replicas, and all processes after a restart of the run.
+replicas, and all processes after a restart of the run. A template only forks if it has a single thread. It neither opens a
+device nor starts Monarch; its forks do.
 
-A template only forks if it has a single thread. It neither opens a device nor starts Monarch; its forks do.
+The runs of a machine may share the templates of `titanrl warm`. Each of these has a socket in a folder, named by a digest of
+everything that its imports depend on. A run whose environment variable SHARED names the folder uses the templates with the
+right digests, and starts its own for the other roles.
 """
 
 import asyncio
 import contextlib
+import hashlib
 import os
 import pickle
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from titanrl.processes.host import process_state
-from titanrl.processes.private_sockets import private_folder
+from titanrl.base.ownership import is_private
+from titanrl.config.errors import BrokenRule
+from titanrl.processes.machine import process_state
+from titanrl.processes.temporary import private_folder
 
-_PROGRAM = "import sys; from titanrl.processes.templates.forker import main; main(*map(int, sys.argv[1:]))"
+PACKAGE = Path(__file__).parents[1]
+"""Folder of TitanRL's source."""
+SHARED = "TITANRL_TEMPLATES"
+"""Environment variable with the folder of the shared templates."""
+
+_NOT_READ = {
+    *(SHARED, "TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "XDG_RUNTIME_DIR"),  # of a single run
+    *("HYPERACTOR_EXECUTION_ID", "MONARCH_CLIENT_TRACE_ID"),  # set by Monarch when it is imported
+    *("_", "COLUMNS", "LINES", "OLDPWD", "PWD", "SHLVL", "TERM"),  # of a shell
+    *("PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER"),  # of a test
+}
+"""Environment variables that no import reads."""
+_PROGRAM = "import sys; from titanrl.processes.forker import main; main(*map(int, sys.argv[1:]))"
 
 
 class Template:
@@ -102,3 +121,42 @@ class Template:
     async def _receive_state(self) -> bool:
         self._state.setblocking(False)
         return bool(await asyncio.get_running_loop().sock_recv(self._state, 1))
+
+
+def shared_template(environment: Mapping[str, str], load: Callable[[], None]) -> str | None:
+    """Return the socket path of the shared template for a role; None if there is none.
+
+    Args:
+        environment: variables that the packages read when they are imported, in addition to those of this process.
+        load: function that imports the packages.
+    """
+    folder = os.environ.get(SHARED)
+    if not folder or any(broken_by_templates()):
+        return None
+    path = Path(folder) / digest_of_imports(environment, load)
+    return str(path) if path.is_socket() else None
+
+
+def broken_by_templates() -> Iterator[BrokenRule]:
+    """Check that no other user has created the folder of the shared templates, for example after they ended.
+
+    Templates receive the environment of a run, with its keys, and its output.
+    """
+    folder = os.environ.get(SHARED)
+    if folder and os.path.lexists(folder) and not is_private(Path(folder)):
+        yield BrokenRule(
+            values={SHARED: folder},
+            rule="must be a folder of mode 0700 that belongs to you, and no link, because templates in it receive your keys",
+            fix="unset the variable, or start `titanrl warm` and export what it prints",
+        )
+
+
+def digest_of_imports(environment: Mapping[str, str], load: Callable[[], None]) -> str:
+    """Return a digest of what a template's imports depend on. It changes when TitanRL is edited or a package is installed."""
+    inherited = {name: value for name, value in os.environ.items() if name not in _NOT_READ}
+    variables = {**inherited, **environment, "OMP_NUM_THREADS": "1"}  # a template imports with one thread
+    sources = [(str(file), file.stat().st_mtime_ns) for file in sorted(PACKAGE.rglob("*.py"))]
+    packages = Path(sysconfig.get_path("purelib")).stat().st_mtime_ns
+    place = (sys.executable, os.getcwd(), sorted(os.sched_getaffinity(0)))
+    parts = (place, packages, sources, sorted(variables.items()), pickle.dumps(load))
+    return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
