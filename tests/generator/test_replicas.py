@@ -30,7 +30,7 @@ from titanrl.launch.parts import Part, SharedContext
 from titanrl.launch.roles import Roles
 from titanrl.launch.supervision import Supervisor
 from titanrl.models.recipe import create_model
-from titanrl.processes.respawns import Respawns
+from titanrl.processes.children import Respawns
 from titanrl.processes.variables import generator_environment, worker_environment
 from titanrl.rollout.pool import GeneratorPool
 from titanrl.weights.manifest import WeightManifest

@@ -20,7 +20,7 @@ from titanrl.launch.rollouts import RolloutMesh
 from titanrl.launch.stalls import Pace, Watchdog
 from titanrl.launch.supervision import PartDiedError, Supervisor
 from titanrl.processes.actors import Actor, concurrent_endpoint
-from titanrl.processes.respawns import RespawnLimitError, Respawns
+from titanrl.processes.children import RespawnLimitError, Respawns
 
 
 class Clerk(Actor):

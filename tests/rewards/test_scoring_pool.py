@@ -39,8 +39,8 @@ from tests.rewards.scoring import (
 from titanrl.carriers.scores import RewardSpec, Score
 from titanrl.config.faults import FaultsConfig
 from titanrl.config.sections import SandboxConfig
+from titanrl.processes.children import RespawnLimitError
 from titanrl.processes.confine import SandboxUnavailable
-from titanrl.processes.respawns import RespawnLimitError
 from titanrl.processes.sandbox import SandboxDied
 from titanrl.rewards.scoring import ScoringPool
 

@@ -11,7 +11,7 @@ from titanrl.base.files import DamagedError
 from titanrl.config.faults import FaultsConfig
 from titanrl.launch.stalls import StallError
 from titanrl.launch.supervision import ActorDiedError, DeadlineError
-from titanrl.processes.respawns import RespawnLimitError, Respawns
+from titanrl.processes.children import RespawnLimitError, Respawns
 from titanrl.run.progress import RunState, complete_checkpoint
 from titanrl.run.restarts import Restart, Restarts, newest_checkpoint
 from titanrl.trainer.agreement import RankError

@@ -41,8 +41,8 @@ from titanrl.data.selection import Selection
 from titanrl.data.streams import Encode, PromptStream, make_encoder, make_gym_dataset, open_stream
 from titanrl.data.tokenizer import Tokenizer, load_tokenizer
 from titanrl.environments.factories import load_factory
+from titanrl.processes.children import RespawnLimitError
 from titanrl.processes.confine import SandboxUnavailable, end_with_parent
-from titanrl.processes.respawns import RespawnLimitError
 from titanrl.processes.sandbox import SandboxDied
 from titanrl.processes.temporary import TemporaryFolder, delete_all
 from titanrl.rewards.scorers import custom

@@ -9,13 +9,10 @@ import asyncio
 import json
 import os
 import pickle
-import select
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -37,6 +34,7 @@ from titanrl.environments.interface import (
     Observation,
 )
 from titanrl.environments.python_tool import close_pools
+from titanrl.processes.children import Channel, Child
 
 _MAX_REPLY_BYTES = 8 << 20  # parsing it takes 0.2 s at worst; valid replies are shorter (`results.MAX_CHARS`)
 _EXIT_DEADLINE_S = 5.0
@@ -229,7 +227,6 @@ class EnvironmentPool:
         self._running.add(process)
         path = [str(entry) for entry in sys.path] if self.processes.python is None else []
         try:
-            await process.connect()
             await process.request(("load", (self._function, self._options, path)), self.processes.start_s, "start")
         except BaseException:  # including cancellation
             process.kill()
@@ -307,30 +304,15 @@ class _Process:
     def __init__(self, python: Path | str | None, log: Path | None, on_exit: "Callable[[_Process], None]") -> None:
         """Start the process."""
         self._log = log
-        self._when_exited = on_exit
-        self._replies = _Replies()
-        self._transport: asyncio.Transport | None = None
-        self._was_killed = False
-        self._loop = asyncio.get_running_loop()
-        self._exited: asyncio.Future[int] = self._loop.create_future()
-        self._ours, theirs = socket.socketpair()
+        ours, theirs = socket.socketpair()
         with theirs:
-            self._popen = _start(python, theirs.fileno(), log)
-        self._pidfd = os.pidfd_open(self._popen.pid)
-        self._loop.add_reader(self._pidfd, self._on_exit)
+            self._child = _start(python, theirs.fileno(), log, lambda child: on_exit(self))
+        self._channel = Channel(ours, _is_complete)
 
     @property
     def has_exited(self) -> bool:
         """True if the process has exited or is about to, even if the event loop has not processed the event yet."""
-        if self._was_killed or self._exited.done() or self._replies.closed.done():
-            return True
-        exit_poll = select.poll()
-        exit_poll.register(self._pidfd, select.POLLIN)
-        return bool(exit_poll.poll(0))
-
-    async def connect(self) -> None:
-        """Connect the socket to the event loop."""
-        self._transport, _ = await self._loop.create_connection(lambda: self._replies, sock=self._ours)
+        return self._channel.is_closed or self._child.has_exited
 
     async def request(self, request: Request, limit_s: float, what: str) -> dict[str, Any]:
         """Send a request and return the reply.
@@ -348,119 +330,75 @@ class _Process:
             EnvironmentDied: The process died.
             EnvironmentFailure: The environment raised, the arguments cannot be pickled, or the reply is invalid.
         """
-        assert self._transport is not None
         try:
             body = pickle.dumps(request, protocol=4)
         except Exception as error:  # pickling runs user code
             cause = f"{type(error).__name__}: {error}"
             raise EnvironmentFailure(f"{KEY}: the arguments of {what} cannot be sent to a process: {cause}") from error
         try:
-            reply = self._replies.expect()
-            self._transport.write(LENGTH.pack(len(body)) + body)
-            either: list[asyncio.Future[Any]] = [reply, self._replies.closed]
-            await asyncio.wait(either, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+            reply = await self._channel.request(LENGTH.pack(len(body)) + body, limit_s, LENGTH.size + _MAX_REPLY_BYTES)
         except BaseException:  # including cancellation: the process may be in the middle of a call
             self.kill()
             raise
-        if reply.done():
-            return self._checked(reply.result(), what)
-        if not self._replies.closed.done():
+        if reply is None:
             self.kill()
             raise EnvironmentTimeout(
                 f"{KEY}: {what} took longer than {limit_s:g} s, so its process was killed{self._log_hint()}"
             )
-        raise EnvironmentDied(f"{KEY}: its process died during {what} ({await self._exit_reason()}){self._log_hint()}")
+        if not _is_complete(reply):
+            raise EnvironmentDied(f"{KEY}: its process died during {what} ({await self._exit_reason()}){self._log_hint()}")
+        return self._checked(reply, what)
 
     def kill(self) -> None:
         """Kill the process and its children."""
-        self._was_killed = True
-        if not self._exited.done():
-            self._kill_group()
-        if self._transport is None:
-            self._ours.close()
-        else:
-            self._transport.abort()
+        self._child.kill()
+        self._channel.close()
 
     async def exited(self) -> None:
         """Wait until the process has exited."""
-        await asyncio.wait([self._exited], timeout=_EXIT_DEADLINE_S)
+        await asyncio.wait([self._child.exited], timeout=_EXIT_DEADLINE_S)
 
-    def _checked(self, body: bytes | None, what: str) -> dict[str, Any]:
-        if body is None:
+    def _checked(self, reply: bytes, what: str) -> dict[str, Any]:
+        (length,) = LENGTH.unpack_from(reply)
+        if length > _MAX_REPLY_BYTES:
             self.kill()
             rule = f"the reply to {what} is longer than {_MAX_REPLY_BYTES >> 20} MiB"
             raise EnvironmentFailure(f"{KEY}: {rule}, so its process was killed{self._log_hint()}")
+        body = reply[LENGTH.size : LENGTH.size + length]
         try:
-            reply = json.loads(body)
+            parsed = json.loads(body)
         except (ValueError, RecursionError):
-            reply = None
-        if not isinstance(reply, dict):
+            parsed = None
+        if not isinstance(parsed, dict):
             self.kill()
             raise EnvironmentFailure(f"{KEY}: the reply to {what} is invalid (got {body!r:.80}), so its process was killed")
-        if "error" in reply:
-            failure = InvalidReward if reply.get("is_reward") is True else EnvironmentFailure
-            raise failure(f"{KEY}: {what} raised {str(reply['error'])[:2000]}{self._log_hint()}")
-        return reply
+        if "error" in parsed:
+            failure = InvalidReward if parsed.get("is_reward") is True else EnvironmentFailure
+            raise failure(f"{KEY}: {what} raised {str(parsed['error'])[:2000]}{self._log_hint()}")
+        return parsed
 
     async def _exit_reason(self) -> str:
         """Return the signal or exit code of the process."""
-        await asyncio.wait([self._exited], timeout=_EXIT_DEADLINE_S)
+        await self.exited()
         self.kill()  # in case it only closed its socket
-        if not self._exited.done():
+        if not self._child.exited.done():
             return "it closed its connection"
-        code = self._exited.result()
+        code = self._child.exited.result()
         return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
     def _log_hint(self) -> str:
         return "" if self._log is None else f" (output: {self._log})"
 
-    def _on_exit(self) -> None:
-        self._loop.remove_reader(self._pidfd)
-        self._kill_group()  # kill the children of the environment; the process group exists until `wait`
-        self._exited.set_result(self._popen.wait())
-        os.close(self._pidfd)
-        self._when_exited(self)
 
-    def _kill_group(self) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self._popen.pid, signal.SIGKILL)
+def _is_complete(received: bytes | bytearray) -> bool:
+    """Return True for a complete reply, and for one that is too long according to its first bytes."""
+    if len(received) < LENGTH.size:
+        return False
+    length: int = LENGTH.unpack_from(received)[0]
+    return length > _MAX_REPLY_BYTES or len(received) >= LENGTH.size + length
 
 
-class _Replies(asyncio.Protocol):
-    """Reads replies from the socket and sets their futures, so a reply that arrives while the loop is busy is still in time."""
-
-    def __init__(self) -> None:
-        loop = asyncio.get_running_loop()
-        self.closed: asyncio.Future[None] = loop.create_future()
-        self._reply: asyncio.Future[bytes | None] = loop.create_future()
-        self._received = bytearray()
-        self._transport: asyncio.BaseTransport | None = None
-
-    def expect(self) -> "asyncio.Future[bytes | None]":
-        """Return a future for the next reply; its result is None if the reply is too long."""
-        self._received.clear()
-        self._reply = asyncio.get_running_loop().create_future()
-        return self._reply
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        self._received += data
-        if len(self._received) < LENGTH.size or self._reply.done():
-            return
-        (length,) = LENGTH.unpack_from(self._received)
-        if length > _MAX_REPLY_BYTES:
-            self._reply.set_result(None)
-        elif len(self._received) >= LENGTH.size + length:
-            self._reply.set_result(bytes(self._received[LENGTH.size : LENGTH.size + length]))
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if not self.closed.done():
-            self.closed.set_result(None)
-
-
-def _start(python: Path | str | None, channel: int, log: Path | None) -> "subprocess.Popen[bytes]":
+def _start(python: Path | str | None, channel: int, log: Path | None, on_exit: Callable[[Child], None]) -> Child:
     """Start a process in a new session. The hash seed is fixed, so that equal seeds give equal episodes."""
     environment = {"PYTHONHASHSEED": "0", **os.environ}
     if python is not None:
@@ -469,15 +407,7 @@ def _start(python: Path | str | None, channel: int, log: Path | None) -> "subpro
     arguments = [str(python or sys.executable), "-c", _BOOTSTRAP, str(package), str(channel), str(os.getpid())]
     output = os.dup(2) if log is None else os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     try:
-        return subprocess.Popen(
-            arguments,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            pass_fds=[channel],
-            env=environment,
-            start_new_session=True,
-        )
+        return Child(arguments, environment=environment, descriptors=[channel], stdout=output, stderr=output, on_exit=on_exit)
     except OSError as error:
         raise EnvironmentFailure(f"{KEY}.python: cannot be started: {error.strerror} (got {str(python)!r})") from error
     finally:

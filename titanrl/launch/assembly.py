@@ -31,7 +31,7 @@ from titanrl.launch.supervision import Supervisor
 from titanrl.launch.trainer_mesh import TrainerMesh
 from titanrl.models.directory import export_dtype, open_model
 from titanrl.models.vllm_limits import LOAD_FORMAT
-from titanrl.processes.respawns import Respawns
+from titanrl.processes.children import Respawns
 from titanrl.processes.variables import (
     generator_cores,
     generator_device,

@@ -21,8 +21,8 @@ from titanrl.config.faults import FaultsConfig
 from titanrl.launch.supervision import Supervisor
 from titanrl.processes.actors import ProcessVariables, set_up_process
 from titanrl.processes.bootstrap import ANNOUNCEMENTS, NAME, PARENT, TEMPLATE
+from titanrl.processes.children import RespawnLimitError, Respawns
 from titanrl.processes.machine import CORES, Cores
-from titanrl.processes.respawns import RespawnLimitError, Respawns
 from titanrl.processes.templates import Template, shared_template
 from titanrl.processes.temporary import private_folder
 

@@ -17,7 +17,7 @@ from titanrl.base.errors import TitanRLError
 from titanrl.launch.fleet import Fleet
 from titanrl.launch.stalls import Pace
 from titanrl.launch.supervision import ActorDiedError, PartDiedError, Replaceable, Supervisor
-from titanrl.processes.respawns import Respawns
+from titanrl.processes.children import Respawns
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

@@ -12,16 +12,16 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from titanrl.base.errors import TitanRLError
 from titanrl.carriers.scores import ProcessFailure, RewardSpec
 from titanrl.config.faults import FaultsConfig
 from titanrl.config.sections import SandboxConfig
+from titanrl.processes.children import Channel, Child, Respawns
 from titanrl.processes.confine import SandboxUnavailable
 from titanrl.processes.machine import process_state
-from titanrl.processes.respawns import Respawns
-from titanrl.processes.zygote import COUNT, END, GROUP, RAW, READY, TOKENS, ZygoteConfig
+from titanrl.processes.zygote import COUNT, END, READY, ZygoteConfig
 
 FORK_DEADLINE_S = 60.0
 """Maximum wait for a scoring process to become ready, in seconds."""
@@ -47,8 +47,8 @@ class ZygoteDied(SandboxDied):
     """Raised if the zygote was killed or stopped. `Zygotes` starts another one."""
 
 
-class ScoringProcess:
-    """The client's end of the socket to one scoring process."""
+class ScoringProcess(Channel):
+    """A scoring process, and this process's end of the socket to it."""
 
     def __init__(self, channel: socket.socket, pidfd: int, on_ready: "Callable[[ScoringProcess, bytes], None]") -> None:
         """Listen on the socket.
@@ -58,81 +58,26 @@ class ScoringProcess:
             pidfd: File descriptor of the process, to signal it.
             on_ready: Called once with this object and the first message, which is empty if the process died before sending one.
         """
-        self._loop = asyncio.get_running_loop()
-        self._channel = channel
+        super().__init__(channel, lambda received: received.endswith(END))
+        self._max_bytes = _MAX_FIRST_BYTES
         self._pidfd = pidfd
         self._on_ready: Callable[[ScoringProcess, bytes], None] | None = on_ready
-        self._received = bytearray()
-        self._max_bytes = _MAX_FIRST_BYTES
-        # Of the current request; set by a complete reply or when the socket is closed.
-        self._finished: asyncio.Future[None] = self._loop.create_future()
-        self.is_closed = False
-        """True if the process closed its end of the socket because it scored its last group or died."""
         self.num_served = 0
-        """Number of complete replies."""
-        channel.setblocking(False)
-        self._loop.add_reader(channel, self._on_readable)
+        """Number of requests."""
 
-    @property
-    def is_idle(self) -> bool:
-        """True if the process has replied to the last request and can receive another one."""
-        return self._has_replied and not self.is_closed
-
-    @property
-    def _has_replied(self) -> bool:
-        return self._received.endswith(END)
-
-    async def request(self, request: bytes, timeout_s: float, max_bytes: int) -> bytes | None:
-        """Send a pickled request and return the reply; None after a timeout.
-
-        If the process died or its reply has more than `max_bytes`, the reply is incomplete or empty. A reply that arrived while
-        this event loop was busy is accepted even after the timeout, because the future is checked after the wait.
-        """
-        self._received.clear()
-        self._max_bytes = max_bytes
-        self._finished = self._loop.create_future()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                with suppress(ConnectionError):  # the process died; what it sent before is still in the socket buffer
-                    await self._loop.sock_sendall(self._channel, request)
-                if not self.is_closed:
-                    await self._finished
-        self.num_served += self._has_replied
-        is_finished = self._finished.done() and not self._finished.cancelled()  # a timeout cancels the future
-        return bytes(self._received) if self.is_closed or is_finished else None
+    def on_received(self, chunk: bytes) -> None:
+        """Handle the first message or a part of a reply."""
+        if self._on_ready is None:
+            return super().on_received(chunk)
+        on_ready, self._on_ready = self._on_ready, None
+        on_ready(self, chunk)
 
     def kill(self) -> None:
         """Kill the process if it is still running, and close the socket and the pidfd."""
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-        self._close()
+        self.close()
         os.close(self._pidfd)
-        self._channel.close()
-
-    def _on_readable(self) -> None:
-        try:
-            chunk = self._channel.recv(1 << 16)
-        except ConnectionResetError:  # the process died before reading the whole request
-            chunk = b""
-        room = self._max_bytes - len(self._received)
-        if not chunk or len(chunk) > room:
-            self._close()
-        if self._on_ready is not None:
-            on_ready, self._on_ready = self._on_ready, None
-            on_ready(self, chunk)
-        else:
-            self._received += chunk[:room]
-            if self._has_replied:
-                self._finish()
-
-    def _close(self) -> None:
-        self._loop.remove_reader(self._channel)
-        self.is_closed = True
-        self._finish()
-
-    def _finish(self) -> None:
-        if not self._finished.done():
-            self._finished.set_result(None)
 
 
 class ZygoteClient:
@@ -140,19 +85,14 @@ class ZygoteClient:
 
     def __init__(self, specs: Sequence[RewardSpec], config: SandboxConfig) -> None:
         """Start the zygote, which begins to load the rewards."""
-        self.are_groups: tuple[bool, ...] = ()
-        """For each reward, True if it scores all completions of a prompt in one call. Set by `load`."""
-        self.take_token_ids: tuple[bool, ...] = ()
-        """For each reward, True if it takes token ids. Set by `load`."""
-        self.take_raw: tuple[bool, ...] = ()
-        """For each reward, True if it takes the text with special tokens. Set by `load`."""
+        self.flags = b""
+        """For each reward, the sum of its `GROUP`, `TOKENS` and `RAW`. Set by `load`."""
         self._specs = specs
         self._slots = asyncio.Semaphore(config.num_processes)
         self._num_spare = config.num_processes
         self._groups_per_process = config.groups_per_process
         self._loop = asyncio.get_running_loop()
         self._loaded: asyncio.Future[None] = self._loop.create_future()
-        self._exited: asyncio.Future[None] = self._loop.create_future()
         self._is_disconnected = False
         self._failure: Exception | None = None
         self._num_failed_starts = 0
@@ -162,11 +102,9 @@ class ZygoteClient:
         self._stderr = os.memfd_create("zygote-stderr")
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self._popen = _start_zygote(theirs.fileno(), self._stderr, _zygote_config(specs, config))
-        self._pidfd = os.pidfd_open(self._popen.pid)
+            self._child = _start_zygote(theirs.fileno(), self._stderr, _zygote_config(specs, config), self._on_exit)
         self._control.setblocking(False)
         self._loop.add_reader(self._control, self._on_control)
-        self._loop.add_reader(self._pidfd, self._on_exit)
 
     async def load(self) -> None:
         """Wait until the zygote has loaded the rewards, then request the first scoring processes.
@@ -175,13 +113,14 @@ class ZygoteClient:
             ValueError: A reward cannot be loaded.
             SandboxDied: Loading took too long, or the zygote was killed.
         """
-        await asyncio.wait([self._loaded, self._exited], timeout=_LOAD_DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
+        either: list[asyncio.Future[Any]] = [self._loaded, self._child.exited]
+        await asyncio.wait(either, timeout=_LOAD_DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
         if self._loaded.done():
             return self._fork(self._num_spare)
         rewards = f"data.rewards: {', '.join(spec.name for spec in self._specs)}"
         if self._failure is None:
             raise SandboxDied(f"{rewards} did not load within {_LOAD_DEADLINE_S:g} s")
-        if self._popen.returncode > 0:  # the zygote exited with a traceback
+        if self._child.exited.done() and self._child.exited.result() > 0:  # the zygote exited with a traceback
             raise ValueError(f"{rewards} cannot be loaded: {self._stderr_tail()}")
         raise self._failure
 
@@ -226,14 +165,16 @@ class ZygoteClient:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LOOK_S):
                     return await self._ready.get()
-            if process_state(self._popen.pid) == "T":
-                self._fail(ZygoteDied(f"the sandbox's zygote (process {self._popen.pid}) was stopped by a signal"))
+            if process_state(self._child.pid) == "T":
+                self._fail(ZygoteDied(f"the sandbox's zygote (process {self._child.pid}) was stopped by a signal"))
         self._fail(ZygoteDied(f"no scoring process was ready within {FORK_DEADLINE_S:g} s"))
         return None
 
     def _release(self, process: ScoringProcess) -> None:
         """Reuse a process for another group if it replied and has groups left to score; otherwise replace it."""
-        if self._failure is None and process.is_idle and process.num_served < self._groups_per_process:
+        process.num_served += 1
+        is_idle = process.has_replied and not process.is_closed
+        if self._failure is None and is_idle and process.num_served < self._groups_per_process:
             self._spare.add(process)
             self._ready.put_nowait(process)
         else:
@@ -248,20 +189,20 @@ class ZygoteClient:
         if not self._is_disconnected:
             self._on_control()
         if self._is_disconnected:
-            await asyncio.wait([self._exited], timeout=_STOP_DEADLINE_S)
+            await asyncio.wait([self._child.exited], timeout=_STOP_DEADLINE_S)
         if self._failure is not None:
             raise self._failure
 
     async def stop(self) -> None:
         """Stop the zygote and its scoring processes, and wait until the zygote has exited."""
-        if process_state(self._popen.pid) == "T":
-            self._popen.kill()
+        if process_state(self._child.pid) == "T":
+            self._child.kill()
         self._fail(SandboxDied("the sandbox was closed"))
-        if self._loaded.done() and not self._exited.done():
+        if self._loaded.done() and not self._child.exited.done():
             self._control.shutdown(socket.SHUT_WR)  # the zygote kills and reaps its processes, then exits
-            await asyncio.wait([self._exited], timeout=_STOP_DEADLINE_S)
-        self._popen.kill()
-        await self._exited
+            await asyncio.wait([self._child.exited], timeout=_STOP_DEADLINE_S)
+        self._child.kill()
+        await self._child.exited
         if not self._is_disconnected:
             self._disconnect()
         self._control.close()
@@ -299,9 +240,7 @@ class ZygoteClient:
         elif descriptors:
             self._spare.add(ScoringProcess(socket.socket(fileno=descriptors[0]), descriptors[1], self._on_ready))
         else:
-            self.are_groups = tuple(bool(flags & GROUP) for flags in message.removeprefix(READY))
-            self.take_token_ids = tuple(bool(flags & TOKENS) for flags in message.removeprefix(READY))
-            self.take_raw = tuple(bool(flags & RAW) for flags in message.removeprefix(READY))
+            self.flags = message.removeprefix(READY)
             self._loaded.set_result(None)
 
     def _on_ready(self, process: ScoringProcess, message: bytes) -> None:
@@ -318,12 +257,9 @@ class ZygoteClient:
         elif self._num_failed_starts > _MAX_FAILED_STARTS:
             self._fail(SandboxDied(f"{self._num_failed_starts} scoring processes in a row died before they were confined"))
 
-    def _on_exit(self) -> None:
-        self._loop.remove_reader(self._pidfd)
-        os.close(self._pidfd)
-        status, tail = self._popen.wait(), self._stderr_tail()
-        self._fail(ZygoteDied(f"the sandbox's zygote (process {self._popen.pid}) exited with status {status}. {tail}".strip()))
-        self._exited.set_result(None)
+    def _on_exit(self, zygote: Child) -> None:
+        text = f"the sandbox's zygote (process {zygote.pid}) exited with status {zygote.exited.result()}. {self._stderr_tail()}"
+        self._fail(ZygoteDied(text.strip()))
 
     def _disconnect(self) -> None:
         self._loop.remove_reader(self._control)
@@ -371,12 +307,8 @@ class Zygotes:
         self._replacing = asyncio.Lock()
         self._zygote: ZygoteClient | None = None
         self._is_closed = False
-        self.are_groups: tuple[bool, ...] = ()
-        """For each reward, True if it scores all completions of a prompt in one call. Set by `start`."""
-        self.take_token_ids: tuple[bool, ...] = ()
-        """For each reward, True if it takes token ids. Set by `start`."""
-        self.take_raw: tuple[bool, ...] = ()
-        """For each reward, True if it takes the text with special tokens. Set by `start`."""
+        self.flags = b""
+        """For each reward, the sum of its `GROUP`, `TOKENS` and `RAW`. Set by `start`."""
 
     async def start(self) -> None:
         """Start the zygote and wait until it has loaded the rewards.
@@ -399,7 +331,7 @@ class Zygotes:
             finally:
                 if not is_loaded:
                     await self._end()
-        self.are_groups, self.take_token_ids, self.take_raw = zygote.are_groups, zygote.take_token_ids, zygote.take_raw
+        self.flags = zygote.flags
 
     async def request(
         self, request: bytes, timeout_s: float, max_bytes: int, parse: Callable[[bytes], Awaitable[T | None]]
@@ -457,7 +389,7 @@ class Zygotes:
             self._on_respawn(cause, time.perf_counter() - started)
 
 
-def _start_zygote(control_fd: int, stderr: int, config: ZygoteConfig) -> "subprocess.Popen[bytes]":
+def _start_zygote(control_fd: int, stderr: int, config: ZygoteConfig, on_exit: Callable[[Child], None]) -> Child:
     """Start the zygote: a Python process with the import path of this one, but without its secrets in the environment.
 
     The hash seed is fixed because reasoning-gym's word_ladder depends on it.
@@ -468,14 +400,13 @@ def _start_zygote(control_fd: int, stderr: int, config: ZygoteConfig) -> "subpro
         pickle.dump(config, stream)
         stream.seek(0)
         script = f"from titanrl.processes.zygote import main; main({control_fd}, {os.getpid()}, {stream.fileno()})"
-        return subprocess.Popen(
+        return Child(
             [sys.executable, "-P", "-c", script],
-            stdin=subprocess.DEVNULL,
+            environment={**inherited, "PYTHONPATH": path, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"},
+            descriptors=[control_fd, stream.fileno()],
             stdout=subprocess.DEVNULL,
             stderr=stderr,
-            pass_fds=[control_fd, stream.fileno()],
-            env={**inherited, "PYTHONPATH": path, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"},
-            start_new_session=True,
+            on_exit=on_exit,
         )
 
 

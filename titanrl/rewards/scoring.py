@@ -29,7 +29,7 @@ from titanrl.config.schema import Config
 from titanrl.config.sections import SandboxConfig
 from titanrl.processes.confine import SandboxUnavailable, missing_features
 from titanrl.processes.sandbox import FORK_DEADLINE_S, OnRespawn, SandboxDied, Zygotes, log_respawn
-from titanrl.processes.zygote import END, STARTED, Request
+from titanrl.processes.zygote import END, GROUP, RAW, STARTED, TOKENS, Request
 from titanrl.rewards.scorers import custom
 from titanrl.rewards.token_rewards import TokenCredit
 
@@ -271,7 +271,7 @@ class ScoringPool:
         scores = await self._attempt(reward, answers, self._config.timeout_s)
         if not isinstance(scores, str):
             return scores
-        if self._opened().are_groups[reward] or (scores == "timeout" and num == 1):
+        if self._opened().flags[reward] & GROUP or (scores == "timeout" and num == 1):
             return [self._failed(scores)] * num
         share_s = self._config.timeout_s / min(num, _MAX_SHARES)
         alone = await asyncio.gather(*(self._attempt(reward, answers.only(index), share_s) for index in range(num)))
@@ -295,8 +295,8 @@ class ScoringPool:
         """Score the answers in one process. Kill the process afterwards, unless it may score another group."""
         texts = tuple([text[-MAX_TEXT_CHARS:] for text in answers.completions])
         zygotes = self._opened()
-        token_ids = answers.token_ids if zygotes.take_token_ids[reward] else ()
-        raw = answers.with_raw().raw_completions if zygotes.take_raw[reward] else ()
+        token_ids = answers.token_ids if zygotes.flags[reward] & TOKENS else ()
+        raw = answers.with_raw().raw_completions if zygotes.flags[reward] & RAW else ()
         raw = tuple([text[-MAX_TEXT_CHARS:] for text in raw])
         request: Request = (reward, answers.entry, texts, answers.num_tokens, answers.finish_reasons, token_ids, raw)
         max_bytes = self._max_reply_bytes(reward, answers)

@@ -30,7 +30,7 @@ from titanrl.metrics.hooks import Hooks
 from titanrl.metrics.outcome import last_lines, relative, summarize
 from titanrl.metrics.phases import PhaseTimer
 from titanrl.metrics.record import Recorder
-from titanrl.processes.respawns import Respawns
+from titanrl.processes.children import Respawns
 from titanrl.run.progress import FIRST, Resumable, resumable
 from titanrl.run.recording import Beginning, open_recorder
 from titanrl.run.restarts import Restart, Restarts, newest_checkpoint

@@ -8,7 +8,7 @@ from titanrl.base.errors import FaultError
 from titanrl.base.files import DamagedError
 from titanrl.config.errors import ConfigError
 from titanrl.config.faults import FaultsConfig
-from titanrl.processes.respawns import RespawnLimitError, Respawns
+from titanrl.processes.children import RespawnLimitError, Respawns
 from titanrl.run.progress import Resumable, resumable
 
 

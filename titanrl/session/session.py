@@ -27,7 +27,7 @@ from titanrl.launch.stalls import OnEvent
 from titanrl.launch.trainer_mesh import TrainerMesh
 from titanrl.metrics.console import Console
 from titanrl.models.directory import open_model
-from titanrl.processes.respawns import Respawns
+from titanrl.processes.children import Respawns
 from titanrl.session.sampling import Sampler, SamplingClient
 from titanrl.session.starting_model import StartingModel, new_base, prepare_starting_model, warm_start
 from titanrl.session.task import Task

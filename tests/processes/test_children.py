@@ -3,7 +3,7 @@
 import pytest
 
 from titanrl.config.faults import FaultsConfig
-from titanrl.processes.respawns import RespawnLimitError, Respawns
+from titanrl.processes.children import RespawnLimitError, Respawns
 
 
 def test_limit_holds_within_the_window_and_names_what_died() -> None:

@@ -1,0 +1,226 @@
+"""Child processes that answer requests: their exit, their replies within limits of time and length, and their replacement.
+
+An environment process is a `Child` that replies on a `Channel`. The sandbox's zygote is a `Child`, too; it forks scoring
+processes, each of which replies on a `Channel`. Both are killed with everything that they have started, and neither can make
+this process wait longer, or keep more bytes, than the limits of a request.
+"""
+
+import asyncio
+import os
+import select
+import signal
+import socket
+import subprocess
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+
+from titanrl.base.errors import TitanRLError
+from titanrl.config.faults import FaultsConfig
+
+_CHUNK_BYTES = 1 << 18
+
+
+class Child:
+    """A process that this one starts in a session of its own. The running event loop notices its exit."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        descriptors: Sequence[int],
+        stdout: int,
+        stderr: int,
+        on_exit: "Callable[[Child], object]",
+    ) -> None:
+        """Start the process.
+
+        Args:
+            command: Program and arguments.
+            environment: All environment variables.
+            descriptors: File descriptors that the process inherits, in addition to the standard streams.
+            stdout: File descriptor of its standard output.
+            stderr: File descriptor of its standard error stream.
+            on_exit: Called once by the event loop, after `exited` is set.
+
+        Raises:
+            OSError: The process cannot be started.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._popen = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            pass_fds=descriptors,
+            env=environment,
+            start_new_session=True,
+        )
+        self.pid = self._popen.pid
+        """Process id, which is also the id of its process group."""
+        self.exited: asyncio.Future[int] = self._loop.create_future()
+        """Exit code, or minus the number of the signal that ended the process."""
+        self._call_on_exit = on_exit
+        self._pidfd = os.pidfd_open(self.pid)
+        self._loop.add_reader(self._pidfd, self._on_exit)
+
+    @property
+    def has_exited(self) -> bool:
+        """True if the process has exited, even if the event loop has not processed the event yet."""
+        if self.exited.done():
+            return True
+        exit_poll = select.poll()
+        exit_poll.register(self._pidfd, select.POLLIN)
+        return bool(exit_poll.poll(0))
+
+    def kill(self) -> None:
+        """Kill the process and its children; do nothing if it has exited."""
+        if not self.exited.done():
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def _on_exit(self) -> None:
+        self._loop.remove_reader(self._pidfd)
+        self.kill()  # its children; the process group exists until `wait`
+        os.close(self._pidfd)
+        self.exited.set_result(self._popen.wait())
+        self._call_on_exit(self)
+
+
+class Channel:
+    """This process's end of a socket to a process that answers one request at a time. Replies are untrusted bytes."""
+
+    def __init__(self, channel: socket.socket, is_complete: Callable[[bytearray], bool]) -> None:
+        """Listen on the socket.
+
+        Args:
+            channel: Socket to the process.
+            is_complete: Returns True if the received bytes are a complete reply, or one that will not be read further.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._channel = channel
+        self._is_complete = is_complete
+        self._unsent = memoryview(b"")
+        self._received = bytearray()
+        self._max_bytes = 0
+        # Of the current request; set by a complete reply or when the socket is closed.
+        self._finished: asyncio.Future[None] = self._loop.create_future()
+        self.is_closed = False
+        """True if the process closed its end of the socket, for example because it died, or if its reply was too long."""
+        channel.setblocking(False)
+        self._loop.add_reader(channel, self._on_readable)
+
+    @property
+    def has_replied(self) -> bool:
+        """True if the reply to the last request is complete."""
+        return self._is_complete(self._received)
+
+    async def request(self, request: bytes, timeout_s: float, max_bytes: int) -> bytes | None:
+        """Send a request and return the reply; None after a timeout.
+
+        If the process died or its reply has more than `max_bytes`, the reply is incomplete or empty. A reply that arrived while
+        this event loop was busy is accepted even after the timeout, because the future is checked after the wait.
+        """
+        self._received.clear()
+        self._max_bytes = max_bytes
+        self._finished = self._loop.create_future()
+        if not self.is_closed:
+            self._unsent = memoryview(request)
+            self._loop.add_writer(self._channel, self._on_writable)
+            self._on_writable()
+            await asyncio.wait([self._finished], timeout=timeout_s)
+        return bytes(self._received) if self.is_closed or self._finished.done() else None
+
+    def close(self) -> None:
+        """Close the socket, which ends the current request. A second call does nothing."""
+        self._stop()
+        self._channel.close()
+
+    def on_received(self, chunk: bytes) -> None:
+        """Handle bytes from the process; empty if it closed its end of the socket."""
+        self._received += chunk
+        if self.has_replied:
+            self._finish()
+
+    def _on_writable(self) -> None:
+        try:
+            self._unsent = self._unsent[self._channel.send(self._unsent) :]
+        except BlockingIOError:
+            return
+        except ConnectionError:  # the process died; what it sent before is still in the socket buffer
+            self._unsent = memoryview(b"")
+        if not self._unsent:
+            self._loop.remove_writer(self._channel)
+
+    def _on_readable(self) -> None:
+        try:
+            chunk = self._channel.recv(_CHUNK_BYTES)
+        except ConnectionResetError:  # the process died before reading the whole request
+            chunk = b""
+        room = self._max_bytes - len(self._received)
+        if not chunk or len(chunk) > room:
+            self._stop()
+        self.on_received(chunk[:room])
+
+    def _stop(self) -> None:
+        if not self.is_closed:
+            self._loop.remove_reader(self._channel)
+            self._loop.remove_writer(self._channel)
+            self.is_closed = True
+            self._finish()
+
+    def _finish(self) -> None:
+        if not self._finished.done():
+            self._finished.set_result(None)
+
+
+class RespawnLimitError(TitanRLError):
+    """Parts of the run kept dying; the message names them and the last cause."""
+
+
+class Respawns:
+    """Counts replacements within the last `faults.respawn_window_s` seconds, over all sessions of a run."""
+
+    def __init__(self, config: FaultsConfig, now: Callable[[], float] = time.monotonic) -> None:
+        """Start without replacements; `now` is a clock in seconds."""
+        self._limit, self._window_s, self._now = config.max_respawns, config.respawn_window_s, now
+        self._last: deque[tuple[float, str]] = deque()
+
+    @property
+    def num_recent(self) -> int:
+        """Number of replacements in the window that ends with the most recent one, which is included."""
+        return len(self._last)
+
+    @property
+    def limit(self) -> int:
+        """Number of replacements allowed within the window."""
+        return self._limit
+
+    def add(self, part: str, cause: str) -> None:
+        """Count a replacement that is about to start.
+
+        Args:
+            part: part to replace, such as `generator_0`.
+            cause: cause of its death.
+
+        Raises:
+            RespawnLimitError: The window already has `faults.max_respawns` replacements.
+        """
+        now = self._now()
+        while self._last and self._last[0][0] <= now - self._window_s:
+            self._last.popleft()
+        if len(self._last) >= self._limit:
+            raise RespawnLimitError(self._text(part, cause))
+        self._last.append((now, part))
+
+    def _text(self, part: str, cause: str) -> str:
+        if not self._limit:
+            return cause
+        parts = [earlier for _, earlier in self._last]
+        counts = ", ".join(f"{name} {parts.count(name)} times" for name in dict.fromkeys(parts))
+        return (
+            f"faults.max_respawns: {part} ended after {len(parts)} replacements within {self._window_s:g} s ({counts}; got "
+            f"{self._limit}). Last cause: {cause}"
+        )
