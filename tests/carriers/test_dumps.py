@@ -104,7 +104,7 @@ def test_group_survives_write_and_read_unchanged(tmp_path: Path) -> None:
 def test_docs_list_all_columns_with_types(tmp_path: Path) -> None:
     (path,) = [DumpWriter(tmp_path, worker=0).write([(group(0), "kept")])]
     table = parquet.read_table(path)
-    assert tuple(table.column_names) == COLUMNS
+    assert table.column_names == list(COLUMNS)
     assert {path.suffix, parquet.ParquetFile(path).metadata.row_group(0).column(0).compression} == {".parquet", "ZSTD"}
     described: dict[str, str] = {}
     for line in PAGE.read_text().splitlines():

@@ -7,6 +7,7 @@ the groups to the buffer. The controller writes `dump.json`, and `batches.jsonl`
 import hashlib
 import importlib.util
 import json
+import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -277,64 +278,56 @@ def _read(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+COLUMNS = {
+    "index": "int64",
+    "rollout": "int64",
+    "sampled_at": "timestamp",
+    "worker": "int64",
+    "task": "string",
+    "status": "string",
+    "outcome": "string",
+    "error": "string",
+    "finish_reason": "string",
+    "reward": "float64",
+    "reward_parts": "string",
+    "metrics": "string",
+    "token_ids": "int32[]",
+    "mask": "bool[]",
+    "logprobs": "float32[]",
+    "versions": "int32[]",
+    "support_counts": "int32[]",
+    "support_words": "int32[]",
+    "support_vocabulary": "int64",
+    "segment_lengths": "int32[]",
+    "turn_segments": "int32[]",
+    "turn_ends": "int32[]",
+    "turn_rewards": "float64[]",
+    "token_rewards": "float64[]",
+    "messages": "string",
+    "question": "string",
+    "entry": "string",
+    "prompt_token_ids": "int32[]",
+    "generate_s": "float64",
+    "score_s": "float64",
+    "counts": "string",
+}
+"""Types of the columns of `rollouts/*.parquet`, in file order."""
+TOKEN_COLUMNS = ("token_ids", "mask", "logprobs", "versions", "support_counts", "support_words")
+"""Columns with per-token values, which are read as arrays."""
+
+
 def table_of(rows: Sequence[Mapping[str, Any]]) -> "pyarrow.Table":
     """Convert rows to a pyarrow table with the documented columns."""
     import pyarrow
 
-    lists = {"token_ids": "int32", "mask": "bool", "logprobs": "float32", "versions": "int32", "segment_lengths": "int32"}
-    lists |= {"support_counts": "int32", "support_words": "int32"}
-    lists |= {"prompt_token_ids": "int32", "turn_segments": "int32", "turn_ends": "int32"}
-    lists |= {"turn_rewards": "float64", "token_rewards": "float64"}
-    scalars = {
-        **dict.fromkeys(("index", "rollout", "worker", "support_vocabulary"), "int64"),
-        **dict.fromkeys(("task", "status", "outcome", "error", "finish_reason", "question"), "string"),
-        **dict.fromkeys(("reward", "generate_s", "score_s"), "float64"),
-        **dict.fromkeys(("reward_parts", "messages", "entry", "counts", "metrics"), "string"),
-    }
-    kinds = {name: pyarrow.type_for_alias(kind) for name, kind in (lists | scalars).items()}
-    fields = [(name, pyarrow.list_(kinds[name]) if name in lists else kinds[name]) for name in COLUMNS if name in kinds]
-    fields.insert(2, ("sampled_at", pyarrow.timestamp("us", tz="UTC")))
-    columns = {name: [row[name] for row in rows] for name, _ in fields}
-    schema = pyarrow.schema(fields)
-    return pyarrow.table(columns, schema=schema)
+    def kind_of(name: str) -> pyarrow.DataType:
+        if name == "timestamp":
+            return pyarrow.timestamp("us", tz="UTC")
+        entry = pyarrow.type_for_alias(name.removesuffix("[]"))
+        return pyarrow.list_(entry) if name.endswith("[]") else entry
 
-
-COLUMNS = (
-    "index",
-    "rollout",
-    "sampled_at",
-    "worker",
-    "task",
-    "status",
-    "outcome",
-    "error",
-    "finish_reason",
-    "reward",
-    "reward_parts",
-    "metrics",
-    "token_ids",
-    "mask",
-    "logprobs",
-    "versions",
-    "support_counts",
-    "support_words",
-    "support_vocabulary",
-    "segment_lengths",
-    "turn_segments",
-    "turn_ends",
-    "turn_rewards",
-    "token_rewards",
-    "messages",
-    "question",
-    "entry",
-    "prompt_token_ids",
-    "generate_s",
-    "score_s",
-    "counts",
-)
-"""Columns of `rollouts/*.parquet`, in file order."""
-TOKEN_COLUMNS = ("token_ids", "mask", "logprobs", "versions", "support_counts", "support_words")
-"""Columns with per-token values, which are read as arrays."""
+    schema = pyarrow.schema([(name, kind_of(kind)) for name, kind in COLUMNS.items()])
+    return pyarrow.table({name: [row[name] for row in rows] for name in COLUMNS}, schema=schema)
 
 
 def rows_of(group: Group, status: str, sampled_at: int, worker: int) -> Iterator[dict[str, Any]]:
@@ -396,25 +389,11 @@ def _support_columns(segments: Sequence[Segment]) -> dict[str, Any]:
 
 
 def _failed(failure: ScorerFailure) -> dict[str, Any]:
-    completion = failure.completion
-    return {
-        "outcome": failure.outcome,
-        "error": _text(failure.error),
-        "finish_reason": completion.finish_reason,
-        "reward": None,
-        "reward_parts": "{}",
-        "metrics": "{}",
-        "token_ids": completion.token_ids.astype(np.int32),
-        "mask": np.ones(len(completion.token_ids), np.bool_),
-        "logprobs": completion.logprobs,
-        "versions": completion.versions.astype(np.int32),
-        **_support_columns(()),
-        "segment_lengths": [len(completion.token_ids)],
-        "turn_segments": [],
-        "turn_ends": [],
-        "turn_rewards": [],
-        "token_rewards": None,
-    }
+    sampled = failure.completion
+    mask = np.ones(len(sampled.token_ids), np.bool_)
+    segment = Segment(token_ids=sampled.token_ids, mask=mask, logprobs=sampled.logprobs, versions=sampled.versions)
+    unscored = Rollout(segments=(segment,), reward=math.nan, reward_parts={}, finish_reason=sampled.finish_reason)
+    return {**_scored(unscored), "outcome": failure.outcome, "error": _text(failure.error), "reward": None}
 
 
 def group_of(rows: Sequence[Mapping[str, Any]], index: int) -> Group:

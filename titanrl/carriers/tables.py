@@ -11,13 +11,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
+from operator import attrgetter
 from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from titanrl.base.pickling import pickle_fast
-from titanrl.carriers.turns import PackedTokens, PackedTurns, TokenTable, TurnTable, pack_tokens, pack_turns, ranges
+from titanrl.carriers.turns import INT64, PackedColumns, Ragged, TokenTable, TurnTable, ranges
 from titanrl.carriers.types import NOT_MEASURED, CorrectionTotals, GroupHandle, GroupRecord, IntArray
 
 Table = npt.NDArray[np.void]
@@ -41,22 +42,21 @@ SEQUENCE = np.dtype(
 """Columns of planned sequences; see `SequencePlan`. `rollout` is the index of the rollout in its group."""
 SPAN = np.dtype([("advantage", "<f8"), ("num_tokens", "<i4")])
 """Columns of spans, which are runs of loss tokens with the same advantage."""
+_COUNTS = (
+    "prompt_len",
+    "num_truncated",
+    "num_overlong",
+    "num_nonfinite",
+    "num_errors",
+    "min_version",
+    "max_version",
+)
 _GROUP = np.dtype(
     [
         ("index", "<i8"),
         ("handle", HANDLE),
-        ("has_payload", "<i8"),
-        ("num_rollouts", "<i8"),
-        ("prompt_len", "<i8"),
-        ("num_truncated", "<i8"),
-        ("num_overlong", "<i8"),
-        ("num_nonfinite", "<i8"),
-        ("num_errors", "<i8"),
-        ("min_version", "<i8"),
-        ("max_version", "<i8"),
-        ("generate_s", "<f8"),
-        ("score_s", "<f8"),
-        ("weight", "<f8"),
+        *((name, "<i8") for name in ("has_payload", "num_rollouts", *_COUNTS)),
+        *((name, "<f8") for name in ("generate_s", "score_s", "weight")),
     ]
 )
 _GROUP_STRUCT = struct.Struct("<13q3d")
@@ -64,6 +64,7 @@ assert _GROUP_STRUCT.size == _GROUP.itemsize
 _HANDLE_STRUCT, _WEIGHT_STRUCT = struct.Struct("<3q"), struct.Struct("<d")
 _HANDLE_START, _WEIGHT_START = 8, _GROUP_STRUCT.size - 8
 _NAN = array("d", [math.nan]).tobytes()
+_counts_of = attrgetter(*_COUNTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,9 +116,9 @@ class PackedRecord(NamedTuple):
     """float64, `[G]`, by reward part."""
     task: int = 0
     """Index of the group's task."""
-    turns: PackedTurns | None = None
+    turns: PackedColumns | None = None
     """Turns of the segments; None if each segment is one turn."""
-    tokens: PackedTokens | None = None
+    tokens: PackedColumns | None = None
     """Token rewards; None if no reward returned any."""
 
     @property
@@ -138,24 +139,8 @@ class PackedRecord(NamedTuple):
 def pack_record(record: GroupRecord, task: int = 0) -> PackedRecord:
     """Pack the numbers of a record. Strings are dropped, and the task is stored as an index."""
     handle = record.handle
-    group = _GROUP_STRUCT.pack(
-        record.index,
-        handle.shard,
-        handle.slot,
-        handle.serial,
-        record.has_payload,
-        len(record.rewards),
-        record.prompt_len,
-        record.num_truncated,
-        record.num_overlong,
-        record.num_nonfinite,
-        record.num_errors,
-        record.min_version,
-        record.max_version,
-        record.generate_s,
-        record.score_s,
-        1.0,
-    )
+    place = record.index, handle.shard, handle.slot, handle.serial, record.has_payload, len(record.rewards)
+    group = _GROUP_STRUCT.pack(*place, *_counts_of(record), record.generate_s, record.score_s, 1.0)
     return PackedRecord(
         group=group,
         rewards=array("d", record.rewards).tobytes(),
@@ -164,8 +149,8 @@ def pack_record(record: GroupRecord, task: int = 0) -> PackedRecord:
         num_sampled=array("q", record.num_sampled).tobytes(),
         reward_parts={part: array("d", values).tobytes() for part, values in record.reward_parts.items()},
         task=task,
-        turns=None if record.turns is None else pack_turns(record.turns),
-        tokens=None if record.tokens is None else pack_tokens(record.tokens),
+        turns=None if record.turns is None else TurnTable.pack(record.turns),
+        tokens=None if record.tokens is None else TokenTable.pack(record.tokens),
     )
 
 
@@ -212,8 +197,8 @@ class RecordTable:
                 for part in parts
             },
             tasks=np.array([record.task for record in packed], np.int64),
-            known_turns=_joined_turns(packed),
-            known_tokens=_joined_tokens(packed),
+            known_turns=TurnTable.join([*map(_turns_of, packed)]) if any(record.turns for record in packed) else None,
+            known_tokens=TokenTable.join([*map(_tokens_of, packed)]) if any(record.tokens for record in packed) else None,
         )
 
     def __len__(self) -> int:
@@ -312,23 +297,18 @@ class RecordTable:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Spans:
+class Spans(Ragged):
     """Token advantages of many segments, as spans: runs of loss tokens with the same advantage."""
 
-    table: Table
-    """Spans of all segments in segment order, as a table of `SPAN`."""
-    num_spans: IntArray
+    num_spans: IntArray = field(metadata=INT64)
     """Spans per segment, `[M]`."""
+    table: Table = field(metadata={"kind": SPAN})
+    """Spans of all segments in segment order, as a table of `SPAN`."""
 
     @property
     def segment_of(self) -> IntArray:
         """Index of each span's segment."""
         return np.repeat(np.arange(len(self.num_spans)), self.num_spans)
-
-    def take(self, segments: IntArray) -> Self:
-        """Return the spans of the segments at the given indices, in this order."""
-        indices = ranges((np.cumsum(self.num_spans) - self.num_spans)[segments], self.num_spans[segments])
-        return type(self)(table=self.table[indices], num_spans=self.num_spans[segments])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -349,7 +329,25 @@ class RowTable:
     def __iter__(self) -> Iterator[Row]:
         """Yield each row."""
         spans = iter(self.spans.tolist())
-        start, plans = 0, [_sequence_plan(spans, *columns) for columns in self.sequences.tolist()]
+        start, plans = (
+            0,
+            [
+                SequencePlan(
+                    handle=GroupHandle(shard=shard, slot=slot, serial=serial),
+                    segment=segment,
+                    length=length,
+                    advantage=advantage,
+                    weight=weight,
+                    num_shared=num_shared,
+                    spans=tuple(islice(spans, num_spans)),
+                )
+                for (
+                    shard,
+                    slot,
+                    serial,
+                ), _, segment, length, advantage, weight, num_shared, num_spans in self.sequences.tolist()
+            ],
+        )
         for end in self.ends.tolist():
             yield tuple(plans[start:end])
             start = end
@@ -398,13 +396,6 @@ class BatchPlan:
     """Token advantages, if they differ within a rollout; `advantages_N` then has their means."""
 
 
-def _joined_turns(packed: Sequence[PackedRecord]) -> TurnTable | None:
-    """Return the turns of packed records; None if no record has known turns."""
-    if all(record.turns is None for record in packed):
-        return None
-    return TurnTable.join([_turns_of(record) for record in packed])
-
-
 def _turns_of(record: PackedRecord) -> TurnTable:
     if record.turns is not None:
         return TurnTable.unpacked(record.turns)
@@ -412,37 +403,7 @@ def _turns_of(record: PackedRecord) -> TurnTable:
     return TurnTable.of_segments(np.frombuffer(record.rewards, "<f8"), num_segments, num_sampled)
 
 
-def _joined_tokens(packed: Sequence[PackedRecord]) -> TokenTable | None:
-    """Return the token rewards of packed records; None if no record has any."""
-    if all(record.tokens is None for record in packed):
-        return None
-    tables = [
-        TokenTable.of_turns(_turns_of(record), np.frombuffer(record.num_segments, "<i8"))
-        if record.tokens is None
-        else TokenTable.unpacked(record.tokens)
-        for record in packed
-    ]
-    return TokenTable.join(tables)
-
-
-def _sequence_plan(
-    spans: Iterator[tuple[float, int]],
-    handle: tuple[int, int, int],
-    rollout: int,
-    segment: int,
-    length: int,
-    advantage: float,
-    weight: float,
-    num_shared: int,
-    num_spans: int,
-) -> SequencePlan:
-    shard, slot, serial = handle
-    return SequencePlan(
-        handle=GroupHandle(shard=shard, slot=slot, serial=serial),
-        segment=segment,
-        length=length,
-        advantage=advantage,
-        weight=weight,
-        num_shared=num_shared,
-        spans=tuple(islice(spans, num_spans)),
-    )
+def _tokens_of(record: PackedRecord) -> TokenTable:
+    if record.tokens is not None:
+        return TokenTable.unpacked(record.tokens)
+    return TokenTable.of_turns(_turns_of(record), np.frombuffer(record.num_segments, "<i8"))

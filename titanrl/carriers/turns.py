@@ -6,9 +6,9 @@ Shape suffixes: G rollouts of a group, N rollouts of a batch, K segments of a gr
 segments in segment order, E token rewards, T loss tokens.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Self
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -61,56 +61,62 @@ class GroupTokens:
     """Reward of each of these tokens, including the reward of its turn or of the rollout, `[E]`."""
 
 
-class PackedTokens(NamedTuple):
-    """Columns of `GroupTokens` as bytes."""
+class PackedColumns(NamedTuple):
+    """The columns of one `TurnTable` or `TokenTable` as bytes, in the order of its fields."""
 
-    num_rewards: bytes
-    """int64, `[G]`."""
-    positions: bytes
-    """int64, `[E]`."""
-    rewards: bytes
-    """float64, `[E]`."""
+    counts: bytes
+    first: bytes
+    second: bytes
 
 
-def pack_tokens(tokens: GroupTokens) -> PackedTokens:
-    """Pack the token rewards of a group."""
-    return PackedTokens(
-        np.array(tokens.num_rewards, "<i8").tobytes(),
-        np.array(tokens.positions, "<i8").tobytes(),
-        np.array(tokens.rewards, "<f8").tobytes(),
-    )
+PackedTurns = PackedTokens = PackedColumns  # the names in checkpoints of earlier versions
 
 
-class PackedTurns(NamedTuple):
-    """Columns of `GroupTurns` as bytes."""
-
-    num_turns: bytes
-    """int64, `[K]`."""
-    rewards: bytes
-    """float64, `[U]`."""
-    num_sampled: bytes
-    """int64, `[U]`."""
-
-
-def pack_turns(turns: GroupTurns) -> PackedTurns:
-    """Pack the turns of a group."""
-    return PackedTurns(
-        np.array(turns.num_turns, "<i8").tobytes(),
-        np.array(turns.rewards, "<f8").tobytes(),
-        np.array(turns.num_sampled, "<i8").tobytes(),
-    )
+INT64, FLOAT64 = {"kind": "<i8"}, {"kind": "<f8"}
+"""Metadata of a column of a `Ragged`: its dtype."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TurnTable:
-    """The turns of many groups."""
+class Ragged:
+    """Columns of many items, each with its dtype: first the number of entries of each item, then the entries of all items."""
 
-    num_turns: Counts
-    """Turns per segment, `[M]`."""
-    rewards: Values
-    """Reward of each turn, `[U]`."""
-    num_sampled: Counts
-    """Loss tokens per turn, `[U]`."""
+    @classmethod
+    def columns(cls) -> list[tuple[str, Any]]:
+        """Return names and dtypes of the columns."""
+        return [(name, column.metadata["kind"]) for name, column in cls.__dataclass_fields__.items()]
+
+    @classmethod
+    def pack(cls, values: object) -> PackedColumns:
+        """Pack the columns of an object that has the same fields as tuples."""
+        return PackedColumns(*[np.array(getattr(values, name), kind).tobytes() for name, kind in cls.columns()])
+
+    @classmethod
+    def unpacked(cls, packed: PackedColumns) -> Self:
+        """Unpack the columns that `pack` packed."""
+        build: Callable[..., Self] = cls
+        return build(**{name: np.frombuffer(data, kind) for (name, kind), data in zip(cls.columns(), packed, strict=True)})
+
+    @classmethod
+    def join(cls, tables: Sequence[Self]) -> Self:
+        """Join tables, at least one, into one table."""
+        build: Callable[..., Self] = cls
+        return build(**{name: np.concatenate([getattr(table, name) for table in tables]) for name, _ in cls.columns()})
+
+    def take(self, items: Counts) -> Self:
+        """Return the entries of the items at the given indices, in this order."""
+        first, *others = [name for name, _ in self.columns()]
+        counts = getattr(self, first)
+        entries = ranges((np.cumsum(counts) - counts)[items], counts[items])
+        return replace(self, **{first: counts[items]}, **{name: getattr(self, name)[entries] for name in others})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TurnTable(Ragged):
+    """The turns of the segments of many groups; `GroupTurns` describes the columns."""
+
+    num_turns: Counts = field(metadata=INT64)
+    rewards: Values = field(metadata=FLOAT64)
+    num_sampled: Counts = field(metadata=INT64)
 
     @classmethod
     def of_segments(cls, rewards_N: Values, num_segments_N: Counts, num_sampled_M: Counts) -> Self:
@@ -119,40 +125,14 @@ class TurnTable:
         rewards[np.cumsum(num_segments_N)[num_segments_N > 0] - 1] = rewards_N[num_segments_N > 0]
         return cls(num_turns=np.ones_like(num_sampled_M), rewards=rewards, num_sampled=num_sampled_M)
 
-    @classmethod
-    def unpacked(cls, packed: PackedTurns) -> Self:
-        """Unpack the turns of a group."""
-        return cls(
-            num_turns=np.frombuffer(packed.num_turns, "<i8"),
-            rewards=np.frombuffer(packed.rewards, "<f8"),
-            num_sampled=np.frombuffer(packed.num_sampled, "<i8"),
-        )
-
-    @classmethod
-    def join(cls, tables: Sequence[Self]) -> Self:
-        """Join tables, at least one, into one table."""
-        return cls(
-            num_turns=np.concatenate([table.num_turns for table in tables]),
-            rewards=np.concatenate([table.rewards for table in tables]),
-            num_sampled=np.concatenate([table.num_sampled for table in tables]),
-        )
-
-    def take(self, segments: Counts) -> Self:
-        """Return the turns of the segments at the given indices, in this order."""
-        turns = ranges((np.cumsum(self.num_turns) - self.num_turns)[segments], self.num_turns[segments])
-        return type(self)(num_turns=self.num_turns[segments], rewards=self.rewards[turns], num_sampled=self.num_sampled[turns])
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TokenTable:
-    """Token rewards of many groups; `GroupTokens` describes the columns."""
+class TokenTable(Ragged):
+    """Token rewards of the rollouts of many groups; `GroupTokens` describes the columns."""
 
-    num_rewards: Counts
-    """Rewarded tokens per rollout, `[N]`."""
-    positions: Counts
-    """Index of each rewarded token among the loss tokens of its rollout, `[E]`."""
-    rewards: Values
-    """Reward of each of these tokens, `[E]`."""
+    num_rewards: Counts = field(metadata=INT64)
+    positions: Counts = field(metadata=INT64)
+    rewards: Values = field(metadata=FLOAT64)
 
     @classmethod
     def of_turns(cls, turns: TurnTable, num_segments_N: Counts) -> Self:
@@ -163,29 +143,6 @@ class TokenTable:
         has_token = (positions >= 0) & (turns.rewards != 0.0)
         num_rewards = np.bincount(rollout_of_U[has_token], minlength=len(num_segments_N)).astype(np.int64)
         return cls(num_rewards=num_rewards, positions=positions[has_token], rewards=turns.rewards[has_token])
-
-    @classmethod
-    def unpacked(cls, packed: PackedTokens) -> Self:
-        """Unpack the token rewards of a group."""
-        return cls(
-            num_rewards=np.frombuffer(packed.num_rewards, "<i8"),
-            positions=np.frombuffer(packed.positions, "<i8"),
-            rewards=np.frombuffer(packed.rewards, "<f8"),
-        )
-
-    @classmethod
-    def join(cls, tables: Sequence[Self]) -> Self:
-        """Join tables, at least one, into one table."""
-        return cls(
-            num_rewards=np.concatenate([table.num_rewards for table in tables]),
-            positions=np.concatenate([table.positions for table in tables]),
-            rewards=np.concatenate([table.rewards for table in tables]),
-        )
-
-    def take(self, rollouts: Counts) -> Self:
-        """Return the token rewards of the rollouts at the given indices, in this order."""
-        kept = ranges((np.cumsum(self.num_rewards) - self.num_rewards)[rollouts], self.num_rewards[rollouts])
-        return type(self)(num_rewards=self.num_rewards[rollouts], positions=self.positions[kept], rewards=self.rewards[kept])
 
     def by_token(self, num_tokens_N: Counts) -> Values:
         """Return the reward of every loss token in rollout order, 0 where there is none, `[T]`."""
