@@ -262,6 +262,12 @@ def test_session_without_trainer_serves_the_model_and_says_what_is_missing(lab: 
             assert sample.tokens.tolist() == expected.tokens.tolist()
             with pytest.raises(TitanRLError, match=r"training: this session has no trainer\. Connect with training=True\."):
                 session.training.optim_step(LARGE_STEP)
+        with pytest.raises(
+            TypeError, match=r"^connect: must be a Config \(got str 'quickstart'\)\. Load it: connect\(load_config"
+        ):
+            connect("quickstart")  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"^teacher: must be the directory of a model \(got 5\)"):
+            await lab.session.teacher(5)  # type: ignore[arg-type]
         with pytest.raises(TitanRLError, match="nothing to start"):
             async with connect(config_in(tmp_path), training=False, sampling=False):
                 pass

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from titanrl.base.arguments import check_type
 from titanrl.base.errors import FaultError, TitanRLError
 from titanrl.base.plugins import Plugins
 from titanrl.checks.extensions import plugins_of, with_declared_traits
@@ -121,8 +122,10 @@ class Session:
             generator: Engine options; the section `generator` by default. The teacher always has one replica.
 
         Raises:
+            TypeError: `path` is not a path.
             ValueError: The directory has no complete model of a supported family.
         """
+        check_type("teacher", path, (str, Path), "the directory of a model", "Give its path, such as teacher('models/large').")
         folder = Path(path).resolve()
         try:
             notes = list(open_model(folder).notes())
@@ -286,8 +289,10 @@ def connect(config: Config, *, training: bool = True, sampling: bool = True, con
         console: Progress display; created from `config.logging` by default.
 
     Raises:
+        TypeError: `config` is not a `Config`.
         ConfigError: The session cannot start on this machine.
     """
+    check_type("connect", config, Config, "a Config", "Load it: connect(load_config('run.yaml')).")
     if not (training or sampling):
         raise TitanRLError("connect: nothing to start (got training=False, sampling=False). Set one of them to True.")
     return Connection(partial(_start, config, Roles(trainer=training, generators=sampling), console))
