@@ -26,8 +26,7 @@ from titanrl.config import load_config
 from titanrl.config.placement import placements
 from titanrl.config.schema import Config
 from titanrl.config.sections import RecipeConfig
-from titanrl.config.shapes import ModelShape
-from titanrl.config.sizes import Sizes, cpu_bytes, derive
+from titanrl.config.sizes import ModelShape, Sizes, cpu_bytes, derive
 from titanrl.data.recipe import write_tokenizer
 from titanrl.metrics.run_directory import read_metrics
 from titanrl.models.dense import weight_shapes

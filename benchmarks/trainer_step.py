@@ -42,7 +42,7 @@ from titanrl.carriers.tables import SequencePlan
 from titanrl.carriers.types import AdamParams, GroupHandle, Segment
 from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.config.sections import TrainerConfig
-from titanrl.config.shapes import ModelShape
+from titanrl.config.sizes import ModelShape
 from titanrl.models.directory import open_model, published_shapes
 from titanrl.trainer import head
 from titanrl.trainer.collate import PackedRows, collate

@@ -29,7 +29,7 @@ from titanrl.config import Config, ConfigError, dump_config, load_config, read_s
 from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.config.load import validate
 from titanrl.config.registry import ADVANTAGES, LOSSES, TRACKERS
-from titanrl.config.replay import ReplayConfig
+from titanrl.config.sections import ReplayConfig
 from titanrl.metrics.hooks import Hooks
 from titanrl.metrics.trackers import make_trackers
 from titanrl.rollout.filters import keeps
@@ -259,11 +259,8 @@ def test_conflicting_traits_are_rejected_before_start(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "files"),
     [
-        (
-            LOSSES,
-            {"config/registry.py", "config/objective.py", "config/algorithm.py", "algorithms/tinker.py", "config/distill.py"},
-        ),
-        (ADVANTAGES, {"config/registry.py", "config/objective.py", "config/algorithm.py", "config/mixture.py"}),
+        (LOSSES, {"config/registry.py", "config/algorithm.py", "algorithms/tinker.py", "config/sections.py"}),
+        (ADVANTAGES, {"config/registry.py", "config/algorithm.py", "config/data.py", "config/schema.py"}),
         (TRACKERS, {"config/registry.py", "metrics/trackers.py"}),
     ],
     ids=["losses", "advantages", "trackers"],

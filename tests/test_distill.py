@@ -10,7 +10,7 @@ from titanrl import ConfigError, load_config
 from titanrl.carriers.rewards import Scored
 from titanrl.carriers.types import FinishReason, FloatArray, Prompt
 from titanrl.checks.preflight import broken_rules
-from titanrl.config.program import check_program
+from titanrl.config.load import check_program
 from titanrl.config.sections import RecipeConfig
 from titanrl.distill import Batch, batch_metrics, discounted, distillation_data, main
 from titanrl.models.recipe import create_model

@@ -18,8 +18,7 @@ from titanrl.base.choices import Reduction
 from titanrl.carriers.tables import SEQUENCE as SEQUENCE_COLUMNS
 from titanrl.carriers.tables import MicroBatch, RowTable
 from titanrl.carriers.types import MeasuredCorrection
-from titanrl.config.algorithm import AlgorithmConfig
-from titanrl.config.objective import CORRECTION_PRESETS
+from titanrl.config.algorithm import CORRECTION_PRESETS, AlgorithmConfig
 
 REDUCTIONS: tuple[Reduction, ...] = ("sum", "token_mean", "sequence_mean", "sequence_mean_token_sum", "prompt_mean", "constant")
 

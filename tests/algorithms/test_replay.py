@@ -10,7 +10,7 @@ from titanrl.algorithms.replay import ReplaySchedule
 from titanrl.carriers.tables import RecordTable, pack_record
 from titanrl.carriers.types import GroupRecord
 from titanrl.config.algorithm import AlgorithmConfig
-from titanrl.config.replay import ReplayConfig
+from titanrl.config.sections import ReplayConfig
 
 RecordMaker = Callable[..., GroupRecord]
 

@@ -19,7 +19,7 @@ from titanrl.checks.preflight import preflight
 from titanrl.config import ConfigError, Source, packages, read_source
 from titanrl.config.errors import BrokenRules
 from titanrl.config.load import validate
-from titanrl.config.sft import SFTConfig
+from titanrl.config.sections import SFTConfig
 from titanrl.data.selection import Selection
 from titanrl.data.tokenizer import Tokenizer
 

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titanrl.config import AlgorithmConfig, Config, ConfigError, dump_config, load_config, recorded_config
-from titanrl.config.objective import ALGORITHM_PRESETS, CORRECTION_PRESETS
-from titanrl.config.strict_yaml import dump, parse
+from titanrl.config.algorithm import ALGORITHM_PRESETS, CORRECTION_PRESETS
+from titanrl.config.source import dump, parse
 
 
 def write(folder: Path, text: str) -> Path:

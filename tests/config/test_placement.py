@@ -8,7 +8,7 @@ import pytest
 from tests.config.test_dry_run import dry_run_text, make_config, placement
 from tests.config.test_wrong_configs import GOOD, complaint
 from titanrl.config import Config
-from titanrl.config.places import (
+from titanrl.config.placement import (
     host_counts,
     replica_hosts,
     replica_place,
@@ -17,6 +17,7 @@ from titanrl.config.places import (
     worker_hosts,
     worker_place,
 )
+from titanrl.config.schema import device_shortage
 from titanrl.processes.variables import generator_device, worker_cores
 
 SLURM = {"kind": "slurm", "trainer_hosts": 2, "generator_hosts": 2}
@@ -146,10 +147,10 @@ def test_invalid_placement_is_an_error_with_a_fix(tmp_path: Path, overrides: tup
 
 def test_uneven_replicas_need_devices_for_the_fullest_host() -> None:
     config = spread_out(placement={"replicas_per_host": [3, 1]}, hosts={**SLURM, "devices_per_host": 2})
-    (broken,) = config.device_shortage()
+    (broken,) = device_shortage(config)
     assert "which is 3" in broken.rule
     beside = spread_out(placement={"generator": "trainers"}, hosts={**SLURM, "devices_per_host": 3})
-    (broken,) = beside.device_shortage()
+    (broken,) = device_shortage(beside)
     assert "which is 4" in broken.rule
 
 

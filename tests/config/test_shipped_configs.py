@@ -6,8 +6,8 @@ import pytest
 
 from tests.config.test_dry_run import dry_run_text
 from titanrl.config import AlgorithmConfig, load_config, read_source
-from titanrl.config.docs import reference_text, schema_text
-from titanrl.config.objective import ALGORITHM_PRESETS, CORRECTION_PRESETS, CorrectionConfig, KLConfig
+from titanrl.config.algorithm import ALGORITHM_PRESETS, CORRECTION_PRESETS, CorrectionConfig, KLConfig
+from titanrl.config.keys import reference_text, schema_text
 from titanrl.config.registry import ADVANTAGES, LOSSES
 from titanrl.config.shipped import description
 from titanrl.config.sizes import derive

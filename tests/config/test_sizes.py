@@ -5,9 +5,9 @@ import pytest
 
 from tests.config.test_dry_run import dry_run_text
 from titanrl.config import Config
+from titanrl.config.schema import device_shortage
 from titanrl.config.sections import RolloutConfig
-from titanrl.config.shapes import ModelShape
-from titanrl.config.sizes import Memory, Sizes, TrainerMemory, gigabytes
+from titanrl.config.sizes import Memory, ModelShape, Sizes, TrainerMemory, gigabytes
 from titanrl.config.sizes import derive as derive_with
 from titanrl.models.directory import model_shape, published_shapes
 
@@ -278,8 +278,8 @@ def test_run_without_training_needs_no_trainer_rank() -> None:
     values = {"name": "sides", "num_steps": 1, "device": "cpu", "hosts": {"devices_per_host": 1}}
     config, alone = (Config.model_validate({**values, "train": train}) for train in (True, False))
     assert (config.num_trainer_ranks, alone.num_trainer_ranks) == (1, 0)
-    assert "a host needs one accelerator per trainer rank and generator rank" in str(next(config.device_shortage()))
-    assert list(alone.device_shortage()) == []
+    assert "a host needs one accelerator per trainer rank and generator rank" in str(next(device_shortage(config)))
+    assert list(device_shortage(alone)) == []
     assert derive(alone).processes == {"controller": 1, "generator": 1, "rollout": 1, "buffer": 1, "sandbox": 8}
     replayed = config.model_copy(update={"rollout": RolloutConfig(replay=Path("dump"))})
     assert (replayed.num_generator_ranks, replayed.evaluates, alone.evaluates) == (0, False, False)

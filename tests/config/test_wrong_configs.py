@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.config.wrong import GOOD, complaint
 from titanrl.config import ConfigError, load_config
 from titanrl.config.keys import sections
-from titanrl.config.strict_yaml import dump
+from titanrl.config.source import dump
 
 
 def test_unknown_key(tmp_path: Path) -> None:

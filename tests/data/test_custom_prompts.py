@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from titanrl.base.plugins import Plugin, plugin_of
-from titanrl.config.data import DataConfig
-from titanrl.config.environment import EnvironmentConfig
+from titanrl.config.data import DataConfig, EnvironmentConfig
 from titanrl.data.custom_prompts import Prompts, read_custom_prompts
 from titanrl.data.streams import PromptStream, is_heldout, make_stream
 from titanrl.data.tokenizer import Tokenizer

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from titanrl.config.curriculum import CurriculumConfig
-from titanrl.config.data import DataConfig
+from titanrl.config.data import CurriculumConfig, DataConfig
 from titanrl.config.errors import BrokenRules
 from titanrl.data.curriculum import Outcome, Sampler, SuccessRate, make_sampler
 from titanrl.data.levels import gym_levels, open_prompts
@@ -132,7 +131,7 @@ def test_state_continues_the_choices_with_reviews() -> None:
 def test_sampler_by_import_path_gets_levels_seed_and_options(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
         "from titanrl.data.curriculum import SuccessRate\n"
-        "from titanrl.config.curriculum import CurriculumConfig\n"
+        "from titanrl.config.data import CurriculumConfig\n"
         "def fixed(num_levels, seed, level=0):\n"
         "    return SuccessRate(CurriculumConfig(levels=num_levels, start_level=level), seed)\n"
         "def nothing(num_levels, seed):\n"

@@ -1,7 +1,7 @@
 import random
 from pathlib import Path
 
-from titanrl.config.shapes import RECIPE_VOCAB_SIZE
+from titanrl.config.sizes import RECIPE_VOCAB_SIZE
 from titanrl.data import recipe
 from titanrl.data.recipe import ALPHABET, PHRASES
 from titanrl.data.tokenizer import Tokenizer

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from titanrl.config.sections import ModelConfig, RecipeConfig
-from titanrl.config.shapes import ModelShape
+from titanrl.config.sizes import ModelShape
 from titanrl.generator.native import part_rows, share_of, vocab_rows, weight_targets
 from titanrl.models.directory import ModelDirectory, recipe_model
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from titanrl.config.faults import FaultsConfig
-from titanrl.config.operations import TimeoutsConfig
+from titanrl.config.sections import FaultsConfig, TimeoutsConfig
 from titanrl.launch.fleet import Fleet
 from titanrl.launch.hosts import local_host, wait_for_stopped_processes
 from titanrl.launch.parts import Part, SharedContext

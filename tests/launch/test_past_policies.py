@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from titanrl.carriers.tables import SEQUENCE, MicroBatch, RowTable
-from titanrl.config.algorithm import AlgorithmConfig
-from titanrl.config.objective import AVERAGE, KLConfig
-from titanrl.config.operations import CheckpointConfig
+from titanrl.config.algorithm import AVERAGE, AlgorithmConfig, KLConfig
+from titanrl.config.sections import CheckpointConfig
 from titanrl.launch.past_policies import PastPolicies, PastVersions
 
 NO_CHECKPOINTS = CheckpointConfig(every_steps=0)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from titanrl.config.operations import TimeoutsConfig
+from titanrl.config.sections import TimeoutsConfig
 from titanrl.data.mixture import Mixture
 from titanrl.launch.fleet import Fleet
 from titanrl.launch.hosts import local_host

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.launch.patients import running_patient
-from titanrl.config.faults import FaultsConfig
+from titanrl.config.sections import FaultsConfig
 from titanrl.launch.stalls import WARM_UP, WINDOW, Pace, Process, ReplyTimes, Stall, StallError, Watchdog, size_class, suspects
 from titanrl.launch.supervision import DeadlineError, Supervisor
 from titanrl.processes.actors import Actor, endpoint

@@ -11,7 +11,7 @@ import pytest
 from tests.endpoints import FakeEndpoint
 from titanrl.carriers.tables import MicroBatch
 from titanrl.carriers.types import AdamParams, LossSums, OptimUpdate
-from titanrl.config.operations import TimeoutsConfig
+from titanrl.config.sections import TimeoutsConfig
 from titanrl.launch.rollouts import BufferClient
 from titanrl.launch.supervision import Supervisor
 from titanrl.launch.trainer_mesh import TrainerMesh

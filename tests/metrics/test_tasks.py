@@ -2,8 +2,7 @@
 
 from tests.records import make_record
 from titanrl.carriers.tables import RecordTable, pack_record
-from titanrl.config.curriculum import CurriculumConfig
-from titanrl.config.data import DataConfig
+from titanrl.config.data import CurriculumConfig, DataConfig
 from titanrl.metrics.tasks import task_metrics
 
 HALF = DataConfig(curriculum=CurriculumConfig(levels=2, solved_from=0.5))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from titanrl.config.faults import FaultsConfig
+from titanrl.config.sections import FaultsConfig
 from titanrl.processes.children import RespawnLimitError, Respawns
 
 

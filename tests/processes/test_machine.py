@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from titanrl.config import Config
-from titanrl.config.operations import HostsConfig
+from titanrl.config.hosts import HostsConfig
 from titanrl.hosts.core_rules import broken_by_cores
 from titanrl.processes.machine import Cores, bind, chosen_cores, numa_nodes, numbers
 

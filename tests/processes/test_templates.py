@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from tests.processes import template_loads
-from titanrl.config.faults import FaultsConfig
+from titanrl.config.sections import FaultsConfig
 from titanrl.launch.fleet import Fleet
 from titanrl.launch.hosts import local_host
 from titanrl.launch.stalls import OnEvent, Watchdog

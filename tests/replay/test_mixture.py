@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.records import make_record
-from titanrl.config.curriculum import CurriculumConfig
+from titanrl.config.data import CurriculumConfig
 from titanrl.data.curriculum import SuccessRate
 from titanrl.data.mixture import Draw, MixedTask, Mixture
 from titanrl.replay.batch import Batch, Reservation

@@ -37,8 +37,7 @@ from tests.rewards.scoring import (
     together,
 )
 from titanrl.carriers.scores import RewardSpec, Score
-from titanrl.config.faults import FaultsConfig
-from titanrl.config.sections import SandboxConfig
+from titanrl.config.sections import FaultsConfig, SandboxConfig
 from titanrl.processes.children import RespawnLimitError
 from titanrl.processes.confine import SandboxUnavailable
 from titanrl.processes.sandbox import SandboxDied

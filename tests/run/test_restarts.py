@@ -8,7 +8,7 @@ import pytest
 
 from titanrl.base.errors import FaultError
 from titanrl.base.files import DamagedError
-from titanrl.config.faults import FaultsConfig
+from titanrl.config.sections import FaultsConfig
 from titanrl.launch.stalls import StallError
 from titanrl.launch.supervision import ActorDiedError, DeadlineError
 from titanrl.processes.children import RespawnLimitError, Respawns

@@ -12,8 +12,7 @@ from torch import Tensor
 from tests.trainer import checks, variants
 from titanrl.algorithms.losses import LossMetrics
 from titanrl.carriers.types import AdamParams
-from titanrl.config.algorithm import AlgorithmConfig
-from titanrl.config.objective import AVERAGE, KLConfig
+from titanrl.config.algorithm import AVERAGE, AlgorithmConfig, KLConfig
 from titanrl.trainer.checkpoint import Checkpoints
 from titanrl.trainer.collate import PackedRows
 from titanrl.trainer.learner import Learner, PhaseError

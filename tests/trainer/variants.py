@@ -13,9 +13,8 @@ import torch.distributed as dist
 from tests.trainer import checks
 from titanrl.algorithms.losses import LossMetrics
 from titanrl.base.choices import FileDtype
-from titanrl.config.algorithm import AlgorithmConfig
+from titanrl.config.algorithm import AlgorithmConfig, KLConfig
 from titanrl.config.device import DEVICES
-from titanrl.config.objective import KLConfig
 from titanrl.config.sections import TrainerConfig
 from titanrl.models.directory import open_model
 from titanrl.trainer import head

@@ -2,7 +2,7 @@
 
 from titanrl.algorithms.batch_plan import TaskAdvantage
 from titanrl.base.plugins import Plugins, loaded
-from titanrl.config.mixture import TaskConfig, algorithm_of, key_of
+from titanrl.config.data import TaskConfig
 from titanrl.config.schema import Config
 
 
@@ -16,6 +16,6 @@ def advantages_by_task(config: Config, plugins: Plugins) -> list[TaskAdvantage]:
     for name, task in config.data.tasks.items():
         key = "algorithm.advantage"
         if isinstance(task, TaskConfig) and task.advantage is not None:
-            key = f"{key_of(name, task)}.advantage"
-        chosen.append(TaskAdvantage(algorithm_of(task, config.algorithm), loaded(plugins, key)))
+            key = f"{task.key(name)}.advantage"
+        chosen.append(TaskAdvantage(task.algorithm(config.algorithm), loaded(plugins, key)))
     return chosen

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from titanrl.algorithms.ratios import bounded_exp, log_ratio
 from titanrl.algorithms.segments import segment_any, segment_first, segment_mean, segment_sum
-from titanrl.config.objective import CorrectionConfig
+from titanrl.config.algorithm import CorrectionConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

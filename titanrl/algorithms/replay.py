@@ -9,7 +9,7 @@ import numpy as np
 from titanrl.algorithms.batch_plan import WeightOf, group_rewards
 from titanrl.algorithms.contracts import GroupRewards
 from titanrl.carriers.tables import DoubleArray, RecordTable
-from titanrl.config.replay import ReplayConfig
+from titanrl.config.sections import ReplayConfig
 
 PRIORITY_EXPECTED = "def priority(group: GroupRewards, advantages: Sequence[float]) -> float"
 """Signature of a priority, for error messages."""

@@ -3,7 +3,7 @@
 from titanrl.base.choices import LearningRateDecay
 from titanrl.carriers.types import AdamParams
 from titanrl.config.algorithm import AlgorithmConfig
-from titanrl.config.sft import SFTConfig
+from titanrl.config.sections import SFTConfig
 
 
 def learning_rate(step: int, *, peak: float, num_warmup_steps: int, decay: LearningRateDecay, num_steps: int) -> float:

@@ -26,11 +26,9 @@ from titanrl.base.plugins import Plugin, Plugins, plugins_of_data, plugins_withi
 from titanrl.carriers.rewards import Answers, BoundReward
 from titanrl.carriers.scores import DENIED, INVALID, Score
 from titanrl.checks.extensions import config_of, point_of
-from titanrl.config.data import DataConfig
-from titanrl.config.environment import ENVIRONMENTS, EnvironmentConfig
+from titanrl.config.data import ENVIRONMENTS, DataConfig, EnvironmentConfig
 from titanrl.config.errors import BrokenRule, BrokenRules, ConfigError, inline, nested, rule_of, within
 from titanrl.config.evaluation import EvaluationSet, Split
-from titanrl.config.mixture import key_of, rollout_of
 from titanrl.config.schema import Config
 from titanrl.config.shipped import data_file
 from titanrl.config.sizes import model_values
@@ -185,7 +183,7 @@ def start_checks(config: Config, plugins: Plugins, *, with_data: bool, has_token
     tasks = config.data.tasks if with_data else {}
     data = [
         *(
-            _data_check(config, task, key_of(name, task), partial(check_data, config, plugins, name), has_tokenizer)
+            _data_check(config, task, task.key(name), partial(check_data, config, plugins, name), has_tokenizer)
             for name, task in tasks.items()
         ),
         *(
@@ -258,14 +256,14 @@ def check_data(
 
 def _check_task(config: Config, plugins: Plugins, name: str, has_tokenizer: bool, load_s: float) -> list[Finding]:
     data = config.data.tasks[name]
-    section = key_of(name, data)
+    section = data.key(name)
     try:
         encode, of_task = _encoder(config, data, has_tokenizer=has_tokenizer), plugins_of_data(plugins, section)
         stream = open_stream(data, encode, config.seed, of_task)
         open_levels(data, encode, config.seed, stream)
         notes: list[str] = []
         if has_tokenizer and data.source != "reasoning_gym":
-            notes += _long_answers(data, stream, policy_tokenizer(config), rollout_of(data, config.rollout).max_new_tokens)
+            notes += _long_answers(data, stream, policy_tokenizer(config), data.rollout(config.rollout).max_new_tokens)
         if data.source == "reasoning_gym":
             _sample(stream)
         for subset in config.evaluation_sets.values():

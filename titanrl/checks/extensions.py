@@ -22,11 +22,11 @@ from titanrl.algorithms.contracts import (
 from titanrl.algorithms.replay import PRIORITY_EXPECTED, Priority
 from titanrl.base.plugins import OBJECT, Plugin, Plugins, check_call, loaded, name_of, object_path, plugin_of
 from titanrl.carriers.rewards import EXPECTED, Reward, RewardFunction, check_reward
+from titanrl.config.data import MIXTURE
 from titanrl.config.errors import BrokenRules, ConfigError, inline, message
 from titanrl.config.evaluation import SETS
 from titanrl.config.explain import explain_rule
 from titanrl.config.keys import dotted
-from titanrl.config.mixture import MIXTURE
 from titanrl.config.registry import LossTraits
 from titanrl.config.schema import Config
 from titanrl.config.section import Section

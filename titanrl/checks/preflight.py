@@ -28,15 +28,11 @@ from titanrl.config import packages
 from titanrl.config.device import missing_for, resolve_device
 from titanrl.config.dry_run import print_dry_run, print_table
 from titanrl.config.errors import BrokenRule, BrokenRules, ConfigError, rule_of
-from titanrl.config.evaluation import broken_by_positions
-from titanrl.config.explain import explain_rule
-from titanrl.config.mixture import key_of, rollout_of
+from titanrl.config.explain import did_you_mean, explain_rule
 from titanrl.config.rewards import JudgeOptions, OverlongOptions
-from titanrl.config.schema import Config
-from titanrl.config.shapes import ModelShape
-from titanrl.config.sizes import cpu_bytes, derive, gigabytes, host_bytes, model_values
+from titanrl.config.schema import Config, broken_by_positions
+from titanrl.config.sizes import ModelShape, cpu_bytes, derive, gigabytes, host_bytes, model_values
 from titanrl.config.source import Source
-from titanrl.config.suggest import did_you_mean
 from titanrl.data import examples
 from titanrl.data.selection import Selection
 from titanrl.data.tokenizer import load_tokenizer
@@ -330,7 +326,7 @@ def _broken_by_engine_args(config: Config) -> Iterator[BrokenRule]:
 def _broken_by_rewards(config: Config) -> Iterator[BrokenRule]:
     """Yield the unmet requirements of built-in rewards: a package, an API key, or enough tokens for a length penalty."""
     rewards = {
-        f"{key_of(task, data)}.rewards.{name}": (reward, rollout_of(data, config.rollout).max_new_tokens)
+        f"{data.key(task)}.rewards.{name}": (reward, data.rollout(config.rollout).max_new_tokens)
         for task, data in config.data.tasks.items()
         for name, reward in data.rewards.items()
     }
@@ -446,7 +442,7 @@ def _broken_by_shape(config: Config, shape: ModelShape) -> Iterator[BrokenRule]:
             rule="float8 requires projections whose dimensions on each tensor-parallel rank are multiples of 16",
             fix="set trainer.float8 to null, or lower trainer.parallelism.tp",
         )
-    yield from broken_by_positions(config.evaluation_sets, shape.max_positions)
+    yield from broken_by_positions(config, shape.max_positions)
     lengths = {
         "trainer.row_tokens": config.trainer.row_tokens,
         "rollout.max_new_tokens": config.max_sequence_tokens,  # with the longest prompt

@@ -16,9 +16,8 @@ from titanrl.config.device import resolve_device
 from titanrl.config.errors import BrokenRule, refusing
 from titanrl.config.explain import explain_rule
 from titanrl.config.load import validate
-from titanrl.config.places import host_counts
-from titanrl.config.source import Source, read_source
-from titanrl.config.strict_yaml import dump
+from titanrl.config.placement import host_counts
+from titanrl.config.source import Source, dump, read_source
 from titanrl.hosts.kubernetes.manifest import Json, controller, mesh, mesh_name
 from titanrl.hosts.kubernetes.rules import broken_by_pods
 

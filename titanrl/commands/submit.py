@@ -18,7 +18,7 @@ from titanrl.config.device import resolve_device
 from titanrl.config.errors import BrokenRule, refusing
 from titanrl.config.explain import explain_rule
 from titanrl.config.load import validate
-from titanrl.config.places import host_counts
+from titanrl.config.placement import host_counts
 from titanrl.config.source import config_of_run, read_source
 from titanrl.data.recorded import FLAG, check_recorded, record_data
 from titanrl.data.selection import Selection

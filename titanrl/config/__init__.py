@@ -5,17 +5,20 @@ from titanrl.config.data import DataConfig, RewardConfig
 from titanrl.config.dry_run import print_dry_run
 from titanrl.config.errors import BrokenRule, ConfigError
 from titanrl.config.evaluation import EvaluationConfig
-from titanrl.config.faults import FaultsConfig
+from titanrl.config.hosts import HostsConfig
 from titanrl.config.load import dump_config, load_config, recorded_config, validate
-from titanrl.config.operations import CheckpointConfig, HostsConfig, LoggingConfig, TimeoutsConfig
 from titanrl.config.schema import Config
 from titanrl.config.sections import (
+    CheckpointConfig,
+    FaultsConfig,
     GeneratorConfig,
+    LoggingConfig,
     ModelConfig,
     ParallelismConfig,
     RecipeConfig,
     RolloutConfig,
     SandboxConfig,
+    TimeoutsConfig,
     TrainerConfig,
     WarmStartConfig,
 )

@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from titanrl.base import terminal
-from titanrl.config.docs import reference_text, schema_text
+from titanrl.config.keys import reference_text, schema_text
 
 
 def main() -> None:

@@ -1,13 +1,12 @@
-"""The section `algorithm`: objective and optimizer of the policy."""
+"""The section `algorithm`: objective and optimizer of the policy, with its presets."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PrivateAttr, model_validator
 
-from titanrl.base.choices import LearningRateDecay, Proximal, Reduction
+from titanrl.base.choices import KLEstimator, LearningRateDecay, Proximal, Reduction
 from titanrl.config.errors import BrokenRule
-from titanrl.config.objective import ALGORITHM_PRESETS, CorrectionConfig, KLConfig, with_preset
 from titanrl.config.registry import ADVANTAGES, CUSTOM_ADVANTAGE, LOSSES, AdvantageTraits, LossTraits
 from titanrl.config.section import Count, Decay, Fraction, OrImportPath, Section, Share, StepsOrZero, Tokens
 
@@ -15,6 +14,147 @@ LOSS_KEYS = ("clip_low", "clip_high", "dual_clip", "dro_beta", "sapo_temperature
 """Keys passed to a loss that has a parameter of the same name."""
 ADVANTAGE_KEYS = ("std_ddof", "pass_k", "turn_discount", "token_discount")
 """Keys passed to an advantage estimator that has a parameter of the same name."""
+
+Bounds = Annotated[tuple[PositiveFloat, PositiveFloat], Field(strict=False)]
+
+ALGORITHM_PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "grpo": {"advantage": "grpo", "loss": "ppo", "clip_low": 0.2, "clip_high": 0.2, "reduction": "sequence_mean"},
+    "dr_grpo": {"advantage": "dr_grpo", "loss": "ppo", "clip_low": 0.2, "clip_high": 0.2, "reduction": "constant"},
+    "dapo": {"advantage": "grpo", "loss": "ppo", "clip_low": 0.2, "clip_high": 0.28, "reduction": "token_mean"},
+    "gspo": {"advantage": "grpo", "loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "reduction": "sequence_mean"},
+    "cispo": {"advantage": "grpo", "loss": "cispo", "clip_low": 1.0, "clip_high": 3.0, "reduction": "token_mean"},
+    "sapo": {"advantage": "grpo", "loss": "sapo", "sapo_temperatures": [1.0, 1.05], "reduction": "sequence_mean"},
+}
+"""Keys of `algorithm` that each preset sets."""
+
+_GEOMETRIC = {"reject_geometric_prox_over_behavior": [0.999, 1.001], "veto_prox_over_behavior": [1e-4, 1e4]}
+CORRECTION_PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "token_tis": {"weight": "token", "max_prox_over_behavior": 2.0},
+    "sequence_tis": {"weight": "sequence", "max_prox_over_behavior": 2.0},
+    "icepop": {"weight": "token", "max_prox_over_behavior": 5.0, "reject_token_prox_over_behavior": [0.5, 5.0]},
+    "sequence_mis": {"weight": "sequence", "max_prox_over_behavior": 2.0, "reject_sequence_prox_over_behavior": [0.5, 2.0]},
+    "sequence_rejection": {"reject_sequence_prox_over_behavior": [0.5, 2.0]},
+    "geometric_rejection": _GEOMETRIC,
+    "geometric_token_tis": {**_GEOMETRIC, "weight": "token", "max_prox_over_behavior": 2.0},
+}
+"""Keys of `algorithm.correction` that each preset sets."""
+
+
+def with_preset(values: Any, presets: Mapping[str, Mapping[str, Any]]) -> Any:
+    """Return the values of a section, with the values of its preset as defaults."""
+    name = values.get("preset") if isinstance(values, dict) else None
+    return {**presets[name], **values} if isinstance(name, str) and name in presets else values
+
+
+INITIAL, AVERAGE = 0, -1
+"""Versions under which the trainer stores the reference policies: the initial weights, and their moving average."""
+
+
+class KLConfig(Section):
+    """KL penalty toward a reference policy, estimated on the sampled tokens. In the formulas below, u = log policy - log
+    reference."""
+
+    coef: NonNegativeFloat = 0.0
+    """Coefficient of the KL penalty. 0 disables it, and no reference policy is kept."""
+    reference: Literal["initial", "ema"] = "initial"
+    """Reference policy: `initial` is the weights at the start of the run, `ema` their exponential moving average
+    (`algorithm.ema_decay`)."""
+    estimator: KLEstimator = "k3_straight_through"
+    """Estimator of the KL divergence: k1 = u, k2 = u^2 / 2, k3 = exp(-u) - 1 + u. `k3_straight_through` has the value of k3 and
+    the unbiased gradient of k2."""
+    place: Literal["loss", "reward"] = "loss"
+    """`loss` adds the penalty to the loss. `reward` reduces each token's advantage by `coef` times the sum of k1 over this and
+    all later tokens."""
+    importance_weighted: bool = True
+    """Weight each token's KL loss by the ratio of the policy to the sampling policy, which corrects for stale tokens."""
+
+    @property
+    def reference_version(self) -> int:
+        """Version under which the trainer stores the reference policy."""
+        return INITIAL if self.reference == "initial" else AVERAGE
+
+    def _broken_rules(self) -> Iterator[BrokenRule]:
+        if self.coef and self.place == "loss" and self.estimator == "k1":
+            rule = "as a loss, k1 has an expected gradient of zero, so it only adds noise"
+            yield self.broken("estimator place", rule, "set estimator to k3_straight_through, or place to reward")
+        if self.coef and self.place == "reward" and self.estimator != "k1":
+            rule = "a KL penalty in the reward requires the unbiased estimator k1"
+            yield self.broken("estimator place", rule, "set estimator to k1, or place to loss")
+
+
+class CorrectionConfig(Section):
+    """Off-policy correction: importance weights, and rejection of tokens or sequences by their probability ratio.
+
+    The ratio is `prox_over_behavior`: the token's probability under the proximal policy (`algorithm.proximal`), divided by its
+    probability under the sampling policy. With `proximal: sampler`, the current policy takes the place of the proximal policy.
+    """
+
+    preset: (
+        Literal[
+            "token_tis",
+            "sequence_tis",
+            "icepop",
+            "sequence_mis",
+            "sequence_rejection",
+            "geometric_rejection",
+            "geometric_token_tis",
+        ]
+        | None
+    ) = None
+    """Published recipe to take defaults of this section from (docs/algorithms.md). Keys that you set override it; null uses the
+    defaults below."""
+    weight: Literal["none", "token", "sequence"] = "none"
+    """Truncated importance sampling: multiply each token's loss by its own ratio (`token`), or by the product of the ratios of
+    its sequence (`sequence`)."""
+    max_prox_over_behavior: PositiveFloat = 2.0
+    """Upper bound of the importance weights of `weight`."""
+    batch_normalize: bool = False
+    """Divide the importance weights by their mean over the batch of the step, per token or per sequence. Requires an extra
+    forward pass."""
+    reject_token_prox_over_behavior: Bounds | None = None
+    """Reject tokens whose ratio is outside these bounds `[low, high]`; null rejects none."""
+    reject_sequence_prox_over_behavior: Bounds | None = None
+    """Reject sequences whose product of ratios is outside these bounds; null rejects none."""
+    reject_geometric_prox_over_behavior: Bounds | None = None
+    """Reject sequences whose geometric mean of ratios is outside these bounds; null rejects none."""
+    veto_prox_over_behavior: Bounds | None = None
+    """Reject sequences in which any token's ratio is outside these bounds; null rejects none."""
+    denominator: Literal["pre", "post"] = "pre"
+    """Token and sequence counts that normalize the loss: before (`pre`) or after (`post`) rejection. `post` requires an extra
+    forward pass."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _put_in_preset(cls, values: Any) -> Any:
+        return with_preset(values, CORRECTION_PRESETS)
+
+    @property
+    def bounds(self) -> Mapping[str, tuple[float, float]]:
+        """Bounds of the enabled rejections, by key."""
+        return {key: bounds for key, bounds in self if key.startswith(("reject_", "veto_")) and bounds is not None}
+
+    @property
+    def is_on(self) -> bool:
+        """True if any weight or rejection is enabled."""
+        return self.weight != "none" or bool(self.bounds)
+
+    @property
+    def is_measured(self) -> bool:
+        """True if statistics of the whole step are needed before its first gradient."""
+        return self.batch_normalize or self.denominator == "post"
+
+    def _broken_rules(self) -> Iterator[BrokenRule]:
+        if self.denominator == "post" and not self.bounds:
+            rule = "denominator: post has an effect only if a rejection is enabled"
+            fix = "remove denominator, or set a bound such as reject_token_prox_over_behavior"
+            yield self.broken("denominator", rule, fix)
+        if self.batch_normalize and self.weight == "none":
+            rule = "batch_normalize normalizes importance weights, so weight must not be none"
+            yield self.broken("batch_normalize weight", rule, "set weight to token or sequence, or remove batch_normalize")
+        for key, (low, high) in self.bounds.items():
+            if not low <= 1.0 <= high or low == high:
+                rule = "bounds must be [low, high] with low <= 1 <= high and low < high"
+                yield self.broken(key, rule, "write them like [0.5, 2.0]")
 
 
 class AlgorithmConfig(Section):
@@ -150,71 +290,53 @@ class AlgorithmConfig(Section):
 
     def _broken_rules(self) -> Iterator[BrokenRule]:
         if self.constant_length is not None and self.reduction != "constant":
-            yield BrokenRule(
-                values={"constant_length": self.constant_length, "reduction": self.reduction},
-                rule="constant_length is allowed only when reduction is constant",
-                fix="remove constant_length, or set algorithm.reduction to constant",
+            yield self.broken(
+                "constant_length reduction",
+                "constant_length is allowed only when reduction is constant",
+                "remove constant_length, or set algorithm.reduction to constant",
             )
         yield from self.broken_pass_k()
         if self.kl.reference == "ema" and self.ema_decay is None:
-            yield BrokenRule(
-                values={"ema_decay": self.ema_decay, "kl.reference": self.kl.reference},
-                rule="kl.reference: ema requires a moving average of the weights",
-                fix="set algorithm.ema_decay, for example to 0.99, or algorithm.kl.reference to initial",
+            yield self.broken(
+                "ema_decay kl.reference",
+                "kl.reference: ema requires a moving average of the weights",
+                "set algorithm.ema_decay, for example to 0.99, or algorithm.kl.reference to initial",
             )
-        yield from self._broken_by_credit()
-        yield from self._broken_by_loss_options()
+        is_custom = self.advantage not in ADVANTAGES
+        if self.credit != "rollout" and is_custom:
+            rule = "a custom advantage selects the unit of credit by what it returns (docs/howto/advantage.md)"
+            yield self.broken("credit advantage", rule, "remove credit")
+        elif self.credit != "rollout" and self.advantage in ("pass_at_k", "gdpo"):
+            rule = f"{self.advantage} compares whole completions, so credit must be rollout"
+            fix = "remove credit, or set advantage to dr_grpo, grpo, rloo, maxrl, reinforce_pp or reinforce_pp_baseline"
+            yield self.broken("credit advantage", rule, fix)
+        for unit, discount in (("turn", self.turn_discount), ("token", self.token_discount)):
+            if discount != 1.0 and self.credit != unit and not is_custom:
+                rule = f"{unit}_discount has an effect only with credit: {unit}"
+                yield self.broken(f"{unit}_discount credit", rule, f"set credit to {unit}, or remove {unit}_discount")
+        for key in LOSS_KEYS:
+            if key in self.loss_options:
+                rule = f"{key} is a key of algorithm, which already passes it to the loss"
+                yield self.broken(f"loss_options.{key}", rule, f"set algorithm.{key} instead")
+        known = LOSSES[self.loss].options if self.loss in LOSSES else tuple(self.loss_options)
+        for key in self.loss_options.keys() - {*known, *LOSS_KEYS}:
+            yield BrokenRule(
+                {f"loss_options.{key}": self.loss_options[key], "loss": self.loss},
+                f"the loss {self.loss} has no such option",
+                f"choose one of its options: {', '.join(known)}" if known else "remove it",
+            )
+        if self.dual_clip is not None and self.loss in LOSSES and self.loss != "ppo":
+            rule = "dual_clip is allowed only when loss is ppo"
+            yield self.broken("dual_clip loss", rule, "remove dual_clip, or set algorithm.loss to ppo")
 
     def broken_pass_k(self, prefix: str = "") -> Iterator[BrokenRule]:
         """Yield a rule if `pass_k` does not fit the advantage. `prefix` is prepended to the keys, for the settings of one
         task."""
         if self.advantage in ADVANTAGES and (self.pass_k is None) == (self.advantage == "pass_at_k"):
             yield BrokenRule(
-                values={f"{prefix}pass_k": self.pass_k, f"{prefix}advantage": self.advantage},
-                rule="pass_k is required when advantage is pass_at_k, and allowed only then",
-                fix="set pass_k to the number of completions to take the best of"
+                {f"{prefix}pass_k": self.pass_k, f"{prefix}advantage": self.advantage},
+                "pass_k is required when advantage is pass_at_k, and allowed only then",
+                "set pass_k to the number of completions to take the best of"
                 if self.pass_k is None
                 else "remove pass_k, or set advantage to pass_at_k",
-            )
-
-    def _broken_by_credit(self) -> Iterator[BrokenRule]:
-        is_custom = self.advantage not in ADVANTAGES
-        if self.credit != "rollout" and (is_custom or self.advantage in ("pass_at_k", "gdpo")):
-            yield BrokenRule(
-                values={"credit": self.credit, "advantage": self.advantage},
-                rule="a custom advantage selects the unit of credit by what it returns (docs/howto/advantage.md)"
-                if is_custom
-                else f"{self.advantage} compares whole completions, so credit must be rollout",
-                fix="remove credit"
-                if is_custom
-                else "remove credit, or set advantage to dr_grpo, grpo, rloo, maxrl, reinforce_pp or reinforce_pp_baseline",
-            )
-        for unit, discount in (("turn", self.turn_discount), ("token", self.token_discount)):
-            if discount != 1.0 and self.credit != unit and not is_custom:
-                yield BrokenRule(
-                    values={f"{unit}_discount": discount, "credit": self.credit},
-                    rule=f"{unit}_discount has an effect only with credit: {unit}",
-                    fix=f"set credit to {unit}, or remove {unit}_discount",
-                )
-
-    def _broken_by_loss_options(self) -> Iterator[BrokenRule]:
-        for key in LOSS_KEYS:
-            if key in self.loss_options:
-                yield BrokenRule(
-                    values={f"loss_options.{key}": self.loss_options[key]},
-                    rule=f"{key} is a key of algorithm, which already passes it to the loss",
-                    fix=f"set algorithm.{key} instead",
-                )
-        known = LOSSES[self.loss].options if self.loss in LOSSES else tuple(self.loss_options)
-        for key in self.loss_options.keys() - {*known, *LOSS_KEYS}:
-            yield BrokenRule(
-                values={f"loss_options.{key}": self.loss_options[key], "loss": self.loss},
-                rule=f"the loss {self.loss} has no such option",
-                fix=f"choose one of its options: {', '.join(known)}" if known else "remove it",
-            )
-        if self.dual_clip is not None and self.loss in LOSSES and self.loss != "ppo":
-            yield BrokenRule(
-                values={"dual_clip": self.dual_clip, "loss": self.loss},
-                rule="dual_clip is allowed only when loss is ppo",
-                fix="remove dual_clip, or set algorithm.loss to ppo",
             )

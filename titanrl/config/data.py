@@ -1,16 +1,18 @@
-"""The section `data`: prompts, and the rewards of their completions."""
+"""The section `data`: prompts with their rewards, curriculum and environment, and the tasks of a mixture."""
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, GetJsonSchemaHandler, model_validator
+from pydantic import Field, GetJsonSchemaHandler, PositiveFloat, model_validator
 from pydantic_core import CoreSchema
 
-from titanrl.config.curriculum import CurriculumConfig
-from titanrl.config.environment import EnvironmentConfig
-from titanrl.config.errors import BrokenRule
+from titanrl.config.algorithm import AlgorithmConfig
+from titanrl.config.errors import BrokenRule, BrokenRules
+from titanrl.config.registry import ADVANTAGES
 from titanrl.config.rewards import JudgeOptions, broken_by_options
-from titanrl.config.section import Count, Fraction, InputPath, OrImportPath, Section, Tokens
+from titanrl.config.section import Count, CountOrZero, Fraction, InputPath, OrImportPath, Seconds, Section, Share, Tokens
+from titanrl.config.sections import RolloutConfig
 
 FILE_SOURCES = ("jsonl", "parquet", "arrow")
 """Built-in prompt sources that read files."""
@@ -22,6 +24,17 @@ REWARDS = (*ANSWER_REWARDS, "regex", "overlong", "repetition", "judge")
 """Built-in rewards."""
 RESERVED = ("mean", "error_frac", "num_errors", "num_completions", "turns", "truncated")
 """Names that a reward cannot have, because `reward/<name>` is already a metric."""
+SAMPLERS = ("success_rate",)
+"""Built-in level samplers."""
+Levels = Annotated[int, Field(ge=2, le=1_000)]
+BUILT_IN_KEYS = ("raise_at", "lower_at", "window", "solved_from", "start_level", "review")
+"""Keys of the built-in sampler."""
+ENVIRONMENTS = ("single_turn", "tools", "calculator", "python", "tic_tac_toe")
+"""Built-in environments."""
+MIXTURE = "data.mixture"
+"""Section of the tasks."""
+SHARED_SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+"""Keys of `rollout` that all tasks share."""
 
 
 class RewardConfig(Section):
@@ -70,12 +83,12 @@ class RewardConfig(Section):
     def _broken_rules(self) -> Iterator[BrokenRule]:
         yield from broken_by_options(self.function, self.options)
         if self.trusted and self.function in REWARDS:
-            yield BrokenRule(
-                values={"trusted": True, "function": self.function},
-                rule="the judge always runs outside the sandbox"
+            yield self.broken(
+                "trusted function",
+                "the judge always runs outside the sandbox"
                 if self.function == "judge"
                 else "built-in rewards run in the sandbox, because some of them execute model output",
-                fix="remove trusted",
+                "remove trusted",
             )
 
 
@@ -93,6 +106,141 @@ TEMPLATE_ARGUMENTS = (
     *("tokenizer_kwargs", "tools", "truncation"),
 )
 """Arguments of `apply_chat_template` that TitanRL sets, so that they are not variables of the chat template."""
+
+
+class CurriculumConfig(Section):
+    """Curriculum: difficulty levels from easy to hard, and a sampler that chooses the level of each prompt. One key defines the
+    levels: `levels` for those of a reasoning-gym task, `task_configs` for its options per level, or `field` with `edges`,
+    `values` or `levels` for a field of the prompts."""
+
+    levels: Levels | None = None
+    """Number of levels: the easiest ones of the curriculum that reasoning-gym defines for the task or, with `field`, groups of
+    equal size."""
+    task_configs: Annotated[tuple[dict[str, Any], ...], Field(strict=False)] = ()
+    """Options of a reasoning-gym task for each level, on top of `data.task_config`, such as `[{max_terms: 2}, {max_terms:
+    6}]`."""
+    field: str | None = None
+    """Metadata field that orders the prompts of a file or of a custom source by difficulty. A dot selects a nested field."""
+    edges: Annotated[tuple[float, ...], Field(strict=False)] = ()
+    """Boundaries of `field` between the levels, ascending. A prompt at a boundary belongs to the higher level; n boundaries
+    make n + 1 levels."""
+    values: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Values of `field`, one per level, such as `[easy, medium, hard]`."""
+    sampler: Annotated[str, OrImportPath(SAMPLERS)] = "success_rate"
+    """Sampler that chooses the level of each prompt. `success_rate` moves up or down by the success rate at the current level.
+    Or the import path of a custom sampler (docs/howto/curriculum.md)."""
+    options: dict[str, Any] = {}
+    """Keyword arguments of a custom sampler."""
+    raise_at: Share = 0.8
+    """Success rate from which `success_rate` moves to the next level."""
+    lower_at: Share = 0.1
+    """Success rate at or below which it moves to the previous level. With 0, only if nothing is solved."""
+    window: Count = 32
+    """Number of recent groups of the current level that the success rate is computed over. It restarts after each move."""
+    solved_from: float = 1.0
+    """Minimum reward of a successful completion."""
+    start_level: Annotated[int, Field(ge=0, le=999)] = 0
+    """Initial level, counted from 0."""
+    review: Annotated[float, Field(ge=0.0, le=0.9)] = 0.0
+    """Share of the prompts that are drawn from lower levels, so that the policy does not forget them."""
+
+    @property
+    def num_levels(self) -> int:
+        """Number of levels."""
+        if self.task_configs:
+            return len(self.task_configs)
+        if self.edges:
+            return len(self.edges) + 1
+        return len(self.values) or self.levels or 1
+
+    def _broken_rules(self) -> Iterator[BrokenRule]:
+        given = {key: getattr(self, key) for key in ("levels", "task_configs", "edges", "values")}
+        set_keys = {key: value for key, value in given.items() if value}
+        if len(set_keys) != 1:
+            yield BrokenRule(
+                set_keys or {"levels": None},
+                "exactly one of levels, task_configs, edges and values must define the levels",
+                "keep one of them" if set_keys else "set levels to the number of levels",
+            )
+        for key in ("edges", "values"):
+            if given[key] and self.field is None:
+                fix = "set field to the name of a metadata field"
+                yield self.broken(f"{key} field", f"{key} requires field, whose values it refers to", fix)
+        if self.field is not None and self.task_configs:
+            rule = "field and task_configs are different ways to define the levels"
+            yield self.broken("field task_configs", rule, "remove one of them")
+        if list(self.edges) != sorted(set(self.edges)):
+            yield self.broken("edges", "edges must be ascending, without duplicates", "sort them")
+        if len(set(self.values)) != len(self.values):
+            yield self.broken("values", "values must not contain duplicates", "list each value once")
+        if len(self.task_configs) == 1 or len(self.values) == 1:
+            key = "task_configs" if self.task_configs else "values"
+            yield self.broken(key, "a curriculum needs at least two levels", "add a level")
+        if self.lower_at >= self.raise_at:
+            yield self.broken("lower_at raise_at", "lower_at must be below raise_at", "lower lower_at, or raise raise_at")
+        if self.start_level >= self.num_levels:
+            rule = f"start_level must be one of the {self.num_levels} levels, counted from 0"
+            yield self.broken("start_level", rule, f"set start_level to at most {self.num_levels - 1}")
+        if self.sampler in SAMPLERS and self.options:
+            yield self.broken("options sampler", "options are the arguments of a custom sampler", "remove options")
+        changed = [key for key in BUILT_IN_KEYS if getattr(self, key) != type(self).model_fields[key].default]
+        if self.sampler not in SAMPLERS and changed:
+            fix = "remove them, or pass them to your sampler in options"
+            yield self.broken(" ".join([*changed, "sampler"]), "only the sampler success_rate uses these keys", fix)
+
+
+class EnvironmentConfig(Section):
+    """Multi-turn environment. The string `my_game.py:Game` is short for `{function: my_game.py:Game}`."""
+
+    function: Annotated[str, OrImportPath(ENVIRONMENTS)]
+    """Built-in environment, or the import path of a class or function that creates one per episode (docs/howto/environment.md).
+    `calculator`, `python` and `tools` let the policy call tools (docs/howto/tools.md), `tic_tac_toe` is a game, and
+    `single_turn` asks one question."""
+    options: dict[str, Any] = {}
+    """Keyword arguments of the class or function."""
+    max_turns: Count = 8
+    """Maximum number of turns of the policy per episode."""
+    max_conversation_tokens: Tokens | None = None
+    """Maximum length of a conversation in tokens; null uses `trainer.row_tokens`. `rollout.max_new_tokens` limits each turn."""
+    renderer: str = "auto"
+    """Renderer that converts messages to tokens: `plain`, which needs no chat template; `template`, which uses the tokenizer's
+    chat template and JSON tool calls in `<tool_call>` tags; or a name from the package `renderers`, such as `glm-5`. `auto`
+    selects by the model type, and uses `plain` if the tokenizer has no chat template."""
+    renderer_options: dict[str, Any] = {}
+    """Options of a renderer from that package, or variables of the chat template, such as `{enable_thinking: false}`."""
+    weights: dict[str, float] = {}
+    """Weights of the rewards that the environment returns, by name. Rewards that are not listed have weight 1."""
+    truncated_reward: float = 0.0
+    """Reward of an episode that a limit ended before the environment returned `Done`, unless the environment judges it
+    (docs/howto/environment.md). It is reported as `reward/truncated`, in place of the environment's own rewards."""
+    step_timeout_s: Seconds = 60.0
+    """Time limit in seconds for one call of the environment."""
+    episode_timeout_s: Seconds = 600.0
+    """Time limit in seconds for all calls of the environment in one episode."""
+    retries: CountOrZero = 1
+    """Number of times to restart an episode after the environment failed. After that, it is removed from its group."""
+    num_processes: CountOrZero = 0
+    """Number of environment processes per rollout worker, for native code and blocking calls. Each runs one episode at a time
+    and is killed at a time limit. With 0, environments run in the rollout worker itself."""
+    python: InputPath | None = None
+    """Python interpreter of the environment processes, for example of another virtual environment; null uses the current
+    one."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, value: Any) -> Any:
+        return {"function": value} if isinstance(value, str) else value
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """Return the JSON schema of the section, which also allows a string."""
+        section = handler.resolve_ref_schema(handler(schema))
+        return section | {"type": ["object", "string"]}
+
+    def _broken_rules(self) -> Iterator[BrokenRule]:
+        if self.python is not None and not self.num_processes:
+            fix = "set num_processes to the number of concurrent episodes, for example to 8"
+            yield self.broken("python num_processes", "another interpreter requires environment processes", fix)
 
 
 class DataConfig(Section):
@@ -145,63 +293,51 @@ class DataConfig(Section):
 
     def _broken_rules(self) -> Iterator[BrokenRule]:
         if (self.source in FILE_SOURCES) != (self.path is not None):
-            yield BrokenRule(
-                values={"path": self.path, "source": self.source},
-                rule="path is required when source is jsonl, parquet or arrow, and allowed only then",
-                fix="set path to the file with prompts and answers"
+            yield self.broken(
+                "path source",
+                "path is required when source is jsonl, parquet or arrow, and allowed only then",
+                "set path to the file with prompts and answers"
                 if self.path is None
                 else "remove path, or set source to jsonl, parquet or arrow",
             )
-        for key, value in {"columns": self.columns, "answer": self.answer}.items():
-            if value and self.source == "reasoning_gym":
-                shown = value.model_dump() if isinstance(value, Section) else value
+        for key in ("columns", "answer"):
+            if getattr(self, key) and self.source == "reasoning_gym":
+                yield self.broken(f"{key} source", "a reasoning-gym task has no columns", f"remove {key}")
+        if reserved := self.chat_template_kwargs.keys() & set(TEMPLATE_ARGUMENTS):
+            rule = f"{min(reserved)} is not a variable of a chat template"
+            yield self.broken("chat_template_kwargs", rule, f"remove {min(reserved)}")
+        if self.chat_template_kwargs and self.chat_template == "never":
+            fix = "remove them, or set chat_template to auto"
+            yield self.broken("chat_template_kwargs chat_template", "variables require a chat template", fix)
+        if self.environment is not None:
+            environment = {"environment": self.environment.function}
+            if self.chat_template_kwargs:
                 yield BrokenRule(
-                    values={key: shown, "source": self.source},
-                    rule="a reasoning-gym task has no columns",
-                    fix=f"remove {key}",
+                    {"chat_template_kwargs": self.chat_template_kwargs, **environment},
+                    "the renderer of the environment renders its messages",
+                    "set environment.renderer_options instead",
                 )
-        yield from self._broken_by_template()
+            if self.system_prompt:
+                yield BrokenRule(
+                    {"system_prompt": self.system_prompt, **environment},
+                    "the environment writes the messages of the conversation",
+                    "let the environment return it; the built-in ones for questions have the option system_prompt",
+                )
         if self.options and self.source in SOURCES:
-            yield BrokenRule(
-                values={"options": self.options, "source": self.source},
-                rule="options are the arguments of a custom prompt source",
-                fix="remove options; use task_config for the options of a reasoning-gym task",
-            )
+            fix = "remove options; use task_config for the options of a reasoning-gym task"
+            yield self.broken("options source", "options are the arguments of a custom prompt source", fix)
         if self.curriculum is not None:
-            yield from self.curriculum.broken_by_source(self.source, self.task_config)
+            if self.source == "reasoning_gym" and self.curriculum.field is not None:
+                rule = "prompts of a reasoning-gym task are generated on demand and cannot be sorted by a field"
+                yield self.broken("curriculum.field source", rule, "remove field, and set levels or task_configs")
+            if self.source != "reasoning_gym" and self.curriculum.field is None:
+                key = "task_configs" if self.curriculum.task_configs else "levels"
+                fix = "set curriculum.field to the name of a metadata field of the prompts"
+                yield self.broken(f"curriculum.{key} source", "only reasoning-gym tasks define levels", fix)
         for name, reward in self.rewards.items():
             if name in RESERVED or not name.isidentifier():
                 rule = f"a reward's name must consist of letters, digits and _, and must not be one of {', '.join(RESERVED)}"
-                yield BrokenRule(
-                    values={f"rewards.{name}": reward.function},
-                    rule=rule,
-                    fix="rename it",
-                )
-
-    def _broken_by_template(self) -> Iterator[BrokenRule]:
-        given = {"chat_template_kwargs": self.chat_template_kwargs}
-        if reserved := self.chat_template_kwargs.keys() & set(TEMPLATE_ARGUMENTS):
-            yield BrokenRule(
-                values=given, rule=f"{min(reserved)} is not a variable of a chat template", fix=f"remove {min(reserved)}"
-            )
-        if self.chat_template_kwargs and self.chat_template == "never":
-            yield BrokenRule(
-                values={**given, "chat_template": "never"},
-                rule="variables require a chat template",
-                fix="remove them, or set chat_template to auto",
-            )
-        if self.chat_template_kwargs and self.environment is not None:
-            yield BrokenRule(
-                values={**given, "environment": self.environment.function},
-                rule="the renderer of the environment renders its messages",
-                fix="set environment.renderer_options instead",
-            )
-        if self.system_prompt and self.environment is not None:
-            yield BrokenRule(
-                values={"system_prompt": self.system_prompt, "environment": self.environment.function},
-                rule="the environment writes the messages of the conversation",
-                fix="let the environment return it; the built-in ones for questions have the option system_prompt",
-            )
+                yield BrokenRule({f"rewards.{name}": reward.function}, rule, "rename it")
 
     @property
     def reward_parts(self) -> Mapping[str, RewardConfig]:
@@ -213,6 +349,18 @@ class DataConfig(Section):
     def tasks(self) -> "Mapping[str, DataConfig]":
         """Tasks by name: this section alone, unless there is a mixture."""
         return {self.task: self}
+
+    def key(self, name: str) -> str:
+        """Return the path of the section of the task with this name."""
+        return "data"
+
+    def rollout(self, shared: RolloutConfig) -> RolloutConfig:
+        """Return the section `rollout` with the settings of this task."""
+        return shared
+
+    def algorithm(self, shared: AlgorithmConfig) -> AlgorithmConfig:
+        """Return the section `algorithm` with the settings of this task."""
+        return shared
 
     @property
     def chooses_prompts(self) -> bool:
@@ -248,3 +396,90 @@ class DataConfig(Section):
         if self.environment is not None and not self.rewards:
             return False
         return any(reward.compares_with_answer for reward in self.reward_parts.values())
+
+
+class TaskConfig(DataConfig):
+    """One task of a mixture. It inherits the keys of `data` that it does not set."""
+
+    weight: PositiveFloat = 1.0
+    """Share of this task among the groups that are trained on, relative to the other weights."""
+    max_new_tokens: Tokens | None = None
+    """Maximum completion length in tokens; null uses `rollout.max_new_tokens`."""
+    group_size: Annotated[int, Field(ge=2, le=1_000_000)] | None = None
+    """Number of completions per prompt; null uses `rollout.group_size`."""
+    advantage: Annotated[str, OrImportPath(tuple(ADVANTAGES))] | None = None
+    """Advantage estimator of this task; null uses `algorithm.advantage`. Estimators with batch statistics compute them over all
+    tasks that use the same one."""
+    std_ddof: Annotated[int, Field(ge=0, le=1)] | None = None
+    """Delta degrees of freedom of the standard deviation; null uses `algorithm.std_ddof`."""
+    pass_k: Count | None = None
+    """Value of k for `advantage: pass_at_k`; null uses `algorithm.pass_k`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_shared_keys(cls, values: Any) -> Any:
+        shared = [key for key in SHARED_SAMPLING if isinstance(values, dict) and key in values]
+        if shared:
+            rule = "all tasks share this key, because the trainer uses one sampling distribution for all of them"
+            raise BrokenRules(*(BrokenRule({key: values[key]}, rule, f"remove it, and set rollout.{key}") for key in shared))
+        return values
+
+    def key(self, name: str) -> str:
+        """Return the path of this section."""
+        return f"{MIXTURE}.{name}"
+
+    def rollout(self, shared: RolloutConfig) -> RolloutConfig:
+        """Return the section `rollout` with the settings of this task."""
+        own = {"max_new_tokens": self.max_new_tokens, "group_size": self.group_size}
+        return shared.model_copy(update={key: value for key, value in own.items() if value is not None})
+
+    def algorithm(self, shared: AlgorithmConfig) -> AlgorithmConfig:
+        """Return the section `algorithm` with the settings of this task."""
+        own: dict[str, object] = {"std_ddof": self.std_ddof, "advantage": self.advantage, "pass_k": self.pass_k}
+        changes = {key: value for key, value in own.items() if value is not None}
+        if self.advantage is not None and self.pass_k is None:
+            changes["pass_k"] = shared.pass_k if self.advantage == "pass_at_k" else None
+        return shared.model_copy(update=changes)
+
+
+class RunDataConfig(DataConfig):
+    """Prompts, and the rewards of their completions."""
+
+    mixture: dict[str, TaskConfig] = {}
+    """Tasks by name, trained on together in the ratio of their weights (docs/howto/mixture.md). The other keys of this section
+    are the defaults of every task. If empty, this section is the only task."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _put_in_defaults(cls, values: Any) -> Any:
+        if isinstance(values, DataConfig) and not isinstance(values, cls):
+            return {key: getattr(values, key) for key in values.model_fields_set}
+        mixture = values.get("mixture") if isinstance(values, dict) else None
+        if not isinstance(mixture, dict):
+            return values
+        shared = {key: value for key, value in values.items() if key in DataConfig.model_fields}
+        tasks = {name: {**shared, **task} if isinstance(task, dict) else task for name, task in mixture.items()}
+        return {**values, "mixture": tasks}
+
+    @property
+    def tasks(self) -> Mapping[str, DataConfig]:
+        """Tasks by name. Without a mixture, this section under the name of `task`."""
+        return self.mixture or {self.task: self}
+
+    @property
+    def draws_by_outcome(self) -> bool:
+        """True if the choice of prompts depends on earlier groups."""
+        return bool(self.mixture) or self.curriculum is not None
+
+    def weight_of(self, part: str, task: int = 0) -> float:
+        """Return the weight of a part of the reward. `task` is the index of the task in the mixture."""
+        if not self.mixture:
+            return super().weight_of(part)
+        return list(self.mixture.values())[task].weight_of(part)
+
+    def _broken_rules(self) -> Iterator[BrokenRule]:
+        yield from super()._broken_rules()
+        for name in self.mixture:
+            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}", name):
+                rule = "the name of a task must consist of letters, digits, _ and -, and start with a letter or digit"
+                yield BrokenRule({f"mixture.{name}": {}}, rule, "rename it")

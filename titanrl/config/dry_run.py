@@ -14,10 +14,10 @@ from titanrl.config.errors import inline
 from titanrl.config.explain import explain_rule
 from titanrl.config.placement import host_name, placements
 from titanrl.config.schema import Config
-from titanrl.config.shapes import ModelShape
 from titanrl.config.sizes import (
     DEVICE_BYTES,
     Memory,
+    ModelShape,
     Sizes,
     TrainerMemory,
     cpu_bytes,

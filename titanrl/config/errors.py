@@ -13,11 +13,11 @@ MAX_CHARS = 2000
 """Maximum length of each component of a message. Keys and overrides can be arbitrarily long."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class BrokenRule:
     """A rule that the values of one or more keys violate.
 
-    Example: `BrokenRule(values={"trainer_hosts": 3}, rule="trainer_hosts must divide the 4 trainer ranks", fix="set it to 2")`
+    Example: `BrokenRule({"trainer_hosts": 3}, "trainer_hosts must divide the 4 trainer ranks", "set it to 2")`
     """
 
     values: Mapping[str, object]
@@ -56,14 +56,8 @@ def within(error: BrokenRules, section: str) -> BrokenRules:
     def named(text: str) -> str:
         return re.sub(r"(?<![\w.])data\.(?=[a-z])", f"{section}.", text)
 
-    return BrokenRules(
-        *(
-            BrokenRule(
-                values={named(key): value for key, value in rule.values.items()}, rule=named(rule.rule), fix=named(rule.fix)
-            )
-            for rule in error.broken
-        )
-    )
+    renamed = (({named(key): value for key, value in rule.values.items()}, rule) for rule in error.broken)
+    return BrokenRules(*(BrokenRule(values, named(rule.rule), named(rule.fix)) for values, rule in renamed))
 
 
 class ConfigError(TitanRLError, ValueError):
@@ -105,13 +99,13 @@ def rule_of(text: str, values: Mapping[str, object], *, prefix: str = "") -> Bro
     """Convert a message `key: problem (got value). Fix.` to a rule. Any other message becomes the rule itself."""
     key_first = re.fullmatch(r"(?P<rule>.+) \((?P<got>got .+)\)\. (?P<fix>.+?)\.?", text, re.DOTALL)
     if key_first is None:
-        return BrokenRule(values=values, rule=prefix + text, fix="correct it")
+        return BrokenRule(values, prefix + text, "correct it")
     rule = key_first["rule"]
     for key in values:
         rule = rule.removeprefix(f"{key}: ")
     got = "" if key_first["got"].removeprefix("got ").strip("'") in map(str, values.values()) else f" ({key_first['got']})"
     fix = key_first["fix"]
-    return BrokenRule(values=values, rule=f"{prefix}{rule}{got}", fix=fix[0].lower() + fix[1:])
+    return BrokenRule(values, f"{prefix}{rule}{got}", fix[0].lower() + fix[1:])
 
 
 def inline(value: object, max_chars: int = 80) -> str:

@@ -48,47 +48,28 @@ class EvaluationSetConfig(Section):
 
     def _broken_rules(self) -> Iterator[BrokenRule]:
         if self.num_samples > 1 and self.temperature == 0:
-            yield BrokenRule(
-                values={"temperature": self.temperature, "num_samples": self.num_samples},
-                rule="num_samples > 1 requires temperature > 0, because greedy completions of a prompt are all equal",
-                fix="set temperature, for example to 1, or set num_samples to 1",
-            )
+            rule = "num_samples > 1 requires temperature > 0, because greedy completions of a prompt are all equal"
+            fix = "set temperature, for example to 1, or set num_samples to 1"
+            yield self.broken("temperature num_samples", rule, fix)
         if 0 < self.temperature < 0.01:
-            yield BrokenRule(
-                values={"temperature": self.temperature},
-                rule="vLLM does not support temperatures between 0 and 0.01",
-                fix="set it to 0 for greedy decoding, or to at least 0.01",
-            )
+            rule = "vLLM does not support temperatures between 0 and 0.01"
+            yield self.broken("temperature", rule, "set it to 0 for greedy decoding, or to at least 0.01")
         if self.pass_k and max(self.pass_k) > self.num_samples:
-            yield BrokenRule(
-                values={"pass_k": self.pass_k, "num_samples": self.num_samples},
-                rule="pass@k needs at least k samples per prompt",
-                fix=f"set num_samples to at least {max(self.pass_k)}",
-            )
+            fix = f"set num_samples to at least {max(self.pass_k)}"
+            yield self.broken("pass_k num_samples", "pass@k needs at least k samples per prompt", fix)
         if self.num_prompts * self.num_samples > MAX_COMPLETIONS:
-            yield BrokenRule(
-                values={"num_prompts": self.num_prompts, "num_samples": self.num_samples},
-                rule=f"an evaluation must not sample more than {MAX_COMPLETIONS:,} completions (num_prompts * num_samples)",
-                fix="lower one of them",
-            )
+            rule = f"an evaluation must not sample more than {MAX_COMPLETIONS:,} completions (num_prompts * num_samples)"
+            yield self.broken("num_prompts num_samples", rule, "lower one of them")
         if self.data is not None and self.task is not None:
-            yield BrokenRule(
-                values={"task": self.task, "data": self.data.source},
-                rule="a set uses the prompts either of task or of data",
-                fix="remove one of them",
-            )
+            values = {"task": self.task, "data": self.data.source}
+            yield BrokenRule(values, "a set uses the prompts either of task or of data", "remove one of them")
         if self.data is not None and self.data.curriculum is not None:
-            yield BrokenRule(
-                values={"data.curriculum": self.data.curriculum.sampler},
-                rule="an evaluation set does not support a curriculum",
-                fix="remove it, or define one set per level",
-            )
+            values = {"data.curriculum": self.data.curriculum.sampler}
+            rule = "an evaluation set does not support a curriculum"
+            yield BrokenRule(values, rule, "remove it, or define one set per level")
         if self.split == "all" and self.data is None:
-            yield BrokenRule(
-                values={"split": self.split, "data": None},
-                rule="split: all would evaluate on prompts of the run that are trained on",
-                fix="set split to heldout, or add a data section to the set",
-            )
+            rule = "split: all would evaluate on prompts of the run that are trained on"
+            yield self.broken("split data", rule, "set split to heldout, or add a data section to the set")
 
 
 class EvaluationConfig(Section):
@@ -119,18 +100,12 @@ class EvaluationConfig(Section):
     def _broken_rules(self) -> Iterator[BrokenRule]:
         for name in self.sets:
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}", name):
-                yield BrokenRule(
-                    values={f"sets.{name}": {}},
-                    rule="the name of a set must consist of letters, digits, _ and -, and start with a letter or digit",
-                    fix="rename it",
-                )
+                rule = "the name of a set must consist of letters, digits, _ and -, and start with a letter or digit"
+                yield BrokenRule({f"sets.{name}": {}}, rule, "rename it")
         for key in ("patience", "min_improvement", "max_error_frac"):
             if self.best_metric is None and getattr(self, key):
-                yield BrokenRule(
-                    values={key: getattr(self, key), "best_metric": None},
-                    rule=f"{key} requires best_metric, which policies are compared by",
-                    fix="set best_metric",
-                )
+                rule = f"{key} requires best_metric, which policies are compared by"
+                yield self.broken(f"{key} best_metric", rule, "set best_metric")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,84 +188,3 @@ def evaluation_sets(
         )
         for name, (key, section) in sections.items()
     }
-
-
-def broken_by_positions(sets: Mapping[str, EvaluationSet], max_positions: int) -> Iterator[BrokenRule]:
-    """Yield the rules that the additional sets break for a model with `max_positions` positions."""
-    for subset in sets.values():
-        if subset.key != DEFAULT and subset.max_tokens > max_positions:
-            yield BrokenRule(
-                values={f"{subset.key}.max_new_tokens": subset.max_new_tokens},
-                rule=f"prompt plus completion can have {subset.max_tokens} tokens, but the model has only "
-                f"{max_positions} positions",
-                fix=f"lower {subset.key}.max_new_tokens or {subset.key}.data.max_prompt_tokens",
-            )
-
-
-def broken_by_best(metric: str | None, sets: Mapping[str, EvaluationSet], updates_per_publish: int) -> Iterator[BrokenRule]:
-    """Yield the rules that `evaluation.best_metric` breaks."""
-    if metric is None:
-        return
-    names = [name for subset in sets.values() for name in subset.metrics]
-    if metric not in names:
-        yield BrokenRule(
-            values={"evaluation.best_metric": metric},
-            rule="must be a metric of an evaluation set that can be maximized",
-            fix=f"choose one of {', '.join(names)}" if names else "add an evaluation set",
-        )
-        return
-    every_steps = next(subset.every_steps for subset in sets.values() if metric in subset.metrics)
-    if every_steps % updates_per_publish:
-        yield BrokenRule(
-            values={
-                "evaluation.best_metric": metric,
-                "evaluation.every_steps": every_steps,
-                "algorithm.updates_per_publish": updates_per_publish,
-            },
-            rule="every_steps must be a multiple of updates_per_publish, so that the evaluated policy is the trainer's",
-            fix=f"set every_steps of this set to {every_steps + updates_per_publish - every_steps % updates_per_publish}",
-        )
-
-
-def broken_by_evaluation(
-    evaluation: EvaluationConfig, tasks: Mapping[str, DataConfig], *, is_sft: bool, is_distillation: bool
-) -> Iterator[BrokenRule]:
-    """Yield the rules that the evaluation sets break together with other sections."""
-    if is_sft and evaluation.best_metric is not None:
-        yield BrokenRule(
-            values={"evaluation.best_metric": evaluation.best_metric},
-            rule="supervised fine-tuning samples no evaluation sets",
-            fix="remove it",
-        )
-    for task in tasks if evaluation.num_prompts else ():
-        if task in evaluation.sets:
-            yield BrokenRule(
-                values={f"{SETS}.{task}": {}, "data.task": task},
-                rule="this name is taken by the default set, which is named after the task",
-                fix="rename the set, or disable the default set with evaluation.num_prompts: 0",
-            )
-    for name, section in evaluation.sets.items():
-        if section.task is not None and section.task not in tasks:
-            yield BrokenRule(
-                values={f"{SETS}.{name}.task": section.task},
-                rule="must be a task of data.mixture",
-                fix=f"choose one of {', '.join(tasks)}",
-            )
-        if section.data is None and section.task is None and len(tasks) > 1:
-            yield BrokenRule(
-                values={f"{SETS}.{name}.task": None},
-                rule="with several tasks in data.mixture, a set must select one of them",
-                fix=f"set it to one of {', '.join(tasks)}, or add a data section to the set",
-            )
-    if is_sft and evaluation.sets:
-        yield BrokenRule(
-            values={SETS: sorted(evaluation.sets)},
-            rule="supervised fine-tuning evaluates only the loss on held-out examples",
-            fix=f"remove {SETS}; run `titanrl evaluate` on the exported model instead",
-        )
-    if is_distillation and not evaluation.num_prompts:
-        yield BrokenRule(
-            values={"evaluation.num_prompts": 0},
-            rule="distillation needs the default set, on which it evaluates the teacher",
-            fix="set it to at least 1",
-        )

@@ -1,21 +1,65 @@
-"""Error messages for mistakes in a configuration: location, key, value, rule and fix."""
+"""Error messages for mistakes in a configuration: location, key, value, rule and fix, and suggestions for unknown names.
+
+A suggested name was probably meant, and is not merely spelled in a similar way.
+"""
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from titanrl.config.algorithm import ALGORITHM_PRESETS
 from titanrl.config.errors import BrokenRule, BrokenRules, inline, message
-from titanrl.config.keys import Node, dotted, nearest_keys, node_at, section_at, type_text
-from titanrl.config.objective import ALGORITHM_PRESETS
-from titanrl.config.source import Source
-from titanrl.config.strict_yaml import scalar
-from titanrl.config.suggest import did_you_mean, question
+from titanrl.config.keys import KeyPath, Node, dotted, node_at, section_at, sections, type_text
+from titanrl.config.source import Source, scalar
 
 Location = tuple[str | int, ...]
+
+MAX_NAME = 100
+"""Maximum length of a name for which suggestions are searched. The time of a comparison grows with its square."""
+MAX_SUGGESTIONS = 3
+"""Maximum number of suggestions. If more names are equally likely, none is suggested."""
+SYNONYMS = {
+    "bf16": "bfloat16",
+    "fp32": "float32",
+    "gpu": "cuda",
+    "k8s": "kubernetes",
+    "mpirun": "launcher",
+    "srun": "launcher",
+    "torchrun": "launcher",
+}
+"""Other names of values."""
+FOREIGN = {
+    "adv_estimator": "algorithm.advantage",
+    "batch_size": "rollout.groups_per_step",
+    "beta": "algorithm.kl.coef",
+    "clip_eps": "algorithm.clip_low",
+    "clip_range": "algorithm.clip_low",
+    "clip_ratio": "algorithm.clip_low",
+    "dataset": "data.source",
+    "epsilon": "algorithm.clip_low",
+    "eval_steps": "evaluation.every_steps",
+    "gpu_memory_utilization": "generator.vllm.gpu_memory_utilization",
+    "gradient_checkpointing": "trainer.activation_checkpointing",
+    "loss_type": "algorithm.loss",
+    "lr": "learning_rate",
+    "max_completion_length": "rollout.max_new_tokens",
+    "max_prompt_length": "data.max_prompt_tokens",
+    "max_steps": "num_steps",
+    "max_tokens": "rollout.max_new_tokens",
+    "model.name": "model.path",
+    "model_name": "model.path",
+    "model_name_or_path": "model.path",
+    "num_generations": "rollout.group_size",
+    "reward_fn": "data.rewards",
+    "reward_funcs": "data.rewards",
+    "save_steps": "checkpoint.every_steps",
+    "tensor_parallel_size": "generator.tp",
+}
+"""Names that other libraries use, with the key of the same meaning, or with its name in any section."""
 
 
 def explain(error: ValidationError, source: Source) -> Iterator[str]:
@@ -197,3 +241,118 @@ def _number_in(text: str) -> int | float | None:
     if match := re.fullmatch(r"(\d+)([km])", text):
         return int(match[1]) * {"k": 1000, "m": 1_000_000}[match[2]]
     return None
+
+
+def nearest_keys(path: KeyPath) -> list[str]:
+    """Return the valid keys that an unknown one probably means, in any section; empty if there is none, or too many.
+
+    A key can be meant if its name and the names of its sections contain every word of the unknown name, except for typos, and
+    its name has at most one other word (two in the section of the unknown key). Keys of the same name come first; then keys of
+    the same section, keys below it, keys with fewer other words, and keys of sections that are on by default.
+    """
+    *parent, name = map(str, path)
+    if len(name) > MAX_NAME:
+        return []
+    foreign = FOREIGN.get(".".join([*parent, name]).lower()) or FOREIGN.get(name.lower(), name)
+    if "." in foreign:
+        return [foreign]
+    here, asked = section_at(path[:-1]), words(foreign)
+    ranks: dict[str, tuple[bool, int, int, bool]] = {}
+    for section in sections():
+        is_here = here is not None and section.keys == here.keys
+        around = words(section.path.replace("<name>", ""))
+        distance = 0 if is_here else 1 if parent and set(words(" ".join(parent))) <= set(around) else 2
+        is_off = not is_here and (section.is_optional or "<name>" in section.path or section.path.startswith("hosts."))
+        where = dotted(parent) if is_here else section.path
+        for key in section.keys:
+            others = _num_other_words(asked, words(key), around)
+            if others is not None and others <= (2 if is_here else 0 if is_off else 1):
+                is_exact = not is_off and words(key) == asked
+                ranks[f"{where}.{key}".lstrip(".")] = (not is_exact, distance, others, is_off)
+    best = min(ranks.values(), default=None)
+    found = [key for key, rank in ranks.items() if rank == best]
+    return found if len(found) <= MAX_SUGGESTIONS else []
+
+
+def _num_other_words(asked: Sequence[str], key: Sequence[str], section: Sequence[str]) -> int | None:
+    """Return the number of words of a key that an unknown name lacks; None if the key cannot be meant."""
+    if is_misspelled("".join(asked), "".join(key)):
+        return 0
+    meant = [next((word for word in (*key, *section) if is_same_word(word, name)), None) for name in asked]
+    if None in meant or not set(meant) & set(key):
+        return None
+    return len(set(key) - set(meant))
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Return a question such as `did you mean exact?`, or an empty string if no name was probably meant."""
+    return question(suggestions(name, names))
+
+
+def question(found: Sequence[str]) -> str:
+    """Return the question that suggests names; an empty string for none."""
+    listed = " or ".join(filter(None, [", ".join(found[:-1]), *found[-1:]]))
+    return f"did you mean {listed}?" if found else ""
+
+
+def suggestions(name: str, names: Iterable[str]) -> list[str]:
+    """Return the names that were probably meant: synonyms, other spellings, typos, and names with more or fewer words."""
+    names = list(names)
+    if len(name) > MAX_NAME:
+        return []
+    if (synonym := SYNONYMS.get(name.lower())) in names:
+        return [synonym]
+    asked = words(name)
+    ways = (
+        [other for other in names if "".join(words(other)) == "".join(asked)],
+        [other for other in names if is_misspelled("".join(asked), "".join(words(other)))],
+        [other for other in names if _begins(asked, words(other)) or _begins(words(other), asked)],
+    )
+    found = next(filter(None, ways), [])
+    return found if len(found) <= MAX_SUGGESTIONS else []
+
+
+def words(name: str) -> list[str]:
+    """Return the words of a name in lower case: `maxSteps`, `max-steps` and `max_steps` have the same, and `++` reads `pp`."""
+    return re.findall(r"[^\W_]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower().replace("+", "p"))
+
+
+def is_misspelled(one: str, other: str) -> bool:
+    """Return True if two names are equal, or one is probably a typo of the other.
+
+    A typo keeps the first letter and all digits, because `float16` is not `bfloat16`. In a short name, it only adds, drops or
+    swaps a letter, because `grpo` is not `gspo`.
+    """
+    short, long = sorted((one, other), key=len)
+    if one == other or not short:
+        return one == other
+    if short[0] != long[0] or re.sub(r"\D", "", short) != re.sub(r"\D", "", long):
+        return False
+    if len(long) < 5:
+        return len(long) == 4 and (len(short) == 3 or sorted(short) == sorted(long)) and _distance(one, other) == 1
+    return _distance(one, other) <= (2 if len(short) >= 8 else 1)
+
+
+def is_same_word(one: str, other: str) -> bool:
+    """Return True if two words of names mean the same: equal, misspelled, or a word and a slightly longer form of it."""
+    short, long = sorted((one, other), key=len)
+    return is_misspelled(one, other) or (len(short) >= 3 and long.startswith(short) and len(long) - len(short) <= 3)
+
+
+def _begins(start: Sequence[str], name: Sequence[str]) -> bool:
+    """Return True if a name begins with the words of another, as in `cuda:0` and `tensorboardx`."""
+    return bool(start) and len(start) <= len(name) and all(map(is_same_word, start, name))
+
+
+def _distance(one: str, other: str) -> int:
+    """Return the number of inserted, removed, replaced and swapped letters."""
+    before: list[int] = []
+    row = list(range(len(other) + 1))
+    for i, letter in enumerate(one, start=1):
+        earlier, before, row = before, row, [i]
+        for j, wanted in enumerate(other, start=1):
+            cost = min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (letter != wanted))
+            if i > 1 and j > 1 and letter == other[j - 2] and one[i - 2] == wanted:
+                cost = min(cost, earlier[j - 2] + 1)
+            row.append(cost)
+    return row[-1]

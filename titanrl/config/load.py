@@ -1,4 +1,4 @@
-"""Load a configuration from YAML and overrides, and dump it as YAML."""
+"""Load a configuration from YAML and overrides, check that it is for a subcommand, and dump it as YAML."""
 
 import shutil
 from collections.abc import Sequence
@@ -7,12 +7,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from titanrl.config.errors import ConfigError
-from titanrl.config.explain import explain
+from titanrl.base.choices import Program
+from titanrl.config.errors import BrokenRule, ConfigError
+from titanrl.config.explain import explain, explain_rule
 from titanrl.config.schema import Config
 from titanrl.config.shipped import data_file
-from titanrl.config.source import Source, read_source
-from titanrl.config.strict_yaml import dump
+from titanrl.config.source import Source, dump, read_source
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -57,3 +57,23 @@ def _absolute(value: Any) -> Any:
 def dump_config(config: Config) -> str:
     """Return the resolved configuration as YAML; `load_config` reads it back to an equal one."""
     return dump(config.model_dump())
+
+
+def check_program(config: Config, program: Program, source: Source | None = None) -> None:
+    """Check that a configuration is for a subcommand, since other subcommands would ignore its section.
+
+    Raises:
+        ConfigError: It is for another subcommand.
+    """
+    if config.program == program:
+        return
+    if program == "train":
+        broken = BrokenRule(
+            {config.program: config.model_dump(mode="json", exclude_defaults=True)[config.program]},
+            f"only `titanrl {config.program}` uses this section",
+            f"run `titanrl {config.program}`, or remove the section",
+        )
+    else:
+        fix = f"add `{program}: ...` (docs/config.md), or run `titanrl {config.program}`"
+        broken = BrokenRule({program: None}, f"`titanrl {program}` requires this section", fix)
+    raise ConfigError(explain_rule(broken, source))

@@ -88,25 +88,16 @@ def broken_rules(config: "Config", device: str, *, training: bool = True, sampli
         sampling: True if the run has generators; ignored for a configuration without generators.
     """
     if wrong := problems(device, sampling=sampling and config.num_generator_ranks > 0):
-        yield BrokenRule(
-            values={"device": config.device},
-            rule=f"a run on {device} requires the tested package versions, but {', '.join(wrong)}",
-            fix=f"titanrl doctor {device} --install",
-        )
+        rule = f"a run on {device} requires the tested package versions, but {', '.join(wrong)}"
+        yield config.broken("device", rule, f"titanrl doctor {device} --install")
     if training and config.trainer.float8 is not None and installed_version("torchao") is None:
-        yield BrokenRule(
-            values={"trainer.float8": config.trainer.float8},
-            rule="the package torchao must be installed",
-            fix="pip install torchao, or set trainer.float8 to null",
-        )
+        fix = "pip install torchao, or set trainer.float8 to null"
+        yield config.broken("trainer.float8", "the package torchao must be installed", fix)
     # Look for distributions, because a run directory named `wandb` would look like the module.
     for logger in config.logging.loggers:
         if logger in TRACKERS and installed_version(logger) is None:
-            yield BrokenRule(
-                values={"logging.loggers": list(config.logging.loggers)},
-                rule=f"the package {logger} must be installed",
-                fix=f"pip install {logger}, or remove it from logging.loggers",
-            )
+            fix = f"pip install {logger}, or remove it from logging.loggers"
+            yield config.broken("logging.loggers", f"the package {logger} must be installed", fix)
 
 
 def install(device: str) -> int:

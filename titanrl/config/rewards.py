@@ -3,6 +3,7 @@
 import re
 import string
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -49,11 +50,8 @@ class OverlongOptions(Section):
     def broken_by(self, max_tokens: int) -> Iterator[BrokenRule]:
         """Yield the rule that `cache_tokens` breaks with the effective `max_tokens`."""
         if self.cache_tokens > max_tokens:
-            yield BrokenRule(
-                values={"cache_tokens": self.cache_tokens},
-                rule=f"cache_tokens must not exceed max_tokens, which is {max_tokens}",
-                fix=f"set cache_tokens to at most {max_tokens}",
-            )
+            rule = f"cache_tokens must not exceed max_tokens, which is {max_tokens}"
+            yield self.broken("cache_tokens", rule, f"set cache_tokens to at most {max_tokens}")
 
     def _broken_rules(self) -> Iterator[BrokenRule]:
         if self.max_tokens is not None:
@@ -111,41 +109,30 @@ class JudgeOptions(Section):
 
     def _broken_rules(self) -> Iterator[BrokenRule]:
         yield from _broken_by_pattern("score_pattern", self.score_pattern)
-        yield from self._broken_by_prompt()
-        if not _has_host(self.url):
-            yield BrokenRule(values={"url": self.url}, rule="url must contain a host", fix="write it like http://host:8000/v1")
-        if "@" in self.url:
-            yield BrokenRule(
-                values={"url": re.sub(r"//.*@", "//...@", self.url)},
-                rule="url must not contain credentials, because the configuration is saved in the run directory",
-                fix="put the key into an environment variable, and set key_variable to its name",
-            )
-        if not self.min_score < self.max_score:
-            yield BrokenRule(
-                values={"min_score": self.min_score, "max_score": self.max_score},
-                rule="min_score must be below max_score",
-                fix="swap them; use a negative weight to invert the reward",
-            )
-        for key in sorted(self.request.keys() & set(REQUEST_KEYS)):
-            yield BrokenRule(
-                values={f"request.{key}": self.request[key]},
-                rule="the judge sets this field itself, or could not parse the response",
-                fix="remove it",
-            )
-
-    def _broken_by_prompt(self) -> Iterator[BrokenRule]:
         fix = "use {question}, {answer}, {completion} or {metadata[key]}, and double all other braces"
         try:
             fields = _fields(self.prompt)
         except ValueError as error:
-            yield BrokenRule(values={"prompt": self.prompt}, rule=f"prompt must have paired braces ({error})", fix=fix)
-            return
-        for field in sorted(fields - set(PROMPT_FIELDS)):
+            yield self.broken("prompt", f"prompt must have paired braces ({error})", fix)
+        else:
+            for field in sorted(fields - set(PROMPT_FIELDS)):
+                yield self.broken("prompt", f"prompt contains the unknown placeholder {{{field}}}", fix)
+            if "completion" not in fields:
+                yield self.broken("prompt", "prompt must contain {completion}", "add it")
+        if not _has_host(self.url):
+            yield self.broken("url", "url must contain a host", "write it like http://host:8000/v1")
+        if "@" in self.url:
             yield BrokenRule(
-                values={"prompt": self.prompt}, rule=f"prompt contains the unknown placeholder {{{field}}}", fix=fix
+                {"url": re.sub(r"//.*@", "//...@", self.url)},
+                "url must not contain credentials, because the configuration is saved in the run directory",
+                "put the key into an environment variable, and set key_variable to its name",
             )
-        if "completion" not in fields:
-            yield BrokenRule(values={"prompt": self.prompt}, rule="prompt must contain {completion}", fix="add it")
+        if not self.min_score < self.max_score:
+            fix = "swap them; use a negative weight to invert the reward"
+            yield self.broken("min_score max_score", "min_score must be below max_score", fix)
+        for key in sorted(self.request.keys() & set(REQUEST_KEYS)):
+            rule = "the judge sets this field itself, or could not parse the response"
+            yield self.broken(f"request.{key}", rule, "remove it")
 
 
 REWARD_OPTIONS: Mapping[str, type[Section]] = {
@@ -163,11 +150,9 @@ def broken_by_options(function: str, options: Mapping[str, Any]) -> Iterator[Bro
     section = REWARD_OPTIONS.get(function)
     if section is None:
         if options:
-            yield BrokenRule(
-                values={"options": dict(options), "function": function},
-                rule=f"only the built-in rewards {', '.join(REWARD_OPTIONS)} have options",
-                fix="remove options; for a custom function, bind arguments with functools.partial",
-            )
+            rule = f"only the built-in rewards {', '.join(REWARD_OPTIONS)} have options"
+            fix = "remove options; for a custom function, bind arguments with functools.partial"
+            yield BrokenRule({"options": dict(options), "function": function}, rule, fix)
         return
     try:
         section.model_validate(options)
@@ -176,27 +161,27 @@ def broken_by_options(function: str, options: Mapping[str, Any]) -> Iterator[Bro
             key = ".".join(["options", *map(str, details["loc"])])
             cause = details.get("ctx", {}).get("error")
             if isinstance(cause, BrokenRules):
-                for rule in cause.broken:
-                    values = {f"options.{name}": value for name, value in rule.values.items()}
-                    yield BrokenRule(values=values, rule=rule.rule, fix=rule.fix)
-            elif details["type"] == "extra_forbidden":
+                for broken in cause.broken:
+                    yield replace(broken, values={f"options.{name}": value for name, value in broken.values.items()})
+                continue
+            if details["type"] == "extra_forbidden":
                 fix = f"choose one of its options: {', '.join(section.model_fields)}"
-                yield BrokenRule(values={key: details["input"]}, rule=f"{function} has no such option", fix=fix)
-            elif details["type"] == "missing":
-                meaning = section.model_fields[str(details["loc"][0])].description
-                yield BrokenRule(values={"options": dict(options)}, rule=f"{key} is required", fix=f"add it. {meaning}")
+                yield BrokenRule({key: details["input"]}, f"{function} has no such option", fix)
+                continue
+            meaning = section.model_fields[str(details["loc"][0])].description
+            if details["type"] == "missing":
+                yield BrokenRule({"options": dict(options)}, f"{key} is required", f"add it. {meaning}")
             else:
                 condition = re.sub(r"^\w+ should ", "must ", details["msg"])
-                meaning = section.model_fields[str(details["loc"][0])].description
-                yield BrokenRule(values={key: details["input"]}, rule=condition, fix=f"correct it. {meaning}")
+                yield BrokenRule({key: details["input"]}, condition, f"correct it. {meaning}")
 
 
 def _broken_by_pattern(key: str, pattern: str) -> Iterator[BrokenRule]:
     try:
         re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
-        rule = f"must be a regular expression ({error})"
-        yield BrokenRule(values={key: pattern}, rule=rule, fix="correct it; see docs.python.org/3/library/re.html")
+        fix = "correct it; see docs.python.org/3/library/re.html"
+        yield BrokenRule({key: pattern}, f"must be a regular expression ({error})", fix)
 
 
 def _has_host(url: str) -> bool:

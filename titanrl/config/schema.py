@@ -1,6 +1,6 @@
-"""The root of the configuration, and the rules that relate keys of different sections."""
+"""The root of the configuration, the numbers that its sections result in together, and the rules between them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Self
 
@@ -8,51 +8,54 @@ from pydantic import Field
 
 from titanrl.base.choices import DeviceName, Program
 from titanrl.config.algorithm import AlgorithmConfig
-from titanrl.config.data import ANSWER_REWARDS, DataConfig
-from titanrl.config.distill import DistillConfig, unused_keys
-from titanrl.config.dump_rules import broken_by_dump
-from titanrl.config.epoch_rules import broken_by_epochs
+from titanrl.config.data import ANSWER_REWARDS, DataConfig, RunDataConfig, TaskConfig
 from titanrl.config.errors import BrokenRule, BrokenRules
-from titanrl.config.evaluation import (
-    EvaluationConfig,
-    EvaluationSet,
-    broken_by_best,
-    broken_by_evaluation,
-    broken_by_positions,
-    evaluation_sets,
-)
-from titanrl.config.faults import FaultsConfig
-from titanrl.config.host_rules import broken_by_device, broken_by_hosts, device_shortage
-from titanrl.config.mixture import (
-    RunDataConfig,
-    algorithm_of,
-    broken_by_rows,
-    broken_by_tasks,
-    key_of,
-    rollout_of,
-    sequence_tokens,
-)
-from titanrl.config.operations import CheckpointConfig, HostsConfig, LoggingConfig, TimeoutsConfig
+from titanrl.config.evaluation import DEFAULT, SETS, EvaluationConfig, EvaluationSet, evaluation_sets
+from titanrl.config.hosts import HostsConfig, PlacementConfig
 from titanrl.config.registry import LossTraits
-from titanrl.config.replay import ReplayConfig, broken_by_replay
-from titanrl.config.roles import PlacementConfig, broken_by_placement
 from titanrl.config.section import FilePath, OrImportPath, Section, Steps
 from titanrl.config.sections import (
+    CheckpointConfig,
+    DistillConfig,
+    FaultsConfig,
     GeneratorConfig,
+    LoggingConfig,
     ModelConfig,
+    ReplayConfig,
     RolloutConfig,
     SandboxConfig,
+    SFTConfig,
+    TimeoutsConfig,
     TrainerConfig,
     WarmStartConfig,
     WeightsConfig,
     largest_divisor,
 )
-from titanrl.config.sft import USED, SFTConfig, unused_by_sft
 
 MAX_AT_ONCE = 1_000_000
 """Upper bound on completions per step, and on buffer slots."""
 MAX_BUFFERED = 10_000_000
 """Upper bound on completions in the buffer."""
+
+USED_BY_SFT = {
+    "algorithm": ("max_skipped_steps",),
+    "generator": (),
+    "rollout": ("max_new_tokens",),  # by `titanrl chat`
+    "sandbox": (),
+    "weights": (),
+}
+"""Keys that fine-tuning uses, in the sections for reinforcement learning. Setting any other key of these sections is an
+error."""
+UNUSED_BY_DISTILLATION = {
+    "rollout": ("top_p", "top_k", "min_p", "dynamic_sampling", "window", "num_spare_completions"),
+    "replay": ("fraction",),
+    "algorithm": (
+        *("preset", "advantage", "std_ddof", "pass_k", "loss", "loss_options", "proximal", "clip_low", "clip_high"),
+        *("dual_clip", "dro_beta", "sapo_temperatures", "kl", "ema_decay", "entropy_coef", "correction", "reduction"),
+        *("constant_length", "updates_per_publish"),
+    ),
+}
+"""Keys by section that distillation does not use. Setting one to a value other than its default is an error."""
 
 
 class Config(Section):
@@ -118,232 +121,7 @@ class Config(Section):
     """On-policy distillation. With this section, the configuration is for `titanrl distill`."""
 
     def _broken_rules(self) -> Iterator[BrokenRule]:
-        yield from self._broken_by_size()
-        yield from self._broken_by_staleness()
-        yield from self._broken_by_loss()
-        yield from self._broken_by_rows()
-        yield from broken_by_epochs(self.trainer, self.algorithm, self.rollout.groups_per_step, self.program)
-        yield from self._broken_by_sampling()
-        yield from broken_by_tasks(self.data.tasks, self.rollout, self.algorithm, self.program)
-        yield from broken_by_device(self.trainer, self.device)
-        yield from self._broken_by_recipe()
-        yield from self._broken_by_warm_start()
-        yield from self._broken_by_environment()
-        yield from broken_by_dump(self.rollout, self.replay, self.data, train=self.train, program=self.program)
-        yield from broken_by_hosts(self.hosts, self.placement, self.trainer.parallelism, self.generator, self.weights)
-        yield from broken_by_placement(self.placement, self.hosts, self.generator.replicas, self.rollout.num_workers)
-        yield from self._broken_by_sft()
-        yield from self._broken_by_distillation()
-        yield from broken_by_evaluation(
-            self.evaluation, self.data.tasks, is_sft=self.sft is not None, is_distillation=self.distill is not None
-        )
-        if self.sft is None:
-            updates = self.algorithm.updates_per_publish
-            yield from broken_by_best(self.evaluation.best_metric, self.evaluation_sets, updates)
-        if self.device in ("cuda", "npu"):
-            yield from self.device_shortage()
-
-    def _broken_by_size(self) -> Iterator[BrokenRule]:
-        rollout = self.rollout
-        if rollout.groups_per_step * rollout.num_requests > MAX_AT_ONCE:
-            yield BrokenRule(
-                values={"rollout.groups_per_step": rollout.groups_per_step, "rollout.group_size": rollout.group_size},
-                rule=f"a step must not sample more than {MAX_AT_ONCE:,} completions (groups_per_step * group_size)",
-                fix="lower one of them",
-            )
-        num_buffered = self.num_slots * rollout.num_requests
-        if self.num_slots > MAX_AT_ONCE or num_buffered > MAX_BUFFERED:
-            yield BrokenRule(
-                values={
-                    "max_staleness": self.max_staleness,
-                    "rollout.groups_per_step": rollout.groups_per_step,
-                    "algorithm.updates_per_publish": self.algorithm.updates_per_publish,
-                },
-                rule=f"the buffer is limited to {MAX_AT_ONCE:,} slots and {MAX_BUFFERED:,} completions, but these "
-                f"values need {self.num_slots:,} slots with {num_buffered:,} completions",
-                fix="lower max_staleness",
-            )
-
-    def _broken_by_staleness(self) -> Iterator[BrokenRule]:
-        algorithm, updates = self.algorithm, self.algorithm.updates_per_publish
-        if self.num_steps % updates:
-            yield BrokenRule(
-                values={"num_steps": self.num_steps, "algorithm.updates_per_publish": updates},
-                rule="updates_per_publish must divide num_steps, so that the final weights are published",
-                fix=f"set num_steps to {self.num_steps + updates - self.num_steps % updates}",
-            )
-        is_declared = algorithm.loss_traits.ratio != "undeclared"
-        if self.max_staleness > 0 and is_declared and not (algorithm.ratio_starts_at_sampler or algorithm.correction.is_on):
-            yield BrokenRule(
-                values={"max_staleness": self.max_staleness, "algorithm.loss": algorithm.loss},
-                rule="stale tokens require importance sampling: a loss with the ratio to the sampling policy, or a correction",
-                fix="set algorithm.correction, or use a loss with a ratio, such as ppo, with algorithm.proximal set to sampler",
-            )
-        yield from broken_by_replay(self.replay, algorithm, self.rollout.groups_per_step, self.max_staleness)
-        if self.max_staleness == 0 and self.window_groups > 1:
-            yield BrokenRule(
-                values={"rollout.window": self.rollout.window, "max_staleness": self.max_staleness},
-                rule="a reordering window requires asynchronous training, because a group that is overtaken becomes stale",
-                fix="remove rollout.window, or set max_staleness to 1",
-            )
-
-    def _broken_by_loss(self) -> Iterator[BrokenRule]:
-        algorithm, weight = self.algorithm, self.algorithm.correction.weight
-        if weight != "none" and algorithm.ratio_starts_at_sampler:
-            yield BrokenRule(
-                values={
-                    "algorithm.correction.weight": weight,
-                    "algorithm.loss": algorithm.loss,
-                    "algorithm.proximal": algorithm.proximal,
-                },
-                rule="this loss already contains the ratio to the sampling policy, so correction.weight would apply it twice",
-                fix="set algorithm.proximal to step_start, or algorithm.correction.weight to none"
-                if algorithm.loss_traits.ratio == "proximal"
-                else "set algorithm.correction.weight to none; its rejection bounds are allowed",
-            )
-        if algorithm.knows_loss and algorithm.loss_traits.ratio == "undeclared":
-            involved: dict[str, object] = {}
-            if weight != "none":
-                involved["algorithm.correction.weight"] = weight
-            if self.max_staleness:
-                involved["max_staleness"] = self.max_staleness
-            if self.replay.fraction:
-                involved["replay.fraction"] = self.replay.fraction
-            if involved:
-                yield BrokenRule(
-                    values={"algorithm.loss": algorithm.loss, **involved},
-                    rule="these keys require a loss that declares its importance ratio, and this loss declares none",
-                    fix='decorate the loss with titanrl.policy_loss(ratio=...), where ratio is "sampler", "proximal" or "none"',
-                )
-
-    def _broken_by_rows(self) -> Iterator[BrokenRule]:
-        row_tokens, tp = self.trainer.row_tokens, self.trainer.parallelism.tp
-        if self.sft is None and self.trainer.overlong == "error":
-            yield from broken_by_rows(self.data.tasks, self.rollout, row_tokens)
-        if row_tokens % tp:
-            yield BrokenRule(
-                values={"trainer.row_tokens": row_tokens, "trainer.parallelism.tp": tp},
-                rule="row_tokens must be a multiple of tp, because sequence parallelism splits each row",
-                fix=f"set trainer.row_tokens to {row_tokens + tp - row_tokens % tp}",
-            )
-
-    def _broken_by_sampling(self) -> Iterator[BrokenRule]:
-        algorithm, rollout = self.algorithm, self.rollout
-        if algorithm.pass_k is not None and algorithm.pass_k > rollout.group_size:
-            yield BrokenRule(
-                values={"algorithm.pass_k": algorithm.pass_k, "rollout.group_size": rollout.group_size},
-                rule="group_size must be at least pass_k",
-                fix=f"set algorithm.pass_k to at most {rollout.group_size}",
-            )
-        mode = self.generator.vllm.get("logprobs_mode", "processed_logprobs")
-        if mode != "processed_logprobs":
-            yield BrokenRule(
-                values={"generator.vllm.logprobs_mode": mode},
-                rule="the generator must return log-probabilities after temperature and truncation, like the trainer's",
-                fix="remove generator.vllm.logprobs_mode",
-            )
-        parts = [reward.function for task in self.data.tasks.values() for reward in task.reward_parts.values()]
-        reads_tags = next((function for function in parts if function in ANSWER_REWARDS), None)
-        if reads_tags and not rollout.keep_stop and any("</answer>" in text for text in rollout.stop_texts):
-            yield BrokenRule(
-                values={"rollout.stop": list(rollout.stop), "rollout.keep_stop": False},
-                rule=f"the reward {reads_tags} reads the text between <answer> tags, but the stop text is removed from it",
-                fix="set rollout.keep_stop to true",
-            )
-
-    def _broken_by_recipe(self) -> Iterator[BrokenRule]:
-        if self.model.path is not None:
-            return
-        recipe = self.model.recipe
-        for key, tp in self.tensor_parallel_degrees.items():
-            if recipe.num_kv_heads % tp:
-                yield BrokenRule(
-                    values={key: tp, "model.recipe.num_kv_heads": recipe.num_kv_heads},
-                    rule="num_kv_heads must be a multiple of the tensor-parallel degree",
-                    fix=f"set {key} to {largest_divisor(recipe.num_kv_heads, tp)}",
-                )
-            if recipe.intermediate_size % tp:
-                fitting = recipe.intermediate_size + tp - recipe.intermediate_size % tp
-                yield BrokenRule(
-                    values={key: tp, "model.recipe.intermediate_size": recipe.intermediate_size},
-                    rule="intermediate_size must be a multiple of the tensor-parallel degree",
-                    fix=f"set model.recipe.intermediate_size to {fitting}",
-                )
-        longest = self.trainer.row_tokens
-        if self.trainer.overlong != "error":
-            longest = max(longest, self.max_sequence_tokens)
-        if longest > recipe.max_positions:
-            yield BrokenRule(
-                values={"trainer.row_tokens": self.trainer.row_tokens, "model.recipe.max_positions": recipe.max_positions},
-                rule=f"max_positions must cover the longest row or sequence, which has {longest} tokens",
-                fix=f"set model.recipe.max_positions to at least {longest}",
-            )
-        yield from broken_by_positions(self.evaluation_sets, recipe.max_positions)
-
-    def _broken_by_warm_start(self) -> Iterator[BrokenRule]:
-        if self.warm_start is not None and (self.data.source, self.data.task) != ("reasoning_gym", "chain_sum"):
-            yield BrokenRule(
-                values={"data.task": self.data.task, "data.source": self.data.source},
-                rule="warm_start has demonstrations only for the reasoning_gym task chain_sum",
-                fix="remove warm_start, or set data.source to reasoning_gym and data.task to chain_sum",
-            )
-
-    def _broken_by_environment(self) -> Iterator[BrokenRule]:
-        # In synchronous training all episodes of a worker advance one turn at a time, together.
-        groups = 0 if self.max_staleness else -(-self.groups_per_publish // self.rollout.num_workers)
-        if self.warm_start is not None and self.warm_start.tool_calls and self.data.environment is None:
-            yield BrokenRule(
-                values={"warm_start.tool_calls": True, "data.environment": None},
-                rule="tool calls require an environment that runs them",
-                fix="set data.environment.function to calculator or to a custom tool, or remove warm_start.tool_calls",
-            )
-        for name, task in self.data.tasks.items():
-            if task.environment is not None:
-                yield from task.environment.broken_by_run(
-                    key_of(name, task),
-                    is_rl=self.sft is None and self.distill is None,
-                    has_warm_start=self.warm_start is not None and task is self.data,
-                    num_at_once=groups * rollout_of(task, self.rollout).num_requests,
-                )
-
-    def _broken_by_sft(self) -> Iterator[BrokenRule]:
-        if self.sft is None:
-            return
-        if self.distill is not None:
-            yield BrokenRule(
-                values={"sft": {"path": str(self.sft.path)}, "distill": self.distill.model_dump(mode="json")},
-                rule="sft and distill select different subcommands",
-                fix="remove one of the two sections",
-            )
-        yield from unused_by_sft({name: getattr(self, name) for name in USED})
-        max_tokens, row_tokens = self.sft.max_example_tokens, self.trainer.row_tokens
-        if max_tokens is not None and max_tokens > row_tokens:
-            yield BrokenRule(
-                values={"sft.max_example_tokens": max_tokens, "trainer.row_tokens": row_tokens},
-                rule="row_tokens must be at least max_example_tokens",
-                fix=f"set trainer.row_tokens to at least {max_tokens}",
-            )
-
-    def _broken_by_distillation(self) -> Iterator[BrokenRule]:
-        if self.distill is None:
-            return
-        yield from unused_keys({"rollout": self.rollout, "replay": self.replay, "algorithm": self.algorithm})
-        exact = {"rollout.temperature": (self.rollout.temperature, 1.0), "max_staleness": (self.max_staleness, 0)}
-        for key, (value, needed) in exact.items():
-            if value != needed:
-                yield BrokenRule(
-                    values={key: value},
-                    rule="distillation requires on-policy samples at temperature 1, at which the teacher is evaluated",
-                    fix=f"set {key} to {needed:g}",
-                )
-
-    def device_shortage(self) -> Iterator[BrokenRule]:
-        """Yield a broken rule if a host has too few accelerators. Not meaningful on CPU."""
-        num_teachers = 0 if self.distill is None else self.distill.teacher.tp
-        ranks = (self.num_generator_ranks, num_teachers, self.num_evaluator_ranks)
-        yield from device_shortage(
-            self.hosts, self.placement, self.trainer.parallelism, self.generator, *ranks, trains=self.train
-        )
+        return broken_rules(self)
 
     def with_loss_traits(self, traits: LossTraits) -> Self:
         """Return a copy with the traits that a custom loss declares.
@@ -352,7 +130,7 @@ class Config(Section):
             BrokenRules: The traits contradict other keys.
         """
         config = self.model_copy(update={"algorithm": self.algorithm.with_loss_traits(traits)})
-        if broken := tuple(config._broken_rules()):
+        if broken := tuple(broken_rules(config)):
             raise BrokenRules(*broken)
         return config
 
@@ -389,17 +167,23 @@ class Config(Section):
         example."""
         if self.sft is not None:
             return self.sft.max_example_tokens or self.trainer.row_tokens
-        return max(sequence_tokens(task, self.rollout, self.trainer.row_tokens) for task in self.data.tasks.values())
+        return max(map(self.sequence_tokens, self.data.tasks.values()))
+
+    def sequence_tokens(self, task: DataConfig) -> int:
+        """Return the maximum length of a task's prompt plus completion, or of its conversations, in tokens."""
+        if task.environment is not None:
+            return task.environment.max_conversation_tokens or self.trainer.row_tokens
+        return task.max_prompt_tokens + task.rollout(self.rollout).max_new_tokens
 
     def of_task(self, task: DataConfig) -> Self:
         """Return a copy of the configuration with the settings of one task."""
-        sections = {"rollout": rollout_of(task, self.rollout), "algorithm": algorithm_of(task, self.algorithm)}
+        sections = {"rollout": task.rollout(self.rollout), "algorithm": task.algorithm(self.algorithm)}
         return self.model_copy(update={"data": task, **sections})
 
     @property
     def evaluation_sets(self) -> Mapping[str, EvaluationSet]:
         """Evaluation sets by name, the default set first."""
-        max_new_tokens = {name: rollout_of(task, self.rollout).max_new_tokens for name, task in self.data.tasks.items()}
+        max_new_tokens = {name: task.rollout(self.rollout).max_new_tokens for name, task in self.data.tasks.items()}
         return evaluation_sets(self.evaluation, self.data.tasks, max_new_tokens)
 
     @property
@@ -442,3 +226,489 @@ class Config(Section):
     def worst_staleness(self) -> int:
         """Maximum staleness of a token in published versions; `replay/buffer.py` derives the formula."""
         return (self.num_slots + self.window_groups - 2) // self.groups_per_publish
+
+
+def broken_rules(config: Config) -> Iterator[BrokenRule]:
+    """Yield the broken rules between keys of different sections."""
+    for rules in RULES:
+        yield from rules(config)
+    if config.device in ("cuda", "npu"):
+        yield from device_shortage(config)
+
+
+def _size(config: Config) -> Iterator[BrokenRule]:
+    rollout = config.rollout
+    if rollout.groups_per_step * rollout.num_requests > MAX_AT_ONCE:
+        rule = f"a step must not sample more than {MAX_AT_ONCE:,} completions (groups_per_step * group_size)"
+        yield config.broken("rollout.groups_per_step rollout.group_size", rule, "lower one of them")
+    num_buffered = config.num_slots * rollout.num_requests
+    if config.num_slots > MAX_AT_ONCE or num_buffered > MAX_BUFFERED:
+        yield config.broken(
+            "max_staleness rollout.groups_per_step algorithm.updates_per_publish",
+            f"the buffer is limited to {MAX_AT_ONCE:,} slots and {MAX_BUFFERED:,} completions, but these "
+            f"values need {config.num_slots:,} slots with {num_buffered:,} completions",
+            "lower max_staleness",
+        )
+
+
+def _staleness(config: Config) -> Iterator[BrokenRule]:
+    updates = config.algorithm.updates_per_publish
+    if config.num_steps % updates:
+        rule = "updates_per_publish must divide num_steps, so that the final weights are published"
+        fix = f"set num_steps to {config.num_steps + updates - config.num_steps % updates}"
+        yield config.broken("num_steps algorithm.updates_per_publish", rule, fix)
+    if config.max_staleness > 0 and _lacks_ratio(config):
+        rule = "stale tokens require importance sampling: a loss with the ratio to the sampling policy, or a correction"
+        yield config.broken("max_staleness algorithm.loss", rule, _WITH_RATIO)
+    yield from _replay(config)
+    if config.max_staleness == 0 and config.window_groups > 1:
+        rule = "a reordering window requires asynchronous training, because a group that is overtaken becomes stale"
+        yield config.broken("rollout.window max_staleness", rule, "remove rollout.window, or set max_staleness to 1")
+
+
+_WITH_RATIO = "set algorithm.correction, or use a loss with a ratio, such as ppo, with algorithm.proximal set to sampler"
+
+
+def _lacks_ratio(config: Config) -> bool:
+    """Return True if the loss is known to ignore that tokens were sampled by another policy."""
+    algorithm = config.algorithm
+    is_declared = algorithm.loss_traits.ratio != "undeclared"
+    return is_declared and not (algorithm.ratio_starts_at_sampler or algorithm.correction.is_on)
+
+
+def _replay(config: Config) -> Iterator[BrokenRule]:
+    replay, groups_per_step = config.replay, config.rollout.groups_per_step
+    if not replay.fraction:
+        defaults = ReplayConfig(shard_memory_bytes=replay.shard_memory_bytes)  # has an effect without replay
+        if unused := [f"replay.{key}" for key, value in replay if value != getattr(defaults, key)]:
+            rule = "the other keys of replay have no effect while fraction is 0"
+            fix = "set replay.fraction, for example to 0.5, or remove the others"
+            yield config.broken(" ".join(["replay.fraction", *unused]), rule, fix)
+        return
+    if replay.max_age <= config.max_staleness:
+        rule = "max_age must exceed max_staleness, because a replayed group is older than a new one"
+        yield config.broken("replay.max_age max_staleness", rule, f"set replay.max_age to at least {config.max_staleness + 1}")
+    num_replayed = replay.num_replayed(groups_per_step)
+    if not 1 <= num_replayed <= replay.capacity:
+        yield config.broken(
+            "replay.fraction replay.capacity rollout.groups_per_step",
+            f"a batch must replay between 1 and replay.capacity groups, but these values give {num_replayed}",
+            f"set replay.capacity to at least {num_replayed}" if num_replayed else "raise replay.fraction",
+        )
+    if _lacks_ratio(config):
+        rule = "replay requires importance sampling: a loss with the ratio to the sampling policy, or a correction"
+        yield config.broken("replay.fraction algorithm.loss", rule, _WITH_RATIO)
+
+
+def _loss(config: Config) -> Iterator[BrokenRule]:
+    algorithm, weight = config.algorithm, config.algorithm.correction.weight
+    if weight != "none" and algorithm.ratio_starts_at_sampler:
+        yield config.broken(
+            "algorithm.correction.weight algorithm.loss algorithm.proximal",
+            "this loss already contains the ratio to the sampling policy, so correction.weight would apply it twice",
+            "set algorithm.proximal to step_start, or algorithm.correction.weight to none"
+            if algorithm.loss_traits.ratio == "proximal"
+            else "set algorithm.correction.weight to none; its rejection bounds are allowed",
+        )
+    if algorithm.knows_loss and algorithm.loss_traits.ratio == "undeclared":
+        uses = {
+            "algorithm.correction.weight": weight != "none",
+            "max_staleness": config.max_staleness > 0,
+            "replay.fraction": config.replay.fraction > 0,
+        }
+        if any(uses.values()):
+            yield config.broken(
+                " ".join(["algorithm.loss", *(key for key, is_used in uses.items() if is_used)]),
+                "these keys require a loss that declares its importance ratio, and this loss declares none",
+                'decorate the loss with titanrl.policy_loss(ratio=...), where ratio is "sampler", "proximal" or "none"',
+            )
+
+
+def _rows(config: Config) -> Iterator[BrokenRule]:
+    row_tokens, tp = config.trainer.row_tokens, config.trainer.parallelism.tp
+    must_fit = config.sft is None and config.trainer.overlong == "error"
+    for name, task in config.data.tasks.items() if must_fit else ():
+        longest, environment, key = config.sequence_tokens(task), task.environment, task.key(name)
+        if longest <= row_tokens:
+            continue
+        values: dict[str, object] = {"trainer.row_tokens": row_tokens}
+        if environment is not None:
+            values[f"{key}.environment.max_conversation_tokens"] = environment.max_conversation_tokens
+        else:
+            has_own = isinstance(task, TaskConfig) and task.max_new_tokens is not None
+            values[f"{key}.max_prompt_tokens"] = task.max_prompt_tokens
+            values[f"{key if has_own else 'rollout'}.max_new_tokens"] = task.rollout(config.rollout).max_new_tokens
+        yield BrokenRule(
+            values,
+            f"row_tokens must cover the longest {'prompt plus completion' if environment is None else 'conversation'}",
+            f"set trainer.row_tokens to at least {longest}, or trainer.overlong to truncate or skip",
+        )
+    if row_tokens % tp:
+        rule = "row_tokens must be a multiple of tp, because sequence parallelism splits each row"
+        fix = f"set trainer.row_tokens to {row_tokens + tp - row_tokens % tp}"
+        yield config.broken("trainer.row_tokens trainer.parallelism.tp", rule, fix)
+
+
+def _epochs(config: Config) -> Iterator[BrokenRule]:
+    trainer, algorithm, groups_per_step = config.trainer, config.algorithm, config.rollout.groups_per_step
+    if config.program != "train":
+        for key in ("epochs", "minibatches_per_batch"):
+            if getattr(trainer, key) > 1:
+                rule = f"titanrl {config.program} does not use this key"
+                yield config.broken(f"trainer.{key}", rule, f"remove trainer.{key}")
+        return
+    if trainer.minibatches_per_batch > groups_per_step:
+        yield config.broken(
+            "trainer.minibatches_per_batch rollout.groups_per_step",
+            "minibatches_per_batch must not exceed groups_per_step, because each mini-batch needs a group",
+            f"set trainer.minibatches_per_batch to at most {groups_per_step}",
+        )
+    if trainer.epochs > 1 and algorithm.loss_traits.ratio == "none" and not algorithm.correction.is_on:
+        yield config.broken(
+            "trainer.epochs algorithm.loss",
+            "later epochs train on tokens of an earlier policy, which requires an importance ratio or a correction",
+            "set algorithm.loss to ppo, set algorithm.correction, or set trainer.epochs to 1",
+        )
+
+
+def _sampling(config: Config) -> Iterator[BrokenRule]:
+    algorithm, rollout = config.algorithm, config.rollout
+    if algorithm.pass_k is not None and algorithm.pass_k > rollout.group_size:
+        fix = f"set algorithm.pass_k to at most {rollout.group_size}"
+        yield config.broken("algorithm.pass_k rollout.group_size", "group_size must be at least pass_k", fix)
+    if config.generator.vllm.get("logprobs_mode", "processed_logprobs") != "processed_logprobs":
+        rule = "the generator must return log-probabilities after temperature and truncation, like the trainer's"
+        yield config.broken("generator.vllm.logprobs_mode", rule, "remove generator.vllm.logprobs_mode")
+    parts = [reward.function for task in config.data.tasks.values() for reward in task.reward_parts.values()]
+    reads_tags = next((function for function in parts if function in ANSWER_REWARDS), None)
+    if reads_tags and not rollout.keep_stop and any("</answer>" in text for text in rollout.stop_texts):
+        rule = f"the reward {reads_tags} reads the text between <answer> tags, but the stop text is removed from it"
+        yield config.broken("rollout.stop rollout.keep_stop", rule, "set rollout.keep_stop to true")
+
+
+def _tasks(config: Config) -> Iterator[BrokenRule]:
+    for name, task in config.data.tasks.items():
+        key = task.key(name)
+        if config.program != "train" and task.curriculum is not None:
+            rule = "fine-tuning and distillation do not support a curriculum, which follows rewards"
+            yield BrokenRule({f"{key}.curriculum": task.curriculum.sampler}, rule, "remove it")
+        if not isinstance(task, TaskConfig):
+            continue
+        if config.program == "sft":
+            rule = "supervised fine-tuning does not support a mixture"
+            yield BrokenRule({"data.mixture": sorted(config.data.tasks)}, rule, "remove it")
+            return
+        own, group_size = task.algorithm(config.algorithm), task.rollout(config.rollout).group_size
+        yield from own.broken_pass_k(f"{key}.")
+        if own.credit != "rollout" and own.advantage in ("pass_at_k", "gdpo"):
+            yield BrokenRule(
+                {f"{key}.advantage": own.advantage, "algorithm.credit": own.credit},
+                f"{own.advantage} compares whole completions, so credit must be rollout",
+                "choose another advantage, or remove algorithm.credit",
+            )
+        if own.pass_k is not None and own.pass_k > group_size:
+            values = {f"{key}.pass_k": own.pass_k, f"{key}.group_size": group_size}
+            yield BrokenRule(values, "group_size must be at least pass_k", f"set pass_k to at most {group_size}")
+
+
+def _device(config: Config) -> Iterator[BrokenRule]:
+    trainer, device = config.trainer, config.device
+    if trainer.float8 is not None and device == "npu":
+        rule = "torchtitan supports float8 only on CUDA, and emulated on CPU"
+        yield config.broken("trainer.float8 device", rule, "set trainer.float8 to null")
+    if trainer.float8 is not None and device == "cpu" and trainer.compile:
+        rule = "torch.compile does not support float8 emulation on CPU"
+        yield config.broken("trainer.compile trainer.float8 device", rule, "set trainer.compile to false")
+    if trainer.compile and device == "npu":
+        rule = "the packages of requirements/npu.txt include no NPU backend for torch.compile"
+        yield config.broken("trainer.compile device", rule, "set trainer.compile to false")
+
+
+def _recipe(config: Config) -> Iterator[BrokenRule]:
+    if config.model.path is not None:
+        return
+    recipe = config.model.recipe
+    for key, tp in config.tensor_parallel_degrees.items():
+        if recipe.num_kv_heads % tp:
+            rule = "num_kv_heads must be a multiple of the tensor-parallel degree"
+            fix = f"set {key} to {largest_divisor(recipe.num_kv_heads, tp)}"
+            yield config.broken(f"{key} model.recipe.num_kv_heads", rule, fix)
+        if recipe.intermediate_size % tp:
+            rule = "intermediate_size must be a multiple of the tensor-parallel degree"
+            fitting = recipe.intermediate_size + tp - recipe.intermediate_size % tp
+            fix = f"set model.recipe.intermediate_size to {fitting}"
+            yield config.broken(f"{key} model.recipe.intermediate_size", rule, fix)
+    longest = config.trainer.row_tokens
+    if config.trainer.overlong != "error":
+        longest = max(longest, config.max_sequence_tokens)
+    if longest > recipe.max_positions:
+        rule = f"max_positions must cover the longest row or sequence, which has {longest} tokens"
+        fix = f"set model.recipe.max_positions to at least {longest}"
+        yield config.broken("trainer.row_tokens model.recipe.max_positions", rule, fix)
+    yield from broken_by_positions(config, recipe.max_positions)
+
+
+def broken_by_positions(config: Config, max_positions: int) -> Iterator[BrokenRule]:
+    """Yield the rules that the additional evaluation sets break for a model with `max_positions` positions."""
+    for subset in config.evaluation_sets.values():
+        if subset.key != DEFAULT and subset.max_tokens > max_positions:
+            yield BrokenRule(
+                {f"{subset.key}.max_new_tokens": subset.max_new_tokens},
+                f"prompt plus completion can have {subset.max_tokens} tokens, but the model has only {max_positions} positions",
+                f"lower {subset.key}.max_new_tokens or {subset.key}.data.max_prompt_tokens",
+            )
+
+
+def _warm_start(config: Config) -> Iterator[BrokenRule]:
+    warm_start, data = config.warm_start, config.data
+    if warm_start is not None and (data.source, data.task) != ("reasoning_gym", "chain_sum"):
+        rule = "warm_start has demonstrations only for the reasoning_gym task chain_sum"
+        fix = "remove warm_start, or set data.source to reasoning_gym and data.task to chain_sum"
+        yield config.broken("data.task data.source", rule, fix)
+    if warm_start is not None and warm_start.tool_calls and data.environment is None:
+        rule = "tool calls require an environment that runs them"
+        fix = "set data.environment.function to calculator or to a custom tool, or remove warm_start.tool_calls"
+        yield config.broken("warm_start.tool_calls data.environment", rule, fix)
+
+
+def _environments(config: Config) -> Iterator[BrokenRule]:
+    # In synchronous training all episodes of a worker advance one turn at a time, together.
+    groups = 0 if config.max_staleness else -(-config.groups_per_publish // config.rollout.num_workers)
+    for name, task in config.data.tasks.items():
+        environment, key = task.environment, f"{task.key(name)}.environment"
+        if environment is None:
+            continue
+        num_at_once = groups * task.rollout(config.rollout).num_requests
+        if config.program != "train":
+            rule = "supervised fine-tuning and distillation do not support environments"
+            yield BrokenRule({key: environment.function}, rule, f"remove {key}")
+        if 0 < environment.num_processes < num_at_once:
+            yield BrokenRule(
+                {f"{key}.num_processes": environment.num_processes},
+                f"synchronous training runs all {num_at_once} episodes of a worker concurrently, each in its own process",
+                f"set {key}.num_processes to {num_at_once}, or max_staleness to 1",
+            )
+        has_warm_start = config.warm_start is not None and task is config.data
+        if has_warm_start and environment.function in ("tools", "python", "tic_tac_toe"):
+            rule = "warm_start has demonstrations only for single turns and for the calculator"
+            yield BrokenRule({key: environment.function}, rule, f"remove warm_start, or set {key} to calculator")
+
+
+def _dump(config: Config) -> Iterator[BrokenRule]:
+    """Yield the broken rules of rollout dumps, and of runs without a trainer or without generators."""
+    replays = config.rollout.replay is not None
+    keys = [f"rollout.{key}" for key in ("save", "replay") if getattr(config.rollout, key) is not None]
+    keys += [] if config.train else ["train"]
+    if config.program != "train":
+        for key in keys:
+            rule = f"titanrl {config.program} does not support this key, because it has no groups of rollouts"
+            yield config.broken(key, rule, f"remove {key}")
+        return
+    if replays and config.rollout.save is not None:
+        rule = "the replay of a dump samples no rollouts to save"
+        yield config.broken(" ".join(keys), rule, "remove rollout.save or rollout.replay")
+    if replays and config.data.draws_by_outcome:
+        key = "data.mixture" if config.data.mixture else "data.curriculum"
+        yield BrokenRule(
+            {"rollout.replay": str(config.rollout.replay), key: "..."},
+            "the replay of a dump chooses no prompts, so it supports neither tasks nor levels",
+            f"remove {key}; all groups then use the advantage of `algorithm`",
+        )
+    if replays and not config.train:
+        rule = "the run would have neither a trainer nor generators"
+        yield config.broken("train rollout.replay", rule, "remove train: false or rollout.replay")
+    if not config.train and config.replay.fraction:
+        yield config.broken("train replay.fraction", "replay requires training", "remove replay.fraction")
+
+
+def _hosts(config: Config) -> Iterator[BrokenRule]:
+    hosts, placement, ranks = config.hosts, config.placement, config.trainer.parallelism.world_size
+    if hosts.kind != "local" and config.weights.transport == "arena":
+        rule = "arena is shared memory of one host, so it requires hosts.kind: local"
+        yield config.broken("weights.transport hosts.kind", rule, "set weights.transport to auto")
+    if ranks % hosts.trainer_hosts:
+        yield config.broken(
+            " ".join(["hosts.trainer_hosts", *_degrees(config)]),
+            f"trainer_hosts must divide the {ranks} trainer ranks",
+            f"set hosts.trainer_hosts to {largest_divisor(ranks, hosts.trainer_hosts)}",
+        )
+    if config.generator.replicas % hosts.generator_hosts and placement.replicas_per_host is None:
+        fitting = largest_divisor(config.generator.replicas, hosts.generator_hosts)
+        fix = f"set hosts.generator_hosts to {fitting}, or placement.replicas_per_host"
+        rule = "generator_hosts must divide generator.replicas"
+        yield config.broken("hosts.generator_hosts generator.replicas", rule, fix)
+    if hosts.kind == "local" and (hosts.trainer_hosts, hosts.generator_hosts) != (1, 1):
+        yield config.broken(
+            "hosts.kind hosts.trainer_hosts hosts.generator_hosts",
+            "hosts.kind: local runs everything on this machine, so there is only one host",
+            "remove trainer_hosts and generator_hosts, or set hosts.kind to slurm, kubernetes or launcher",
+        )
+    if hosts.across_machines and hosts.share_devices and placement.generator == "generators":
+        rule = f"{hosts.kind} runs trainer and generators on different hosts, which cannot share devices"
+        fix = "remove hosts.share_devices, or set placement.generator to trainers"
+        yield config.broken("hosts.share_devices hosts.kind", rule, fix)
+
+
+def device_shortage(config: Config) -> Iterator[BrokenRule]:
+    """Yield a broken rule if a host has too few accelerators. Not meaningful on CPU."""
+    hosts, placement, generator = config.hosts, config.placement, config.generator
+    ranks, generators, evaluators = config.num_trainer_ranks, config.num_generator_ranks, config.num_evaluator_ranks
+    teachers = 0 if config.distill is None else config.distill.teacher.tp
+    others = teachers + evaluators
+    roles = "trainer rank, generator rank and teacher rank" if teachers else "trainer rank and generator rank"
+    roles = "trainer rank, generator rank and evaluator rank" if evaluators else roles if generators else "trainer rank"
+    roles = roles if config.train else "generator rank"
+    advice = "lower the degrees or the replicas"
+    advice += ", or set evaluation.background to false" if evaluators else ""
+    if hosts.across_machines:
+        counts = placement.replicas_per_host or (generator.replicas // hosts.generator_hosts,)
+        on_trainer, on_generator = ranks // hosts.trainer_hosts, (max(counts) * generator.tp if generators else 0) + others
+        is_sum = placement.generator == "trainers" and not hosts.share_devices
+        needed = on_trainer + on_generator if is_sum else max(on_trainer, on_generator)
+    elif hosts.share_devices:
+        needed = max(ranks, generators + others)
+    else:  # emulated hosts (`process`) also share the accelerators of one machine
+        needed = ranks + generators + others
+        advice += ", or share devices with hosts.share_devices: true"
+    if needed > hosts.devices_per_host:
+        involved = {
+            "generator.replicas": generators,
+            "generator.tp": generator.tp > 1,
+            "distill.teacher.tp": teachers,
+            "evaluation.background": evaluators,
+        }
+        yield config.broken(
+            " ".join(["hosts.devices_per_host", *_degrees(config), *(key for key, counts in involved.items() if counts)]),
+            f"a host needs one accelerator per {roles}, which is {needed}",
+            f"set hosts.devices_per_host to {needed} if the host has that many, or {advice}",
+        )
+
+
+def _degrees(config: Config) -> list[str]:
+    """Return the keys of the trainer's degrees of parallelism above 1."""
+    axes = ("dp_replicate", "dp_shard", "tp")
+    return [f"trainer.parallelism.{axis}" for axis in axes if getattr(config.trainer.parallelism, axis) > 1]
+
+
+def _placement(config: Config) -> Iterator[BrokenRule]:
+    hosts, placement = config.hosts, config.placement
+    if placement.generator == "trainers" and hosts.generator_hosts > hosts.trainer_hosts:
+        yield config.broken(
+            "placement.generator hosts.generator_hosts hosts.trainer_hosts",
+            "with placement.generator: trainers, generator_hosts must not exceed trainer_hosts",
+            f"set hosts.generator_hosts to {hosts.trainer_hosts}, or placement.generator to generators",
+        )
+    groups = {
+        "generators": ("hosts.generator_hosts", hosts.generator_hosts),
+        "trainers": ("hosts.trainer_hosts", hosts.trainer_hosts),
+        "controller": ("", 1),
+    }
+    of_workers = "generators" if placement.rollout == "auto" else placement.rollout
+    for key, group, processes in (
+        ("placement.replicas_per_host", "generators", "generator.replicas"),
+        ("placement.workers_per_host", of_workers, "rollout.num_workers"),
+    ):
+        numbers, total = config.value_of(key), config.value_of(processes)
+        hosts_key, num_hosts = groups[group]
+        if numbers is None:
+            continue
+        if len(numbers) != num_hosts:
+            rule = f"needs one number for each of the {num_hosts} hosts, but has {len(numbers)}"
+            yield config.broken(f"{key} {hosts_key}", rule, f"write {num_hosts} numbers, or null for an even distribution")
+        elif sum(numbers) != total:
+            rule = f"the numbers must add up to {total}, but add up to {sum(numbers)}"
+            yield config.broken(f"{key} {processes}", rule, f"correct them, or set {processes} to {sum(numbers)}")
+
+
+def _sft(config: Config) -> Iterator[BrokenRule]:
+    if config.sft is None:
+        return
+    if config.distill is not None:
+        values = {"sft": {"path": str(config.sft.path)}, "distill": config.distill.model_dump(mode="json")}
+        yield BrokenRule(values, "sft and distill select different subcommands", "remove one of the two sections")
+    for name, used in USED_BY_SFT.items():
+        section: Section = getattr(config, name)
+        for key, field in type(section).model_fields.items():
+            if key not in used and getattr(section, key) != field.get_default():
+                fix = f"set sft.{key} instead" if key in SFTConfig.model_fields else f"remove {name}.{key}"
+                yield config.broken(f"{name}.{key}", "supervised fine-tuning does not use this key", fix)
+    max_tokens = config.sft.max_example_tokens
+    if max_tokens is not None and max_tokens > config.trainer.row_tokens:
+        rule = "row_tokens must be at least max_example_tokens"
+        fix = f"set trainer.row_tokens to at least {max_tokens}"
+        yield config.broken("sft.max_example_tokens trainer.row_tokens", rule, fix)
+
+
+def _distillation(config: Config) -> Iterator[BrokenRule]:
+    if config.distill is None:
+        return
+    for name, keys in UNUSED_BY_DISTILLATION.items():
+        section: Section = getattr(config, name)
+        for key in keys:
+            value = getattr(section, key)
+            if value != type(section).model_fields[key].get_default():
+                rule = "distillation does not use this key, because its advantages come from the teacher's log-probabilities"
+                yield BrokenRule({f"{name}.{key}": value}, rule, f"remove {name}.{key}")
+    for key, value, needed in (
+        ("rollout.temperature", config.rollout.temperature, 1.0),
+        ("max_staleness", config.max_staleness, 0),
+    ):
+        if value != needed:
+            rule = "distillation requires on-policy samples at temperature 1, at which the teacher is evaluated"
+            yield config.broken(key, rule, f"set {key} to {needed:g}")
+
+
+def _evaluation(config: Config) -> Iterator[BrokenRule]:
+    evaluation, tasks = config.evaluation, config.data.tasks
+    if config.sft is not None and evaluation.best_metric is not None:
+        rule = "supervised fine-tuning samples no evaluation sets"
+        yield config.broken("evaluation.best_metric", rule, "remove it")
+    for task in tasks if evaluation.num_prompts else ():
+        if task in evaluation.sets:
+            rule = "this name is taken by the default set, which is named after the task"
+            fix = "rename the set, or disable the default set with evaluation.num_prompts: 0"
+            yield BrokenRule({f"{SETS}.{task}": {}, "data.task": task}, rule, fix)
+    for name, section in evaluation.sets.items():
+        if section.task is not None and section.task not in tasks:
+            fix = f"choose one of {', '.join(tasks)}"
+            yield BrokenRule({f"{SETS}.{name}.task": section.task}, "must be a task of data.mixture", fix)
+        if section.data is None and section.task is None and len(tasks) > 1:
+            rule = "with several tasks in data.mixture, a set must select one of them"
+            fix = f"set it to one of {', '.join(tasks)}, or add a data section to the set"
+            yield BrokenRule({f"{SETS}.{name}.task": None}, rule, fix)
+    if config.sft is not None and evaluation.sets:
+        rule = "supervised fine-tuning evaluates only the loss on held-out examples"
+        fix = f"remove {SETS}; run `titanrl evaluate` on the exported model instead"
+        yield BrokenRule({SETS: sorted(evaluation.sets)}, rule, fix)
+    if config.distill is not None and not evaluation.num_prompts:
+        rule = "distillation needs the default set, on which it evaluates the teacher"
+        yield config.broken("evaluation.num_prompts", rule, "set it to at least 1")
+
+
+def _best(config: Config) -> Iterator[BrokenRule]:
+    metric, sets, updates = config.evaluation.best_metric, config.evaluation_sets, config.algorithm.updates_per_publish
+    if metric is None or config.sft is not None:
+        return
+    names = [name for subset in sets.values() for name in subset.metrics]
+    if metric not in names:
+        rule = "must be a metric of an evaluation set that can be maximized"
+        fix = f"choose one of {', '.join(names)}" if names else "add an evaluation set"
+        yield config.broken("evaluation.best_metric", rule, fix)
+        return
+    every_steps = next(subset.every_steps for subset in sets.values() if metric in subset.metrics)
+    if every_steps % updates:
+        yield BrokenRule(
+            {
+                "evaluation.best_metric": metric,
+                "evaluation.every_steps": every_steps,
+                "algorithm.updates_per_publish": updates,
+            },
+            "every_steps must be a multiple of updates_per_publish, so that the evaluated policy is the trainer's",
+            f"set every_steps of this set to {every_steps + updates - every_steps % updates}",
+        )
+
+
+RULES: tuple[Callable[[Config], Iterator[BrokenRule]], ...] = (
+    *(_size, _staleness, _loss, _rows, _epochs, _sampling, _tasks, _device, _recipe, _warm_start, _environments, _dump),
+    *(_hosts, _placement, _sft, _distillation, _evaluation, _best),
+)

@@ -3,7 +3,7 @@
 import glob
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -95,7 +95,7 @@ def _found(path: Path, info: ValidationInfo) -> Path:
     if is_here and is_beside and Path(folder).resolve() not in (Path.cwd(), FOLDER.resolve()):
         rule = "a relative path must name one file, but it exists in the current directory and beside the configuration file"
         fix = f"write the absolute path of the one that you mean: {path.absolute()} or {beside.absolute()}"
-        raise BrokenRules(BrokenRule(values={"": str(path)}, rule=rule, fix=fix))
+        raise BrokenRules(BrokenRule({"": str(path)}, rule, fix))
     return beside.absolute() if is_beside and not is_here else path
 
 
@@ -135,13 +135,24 @@ class Section(BaseModel):
         """Yield the rules between several keys of this section that are broken."""
         return iter(())
 
+    def broken(self, keys: str, rule: str, fix: str) -> BrokenRule:
+        """Return a broken rule with the values of these keys, which are separated by spaces; the first one is to be changed."""
+        return BrokenRule({key: self.value_of(key) for key in keys.split()}, rule, fix)
+
+    def value_of(self, key: str) -> Any:
+        """Return the value at a dotted key, such as `kl.reference`; sections become mappings."""
+        value: Any = self
+        for part in key.split("."):
+            value = value[part] if isinstance(value, Mapping) else getattr(value, part)
+        return value.model_dump() if isinstance(value, BaseModel) else value
+
     def _broken_by_paths(self) -> Iterator[BrokenRule]:
         """Yield a rule for every invalid path."""
         for name, path in self:
             if isinstance(path, Path) and (problem := _path_problem(path)):
                 expanded = os.path.expandvars(os.path.expanduser(path))
                 fix = "shorten or correct it" if expanded == str(path) else f"write {expanded}"
-                yield BrokenRule(values={name: str(path)}, rule=problem, fix=fix)
+                yield BrokenRule({name: str(path)}, problem, fix)
 
     @model_validator(mode="after")
     def _check_rules(self) -> Self:

@@ -1,20 +1,23 @@
-"""The sections of a configuration for model, rollouts, trainer, generator and weight transfer.
+"""The sections of a configuration: model, rollouts, replay, trainer, generator, weight transfer, operation, and the sections of
+`titanrl sft` and `titanrl distill`.
 
 Every field has a type and a short description, and a default where one is safe. Names include the unit. A section validates
 itself. Validation never assigns values: derived values are properties.
 """
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, PositiveFloat
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 
-from titanrl.base.choices import Dtype, TransportName, Verify
+from titanrl.base.choices import ConsoleMode, Dtype, LearningRateDecay, TrainOn, TransportName, Verify
 from titanrl.config.errors import BrokenRule
+from titanrl.config.registry import TRACKERS
 from titanrl.config.section import (
     Bytes,
     Count,
     CountOrZero,
+    Decay,
     FilePath,
     InputPath,
     OrImportPath,
@@ -53,11 +56,8 @@ class RecipeConfig(Section):
 
     def _broken_rules(self) -> Iterator[BrokenRule]:
         if self.num_heads % self.num_kv_heads:
-            yield BrokenRule(
-                values={"num_kv_heads": self.num_kv_heads, "num_heads": self.num_heads},
-                rule="num_kv_heads must divide num_heads",
-                fix=f"set num_kv_heads to {largest_divisor(self.num_heads, self.num_kv_heads)}",
-            )
+            fix = f"set num_kv_heads to {largest_divisor(self.num_heads, self.num_kv_heads)}"
+            yield self.broken("num_kv_heads num_heads", "num_kv_heads must divide num_heads", fix)
 
 
 class ModelConfig(Section):
@@ -73,11 +73,8 @@ class ModelConfig(Section):
 
     def _broken_rules(self) -> Iterator[BrokenRule]:
         if self.family is not None and self.recipe.family is not None:
-            yield BrokenRule(
-                values={"recipe.family": self.recipe.family, "family": self.family},
-                rule="model.family and model.recipe.family both select the model family",
-                fix="remove one of them",
-            )
+            rule = "model.family and model.recipe.family both select the model family"
+            yield self.broken("recipe.family family", rule, "remove one of them")
 
 
 class WarmStartConfig(Section):
@@ -101,10 +98,10 @@ class WarmStartConfig(Section):
 
     def _broken_rules(self) -> Iterator[BrokenRule]:
         if self.num_long_only_steps > self.num_steps:
-            yield BrokenRule(
-                values={"num_long_only_steps": self.num_long_only_steps, "num_steps": self.num_steps},
-                rule="num_long_only_steps must not exceed num_steps",
-                fix=f"set num_long_only_steps to at most {self.num_steps}",
+            yield self.broken(
+                "num_long_only_steps num_steps",
+                "num_long_only_steps must not exceed num_steps",
+                f"set num_long_only_steps to at most {self.num_steps}",
             )
 
 
@@ -183,11 +180,43 @@ class RolloutConfig(Section):
 
     def _broken_rules(self) -> Iterator[BrokenRule]:
         if self.min_group_size > self.group_size:
-            yield BrokenRule(
-                values={"min_group_size": self.min_group_size, "group_size": self.group_size},
-                rule="min_group_size must not exceed group_size",
-                fix=f"set min_group_size to at most {self.group_size}",
-            )
+            fix = f"set min_group_size to at most {self.group_size}"
+            yield self.broken("min_group_size group_size", "min_group_size must not exceed group_size", fix)
+
+
+ReplayPriority = Literal["advantage", "variance", "reward", "recency"]
+"""Built-in priorities of groups."""
+
+
+class ReplayConfig(Section):
+    """Prioritized replay of groups from earlier batches."""
+
+    fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Share of replayed groups in each batch, in addition to `rollout.groups_per_step` new groups; 0 disables replay. The
+    number of replayed groups is rounded. A batch has fewer while not enough stored groups are recent enough (`max_age`)."""
+    capacity: Count = 64
+    """Maximum number of stored groups. When it is exceeded, the oldest group is removed."""
+    priority: Annotated[str, OrImportPath(get_args(ReplayPriority))] = "advantage"
+    """Sampling priority of a group: `advantage` (mean absolute advantage), `variance` of its rewards, mean `reward`, `recency`
+    (1 / (1 + age)), or the import path of a custom function (docs/howto/replay_groups.md)."""
+    alpha: Annotated[float, Field(ge=0.0, le=10.0)] = 0.6
+    """Exponent of the priorities; 0 samples uniformly."""
+    beta: Annotated[float, Field(ge=0.0, le=10.0)] = 0.4
+    """Exponent of the importance weights at the first step. They multiply the loss weights of replayed groups, to correct for
+    the prioritized sampling."""
+    beta_end: Annotated[float, Field(ge=0.0, le=10.0)] = 1.0
+    """Exponent of the importance weights at the last step; it changes linearly from `beta`."""
+    max_uses: Annotated[int, Field(ge=2, le=1_000_000)] | None = None
+    """Maximum number of batches that contain a group, including the first one; null sets no limit."""
+    max_age: Count = 8
+    """Maximum staleness of a replayed token, in steps."""
+    shard_memory_bytes: Bytes = 4 << 30
+    """Memory in bytes that each rollout worker uses for the groups it stores. Groups beyond it are moved to memory-mapped files
+    in the run directory. Also applies without replay."""
+
+    def num_replayed(self, groups_per_step: int) -> int:
+        """Return the number of replayed groups per batch of `groups_per_step` new groups."""
+        return round(groups_per_step * self.fraction / (1.0 - self.fraction))
 
 
 class SandboxConfig(Section):
@@ -293,16 +322,11 @@ class TrainerConfig(Section):
         return self.epochs * self.minibatches_per_batch
 
     def _broken_rules(self) -> Iterator[BrokenRule]:
-        tp = self.parallelism.tp
-        if self.compile and tp > 1 and self.activation_checkpointing != "none":
-            yield BrokenRule(
-                values={
-                    "compile": True,
-                    "parallelism.tp": tp,
-                    "activation_checkpointing": self.activation_checkpointing,
-                },
-                rule="torch 2.13 cannot compile activation checkpointing with tensor parallelism",
-                fix="set trainer.compile to false, trainer.activation_checkpointing to none, or trainer.parallelism.tp to 1",
+        if self.compile and self.parallelism.tp > 1 and self.activation_checkpointing != "none":
+            yield self.broken(
+                "compile parallelism.tp activation_checkpointing",
+                "torch 2.13 cannot compile activation checkpointing with tensor parallelism",
+                "set trainer.compile to false, trainer.activation_checkpointing to none, or trainer.parallelism.tp to 1",
             )
 
 
@@ -337,11 +361,8 @@ class GeneratorConfig(Section):
     def _broken_rules(self) -> Iterator[BrokenRule]:
         for key in ("tensor_parallel_size", "distributed_executor_backend", "pipeline_parallel_size", "data_parallel_size"):
             if key in self.vllm:
-                yield BrokenRule(
-                    values={f"vllm.{key}": self.vllm[key]},
-                    rule="TitanRL sets this argument: it starts one process per tensor-parallel rank",
-                    fix=f"remove generator.vllm.{key}, and set generator.tp",
-                )
+                rule = "TitanRL sets this argument: it starts one process per tensor-parallel rank"
+                yield self.broken(f"vllm.{key}", rule, f"remove generator.vllm.{key}, and set generator.tp")
 
 
 class WeightsConfig(Section):
@@ -354,6 +375,148 @@ class WeightsConfig(Section):
     verify: Verify = "sampled"
     """Checksum of received weights: `off`, `full`, or `sampled`, which covers one page in 64 and other pages every time.
     Versions, names, shapes, data types and overwrites are always checked."""
+
+
+class CheckpointConfig(Section):
+    """Checkpoints, from which a run can be resumed."""
+
+    every_steps: StepsOrZero = 50
+    """Number of steps between checkpoints; 0 saves only at the end."""
+    keep_last: Annotated[int, Field(ge=2, le=1_000_000)] = 2
+    """Number of checkpoints to keep; older ones are deleted."""
+    export_dtype: Literal["base", "float32", "bfloat16", "float16"] = "base"
+    """Dtype of the weights in exported models, such as `checkpoints/final`. `base` uses that of the weights in `model.path`."""
+    on_interrupt: bool = False
+    """Save a checkpoint when a signal interrupts the run, after the current step, if that takes at most 10 seconds."""
+
+
+class TimeoutsConfig(Section):
+    """Time limits. Every wait has one; when it expires, the run ends with an error that names the wait."""
+
+    start_s: Seconds = 600.0
+    """Time limit in seconds for all processes to start and load their model or data. Raise it for large models on slow
+    storage."""
+    step_s: Seconds = 1800.0
+    """Time limit in seconds for one trainer call, and for one batch of rollouts. Raise it for long completions or large
+    batches."""
+    sync_s: Seconds = 600.0
+    """Time limit in seconds for one push or pull of the weights."""
+    close_s: Seconds = 16.0
+    """Time limit in seconds for an orderly shutdown, half of it for actors and half for their processes. Processes that remain
+    are killed."""
+
+
+class FaultsConfig(Section):
+    """Fault detection and response (docs/faults.md)."""
+
+    on_stall: Literal["respawn", "abort", "wait"] = "respawn"
+    """Response to a process that hangs. `respawn` replaces it like one that died. `abort` ends the run with an error that names
+    the process and the file with its stack traces. `wait` only reports it, and the run waits until the limit in `timeouts`."""
+    stall_factor: Annotated[float, Field(ge=1.0, le=1_000_000.0)] = 10.0
+    """A request counts as stalled when it takes this many times as long as the slowest of the last hundred of its kind. Raise
+    it if request times vary a lot."""
+    min_stall_s: Seconds = 30.0
+    """Minimum time in seconds before a request counts as stalled. A suspended process (SIGSTOP) also counts as stalled after
+    this time."""
+    max_respawns: CountOrZero = 5
+    """Maximum number of replaced processes within `respawn_window_s`; one more failure ends the run. 0 disables replacement."""
+    respawn_window_s: Seconds = 600.0
+    """Time window in seconds for `max_respawns`."""
+    rank_wait_s: Seconds = 25.0
+    """Time in seconds that trainer ranks wait for a rank that does not reach the same phase of a step, such as the optimizer
+    step. The log names the missing rank after a sixth of it."""
+    check_replicas_every: StepsOrZero = 50
+    """Number of optimizer steps between consistency checks of the trainer. Parameters, buffers, moving averages and optimizer
+    state that several ranks hold must be bitwise equal. They are also checked after every checkpoint load; 0 disables all
+    checks."""
+
+
+class LoggingConfig(Section):
+    """Console output, rollout records and experiment trackers."""
+
+    console: ConsoleMode = "auto"
+    """Console output: `live` table, `plain` lines or `off`. `auto` uses `live` on a terminal and `plain` elsewhere."""
+    rollouts_per_step: CountOrZero = 2
+    """Number of groups per step to write to `rollouts.jsonl`."""
+    loggers: Annotated[tuple[Annotated[str, OrImportPath(tuple(TRACKERS))], ...], Field(strict=False)] = ()
+    """Experiment trackers, in addition to `metrics.jsonl`. Each built-in tracker requires the package of the same name. Or
+    import paths of custom trackers (docs/howto/tracker.md)."""
+
+
+class SFTConfig(Section):
+    """Supervised fine-tuning on examples (`titanrl sft`), for `num_steps` steps. `evaluation.every_steps` is the number of
+    steps between evaluations of the loss on held-out examples. Of the section `data`, only `chat_template`,
+    `chat_template_kwargs`, `system_prompt` and `control_tokens` are used."""
+
+    path: InputPath
+    """Examples with `messages`, or with `prompt` and `completion` (docs/howto/sft.md): a JSONL or Parquet file, a directory of
+    such files, a pattern such as `data/train-*.parquet`, or the directory of a data set saved by Hugging Face datasets."""
+    validation_path: InputPath | None = None
+    """Held-out examples, in the same formats; null uses `heldout_fraction`."""
+    columns: dict[Literal["prompt", "completion", "messages", "tools"], str] = {}
+    """Names of the columns, if they are not `prompt`, `completion`, `messages` and `tools`. A dot selects a nested field."""
+    heldout_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Fraction of the examples in `path` that is held out. A hash of the prompt, or of the first user message, assigns each
+    example, as for `data.heldout_fraction`."""
+    train_on: TrainOn = "assistant"
+    """Tokens to train on: of every assistant message (`assistant`), of the last one only (`last`), or of the whole example
+    (`all`). A `completion` counts as an assistant message."""
+    max_example_tokens: Tokens | None = None
+    """Maximum example length in tokens; null uses `trainer.row_tokens`."""
+    overlong: Literal["error", "truncate", "skip"] = "error"
+    """Handling of longer examples: `error` ends the command before training, `truncate` cuts their last tokens, `skip` leaves
+    them out."""
+    batch_size: Count = 32
+    """Number of examples per optimizer step."""
+    learning_rate: PositiveFloat = 1e-5
+    """Peak learning rate."""
+    num_warmup_steps: StepsOrZero = 0
+    """Number of linear learning-rate warm-up steps."""
+    lr_decay: LearningRateDecay = "linear"
+    """Learning-rate schedule after the warm-up: `constant`, or `linear` decay to zero at the last step."""
+    betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = (0.9, 0.95)
+    """AdamW's decay rates of the first and second moment."""
+    eps: PositiveFloat = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: NonNegativeFloat = 0.0
+    """AdamW's decoupled weight decay."""
+    max_grad_norm: PositiveFloat = 1.0
+    """Maximum global gradient norm; larger gradients are scaled down to it."""
+
+    def _broken_rules(self) -> Iterator[BrokenRule]:
+        if self.validation_path is not None and self.heldout_fraction > 0:
+            rule = "held-out examples come either from validation_path or from path"
+            yield self.broken("heldout_fraction validation_path", rule, "remove one of them")
+
+
+class TeacherConfig(Section):
+    """The teacher model, served by a separate vLLM engine."""
+
+    path: InputPath
+    """Directory of the teacher in Hugging Face format. Its vocabulary must be the policy's."""
+    tp: Processes = 1
+    """Tensor-parallel degree of the teacher's engine."""
+    dtype: Dtype = "float32"
+    """Data type of the teacher's weights."""
+    max_num_seqs: Count = 256
+    """Maximum number of sequences that the engine processes concurrently."""
+    kv_cache_bytes: Bytes = 64 << 20
+    """KV-cache size in bytes. CPU only; on accelerators set `gpu_memory_utilization` in `vllm`."""
+    vllm: dict[str, Any] = {}
+    """Additional arguments of `vllm.EngineArgs`."""
+
+
+class DistillConfig(Section):
+    """On-policy distillation (`titanrl distill`). The policy samples completions, and the teacher's log-probabilities of their
+    tokens serve as the reward."""
+
+    teacher: TeacherConfig
+    """The teacher model."""
+    loss: Literal["importance_sampling", "ppo"] = "importance_sampling"
+    """Policy loss. `ppo` clips the ratio of the policy to the sampling policy to 1 +- 0.2."""
+    discount: Decay = 0.0
+    """Discount factor per token for the log-probability differences of later tokens in a token's advantage. With 0, only the
+    token's own difference counts."""
 
 
 def largest_divisor(number: int, at_most: int) -> int:

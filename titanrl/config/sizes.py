@@ -1,12 +1,17 @@
-"""Sizes computed from a configuration: processes, sequences and memory, and warnings about them."""
+"""Sizes computed from a configuration: processes, sequences and memory, and warnings about them. No model is loaded."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from titanrl.base.choices import Dtype
 from titanrl.config.errors import BrokenRule
-from titanrl.config.schema import Config
-from titanrl.config.shapes import DTYPE_BYTES, ModelShape
+from titanrl.config.schema import Config, device_shortage
+
+DTYPE_BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2}
+
+RECIPE_VOCAB_SIZE = 112
+"""Rows of the recipe model's embedding: 95 characters, 9 phrases, 2 special tokens, padded to a multiple of 16."""
 
 DEVICE_BYTES = 80_000_000_000
 """Assumed memory of an accelerator type that this machine does not have."""
@@ -26,6 +31,81 @@ LIBRARY_BYTES: Mapping[str, int] = {
 
 LOGITS_AT_ONCE = 1 << 27
 """Maximum number of logits in memory on a trainer rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """Dimensions of a dense decoder model, named like the fields of `RecipeConfig`.
+
+    Example: the model of width 128 with 4 query heads is
+    `ModelShape(hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, intermediate_size=384, vocab_size=112,
+    max_positions=512, tied_embeddings=True, qk_norm=True)`.
+    """
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_positions: int
+    tied_embeddings: bool = False
+    qk_norm: bool = False
+    """True if queries and keys are normalized per head."""
+    qkv_bias: bool = False
+    """True if the query, key and value projections have biases."""
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters: embedding, layers, final norm, and the output layer unless it is tied."""
+        return self.embedding_parameters + self.num_layers * self.layer_parameters + self.hidden_size
+
+    @property
+    def layer_parameters(self) -> int:
+        """Number of parameters of one layer."""
+        attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)  # q and o, k and v
+        feed_forward = 3 * self.hidden_size * self.intermediate_size  # gate, up, down
+        biases = self.head_dim * (self.num_heads + 2 * self.num_kv_heads) if self.qkv_bias else 0
+        return attention + self.layer_norms + feed_forward + biases
+
+    @property
+    def layer_norms(self) -> int:
+        """Number of norm parameters of one layer: before attention and feed-forward, and of queries and keys."""
+        return 2 * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Number of parameters of embedding and output layer."""
+        return self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
+
+    def rank_parameters(self, tp: int) -> int:
+        """Return the parameters held by one of `tp` tensor-parallel ranks: its share of each matrix, and every norm."""
+        norms = self.num_layers * self.layer_norms + self.hidden_size
+        return (self.num_parameters - norms) // tp + norms
+
+    @property
+    def layer_activations(self) -> int:
+        """Number of activation values per token that one layer stores for its backward pass, assuming that attention stores no
+        scores."""
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        # Two norms and two residuals; queries and keys before and after norm and rotation, values, the attention's output;
+        # gate, its activation, up, their product.
+        return 4 * self.hidden_size + 4 * queries + 4 * keys + 4 * self.intermediate_size
+
+    def adapter_width(self, targets: Collection[str]) -> int:
+        """Return the number of LoRA parameters per unit of rank: the input and output sizes of all adapted projections."""
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        width = 0
+        if "attention" in targets:
+            width += 2 * (self.hidden_size + queries) + 2 * (self.hidden_size + keys)
+        if "mlp" in targets:
+            width += 3 * (self.hidden_size + self.intermediate_size)
+        return self.num_layers * width
+
+    def kv_token_bytes(self, dtype: Dtype) -> int:
+        """Return the KV-cache bytes of one token over all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,7 +317,7 @@ def _activations(config: Config, shape: ModelShape, num_rows: int) -> int:
 
 def _misfits(config: Config, memory: Memory | None, device_bytes: int) -> Iterator[BrokenRule]:
     if config.device == "auto":  # the device is unknown until the run starts
-        for broken in config.device_shortage():
+        for broken in device_shortage(config):
             yield replace(broken, fix=f"{broken.fix}; ignore this on CPU")
     if memory is not None:
         if config.device in ("cuda", "npu"):
@@ -247,22 +327,20 @@ def _misfits(config: Config, memory: Memory | None, device_bytes: int) -> Iterat
 
 
 def _cpu_misfits(config: Config, memory: Memory) -> Iterator[BrokenRule]:
-    configured, available = config.generator.kv_cache_bytes, host_bytes()
-    if config.num_generator_ranks and memory.kv_cache > configured:
-        yield BrokenRule(
-            values={"generator.kv_cache_bytes": configured, "generator.max_num_seqs": config.generator.max_num_seqs},
-            rule=f"max_num_seqs completions of maximum length need {gigabytes(memory.kv_cache)} of KV cache, else some wait",
-            fix=f"set generator.kv_cache_bytes to {memory.kv_cache}, or lower generator.max_num_seqs",
-        )
+    available = host_bytes()
+    if config.num_generator_ranks and memory.kv_cache > config.generator.kv_cache_bytes:
+        rule = f"max_num_seqs completions of maximum length need {gigabytes(memory.kv_cache)} of KV cache, else some wait"
+        fix = f"set generator.kv_cache_bytes to {memory.kv_cache}, or lower generator.max_num_seqs"
+        yield config.broken("generator.kv_cache_bytes generator.max_num_seqs", rule, fix)
     needed = cpu_bytes(config, memory, memory.trainer.cpu_total)
     if not config.hosts.across_machines and needed > available:
         has_generators = config.num_generator_ranks > 0
         replicas = {"generator.replicas": config.generator.replicas} if has_generators else {}
         roles, fewer = ("trainer and generators need", "fewer replicas, ") if has_generators else ("the trainer needs", "")
         yield BrokenRule(
-            values={**model_values(config), **replicas},
-            rule=f"{roles} about {gigabytes(needed)}, but this machine has {gigabytes(available)}",
-            fix=f"use a smaller model, {fewer}or trainer.dtype=bfloat16",
+            {**model_values(config), **replicas},
+            f"{roles} about {gigabytes(needed)}, but this machine has {gigabytes(available)}",
+            f"use a smaller model, {fewer}or trainer.dtype=bfloat16",
         )
 
 
@@ -303,11 +381,9 @@ def _accelerator_misfits(config: Config, memory: Memory, device_bytes: int) -> I
     has_generators = config.num_generator_ranks > 0
     shares = config.hosts.share_devices and has_generators
     if shares and "gpu_memory_utilization" not in config.generator.vllm:
-        yield BrokenRule(
-            values={"hosts.share_devices": True, "generator.vllm": config.generator.vllm},
-            rule="vLLM reserves 90 % of a device by default, which leaves too little memory for the trainer",
-            fix="set generator.vllm.gpu_memory_utilization, for example to 0.4",
-        )
+        rule = "vLLM reserves 90 % of a device by default, which leaves too little memory for the trainer"
+        fix = "set generator.vllm.gpu_memory_utilization, for example to 0.4"
+        yield config.broken("hosts.share_devices generator.vllm", rule, fix)
     shard = {"trainer.parallelism.dp_shard": config.trainer.parallelism.dp_shard}
     tp = {"generator.tp": config.generator.tp}
     needs = {"trainer rank": (memory.trainer.total, shard, "trainer.parallelism.dp_shard or tp")}
@@ -319,9 +395,9 @@ def _accelerator_misfits(config: Config, memory: Memory, device_bytes: int) -> I
     for role, (needed, values, keys) in needs.items():
         if needed > device_bytes:
             yield BrokenRule(
-                values={**model_values(config), **values},
-                rule=f"a {role} needs about {gigabytes(needed)} without KV cache, but a device has {gigabytes(device_bytes)}",
-                fix=f"raise {keys}, or use bfloat16, a smaller model or larger devices",
+                {**model_values(config), **values},
+                f"a {role} needs about {gigabytes(needed)} without KV cache, but a device has {gigabytes(device_bytes)}",
+                f"raise {keys}, or use bfloat16, a smaller model or larger devices",
             )
 
 

@@ -1,18 +1,22 @@
-"""The source of a configuration: a YAML file with overrides, and the location where each value was set."""
+"""The source of a configuration: a strict YAML file with overrides, and the location where each value was set.
+
+Scalars follow YAML 1.2, like in editors. PyYAML follows YAML 1.1, where `1e-5` is a string, `off` is false, `12:00:00` is the
+number 43200 and `010` is 8. Duplicate keys, tags, anchors and aliases are errors.
+"""
 
 import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePath
+from typing import Any, cast
 
 import yaml
+from yaml.events import AliasEvent, CollectionStartEvent, Event, ScalarEvent
 
 from titanrl.base.files import why_no_file, why_no_folder
 from titanrl.config.errors import ConfigError, inline, message
 from titanrl.config.shipped import config_file
-from titanrl.config.strict_yaml import explain_yaml_error, line_of, parse
 
 MAX_FILE_BYTES = 1_000_000
 """Maximum size of a configuration file. Larger files would take long to parse."""
@@ -185,3 +189,154 @@ def _with_value(values: dict[str, Any], path: tuple[str, ...], value: Any) -> di
         return values | {key: value}
     section = values.get(key)
     return values | {key: _with_value(section if isinstance(section, dict) else {}, tuple(rest), value)}
+
+
+class _Scalars(yaml.resolver.Resolver):
+    """Types of plain scalars, shared by loader and dumper so that dumped values round-trip."""
+
+    yaml_implicit_resolvers = {}  # noqa: RUF012 - overrides PyYAML's attribute, so that no YAML 1.1 rule is inherited
+
+
+_INT = r"[-+]?(?:0|[1-9][0-9_]*)"
+_EXPONENT = r"[eE][-+]?[0-9]+"
+_FLOAT = rf"[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:{_EXPONENT})?|\.[0-9]+(?:{_EXPONENT})?|[0-9][0-9_]*{_EXPONENT}|\.inf)|\.nan"
+
+for _tag, _pattern, _first in (
+    ("null", "~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", "true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", _INT, list("-+0123456789")),
+    ("float", _FLOAT, list("-+.0123456789")),
+):
+    _Scalars.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), _first)
+
+
+_MAX_NESTING = 50
+"""Maximum nesting of a document. Python's recursion limit would be reached at a few hundred levels."""
+_MAX_DIGITS = 100
+"""Maximum length of an integer. Python refuses to convert more than 4,300 digits."""
+_UNUSABLE = re.compile("[\0\ud800-\udfff]")
+"""Characters that YAML escapes can produce, but that paths or UTF-8 cannot contain."""
+
+
+_FIX = "correct the syntax; strings that contain ': ' or ' #' need quotes"
+_FIXES = {
+    "character '\\t'": "replace tabs by spaces",
+    "could not find expected ':'": "write a space after the colon, as in `key: value`",
+    "found another document": "remove the line `---`, and keep one document",
+}
+"""Fixes of syntax errors, by a part of PyYAML's message."""
+
+
+class _Loader(_Scalars, yaml.SafeLoader):
+    """A loader that rejects duplicate keys, tags, anchors, aliases, and values that cannot be converted."""
+
+    _nesting = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event: Event = self.peek_event()  # type: ignore[no-untyped-call]
+        if self._nesting == _MAX_NESTING:
+            raise _refusal(event, f"the value is nested deeper than {_MAX_NESTING} levels", "flatten it")
+        if isinstance(event, AliasEvent):
+            raise _refusal(event, "aliases are not supported", "write the value instead")
+        if isinstance(event, ScalarEvent | CollectionStartEvent):
+            if event.anchor is not None:
+                raise _refusal(event, "anchors are not supported", "write the value at each place of use")
+            if event.tag is not None:
+                raise _refusal(event, f"the tag {event.tag} is not supported", "remove it")
+        self._nesting += 1
+        node = super().compose_node(parent, index)
+        self._nesting -= 1
+        return node
+
+    def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
+        node = super().compose_scalar_node(anchor)
+        if unusable := _UNUSABLE.search(node.value):
+            raise _refusal(node, f"the character U+{ord(unusable[0]):04X} is not supported", "remove it")
+        if node.tag == "tag:yaml.org,2002:int" and len(node.value) > _MAX_DIGITS:
+            raise _refusal(node, f"an integer has more than {_MAX_DIGITS} digits", "write a smaller number, or quote a string")
+        return node
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise _refusal(key, "a key must be a string", "write `key: value`")
+            if key.value == "<<" and key.style is None:
+                raise _refusal(key, "merge keys (<<) are not supported", "write the keys that it would merge")
+            if key.value in lines:
+                raise _refusal(key, f"duplicate key {key.value}, first defined at line {lines[key.value]}", "keep one of them")
+            lines[key.value] = key.start_mark.line + 1
+        return node
+
+
+def _refusal(at: Event | yaml.Node, problem: str, fix: str) -> yaml.MarkedYAMLError:
+    # The type stubs also allow the mark of the C loader, but this loader is pure Python.
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=cast("yaml.Mark | None", at.start_mark), note=fix)
+
+
+class _Dumper(_Scalars, yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    # PyYAML reads these line separators as line breaks unless they are escaped, which requires double quotes.
+    style = '"' if re.search("[\x85\u2028\u2029]", text) else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _represent_text)
+_Dumper.add_multi_representer(PurePath, lambda dumper, path: dumper.represent_str(str(path)))
+
+
+def parse(text: str) -> tuple[Any, yaml.Node | None]:
+    """Return the value of a YAML document and its node tree for `line_of`; the tree of an empty document is None.
+
+    Raises:
+        yaml.YAMLError: The text is not YAML, or uses an unsupported feature.
+    """
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        return (None if node is None else loader.construct_document(node)), node
+    finally:
+        loader.dispose()
+
+
+def scalar(text: str) -> Any:
+    """Return the value that a text has in YAML without quotes, if it is null, true, false or a number; else the text."""
+    tag: str = _Loader("").resolve(yaml.ScalarNode, text, (True, False))  # type: ignore[no-untyped-call]
+    return text if tag.endswith(":str") else parse(text)[0]
+
+
+def dump(value: Any) -> str:
+    """Return a value as YAML that `parse` reads back; paths become strings and tuples become lists."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+def line_of(node: yaml.Node | None, path: Sequence[str | int]) -> int | None:
+    """Return the line of the key or item at `path`, counted from 1; None if the document does not contain it."""
+    mark = None if node is None else node.start_mark
+    for part in path:
+        if isinstance(node, yaml.MappingNode):
+            found = [(key.start_mark, child) for key, child in node.value if key.value == str(part)]
+        elif isinstance(node, yaml.SequenceNode) and isinstance(part, int):
+            found = [(child.start_mark, child) for child in node.value[part : part + 1]]
+        else:
+            return None
+        if not found:
+            return None
+        mark, node = found[0]
+    return None if mark is None else mark.line + 1
+
+
+def explain_yaml_error(error: yaml.YAMLError, text: str) -> tuple[int, str, str, str]:
+    """Return the line number, the line, the violated rule and the fix for an error raised by `parse`."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return 1, "", f"must be YAML: {error}", "save the file as plain UTF-8 text"
+    lines = text.splitlines()
+    line = min(error.problem_mark.line, max(0, len(lines) - 1))
+    problem = error.problem or error.context or ""
+    fix = error.note or next((fix for part, fix in _FIXES.items() if part in problem), _FIX)
+    return line + 1, (lines[line].strip()[:80] if lines else ""), f"must be YAML: {problem.removeprefix('but ')}", fix

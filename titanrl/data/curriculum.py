@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from titanrl.base.plugins import Plugin, check_call
-from titanrl.config.curriculum import SAMPLERS, CurriculumConfig
+from titanrl.config.data import SAMPLERS, CurriculumConfig
 
 EXPECTED = "def sampler(num_levels: int, seed: int) -> Sampler"
 METHODS = ("choose", "observe", "metrics", "state_dict", "load_state_dict")

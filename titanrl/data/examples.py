@@ -16,7 +16,7 @@ import numpy as np
 
 from titanrl.config.errors import BrokenRule, BrokenRules, inline
 from titanrl.config.schema import Config
-from titanrl.config.sft import SFTConfig
+from titanrl.config.sections import SFTConfig
 from titanrl.config.shipped import data_file
 from titanrl.data.conversations import render_conversation
 from titanrl.data.demonstrations import Demonstration

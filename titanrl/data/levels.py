@@ -8,8 +8,7 @@ from typing import Any
 
 from titanrl.base.plugins import Plugins
 from titanrl.carriers.types import Prompt
-from titanrl.config.curriculum import CurriculumConfig
-from titanrl.config.data import DataConfig
+from titanrl.config.data import CurriculumConfig, DataConfig
 from titanrl.config.errors import BrokenRule, BrokenRules
 from titanrl.data.streams import Encode, PromptStream, make_encoder, make_gym_dataset, open_stream
 from titanrl.data.tokenizer import Tokenizer

@@ -13,7 +13,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from titanrl.base.plugins import Plugins
-from titanrl.config.mixture import TaskConfig, key_of
+from titanrl.config.data import TaskConfig
 from titanrl.config.schema import Config
 from titanrl.data.curriculum import Outcome, Sampler, make_sampler
 
@@ -227,7 +227,7 @@ def make_mixture(config: Config, plugins: Plugins) -> Mixture:
     for name, task in config.data.tasks.items():
         sampler, curriculum = None, task.curriculum
         if curriculum is not None:
-            key = f"{key_of(name, task)}.curriculum.sampler"
+            key = f"{task.key(name)}.curriculum.sampler"
             sampler = make_sampler(curriculum, config.seed, plugins.get(key), key=key)
         weight = task.weight if isinstance(task, TaskConfig) else 1.0
         num_levels = 1 if curriculum is None else curriculum.num_levels

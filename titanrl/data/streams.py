@@ -25,7 +25,7 @@ from titanrl.carriers.types import IntArray, Prompt
 from titanrl.config.data import DataConfig
 from titanrl.config.errors import BrokenRule, BrokenRules
 from titanrl.config.evaluation import Split
-from titanrl.config.suggest import did_you_mean
+from titanrl.config.explain import did_you_mean
 from titanrl.data.chat import ChatFormat
 from titanrl.data.custom_prompts import read_custom_prompts
 from titanrl.data.entries import read_entries

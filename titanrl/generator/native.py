@@ -16,7 +16,7 @@ from vllm.config import ModelConfig
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-from titanrl.config.shapes import ModelShape
+from titanrl.config.sizes import ModelShape
 from titanrl.models.directory import ModelDirectory
 from titanrl.models.family import VllmName
 from titanrl.models.vllm_limits import LOAD_FORMAT

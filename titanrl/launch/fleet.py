@@ -17,7 +17,7 @@ from monarch.spmd import setup_torch_elastic_env_async
 from monarch.tools.network import AddrType
 
 from titanrl.base.ownership import receive_own
-from titanrl.config.faults import FaultsConfig
+from titanrl.config.sections import FaultsConfig
 from titanrl.launch.supervision import Supervisor
 from titanrl.processes.actors import ProcessVariables, set_up_process
 from titanrl.processes.bootstrap import ANNOUNCEMENTS, NAME, PARENT, TEMPLATE

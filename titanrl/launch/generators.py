@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from titanrl.carriers.types import GenerationStats
-from titanrl.config.operations import TimeoutsConfig
+from titanrl.config.sections import TimeoutsConfig
 from titanrl.launch.parts import Part, SharedContext
 from titanrl.launch.supervision import PartDiedError
 from titanrl.launch.trainer_mesh import start_request

@@ -20,7 +20,7 @@ from monarch.config import configure
 from titanrl.base import terminal
 from titanrl.base.choices import DeviceKind
 from titanrl.base.errors import FaultError, TitanRLError
-from titanrl.config.places import HostPlace, host_counts, replica_place, store_place, worker_place
+from titanrl.config.placement import HostPlace, host_counts, replica_place, store_place, worker_place
 from titanrl.config.schema import Config
 from titanrl.hosts.identities import new_identities
 from titanrl.hosts.kubernetes.hosts import KubernetesHosts

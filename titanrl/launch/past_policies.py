@@ -7,7 +7,7 @@ from itertools import chain
 from titanrl.algorithms.loss_weights import correction_totals, without_rejected
 from titanrl.carriers.tables import MicroBatch
 from titanrl.config.algorithm import AlgorithmConfig
-from titanrl.config.operations import CheckpointConfig
+from titanrl.config.sections import CheckpointConfig
 from titanrl.launch.trainer_mesh import TrainerMesh
 
 

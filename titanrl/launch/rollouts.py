@@ -13,7 +13,7 @@ from monarch.actor import Channel, PortReceiver
 
 from titanrl.carriers.tables import DoubleArray, Table
 from titanrl.carriers.types import EvaluationResult
-from titanrl.config.operations import TimeoutsConfig
+from titanrl.config.sections import TimeoutsConfig
 from titanrl.launch.generators import GeneratorMeshes, Replica
 from titanrl.launch.parts import Part, SharedContext
 from titanrl.launch.stalls import DISK_S, Pace

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from titanrl.base.errors import FaultError
-from titanrl.config.faults import FaultsConfig
+from titanrl.config.sections import FaultsConfig
 from titanrl.processes.actors import STACKS_SIGNAL
 from titanrl.processes.machine import process_state
 

@@ -13,7 +13,7 @@ from titanrl.base.plugins import Plugin
 from titanrl.carriers.datums import Datum, ForwardBackwardOutput
 from titanrl.carriers.tables import MicroBatch
 from titanrl.carriers.types import AdamParams, LossSums, MeasuredCorrection, OptimUpdate
-from titanrl.config.operations import TimeoutsConfig
+from titanrl.config.sections import TimeoutsConfig
 from titanrl.launch.stalls import DISK_S, Pace, size_class
 from titanrl.launch.supervision import Supervisor
 from titanrl.processes.actors import ask_ranks

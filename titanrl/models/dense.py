@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from titanrl.config.sections import RecipeConfig
-from titanrl.config.shapes import ModelShape
+from titanrl.config.sizes import ModelShape
 from titanrl.models.family import HFConfig, ModelFamily, VllmName
 from titanrl.models.hf_config import option_problems, recipe_config, rope_problems
 

@@ -11,10 +11,10 @@ from titanrl.base.files import in_shell, why_no_file, why_no_folder
 from titanrl.base.loading import import_object
 from titanrl.config.device import Device
 from titanrl.config.errors import BrokenRule, BrokenRules
+from titanrl.config.explain import did_you_mean
 from titanrl.config.schema import Config
 from titanrl.config.sections import ModelConfig
-from titanrl.config.shapes import ModelShape
-from titanrl.config.suggest import did_you_mean
+from titanrl.config.sizes import ModelShape
 from titanrl.models.families import FAMILIES
 from titanrl.models.family import HFConfig, ModelFamily
 from titanrl.models.weight_files import MERGE_ADAPTER, ORIGINAL, WeightFiles, broken_by_tensors, read_weight_files

@@ -5,7 +5,7 @@ To add a family, add an entry here and a row in docs/howto/model_families.md.
 
 from collections.abc import Mapping
 
-from titanrl.config.shapes import ModelShape
+from titanrl.config.sizes import ModelShape
 from titanrl.models.dense import dense_family
 from titanrl.models.family import HFConfig, ModelFamily
 

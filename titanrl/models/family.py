@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from titanrl.config.sections import RecipeConfig
-from titanrl.config.shapes import ModelShape
+from titanrl.config.sizes import ModelShape
 
 if TYPE_CHECKING:
     from torchtitan.protocols.model_spec import ModelSpec

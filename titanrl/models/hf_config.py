@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from titanrl.config.sections import RecipeConfig
-from titanrl.config.shapes import RECIPE_VOCAB_SIZE
+from titanrl.config.sizes import RECIPE_VOCAB_SIZE
 from titanrl.models.family import HFConfig
 
 ROPE_TYPES = ("default", "llama3")

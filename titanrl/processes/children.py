@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from titanrl.base.errors import TitanRLError
-from titanrl.config.faults import FaultsConfig
+from titanrl.config.sections import FaultsConfig
 
 _CHUNK_BYTES = 1 << 18
 

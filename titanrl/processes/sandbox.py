@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 
 from titanrl.base.errors import TitanRLError
 from titanrl.carriers.scores import ProcessFailure, RewardSpec
-from titanrl.config.faults import FaultsConfig
-from titanrl.config.sections import SandboxConfig
+from titanrl.config.sections import FaultsConfig, SandboxConfig
 from titanrl.processes.children import Channel, Child, Respawns
 from titanrl.processes.confine import SandboxUnavailable
 from titanrl.processes.machine import process_state

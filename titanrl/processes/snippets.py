@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from titanrl.carriers.scores import RewardSpec
-from titanrl.config.faults import FaultsConfig
-from titanrl.config.sections import SandboxConfig
+from titanrl.config.sections import FaultsConfig, SandboxConfig
 from titanrl.processes.confine import SandboxUnavailable, missing_features
 from titanrl.processes.sandbox import SandboxDied, Zygotes, log_respawn
 from titanrl.processes.zygote import END, STARTED, Request

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from titanrl.config.device import Device, num_threads
-from titanrl.config.places import replica_hosts, replica_slot, worker_hosts
+from titanrl.config.placement import replica_hosts, replica_slot, worker_hosts
 from titanrl.config.schema import Config
 from titanrl.processes import caches
 from titanrl.processes.machine import Cores

@@ -23,10 +23,9 @@ from titanrl.base.plugins import Plugin, Plugins
 from titanrl.carriers.rewards import Answers, BoundReward, Scored
 from titanrl.carriers.scores import SEPARATOR, ProcessFailure, RewardSpec, Score, parse_scores
 from titanrl.config.data import RewardConfig
-from titanrl.config.faults import FaultsConfig
 from titanrl.config.rewards import JudgeOptions, MathVerifyOptions, OverlongOptions, RegexOptions, RepetitionOptions
 from titanrl.config.schema import Config
-from titanrl.config.sections import SandboxConfig
+from titanrl.config.sections import FaultsConfig, SandboxConfig
 from titanrl.processes.confine import SandboxUnavailable, missing_features
 from titanrl.processes.sandbox import FORK_DEADLINE_S, OnRespawn, SandboxDied, Zygotes, log_respawn
 from titanrl.processes.zygote import END, GROUP, RAW, STARTED, TOKENS, Request

@@ -14,7 +14,7 @@ import numpy as np
 from titanrl.base.plugins import Plugins
 from titanrl.carriers.rewards import Answers, Scored
 from titanrl.carriers.types import Completion, GenerationRequest, Group, Outcome, Prompt, Rollout, SamplingParams, ScorerFailure
-from titanrl.config.environment import EnvironmentConfig
+from titanrl.config.data import EnvironmentConfig
 from titanrl.config.schema import Config
 from titanrl.data.tokenizer import Tokenizer
 from titanrl.environments import Environments, Episode, ProcessOptions

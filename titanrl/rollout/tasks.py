@@ -15,7 +15,6 @@ from titanrl.base.plugins import Plugins, plugins_of_data, plugins_within
 from titanrl.carriers.types import EvaluationResult, GenerationRequest, Group, Prompt
 from titanrl.config.errors import BrokenRules, nested, within
 from titanrl.config.evaluation import EvaluationSet
-from titanrl.config.mixture import key_of
 from titanrl.config.schema import Config
 from titanrl.config.sections import RolloutConfig
 from titanrl.data.levels import LeveledPrompts, open_prompts
@@ -82,7 +81,7 @@ async def open_tasks(
     """
     opened: dict[str, OpenTask] = {}
     for name, data in config.data.tasks.items():
-        section = key_of(name, data)
+        section = data.key(name)
         own, of_task = config.of_task(data), plugins_of_data(plugins, section)
         try:
             scoring = Scoring(own, of_task, on_respawn)

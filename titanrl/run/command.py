@@ -26,8 +26,7 @@ from titanrl.base.errors import describe
 from titanrl.checks.preflight import Checked, dry_run, read_examples
 from titanrl.config import Config, ConfigError, Source
 from titanrl.config.errors import refusing
-from titanrl.config.load import validate
-from titanrl.config.program import check_program
+from titanrl.config.load import check_program, validate
 from titanrl.config.source import config_of_run, read_source
 from titanrl.data.recorded import FLAG, check_recorded
 from titanrl.hosts.launcher.command import run_launched, tell_failure

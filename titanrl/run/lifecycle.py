@@ -19,7 +19,7 @@ from titanrl.config import Config, ConfigError, Source
 from titanrl.config.device import resolve_device
 from titanrl.config.errors import BrokenRules
 from titanrl.config.explain import explain_rule
-from titanrl.config.program import check_program
+from titanrl.config.load import check_program
 from titanrl.config.sizes import notes
 from titanrl.data.recorded import check_recorded
 from titanrl.data.selection import Selection

@@ -7,7 +7,7 @@ from pathlib import Path
 from titanrl.base.errors import FaultError
 from titanrl.base.files import DamagedError
 from titanrl.config.errors import ConfigError
-from titanrl.config.faults import FaultsConfig
+from titanrl.config.sections import FaultsConfig
 from titanrl.processes.children import RespawnLimitError, Respawns
 from titanrl.run.progress import Resumable, resumable
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from titanrl.base.plugins import Plugins, plugins_of_data
 from titanrl.carriers.rewards import Answers, Scored
 from titanrl.carriers.types import EvaluationResult, Prompt
-from titanrl.config.mixture import key_of
 from titanrl.config.schema import Config
 from titanrl.data.levels import open_prompts
 from titanrl.data.mixture import Draw, make_mixture
@@ -34,7 +33,7 @@ class Task:
             ValueError: The data cannot be used.
         """
         self._prompts = {
-            name: open_prompts(name, data, tokenizer, config.seed, plugins_of_data(plugins, key_of(name, data)))
+            name: open_prompts(name, data, tokenizer, config.seed, plugins_of_data(plugins, data.key(name)))
             for name, data in config.data.tasks.items()
         }
         self._config, self._tokenizer, self._plugins = config, tokenizer, plugins

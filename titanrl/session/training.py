@@ -15,7 +15,7 @@ from titanrl.base.errors import TitanRLError
 from titanrl.base.plugins import Plugin, plugin_of
 from titanrl.carriers.datums import Datum, ForwardBackwardOutput, check_data
 from titanrl.carriers.types import AdamParams, FloatArray, OptimUpdate
-from titanrl.config.objective import AVERAGE
+from titanrl.config.algorithm import AVERAGE
 from titanrl.launch.trainer_mesh import TrainerMesh
 from titanrl.session.sampling import Sampler, SamplingClient
 from titanrl.weights.sync import WeightSync

@@ -20,8 +20,7 @@ from titanrl.carriers.tables import MicroBatch, Row
 from titanrl.carriers.types import AdamParams, GroupHandle, LossSums, MeasuredCorrection, OptimUpdate, Segment
 from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.config.device import Device
-from titanrl.config.faults import FaultsConfig
-from titanrl.config.sections import TrainerConfig
+from titanrl.config.sections import FaultsConfig, TrainerConfig
 from titanrl.processes.actors import Actor, concurrent_endpoint, current_rank, endpoint
 from titanrl.replay.directory import SHARDS
 from titanrl.weights.manifest import WeightManifest

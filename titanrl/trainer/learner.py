@@ -27,8 +27,7 @@ from titanrl.algorithms.objective import ObjectiveInputs, measure_correction, po
 from titanrl.base.errors import TitanRLError
 from titanrl.carriers.tables import Row
 from titanrl.carriers.types import NOT_MEASURED, AdamParams, CorrectionTotals, LossSums, MeasuredCorrection, OptimUpdate
-from titanrl.config.algorithm import AlgorithmConfig
-from titanrl.config.objective import AVERAGE
+from titanrl.config.algorithm import AVERAGE, AlgorithmConfig
 from titanrl.models.attention import PackedAttention, packed_block_mask, packed_mask
 from titanrl.trainer.collate import PackedRows, empty_rows, places
 from titanrl.trainer.head import ScoringHead

@@ -18,7 +18,7 @@ from typing import Any
 from titanrl.base.choices import DeviceKind
 from titanrl.base.errors import TitanRLError
 from titanrl.config.errors import ConfigError
-from titanrl.config.places import host_counts
+from titanrl.config.placement import host_counts
 from titanrl.config.schema import Config
 from titanrl.config.sizes import Sizes
 from titanrl.hosts.checkup.probe import RANK, connect, rounds

@@ -7,7 +7,7 @@ from operator import add
 from typing import Literal
 
 from titanrl.base.choices import DeviceKind
-from titanrl.config.places import HostPlace, host_counts, replica_place, store_place, worker_place
+from titanrl.config.placement import HostPlace, host_counts, replica_place, store_place, worker_place
 from titanrl.config.schema import Config
 from titanrl.config.sizes import LIBRARY_BYTES, Sizes, cpu_bytes, gigabytes, received_bytes
 from titanrl.hosts.checkup.probe import CHOSEN

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from titanrl.base.choices import DeviceKind
-from titanrl.config.kubernetes import KubernetesConfig
-from titanrl.config.places import host_counts
+from titanrl.config.hosts import KubernetesConfig
+from titanrl.config.placement import host_counts
 from titanrl.config.schema import Config
 from titanrl.hosts.kubernetes.pod import POD_IP, TOKEN
 

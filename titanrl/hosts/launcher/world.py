@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from titanrl.config.device import resolve_device
 from titanrl.config.errors import BrokenRule, BrokenRules
-from titanrl.config.places import host_counts
+from titanrl.config.placement import host_counts
 from titanrl.config.schema import Config
 from titanrl.hosts.remote_rules import broken_by_trust
 
