@@ -7,30 +7,23 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from titanrl.base.choices import FileDtype
 from titanrl.base.files import DamagedError, Digests, check_folder, commit_folder
 from titanrl.base.plugins import Plugin
 from titanrl.carriers.datums import Datum, ForwardBackwardOutput
 from titanrl.carriers.tables import MicroBatch
 from titanrl.carriers.types import AdamParams, LossSums, MeasuredCorrection, OptimUpdate
 from titanrl.config.sections import TimeoutsConfig
-from titanrl.launch.stalls import DISK_S, Pace, size_class
+from titanrl.launch.stalls import Pace, size_class
 from titanrl.launch.supervision import Supervisor
+from titanrl.launch.verbs import DISK, PACE, Limit, Verb, agreed, done, per_rank
 from titanrl.processes.actors import ask_ranks
+from titanrl.trainer.actor import PolicyTrainer
 from titanrl.weights.manifest import WeightManifest
 
 if TYPE_CHECKING:
     from titanrl.trainer.datums import DataResult
 
 T = TypeVar("T")
-
-_PACE, _DISK = Pace(), Pace(min_s=DISK_S)
-
-
-def same_on_all_ranks(name: str, replies: Sequence[T]) -> T:
-    """Return the reply on which all ranks agree; different replies mean that the ranks have diverged."""
-    assert all(reply == replies[0] for reply in replies), f"ranks disagree after {name}: {replies}"
-    return replies[0]
 
 
 def merge_losses(parts: Iterable[LossSums]) -> LossSums:
@@ -64,13 +57,24 @@ def merge_outputs(num_data: int, replies: "Iterable[DataResult]") -> ForwardBack
     return ForwardBackwardOutput(
         loss_fn_outputs=tuple({"logprobs": logprobs[index]} for index in range(num_data)),
         metrics=metrics,
-        version=same_on_all_ranks("run_data", [reply.version for reply in replies]),
+        version=agreed("run_data", [reply.version for reply in replies]),
     )
 
 
-def _pace_of(endpoint: str, data: Sequence[Datum]) -> Pace:
-    """Return a pace that learns the deadline per size of the caller's data."""
-    return Pace(kind=f"trainer.{endpoint} {size_class(sum(len(datum.model_input) for datum in data))}")
+def merge_corrections(name: str, replies: Sequence[MeasuredCorrection]) -> Sequence[MeasuredCorrection]:
+    """Return one reply per data-parallel rank, because tensor-parallel ranks compute the same."""
+    return list({reply.dp_rank: reply for reply in replies}.values())
+
+
+def merge_digests(name: str, replies: Sequence[Digests]) -> Digests:
+    """Return the digests of the files of all ranks."""
+    return {file: digest for reply in replies for file, digest in reply.items()}
+
+
+def merge_updates(name: str, replies: Sequence[OptimUpdate]) -> OptimUpdate:
+    """Return the update on which all ranks agree, with the mean of their times of computation."""
+    update = agreed(name, [replace(reply, busy_s=0.0) for reply in replies])
+    return replace(update, busy_s=fmean(reply.busy_s for reply in replies))
 
 
 def start_request(request: Coroutine[Any, Any, T], name: str) -> "asyncio.Task[T]":
@@ -82,7 +86,10 @@ def start_request(request: Coroutine[Any, Any, T], name: str) -> "asyncio.Task[T
 
 @dataclass(slots=True)
 class TrainerMesh:
-    """Client of all trainer ranks. Each request goes to every rank; a rank serves its requests in order."""
+    """Client of all trainer ranks. Each request goes to every rank; a rank serves its requests in order.
+
+    `PolicyTrainer` describes the verbs.
+    """
 
     mesh: Any
     supervisor: Supervisor
@@ -94,13 +101,28 @@ class TrainerMesh:
     _queued: list["asyncio.Task[Any]"] = field(default_factory=list)
     """Optimizer steps queued after passes that have not finished."""
 
-    async def start(self) -> None:
-        """Load torchtitan and form the process group."""
-        await self._all("start", ask_ranks(self.mesh.start), self.timeouts.start_s)
+    start = Verb(PolicyTrainer.start, done, limit="start_s")
+    load_model = Verb(PolicyTrainer.load_model, done, limit="start_s")
+    measure_correction = Verb(PolicyTrainer.measure_correction, merge_corrections)
+    compute_logprobs = Verb(PolicyTrainer.compute_logprobs, done)
+    hold_rollouts = Verb(PolicyTrainer.hold_rollouts, done)
+    share_logprobs = Verb(PolicyTrainer.share_logprobs, done)
+    keep_weights = Verb(PolicyTrainer.keep_weights, agreed)
+    drop_weights = Verb(PolicyTrainer.drop_weights, done)
+    zero_grad = Verb(PolicyTrainer.zero_grad, done)
+    push_weights = Verb[[int], WeightManifest, Sequence[WeightManifest]](PolicyTrainer.push_weights, per_rank, limit="sync_s")
+    save_checkpoint = Verb(PolicyTrainer.save_checkpoint, done, pace=DISK)
+    finish_checkpoint = Verb[[int], Digests, Digests](PolicyTrainer.finish_checkpoint, merge_digests, pace=DISK)
+    load_published = Verb(PolicyTrainer.load_published, done, pace=DISK)
+    export_model = Verb(PolicyTrainer.export_model, done, pace=DISK)
 
-    async def load_model(self, model_dir: Path) -> None:
-        """Build the policy from a Hugging Face directory, on every rank."""
-        await self._all("load_model", ask_ranks(self.mesh.load_model, model_dir), self.timeouts.start_s)
+    # Requests that the methods below send
+
+    _optim_step = Verb(PolicyTrainer.optim_step, merge_updates)
+    _start_over = Verb(PolicyTrainer.start_over, done)
+    _load_checkpoint = Verb(PolicyTrainer.load_checkpoint, agreed, pace=DISK)
+    _save_state = Verb(PolicyTrainer.save_state, merge_digests, pace=DISK)
+    _load_state = Verb(PolicyTrainer.load_state, agreed, pace=DISK)
 
     def forward_backward(
         self,
@@ -124,7 +146,7 @@ class TrainerMesh:
 
     async def _passes(self, requests: Sequence[Awaitable[Any]]) -> LossSums:
         try:
-            replies = await asyncio.gather(*(self._all("forward_backward", request) for request in requests))
+            replies = await asyncio.gather(*(self.ask("forward_backward", request) for request in requests))
         except BaseException:  # including interrupts
             for task in self._queued:
                 task.cancel()
@@ -141,49 +163,17 @@ class TrainerMesh:
             after: awaited before the request is sent, for example until a push has read the weights.
             completes: whether the step completes its batch and increments the version.
         """
-        task = start_request(self._optim_step(params, after, completes), "optim_step")
+        task = start_request(self._step(params, after, completes), "optim_step")
         self._queued.append(task)
         task.add_done_callback(self._queued.remove)
         return task
 
-    async def _optim_step(
-        self, params: AdamParams, after: Callable[[], Awaitable[None]] | None, completes: bool
-    ) -> OptimUpdate:
+    async def _step(self, params: AdamParams, after: Callable[[], Awaitable[None]] | None, completes: bool) -> OptimUpdate:
         if after is not None:
             await after()
-        updates: list[OptimUpdate] = await self._all("optim_step", ask_ranks(self.mesh.optim_step, params, completes))
-        update = same_on_all_ranks("optim_step", [replace(update, busy_s=0.0) for update in updates])
+        update = await self._optim_step(params, completes)
         self.version = update.version
-        return replace(update, busy_s=fmean(update.busy_s for update in updates))
-
-    async def measure_correction(
-        self, microbatch: MicroBatch, *, proximal_version: int | None = None
-    ) -> Sequence[MeasuredCorrection]:
-        """Return the effect of the off-policy correction on a micro-batch, by data-parallel rank, from a forward pass."""
-        call = ask_ranks(self.mesh.measure_correction, microbatch, proximal_version)
-        replies: list[MeasuredCorrection] = await self._all("measure_correction", call)
-        return list({reply.dp_rank: reply for reply in replies}.values())  # tensor-parallel ranks compute the same
-
-    async def compute_logprobs(self, microbatch: MicroBatch, *, at_version: int) -> None:
-        """Compute log-probabilities with the current or a kept version of the weights, and store them on the ranks."""
-        await self._all("compute_logprobs", ask_ranks(self.mesh.compute_logprobs, microbatch, at_version))
-
-    async def hold_rollouts(self, microbatches: Sequence[MicroBatch]) -> None:
-        """Make each rank fetch its rollouts for all passes over a batch, before the first optimizer step."""
-        await self._all("hold_rollouts", ask_ranks(self.mesh.hold_rollouts, microbatches))
-
-    async def share_logprobs(self, version: int) -> None:
-        """Share the log-probabilities that `compute_logprobs` stored for a version among all ranks."""
-        await self._all("share_logprobs", ask_ranks(self.mesh.share_logprobs, version))
-
-    async def keep_weights(self) -> int:
-        """Keep a copy of the current weights; return their version."""
-        versions: list[int] = await self._all("keep_weights", ask_ranks(self.mesh.keep_weights))
-        return same_on_all_ranks("keep_weights", versions)
-
-    async def drop_weights(self, version: int) -> None:
-        """Drop a version kept by `keep_weights`, and the log-probabilities computed with it."""
-        await self._all("drop_weights", ask_ranks(self.mesh.drop_weights, version))
+        return update
 
     async def run_data(
         self, data: Sequence[Datum], loss_fn: str | Plugin | None, loss_fn_config: Mapping[str, Any], *, backward: bool
@@ -192,15 +182,17 @@ class TrainerMesh:
 
         Without `loss_fn`, only the log-probabilities are computed.
         """
-        call = ask_ranks(self.mesh.run_data, data, loss_fn, loss_fn_config, backward=backward)
-        return merge_outputs(len(data), await self._all("run_data", call, pace=_pace_of("run_data", data)))
+        return await self._on_data("run_data", data, loss_fn, loss_fn_config, backward=backward)
 
     async def compute_data_logprobs(self, data: Sequence[Datum], *, at_version: int) -> ForwardBackwardOutput:
         """Return log-probabilities of user data with the current or a kept version of the weights."""
-        call = ask_ranks(self.mesh.compute_data_logprobs, data, at_version)
-        return merge_outputs(
-            len(data), await self._all("compute_data_logprobs", call, pace=_pace_of("compute_data_logprobs", data))
-        )
+        return await self._on_data("compute_data_logprobs", data, at_version)
+
+    async def _on_data(self, name: str, data: Sequence[Datum], *args: Any, **options: Any) -> ForwardBackwardOutput:
+        """Send a request whose deadline is learned per size of the data."""
+        pace = Pace(kind=f"trainer.{name} {size_class(sum(len(datum.model_input) for datum in data))}")
+        call = ask_ranks(getattr(self.mesh, name), data, *args, **options)
+        return merge_outputs(len(data), await self.ask(name, call, pace=pace))
 
     async def use_shard(self, number: int, shard: Any | None) -> None:
         """Announce a storage shard or its replacement to all ranks, or None while it is missing.
@@ -209,45 +201,21 @@ class TrainerMesh:
         nothing.
         """
         if self.shard_news is not None:
-            await self._all("use_shard", ask_ranks(self.shard_news.use, number, shard))
-
-    async def zero_grad(self) -> None:
-        """Discard the gradient accumulated so far."""
-        await self._all("zero_grad", ask_ranks(self.mesh.zero_grad))
-
-    async def push_weights(self, version: int) -> list[WeightManifest]:
-        """Publish the weights as a version; return one manifest per rank."""
-        return await self._all("push_weights", ask_ranks(self.mesh.push_weights, version), self.timeouts.sync_s)
+            await self.ask("use_shard", ask_ranks(self.shard_news.use, number, shard))
 
     async def start_over(self) -> None:
         """Reset optimizer state and version; keep the weights."""
-        await self._all("start_over", ask_ranks(self.mesh.start_over))
+        await self._start_over()
         self.version = 0
-
-    async def save_checkpoint(self, step: int, published: int | None = None) -> None:
-        """Write model, optimizer and version; also write the weights of the kept version `published`, if given."""
-        await self._all("save_checkpoint", ask_ranks(self.mesh.save_checkpoint, step, published), pace=_DISK)
-
-    async def finish_checkpoint(self, step: int) -> dict[str, str]:
-        """Wait until the files of a checkpoint are on disk; return their digests."""
-        replies: list[Digests] = await self._all("finish_checkpoint", ask_ranks(self.mesh.finish_checkpoint, step), pace=_DISK)
-        return {name: digest for reply in replies for name, digest in reply.items()}
-
-    async def load_published(self, step: int, version: int) -> None:
-        """Load and keep a checkpoint's weights of the last published version. Call it before `load_checkpoint`."""
-        await self._all("load_published", ask_ranks(self.mesh.load_published, step, version), pace=_DISK)
 
     async def load_checkpoint(self, step: int) -> int:
         """Restore a checkpoint; return its version."""
-        versions: list[int] = await self._all("load_checkpoint", ask_ranks(self.mesh.load_checkpoint, step), pace=_DISK)
-        self.version = same_on_all_ranks("load_checkpoint", versions)
+        self.version = await self._load_checkpoint(step)
         return self.version
 
     async def save_state(self, folder: Path) -> None:
         """Write model, optimizer and version to a new folder."""
-        replies: list[Digests] = await self._all("save_state", ask_ranks(self.mesh.save_state, folder), pace=_DISK)
-        digests = {name: digest for reply in replies for name, digest in reply.items()}
-        await asyncio.to_thread(commit_folder, folder, digests)
+        await asyncio.to_thread(commit_folder, folder, await self._save_state(folder))
 
     async def load_state(self, folder: Path, *, with_optimizer: bool, at_least: int = 0) -> int:
         """Restore a state written by `save_state`; return its version, or `at_least` if that is higher.
@@ -259,21 +227,13 @@ class TrainerMesh:
             await asyncio.to_thread(check_folder, folder, needs=(".metadata",))
         except DamagedError as error:
             raise DamagedError(f"load_state: {error} (got {folder}). Give a path from save_state.") from None
-        call = ask_ranks(self.mesh.load_state, folder, with_optimizer=with_optimizer, at_least=at_least)
-        versions: list[int] = await self._all("load_state", call, pace=_DISK)
-        self.version = same_on_all_ranks("load_state", versions)
+        self.version = await self._load_state(folder, with_optimizer=with_optimizer, at_least=at_least)
         return self.version
-
-    async def export_model(self, target: Path, dtype: FileDtype | None = None) -> None:
-        """Write the policy as a Hugging Face directory, by default in the dtype of `checkpoint.export_dtype`."""
-        await self._all("export_model", ask_ranks(self.mesh.export_model, target, dtype), pace=_DISK)
 
     async def close(self) -> None:
         """Leave the process group."""
-        await self._all("close", ask_ranks(self.mesh.close), self.timeouts.close_s / 4)
+        await self.supervisor.ask("trainer.close", ask_ranks(self.mesh.close), self.timeouts.close_s / 4)
 
-    async def _all(
-        self, name: str, call: Awaitable[list[Any]], timeout_s: float | None = None, pace: Pace = _PACE
-    ) -> list[Any]:
+    async def ask(self, name: str, call: Awaitable[list[Any]], limit: Limit = "step_s", pace: Pace = PACE) -> list[Any]:
         """Await a request to all ranks; return their replies in rank order."""
-        return await self.supervisor.ask(f"trainer.{name}", call, timeout_s or self.timeouts.step_s, pace)
+        return await self.supervisor.ask(f"trainer.{name}", call, getattr(self.timeouts, limit), pace)

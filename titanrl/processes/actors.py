@@ -301,9 +301,10 @@ def _only(replies: list[R]) -> R:
     return reply
 
 
-def endpoint(method: Callable[Concatenate[SelfT, P], Awaitable[R]]) -> Any:
+def endpoint(method: Callable[Concatenate[SelfT, P], Awaitable[R]]) -> Callable[Concatenate[SelfT, P], Awaitable[R]]:
     """Declare an endpoint whose calls run one at a time. While one runs, Monarch starts no other endpoint of this actor."""
-    return monarch.actor.endpoint(replying(method))
+    declared: Callable[Concatenate[SelfT, P], Awaitable[R]] = monarch.actor.endpoint(replying(method))
+    return declared
 
 
 def concurrent_endpoint(method: Callable[Concatenate[SelfT, P], Awaitable[R]]) -> Any:

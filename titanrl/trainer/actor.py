@@ -77,11 +77,13 @@ class TrainerSetup:
     """Settings of the agreement and of the replica check."""
 
 
-def collective(method: "Callable[Concatenate[PolicyTrainer, P], Awaitable[R]]") -> Callable[..., Coroutine[Any, Any, R]]:
+def collective(
+    method: "Callable[Concatenate[PolicyTrainer, P], Awaitable[R]]",
+) -> "Callable[Concatenate[PolicyTrainer, P], Coroutine[Any, Any, R]]":
     """Wrap an endpoint whose body is a collective, so that all ranks agree on the phase before it runs."""
 
     @functools.wraps(method)
-    async def run(self: "PolicyTrainer", *args: P.args, **kwargs: P.kwargs) -> R:
+    async def run(self: "PolicyTrainer", /, *args: P.args, **kwargs: P.kwargs) -> R:
         with self.agreement.phase(method.__name__) as agree:
             agree(self.progress)
             return await method(self, *args, **kwargs)
@@ -341,7 +343,10 @@ class PolicyTrainer(Actor):
     @endpoint
     @collective
     async def load_published(self, step: int, version: int) -> None:
-        """Load the last published weights from a checkpoint and keep them as a snapshot, so that they can be republished."""
+        """Load the last published weights from a checkpoint and keep them as a snapshot, so that they can be republished.
+
+        Call it before `load_checkpoint`.
+        """
         self._checkpoints.load_published(step, version)
 
     @endpoint
