@@ -27,7 +27,7 @@ from benchmarks.victims import SIGNALS, NewEvents, Victim, events, is_recovery, 
 from titanrl.carriers.types import StepMetrics
 from titanrl.config import load_config
 from titanrl.metrics.run_directory import read_lines, read_metrics
-from titanrl.replay.saved import BufferState
+from titanrl.replay.groups import BufferState
 
 SETTINGS = (
     "num_steps=100000",

@@ -12,7 +12,7 @@ from benchmarks.chaos import sample_figures
 from benchmarks.victims import Victim, is_recovery, process_of, victims
 from tests.e2e.fault_matrix import FAULTS, MODES, PARTS, PHASES, SIGNALS, Cell, cells, rendered
 from titanrl.metrics.run_directory import append_line
-from titanrl.replay.saved import BufferState
+from titanrl.replay.groups import BufferState
 
 
 def test_every_cell_runs_or_has_a_reason() -> None:

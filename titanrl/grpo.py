@@ -32,9 +32,8 @@ from titanrl.metrics import steps as metrics_of
 from titanrl.metrics.console import Console
 from titanrl.metrics.tasks import task_metrics
 from titanrl.processes.actors import StoppedError
-from titanrl.replay.batch import Batch, Replayed
-from titanrl.replay.directory import TokensLostError
-from titanrl.replay.saved import Freshness, TrainedBatch, joined, versions_behind
+from titanrl.replay.actors import TokensLostError
+from titanrl.replay.groups import Batch, Freshness, Replayed, TrainedBatch, joined, versions_behind
 from titanrl.run import command
 from titanrl.run.dumped import DumpedRun
 from titanrl.run.progress import checkpoint_dir

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 from tests.e2e.conftest import Finished
-from titanrl.replay.saved import BufferState
+from titanrl.replay.groups import BufferState
 
 OVERLAPPING = (
     "max_staleness=1",

@@ -21,7 +21,7 @@ from titanrl.grpo import GRPO
 from titanrl.launch.generators import GeneratorMeshes
 from titanrl.launch.rollouts import BufferClient
 from titanrl.launch.supervision import Supervisor
-from titanrl.replay.batch import Batch
+from titanrl.replay.groups import Batch
 from titanrl.weights.manifest import Commit
 
 SLOW = (

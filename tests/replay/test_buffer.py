@@ -14,9 +14,9 @@ from tests.simulated_clock import simulate
 from titanrl.carriers.tables import Table
 from titanrl.carriers.types import GroupRecord
 from titanrl.config import Config, load_config
-from titanrl.replay.batch import Reservation
 from titanrl.replay.buffer import GroupBuffer
 from titanrl.replay.failures import RolloutError, ScorerError, why_starved
+from titanrl.replay.groups import Reservation
 
 
 def record(reservation: Reservation, rewards: tuple[float, ...] = (0.0, 1.0)) -> GroupRecord:

@@ -13,10 +13,9 @@ from tests.records import make_record
 from tests.simulated_clock import simulate
 from titanrl.carriers.types import GroupHandle, GroupRecord
 from titanrl.config import Config, load_config
-from titanrl.replay.batch import Reservation
 from titanrl.replay.buffer import GroupBuffer
+from titanrl.replay.groups import Reservation, handles_of
 from titanrl.replay.memory import ReplayMemory, ReplaySettings
-from titanrl.replay.saved import handles_of
 
 NUM_SHARDS = 3
 

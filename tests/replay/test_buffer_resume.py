@@ -7,6 +7,7 @@ from collections.abc import Coroutine
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,12 +16,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.records import make_record
+from titanrl.base.pickling import read_saved
 from titanrl.carriers.types import GroupHandle, GroupRecord
-from titanrl.replay.batch import Batch, Reservation
 from titanrl.replay.buffer import GroupBuffer
 from titanrl.replay.failures import ScorerError
+from titanrl.replay.groups import Batch, Freshness, Reservation, TrainedBatch, handles_of, joined, versions_behind
 from titanrl.replay.memory import ReplayMemory, ReplaySettings
-from titanrl.replay.saved import Freshness, TrainedBatch, handles_of, joined, versions_behind
+from titanrl.replay.payloads import read_groups, shard_file
 
 T = TypeVar("T")
 
@@ -283,3 +285,19 @@ def test_group_that_could_become_too_old_is_resampled() -> None:
     assert restored.num_ready == len({0, 1} - {missing})
     assert sorted(restored.too_old) == [index for index in range(2, 8) if index != missing]
     assert again.state().in_flight == tuple(sorted({*restored.too_old, missing}))
+
+
+def test_checkpoint_of_an_earlier_version_resumes() -> None:
+    """The modules of all classes in these files have been renamed since."""
+    folder = Path(__file__).parent / "checkpoint_before_rooms"
+    state, is_earlier = read_saved((folder / "records.pkl").read_bytes())
+    assert is_earlier
+    memory = ReplaySettings(capacity=4, num_replayed=2, alpha=0.6, max_uses=None, max_age=8, by_recency=False, seed=9)
+    buffer = GroupBuffer(num_slots=4, dynamic_sampling=False, memory=ReplayMemory(memory))
+    restored = buffer.restore(state, Freshness(published=(0, 1), groups_per_publish=2, bound=4), 1)
+    assert (restored.num_ready, restored.num_in_flight, restored.too_old) == (1, 1, ())
+    assert [buffer.replay(3, 0.5).records.groups["index"].tolist() for _ in range(3)] == [[0, 1], [3, 2], [2, 3]]
+    groups = read_groups(shard_file(folder, 0))
+    assert groups.keys() == {handle for handle, _ in restored.moves}
+    for handle, parts in groups.items():
+        assert [pickle.loads(part).versions.tolist() for part in parts] == [[0, 0, handle.slot]]

@@ -15,9 +15,8 @@ from tests.records import make_record
 from titanrl.config.data import CurriculumConfig
 from titanrl.data.curriculum import SuccessRate
 from titanrl.data.mixture import Draw, MixedTask, Mixture
-from titanrl.replay.batch import Batch, Reservation
 from titanrl.replay.buffer import GroupBuffer
-from titanrl.replay.saved import Freshness
+from titanrl.replay.groups import Batch, Freshness, Reservation
 
 NAMES = ("sums", "words")
 

@@ -71,7 +71,7 @@ class AgainstModel(RuleBasedStateMachine):
 
     def create(self) -> None:
         self.replay = PrioritizedReplay(CAPACITY, **OPTIONS)
-        self.replay._index._clock = lambda: self.model.now
+        self.replay._clock = lambda: self.model.now
 
     def some(self, data: st.DataObject) -> int:
         """Draw a handle, often of an item that was overwritten."""

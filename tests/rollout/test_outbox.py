@@ -8,7 +8,7 @@ from tests.endpoints import FakeEndpoint
 from tests.records import make_record
 from titanrl.carriers.types import GroupHandle, GroupRecord
 from titanrl.processes.actors import cause_of
-from titanrl.replay.payloads import ShardUsage
+from titanrl.replay.groups import ShardUsage
 from titanrl.rollout.outbox import MAX_HELD, Dump, Outbox
 
 

@@ -1,11 +1,23 @@
-"""Fast pickling of small immutable objects, and of arrays as bytes."""
+"""Fast pickling of small immutable objects, and of arrays as bytes; reading pickles of earlier versions."""
 
 import copyreg
+import io
+import pickle
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+MOVED = {
+    "titanrl.pickling": "titanrl.base.pickling",
+    "titanrl.supports": "titanrl.carriers.supports",
+    "titanrl.tables": "titanrl.carriers.tables",
+    "titanrl.turns": "titanrl.carriers.turns",
+    "titanrl.types": "titanrl.carriers.types",
+    "titanrl.replay.saved": "titanrl.replay.groups",
+}
+"""Current names of modules whose objects are in checkpoints of earlier versions. If you rename such a module, add it."""
 
 
 def _filled(carrier: type[Any], *values: object) -> Any:
@@ -34,3 +46,17 @@ def int32_bytes(values: npt.NDArray[Any]) -> bytes:
 def float32_bytes(values: npt.NDArray[Any]) -> bytes:
     """Return values as float32 bytes."""
     return np.asarray(values, np.float32).tobytes()
+
+
+class _SavedReader(pickle.Unpickler):
+    has_moved = False
+
+    def find_class(self, module: str, name: str) -> Any:
+        self.has_moved |= module in MOVED
+        return super().find_class(MOVED.get(module, module), name)
+
+
+def read_saved(content: bytes) -> tuple[Any, bool]:
+    """Unpickle an object of a checkpoint. Also return True if an earlier version wrote it, with modules in `MOVED`."""
+    reader = _SavedReader(io.BytesIO(content))
+    return reader.load(), reader.has_moved

@@ -42,8 +42,7 @@ from titanrl.processes.variables import (
     worker_cores,
     worker_environment,
 )
-from titanrl.replay.actors import ReplayBuffer, StorageShard
-from titanrl.replay.directory import ShardNews
+from titanrl.replay.actors import ReplayBuffer, ShardNews, StorageShard
 from titanrl.replay.memory import ReplaySettings
 from titanrl.rollout.actor import RolloutWorker, WorkerSetup
 from titanrl.trainer.actor import PolicyTrainer, TrainerSetup

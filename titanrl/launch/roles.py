@@ -60,7 +60,7 @@ def import_for_trainer(device: Device) -> None:
     """Import torchtitan and the learner."""
     _import_titan(device)
     importlib.import_module("torchtitan.trainer")
-    _import("data.mixture", "models.directory", "replay.batch", "replay.saved")
+    _import("data.mixture", "models.directory", "replay.groups")
     _import("trainer.agreement", "trainer.checkpoint", "trainer.collate", "trainer.datums", "trainer.hf", "trainer.snapshots")
     _import("trainer.learner", "trainer.model")
 
@@ -77,7 +77,7 @@ def import_for_generator(model_impl: Literal["titan", "native"], device: Device)
 
 def import_for_worker(*, is_gym: bool) -> None:
     """Import tokenizer, environments and rewards, and reasoning-gym if the run uses its tasks."""
-    _import("data.tokenizer", "models.directory", "replay.buffer", "replay.saved", "rollout.tasks")
+    _import("data.tokenizer", "models.directory", "replay.buffer", "replay.payloads", "rollout.tasks")
     if is_gym:
         importlib.import_module("reasoning_gym")
 
@@ -86,7 +86,7 @@ def import_for_store() -> None:
     """Import torchstore's dependencies, except Monarch."""
     importlib.import_module("torch.distributed.checkpoint")
     importlib.import_module("torch.distributed.tensor")
-    _import("replay.buffer", "replay.memory", "replay.saved")
+    _import("replay.buffer")
 
 
 def _import_titan(device: Device) -> None:

@@ -21,9 +21,8 @@ from titanrl.launch.supervision import DeadlineError, PartDiedError, Supervisor
 from titanrl.launch.trainer_mesh import TrainerMesh, start_request
 from titanrl.processes.actors import ActorError, StoppedError, ask_actor, cause_of, resolve
 from titanrl.replay.actors import RECORDS_FILE
-from titanrl.replay.batch import Batch, Replayed
 from titanrl.replay.failures import StarvationError
-from titanrl.replay.saved import Freshness, Restored, Saved, TrainedBatch
+from titanrl.replay.groups import Batch, Freshness, Replayed, Restored, Saved, TrainedBatch
 from titanrl.rollout.actor import SandboxNote
 
 T = TypeVar("T")

@@ -67,7 +67,7 @@ STACKS_SIGNAL = signal.SIGUSR2
 P = ParamSpec("P")
 R = TypeVar("R")
 ErrorT = TypeVar("ErrorT", bound=BaseException)
-SelfT = TypeVar("SelfT", bound=Actor)
+SelfT = TypeVar("SelfT")
 
 
 class RemoteError(TitanRLError):

@@ -1,8 +1,15 @@
 """Replay buffers: the run's buffer of slots, records and storage shards, and standalone prioritized buffers."""
 
-from titanrl.replay.batches import EmptyReplayError, ReplayBatch, ReplayClosedError, ReplayFullError, ReplayOptions, ReplayStats
+from titanrl.replay.batches import (
+    EmptyReplayError,
+    Prefetch,
+    ReplayBatch,
+    ReplayClosedError,
+    ReplayFullError,
+    ReplayOptions,
+    ReplayStats,
+)
 from titanrl.replay.owner import Shard
-from titanrl.replay.prefetch import Prefetch
 from titanrl.replay.prioritized import PrioritizedReplay
 from titanrl.replay.shared import SharedReplay, Work, serve_shard
 

@@ -1,10 +1,14 @@
-"""Columnar storage for payloads of a replay buffer: nested dictionaries with one column per leaf.
+"""Columnar storage for payloads of a replay buffer: nested dictionaries with one column per leaf, in memory or in mapped files.
 
 A leaf is a numpy array, a torch tensor or a list of arbitrary objects. Torch is used only if the caller's payload has tensors.
 """
 
+import mmap
+import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path as FilePath
 from typing import Any
 
 import numpy as np
@@ -55,7 +59,9 @@ class Columns:
             if path not in self._columns:
                 self._columns[path] = _new_column(self._capacity, leaf)
             if isinstance(leaf, list | tuple):
-                self._columns[path][index] = _objects(leaf[part] if isinstance(part, slice) else [leaf[i] for i in part])
+                items = leaf[part] if isinstance(part, slice) else [leaf[i] for i in part]
+                # Assigning the list would turn nested lists into rows.
+                self._columns[path][index] = np.fromiter(items, dtype=object, count=len(items))
             else:
                 self._columns[path][_indexer(leaf, index)] = leaf[_indexer(leaf, part)]
 
@@ -79,7 +85,8 @@ class Columns:
 
     def state(self, num_slots: int) -> dict[Path, Any]:
         """Return copies of the first slots of every column."""
-        return {path: _copy(column[:num_slots]) for path, column in self._columns.items()}
+        columns = {path: column[:num_slots] for path, column in self._columns.items()}
+        return {path: rows.clone() if is_tensor(rows) else rows.copy() for path, rows in columns.items()}
 
     def load(self, state: Mapping[Path, Any]) -> None:
         """Replace all contents."""
@@ -166,15 +173,96 @@ def _new_column(capacity: int, leaf: Any) -> Any:
     return np.empty((capacity, *leaf.shape[1:]), leaf.dtype)
 
 
-def _objects(items: Sequence[object]) -> npt.NDArray[np.object_]:
-    return np.fromiter(items, dtype=object, count=len(items))  # assignment would turn nested lists into rows
-
-
 def _indexer(leaf: Any, index: Index) -> Any:
     if isinstance(index, slice) or not is_tensor(leaf):
         return index
     return sys.modules["torch"].from_numpy(index)
 
 
-def _copy(rows: Any) -> Any:
-    return rows.clone() if is_tensor(rows) else rows.copy()
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One column.
+
+    Example: `Field(path=("obs", "image"), dtype=np.dtype("uint8"), shape=(84, 84), row_bytes=7056, is_tensor=False)`
+    """
+
+    path: Path
+    """Nested keys of the column."""
+    dtype: Any
+    """Element type, from numpy or torch."""
+    shape: tuple[int, ...]
+    """Shape of an item."""
+    row_bytes: int
+    """Bytes per item."""
+    is_tensor: bool
+    """True for a torch tensor, False for a numpy array."""
+
+
+Layout = tuple[Field, ...]
+ALIGNMENT = 64
+
+
+def layout_of(example: Any) -> Layout:
+    """Derive the layout from one example item.
+
+    Raises:
+        ValueError: A leaf is not an array, a tensor or a number, or it has no elements.
+    """
+    fields = []
+    for path, leaf in leaves_of(single(example)):
+        if isinstance(leaf, list) or (not is_tensor(leaf) and leaf.dtype == object):
+            raise ValueError(
+                f"{leaf_name(path)}: a shared buffer stores arrays, tensors and numbers (got {type(leaf[0]).__name__}). "
+                "Convert it, or use PrioritizedReplay in one process."
+            )
+        row_bytes = int(leaf.nbytes)
+        if not row_bytes:
+            raise ValueError(f"{leaf_name(path)}: an item has no elements (got shape {list(leaf.shape[1:])}). Remove it.")
+        fields.append(Field(path, leaf.dtype, tuple(leaf.shape[1:]), row_bytes, is_tensor(leaf)))
+    return tuple(fields)
+
+
+def file_size(layout: Layout, num_rows: int) -> int:
+    """Return the size in bytes of a file with `num_rows` rows."""
+    return sum(-(-field.row_bytes * num_rows // ALIGNMENT) * ALIGNMENT for field in layout)
+
+
+def template(layout: Layout) -> Columns:
+    """Return columns without rows, for validating payloads."""
+    return Columns(0, {field.path: _column(field, bytearray(field.row_bytes), 1, 0)[:0] for field in layout})
+
+
+def map_file(path: FilePath, layout: Layout, num_rows: int) -> Columns:
+    """Map a file into memory. All processes that map it share the rows."""
+    with path.open("r+b") as file:
+        memory = mmap.mmap(file.fileno(), file_size(layout, num_rows))
+    columns, offset = {}, 0
+    for field in layout:
+        columns[field.path] = _column(field, memory, num_rows, offset)
+        offset += file_size((field,), num_rows)
+    return Columns(num_rows, columns)
+
+
+def create_file(path: FilePath, size: int) -> None:
+    """Create a file and allocate its disk space, so that writes to the mapped memory never fail.
+
+    Raises:
+        ValueError: The folder has not enough space.
+    """
+    with path.open("xb") as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, size)
+        except OSError as error:
+            raise ValueError(
+                f"folder: no room for a shard of {size:,} bytes (got {path.parent}: {error.strerror}). "
+                "Use a folder on another disk, a smaller capacity, or smaller items."
+            ) from None
+
+
+def _column(field: Field, memory: Any, num_rows: int, offset: int) -> Any:
+    count = num_rows * int(np.prod(field.shape, dtype=np.int64))
+    if field.is_tensor:
+        import torch
+
+        return torch.frombuffer(memory, dtype=field.dtype, count=count, offset=offset).reshape(num_rows, *field.shape)
+    return np.frombuffer(memory, field.dtype, count, offset).reshape(num_rows, *field.shape)

@@ -6,6 +6,8 @@ leaf (|p_i| + eps)^alpha in a tree. It is drawn with probability P_i = leaf_i / 
 
 Every item has a 64-bit sequence number, its handle. Its slot is this number modulo the capacity. Each slot stores the number of
 its item, so a priority update that arrives after the item was overwritten has no effect.
+
+Shape suffixes: B leaves of a call, F children of a node, N leaves of the tree.
 """
 
 import heapq
@@ -20,15 +22,133 @@ import numpy as np
 import numpy.typing as npt
 
 from titanrl.base.arguments import shown
-from titanrl.replay.batches import Draw, EmptyReplayError, ReplayStats
-from titanrl.replay.trees import Floats, Integers, PriorityTree
+from titanrl.replay.batches import Draw, EmptyReplayError, Floats, Integers, ReplayStats
 
+FANOUT = 16
+"""Children of an inner node: a power of two."""
+MAX_ROOT = 1 << 12
+"""Maximum number of children of the root. A draw after an update sums all of them again."""
+MAX_OUTDATED = 1 << 16
+"""Maximum number of inner nodes waiting to be recomputed."""
+SHIFT = FANOUT.bit_length() - 1
+
+Nodes = Integers | slice
 NO_ITEM = -1
 ANY_VERSION = int(np.iinfo(np.int64).min)
 Store = Callable[[Integers | slice, Integers | slice], None]
 """Function that writes the payload of slots. Its second argument selects the items from the caller's payload."""
 
 logger = logging.getLogger(__name__)
+
+
+class PriorityTree:
+    """Nonnegative leaves with their total, their smallest positive value, and a search in their prefix sums.
+
+    The tree has wide nodes with `FANOUT` children each; the root has up to `MAX_ROOT`. A few numpy calls then find or update
+    hundreds of leaves at a time. Parents are always recomputed from their children, so rounding errors do not accumulate. They
+    are recomputed lazily, when a sum is needed, so that several updates between two draws share the work.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        """Create a tree of zeros."""
+        self._capacity = capacity
+        self._sums_NF = [np.zeros((-(-capacity // FANOUT), FANOUT))]  # leaves first; the last level is the root
+        while self._sums_NF[-1].size > MAX_ROOT:
+            num_nodes = len(self._sums_NF[-1])
+            self._sums_NF.append(np.zeros((-(-num_nodes // FANOUT), FANOUT)))
+        self._minima_NF = [np.full(level.shape, np.inf) for level in self._sums_NF[1:]]  # of the inner nodes
+        self._leaves = self._sums_NF[0].reshape(-1)[:capacity]
+        self._outdated: list[Integers] = []  # inner nodes to be recomputed, with their parents
+        self._num_outdated = 0
+        self._prefix: Floats | None = None  # of the root, until the next update
+        self._minimum: float | None = None
+
+    def __getitem__(self, index_B: Integers | slice) -> Floats:
+        """Return leaves."""
+        return _select(self._leaves, index_B)
+
+    def __setitem__(self, index_B: Integers | slice, values_B: Floats | float) -> None:
+        """Set leaves. The last value of a repeated index wins."""
+        self._leaves[index_B] = values_B
+        self._prefix = self._minimum = None
+        if isinstance(index_B, slice):
+            self._recompute(_parents(slice(*index_B.indices(self._capacity))))
+        elif self._minima_NF:
+            self._outdated.append(index_B >> SHIFT)
+            self._num_outdated += len(index_B)
+            if self._num_outdated > MAX_OUTDATED:
+                self._refresh()
+
+    @property
+    def total(self) -> float:
+        """Sum of all leaves."""
+        return float(self._root_prefix()[-1])
+
+    @property
+    def minimum(self) -> float:
+        """Smallest positive leaf; infinity if all leaves are zero."""
+        if self._minimum is None:
+            self._refresh()
+            self._minimum = float((self._minima_NF[-1] if self._minima_NF else _positive(self._leaves)).min())
+        return self._minimum
+
+    def find(self, sums_B: Floats) -> Integers:
+        """Return, for each of `sums_B`, the first leaf whose inclusive prefix sum exceeds it.
+
+        For a sum of `total` or more, this is the last positive leaf. A leaf of zero is never returned.
+        """
+        prefix = self._root_prefix()
+        assert prefix[-1] > 0.0, "no leaf is positive"
+        sums_B = np.minimum(sums_B, np.nextafter(prefix[-1], 0.0))
+        nodes_B = prefix.searchsorted(sums_B, side="right")
+        before_B = np.where(nodes_B > 0, prefix[nodes_B - 1], 0.0)
+        for level_NF in self._sums_NF[-2::-1]:
+            prefix_BF = level_NF.take(nodes_B, axis=0)
+            np.add.accumulate(prefix_BF, axis=1, out=prefix_BF)
+            # Rounding can raise a remaining sum to the sum of the node.
+            sums_B = np.minimum(sums_B - before_B, np.nextafter(prefix_BF[:, -1], 0.0))
+            children_B = (prefix_BF > sums_B[:, None]).argmax(axis=1)
+            nodes_B = (nodes_B << SHIFT) + children_B
+            if level_NF is not self._sums_NF[0]:
+                before_B = np.where(children_B > 0, prefix_BF[np.arange(len(children_B)), children_B - 1], 0.0)
+        return nodes_B
+
+    def _refresh(self) -> None:
+        """Recompute the nodes that updates have outdated."""
+        if self._outdated:
+            self._recompute(np.concatenate(self._outdated))
+            self._outdated, self._num_outdated = [], 0
+
+    def _recompute(self, nodes: Nodes) -> None:
+        """Recompute inner nodes of the lowest level and all their ancestors."""
+        for level, minima_NF in enumerate(self._minima_NF):
+            children_BF = _select(self._sums_NF[level], nodes)
+            self._sums_NF[level + 1].reshape(-1)[nodes] = np.add.reduce(children_BF, axis=1)
+            smallest_BF = _select(self._minima_NF[level - 1], nodes) if level else _positive(children_BF)
+            minima_NF.reshape(-1)[nodes] = np.minimum.reduce(smallest_BF, axis=1)
+            nodes = _parents(nodes)
+
+    def _root_prefix(self) -> Floats:
+        if self._prefix is None:
+            self._refresh()
+            self._prefix = np.add.accumulate(self._sums_NF[-1].reshape(-1))
+        return self._prefix
+
+
+def _select(rows: Floats, index: Nodes) -> Floats:
+    """Select rows. For index arrays, `take` is faster than indexing, because it copies entire rows."""
+    return rows[index] if isinstance(index, slice) else rows.take(index, axis=0)
+
+
+def _parents(nodes: Nodes) -> Nodes:
+    if isinstance(nodes, slice):
+        return slice(nodes.start >> SHIFT, ((nodes.stop - 1) >> SHIFT) + 1)
+    return nodes >> SHIFT
+
+
+def _positive(values: Floats) -> Floats:
+    """Replace zeros by infinity."""
+    return np.where(values > 0.0, values, np.inf)
 
 
 class ReplayIndex:
@@ -74,7 +194,8 @@ class ReplayIndex:
         self._rng = np.random.default_rng(seed)
         self._clock = clock
         self._max_priority = initial_priority
-        self._next = 0
+        self.next = 0
+        """Sequence number of the next item."""
         self._owners = np.full(capacity, NO_ITEM)  # by slot: number of the item, or `_reserved(number)` before its commit
         self._priorities = np.zeros(capacity)
         self._versions = np.zeros(capacity, np.int64)
@@ -85,11 +206,6 @@ class ReplayIndex:
 
     def __len__(self) -> int:
         return self._num_items
-
-    @property
-    def next(self) -> int:
-        """Sequence number of the next item."""
-        return self._next
 
     @property
     def alpha(self) -> float:
@@ -146,30 +262,35 @@ class ReplayIndex:
         with self.changed:
             values = self._checked_priorities(priorities, num_items)
             ages = self._checked_versions(versions, num_items)
-            first = self._next
+            first = self.next
             for slots, part in self._spans(num_items):
                 store(slots, part)
                 numbers = self._claim(slots)
                 self._admit(slots, numbers, values[part], ages[part])
             self.changed.notify_all()
-            return np.arange(first, self._next)
+            return np.arange(first, self.next)
 
-    def reserve(self, num_items: int, lease_s: float | None = None) -> Integers:
-        """Reserve the next slots and return their handles. Items in these slots are removed."""
+    def reserve(self, num_items: int, *, lease_s: float | None = None) -> Integers:
+        """Reserve slots and return their handles. The oldest items are removed. A reserved item is sampled after its commit.
+
+        Args:
+            num_items: Number of slots.
+            lease_s: Seconds after which an uncommitted reservation expires; a later commit is stale. None disables expiry.
+        """
         self.check_count(num_items)
         if lease_s is not None:
             require_number("lease_s", lease_s)
         require(lease_s is None or 0.0 < lease_s < np.inf, "lease_s", lease_s, "Use a number of seconds above 0, or None.")
         with self.changed:
-            first = self._next
+            first = self.next
             for slots, _ in self._spans(num_items):
                 self._claim(slots)
                 self._tree[slots] = 0.0
             if lease_s is not None:
-                heapq.heappush(self._leases, (self._clock() + lease_s, first, self._next))
-            return np.arange(first, self._next)
+                heapq.heappush(self._leases, (self._clock() + lease_s, first, self.next))
+            return np.arange(first, self.next)
 
-    def commit(
+    def complete(
         self,
         handles: npt.ArrayLike,
         priorities: npt.ArrayLike | None,
@@ -288,19 +409,19 @@ class ReplayIndex:
                 self.changed.notify_all()
             return num_stale
 
-    def stats(self, num_bytes: int) -> ReplayStats:
+    def counters(self, num_bytes: int) -> ReplayStats:
         """Return the counters; `num_bytes` is the size of the payload."""
         with self.changed:
             self.expire()
             counts = {f"num_{name}": count for name, count in self._counts.items()}
             return ReplayStats(
-                num_items=self._num_items, capacity=self.capacity, num_reserved=self._next, num_bytes=num_bytes, **counts
+                num_items=self._num_items, capacity=self.capacity, num_reserved=self.next, num_bytes=num_bytes, **counts
             )
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of everything that determines the next draws."""
         with self.changed:
-            num_slots = min(self._next, self.capacity)
+            num_slots = min(self.next, self.capacity)
             return {
                 "capacity": self.capacity,
                 "alpha": self._alpha,
@@ -311,7 +432,7 @@ class ReplayIndex:
                 "step": self._step,
                 "version": self._version,
                 "max_priority": self._max_priority,
-                "next": self._next,
+                "next": self.next,
                 "counts": dict(self._counts),
                 "rng": self._rng.bit_generator.state,
                 "leases": [(deadline - self._clock(), first, end) for deadline, first, end in self._leases],
@@ -340,7 +461,7 @@ class ReplayIndex:
             self._alpha, self._eps, self._beta_ends = state["alpha"], state["eps"], tuple(state["beta"])
             self._beta_steps, self._step = state["beta_steps"], state["step"]
             self._max_staleness, self._version = state["max_staleness"], state["version"]
-            self._max_priority, self._next = state["max_priority"], state["next"]
+            self._max_priority, self.next = state["max_priority"], state["next"]
             self._counts = dict(state["counts"])
             self._rng.bit_generator.state = state["rng"]
             self._leases = [(self._clock() + left_s, first, end) for left_s, first, end in state["leases"]]  # still a heap
@@ -360,7 +481,7 @@ class ReplayIndex:
             ValueError: They are not handles of this buffer.
         """
         numbers = _as_array("handles", handles, np.int64, "Use handles returned by extend, reserve or sample.")
-        if numbers.ndim != 1 or (len(numbers) and not 0 <= numbers.min() <= numbers.max() < self._next):
+        if numbers.ndim != 1 or (len(numbers) and not 0 <= numbers.min() <= numbers.max() < self.next):
             raise ValueError("handles: not handles of this buffer. Use handles returned by extend, reserve or sample.")
         return numbers
 
@@ -377,17 +498,17 @@ class ReplayIndex:
         """Yield contiguous slots for the next items and the matching slice of the items; split where the slots wrap."""
         done = 0
         while done < num_items:
-            slot = self._next % self.capacity
+            slot = self.next % self.capacity
             count = min(num_items - done, self.capacity - slot)
             yield slice(slot, slot + count), slice(done, done + count)
             done += count
 
     def _claim(self, slots: slice) -> Integers:
         """Assign new sequence numbers to slots and return the numbers."""
-        numbers = np.arange(self._next, self._next + slots.stop - slots.start)
+        numbers = np.arange(self.next, self.next + slots.stop - slots.start)
         self._num_items -= int(np.count_nonzero(self._owners[slots] >= 0))
         self._owners[slots] = _reserved(numbers)
-        self._next += len(numbers)
+        self.next += len(numbers)
         return numbers
 
     def _admit(self, slots: Integers | slice, numbers: Integers, priorities: Floats, versions: Integers) -> None:

@@ -17,7 +17,8 @@ import numpy as np
 
 from titanrl.carriers.tables import PackedRecord
 from titanrl.carriers.types import GroupHandle
-from titanrl.replay.trees import Floats, PriorityTree
+from titanrl.replay.batches import Floats
+from titanrl.replay.index import PriorityTree
 
 EPS = 1e-6
 """Term added to priorities, so that a group with priority 0 can be drawn."""

@@ -5,12 +5,14 @@ through the owner: it assigns and protects rows of memory-mapped files, and writ
 """
 
 import contextlib
+import heapq
+import itertools
 import pickle
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,13 +20,195 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from titanrl.replay.batches import Draw, EmptyReplayError, ReplayClosedError, ReplayFullError, ReplayOptions, ReplayStats
+from titanrl.replay.batches import (
+    Draw,
+    EmptyReplayError,
+    Integers,
+    ReplayClosedError,
+    ReplayFullError,
+    ReplayOptions,
+)
+from titanrl.replay.columns import create_file
 from titanrl.replay.index import NO_ITEM, ReplayIndex
-from titanrl.replay.layouts import create_file
-from titanrl.replay.rows import Rows
-from titanrl.replay.trees import Integers
 from titanrl.replay.wire import Address, Server, Verb
-from titanrl.replay.work import WorkList
+
+NONE = -1
+
+
+def rows_per_shard(capacity: int, num_shards: int, spare: int) -> int:
+    """Return the number of rows per shard for a full buffer and `spare` additional rows being written or read."""
+    return -(-capacity // num_shards) + -(-spare // num_shards)
+
+
+class Rows:
+    """Assignment of the storage shards' rows to items. Row r is in shard `r // per_shard`. The caller must hold a lock.
+
+    A row is reused only after every session that may access it has released it or ended. A writer whose lease expired can
+    therefore finish its copy safely, and a reader never sees a row that another writer overwrites.
+
+    Shape suffixes: B rows or numbers of a call.
+    """
+
+    def __init__(self, capacity: int, num_shards: int, spare: int) -> None:
+        """Create the rows, all of them free."""
+        self.per_shard = rows_per_shard(capacity, num_shards, spare)
+        self._capacity = capacity
+        self._num_shards = num_shards
+        num_rows = num_shards * self.per_shard
+        self._row_of = np.full(capacity, NONE)  # by slot
+        self._has_slot = np.zeros(num_rows, np.bool_)
+        self._pins = np.zeros(num_rows, np.int64)  # writers and readers of each row
+        self._numbers = np.full(num_rows, NONE)  # reservations being written
+        self._writers = np.full(num_rows, NONE)  # their sessions
+        # Each list is a stack, so that a buffer touches few pages.
+        self._free = [
+            list(range((shard + 1) * self.per_shard - 1, shard * self.per_shard - 1, -1)) for shard in range(num_shards)
+        ]
+        self._tickets: dict[int, tuple[int, Integers]] = {}
+        self._ticket_numbers = itertools.count()
+        self._ended: set[int] = set()
+
+    def __getitem__(self, slots_B: Integers) -> Integers:
+        """Return the rows of slots."""
+        return self._row_of[slots_B]
+
+    def num_missing(self, numbers_B: Integers) -> int:
+        """Return the number of rows that are missing to reserve these sequence numbers."""
+        old_B = self._row_of[numbers_B % self._capacity]
+        old_B = old_B[old_B >= 0]
+        reclaimed = np.bincount(old_B[self._pins[old_B] == 0] // self.per_shard, minlength=self._num_shards)
+        needed = np.bincount(numbers_B % self._num_shards, minlength=self._num_shards)
+        free = np.array([len(rows) for rows in self._free])
+        return int(np.maximum(needed - free - reclaimed, 0).sum())
+
+    def assign(self, session: int, numbers_B: Integers) -> Integers:
+        """Assign rows to the reservations of a session, replacing the previous rows of their slots."""
+        self.check(session)
+        slots_B = numbers_B % self._capacity
+        self.unlink(slots_B)
+        shards_B = numbers_B % self._num_shards
+        rows_B = np.empty_like(numbers_B)
+        for shard, free in enumerate(self._free):
+            positions = np.flatnonzero(shards_B == shard)
+            if len(positions):
+                rows_B[positions] = free[-len(positions) :]
+                del free[-len(positions) :]
+        self._row_of[slots_B] = rows_B
+        self._has_slot[rows_B] = True
+        self._pins[rows_B] = 1
+        self._numbers[rows_B] = numbers_B
+        self._writers[rows_B] = session
+        return rows_B
+
+    def unlink(self, slots_B: Integers) -> None:
+        """Detach the rows of slots. A row that is being read or written becomes free afterwards."""
+        rows_B = self._row_of[slots_B]
+        rows_B = rows_B[rows_B >= 0]
+        self._row_of[slots_B] = NONE
+        self._has_slot[rows_B] = False
+        self._recycle(rows_B)
+
+    def is_written_by(self, numbers_B: Integers, rows_B: Integers) -> npt.NDArray[np.bool_]:
+        """Return a mask of rows that belong to these reservations and whose writers have not finished."""
+        is_written: npt.NDArray[np.bool_] = self._numbers[rows_B] == numbers_B
+        return is_written
+
+    def end_writes(self, rows_B: Integers) -> None:
+        """Record that the writers of rows have finished."""
+        self._numbers[rows_B] = self._writers[rows_B] = NONE
+        self._pins[rows_B] -= 1
+        self._recycle(rows_B)
+
+    def pin(self, session: int, rows_B: Integers) -> int:
+        """Keep rows unchanged until `unpin`. Return a ticket."""
+        self.check(session)
+        rows_B = np.unique(rows_B)
+        self._pins[rows_B] += 1
+        ticket = next(self._ticket_numbers)
+        self._tickets[ticket] = (session, rows_B)
+        return ticket
+
+    def unpin(self, ticket: int) -> None:
+        """Release a ticket. Releasing it again has no effect."""
+        if ticket in self._tickets:
+            _, rows_B = self._tickets.pop(ticket)
+            self._pins[rows_B] -= 1
+            self._recycle(rows_B)
+
+    def written_by(self, session: int) -> tuple[Integers, Integers]:
+        """Return the reservations that a session has not finished writing, and their rows."""
+        rows_B = np.flatnonzero(self._writers == session)
+        return self._numbers[rows_B], rows_B
+
+    def end_session(self, session: int) -> None:
+        """End a session and release the rows that it was reading or writing."""
+        self._ended.add(session)
+        self.end_writes(np.flatnonzero(self._writers == session))
+        for ticket in [ticket for ticket, (owner, _) in self._tickets.items() if owner == session]:
+            self.unpin(ticket)
+
+    def describe(self) -> str:
+        """Return how many rows writers and readers hold, for messages."""
+        num_written = int(np.count_nonzero(self._numbers >= 0))
+        num_read = len({int(row) for _, rows in self._tickets.values() for row in rows})
+        return f"writers hold {num_written} rows, readers {num_read}"
+
+    def _recycle(self, rows_B: Integers) -> None:
+        for row in rows_B[(self._pins[rows_B] == 0) & ~self._has_slot[rows_B]].tolist():
+            self._free[row // self.per_shard].append(row)
+
+    def check(self, session: int) -> None:
+        """Refuse a session that has ended."""
+        if session in self._ended:
+            raise ReplayClosedError("the session of this client has ended.")
+
+
+class WorkList:
+    """Indices from 0, each of which is available, reserved, or committed, even if writers die. The caller must hold a lock."""
+
+    def __init__(self, num_items: int) -> None:
+        """Create a list in which all indices are available."""
+        self._num_items = num_items
+        self._next = 0
+        self._returned: list[int] = []  # a heap of indices whose reservation ended without a commit
+        self.reserved: dict[int, int] = {}
+        """Indices that writers have reserved, by sequence number of the reservation."""
+
+    @property
+    def num_available(self) -> int:
+        """Indices that can be reserved."""
+        return len(self._returned) + self._num_items - self._next
+
+    def take(self, numbers: Integers) -> Integers:
+        """Assign one index to each reservation, returned indices first, in ascending order."""
+        indices = []
+        for number in numbers.tolist():
+            if self._returned:
+                index = heapq.heappop(self._returned)
+            else:
+                index, self._next = self._next, self._next + 1
+            self.reserved[number] = index
+            indices.append(index)
+        return np.array(indices, np.int64)
+
+    def finish(self, numbers: Integers) -> None:
+        """Record that reservations were committed."""
+        for number in numbers.tolist():
+            self.reserved.pop(number, None)
+
+    def recover(self, is_open: Callable[[Integers], npt.NDArray[np.bool_]]) -> None:
+        """Make the indices of reservations that are no longer open available again."""
+        numbers = np.fromiter(self.reserved, np.int64, len(self.reserved))
+        for number in numbers[~is_open(numbers)].tolist():
+            heapq.heappush(self._returned, self.reserved.pop(number))
+
+    def state(self) -> dict[str, object]:
+        """Return the remaining work. Reserved indices count as available."""
+        return {"next": self._next, "returned": sorted([*self._returned, *self.reserved.values()])}
+
+    def load(self, next_index: int, returned: list[int]) -> None:
+        """Replace the remaining work."""
+        self._next, self._returned, self.reserved = next_index, returned, {}  # a sorted list is a heap
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,29 +279,19 @@ class Owner:
 
     def verbs(self) -> dict[str, Verb]:
         """Return the functions that clients may call."""
+        index, num_bytes = self._index, self._settings.shard_bytes * len(self._settings.shards)
+        verbs = (
+            *(self.describe, self.locations, self.register, self.reserve, self.take_work, self.commit, self.hold),
+            *(self.draw, self.done, self.release, self.snapshot, self.restore, self.restored),
+        )
         return {
-            verb.__name__: verb
-            for verb in (
-                self.describe,
-                self.path,
-                self.locations,
-                self.register,
-                self.reserve,
-                self.take_work,
-                self.commit,
-                self.hold,
-                self.draw,
-                self.done,
-                self.release,
-                self.update_priorities,
-                self.set_step,
-                self.set_version,
-                self.stats,
-                self.beta,
-                self.snapshot,
-                self.restore,
-                self.restored,
-            )
+            **{verb.__name__: verb for verb in verbs},
+            "path": lambda session, shard: self._locations[shard].path,
+            "update_priorities": lambda session, handles, priorities: index.update_priorities(handles, priorities),
+            "set_step": lambda session, step: index.set_step(step),
+            "set_version": lambda session, version: index.set_version(version),
+            "beta": lambda session: index.beta,
+            "stats": lambda session: index.counters(num_bytes),
         }
 
     def create_files(self) -> None:
@@ -132,8 +306,7 @@ class Owner:
     def end_session(self, session: int) -> None:
         """Release everything that a client had reserved or was reading when its session ended."""
         with self._changed:
-            rows = self._rows.written_by(session)
-            self._end_reservations(self._rows.numbers(rows), rows)
+            self._end_reservations(*self._rows.written_by(session))
             self._rows.end_session(session)
             self._changed.notify_all()
 
@@ -170,10 +343,6 @@ class Owner:
                 )
             return list(self._locations)
 
-    def path(self, session: int, shard: int) -> str:
-        """Return the path of a shard's file on this host."""
-        return self._locations[shard].path
-
     def register(self, session: int, shard: int, path: str, address: Address) -> None:
         """Record the process that serves a shard."""
         with self._changed:
@@ -205,7 +374,7 @@ class Owner:
                 if count and not self._num_missing(count):
                     numbers, rows = self._reserve(session, count, lease_s)
                     return self._work.take(numbers), numbers, rows
-                if not count and not self._work.num_reserved:
+                if not count and not len(self._work.reserved):
                     return (np.empty(0, np.int64),) * 3
                 left_s = deadline - time.monotonic()
                 if left_s <= 0.0:
@@ -213,7 +382,7 @@ class Owner:
                         raise self._full(count, timeout_s)
                     raise EmptyReplayError(
                         f"take_work: all remaining work is reserved by others after {timeout_s:g} s "
-                        f"({self._work.num_reserved} items). Pass a longer timeout_s, or a lease_s to every writer."
+                        f"({len(self._work.reserved)} items). Pass a longer timeout_s, or a lease_s to every writer."
                     )
                 self._changed.wait(min(left_s, self._index.next_expiry_s()))
 
@@ -229,7 +398,7 @@ class Owner:
         with self._changed:
             is_written = self._rows.is_written_by(handles, rows)
             is_current = is_written & self._is_current(handles, rows)
-            is_open = self._index.commit(handles, priorities, versions, lambda slots, part: None, is_current)
+            is_open = self._index.complete(handles, priorities, versions, lambda slots, part: None, is_current)
             self._rows.end_writes(rows[is_written])
             self._work.finish(handles[is_open])
             return len(handles) - int(is_open.sum())
@@ -261,26 +430,6 @@ class Owner:
             self._rows.end_writes(np.unique(rows[self._rows.is_written_by(handles, rows)]))
             self._changed.notify_all()
             return num_stale
-
-    def update_priorities(self, session: int, handles: npt.ArrayLike, priorities: npt.ArrayLike) -> int:
-        """Set priorities. Return the number of stale handles."""
-        return self._index.update_priorities(handles, priorities)
-
-    def set_step(self, session: int, step: int) -> None:
-        """Set the learner step."""
-        self._index.set_step(step)
-
-    def set_version(self, session: int, version: int) -> None:
-        """Set the policy version."""
-        self._index.set_version(version)
-
-    def beta(self, session: int) -> float:
-        """Return the current exponent of importance weights."""
-        return self._index.beta
-
-    def stats(self, session: int) -> ReplayStats:
-        """Return the counters."""
-        return self._index.stats(self._settings.shard_bytes * len(self._settings.shards))
 
     def snapshot(self, session: int) -> tuple[dict[str, Any], Integers, int]:
         """Return the metadata and the rows of all items. Pin the rows until `done`."""
@@ -322,7 +471,7 @@ class Owner:
 
     def _reserve(self, session: int, num_items: int, lease_s: float | None) -> tuple[Integers, Integers]:
         self._rows.check(session)
-        numbers = self._index.reserve(num_items, lease_s)
+        numbers = self._index.reserve(num_items, lease_s=lease_s)
         return numbers, self._rows.assign(session, numbers)
 
     def _end_reservations(self, numbers: Integers, rows: Integers) -> None:

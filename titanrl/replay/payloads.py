@@ -1,25 +1,17 @@
-"""Storage of group payloads in memory, with overflow into memory-mapped files."""
+"""Storage of group payloads in memory, with overflow into memory-mapped files, and their files in a checkpoint."""
 
 import mmap
+import pickle
 import tempfile
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
+from titanrl.base.pickling import read_saved
 from titanrl.carriers.types import GroupHandle
+from titanrl.replay.groups import ShardUsage
 
 Parts = tuple[bytes | memoryview, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ShardUsage:
-    """Size of the groups in a storage shard."""
-
-    num_bytes: int
-    """Bytes of all groups."""
-    num_spilled_bytes: int
-    """Bytes of the groups in files."""
 
 
 class Payloads:
@@ -105,3 +97,17 @@ def shared_payloads(number: int, memory_bytes: int, folder: Path) -> Payloads:
     A rollout worker writes to it, and the `StorageShard` actor in the same process reads from it, on another event loop.
     """
     return _shared.setdefault(number, Payloads(memory_bytes, folder))
+
+
+def read_groups(path: Path) -> dict[GroupHandle, tuple[bytes, ...]]:
+    """Return the groups in a file of a checkpoint. Trainer ranks unpickle their segments."""
+    groups: dict[GroupHandle, tuple[bytes, ...]]
+    groups, is_earlier = read_saved(path.read_bytes())
+    if not is_earlier:
+        return groups
+    return {handle: tuple(pickle.dumps(read_saved(part)[0], -1) for part in parts) for handle, parts in groups.items()}
+
+
+def shard_file(folder: Path, shard: int) -> Path:
+    """Return the file of a storage shard in a checkpoint."""
+    return folder / f"groups_{shard}.pkl"

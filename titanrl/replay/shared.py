@@ -1,7 +1,7 @@
 """A prioritized replay buffer shared by several processes, on one or several hosts, without actors.
 
 One process owns the metadata. Clients copy payload directly into and out of memory-mapped files. See `titanrl.replay.owner` for
-the operations, `rows` for the protection of rows, `storage` for files and hosts, and `wire` for sessions.
+the operations and the protection of rows, and `wire` for sessions.
 """
 
 import contextlib
@@ -20,15 +20,11 @@ from typing import Any, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from titanrl.replay.batches import ReplayBatch, ReplayClosedError, ReplayOptions, ReplayStats
-from titanrl.replay.columns import Columns, single
+from titanrl.replay.batches import Integers, ReplayBatch, ReplayClosedError, ReplayOptions, ReplayStats
+from titanrl.replay.columns import Columns, Layout, create_file, file_size, layout_of, map_file, single, template
 from titanrl.replay.index import ReplayIndex
-from titanrl.replay.layouts import file_size, layout_of, template
-from titanrl.replay.owner import OwnerSettings, Shard, remove
-from titanrl.replay.rows import rows_per_shard
-from titanrl.replay.storage import Storage, serve
-from titanrl.replay.trees import Integers
-from titanrl.replay.wire import Address, Link
+from titanrl.replay.owner import OwnerSettings, Shard, ShardLocation, remove, rows_per_shard, shard_folder
+from titanrl.replay.wire import Address, Link, Server
 
 REPLY_S = 30.0
 START_S = 60.0
@@ -330,7 +326,7 @@ class SharedReplay:
             self._template = template(pickle.loads(settings.layout))
         return self._template
 
-    def _shards(self) -> Storage:
+    def _shards(self) -> "Storage":
         if self._storage is None:
             _, key, host, reply_s = self._description
             settings, num_rows = self._link.call("describe")
@@ -353,8 +349,83 @@ def serve_shard(replay: SharedReplay, shard: int, address: Address = ("127.0.0.1
         shard: Number of the shard.
         address: Interface and port to listen on. The other hosts must reach the interface. Port 0 selects a free port.
     """
-    with contextlib.suppress(ReplayClosedError):  # the buffer was closed before the shard was served
-        serve(replay._link, shard, address)
+    owner = replay._link
+    with contextlib.ExitStack() as folders, contextlib.suppress(ReplayClosedError):  # the buffer was closed before
+        settings, rows_per_shard = owner.call("describe")
+        if not 0 <= shard < len(settings.shards):
+            raise ValueError(f"shard: no such shard (got {shard}). Use 0 to {len(settings.shards) - 1}.")
+        path = Path(owner.call("path", shard))
+        if settings.shards[shard].host != settings.host:
+            folder = shard_folder(settings.shards[shard])
+            folders.callback(remove, [folder])
+            path = folder / f"{shard}"
+            create_file(path, settings.shard_bytes)
+        columns = map_file(path, pickle.loads(settings.layout), rows_per_shard)
+
+        def put(session: int, handles: Integers, rows: Integers, payload: Any) -> None:
+            """Write items for a client, except to rows that it may no longer write. The others stay pinned meanwhile."""
+            is_held, ticket = owner.call("hold", handles, rows)
+            try:
+                columns.write(rows[is_held] - shard * rows_per_shard, payload, np.flatnonzero(is_held))
+            finally:
+                owner.send("done", ticket)
+
+        server = Server(address, settings.key, {"get": lambda session, rows: columns.read(rows), "put": put})
+        owner.call("register", shard, str(path), server.address)
+        owner.wait_until_closed()
+
+
+class Storage:
+    """All shards, accessed by a client on one host. Row r is in shard `r // rows_per_shard`."""
+
+    def __init__(
+        self, layout: Layout, rows_per_shard: int, locations: Sequence[ShardLocation], host: str, key: bytes, reply_s: float
+    ) -> None:
+        """Map the shards of this host. Connect to the other shards on first use."""
+        self._rows_per_shard = rows_per_shard
+        self._shards: list[Columns | Link] = []
+        for number, location in enumerate(locations):
+            if location.host == host:
+                self._shards.append(map_file(Path(location.path), layout, rows_per_shard))
+            else:
+                assert location.address is not None, "the owner waits until every remote shard has an address"
+                self._shards.append(Link(location.address, key, f"replay shard {number} on host {location.host}", reply_s))
+
+    def read(self, rows: Integers) -> Any:
+        """Return a copy of rows."""
+        if len(self._shards) == 1:
+            return self._read(0, rows)
+        found = Columns(len(rows))
+        for number, positions in self._by_shard(rows):
+            found.write(positions, self._read(number, rows[positions] - number * self._rows_per_shard), slice(None))
+        return found.all()
+
+    def write(self, handles: Integers, rows: Integers, payload: Any) -> None:
+        """Write the items of reservations."""
+        for number, positions in self._by_shard(rows):
+            shard = self._shards[number]
+            if isinstance(shard, Columns):
+                part = slice(None) if len(positions) == len(rows) else positions  # slicing does not copy
+                shard.write(rows[positions] - number * self._rows_per_shard, payload, part)
+            else:
+                items = Columns(len(positions))
+                items.write(slice(None), payload, positions)
+                shard.call("put", handles[positions], rows[positions], items.all())
+
+    def close(self) -> None:
+        """Close the connections."""
+        for shard in self._shards:
+            if isinstance(shard, Link):
+                shard.close()
+
+    def _read(self, number: int, rows: Integers) -> Any:
+        shard = self._shards[number]
+        return shard.read(rows) if isinstance(shard, Columns) else shard.call("get", rows)
+
+    def _by_shard(self, rows: Integers) -> list[tuple[int, Integers]]:
+        """Group rows by shard: return each shard's number and the positions of its rows in `rows`."""
+        shards = rows // self._rows_per_shard
+        return [(number, np.flatnonzero(shards == number)) for number in np.unique(shards).tolist()]
 
 
 def _start(settings: OwnerSettings) -> tuple["subprocess.Popen[bytes]", Address, list[Path]]:

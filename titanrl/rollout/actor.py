@@ -27,7 +27,7 @@ from titanrl.processes.actors import (
     located,
 )
 from titanrl.processes.sandbox import log_respawn
-from titanrl.replay.batch import Reservation
+from titanrl.replay.groups import Reservation
 from titanrl.replay.payloads import shared_payloads
 from titanrl.rollout.filters import keeps
 from titanrl.rollout.group import (

@@ -10,7 +10,7 @@ from titanrl.config.errors import BrokenRule
 from titanrl.config.explain import explain_rule
 from titanrl.launch.roles import Roles
 from titanrl.metrics.console import Console
-from titanrl.replay.batch import Batch
+from titanrl.replay.groups import Batch
 from titanrl.run.evaluated import EvaluatedRun
 from titanrl.run.lifecycle import expect_config
 from titanrl.run.progress import Resumable

@@ -11,7 +11,7 @@ import pytest
 
 from tests.endpoints import FakeEndpoint
 from titanrl.carriers.types import GroupHandle
-from titanrl.replay.directory import ShardDirectory, TokensLostError
+from titanrl.replay.actors import ShardDirectory, TokensLostError
 
 WANTED = [(GroupHandle(shard=1, slot=2, serial=3), 0)]
 
