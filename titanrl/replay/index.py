@@ -164,7 +164,7 @@ class ReplayIndex:
         eps: float = 1e-8,
         initial_priority: float = 1.0,
         max_staleness: int | None = None,
-        seed: int = 0,
+        seed: int | np.random.Generator = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Create an empty index. `ReplayOptions` describes the options; `clock` returns the time for leases in seconds."""
@@ -388,6 +388,24 @@ class ReplayIndex:
             weights = ((leaves / tree.minimum) ** -self.beta).astype(np.float32)
             self._counts["sampled"] += batch_size
             return Draw(self._owners[slots], weights, leaves / tree.total, self._versions[slots])
+
+    def draw_distinct(self, limit: int) -> tuple[Integers, Floats]:
+        """Draw up to `limit` different items, one after another, each in proportion to its leaf among the remaining ones.
+
+        Returns:
+            Their handles, and their importance weights, in which P_i is the probability of the first draw.
+        """
+        with self.changed:
+            tree, leaves, minimum = self._tree, self._tree[:].copy(), self._tree.minimum
+            weights = (np.maximum(leaves, minimum) / minimum) ** -self.beta
+            slots = []
+            for uniform in self._rng.random(min(limit, int(np.count_nonzero(leaves)))):
+                slots.append(int(tree.find(np.array([uniform * tree.total]))[0]))
+                tree[np.array(slots[-1:])] = 0.0
+            drawn = np.array(slots, np.int64)
+            tree[drawn] = leaves[drawn]
+            self._counts["sampled"] += len(drawn)
+            return self._owners[drawn], weights[drawn]
 
     def update_priorities(self, handles: npt.ArrayLike, priorities: npt.ArrayLike) -> int:
         """Set the priorities of items to the absolute values given. The last priority of a repeated handle wins.

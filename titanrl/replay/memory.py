@@ -1,15 +1,11 @@
 """Replay memory: stores groups that were trained on, and draws some of them for the next batch.
 
-Group i has a leaf (|p_i| + EPS)^alpha in a tree. The groups of a batch are drawn without replacement: one after another, each
-in proportion to its leaf among the remaining groups. The importance weight of a group is (N P_i)^-beta divided by the largest
-such weight of the groups that could be drawn, as in prioritized experience replay (arXiv:1511.05952), where P_i is the
-probability of the first draw.
-
+A batch's groups are drawn without replacement from a `ReplayIndex` of the groups that are neither too old nor used too often.
 The draws depend only on the order of the groups, not on the storage shards that hold their tokens.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +13,7 @@ import numpy as np
 
 from titanrl.carriers.tables import PackedRecord
 from titanrl.carriers.types import GroupHandle
-from titanrl.replay.batches import Floats
-from titanrl.replay.index import PriorityTree
+from titanrl.replay.index import ReplayIndex
 
 EPS = 1e-6
 """Term added to priorities, so that a group with priority 0 can be drawn."""
@@ -94,17 +89,18 @@ class ReplayMemory:
         ]
         if not eligible:
             return []
-        tree = PriorityTree(len(eligible))
-        tree[:] = leaves = self._leaves(eligible, version)
-        weights = (leaves / leaves.min()) ** -beta
+        if settings.by_recency:
+            priorities = [1.0 / (1.0 + version - group.min_version) for group in eligible]
+        else:
+            priorities = [group.priority for group in eligible]
+        index = ReplayIndex(len(eligible), alpha=settings.alpha, beta=beta, eps=EPS, seed=self._rng)
+        index.append(len(eligible), priorities, None, lambda slots, part: None)
         drawn = []
-        for _ in range(min(settings.num_replayed, len(eligible))):
-            index = int(tree.find(self._rng.random(1) * tree.total)[0])
-            tree[np.array([index])] = 0.0
-            group = eligible[index]
+        for number, weight in zip(*(values.tolist() for values in index.draw_distinct(settings.num_replayed)), strict=True):
+            group = eligible[number]
             group.num_uses += 1
             self._in_use[group.handle.slot] += 1
-            drawn.append(group.record.with_weight(float(weights[index])))
+            drawn.append(group.record.with_weight(weight))
         return drawn
 
     def release(self, handle: GroupHandle, priority: float | None) -> None:
@@ -148,11 +144,3 @@ class ReplayMemory:
         self._in_use.clear()
         self._lost.clear()
         self._rng.bit_generator.state, self.num_evicted = state["rng"], state["num_evicted"]
-
-    def _leaves(self, groups: Sequence[Stored], version: int) -> Floats:
-        if self._settings.by_recency:
-            priorities = 1.0 / (1.0 + version - np.array([group.min_version for group in groups], np.float64))
-        else:
-            priorities = np.abs(np.array([group.priority for group in groups], np.float64))
-        leaves: Floats = (priorities + EPS) ** self._settings.alpha
-        return leaves
