@@ -1,4 +1,4 @@
-"""Evaluations by rollout workers that fail, with a real replay buffer."""
+"""The client of the rollout workers with a real replay buffer: failing evaluations, and a saved buffer."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -8,16 +8,20 @@ from typing import Any
 
 import pytest
 
+from tests.records import make_record
 from titanrl.config.sections import TimeoutsConfig
 from titanrl.data.mixture import Mixture
 from titanrl.launch.fleet import Fleet
 from titanrl.launch.hosts import local_host
 from titanrl.launch.rollouts import BufferClient, RolloutMesh
 from titanrl.launch.supervision import ActorDiedError, Supervisor
-from titanrl.replay.actors import ReplayBuffer
+from titanrl.processes.actors import ask_actor
+from titanrl.replay.actors import RECORDS_FILE, ReplayBuffer
 from titanrl.replay.failures import RolloutError
+from titanrl.replay.groups import Freshness, ShardUsage
 
 FOREVER = 3600.0
+USAGE = ShardUsage(num_bytes=0, num_spilled_bytes=0)
 
 
 def with_workers(folder: Path, scenario: Callable[[RolloutMesh, BufferClient], Coroutine[Any, Any, None]]) -> None:
@@ -89,3 +93,41 @@ def test_evaluation_that_outlives_the_buffer_client_is_not_cancelled(tmp_path: P
         assert await waiting
 
     with_workers(tmp_path, scenario)
+
+
+def test_state_of_the_buffer_survives_a_save_and_a_load(tmp_path: Path) -> None:
+    """Also calls the buffer's other endpoints once, in the order of a run with a dead worker."""
+
+    async def scenario(workers: RolloutMesh, buffer: BufferClient) -> None:
+        for _ in range(2):
+            reservations, dropped = await ask_actor(buffer.actor.reserve, 2, 0, 1)
+            await ask_actor(buffer.actor.commit, [make_record(each.index, handle=each.handle) for each in reservations], USAGE)
+        await buffer.wait_until_full()
+        batch = await buffer.take_batch()
+        assert dropped == []
+        assert batch.records.groups["index"].tolist() == [0, 1]
+        assert "groups in flight: 0" in await buffer._why_starved(1.0)
+        saved = await buffer.save(tmp_path, [(batch.records.handles, None)], None)
+        assert (saved.next_index, saved.in_flight, saved.num_held, len(saved.payloads)) == (4, (), 2, 2)
+        await buffer.release(batch.records.handles)
+        batch = await buffer.take_batch()
+        await buffer.lose_shard(0, 1)
+        await buffer.return_batch(batch.records.handles)
+        assert [each.index for each in (await ask_actor(buffer.actor.reserve, 4, 1, 1))[0]] == [2, 3, 4, 5]
+        await buffer.hold_rounds()
+        await buffer.rewind(None)
+        reservations, dropped = await ask_actor(buffer.actor.reserve_round, 1, 1, 1)
+        assert ([each.index for each in reservations], len(dropped)) == ([2, 3, 4, 5], 4)
+        await ask_actor(buffer.actor.commit, [make_record(each.index, handle=each.handle) for each in reservations], USAGE)
+        await buffer.discard((await buffer.take_batch()).records.handles, 1)
+        await ask_actor(buffer.actor.probe)
+
+    async def resumed(workers: RolloutMesh, buffer: BufferClient) -> None:
+        freshness = Freshness(published=(0,), groups_per_publish=2, bound=1)
+        restored = await ask_actor(buffer.actor.load, tmp_path / RECORDS_FILE, freshness, 1)
+        assert (restored.num_ready, len(restored.trained)) == (2, 1)
+        with pytest.raises(AssertionError, match="there is no memory"):
+            await buffer.replay(0, 1.0)
+
+    with_workers(tmp_path, scenario)
+    with_workers(tmp_path, resumed)

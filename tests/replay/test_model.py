@@ -20,7 +20,8 @@ class Model:
 
     def __init__(self) -> None:
         self.items: list[dict[str, Any]] = []
-        self.highest, self.version, self.now, self.num_expired = 1.0, 0, 0.0, 0
+        self.highest, self.version, self.now = 1.0, 0, 0.0
+        self.num_expired = self.num_stale_commits = self.num_stale_updates = 0
 
     def reserve(self, lease_s: float | None = None) -> None:
         until = np.inf if lease_s is None else self.now + lease_s
@@ -38,6 +39,7 @@ class Model:
     def commit(self, handle: int, value: int, priority: float, version: int) -> bool:
         item = self.items[handle]
         if not self.lives(handle) or item["priority"] is not None:
+            self.num_stale_commits += 1
             return False
         item.update(value=value, priority=priority, version=version)
         self.highest = max(self.highest, priority)
@@ -45,6 +47,7 @@ class Model:
 
     def update(self, handle: int, priority: float) -> bool:
         if not self.lives(handle) or self.items[handle]["priority"] is None:
+            self.num_stale_updates += 1
             return False
         self.items[handle]["priority"] = priority
         self.highest = max(self.highest, priority)
@@ -142,6 +145,8 @@ class AgainstModel(RuleBasedStateMachine):
     def same_distribution(self) -> None:
         leaves, stats = self.model.leaves(), self.replay.stats()
         assert (stats.num_items, stats.num_expired) == (len(self.model.committed()), self.model.num_expired)
+        assert stats.num_stale_commits == self.model.num_stale_commits
+        assert stats.num_stale_updates == self.model.num_stale_updates
         if not leaves:
             with pytest.raises(EmptyReplayError, match="too old" if stats.num_items else "no item"):
                 self.replay.sample(1)

@@ -2,6 +2,7 @@
 
 import pickle
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -76,22 +77,6 @@ def test_beta_moves_linearly_over_learner_steps(ends: tuple[float, float], middl
     assert found == [ends[0], pytest.approx(middle, abs=1e-15), ends[1], ends[1]]
 
 
-def test_new_items_enter_with_the_highest_priority() -> None:
-    replay = filled(np.ones(4), alpha=1.0, eps=0.0)
-    replay.update_priorities([0, 1, 2, 3], [0.5, 8.0, 0.5, 1.0])
-    replay.update_priorities([1], [2.0])
-    assert replay.put(np.int64(4)) == 4
-    assert dict(zip(*draws(replay, 200), strict=True))[4] == 8.0 / (8.0 + 2.0 + 0.5 + 1.0)
-
-
-def test_late_priority_does_not_affect_the_next_item() -> None:
-    replay = filled(np.ones(4), alpha=1.0, eps=0.0)
-    replay.extend(np.array([4, 5]))
-    assert replay.update_priorities([0, 1, 2], [100.0, 100.0, 3.0]) == 2
-    assert replay.stats().num_stale_updates == 2
-    assert dict(zip(*draws(replay, 200), strict=True)) == {2: 0.5, 3: 1 / 6, 4: 1 / 6, 5: 1 / 6}
-
-
 def test_oldest_items_are_overwritten() -> None:
     replay = PrioritizedReplay(10_000)
     for start in range(0, 25_000, 1000):
@@ -101,44 +86,6 @@ def test_oldest_items_are_overwritten() -> None:
     batch = replay.sample(50_000)
     assert batch.handles.min() >= 15_000
     assert (batch.payload == batch.handles).all()
-
-
-def test_write_longer_than_the_capacity_keeps_the_last_items() -> None:
-    replay = PrioritizedReplay(7)
-    assert len(replay.extend(np.arange(25))) == 25
-    assert len(replay) == 7
-    assert set(replay.sample(500).payload) == set(range(18, 25))
-
-
-def test_reserved_item_is_sampled_only_after_its_commit() -> None:
-    replay = filled(np.ones(3))
-    handles = replay.reserve(2)
-    assert len(replay) == 1
-    assert set(replay.sample(50).handles) == {2}
-    assert replay.commit(handles, np.array([30, 40])) == 0
-    assert set(replay.sample(200).payload) == {2, 30, 40}
-
-
-def test_commit_is_dropped_after_its_slot_was_reserved_again() -> None:
-    replay = PrioritizedReplay(2)
-    late = replay.reserve(2)
-    replay.extend(np.array([10]))
-    assert replay.commit(late, np.array([7, 8])) == 1
-    assert replay.stats().num_stale_commits == 1
-    assert set(replay.sample(100).payload) == {10, 8}
-    assert replay.commit(late[1:], np.array([9])) == 1  # twice
-
-
-def test_released_items_and_reservations_are_gone() -> None:
-    replay = filled(np.ones(3))
-    assert replay.release([1, 1]) == 0
-    assert replay.release([1]) == 1
-    handle = replay.reserve(1)
-    replay.release(handle)
-    assert replay.commit(handle, np.array([9])) == 1
-    assert len(replay) == 1
-    assert set(replay.sample(100).handles) == {2}
-    assert replay.update_priorities([1], [5.0]) == 1
 
 
 def test_sequence_numbers_exceed_32_bits() -> None:
@@ -176,11 +123,6 @@ def test_restored_buffer_repeats_the_next_draws(capacity: int) -> None:
             buffer.update_priorities(one.handles, one.probabilities)
             buffer.put({"x": np.ones(3), "name": "new"})
     assert replay.stats() == restored.stats()
-
-
-def test_state_of_another_capacity_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"capacity: .*got 4.* Use 3"):
-        PrioritizedReplay(4).load_state_dict(filled(np.ones(3)).state_dict())
 
 
 def test_payload_keeps_its_nesting_and_types() -> None:
@@ -230,28 +172,6 @@ def test_payload_that_does_not_fit_is_refused(payload: Any, message: str) -> Non
     assert len(replay) == replay.stats().num_reserved == 2
 
 
-@pytest.mark.parametrize("priorities", [[1.0], [1.0, np.nan], [1.0, np.inf], [[1.0, 1.0]]])
-def test_invalid_priorities_are_refused_and_change_nothing(priorities: Any) -> None:
-    replay = filled(np.array([1.0, 1.0]))
-    with pytest.raises(ValueError, match="priorities: "):
-        replay.update_priorities([0, 1], priorities)
-    assert set(replay.sample(10).probabilities) == {0.5}
-
-
-@pytest.mark.parametrize("handles", [[-1, 0], [0, 2], [[0], [1]]])
-def test_unknown_handles_are_refused(handles: Any) -> None:
-    with pytest.raises(ValueError, match="handles: "):
-        filled(np.ones(2)).update_priorities(handles, [1.0, 1.0])
-
-
-@pytest.mark.parametrize(
-    "options", [{"alpha": -1}, {"beta": (0.4, -1.0)}, {"beta_steps": 0}, {"eps": -1}, {"initial_priority": 0}]
-)
-def test_error_names_the_invalid_option(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(options))):
-        PrioritizedReplay(4, **options)
-
-
 def test_error_of_an_empty_buffer_names_the_reason() -> None:
     replay = PrioritizedReplay(4, eps=0.0)
     replay.reserve(3)
@@ -273,3 +193,48 @@ def test_sample_waits_for_the_first_item() -> None:
 def test_same_seed_gives_the_same_draws() -> None:
     one, other, third = (filled(np.arange(1.0, 1001.0), seed=seed) for seed in (7, 7, 8))
     assert draws(one, 100) == draws(other, 100) != draws(third, 100)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda replay: replay.sample("two"), r"batch_size: must be an integer \(got str 'two'\)"),
+        (lambda replay: replay.sample(2, timeout_s="soon"), "timeout_s: must be a number"),
+        (lambda replay: replay.reserve(1.5), r"num_items: must be an integer \(got 1.5\)"),
+        (lambda replay: replay.reserve(1, lease_s="a"), "lease_s: must be a number"),
+        (lambda replay: replay.set_step("x"), "step: must be an integer"),
+        (lambda replay: replay.set_version(None), r"version: must be an integer \(got NoneType None\)"),
+        (lambda replay: replay.update_priorities("x", [1.0]), "handles: not numbers"),
+        (lambda replay: replay.update_priorities([0], ["high"]), "priorities: not numbers"),
+        (lambda replay: replay.release([[0], [0, 1]]), "handles: not numbers"),
+        (lambda replay: replay.extend({"x": np.zeros(2)}, priorities="high"), "priorities: not numbers"),
+        (lambda replay: replay.extend({"x": np.zeros(2)}, versions="new"), "versions: not numbers"),
+        (lambda replay: replay.load_state_dict({}), "state: not the state of a replay buffer"),
+        (lambda replay: replay.load_state_dict(None), "state: not the state of a replay buffer"),
+        (lambda replay: PrioritizedReplay("many"), r"capacity: must be an integer \(got str 'many'\)"),
+        (lambda replay: PrioritizedReplay(4, alpha="x"), "alpha: must be a number"),
+        (lambda replay: PrioritizedReplay(4, beta=("a", 1.0)), "beta: must be a number"),
+        (lambda replay: PrioritizedReplay(4, max_staleness=0.5), "max_staleness: must be an integer"),
+        (lambda replay: PrioritizedReplay(4, alpha=-1), "alpha: "),
+        (lambda replay: PrioritizedReplay(4, beta=(0.4, -1.0)), "beta: "),
+        (lambda replay: PrioritizedReplay(4, beta_steps=0), "beta_steps: "),
+        (lambda replay: PrioritizedReplay(4, eps=-1), "eps: "),
+        (lambda replay: PrioritizedReplay(4, initial_priority=0), "initial_priority: "),
+        (lambda replay: replay.update_priorities([0, 1], [1.0]), "priorities: "),
+        (lambda replay: replay.update_priorities([0, 1], [1.0, np.nan]), "priorities: "),
+        (lambda replay: replay.update_priorities([0, 1], [1.0, np.inf]), "priorities: "),
+        (lambda replay: replay.update_priorities([0, 1], [[1.0, 1.0]]), "priorities: "),
+        (lambda replay: replay.update_priorities([-1, 0], [1.0, 1.0]), "handles: "),
+        (lambda replay: replay.update_priorities([0, 2], [1.0, 1.0]), "handles: "),
+        (lambda replay: replay.update_priorities([[0], [1]], [1.0, 1.0]), "handles: "),
+        (lambda replay: replay.load_state_dict(filled(np.ones(3)).state_dict()), r"capacity: .*got 4.* Use 3"),
+    ],
+)
+def test_wrong_argument_is_named_and_changes_nothing(call: Callable[[PrioritizedReplay], Any], message: str) -> None:
+    replay = PrioritizedReplay(4)
+    replay.extend({"x": np.arange(2.0)})
+    before = replay.stats()
+    with pytest.raises((TypeError, ValueError), match=message):
+        call(replay)
+    assert replay.stats() == before
+    assert set(replay.sample(10).probabilities) == {0.5}

@@ -165,19 +165,6 @@ def test_reserved_item_is_sampled_only_after_its_commit(replay: SharedReplay) ->
     assert len(replay) == 0
 
 
-def test_late_priority_does_not_affect_the_next_item(replay: SharedReplay) -> None:
-    replay.extend(items(range(4)))
-    replay.extend(items([4, 5]))
-    assert other(replay).update_priorities([0, 1, 2], [100.0, 100.0, 3.0]) == 2
-    batch = replay.sample(200)
-    assert dict(zip(batch.handles.tolist(), batch.probabilities.tolist(), strict=True)) == {
-        2: 0.5,
-        3: 1 / 6,
-        4: 1 / 6,
-        5: 1 / 6,
-    }
-
-
 def test_reader_waits_for_an_item_of_another_client(replay: SharedReplay) -> None:
     writer = threading.Timer(0.1, other(replay).extend, [items([3])])
     writer.start()
