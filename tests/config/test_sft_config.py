@@ -22,6 +22,13 @@ def make_config(**sections: Any) -> Config:
     [
         ("rollout: {group_size: 4}", "rollout.group_size=4", "does not use this key", "remove rollout.group_size"),
         ("algorithm: {learning_rate: 1e-4}", "algorithm.learning_rate=0.0001", "does not use", "set sft.learning_rate instead"),
+        (
+            "data: {heldout_fraction: 0.3}",
+            "data.heldout_fraction=0.3",
+            "does not use this key",
+            "set sft.heldout_fraction instead",
+        ),
+        ("data: {rewards: {right: exact}}", "data.rewards=", "does not use this key", "remove data.rewards"),
         ("generator: {tp: 2}", "generator.tp=2", "does not use this key", "remove generator.tp"),
         (
             "distill: {teacher: {path: big}}",

@@ -39,6 +39,7 @@ MAX_BUFFERED = 10_000_000
 
 USED_BY_SFT = {
     "algorithm": ("max_skipped_steps",),
+    "data": ("chat_template", "chat_template_kwargs", "system_prompt", "control_tokens"),
     "generator": (),
     "rollout": ("max_new_tokens",),  # by `titanrl chat`
     "sandbox": (),
