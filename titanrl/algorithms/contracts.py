@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 from titanrl.base.loading import import_object
-from titanrl.base.plugins import check_call, unwrapped
+from titanrl.base.plugins import Plugin, Point, check_call, unwrapped
 from titanrl.config.algorithm import ADVANTAGE_KEYS, LOSS_KEYS, AlgorithmConfig
 from titanrl.config.errors import BrokenRule, BrokenRules
 from titanrl.config.registry import LOSSES, LossTraits, Ratio
@@ -204,6 +204,17 @@ def check_loss(
     check_call(loss, PolicyLoss.__call__, key=key, name=name, expected=LOSS_EXPECTED, options=arguments)
 
 
+def _check_declared(loss: Any, plugin: Plugin, config: Any) -> None:
+    """Check a loss, and that its traits fit the other keys."""
+    check_loss(loss, name=plugin.name, algorithm=config.algorithm)
+    config.with_loss_traits(declared_traits(loss) or LossTraits())
+
+
+LOSS = Point(
+    key="algorithm.loss", argument="loss", protocol=PolicyLoss.__call__, expected=LOSS_EXPECTED, checked=_check_declared
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRewards:
     """Rewards of all completions of one prompt, the input of an advantage. Each sequence has one entry per completion, `[G]`.
@@ -264,6 +275,16 @@ def check_advantage(advantage: Any, *, name: str, algorithm: AlgorithmConfig) ->
     arguments = advantage_arguments(advantage, algorithm) if callable(advantage) else ()
     expected = ADVANTAGE_EXPECTED
     check_call(advantage, Advantage.__call__, key="algorithm.advantage", name=name, expected=expected, options=arguments)
+
+
+ADVANTAGE = Point(
+    key="algorithm.advantage",
+    argument="advantage",
+    protocol=Advantage.__call__,
+    expected=ADVANTAGE_EXPECTED,
+    checked=lambda advantage, plugin, config: check_advantage(advantage, name=plugin.name, algorithm=config.algorithm),
+    in_controller=True,
+)
 
 
 def _named(function: Callable[..., Any], keys: Sequence[str], algorithm: AlgorithmConfig) -> dict[str, Any]:

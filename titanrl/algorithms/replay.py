@@ -8,6 +8,7 @@ import numpy as np
 
 from titanrl.algorithms.batch_plan import WeightOf, group_rewards
 from titanrl.algorithms.contracts import GroupRewards
+from titanrl.base.plugins import Point
 from titanrl.carriers.tables import DoubleArray, RecordTable
 from titanrl.config.sections import ReplayConfig
 
@@ -24,6 +25,11 @@ class Priority(Protocol):
     def __call__(self, group: GroupRewards, advantages: Any, /) -> float:
         """Return the priority of a group that was just trained on. Only its absolute value is used."""
         ...
+
+
+POINT = Point(
+    key="replay.priority", argument="priority", protocol=Priority.__call__, expected=PRIORITY_EXPECTED, in_controller=True
+)
 
 
 def mean_advantage(group: GroupRewards, advantages: DoubleArray) -> float:

@@ -180,6 +180,39 @@ def check_call(
         raise ValueError(f"{key}: wrong signature: {error} (got {name}{signature}). Write it as `{expected}`.") from error
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """An extension point, declared beside the Protocol of its objects. `titanrl.checks.extensions` lists all of them.
+
+    Example: `Point(key="algorithm.loss", argument="loss", protocol=PolicyLoss.__call__, expected="def loss(...) -> Tensor")`
+    """
+
+    key: str
+    """Configuration key whose value is the name of a built-in or an import path."""
+    argument: str
+    """Argument of `GRPO` that takes the object."""
+    protocol: Callable[..., Any]
+    """`__call__` of the Protocol that the object must satisfy."""
+    expected: str
+    """Signature of such an object, as code for the error message."""
+    checked: Callable[[Any, Plugin, Any], object] | None = None
+    """Check of the object, given its plugin and the `Config`; None compares its signature with `protocol`."""
+    in_controller: bool = False
+    """True if only the controller uses the object, so that it need not be pickled."""
+
+    def check(self, plugin: Plugin, config: Any) -> None:
+        """Load a plugin of this point, and check that it satisfies the Protocol.
+
+        Raises:
+            ValueError: The plugin cannot be imported, or has the wrong signature.
+        """
+        candidate = plugin.load()
+        if self.checked is not None:
+            self.checked(candidate, plugin, config)
+        else:
+            check_call(candidate, self.protocol, key=plugin.key, name=plugin.name, expected=self.expected)
+
+
 def _pickle_by_value(value: object) -> bytes:
     import cloudpickle  # imported lazily, because scoring processes only load plugins
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import update_wrapper
 from typing import Any, Protocol, SupportsFloat
 
-from titanrl.base.plugins import check_call
+from titanrl.base.plugins import Point, check_call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,6 +313,15 @@ def check_reward(candidate: object, *, key: str, name: str) -> None:
         expected=GROUP_EXPECTED if is_group else EXPECTED,
         options=keywords_of(candidate) if callable(candidate) else (),
     )
+
+
+POINT = Point(
+    key="data.rewards",
+    argument="rewards",
+    protocol=RewardFunction.__call__,
+    expected=EXPECTED,
+    checked=lambda reward, plugin, config: check_reward(reward, key=plugin.key, name=plugin.name),
+)
 
 
 def _names_of_trl(candidate: Callable[..., Any]) -> str:

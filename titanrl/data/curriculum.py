@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from titanrl.base.plugins import Plugin, check_call
+from titanrl.base.plugins import Plugin, Point, check_call
 from titanrl.config.data import SAMPLERS, CurriculumConfig
 
 EXPECTED = "def sampler(num_levels: int, seed: int) -> Sampler"
@@ -175,3 +175,14 @@ def check_sampler(candidate: object, *, key: str, name: str, options: Mapping[st
         ValueError: It cannot be called like this.
     """
     check_call(candidate, SamplerFactory.__call__, key=key, name=name, expected=EXPECTED, options=options)
+
+
+POINT = Point(
+    key="data.curriculum.sampler",
+    argument="sampler",
+    protocol=SamplerFactory.__call__,
+    expected=EXPECTED,
+    checked=lambda sampler, plugin, config: check_sampler(
+        sampler, key=plugin.key, name=plugin.name, options=config.data.curriculum.options
+    ),
+)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
-from titanrl.base.plugins import Plugin, check_call
+from titanrl.base.plugins import Plugin, Point, check_call
 from titanrl.config.data import DataConfig
 from titanrl.config.errors import BrokenRule, BrokenRules
 from titanrl.data.entries import check_picklable, entries_of
@@ -59,6 +59,17 @@ def check_prompt_source(source: object, *, key: str, name: str, options: Mapping
             f"data.options: a list of prompts does not take options (got {dict(options)}). "
             f"Remove them, or write a function `{EXPECTED}`."
         )
+
+
+POINT = Point(
+    key="data.source",
+    argument="prompts",
+    protocol=PromptSource.__call__,
+    expected=EXPECTED,
+    checked=lambda source, plugin, config: check_prompt_source(
+        source, key=plugin.key, name=plugin.name, options=config.data.options
+    ),
+)
 
 
 def read_custom_prompts(plugin: Plugin, seed: int, config: DataConfig) -> Iterator[tuple[Row, dict[str, Any] | None]]:

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from titanrl.base.loading import import_object
-from titanrl.base.plugins import Plugin, Plugins, check_call, name_of, plugin_of
+from titanrl.base.plugins import Plugin, Plugins, Point, check_call, name_of, plugin_of
 from titanrl.environments.interface import Done, Environment, Episode, JudgesTruncated, Limit, Message, Observation, opening
 
 KEY = "data.environment"
@@ -154,6 +154,17 @@ def check_methods(environment: object, *, key: str, name: str) -> None:
         check_call(function, protocol, key=key, name=f"{name}.{method}", expected=expected)
         if not inspect.iscoroutinefunction(function):
             raise ValueError(f"{key}: {method} is not async (got {name}). Write it as `{expected}`.")
+
+
+POINT = Point(
+    key=FUNCTION_KEY,
+    argument="environment",
+    protocol=EnvironmentFactory.__call__,
+    expected=EXPECTED,
+    checked=lambda candidate, plugin, config: check_environment(
+        candidate, key=plugin.key, name=plugin.name, options=config.data.environment.options
+    ),
+)
 
 
 class SingleTurn:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from titanrl.base.errors import TitanRLError
-from titanrl.base.plugins import Plugins, check_call, plugins_under
+from titanrl.base.plugins import Plugins, Point, check_call, plugins_under
 from titanrl.carriers.types import EvaluationResult, StepMetrics
 
 EXPECTED = "class MyHook(titanrl.Hook)"
@@ -143,3 +143,13 @@ def _named(name: str) -> Iterator[None]:
         yield
     except Exception as error:  # user code may raise anything
         raise HookError(f"hooks: {name} raised {type(error).__name__}: {error}") from error
+
+
+POINT = Point(
+    key="hooks",
+    argument="hooks",
+    protocol=Hook,
+    expected=EXPECTED,
+    checked=lambda hook, plugin, config: check_hook(hook, key=plugin.key, name=plugin.name),
+    in_controller=True,
+)

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Protocol
 
 from titanrl.base.files import replace_text
 from titanrl.base.loading import import_object
-from titanrl.base.plugins import Plugins, check_call
+from titanrl.base.plugins import Plugins, Point, check_call
 from titanrl.config.registry import TRACKERS
 
 PROJECT = "titanrl"
@@ -237,6 +237,16 @@ def check_tracker(candidate: Any, *, key: str, name: str) -> None:
         check_call(candidate, TrackerFactory.__call__, key=key, name=name, expected=EXPECTED)
     if isinstance(candidate, type) or not _is_factory(candidate):
         _check_methods(candidate, key, name)
+
+
+POINT = Point(
+    key="logging.loggers",
+    argument="trackers",
+    protocol=TrackerFactory.__call__,
+    expected=EXPECTED,
+    checked=lambda tracker, plugin, config: check_tracker(tracker, key=plugin.key, name=plugin.name),
+    in_controller=True,
+)
 
 
 def _is_factory(candidate: Any) -> bool:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from titanrl.base.plugins import Point
 from titanrl.carriers.types import Group
 
 EXPECTED = "def keep(group: ScoredGroup) -> bool"
@@ -55,6 +56,9 @@ class GroupFilter(Protocol):
     def __call__(self, group: ScoredGroup, /) -> bool:
         """Return True to train on the group."""
         ...
+
+
+POINT = Point(key="rollout.group_filter", argument="group_filter", protocol=GroupFilter.__call__, expected=EXPECTED)
 
 
 def keeps(group_filter: Callable[[ScoredGroup], object], group: Group, decode: Callable[[list[int]], str], name: str) -> bool:
