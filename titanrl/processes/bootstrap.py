@@ -57,18 +57,14 @@ def main() -> None:
 
 
 def run(name: str, announcements: str) -> None:
-    """Bind this process to its cores, announce it, and run Monarch's program."""
+    """Bind this process to its cores, send its id, host and name to the controller, and run Monarch's program."""
     cores = os.environ.pop(CORES, None)
     if cores is not None:
         bind(cores)
-    announce(name, announcements)
-    runpy.run_module(MONARCH, run_name="__main__", alter_sys=True)
-
-
-def announce(name: str, controller: str) -> None:
-    """Send id, host and name of this process to the controller. Another machine usually cannot reach the socket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as messages, contextlib.suppress(OSError):
-        messages.sendto(f"{os.getpid()} {socket.gethostname()} {name}".encode(), controller)
+        # Another machine usually cannot reach the socket.
+        messages.sendto(f"{os.getpid()} {socket.gethostname()} {name}".encode(), announcements)
+    runpy.run_module(MONARCH, run_name="__main__", alter_sys=True)
 
 
 def stand_in(template: str, controller: int) -> None:

@@ -128,8 +128,9 @@ class Channel:
         self._finished = self._loop.create_future()
         if not self.is_closed:
             self._unsent = memoryview(request)
-            self._loop.add_writer(self._channel, self._on_writable)
             self._on_writable()
+            if self._unsent:
+                self._loop.add_writer(self._channel, self._on_writable)
             await asyncio.wait([self._finished], timeout=timeout_s)
         return bytes(self._received) if self.is_closed or self._finished.done() else None
 

@@ -101,7 +101,7 @@ class ZygoteClient:
         self._stderr = os.memfd_create("zygote-stderr")
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self._child = _start_zygote(theirs.fileno(), self._stderr, _zygote_config(specs, config), self._on_exit)
+            self._child = _start_zygote(theirs.fileno(), self._stderr, specs, config, self._on_exit)
         self._control.setblocking(False)
         self._loop.add_reader(self._control, self._on_control)
 
@@ -388,15 +388,24 @@ class Zygotes:
             self._on_respawn(cause, time.perf_counter() - started)
 
 
-def _start_zygote(control_fd: int, stderr: int, config: ZygoteConfig, on_exit: Callable[[Child], None]) -> Child:
+def _start_zygote(
+    control_fd: int, stderr: int, specs: Sequence[RewardSpec], config: SandboxConfig, on_exit: Callable[[Child], None]
+) -> Child:
     """Start the zygote: a Python process with the import path of this one, but without its secrets in the environment.
 
     The hash seed is fixed because reasoning-gym's word_ladder depends on it.
     """
     inherited = {name: value for name, value in os.environ.items() if name in _INHERITED | _PYCACHE}
     path = os.pathsep.join(map(os.path.abspath, sys.path))
+    settings = ZygoteConfig(
+        rewards=tuple(specs),
+        memory_bytes=config.memory_bytes,
+        # A second line of defense: the wall-clock limit is reached first.
+        cpu_s=(math.ceil(config.timeout_s) + 1) * config.groups_per_process,
+        groups_per_process=config.groups_per_process,
+    )
     with open(os.memfd_create("zygote-config"), "w+b") as stream:
-        pickle.dump(config, stream)
+        pickle.dump(settings, stream)
         stream.seek(0)
         script = f"from titanrl.processes.zygote import main; main({control_fd}, {os.getpid()}, {stream.fileno()})"
         return Child(
@@ -407,13 +416,3 @@ def _start_zygote(control_fd: int, stderr: int, config: ZygoteConfig, on_exit: C
             stderr=stderr,
             on_exit=on_exit,
         )
-
-
-def _zygote_config(specs: Sequence[RewardSpec], config: SandboxConfig) -> ZygoteConfig:
-    return ZygoteConfig(
-        rewards=tuple(specs),
-        memory_bytes=config.memory_bytes,
-        # A second line of defense: the wall-clock limit is reached first.
-        cpu_s=(math.ceil(config.timeout_s) + 1) * config.groups_per_process,
-        groups_per_process=config.groups_per_process,
-    )

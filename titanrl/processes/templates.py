@@ -77,7 +77,8 @@ class Template:
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError), self._process.stdin as order:
             pickle.dump(load, order)
-        self._is_ready = asyncio.create_task(self._receive_state(), name="template")
+        self._state.setblocking(False)
+        self._imported = asyncio.create_task(asyncio.get_running_loop().sock_recv(self._state, 1), name="template")
 
     @property
     def pid(self) -> int:
@@ -87,7 +88,7 @@ class Template:
     @property
     def has_forked(self) -> bool:
         """True if the imports were complete, so that the template may have forks."""
-        return self._is_ready.done() and not self._is_ready.cancelled() and self._is_ready.result()
+        return self._imported.done() and not self._imported.cancelled() and bool(self._imported.result())
 
     @property
     def can_fork(self) -> bool:
@@ -106,21 +107,17 @@ class Template:
 
     async def is_ready(self) -> bool:
         """Wait for the imports; return False if the template cannot fork."""
-        await asyncio.wait({self._is_ready})  # `close` may cancel it during the wait
+        await asyncio.wait({self._imported})  # `close` may cancel it during the wait
         return self.can_fork
 
     def close(self) -> None:
         """Kill the template, and with it every running fork."""
-        self._is_ready.cancel()
+        self._imported.cancel()
         self._state.close()
         self._process.kill()
         self._process.wait()
         if self._folder is not None:
             self._folder.delete()
-
-    async def _receive_state(self) -> bool:
-        self._state.setblocking(False)
-        return bool(await asyncio.get_running_loop().sock_recv(self._state, 1))
 
 
 def shared_template(environment: Mapping[str, str], load: Callable[[], None]) -> str | None:

@@ -211,7 +211,7 @@ def _score_group(loaded: _Loaded, answers: Answers) -> list[dict[str, Any]]:
 
 def _attempt(loaded: _Loaded, call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Return the result of a call, or the message of its exception."""
-    _network.forget()
+    _network.was_tried = _network.made_socket = False
     try:
         result = call()
     except BaseException as error:  # includes SystemExit: a reward may eval an answer that calls exit()
@@ -248,9 +248,6 @@ class _Network:
         """Start detecting attempts in this process and its forks."""
         sys.addaudithook(self._note)
 
-    def forget(self) -> None:
-        self.was_tried = self.made_socket = False
-
     def _note(self, event: str, _: tuple[Any, ...]) -> None:
         if event in ("socket.getaddrinfo", "socket.gethostbyname", "socket.connect", "socket.sendto"):
             self.was_tried = True
@@ -265,7 +262,7 @@ def _needs(reward: BoundReward, error: BaseException | None) -> str:
     """Explain which resource the sandbox denied to a reward, and how to allow it; return "" if it denied none."""
     if _network.was_tried or _network.made_socket:
         needed = "the network"
-    elif any(_is_denial(cause) for cause in _causes(error)):
+    elif any(isinstance(cause, PermissionError) or str(cause) == "can't start new thread" for cause in _causes(error)):
         needed = "a file, a thread or a process"
     elif reward.is_async and any(isinstance(cause, RuntimeError) for cause in _causes(error)):
         needed = "an event loop"
@@ -273,10 +270,6 @@ def _needs(reward: BoundReward, error: BaseException | None) -> str:
         return ""
     remedy = f"set data.rewards.{reward.name}.trusted to true if it does not execute model output"
     return f"the reward needs {needed}, {DENIED}; {remedy}"
-
-
-def _is_denial(error: BaseException) -> bool:
-    return isinstance(error, PermissionError) or str(error) == "can't start new thread"
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -298,7 +298,8 @@ class ScoringPool:
         raw = answers.with_raw().raw_completions if zygotes.flags[reward] & RAW else ()
         raw = tuple([text[-MAX_TEXT_CHARS:] for text in raw])
         request: Request = (reward, answers.entry, texts, answers.num_tokens, answers.finish_reasons, token_ids, raw)
-        max_bytes = self._max_reply_bytes(reward, answers)
+        limits = [self._specs[reward].max_result_bytes(num) + len(SEPARATOR) for num in answers.num_tokens]
+        max_bytes = len(STARTED) + len(END) + sum(limits)
 
         async def parse(reply: bytes) -> list[Score] | None:
             body = reply.removeprefix(STARTED).removesuffix(END)
@@ -310,11 +311,6 @@ class ScoringPool:
             return scores
         nums_cut = [len(whole) - len(text) for whole, text in zip(answers.completions, texts, strict=True)]
         return [score.moved(num_cut) for score, num_cut in zip(scores, nums_cut, strict=True)]
-
-    def _max_reply_bytes(self, reward: int, answers: Answers) -> int:
-        """Return the maximum length of a reply to these answers."""
-        spec = self._specs[reward]
-        return len(STARTED) + len(END) + sum(spec.max_result_bytes(num) + len(SEPARATOR) for num in answers.num_tokens)
 
     def _failed(self, status: ProcessFailure) -> Score:
         timeout = (
