@@ -276,7 +276,7 @@ class Bench:
         run = f"run-{verify}"
         prepare_s = max(await replies(self.writers.prepare.call(run, verify)))
         await self.readers.prepare.call(run, verify)
-        self._sync = WeightSync(self.store, push=self._push, expect=self._expect, pulls=[self._pull])
+        self._sync = WeightSync(self.store.delete, push=self._push, expect=self._expect, pulls=[self._pull])
         rows = [await self._repetition(version) for version in range(NUM_WARM_UPS + num_repetitions)]
         await self.readers.check.call()
         warm, num_bytes = rows[NUM_WARM_UPS:], rows[0]["bytes"]

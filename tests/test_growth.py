@@ -61,7 +61,7 @@ def test_publications_do_not_grow_with_versions() -> None:
         async def nothing(*_: object) -> None:
             pass
 
-        weights = WeightSync(None, push=push, expect=nothing, pulls=[pull, pull], num_listed=3)  # type: ignore[arg-type]
+        weights = WeightSync(nothing, push=push, expect=nothing, pulls=[pull, pull], num_listed=3)
 
         async def step(number: int) -> None:
             weights.publish(number, then=nothing)

@@ -77,7 +77,7 @@ class Sync:
     def __init__(self, pair: Pair) -> None:
         self.pair = pair
         pulls = [lambda commit, replica=replica: pair.generators.pull_weights(replica, commit) for replica in (0, 1)]
-        self.weights = WeightSync(pair.store, push=self.push, expect=pair.generators.expect_weights, pulls=pulls)
+        self.weights = WeightSync(pair.store.delete, push=self.push, expect=pair.generators.expect_weights, pulls=pulls)
 
     async def push(self, version: int) -> Sequence[WeightManifest]:
         return (await self.pair.publisher.publish(version, self.pair.state),)

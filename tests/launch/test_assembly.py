@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from titanrl.launch.assembly import WatchedStore
+from titanrl.launch.assembly import delete_watched
 from titanrl.launch.supervision import ActorDiedError, DeadlineError, Supervisor
 
 
@@ -22,8 +22,8 @@ def test_request_fails_with_the_run_and_at_its_deadline() -> None:
     async def scenario() -> None:
         supervisor = Supervisor()
         with pytest.raises(DeadlineError, match=r"no reply to 'store.delete' within 0.05 s"):
-            await WatchedStore(stopped, supervisor, 0.05).delete("key")
-        waiting = asyncio.create_task(WatchedStore(stopped, supervisor, 60.0).delete("key"))
+            await delete_watched(stopped, supervisor, 0.05, "key")
+        waiting = asyncio.create_task(delete_watched(stopped, supervisor, 60.0, "key"))
         await asyncio.sleep(0)
         supervisor.fail(ActorDiedError("store was stopped", "store"))
         with pytest.raises(ActorDiedError, match=r"store was stopped .while waiting for: store.delete"):

@@ -18,7 +18,7 @@ class World:
         self.values: dict[str, Any] = {}
         self.pulls: list[Callable[[Commit], Coroutine[Any, Any, int]]] = [self.pull] * num_replicas
         self.sync = WeightSync(
-            self,  # type: ignore[arg-type]
+            self.delete,
             push=self.push,
             expect=self.expect,
             pulls=[lambda commit, place=place: self.pulls[place](commit) for place in range(num_replicas)],  # type: ignore[misc]

@@ -115,13 +115,10 @@ class Generator(Actor):
         """
         finished: asyncio.Queue[tuple[int, asyncio.Future[list[Completion]]]] = asyncio.Queue()
 
-        def enqueue(index: int, result: asyncio.Future[list[Completion]]) -> None:
-            finished.put_nowait((index, result))
-
         await self._up_to_date.wait()
         results = [asyncio.wrap_future(result) for result in await self._submit(groups, num_kept, admission or Admission())]
         for index, result in enumerate(results):
-            result.add_done_callback(partial(enqueue, index))
+            result.add_done_callback(lambda result, index=index: finished.put_nowait((index, result)))  # type: ignore[misc]
         num_sent = 0
         while num_sent < len(groups):
             ready = [await finished.get(), *(finished.get_nowait() for _ in range(finished.qsize()))]

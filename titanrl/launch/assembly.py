@@ -246,7 +246,7 @@ class Assembly:
             setup = self._trainer_setup(store, transports(config) if roles.generators else ())
             trainer.mesh = trainer_procs.spawn("trainer", PolicyTrainer, setup)
         weights = WeightSync(
-            WatchedStore(store, shared.supervisor, timeouts.sync_s),
+            partial(delete_watched, store, shared.supervisor, timeouts.sync_s),
             push=trainer.push_weights if roles.generators else _push_nothing,
             expect=generators.expect_weights,
             pulls=[partial(generators.pull_weights, replica) for replica in replicas],
@@ -462,14 +462,6 @@ def transports(config: Config) -> Sequence[TransportName]:
     return ("arena",) if config.hosts.kind == "local" else ("arena", "rdma")
 
 
-@dataclass(frozen=True, slots=True)
-class WatchedStore:
-    """Client of the weight store whose requests are supervised, and fail if the run has failed."""
-
-    store: WeightStore
-    supervisor: Supervisor
-    timeout_s: float
-
-    async def delete(self, key: str) -> None:
-        """Delete a key."""
-        await self.supervisor.ask("store.delete", self.store.delete(key), self.timeout_s)
+async def delete_watched(store: WeightStore, supervisor: Supervisor, timeout_s: float, key: str) -> None:
+    """Delete a key of the weight store in a supervised request, which fails if the run has failed."""
+    await supervisor.ask("store.delete", store.delete(key), timeout_s)

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from titanrl.carriers.types import GenerationStats
@@ -111,8 +110,9 @@ class GeneratorMeshes:
         async def start_over(part: Part) -> None:
             if await part.survives():
                 with contextlib.suppress(PartDiedError):  # its replacement starts with the new reader
-                    call = partial(_start_over, reader=reader)
-                    await part.ask(f"{part.role}.start_over", call, self.timeouts.step_s)
+                    await part.ask(
+                        f"{part.role}.start_over", lambda replica: replica.mesh.start_over.call(reader), self.timeouts.step_s
+                    )
 
         await asyncio.gather(*map(start_over, self.parts))
 
@@ -142,8 +142,11 @@ class GeneratorMeshes:
         self._newest = max(self._newest, commit.version)
         if part.is_started:
             with contextlib.suppress(PartDiedError):
-                call = partial(_pull_weights, commit=commit)
-                received = sum(await part.ask(f"{part.role}.pull_weights", call, timeout_s))
+                received: int = sum(
+                    await part.ask(
+                        f"{part.role}.pull_weights", lambda replica: ask_ranks(replica.mesh.pull_weights, commit), timeout_s
+                    )
+                )
                 self._pulled[replica] = commit.version
                 return received
         return 0
@@ -183,12 +186,3 @@ class GeneratorMeshes:
 
     async def _notify(self, replica: int, actor: Any | None) -> None:
         await asyncio.gather(*(listener(replica, actor) for listener in self.listeners))
-
-
-def _pull_weights(replica: Replica, commit: Commit) -> Awaitable[list[int]]:
-    return ask_ranks(replica.mesh.pull_weights, commit)
-
-
-def _start_over(replica: Replica, reader: "WeightReader | None") -> Awaitable[object]:
-    reply: Awaitable[object] = replica.mesh.start_over.call(reader)
-    return reply

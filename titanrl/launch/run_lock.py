@@ -60,11 +60,10 @@ def claim_new_run(wanted: Path) -> RunLock:
         ConfigError: The directory exists and another user could change it, or it cannot be locked.
     """
     path = wanted
-    while True:
-        lock = _claim_without_run(path)
-        if lock is not None:
-            return lock
-        path = _next_free(wanted)
+    while (lock := _claim_without_run(path)) is None:
+        taken = [re.fullmatch(re.escape(wanted.name) + r"-(\d+)", path.name) for path in wanted.parent.iterdir()]
+        path = wanted.with_name(f"{wanted.name}-{max([1, *(int(match[1]) for match in taken if match)]) + 1}")
+    return lock
 
 
 def claim_run(run_dir: Path) -> RunLock:
@@ -174,8 +173,3 @@ def _claim_without_run(path: Path) -> RunLock | None:
             return lock
         lock.release()
     return None
-
-
-def _next_free(wanted: Path) -> Path:
-    names = [re.fullmatch(re.escape(wanted.name) + r"-(\d+)", path.name) for path in wanted.parent.iterdir()]
-    return wanted.with_name(f"{wanted.name}-{max([1, *(int(match[1]) for match in names if match)]) + 1}")

@@ -200,12 +200,10 @@ async def _py_spy(pid: int, *options: str) -> tuple[str, str]:
         if dump.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 dump.kill()
-    return (output.decode(errors="replace"), "") if dump.returncode == 0 else ("", _last_line(errors))
-
-
-def _last_line(errors: bytes) -> str:
+    if dump.returncode == 0:
+        return output.decode(errors="replace"), ""
     lines = errors.decode(errors="replace").strip().splitlines()
-    return lines[-1] if lines else "failed without a message"
+    return "", lines[-1] if lines else "failed without a message"
 
 
 _ROLES = {

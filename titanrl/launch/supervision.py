@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -394,7 +394,9 @@ class Supervisor:
         roles = {process.role for process in stall.suspects}
         if stall.are_stopped:
             return roles & self._replaceable.keys()
-        return await unresponsive({role: self._replaceable[role] for role in roles & self._replaceable.keys()})
+        probed = list(roles & self._replaceable.keys())
+        replies = await asyncio.gather(*(responds(self._replaceable[role].probe()) for role in probed))
+        return {role for role, reply in zip(probed, replies, strict=True) if not reply}
 
     def _on_exit(self, pidfd: int) -> None:
         self._loop.remove_reader(pidfd)
@@ -483,12 +485,6 @@ def _result_of(task: "asyncio.Task[T]") -> T:
 def _one_line(text: object) -> str:
     """Return a report without line breaks, cut to 600 characters."""
     return " ".join(str(text).split())[:600]
-
-
-async def unresponsive(parts: Mapping[str, Replaceable]) -> set[str]:
-    """Return the roles that do not reply to a probe."""
-    replies = await asyncio.gather(*(responds(part.probe()) for part in parts.values()))
-    return {role for role, reply in zip(parts, replies, strict=True) if not reply}
 
 
 async def progress_of(pace: Pace) -> object:

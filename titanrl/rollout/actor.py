@@ -159,10 +159,7 @@ class RolloutWorker(Actor):
     @concurrent_endpoint
     async def abandon_round(self) -> None:
         """Cancel this worker's groups of a round and its evaluation, because another worker or a generator died."""
-        abandoned = [task for task in self._tasks if task.get_name() in (ROUND, EVALUATION)]
-        for task in abandoned:
-            task.cancel()
-        await asyncio.gather(*abandoned, return_exceptions=True)
+        await self._cancel(ROUND, EVALUATION)
         self._outbox.reset()
 
     @concurrent_endpoint
@@ -194,10 +191,13 @@ class RolloutWorker(Actor):
     @concurrent_endpoint
     async def abandon_evaluation(self) -> None:
         """Cancel the evaluation in the background, because its generator died."""
-        abandoned = [task for task in self._tasks if task.get_name() == IN_BACKGROUND]
-        for task in abandoned:
+        await self._cancel(IN_BACKGROUND)
+
+    async def _cancel(self, *names: str) -> None:
+        cancelled = [task for task in self._tasks if task.get_name() in names]
+        for task in cancelled:
             task.cancel()
-        await asyncio.gather(*abandoned, return_exceptions=True)
+        await asyncio.gather(*cancelled, return_exceptions=True)
 
     async def _evaluate(self, name: str) -> EvaluationResult:
         # Groups of other workers may still be decoding the last round.

@@ -363,7 +363,9 @@ class Conversation:
         parsed = self._renderer.parse(token_ids, self._tools)
         calls = parsed.get("tool_calls", ())
         self.num_malformed += sum(isinstance(call["function"]["arguments"], str) for call in calls)
-        return parsed, parsed | {"content": _without_end(parsed["content"], self._stop_text(token_ids))}
+        content, end = parsed["content"], self._stop_text(token_ids)
+        end = end if content.endswith(end) else end.rstrip()  # a renderer may have trimmed the content
+        return parsed, parsed | {"content": content.removesuffix(end)}
 
     async def _truncate(self, environment: Environment, message: Message | None, limit: Limit) -> None:
         """End the episode at a limit, and let the environment judge it if it can.
@@ -429,11 +431,6 @@ class Conversation:
             raise EpisodeError("reward_error", f"{name} returned an invalid reward. {error}") from error
         except EnvironmentFailure as error:
             raise EpisodeError("environment_error", f"{name} returned an invalid result. {error}") from error
-
-
-def _without_end(content: str, end: str) -> str:
-    """Return the content of a message without the end of its completion's text, which a renderer may have trimmed."""
-    return content.removesuffix(end) if content.endswith(end) else content.removesuffix(end.rstrip())
 
 
 def _described(error: BaseException) -> str:

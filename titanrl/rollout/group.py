@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from titanrl.algorithms.credit import returns_differ, token_returns_differ
 from titanrl.carriers.rewards import Answers, Scored
-from titanrl.carriers.supports import Supports, join, whole_vocabulary
+from titanrl.carriers.supports import join, whole_vocabulary
 from titanrl.carriers.tables import RecordTable
 from titanrl.carriers.turns import GroupTokens, GroupTurns, Values
 from titanrl.carriers.types import (
@@ -139,9 +139,6 @@ def rollouts_of(prompt: Prompt, completions: Sequence[Completion], scores: Seque
     def after_prompt(before: npt.NDArray[Any], columns: Iterable[npt.NDArray[Any]]) -> npt.NDArray[Any]:
         return np.concatenate([piece for values in columns for piece in (before, values)])
 
-    def supports_after_prompt(supports: Supports | None) -> Supports | None:
-        return None if supports is None else join((whole_vocabulary(num_prompt, supports.vocab_size), supports))
-
     lengths = [len(completion.token_ids) for completion in completions]
     token_ids = after_prompt(np.array(prompt.token_ids, np.int64), (completion.token_ids for completion in completions))
     logprobs = after_prompt(np.zeros(num_prompt, np.float32), (completion.logprobs for completion in completions))
@@ -151,7 +148,9 @@ def rollouts_of(prompt: Prompt, completions: Sequence[Completion], scores: Seque
     rollouts, end = [], 0
     for completion, length, scored in zip(completions, lengths, scores, strict=True):
         assert scored.reward is not None
-        sequence = slice(end, end := end + num_prompt + length)
+        sequence, supports = slice(end, end := end + num_prompt + length), completion.supports
+        if supports is not None:
+            supports = join((whole_vocabulary(num_prompt, supports.vocab_size), supports))
         rollouts.append(
             Rollout(
                 segments=(
@@ -160,7 +159,7 @@ def rollouts_of(prompt: Prompt, completions: Sequence[Completion], scores: Seque
                         mask=mask[sequence],
                         logprobs=logprobs[sequence],
                         versions=versions[sequence],
-                        supports=supports_after_prompt(completion.supports),
+                        supports=supports,
                     ),
                 ),
                 reward=scored.reward,

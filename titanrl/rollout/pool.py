@@ -113,10 +113,6 @@ class InRound:
     indices: Sequence[int]
     """Prompt indices of all groups in the round."""
 
-    def num_at(self, replica: int, num_replicas: int) -> int:
-        """Return the number of groups in the round that go to a replica, which is the prompt index modulo `num_replicas`."""
-        return sum(index % num_replicas == replica for index in self.indices)
-
 
 class ReplicaLostError(TitanRLError):
     """Raised if a replica died while it had requests. The pool sends them again."""
@@ -267,7 +263,8 @@ class GeneratorPool:
         admission = Admission(when_drained=when_drained)
         if places:
             assert len(places) == len(calls), "either all calls of a tick belong to a round, or none"
-            size = places[0].num_at(replica.state.index, len(self._replicas))
+            # A group goes to the replica at its prompt index modulo the number of replicas.
+            size = sum(index % len(self._replicas) == replica.state.index for index in places[0].indices)
             admission = Admission(indices=tuple(place.index for place in places), round_size=size)
         actor = replica.actor
         with open_replies() as (replies, messages):

@@ -133,27 +133,19 @@ async def warm_start(
     if calls_tools is None:
         calls_tools = environment is not None and environment.function == "calculator"
     demonstrate = partial(tool_demonstration, tokenizer) if calls_tools else None
-    steps: asyncio.Queue[None] = asyncio.Queue(maxsize=2)
+    places = asyncio.Semaphore(2)
+
+    async def train(step: int, batch: Sequence[Demonstration]) -> None:
+        passes = training.forward_backward(mean_loss_data(batch), "cross_entropy")
+        output, _ = await asyncio.gather(passes, training.optim_step(adam_params(settings, step)))
+        places.release()
+        if step % SHOW_EVERY_STEPS == 0 or step + 1 == settings.num_steps:
+            console.progress("warm start", step + 1, settings.num_steps, f"loss {output.metrics['loss:sum']:.3f}")
+
     async with asyncio.TaskGroup() as running:
         for step, batch in enumerate(chain_sum_demonstrations(stream, tokenizer, settings, config.seed, demonstrate)):
-            await steps.put(None)
-            running.create_task(_train(training, settings, step, batch, steps, console))
-
-
-async def _train(
-    training: TrainingClient,
-    settings: WarmStartConfig,
-    step: int,
-    batch: Sequence[Demonstration],
-    steps: "asyncio.Queue[None]",
-    console: Console,
-) -> None:
-    """Take one optimizer step on the mean cross-entropy of the demonstrations' answer tokens."""
-    passes = training.forward_backward(mean_loss_data(batch), "cross_entropy")
-    output, _ = await asyncio.gather(passes, training.optim_step(adam_params(settings, step)))
-    steps.get_nowait()
-    if step % SHOW_EVERY_STEPS == 0 or step + 1 == settings.num_steps:
-        console.progress("warm start", step + 1, settings.num_steps, f"loss {output.metrics['loss:sum']:.3f}")
+            await places.acquire()
+            running.create_task(train(step, batch))
 
 
 def tool_demonstration(tokenizer: Tokenizer, prompt: Prompt, short: bool) -> Demonstration:

@@ -250,7 +250,7 @@ def _checked_pass(
         raise TypeError(f"loss_fn: must be the name of a loss or a function (got {shown(loss_fn)}). Use a name such as ppo.")
     options = {} if loss_fn_config is None else loss_fn_config
     check_type("loss_fn_config", options, Mapping, "a mapping of option names to values", 'Use {"clip_low": 0.2} or None.')
-    return _named_loss(loss_fn), options
+    return plugin_of("loss_fn", loss_fn) or str(loss_fn), options
 
 
 def _check_name(name: object) -> None:
@@ -259,8 +259,3 @@ def _check_name(name: object) -> None:
     check_type("name", name, str, "a text", fix)
     if name != Path(str(name)).name or name in ("", ".", "..") or "\0" in str(name):
         raise ValueError(f"name: must be the name of a folder, without / (got {name!r}). {fix}")
-
-
-def _named_loss(loss: "LossFunction") -> str | Plugin:
-    """Return the name of a built-in loss, or a custom loss as an object that can be sent to the trainer."""
-    return plugin_of("loss_fn", loss) or str(loss)

@@ -141,8 +141,8 @@ class PolicyTrainer(Actor):
         from titanrl.trainer.checkpoint import Checkpoints
         from titanrl.trainer.hf import load_model
         from titanrl.trainer.learner import Learner
+        from titanrl.trainer.model import torch_dtype
         from titanrl.trainer.snapshots import KeptLogprobs
-        from titanrl.trainer.titan_config import torch_dtype
         from titanrl.weights.publish import WeightPublisher
 
         setup, rank = self._setup, current_rank().rank
@@ -191,11 +191,7 @@ class PolicyTrainer(Actor):
             reference_version: Version of the reference policy, whose log-probabilities `compute_logprobs` kept.
         """
         with self.agreement.phase("forward_backward") as agree, self._learner.required_pass():
-            rows, packed = await self._rows(microbatch)
-            if proximal_version is not None:
-                packed = replace(packed, proximal_BL=self._kept.get(proximal_version, rows, packed.length))
-            if reference_version is not None:
-                packed = replace(packed, reference_BL=self._kept.get(reference_version, rows, packed.length))
+            _, packed = await self._rows(microbatch, proximal_version, reference_version)
             agree(lambda: {**self.progress(num_passes=1), **microbatch.sizes})
             with self._computing():
                 return self._learner.forward_backward(packed, microbatch.correction)
@@ -204,9 +200,7 @@ class PolicyTrainer(Actor):
     async def measure_correction(self, microbatch: MicroBatch, proximal_version: int | None = None) -> MeasuredCorrection:
         """Run a forward pass; return the effect of the off-policy correction on this rank's rows of a micro-batch."""
         with self.agreement.phase("measure_correction") as agree:
-            rows, packed = await self._rows(microbatch)
-            if proximal_version is not None:
-                packed = replace(packed, proximal_BL=self._kept.get(proximal_version, rows, packed.length))
+            rows, packed = await self._rows(microbatch, proximal_version)
             agree(lambda: {**self.progress(), **microbatch.sizes})
             with self._computing():
                 return self._learner.measure_correction(packed, rows)
@@ -400,14 +394,21 @@ class PolicyTrainer(Actor):
         finally:
             self._busy_s += time.perf_counter() - started
 
-    async def _rows(self, microbatch: MicroBatch) -> "tuple[tuple[Row, ...], PackedRows]":
-        """Fetch this rank's rows of a micro-batch; return their plan and their tensors."""
+    async def _rows(
+        self, microbatch: MicroBatch, proximal_version: int | None = None, reference_version: int | None = None
+    ) -> "tuple[tuple[Row, ...], PackedRows]":
+        """Fetch this rank's rows of a micro-batch; return their plan, and their tensors with kept log-probabilities."""
         from titanrl.trainer.collate import collate, row_length
 
         rows = tuple(microbatch.rows[self._learner.model.dp_rank])
         used = [sum(sequence.num_placed for sequence in row) for row in rows]
         length = row_length(used, self._setup.config.row_tokens, self._row_multiple)
-        return rows, collate(rows, await self._fetch(rows), length)
+        packed = collate(rows, await self._fetch(rows), length)
+        if proximal_version is not None:
+            packed = replace(packed, proximal_BL=self._kept.get(proximal_version, rows, length))
+        if reference_version is not None:
+            packed = replace(packed, reference_BL=self._kept.get(reference_version, rows, length))
+        return rows, packed
 
     @property
     def _row_sizes(self) -> "RowSizes":

@@ -15,9 +15,8 @@ from titanrl.config.device import Device
 from titanrl.config.sections import TrainerConfig
 from titanrl.data.tokenizer import export_stop_ids
 from titanrl.models.directory import ModelDirectory
-from titanrl.trainer.model import PolicyModel, build_model, checkpoint_state
+from titanrl.trainer.model import PolicyModel, build_model, checkpoint_state, torch_dtype
 from titanrl.trainer.storage import MARKS, on_first_rank, storage_errors, unwritten
-from titanrl.trainer.titan_config import torch_dtype
 
 logger = logging.getLogger(__name__)
 

@@ -92,9 +92,9 @@ def mark(state: Mapping[str, Tensor]) -> None:
 
 def unwritten(state: Mapping[str, Tensor]) -> list[str]:
     """Return the sorted names of the tensors whose shard on this rank still contains the marker."""
-    return sorted(name for name, tensor in state.items() if tensor.dtype in MARKS and _has_mark(local_part(tensor.detach())))
-
-
-def _has_mark(local: Tensor) -> bool:
-    kind, bits = MARKS[local.dtype]
-    return bool((local.view(kind) == bits).any())
+    found = []
+    for name, tensor in state.items():
+        kind, bits = MARKS.get(tensor.dtype, (None, 0))
+        if kind is not None and (local_part(tensor.detach()).view(kind) == bits).any():
+            found.append(name)
+    return sorted(found)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from titanrl.weights.manifest import VERSIONS_HELD, Commit, StoreHandle, WeightManifest
 
@@ -59,13 +59,6 @@ class _Pushed:
     """End of the push, on the same clock."""
 
 
-class RecordStore(Protocol):
-    """Operations of the weight store that a publication uses."""
-
-    async def delete(self, key: str) -> None:
-        """Delete a key."""
-
-
 class WeightSync:
     """Publisher of versions, one after another. Each publication has four stages.
 
@@ -83,7 +76,7 @@ class WeightSync:
 
     def __init__(
         self,
-        store: RecordStore,
+        delete: Callable[[str], Awaitable[None]],
         *,
         push: Callable[[int], Awaitable[Sequence[WeightManifest]]],
         expect: Callable[[int], Awaitable[None]],
@@ -93,15 +86,14 @@ class WeightSync:
         """Prepare to publish.
 
         Args:
-            store: Store of the bytes of versions that are not in arenas.
+            delete: Callback that deletes a key from the store, which has the bytes of versions that are not in arenas.
             push: Callback that pushes a version on every trainer rank.
             expect: Callback that makes every generator hold back new requests until it has pulled a version.
             pulls: Callbacks that pull a version, one per generator replica.
             num_listed: Length of the list of versions, from which the ages of tokens are computed.
         """
         self._num_listed = num_listed
-        self._store = store
-        self._push, self._expect, self._pulls = push, expect, pulls
+        self._delete, self._push, self._expect, self._pulls = delete, push, expect, pulls
         self._leases = Leases()
         self._pull_locks = [asyncio.Lock() for _ in pulls]
         self._last_freed: asyncio.Future[None] | None = None
@@ -194,7 +186,10 @@ class WeightSync:
         """Run the stages that follow the push."""
         pushed = await pushing
         await asyncio.gather(self._measure(pushed), self._free_slots(pushed, then))
-        await asyncio.gather(*map(self._delete, pushed.overwritten))
+        manifests = [manifest for commit in pushed.overwritten for manifest in commit.manifests]
+        keys = [handle.key for manifest in manifests for handle in manifest.handles if isinstance(handle, StoreHandle)]
+        for key in keys:
+            await self._delete(key)
 
     async def _pull(self, replica: int, commit: Commit) -> None:
         """Pull a version into a replica, after earlier versions."""
@@ -231,12 +226,6 @@ class WeightSync:
             "sync/network_bytes": float(received),
             "sync/gb_per_s": pushed.commit.num_bytes / (pulled - pushed.started) / 1e9,
         }
-
-    async def _delete(self, commit: Commit) -> None:
-        """Delete the bytes of a version from the store."""
-        for handle in (handle for manifest in commit.manifests for handle in manifest.handles):
-            if isinstance(handle, StoreHandle):
-                await self._store.delete(handle.key)
 
     def _record_end(self, publishing: "asyncio.Task[None]") -> None:
         self._publishing.discard(publishing)
