@@ -55,7 +55,7 @@ def test_failed_worker_ends_evaluations(tmp_path: Path) -> None:
         assert await workers.evaluate("empty") == 0
         waiting = asyncio.create_task(workers.evaluate("hard"))
         await asyncio.sleep(0.1)
-        await buffer.actor.fail.call_one("ValueError: no prompts")
+        await buffer.mesh.fail.call_one("ValueError: no prompts")
         with pytest.raises(RolloutError, match="no prompts"):
             await waiting
         with pytest.raises(RolloutError, match="no prompts"):
@@ -69,7 +69,7 @@ def test_death_of_the_buffer_does_not_hide_its_cause(tmp_path: Path) -> None:
         async def work() -> None:
             await buffer.supervisor.ask("rollout.evaluate", asyncio.Event().wait(), FOREVER)
 
-        await buffer.actor.probe.call_one()
+        await buffer.mesh.probe.call_one()
         waiting = asyncio.create_task(buffer.unless_failed(work()))
         await asyncio.sleep(0.1)
         await buffer.supervisor.kill("store")
@@ -85,7 +85,7 @@ def test_evaluation_that_outlives_the_buffer_client_is_not_cancelled(tmp_path: P
     async def scenario(workers: RolloutMesh, buffer: BufferClient) -> None:
         finish = asyncio.Event()
         waiting = asyncio.create_task(buffer.unless_failed(finish.wait()))
-        await buffer.actor.probe.call_one()
+        await buffer.mesh.probe.call_one()
         buffer.close()
         await asyncio.sleep(0.1)
         assert not waiting.done()
@@ -100,8 +100,8 @@ def test_state_of_the_buffer_survives_a_save_and_a_load(tmp_path: Path) -> None:
 
     async def scenario(workers: RolloutMesh, buffer: BufferClient) -> None:
         for _ in range(2):
-            reservations, dropped = await ask_actor(buffer.actor.reserve, 2, 0, 1)
-            await ask_actor(buffer.actor.commit, [make_record(each.index, handle=each.handle) for each in reservations], USAGE)
+            reservations, dropped = await ask_actor(buffer.mesh.reserve, 2, 0, 1)
+            await ask_actor(buffer.mesh.commit, [make_record(each.index, handle=each.handle) for each in reservations], USAGE)
         await buffer.wait_until_full()
         batch = await buffer.take_batch()
         assert dropped == []
@@ -113,18 +113,18 @@ def test_state_of_the_buffer_survives_a_save_and_a_load(tmp_path: Path) -> None:
         batch = await buffer.take_batch()
         await buffer.lose_shard(0, 1)
         await buffer.return_batch(batch.records.handles)
-        assert [each.index for each in (await ask_actor(buffer.actor.reserve, 4, 1, 1))[0]] == [2, 3, 4, 5]
+        assert [each.index for each in (await ask_actor(buffer.mesh.reserve, 4, 1, 1))[0]] == [2, 3, 4, 5]
         await buffer.hold_rounds()
         await buffer.rewind(None)
-        reservations, dropped = await ask_actor(buffer.actor.reserve_round, 1, 1, 1)
+        reservations, dropped = await ask_actor(buffer.mesh.reserve_round, 1, 1, 1)
         assert ([each.index for each in reservations], len(dropped)) == ([2, 3, 4, 5], 4)
-        await ask_actor(buffer.actor.commit, [make_record(each.index, handle=each.handle) for each in reservations], USAGE)
+        await ask_actor(buffer.mesh.commit, [make_record(each.index, handle=each.handle) for each in reservations], USAGE)
         await buffer.discard((await buffer.take_batch()).records.handles, 1)
-        await ask_actor(buffer.actor.probe)
+        await ask_actor(buffer.mesh.probe)
 
     async def resumed(workers: RolloutMesh, buffer: BufferClient) -> None:
         freshness = Freshness(published=(0,), groups_per_publish=2, bound=1)
-        restored = await ask_actor(buffer.actor.load, tmp_path / RECORDS_FILE, freshness, 1)
+        restored = await ask_actor(buffer.mesh.load, tmp_path / RECORDS_FILE, freshness, 1)
         assert (restored.num_ready, len(restored.trained)) == (2, 1)
         with pytest.raises(AssertionError, match="there is no memory"):
             await buffer.replay(0, 1.0)

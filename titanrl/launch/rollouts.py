@@ -11,23 +11,23 @@ from typing import Any, TypeVar
 
 from monarch.actor import Channel, PortReceiver
 
-from titanrl.carriers.tables import DoubleArray, Table
+from titanrl.carriers.tables import Table
 from titanrl.carriers.types import EvaluationResult
 from titanrl.config.sections import TimeoutsConfig
 from titanrl.launch.generators import GeneratorMeshes, Replica
 from titanrl.launch.parts import Part, SharedContext
-from titanrl.launch.stalls import DISK_S, Pace
+from titanrl.launch.stalls import Pace
 from titanrl.launch.supervision import DeadlineError, PartDiedError, Supervisor
 from titanrl.launch.trainer_mesh import TrainerMesh, start_request
+from titanrl.launch.verbs import DISK, PACE, Limit, Verb, done, only
 from titanrl.processes.actors import ActorError, StoppedError, ask_actor, cause_of, resolve
-from titanrl.replay.actors import RECORDS_FILE
+from titanrl.replay.actors import RECORDS_FILE, ReplayBuffer
+from titanrl.replay.buffer import GroupBuffer
 from titanrl.replay.failures import StarvationError
 from titanrl.replay.groups import Batch, Freshness, Replayed, Restored, Saved, TrainedBatch
 from titanrl.rollout.actor import SandboxNote
 
 T = TypeVar("T")
-
-_DISK = Pace(min_s=DISK_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,9 +253,10 @@ class RolloutMesh:
 
 @dataclass(slots=True)
 class BufferClient:
-    """Client of the replay buffer; requests at most one batch ahead of time."""
+    """Client of the replay buffer; requests at most one batch ahead of time. `ReplayBuffer` describes the verbs."""
 
-    actor: Any
+    mesh: Any
+    """The `ReplayBuffer`."""
     supervisor: Supervisor
     timeouts: TimeoutsConfig
     starvation_timeout_s: float
@@ -268,10 +269,22 @@ class BufferClient:
     _last_at: float | None = None
     """Time at which the last batch was taken, on the clock of `time.perf_counter`."""
 
+    replay = Verb[[int, float], Replayed, Replayed](ReplayBuffer.replay, only)
+    release = Verb(GroupBuffer.release, done)
+    discard = Verb(GroupBuffer.discard, done)
+    lose_shard = Verb(GroupBuffer.lose_shard, done)
+    return_batch = Verb(GroupBuffer.return_batch, done)
+    hold_rounds = Verb[[], None, None](ReplayBuffer.hold_rounds, done)
+    rewind = Verb(GroupBuffer.rewind, done)
+
+    async def ask(self, name: str, call: Awaitable[T], limit: Limit = "step_s", pace: Pace = PACE) -> T:
+        """Await a request to the buffer."""
+        return await self.supervisor.ask(f"buffer.{name}", call, getattr(self.timeouts, limit), pace)
+
     def prefetch(self) -> None:
         """Request the next batch, so that the buffer sends it as soon as it is complete; `take_batch` awaits it."""
         if self._requested is None:
-            request = ask_actor(self.actor.take_batch, self.groups_per_step)
+            request = ask_actor(self.mesh.take_batch, self.groups_per_step)
             self._requested = start_request(resolve(request), "next batch")
 
     async def take_batch(self) -> Batch:
@@ -304,7 +317,7 @@ class BufferClient:
             RolloutError: A rollout worker failed.
         """
         if self._failed is None:
-            self._failed = start_request(resolve(self.actor.wait_until_failed.call_one()), "failure of the rollouts")
+            self._failed = start_request(resolve(self.mesh.wait_until_failed.call_one()), "failure of the rollouts")
         task = asyncio.create_task(work)
         try:
             await asyncio.wait({task, self._failed}, return_when=asyncio.FIRST_COMPLETED)
@@ -317,31 +330,12 @@ class BufferClient:
 
     def _why_starved(self, waited_s: float) -> Awaitable[str]:
         """Request a text about the groups that have finished since the last batch."""
-        return ask_actor(self.actor.why_starved, self.groups_per_step, waited_s)
-
-    async def replay(self, version: int, beta: float) -> Replayed:
-        """Draw groups of earlier batches to replay.
-
-        Args:
-            version: version of the weights that the batch trains.
-            beta: exponent of the importance weights.
-        """
-        return await self.supervisor.ask("buffer.replay", ask_actor(self.actor.replay, version, beta), self.timeouts.step_s)
+        return ask_actor(self.mesh.why_starved, self.groups_per_step, waited_s)
 
     async def wait_until_full(self) -> None:
         """Wait until every slot holds a finished group, for example before a measurement; at most as long as for a batch."""
-        call = ask_actor(self.actor.wait_until_full)
+        call = ask_actor(self.mesh.wait_until_full)
         await self.supervisor.ask("buffer.wait_until_full", call, self.starvation_timeout_s)
-
-    async def release(self, handles: Table, priorities: DoubleArray | None = None) -> None:
-        """Free the slots of trained groups, or keep the groups for replay.
-
-        Args:
-            handles: table of the groups' handles, both new and replayed ones.
-            priorities: priority of each group; None if they were not trained on.
-        """
-        call = ask_actor(self.actor.release, handles, priorities)
-        await self.supervisor.ask("buffer.release", call, self.timeouts.step_s)
 
     async def save(self, folder: Path, trained: Sequence[TrainedBatch], from_index: int | None) -> Saved:
         """Start to write the state into a folder: the buffer writes the records, each shard its tokens. Generation continues.
@@ -355,8 +349,8 @@ class BufferClient:
             PartDiedError: A shard died with tokens that it had to write.
         """
         lives = [(part.num_lives, part.num_deaths) for part in self.parts]
-        call = ask_actor(self.actor.save, folder / RECORDS_FILE, trained, from_index)
-        saved: Saved = await self.supervisor.ask("buffer.save", call, self.timeouts.step_s, _DISK)
+        call = ask_actor(self.mesh.save, folder / RECORDS_FILE, trained, from_index)
+        saved: Saved = await self.ask("save", call, pace=DISK)
         # A replaced shard does not have the groups that the records name.
         if lives != [(part.num_lives, part.num_deaths) for part in self.parts]:
             raise PartDiedError("a storage shard died while its groups were listed")
@@ -373,27 +367,10 @@ class BufferClient:
 
     async def load(self, folder: Path, freshness: Freshness) -> Restored:
         """Restore the state that `save` wrote. Call it before any other method."""
-        call = ask_actor(self.actor.load, folder / RECORDS_FILE, freshness, len(self.parts))
-        restored: Restored = await self.supervisor.ask("buffer.load", call, self.timeouts.step_s, _DISK)
+        call = ask_actor(self.mesh.load, folder / RECORDS_FILE, freshness, len(self.parts))
+        restored: Restored = await self.ask("load", call, pace=DISK)
         await self._each_shard("load", folder, restored.moves)
         return restored
-
-    async def hold_rounds(self) -> None:
-        """Let no round begin until `rewind`."""
-        await self.supervisor.ask("buffer.hold_rounds", ask_actor(self.actor.hold_rounds), self.timeouts.step_s)
-
-    async def rewind(self, handles: Table | None) -> None:
-        """Sample everything after the last batch again; see `GroupBuffer.rewind`."""
-        await self.supervisor.ask("buffer.rewind", ask_actor(self.actor.rewind, handles), self.timeouts.step_s)
-
-    async def lose_shard(self, shard: int, num_lives: int) -> None:
-        """Sample again the groups stored in a dead shard; `num_lives` identifies its dead incarnation."""
-        call = ask_actor(self.actor.lose_shard, shard, num_lives)
-        await self.supervisor.ask("buffer.lose_shard", call, self.timeouts.step_s)
-
-    async def return_batch(self, handles: Table) -> None:
-        """Return a batch that cannot be trained on; see `GroupBuffer.return_batch`."""
-        await self.supervisor.ask("buffer.return_batch", ask_actor(self.actor.return_batch, handles), self.timeouts.step_s)
 
     async def _each_shard(self, endpoint: str, *args: Any) -> None:
         """Call an endpoint of all storage shards.
@@ -405,16 +382,11 @@ class BufferClient:
         await asyncio.gather(
             *(
                 part.ask(
-                    f"shards.{endpoint}", lambda actors: ask_actor(getattr(actors.shard, endpoint), *args), timeout_s, _DISK
+                    f"shards.{endpoint}", lambda actors: ask_actor(getattr(actors.shard, endpoint), *args), timeout_s, DISK
                 )
                 for part in self.parts
             )
         )
-
-    async def discard(self, handles: Table, before_version: int) -> None:
-        """Free the slots of a batch that is not trained on, and of all groups with a token older than `before_version`."""
-        call = ask_actor(self.actor.discard, handles, before_version)
-        await self.supervisor.ask("buffer.discard", call, self.timeouts.step_s)
 
     def close(self) -> None:
         """Cancel the pending requests."""

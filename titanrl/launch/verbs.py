@@ -57,6 +57,12 @@ def done(name: str, replies: Sequence[object]) -> None:
     """Return nothing once all ranks have replied."""
 
 
+def only(name: str, replies: Sequence[R]) -> R:
+    """Return the reply of the only actor."""
+    (reply,) = replies
+    return reply
+
+
 def per_rank(name: str, replies: Sequence[R]) -> Sequence[R]:
     """Return the replies in rank order."""
     return replies
