@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.preflight_cases import GOOD, data_problem, preflight_error, problem, problems, write_model, write_questions
-from titanrl.checks.child_checks import Child, check_data, check_plugins, check_set
+from titanrl.checks.child_checks import RunningCheck, check_data, check_plugins, check_set
 from titanrl.checks.extensions import plugins_of
 from titanrl.checks.preflight import preflight
 from titanrl.config import ConfigError, Source, packages, read_source
@@ -168,10 +168,10 @@ def test_reward_that_crashes_is_reported(module: str, rule: str) -> None:
 def test_check_that_times_out_says_why(
     cpu_s: float, load: float, limit_s: float, advice: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Child, "_cpu_s", lambda self: cpu_s)
+    monkeypatch.setattr(RunningCheck, "_cpu_s", lambda self: cpu_s)
     monkeypatch.setattr("os.getloadavg", lambda: (load, load, load))
     monkeypatch.setattr("titanrl.checks.child_checks.BUSY_FACTOR", 1.25)
-    (rule,) = Child(partial(time.sleep, 100.0), {"data.rewards.answer": "rewards.py:score"}, 2.0).result()
+    (rule,) = RunningCheck(partial(time.sleep, 100.0), {"data.rewards.answer": "rewards.py:score"}, 2.0).result()
     used = f"(it used {cpu_s:.0f} s of CPU time)"
     assert rule.rule == f"the check timed out: loading it must not take longer than {limit_s:g} s {used}"
     assert rule.fix.startswith(advice)
@@ -180,14 +180,14 @@ def test_check_that_times_out_says_why(
 def test_busy_machine_gives_a_check_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.getloadavg", lambda: (1e6, 1e6, 1e6))
     monkeypatch.setattr("titanrl.checks.child_checks.BUSY_FACTOR", 100)
-    monkeypatch.setattr(Child, "_cpu_s", lambda self: 0.0)  # starting the process takes about the limit
-    assert Child(partial(time.sleep, 2.0), {"data.rewards.answer": "rewards.py:score"}, 1.0).result() == ()
+    monkeypatch.setattr(RunningCheck, "_cpu_s", lambda self: 0.0)  # starting the process takes about the limit
+    assert RunningCheck(partial(time.sleep, 2.0), {"data.rewards.answer": "rewards.py:score"}, 1.0).result() == ()
 
 
 def test_process_that_cannot_be_started_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", "/nowhere/python")
     with pytest.raises(ConfigError, match="No such file or directory"):
-        Child(partial(time.sleep, 0.0), {}, 1.0)
+        RunningCheck(partial(time.sleep, 0.0), {}, 1.0)
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ _CHILD = (
 )
 
 
-class Child:
+class RunningCheck:
     """A running check in a child process."""
 
     def __init__(self, check: Callable[[], Sequence[Finding] | None], values: Mapping[str, object], limit_s: float) -> None:
@@ -170,7 +170,7 @@ def _is_busy() -> bool:
     return os.getloadavg()[0] > (os.cpu_count() or 1)
 
 
-def start_checks(config: Config, plugins: Plugins, *, with_data: bool, has_tokenizer: bool) -> list[Child]:
+def start_checks(config: Config, plugins: Plugins, *, with_data: bool, has_tokenizer: bool) -> list[RunningCheck]:
     """Start the checks of prompts, rewards, and user-defined objects given by import path.
 
     Args:
@@ -191,7 +191,7 @@ def start_checks(config: Config, plugins: Plugins, *, with_data: bool, has_token
             for subset in sets
         ),
     ]
-    return [Child(*check) for check in (*data, *_plugin_checks(config, plugins))]
+    return [RunningCheck(*check) for check in (*data, *_plugin_checks(config, plugins))]
 
 
 def _data_check(
