@@ -312,7 +312,11 @@ def _broken_by_engine_args(config: Config) -> Iterator[BrokenRule]:
     for key, value in config.generator.vllm.items():
         if key in options:
             kinds = set(options[key].split(" | "))
-            if kinds <= SCALARS.keys() and not any(_is_a(value, kind) for kind in kinds):
+            # Booleans are not numbers in YAML, but they are in Python.
+            matching = (
+                {"bool"} if isinstance(value, bool) else {kind for kind, types in SCALARS.items() if isinstance(value, types)}
+            )
+            if kinds <= SCALARS.keys() and not kinds & matching:
                 yield BrokenRule(
                     values={f"generator.vllm.{key}": value},
                     rule=f"vLLM expects {options[key]}",
@@ -354,11 +358,6 @@ def _broken_by_rewards(config: Config) -> Iterator[BrokenRule]:
             for rule in options.broken_by(options.max_tokens or max_new_tokens):
                 values = {f"{key}.options.{option}": value for option, value in rule.values.items()}
                 yield BrokenRule(values=values, rule=rule.rule, fix=rule.fix)
-
-
-def _is_a(value: object, kind: str) -> bool:
-    """Return True if a YAML value has the named type; booleans are not numbers."""
-    return isinstance(value, SCALARS[kind]) and (kind == "bool" or not isinstance(value, bool))
 
 
 # Model

@@ -278,16 +278,12 @@ def _split(text: str) -> list[str]:
     separator = _WIDE_SEPARATOR if _WIDE_SEPARATOR.search(text) else _SEPARATOR
     parts, start, depth, end = list[str](), 0, 0, 0
     for found in separator.finditer(text):
-        depth += _depth(text[end : found.start()])
+        depth += sum((char in "([{") - (char in ")]}") for char in text[end : found.start()])
         end = found.start()
         if depth == 0:
             parts.append(text[start:end])
             start = found.end()
     return [*parts, text[start:]]
-
-
-def _depth(text: str) -> int:
-    return sum((char in "([{") - (char in ")]}") for char in text)
 
 
 def _belong_together(inner: str, opening: str, closing: str) -> bool:
