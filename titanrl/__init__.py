@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from titanrl.carriers.types import AdamParams
     from titanrl.config import Config, load_config
     from titanrl.config.errors import ConfigError
-    from titanrl.data.curriculum import Outcome
+    from titanrl.data.mixture import Outcome
     from titanrl.distill import Distill
     from titanrl.grpo import GRPO
     from titanrl.metrics.hooks import Hook
@@ -53,7 +53,7 @@ _MODULES = {
     "GroupRewards": "algorithms.contracts",
     "Hook": "metrics.hooks",
     "LossInputs": "algorithms.contracts",
-    "Outcome": "data.curriculum",
+    "Outcome": "data.mixture",
     "Reward": "carriers.rewards",
     "SFT": "sft",
     "ScoredGroup": "rollout.filters",

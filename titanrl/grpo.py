@@ -30,7 +30,7 @@ from titanrl.launch.past_policies import PastPolicies
 from titanrl.launch.trainer_mesh import merge_losses
 from titanrl.metrics import steps as metrics_of
 from titanrl.metrics.console import Console
-from titanrl.metrics.tasks import task_metrics
+from titanrl.metrics.steps import task_metrics
 from titanrl.processes.actors import StoppedError
 from titanrl.replay.actors import TokensLostError
 from titanrl.replay.groups import Batch, Freshness, Replayed, TrainedBatch, joined, versions_behind

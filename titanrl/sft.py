@@ -17,7 +17,7 @@ from titanrl.carriers.types import AdamParams, GenerationStats, OptimUpdate, Ste
 from titanrl.checks.preflight import read_examples
 from titanrl.config import Config, Source
 from titanrl.data.demonstrations import Demonstration, mean_loss_data
-from titanrl.data.recorded import check_recorded, record_data
+from titanrl.data.selection import check_recorded, record_data
 from titanrl.launch.roles import Roles
 from titanrl.metrics import steps as metrics_of
 from titanrl.metrics.console import Console

@@ -14,7 +14,7 @@ from tokenizers import models, pre_tokenizers
 from tests.data.conftest import REPLY, TURNS, with_template
 from titanrl.base.choices import TrainOn
 from titanrl.data.chat import ChatFormat
-from titanrl.data.conversations import render_conversation
+from titanrl.data.examples import render_conversation
 from titanrl.data.files import BadRow
 from titanrl.data.messages import read_messages
 from titanrl.data.recipe import ALPHABET, EOS_ID

@@ -11,7 +11,7 @@ import pytest
 
 from titanrl.base.plugins import Plugin, plugin_of
 from titanrl.config.data import DataConfig, EnvironmentConfig
-from titanrl.data.custom_prompts import Prompts, read_custom_prompts
+from titanrl.data.entries import Prompts, read_custom_prompts
 from titanrl.data.streams import PromptStream, is_heldout, make_stream
 from titanrl.data.tokenizer import Tokenizer
 

@@ -8,8 +8,8 @@ import pytest
 
 from titanrl.config.data import CurriculumConfig, DataConfig
 from titanrl.config.errors import BrokenRules
-from titanrl.data.curriculum import Outcome, Sampler, SuccessRate, make_sampler
 from titanrl.data.levels import gym_levels, open_prompts
+from titanrl.data.mixture import Outcome, Sampler, SuccessRate, make_sampler
 from titanrl.data.tokenizer import Tokenizer
 
 TERMS = {"min_digits": 1, "max_digits": 1, "min_terms": 2}
@@ -130,7 +130,7 @@ def test_state_continues_the_choices_with_reviews() -> None:
 
 def test_sampler_by_import_path_gets_levels_seed_and_options(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
-        "from titanrl.data.curriculum import SuccessRate\n"
+        "from titanrl.data.mixture import SuccessRate\n"
         "from titanrl.config.data import CurriculumConfig\n"
         "def fixed(num_levels, seed, level=0):\n"
         "    return SuccessRate(CurriculumConfig(levels=num_levels, start_level=level), seed)\n"

@@ -1,6 +1,6 @@
 import pytest
 
-from titanrl.metrics.balance import advice, balance_line
+from titanrl.metrics.outcome import advice, balance_line
 
 
 def rows(trainer: float, generator: float, staleness: float) -> list[dict[str, float]]:

@@ -3,7 +3,7 @@
 from tests.records import make_record
 from titanrl.carriers.tables import RecordTable, pack_record
 from titanrl.config.data import CurriculumConfig, DataConfig
-from titanrl.metrics.tasks import task_metrics
+from titanrl.metrics.steps import task_metrics
 
 HALF = DataConfig(curriculum=CurriculumConfig(levels=2, solved_from=0.5))
 

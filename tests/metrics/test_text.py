@@ -1,6 +1,6 @@
 import pytest
 
-from titanrl.metrics.text import count, duration, number, sparkline
+from titanrl.metrics.series import count, duration, number, sparkline
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.04, "0.0 s"), (12.34, "12.3 s"), (62.9, "1:02"), (3723.0, "1:02:03")])

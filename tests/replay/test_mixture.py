@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from tests.records import make_record
 from titanrl.config.data import CurriculumConfig
-from titanrl.data.curriculum import SuccessRate
-from titanrl.data.mixture import Draw, MixedTask, Mixture
+from titanrl.data.mixture import Draw, MixedTask, Mixture, SuccessRate
 from titanrl.replay.buffer import GroupBuffer
 from titanrl.replay.groups import Batch, Freshness, Reservation
 

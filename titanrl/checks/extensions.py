@@ -22,16 +22,16 @@ from titanrl.config.keys import dotted
 from titanrl.config.registry import LossTraits
 from titanrl.config.schema import Config
 from titanrl.config.section import Section
-from titanrl.data import curriculum, custom_prompts
+from titanrl.data import entries, mixture
 from titanrl.environments import factories
 from titanrl.metrics import hooks, trackers
 from titanrl.rollout import filters
 
 POINTS = (
-    custom_prompts.POINT,
+    entries.POINT,
     rewards.POINT,
     factories.POINT,
-    curriculum.POINT,
+    mixture.POINT,
     filters.POINT,
     contracts.ADVANTAGE,
     contracts.LOSS,
@@ -90,7 +90,7 @@ def plugins_of(config: Config, objects: Mapping[str, object]) -> dict[str, Plugi
     for subset in config.evaluation_sets.values():
         if subset.has_own_data:
             of_set = config.model_copy(update={"data": subset.data})
-            for point in (custom_prompts.POINT, rewards.POINT):
+            for point in (entries.POINT, rewards.POINT):
                 paths |= {f"{subset.key}.{key}": value for key, value in _configured(point, of_set).items()}
     found = [plugin_of(key, value) for key, value in paths.items()]
     return plugins | {plugin.key: plugin for plugin in found if plugin is not None}

@@ -57,7 +57,7 @@ class ChatFormat:
         if unknown := tokenizer.unknown_options(options):
             values = {f"data.chat_template_kwargs.{unknown[0]}": options[unknown[0]]}
             rule, fix = "the chat template has no such variable", "correct its name, or remove it"
-            raise BrokenRules(BrokenRule(values=values, rule=rule, fix=fix))
+            raise BrokenRules(BrokenRule(values, rule, fix))
         self.tokenizer = tokenizer
         """Tokenizer with the chat template."""
         self._options, self._control_tokens = options, control_tokens

@@ -64,7 +64,7 @@ class Row:
 
     def broken(self, error: BadRow) -> BrokenRules:
         """Return the error of this row as a broken rule."""
-        return BrokenRules(BrokenRule(values=self.values, rule=f"{self.place}: {error.problem}", fix=error.fix))
+        return BrokenRules(BrokenRule(self.values, f"{self.place}: {error.problem}", error.fix))
 
 
 def format_of(path: Path) -> Format:
@@ -263,4 +263,4 @@ def _read_json(file: Path, key: str) -> dict[str, Any]:
 
 
 def _broken(path: Path, key: str, rule: str, fix: str) -> BrokenRules:
-    return BrokenRules(BrokenRule(values={key: str(path)}, rule=rule, fix=fix))
+    return BrokenRules(BrokenRule({key: str(path)}, rule, fix))

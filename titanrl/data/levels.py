@@ -95,12 +95,12 @@ def gym_levels(task: str, task_config: Mapping[str, Any], num_levels: int) -> li
         curriculum = create_curriculum(task)
     except ValueError as error:
         raise BrokenRules(
-            BrokenRule(values=values, rule="reasoning-gym has no curriculum for this task", fix="set task_configs instead")
+            BrokenRule(values, "reasoning-gym has no curriculum for this task", "set task_configs instead")
         ) from error
     most = max(len(attribute.levels) for attribute in curriculum.attributes.values())
     if num_levels > most:
         rule = f"the curriculum of this task has {most} levels"
-        raise BrokenRules(BrokenRule(values=values, rule=rule, fix=f"set levels to at most {most}"))
+        raise BrokenRules(BrokenRule(values, rule, f"set levels to at most {most}"))
     options = []
     for level in range(num_levels):
         curriculum.set_global_level(level)
@@ -157,6 +157,4 @@ def _value(prompt: Prompt, field: str) -> Any:
 
 
 def _broken(values: Mapping[str, object], rule: str, fix: str) -> BrokenRules:
-    return BrokenRules(
-        BrokenRule(values={f"data.curriculum.{key}": value for key, value in values.items()}, rule=rule, fix=fix)
-    )
+    return BrokenRules(BrokenRule({f"data.curriculum.{key}": value for key, value in values.items()}, rule, fix))

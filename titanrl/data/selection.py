@@ -1,7 +1,13 @@
-"""Counts of the rows of a data source that are used, and of those that are left out, by reason."""
+"""Rows of a data source by use, and the digests by which a resumed run recognizes the data that it was trained on."""
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from titanrl.base.files import replace_text
+from titanrl.config.errors import ConfigError
 
 TOO_LONG = "longer than data.max_prompt_tokens"
 DUPLICATE = "duplicates"
@@ -69,3 +75,59 @@ class Selection:
     def messages(self) -> list[str]:
         """Return the lines for the console of a run. `is_mostly_left_out` says whether the first is a warning."""
         return [f"{self.key}: {text}" for text in (self.reasons(), *self.notes) if text]
+
+
+FILE = "data.json"
+"""File in the run directory with source and digest of each data key."""
+FLAG = "--accept-changed-data"
+"""Flag of the command line that lets a resumed run continue on changed data."""
+
+
+def record_data(run_dir: Path, selections: Sequence[Selection]) -> None:
+    """Write the digests of a run's data. Generated tasks have none."""
+    found = {found.key: {"source": found.source, "digest": found.digest} for found in selections if found.digest is not None}
+    if found:
+        replace_text(run_dir / FILE, json.dumps(found, indent=2) + "\n")
+
+
+def check_recorded(run_dir: Path, selections: Sequence[Selection], *, accepts_changes: bool) -> list[str]:
+    """Compare the data of a resumed run with the recorded digests; return remarks about changes that are accepted.
+
+    A change is accepted if the configuration now names another source, which is a request for it, or with `accepts_changes`.
+    Data that moved without a change are the same.
+
+    Raises:
+        ConfigError: The contents of a source have changed, or the record cannot be read.
+    """
+    recorded = _read(run_dir / FILE)
+    remarks, refused = [], []
+    for found in selections:
+        before = recorded.get(found.key)
+        if found.digest is None or before is None or before["digest"] == found.digest:
+            continue
+        changed = f"{found.key}: the data differ from those that the run was trained on"
+        if before["source"] != found.source:
+            remarks.append(f"{changed}: now {found.source}, before {before['source']}")
+        elif accepts_changes:
+            remarks.append(f"{changed} ({found.source}; {FLAG})")
+        else:
+            refused.append(
+                f"{changed} (got {found.source}). Restore them, or continue on the changed data with {FLAG}, which takes "
+                "prompts and examples in another order."
+            )
+    if refused:
+        raise ConfigError(*(f"--resume: {text}" for text in refused))
+    return remarks
+
+
+def _read(file: Path) -> dict[str, dict[str, Any]]:
+    """Return the record of a run; empty for a run without one."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        return {str(key): {"source": str(value["source"]), "digest": str(value["digest"])} for key, value in content.items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"--resume: the record of the data cannot be read: {error} (got {file}). Restore or delete it."
+        ) from None

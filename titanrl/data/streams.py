@@ -27,8 +27,7 @@ from titanrl.config.errors import BrokenRule, BrokenRules
 from titanrl.config.evaluation import Split
 from titanrl.config.explain import did_you_mean
 from titanrl.data.chat import ChatFormat
-from titanrl.data.custom_prompts import read_custom_prompts
-from titanrl.data.entries import read_entries
+from titanrl.data.entries import read_custom_prompts, read_entries
 from titanrl.data.files import BadRow, Row
 from titanrl.data.messages import Message
 from titanrl.data.selection import BLANK, DUPLICATE, OTHER_ANSWER, TOO_LONG, Selection
@@ -247,7 +246,7 @@ def epoch_order(seed: int, epoch: int, num_items: int) -> IntArray:
 
 
 def _broken(values: dict[str, Any], rule: str, fix: str) -> BrokenRules:
-    return BrokenRules(BrokenRule(values=values, rule=rule, fix=fix))
+    return BrokenRules(BrokenRule(values, rule, fix))
 
 
 class _Source(Protocol):

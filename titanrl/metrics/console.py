@@ -19,8 +19,7 @@ from rich.text import Text
 
 from titanrl.base.choices import ConsoleMode
 from titanrl.carriers.types import StepMetrics
-from titanrl.metrics.series import phase_seconds
-from titanrl.metrics.text import count, duration, number, sparkline
+from titanrl.metrics.series import count, duration, number, phase_seconds, sparkline
 
 LAYOUT_WIDTHS = (0, 72, 128)
 """Minimum terminal widths for one, two and three columns in the live display."""

@@ -11,8 +11,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from titanrl.metrics.series import Points, Rows, first_and_last_five, heldout_tasks, phase_seconds, series
-from titanrl.metrics.text import count
+from titanrl.metrics.series import Points, Rows, count, first_and_last_five, heldout_tasks, phase_seconds, series
 
 MAX_POINTS = 400
 """Maximum number of points per line. Longer series are drawn as means of neighboring steps, to keep the file small."""

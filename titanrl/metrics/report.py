@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 from titanrl.base.files import replace_text
 from titanrl.metrics.run_directory import read_lines, read_metrics
-from titanrl.metrics.series import Rows, by_step, first_and_last_five, heldout_tasks, phase_seconds, series
-from titanrl.metrics.text import count
+from titanrl.metrics.series import Rows, by_step, count, first_and_last_five, heldout_tasks, phase_seconds, series
 
 TEMPLATE = Path(__file__).with_name("report_template.html.j2")
 FIRST_BYTES = 1_000_000

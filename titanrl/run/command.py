@@ -28,7 +28,7 @@ from titanrl.config import Config, ConfigError, Source
 from titanrl.config.errors import refusing
 from titanrl.config.load import check_program, validate
 from titanrl.config.source import config_of_run, read_source
-from titanrl.data.recorded import FLAG, check_recorded
+from titanrl.data.selection import FLAG, check_recorded
 from titanrl.hosts.launcher.command import run_launched, tell_failure
 from titanrl.launch.run_lock import check_idle, check_new_run
 from titanrl.metrics.console import Console

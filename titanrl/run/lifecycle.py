@@ -21,8 +21,7 @@ from titanrl.config.errors import BrokenRules
 from titanrl.config.explain import explain_rule
 from titanrl.config.load import check_program
 from titanrl.config.sizes import notes
-from titanrl.data.recorded import check_recorded
-from titanrl.data.selection import Selection
+from titanrl.data.selection import Selection, check_recorded
 from titanrl.launch.roles import Roles
 from titanrl.launch.run_lock import RunLock, claim_new_run, claim_run
 from titanrl.metrics.console import Console

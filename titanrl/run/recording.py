@@ -6,7 +6,7 @@ from typing import Literal
 
 from titanrl.base.plugins import Plugins
 from titanrl.config import Config, recorded_config
-from titanrl.data.recorded import record_data
+from titanrl.data.selection import record_data
 from titanrl.metrics.console import Console
 from titanrl.metrics.record import Recorder
 from titanrl.metrics.run_directory import RunDirectory
