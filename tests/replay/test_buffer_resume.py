@@ -296,8 +296,14 @@ def test_checkpoint_of_an_earlier_version_resumes() -> None:
     buffer = GroupBuffer(num_slots=4, dynamic_sampling=False, memory=ReplayMemory(memory))
     restored = buffer.restore(state, Freshness(published=(0, 1), groups_per_publish=2, bound=4), 1)
     assert (restored.num_ready, restored.num_in_flight, restored.too_old) == (1, 1, ())
-    assert [buffer.replay(3, 0.5).records.groups["index"].tolist() for _ in range(3)] == [[0, 1], [3, 2], [2, 3]]
+    drawn = [buffer.replay(3, 0.5).records for _ in range(3)]
+    assert [records.groups["index"].tolist() for records in drawn] == [[0, 1], [3, 2], [2, 3]]
+    assert drawn[0].turns.rewards.tolist() == [0.0, 1.0, 0.0, 1.0]
+    assert drawn[0].tokens is not None
+    assert drawn[0].tokens.positions.tolist() == [1, 1, 1, 1]
     groups = read_groups(shard_file(folder, 0))
     assert groups.keys() == {handle for handle, _ in restored.moves}
     for handle, parts in groups.items():
-        assert [pickle.loads(part).versions.tolist() for part in parts] == [[0, 0, handle.slot]]
+        (segment,) = map(pickle.loads, parts)
+        assert segment.versions.tolist() == [0, 0, handle.slot]
+        assert segment.supports.words_K.tolist() == [4, 4, 9]

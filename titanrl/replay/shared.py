@@ -322,8 +322,7 @@ class SharedReplay:
     def _columns(self) -> Columns:
         """Return columns without rows, for validating payloads."""
         if self._template is None:
-            settings, _ = self._link.call("describe")
-            self._template = template(pickle.loads(settings.layout))
+            self._template = template(pickle.loads(self._link.call("describe")[0].layout))
         return self._template
 
     def _shards(self) -> "Storage":
