@@ -279,12 +279,6 @@ class Assembly:
             await evaluator.spawn()
         return generators, evaluator
 
-    async def _engine_processes(self, role: str, replica: int, tp: int, environment: dict[str, str]) -> ProcMesh:
-        """Spawn the processes of an engine on the replica's host, one per tensor-parallel rank."""
-        imports, host = ("titanrl.weights.pull", "titanrl.generator.actor"), self.hosts.of_generator(replica)
-        template, cores = await self.shared.fleet.template("generator"), generator_cores(self.config, replica)
-        return self.shared.fleet.spawn(role, host, tp, environment, imports, template, cores)
-
     async def _trainer_processes(self) -> ProcMesh:
         config, hosts = self.config, self.hosts
         num_procs = config.trainer.parallelism.world_size // config.hosts.trainer_hosts
@@ -338,29 +332,32 @@ class Assembly:
 
     async def spawn_generator(self, replica: int, part: Part) -> Replica:
         """Spawn the processes and actors of a generator replica."""
-        config = self.config
-        environment = generator_environment(config, self.device, replica)
-        procs = await self._engine_processes(part.role, replica, config.generator.tp, environment)
-        return await self._engine(
-            procs, part.role, generator_setup(config, self.device, self.files, config.model.family, self._reader)
-        )
+        setup = generator_setup(self.config, self.device, self.files, self.config.model.family, self._reader)
+        return await self._engine(part, self.config, setup, replica)
 
     async def spawn_evaluator(self, part: Part) -> Replica:
         """Spawn the background evaluator. Its devices follow those of the generators."""
-        config, tp = self.config, self.config.generator.tp
-        first = generator_device(config, config.generator.replicas)
-        environment = generator_environment(config, self.device, 0) | visible(self.device, range(first, first + tp))
-        procs = await self._engine_processes(part.role, 0, tp, environment)
-        setup = generator_setup(config, self.device, self.files, config.model.family, self._reader)
-        return await self._engine(procs, part.role, setup)
+        setup = generator_setup(self.config, self.device, self.files, self.config.model.family, self._reader)
+        return await self._engine(
+            part, self.config, setup, first_device=generator_device(self.config, self.config.generator.replicas)
+        )
 
-    async def _engine(self, procs: ProcMesh, role: str, setup: GeneratorSetup) -> Replica:
-        if setup.config.tp > 1:
-            config = self.config
-            await self.shared.fleet.join_process_group(
+    async def _engine(
+        self, part: Part, config: Config, setup: GeneratorSetup, replica: int = 0, first_device: int | None = None
+    ) -> Replica:
+        """Spawn the processes of an engine on the replica's host, one per tensor-parallel rank, and their actors."""
+        fleet, tp = self.shared.fleet, setup.config.tp
+        environment = generator_environment(config, self.device, replica)
+        if first_device is not None:
+            environment |= visible(self.device, range(first_device, first_device + tp))
+        imports, host = ("titanrl.weights.pull", "titanrl.generator.actor"), self.hosts.of_generator(replica)
+        template, cores = await fleet.template("generator"), generator_cores(self.config, replica)
+        procs = fleet.spawn(part.role, host, tp, environment, imports, template, cores)
+        if tp > 1:
+            await fleet.join_process_group(
                 procs, one_machine=not config.hosts.across_machines, interface=config.placement.interface
             )
-        return Replica.of(procs.spawn(role, Generator, setup))
+        return Replica.of(procs.spawn(part.role, Generator, setup))
 
     async def spawn_teacher(self, parts: Parts, engine: GeneratorConfig, files: RunFiles) -> GeneratorMeshes:
         """Start one generator replica with the frozen weights of `files.model_dir`; `parts.close` closes it.
@@ -374,13 +371,8 @@ class Assembly:
         first = generator_device(self.config, self.config.generator.replicas) + sum(parts.teacher_ranks)
         parts.teacher_ranks.append(engine.tp)
         config = self.config.model_copy(update={"generator": engine})
-        environment = generator_environment(config, self.device, 0) | visible(self.device, range(first, first + engine.tp))
         setup = generator_setup(config, self.device, files, None, None)
-
-        async def spawn(part: Part) -> Replica:
-            procs = await self._engine_processes(part.role, 0, engine.tp, environment)
-            return await self._engine(procs, part.role, setup)
-
+        spawn = partial(self._engine, config=config, setup=setup, first_device=first)
         teacher = GeneratorMeshes({name: spawn}, self.shared, config.timeouts)
         parts.teachers.append(teacher)
         await teacher.spawn()
