@@ -22,7 +22,7 @@ from titanrl.carriers.types import (
     OptimUpdate,
 )
 from titanrl.processes.actors import Actor, concurrent_endpoint, endpoint
-from titanrl.weights.manifest import Commit, WeightManifest
+from titanrl.weights.records import Commit, WeightManifest
 
 if TYPE_CHECKING:
     from monarch.actor import Port

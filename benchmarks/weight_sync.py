@@ -35,9 +35,9 @@ from titanrl.processes.actors import Actor, endpoint
 from titanrl.processes.variables import worker_environment
 from titanrl.weights.copying import Copies
 from titanrl.weights.layout import LiveState, local_part
-from titanrl.weights.manifest import Commit, WeightManifest
 from titanrl.weights.publish import WeightPublisher
 from titanrl.weights.pull import WeightReader
+from titanrl.weights.records import Commit, WeightManifest
 from titanrl.weights.store import WeightStore, spawn_store
 from titanrl.weights.sync import WeightSync
 

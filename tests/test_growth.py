@@ -13,7 +13,7 @@ from tests.endpoints import FakeEndpoint
 from tests.records import make_record
 from titanrl.processes.actors import ask_actor, open_replies
 from titanrl.replay.buffer import GroupBuffer
-from titanrl.weights.manifest import Commit
+from titanrl.weights.records import Commit
 from titanrl.weights.sync import WeightSync
 
 STEPS = 1500

@@ -23,7 +23,7 @@ def test_imports_have_no_cycle() -> None:
     "modules",
     [
         "titanrl.algorithms.batch_plan, titanrl.algorithms.schedule",
-        "titanrl.rollout.actor, titanrl.generator.actor",  # of rollout workers, which call generators
+        "titanrl.rollout.workers, titanrl.generator.actor",  # of rollout workers, which call generators
     ],
 )
 def test_planning_and_rollout_workers_import_no_torch(modules: str) -> None:

@@ -22,7 +22,7 @@ from titanrl.launch.generators import GeneratorMeshes
 from titanrl.launch.rollouts import BufferClient
 from titanrl.launch.supervision import Supervisor
 from titanrl.replay.groups import Batch
-from titanrl.weights.manifest import Commit
+from titanrl.weights.records import Commit
 
 SLOW = (
     "generator.replicas=2",

@@ -30,9 +30,9 @@ from titanrl.processes.actors import resolve
 from titanrl.processes.variables import generator_environment, trainer_environment, worker_environment
 from titanrl.rollout.pool import GeneratorPool
 from titanrl.session.training import TrainingClient
-from titanrl.trainer.actor import PolicyTrainer, TrainerSetup
-from titanrl.weights.manifest import Commit
+from titanrl.trainer.rank import PolicyTrainer, TrainerSetup
 from titanrl.weights.pull import WeightReader
+from titanrl.weights.records import Commit
 from titanrl.weights.store import spawn_store
 
 IMPLEMENTATIONS = ("titan", "native")
@@ -102,7 +102,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory, shared_templates: None) -> Ite
         (folder / "logs").mkdir()
         fleet = Fleet(folder / "logs", supervisor)
         prepare_templates(fleet, config, Roles())
-        trainer_procs = await fork(fleet, "trainer", trainer_environment(config, device), "titanrl.trainer.actor")
+        trainer_procs = await fork(fleet, "trainer", trainer_environment(config, device), "titanrl.trainer.rank")
         await fleet.join_process_group(trainer_procs, one_machine=True)
         generator_procs = await fork(fleet, "generator", generator_environment(config, device, 0), "titanrl.generator.actor")
         store = await spawn_store(await fork(fleet, "store", worker_environment(), "titanrl.weights.store"))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from titanrl.carriers.types import GenerationRequest, SamplingParams
 from titanrl.generator.lockstep import Abort, DivergedError, Follower, Leader, Turn, apply_changes
-from titanrl.weights.manifest import WeightMismatchError
+from titanrl.weights.records import WeightMismatchError
 
 REQUEST = GenerationRequest(token_ids=(1,), sampling=SamplingParams(max_new_tokens=4, temperature=1.0, seed=None))
 

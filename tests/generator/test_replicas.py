@@ -33,9 +33,9 @@ from titanrl.models.recipe import create_model
 from titanrl.processes.children import Respawns
 from titanrl.processes.variables import generator_environment, worker_environment
 from titanrl.rollout.pool import GeneratorPool
-from titanrl.weights.manifest import WeightManifest
 from titanrl.weights.publish import WeightPublisher
 from titanrl.weights.pull import WeightReader
+from titanrl.weights.records import WeightManifest
 from titanrl.weights.store import WeightStore, spawn_store
 from titanrl.weights.sync import WeightSync
 

@@ -18,7 +18,7 @@ from titanrl.launch.trainer_mesh import TrainerMesh
 from titanrl.models.recipe import create_model
 from titanrl.processes.variables import trainer_environment, worker_environment
 from titanrl.session.training import TrainingClient
-from titanrl.trainer.actor import PolicyTrainer, TrainerSetup
+from titanrl.trainer.rank import PolicyTrainer, TrainerSetup
 from titanrl.weights.store import WeightStore, spawn_store
 
 
@@ -58,7 +58,7 @@ def running_lab(folder: Path) -> Iterator[Lab]:
             device = DEVICES["cpu"]
             environment = trainer_environment(config, device)
             prepare_templates(fleet, config, Roles(generators=False))
-            modules = ("titanrl.trainer.actor", "tests.launch.losses")
+            modules = ("titanrl.trainer.rank", "tests.launch.losses")
             procs = await fork(fleet, "trainer", environment, *modules, num_procs=2)
             await fleet.join_process_group(procs, one_machine=True)
             store = await spawn_store(await fork(fleet, "store", worker_environment(), "titanrl.weights.store"))

@@ -33,11 +33,11 @@ from titanrl.environments import (
 )
 from titanrl.metrics.record import evaluation_metrics
 from titanrl.metrics.steps import episode_metrics, part_means
-from titanrl.rollout.actor import RolloutWorker
 from titanrl.rollout.episodes import Episodes, start_episodes
 from titanrl.rollout.group import fit_to_rows, record_of, turns_differ
+from titanrl.rollout.open_tasks import evaluation_result, evaluation_set
 from titanrl.rollout.renderers import PlainRenderer
-from titanrl.rollout.tasks import evaluation_result, evaluation_set
+from titanrl.rollout.workers import RolloutWorker
 
 PROMPT = Prompt(index=3, task="sums", text="1+1=", token_ids=(7, 8), entry={"answer": "2"})
 

@@ -12,7 +12,7 @@ prepare_torchtitan(DEVICES["cpu"])
 
 for module in (
     "titanrl.trainer.checkpoint",
-    "titanrl.trainer.datums",
+    "titanrl.trainer.passes",
     "titanrl.models.decoder",
     "tests.trainer.apart",
     "tests.trainer.families",

@@ -10,7 +10,7 @@ from titanrl.carriers.supports import supports_of
 from titanrl.carriers.tables import SequencePlan
 from titanrl.carriers.types import GroupHandle, Segment
 from titanrl.trainer.collate import collate, row_length
-from titanrl.trainer.datums import Location, RowSizes, build_rows, check_supports, plan_data
+from titanrl.trainer.passes import Location, RowSizes, build_rows, check_supports, plan_data
 
 HANDLE = GroupHandle(shard=0, slot=0, serial=1)
 

@@ -12,7 +12,7 @@ import torch
 
 from tests.shared_memory import abandoned
 from titanrl.weights.arena import Arena, MappedArena
-from titanrl.weights.manifest import ArenaHandle, WeightMismatchError
+from titanrl.weights.records import ArenaHandle, WeightMismatchError
 
 OWNER = """
 import sys, torch
@@ -136,7 +136,7 @@ def test_failed_write_keeps_the_odd_sequence_number() -> None:
 NON_ROOT_READER = """
 import ctypes, os, pickle, signal
 from titanrl.weights.arena import Arena, MappedArena
-from titanrl.weights.manifest import WeightMismatchError
+from titanrl.weights.records import WeightMismatchError
 if os.getuid() == 0:
     os.setgid(65534)
     os.setuid(65534)

@@ -26,8 +26,8 @@ from titanrl.launch.supervision import Supervisor
 from titanrl.processes.temporary import private_folder
 from titanrl.processes.variables import worker_environment
 from titanrl.weights.fanout import HostTransport
-from titanrl.weights.manifest import ArenaHandle, Commit, RdmaHandle, WeightManifest
 from titanrl.weights.pull import WeightReader
+from titanrl.weights.records import ArenaHandle, Commit, RdmaHandle, WeightManifest
 from titanrl.weights.store import spawn_store
 
 TIMEOUT_S = 60

@@ -40,9 +40,9 @@ from titanrl.weights.layout import (
     plan_copies,
     plan_pack,
 )
-from titanrl.weights.manifest import Box, ByteLayout, Commit, Piece, ShardEntry, WeightMismatchError, make_layout, whole
 from titanrl.weights.publish import WeightPublisher
 from titanrl.weights.pull import CopyPlan, WeightReader
+from titanrl.weights.records import Box, ByteLayout, Commit, Piece, ShardEntry, WeightMismatchError, make_layout, whole
 
 VALUE = torch.arange(21.0).view(7, 3)
 

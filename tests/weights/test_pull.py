@@ -17,9 +17,9 @@ from tests.weights.processes import MemoryStore, publish_versions
 from titanrl.base.choices import Verify
 from titanrl.weights.arena import MappedArena
 from titanrl.weights.layout import PartOf
-from titanrl.weights.manifest import ArenaHandle, Commit, WeightManifest, WeightMismatchError
 from titanrl.weights.publish import WeightPublisher
 from titanrl.weights.pull import Targets, WeightReader
+from titanrl.weights.records import ArenaHandle, Commit, WeightManifest, WeightMismatchError
 
 STATE = {"norm.weight": torch.arange(6.0).view(2, 3), "head.weight": torch.ones(2)}
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from titanrl.weights.manifest import Commit, StoreHandle, WeightManifest, rank_key
+from titanrl.weights.records import Commit, StoreHandle, WeightManifest, rank_key
 from titanrl.weights.sync import Leases, WeightSync
 
 

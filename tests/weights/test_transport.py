@@ -17,8 +17,8 @@ from titanrl.launch.fleet import Fleet
 from titanrl.launch.roles import Roles
 from titanrl.launch.supervision import Supervisor
 from titanrl.processes.variables import worker_environment
-from titanrl.weights.manifest import ArenaHandle, Commit, RdmaHandle, StoreHandle, rank_key
 from titanrl.weights.pull import WeightReader
+from titanrl.weights.records import ArenaHandle, Commit, RdmaHandle, StoreHandle, rank_key
 from titanrl.weights.store import spawn_store
 
 STATE = {"w": torch.randn(40, 30), "b": torch.randn(7), "scale": torch.tensor(0.3), "buffer": torch.randn(5)}

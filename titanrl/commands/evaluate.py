@@ -33,7 +33,7 @@ from titanrl.config.source import read_source
 from titanrl.metrics.console import Console
 from titanrl.models.directory import read_model
 from titanrl.processes.variables import temporary_folder
-from titanrl.rollout.tasks import evaluation_set
+from titanrl.rollout.open_tasks import evaluation_set
 from titanrl.run import command
 
 Results = Mapping[str, EvaluationResult]

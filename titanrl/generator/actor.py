@@ -18,7 +18,7 @@ from titanrl.config.sections import GeneratorConfig
 from titanrl.generator.loop import EngineLoop
 from titanrl.models.directory import open_model
 from titanrl.processes.actors import Actor, ReplyPort, StoppedError, concurrent_endpoint, current_rank, endpoint
-from titanrl.weights.manifest import Commit
+from titanrl.weights.records import Commit
 
 if TYPE_CHECKING:
     from concurrent.futures import Future

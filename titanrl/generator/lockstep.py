@@ -26,7 +26,7 @@ from titanrl.carriers.types import EngineLoad, GenerationRequest
 from titanrl.generator.compat import gather_objects
 from titanrl.generator.engine import Engine, Finished
 from titanrl.processes.temporary import private_folder
-from titanrl.weights.manifest import WeightMismatchError
+from titanrl.weights.records import WeightMismatchError
 
 STOPPED = "the engine of this rank has stopped"
 

@@ -44,10 +44,10 @@ from titanrl.processes.variables import (
 )
 from titanrl.replay.actors import ReplayBuffer, ShardNews, StorageShard
 from titanrl.replay.memory import ReplaySettings
-from titanrl.rollout.actor import RolloutWorker, WorkerSetup
-from titanrl.trainer.actor import PolicyTrainer, TrainerSetup
-from titanrl.weights.manifest import WeightManifest
+from titanrl.rollout.workers import RolloutWorker, WorkerSetup
+from titanrl.trainer.rank import PolicyTrainer, TrainerSetup
 from titanrl.weights.pull import WeightReader
+from titanrl.weights.records import WeightManifest
 from titanrl.weights.store import WeightStore, spawn_store
 from titanrl.weights.sync import WeightSync
 
@@ -283,7 +283,7 @@ class Assembly:
         config, hosts = self.config, self.hosts
         num_procs = config.trainer.parallelism.world_size // config.hosts.trainer_hosts
         environment = trainer_environment(config, self.device)
-        imports, template = ("titanrl.trainer.actor",), await self.shared.fleet.template("trainer")
+        imports, template = ("titanrl.trainer.rank",), await self.shared.fleet.template("trainer")
         cores = role_cores(config.placement.cpus.trainer, 0, num_procs)
         return self.shared.fleet.spawn("trainer", hosts.trainer, num_procs, environment, imports, template, cores)
 
@@ -311,7 +311,7 @@ class Assembly:
     async def _spawn_worker(self, number: int, buffer: Any, generators: GeneratorMeshes, part: Part) -> Worker:
         """Spawn a process with two actors: a rollout worker and its storage shard."""
         config, files, fleet = self.config, self.files, self.shared.fleet
-        host, imports = self.hosts.of_worker(number), ("titanrl.rollout.actor",)
+        host, imports = self.hosts.of_worker(number), ("titanrl.rollout.workers",)
         template, cores = await fleet.template("rollout"), worker_cores(config, number)
         procs = fleet.spawn(part.role, host, 1, worker_environment(), imports, template, cores)
         shard = procs.spawn(f"{part.role}_shard", StorageShard, number, config.replay.shard_memory_bytes, files.run_dir)

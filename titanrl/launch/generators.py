@@ -12,7 +12,7 @@ from titanrl.launch.parts import Part, SharedContext
 from titanrl.launch.supervision import PartDiedError
 from titanrl.launch.trainer_mesh import start_request
 from titanrl.processes.actors import ask_actor, ask_ranks
-from titanrl.weights.manifest import Commit
+from titanrl.weights.records import Commit
 
 if TYPE_CHECKING:
     from titanrl.weights.pull import WeightReader

@@ -61,7 +61,7 @@ def import_for_trainer(device: Device) -> None:
     _import_titan(device)
     importlib.import_module("torchtitan.trainer")
     _import("data.mixture", "models.directory", "replay.groups")
-    _import("trainer.agreement", "trainer.checkpoint", "trainer.collate", "trainer.datums", "trainer.hf", "trainer.snapshots")
+    _import("trainer.agreement", "trainer.checkpoint", "trainer.collate", "trainer.passes", "trainer.hf", "trainer.snapshots")
     _import("trainer.learner", "trainer.model")
 
 
@@ -77,7 +77,7 @@ def import_for_generator(model_impl: Literal["titan", "native"], device: Device)
 
 def import_for_worker(*, is_gym: bool) -> None:
     """Import tokenizer, environments and rewards, and reasoning-gym if the run uses its tasks."""
-    _import("data.tokenizer", "models.directory", "replay.buffer", "replay.payloads", "rollout.tasks")
+    _import("data.tokenizer", "models.directory", "replay.buffer", "replay.payloads", "rollout.open_tasks")
     if is_gym:
         importlib.import_module("reasoning_gym")
 

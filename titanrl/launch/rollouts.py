@@ -25,7 +25,7 @@ from titanrl.replay.actors import RECORDS_FILE, ReplayBuffer
 from titanrl.replay.buffer import GroupBuffer
 from titanrl.replay.failures import StarvationError
 from titanrl.replay.groups import Batch, Freshness, Replayed, Restored, Saved, TrainedBatch
-from titanrl.rollout.actor import SandboxNote
+from titanrl.rollout.workers import SandboxNote
 
 T = TypeVar("T")
 

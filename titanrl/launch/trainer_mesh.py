@@ -17,11 +17,11 @@ from titanrl.launch.stalls import Pace, size_class
 from titanrl.launch.supervision import Supervisor
 from titanrl.launch.verbs import DISK, PACE, Limit, Verb, agreed, done, per_rank
 from titanrl.processes.actors import ask_ranks
-from titanrl.trainer.actor import PolicyTrainer
-from titanrl.weights.manifest import WeightManifest
+from titanrl.trainer.rank import PolicyTrainer
+from titanrl.weights.records import WeightManifest
 
 if TYPE_CHECKING:
-    from titanrl.trainer.datums import DataResult
+    from titanrl.trainer.passes import DataResult
 
 T = TypeVar("T")
 

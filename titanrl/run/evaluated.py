@@ -11,7 +11,7 @@ from titanrl.carriers.types import EvaluationResult
 from titanrl.launch.supervision import PartDiedError
 from titanrl.metrics.record import evaluation_metrics
 from titanrl.processes.actors import StoppedError
-from titanrl.rollout.tasks import evaluation_set
+from titanrl.rollout.open_tasks import evaluation_set
 from titanrl.run.run import Run, is_due
 
 BEST = "best"

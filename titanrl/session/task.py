@@ -12,7 +12,7 @@ from titanrl.data.levels import open_prompts
 from titanrl.data.mixture import Draw, make_mixture
 from titanrl.data.tokenizer import Tokenizer
 from titanrl.replay.failures import scorer_failed
-from titanrl.rollout.tasks import EvaluationSets, OpenTask, open_tasks
+from titanrl.rollout.open_tasks import EvaluationSets, OpenTask, open_tasks
 from titanrl.session.sampling import Sample, SamplingClient
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from titanrl.processes.machine import host_id, process_start
-from titanrl.weights.manifest import ArenaHandle, WeightMismatchError
+from titanrl.weights.records import ArenaHandle, WeightMismatchError
 
 _HEADER_BYTES = mmap.PAGESIZE
 _SEQUENCE = struct.Struct("Q")

@@ -31,7 +31,7 @@ from titanrl.base.ownership import is_own_peer
 from titanrl.processes.actors import portable
 from titanrl.processes.machine import HOST_FOLDER
 from titanrl.weights.arena import Arena, MappedArena, OwnerExitedError
-from titanrl.weights.manifest import VERSIONS_HELD, ArenaHandle, RdmaHandle, TransportHandle, WeightManifest
+from titanrl.weights.records import VERSIONS_HELD, ArenaHandle, RdmaHandle, TransportHandle, WeightManifest
 from titanrl.weights.transport import Payload, RdmaTransport
 
 _SIZE = struct.Struct("Q")

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from titanrl.base.choices import Verify
-from titanrl.weights.manifest import Box, ByteLayout, Digest, Piece, ShardEntry, WeightMismatchError, make_layout, whole
+from titanrl.weights.records import Box, ByteLayout, Digest, Piece, ShardEntry, WeightMismatchError, make_layout, whole
 
 Indices = npt.NDArray[np.int64]
 Run = tuple[int, int]

@@ -8,7 +8,7 @@ from titanrl.base.choices import TransportName, Verify
 from titanrl.weights.arena import Arena
 from titanrl.weights.copying import Copies, CopyOut, pin
 from titanrl.weights.layout import TensorFingerprint, digest, local_parts, plan_pack
-from titanrl.weights.manifest import VERSIONS_HELD, ByteLayout, WeightManifest, layout_key
+from titanrl.weights.records import VERSIONS_HELD, ByteLayout, WeightManifest, layout_key
 from titanrl.weights.store import WeightStore
 from titanrl.weights.transport import make_transports
 

@@ -22,7 +22,7 @@ from titanrl.weights.layout import (
     local_part,
     plan_copies,
 )
-from titanrl.weights.manifest import (
+from titanrl.weights.records import (
     VERSIONS_HELD,
     ByteLayout,
     Commit,

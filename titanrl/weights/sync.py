@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from titanrl.weights.manifest import VERSIONS_HELD, Commit, StoreHandle, WeightManifest
+from titanrl.weights.records import VERSIONS_HELD, Commit, StoreHandle, WeightManifest
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ import torch
 from titanrl.base.choices import TransportName
 from titanrl.processes.machine import host_id
 from titanrl.weights.arena import Arena, MappedArena, sequence_in
-from titanrl.weights.manifest import (
+from titanrl.weights.records import (
     ArenaHandle,
     RdmaHandle,
     StoreHandle,

@@ -47,7 +47,7 @@ from titanrl.rollout.outbox import Outbox
 from titanrl.rollout.pool import GeneratorPool, InRound
 
 if TYPE_CHECKING:
-    from titanrl.rollout.tasks import OpenTask
+    from titanrl.rollout.open_tasks import OpenTask
 
 T = TypeVar("T")
 
@@ -125,7 +125,7 @@ class RolloutWorker(Actor):
         """Load the tokenizer, prompts and rewards, and start the scoring processes."""
         with loading():
             from titanrl.data.tokenizer import load_tokenizer
-            from titanrl.rollout.tasks import EvaluationSets, open_tasks
+            from titanrl.rollout.open_tasks import EvaluationSets, open_tasks
 
         config, plugins = self._setup.config, self._setup.plugins
         self._tokenizer = load_tokenizer(self._setup.model_dir)

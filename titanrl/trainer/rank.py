@@ -23,14 +23,14 @@ from titanrl.config.device import Device
 from titanrl.config.sections import FaultsConfig, TrainerConfig
 from titanrl.processes.actors import Actor, concurrent_endpoint, current_rank, endpoint
 from titanrl.replay.actors import SHARDS
-from titanrl.weights.manifest import WeightManifest
+from titanrl.weights.records import WeightManifest
 from titanrl.weights.store import WeightStore
 
 if TYPE_CHECKING:
     from titanrl.base.choices import FileDtype, TransportName, Verify
     from titanrl.trainer.agreement import Agreement, Facts
     from titanrl.trainer.collate import PackedRows
-    from titanrl.trainer.datums import DataResult, RowSizes
+    from titanrl.trainer.passes import DataResult, RowSizes
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -249,7 +249,7 @@ class PolicyTrainer(Actor):
 
         With `backward`, accumulate the gradient of the loss.
         """
-        from titanrl.trainer.datums import plan_pass, run_data
+        from titanrl.trainer.passes import plan_pass, run_data
 
         with self.agreement.phase("run_data") as agree:
             planned = plan_pass(self._learner.model, data, self._row_sizes, loss_fn, loss_fn_config)
@@ -260,7 +260,7 @@ class PolicyTrainer(Actor):
     @endpoint
     async def compute_data_logprobs(self, data: Sequence[Datum], at_version: int) -> "DataResult":
         """Compute log-probabilities of this rank's share of the data with the weights of a version."""
-        from titanrl.trainer.datums import plan_pass, run_data
+        from titanrl.trainer.passes import plan_pass, run_data
 
         with self.agreement.phase("compute_data_logprobs") as agree:
             planned = plan_pass(self._learner.model, data, self._row_sizes, None, {})
@@ -412,7 +412,7 @@ class PolicyTrainer(Actor):
 
     @property
     def _row_sizes(self) -> "RowSizes":
-        from titanrl.trainer.datums import RowSizes
+        from titanrl.trainer.passes import RowSizes
 
         config = self._setup.config
         return RowSizes(

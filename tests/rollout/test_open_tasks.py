@@ -16,9 +16,9 @@ from titanrl.config.evaluation import EvaluationSet
 from titanrl.metrics.record import evaluation_metrics
 from titanrl.processes.actors import StoppedError
 from titanrl.replay.failures import ScorerError
-from titanrl.rollout.actor import RolloutWorker
 from titanrl.rollout.group import roll_out
-from titanrl.rollout.tasks import IN_FLIGHT, evaluate_prompts, evaluation_requests, evaluation_result, evaluation_set
+from titanrl.rollout.open_tasks import IN_FLIGHT, evaluate_prompts, evaluation_requests, evaluation_result, evaluation_set
+from titanrl.rollout.workers import RolloutWorker
 
 PROMPTS = [Prompt(index=i, task="sums", text=f"{i}", token_ids=(5, i), entry={"answer": str(i)}) for i in range(200)]
 
