@@ -283,7 +283,7 @@ class Assembly:
         config, hosts = self.config, self.hosts
         num_procs = config.trainer.parallelism.world_size // config.hosts.trainer_hosts
         environment = trainer_environment(config, self.device)
-        imports, template = ("titanrl.trainer.rank",), await self.shared.fleet.template("trainer")
+        imports, template = ("titanrl.trainer.rank", "titanrl.weights.store"), await self.shared.fleet.template("trainer")
         cores = role_cores(config.placement.cpus.trainer, 0, num_procs)
         return self.shared.fleet.spawn("trainer", hosts.trainer, num_procs, environment, imports, template, cores)
 

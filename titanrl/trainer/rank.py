@@ -24,13 +24,13 @@ from titanrl.config.sections import FaultsConfig, TrainerConfig
 from titanrl.processes.actors import Actor, concurrent_endpoint, current_rank, endpoint
 from titanrl.replay.actors import SHARDS
 from titanrl.weights.records import WeightManifest
-from titanrl.weights.store import WeightStore
 
 if TYPE_CHECKING:
     from titanrl.base.choices import FileDtype, TransportName, Verify
     from titanrl.trainer.agreement import Agreement, Facts
     from titanrl.trainer.collate import PackedRows
     from titanrl.trainer.passes import DataResult, RowSizes
+    from titanrl.weights.store import WeightStore
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -65,7 +65,7 @@ class TrainerSetup:
     """Folder of the checkpoints."""
     keep_checkpoints: int
     """Number of checkpoints to keep."""
-    store: WeightStore
+    store: "WeightStore"
     """Store of published weights."""
     export_dtype: "FileDtype" = "float32"
     """Dtype of exported weights."""
