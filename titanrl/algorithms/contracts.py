@@ -199,7 +199,7 @@ def check_loss(
             if option not in options:
                 fix = f"choose one of its options: {', '.join(options)}" if options else "remove it"
                 values = {f"{options_key}.{option}": value, key: name}
-                raise BrokenRules(BrokenRule(values=values, rule="the loss has no such option", fix=fix))
+                raise BrokenRules(BrokenRule(values, "the loss has no such option", fix))
     arguments = loss_arguments(loss, algorithm) if callable(loss) else ()
     check_call(loss, PolicyLoss.__call__, key=key, name=name, expected=LOSS_EXPECTED, options=arguments)
 

@@ -229,7 +229,7 @@ def broken_rules(rollout: RolloutConfig) -> Iterator[BrokenRule]:
     given = {"rollout.save": rollout.save, "rollout.replay": rollout.replay}
     values = {key: str(path) for key, path in given.items() if path is not None}
     if values and importlib.util.find_spec("pyarrow") is None:
-        yield BrokenRule(values=values, rule="the package pyarrow must be installed", fix="pip install pyarrow")
+        yield BrokenRule(values, "the package pyarrow must be installed", "pip install pyarrow")
     if rollout.replay is None:
         return
     try:
@@ -238,13 +238,11 @@ def broken_rules(rollout: RolloutConfig) -> Iterator[BrokenRule]:
         yield rule_of(str(error), values)
         return
     if reader.info.groups_per_step != rollout.groups_per_step:
-        yield BrokenRule(
-            values={"rollout.groups_per_step": rollout.groups_per_step, **values},
-            rule=f"a replay uses the batches of its dump, which have {reader.info.groups_per_step} groups each",
-            fix=f"set rollout.groups_per_step to {reader.info.groups_per_step}",
-        )
+        rule = f"a replay uses the batches of its dump, which have {reader.info.groups_per_step} groups each"
+        fix = f"set rollout.groups_per_step to {reader.info.groups_per_step}"
+        yield BrokenRule({"rollout.groups_per_step": rollout.groups_per_step, **values}, rule, fix)
     if not reader.num_steps:
-        yield BrokenRule(values=values, rule="the dump has no batches", fix="give the dump of a run that has taken a step")
+        yield BrokenRule(values, "the dump has no batches", "give the dump of a run that has taken a step")
 
 
 def holds_dump(folder: Path) -> bool:

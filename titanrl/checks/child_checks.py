@@ -156,7 +156,7 @@ class RunningCheck:
             fix = "it waits, perhaps for the network, a lock or another process: do this later than at import"
         took = f"longer than {self._limit_s:g} s (it used {used_s:.0f} s of CPU time)"
         rule = f"the check timed out: loading it must not take {took}"
-        return BrokenRule(values=self._values, rule=rule, fix=fix)
+        return BrokenRule(self._values, rule, fix)
 
     def _cpu_s(self) -> float:
         """Return the CPU time that the running check has used, in seconds."""
@@ -359,7 +359,7 @@ def _long_answers(data: DataConfig, stream: PromptStream, tokenizer: Tokenizer, 
         rule = f"no completion can equal a reference answer: all {number:,} have more tokens"
         fix = "raise it, or take a part of the answers with data.answer"
         values = {"rollout.max_new_tokens": max_new_tokens, "data.path" if data.path else "data.source": str(shown)}
-        raise BrokenRules(BrokenRule(values=values, rule=rule, fix=fix))
+        raise BrokenRules(BrokenRule(values, rule, fix))
     text = f"{number:,} of {len(answers):,} reference answers have more tokens than rollout.max_new_tokens={max_new_tokens}"
     return [f"{text}, so that no completion equals them"] if number else []
 
@@ -383,7 +383,7 @@ def _encoder(config: Config, data: DataConfig, *, has_tokenizer: bool) -> Encode
         known = set(tokenizer.vocabulary.values())
         if unknown := [token_id for token_id in config.rollout.stop_ids if token_id not in known]:
             rule = f"the tokenizer has no token with this id; its ids are 0 to {max(known)}"
-            raise BrokenRules(BrokenRule(values={"rollout.stop": unknown[0]}, rule=rule, fix="correct the id"))
+            raise BrokenRules(BrokenRule({"rollout.stop": unknown[0]}, rule, "correct the id"))
         encode = make_encoder(data, tokenizer)
         if data.environment is not None:
             check_environment(data.environment, tokenizer)

@@ -190,7 +190,7 @@ def _broken_by_device(config: Config) -> Iterator[BrokenRule]:
     missing = None if config.device == "auto" or is_remote else missing_for(config.device)
     if missing is not None:
         rule = f"the device must be usable on this machine, but it is not: {missing}"
-        yield BrokenRule(values={"device": config.device}, rule=rule, fix="set device to auto or cpu")
+        yield config.broken("device", rule, "set device to auto or cpu")
     yield from broken_by_slurm(config)
     yield from broken_by_launcher(config)
     yield from broken_by_cores(config)
@@ -210,15 +210,15 @@ def _broken_by_machine(config: Config) -> Iterator[BrokenRule]:
             "generator.replicas": config.generator.replicas,
         }
         rule = f"a run must not start more than {limit:,} processes on this machine, {PROCESSES_PER_CORE} per CPU core, "
-        yield BrokenRule(values=keys, rule=f"{rule}but these values start {num_processes:,}", fix="lower the largest of them")
+        yield BrokenRule(keys, f"{rule}but these values start {num_processes:,}", "lower the largest of them")
         return
     at_least = sum(number * PROCESS_BYTES.get(role, 0) for role, number in sizes.processes.items())
     if at_least > host_bytes():
-        yield BrokenRule(
-            values={"generator.replicas": config.generator.replicas, "rollout.num_workers": config.rollout.num_workers},
-            rule=f"the processes of a run need {gigabytes(at_least)} before they load a model, but this machine has "
+        yield config.broken(
+            "generator.replicas rollout.num_workers",
+            f"the processes of a run need {gigabytes(at_least)} before they load a model, but this machine has "
             f"{gigabytes(host_bytes())}",
-            fix="lower the larger of them",
+            "lower the larger of them",
         )
         return
     if sizes.memory is not None and _device_kind(config) == "cpu":
@@ -227,10 +227,9 @@ def _broken_by_machine(config: Config) -> Iterator[BrokenRule]:
             what = "gradients, optimizer state and KV cache" if has_generators else "gradients and optimizer state"
             cache = {"generator.kv_cache_bytes": config.generator.kv_cache_bytes} if has_generators else {}
             yield BrokenRule(
-                values={**model_values(config), **cache},
-                rule=f"weights, {what} need {gigabytes(needed)} without activations, but this machine has "
-                f"{gigabytes(available)}",
-                fix="use a smaller model, fewer replicas, or less KV cache" if has_generators else "use a smaller model",
+                {**model_values(config), **cache},
+                f"weights, {what} need {gigabytes(needed)} without activations, but this machine has {gigabytes(available)}",
+                "use a smaller model, fewer replicas, or less KV cache" if has_generators else "use a smaller model",
             )
 
 
@@ -257,7 +256,7 @@ def _broken_by_folders(config: Config, *, is_resumed: bool) -> Iterator[BrokenRu
     for key, folder in folders.items():
         if why := why_not_writable(folder):
             rule = f"must be a writable directory, but {why}"
-            yield BrokenRule(values={key: str(folder)}, rule=rule, fix=f"correct {key}, or the permissions of the directory")
+            yield BrokenRule({key: str(folder)}, rule, f"correct {key}, or the permissions of the directory")
         elif key == "output_dir":
             yield from _broken_by_space(config, folder)
 
@@ -272,11 +271,9 @@ def _broken_by_space(config: Config, folder: Path) -> Iterator[BrokenRule]:
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     needed, free = state * num_copies + memory.trainer.parameters * num_copies, shutil.disk_usage(existing).free
     if needed > free:
-        yield BrokenRule(
-            values={"output_dir": str(folder), **model_values(config)},
-            rule=f"one checkpoint and the exported model need {gigabytes(needed)}, but {existing} has {gigabytes(free)} free",
-            fix="set output_dir to a larger disk, or free space",
-        )
+        rule = f"one checkpoint and the exported model need {gigabytes(needed)}, but {existing} has {gigabytes(free)} free"
+        fix = "set output_dir to a larger disk, or free space"
+        yield BrokenRule({"output_dir": str(folder), **model_values(config)}, rule, fix)
 
 
 def _broken_by_replay(config: Config) -> Iterator[BrokenRule]:
@@ -289,11 +286,8 @@ def _broken_by_replay(config: Config) -> Iterator[BrokenRule]:
     except Exception:  # the rules of the dump and of the model name the cause
         return
     if info.tokenizer != dumps.fingerprint(vocabulary):
-        yield BrokenRule(
-            values={"rollout.replay": str(replay), **model_values(config)},
-            rule=f"the dump was written with another tokenizer, of {info.vocabulary} tokens; the model has {len(vocabulary)}",
-            fix="set model to the dump's model",
-        )
+        rule = f"the dump was written with another tokenizer, of {info.vocabulary} tokens; the model has {len(vocabulary)}"
+        yield BrokenRule({"rollout.replay": str(replay), **model_values(config)}, rule, "set model to the dump's model")
 
 
 def _broken_by_engine_args(config: Config) -> Iterator[BrokenRule]:
@@ -318,13 +312,13 @@ def _broken_by_engine_args(config: Config) -> Iterator[BrokenRule]:
             )
             if kinds <= SCALARS.keys() and not kinds & matching:
                 yield BrokenRule(
-                    values={f"generator.vllm.{key}": value},
-                    rule=f"vLLM expects {options[key]}",
-                    fix="correct the value; vllm.EngineArgs documents the options",
+                    {f"generator.vllm.{key}": value},
+                    f"vLLM expects {options[key]}",
+                    "correct the value; vllm.EngineArgs documents the options",
                 )
             continue
         fix = did_you_mean(key, options) or "remove it; vllm.EngineArgs documents the options"
-        yield BrokenRule(values={f"generator.vllm.{key}": config.generator.vllm[key]}, rule="no such vLLM option", fix=fix)
+        yield BrokenRule({f"generator.vllm.{key}": config.generator.vllm[key]}, "no such vLLM option", fix)
 
 
 def _broken_by_rewards(config: Config) -> Iterator[BrokenRule]:
@@ -341,23 +335,23 @@ def _broken_by_rewards(config: Config) -> Iterator[BrokenRule]:
     for key, (reward, max_new_tokens) in rewards.items():
         if reward.function == "math_verify" and packages.installed_version("math-verify") is None:
             yield BrokenRule(
-                values={f"{key}.function": reward.function},
-                rule="the package math-verify must be installed",
-                fix='pip install "titanrl[math]"',
+                {f"{key}.function": reward.function},
+                "the package math-verify must be installed",
+                'pip install "titanrl[math]"',
             )
         elif reward.function == "judge":
             variable = JudgeOptions.model_validate(reward.options).key_variable
             if variable is not None and not os.environ.get(variable):
                 yield BrokenRule(
-                    values={f"{key}.options.key_variable": variable},
-                    rule="the environment variable must hold the API key, but it is not set",
-                    fix=f"export {variable} where the run starts",
+                    {f"{key}.options.key_variable": variable},
+                    "the environment variable must hold the API key, but it is not set",
+                    f"export {variable} where the run starts",
                 )
         elif reward.function == "overlong":
             options = OverlongOptions.model_validate(reward.options)
             for rule in options.broken_by(options.max_tokens or max_new_tokens):
                 values = {f"{key}.options.{option}": value for option, value in rule.values.items()}
-                yield BrokenRule(values=values, rule=rule.rule, fix=rule.fix)
+                yield BrokenRule(values, rule.rule, rule.fix)
 
 
 # Model
@@ -381,9 +375,7 @@ def _broken_by_model(config: Config, *, sampling: bool) -> Iterator[BrokenRule]:
     yield from shape_rules or (_broken_by_vllm(config, model.hf) if sampling else ())
     yield from _broken_by_weights(model, "model.path")
     if not any(path.glob("tokenizer*")):
-        yield BrokenRule(
-            values={"model.path": str(path)}, rule="must contain the tokenizer (tokenizer*)", fix="complete the download"
-        )
+        yield BrokenRule({"model.path": str(path)}, "must contain the tokenizer (tokenizer*)", "complete the download")
 
 
 def _broken_by_vllm(config: Config, hf_config: Mapping[str, Any]) -> Iterator[BrokenRule]:
@@ -407,40 +399,27 @@ def _broken_by_vllm(config: Config, hf_config: Mapping[str, Any]) -> Iterator[Br
 def _broken_by_vocabulary(config: Config, shape: ModelShape) -> Iterator[BrokenRule]:
     tp = config.generator.tp
     if config.generator.model_impl == "titan" and shape.vocab_size % tp:
-        yield BrokenRule(
-            values={"generator.tp": tp, "generator.model_impl": "titan"},
-            rule=f"tp must divide the model's vocabulary of {shape.vocab_size} tokens, which only vLLM's own model pads",
-            fix="set generator.model_impl to native, or generator.tp to a divisor",
-        )
+        rule = f"tp must divide the model's vocabulary of {shape.vocab_size} tokens, which only vLLM's own model pads"
+        fix = "set generator.model_impl to native, or generator.tp to a divisor"
+        yield BrokenRule({"generator.tp": tp, "generator.model_impl": "titan"}, rule, fix)
 
 
 def _broken_by_shape(config: Config, shape: ModelShape) -> Iterator[BrokenRule]:
     path, tp = str(config.model.path), config.trainer.parallelism.tp
     if shape.num_heads % shape.num_kv_heads:
-        yield BrokenRule(
-            values={"model.path": path},
-            rule=f"the {shape.num_kv_heads} key-value heads of config.json must divide its {shape.num_heads} query heads",
-            fix="use another checkpoint",
-        )
+        rule = f"the {shape.num_kv_heads} key-value heads of config.json must divide its {shape.num_heads} query heads"
+        yield BrokenRule({"model.path": path}, rule, "use another checkpoint")
     for key, degree in config.tensor_parallel_degrees.items():
         if shape.num_heads % degree or shape.num_kv_heads % degree:
-            yield BrokenRule(
-                values={key: degree, "model.path": path},
-                rule=f"tp must divide the model's {shape.num_heads} query heads and {shape.num_kv_heads} key-value heads",
-                fix=f"set {key} to 1, or to a common divisor of both",
-            )
+            rule = f"tp must divide the model's {shape.num_heads} query heads and {shape.num_kv_heads} key-value heads"
+            yield BrokenRule({key: degree, "model.path": path}, rule, f"set {key} to 1, or to a common divisor of both")
         if shape.intermediate_size % degree:
-            yield BrokenRule(
-                values={key: degree, "model.path": path},
-                rule=f"tp must divide the model's intermediate size {shape.intermediate_size}",
-                fix=f"set {key} to a divisor of it",
-            )
+            rule = f"tp must divide the model's intermediate size {shape.intermediate_size}"
+            yield BrokenRule({key: degree, "model.path": path}, rule, f"set {key} to a divisor of it")
     if config.trainer.float8 is not None and (shape.hidden_size % 16 or shape.intermediate_size // tp % 16):
-        yield BrokenRule(
-            values={"trainer.float8": config.trainer.float8, "trainer.parallelism.tp": tp, "model.path": path},
-            rule="float8 requires projections whose dimensions on each tensor-parallel rank are multiples of 16",
-            fix="set trainer.float8 to null, or lower trainer.parallelism.tp",
-        )
+        rule = "float8 requires projections whose dimensions on each tensor-parallel rank are multiples of 16"
+        fix = "set trainer.float8 to null, or lower trainer.parallelism.tp"
+        yield BrokenRule({"trainer.float8": config.trainer.float8, "trainer.parallelism.tp": tp, "model.path": path}, rule, fix)
     yield from broken_by_positions(config, shape.max_positions)
     lengths = {
         "trainer.row_tokens": config.trainer.row_tokens,
@@ -450,9 +429,9 @@ def _broken_by_shape(config: Config, shape: ModelShape) -> Iterator[BrokenRule]:
         if length > shape.max_positions:
             what = "a row" if key == "trainer.row_tokens" else f"a prompt plus completion of {length} tokens"
             yield BrokenRule(
-                values={key: length if key == "trainer.row_tokens" else config.rollout.max_new_tokens, "model.path": path},
-                rule=f"{what} must not be longer than the model's {shape.max_positions} positions",
-                fix=f"lower {key}",
+                {key: length if key == "trainer.row_tokens" else config.rollout.max_new_tokens, "model.path": path},
+                f"{what} must not be longer than the model's {shape.max_positions} positions",
+                f"lower {key}",
             )
             return
 
@@ -472,10 +451,10 @@ def _broken_by_teacher(config: Config) -> Iterator[BrokenRule]:
     yield from _broken_by_weights(model, "distill.teacher.path")
     if model.shape.max_positions < config.max_sequence_tokens:
         yield BrokenRule(
-            values={"rollout.max_new_tokens": config.rollout.max_new_tokens, **values},
-            rule=f"a prompt plus completion of {config.max_sequence_tokens} tokens must not be longer than the teacher's "
+            {"rollout.max_new_tokens": config.rollout.max_new_tokens, **values},
+            f"a prompt plus completion of {config.max_sequence_tokens} tokens must not be longer than the teacher's "
             f"{model.shape.max_positions} positions",
-            fix="lower rollout.max_new_tokens",
+            "lower rollout.max_new_tokens",
         )
     try:
         policy, teacher = policy_tokenizer(config).vocabulary, load_tokenizer(path).vocabulary
@@ -485,10 +464,10 @@ def _broken_by_teacher(config: Config) -> Iterator[BrokenRule]:
     different = [token for token in policy.keys() | teacher.keys() if policy.get(token) != teacher.get(token)]
     if different:
         yield BrokenRule(
-            values={**values, **model_values(config)},
-            rule="the teacher must have the vocabulary of the policy, because it scores the policy's tokens, but "
+            {**values, **model_values(config)},
+            "the teacher must have the vocabulary of the policy, because it scores the policy's tokens, but "
             f"{len(different)} tokens differ, such as {min(different)!r}",
-            fix="choose a teacher of the policy's family",
+            "choose a teacher of the policy's family",
         )
 
 

@@ -16,11 +16,8 @@ def broken_by_cores(config: Config) -> Iterator[BrokenRule]:
     for role, choice in config.placement.cpus:
         if choice is None or choice in ("split", "numa") or numbers(choice) & usable:
             continue
-        yield BrokenRule(
-            values={f"placement.cpus.{role}": choice},
-            rule=f"the run may use none of these cores on this machine; it may use {_text(usable)}",
-            fix="choose from these cores, or set it to split or null",
-        )
+        rule = f"the run may use none of these cores on this machine; it may use {_text(usable)}"
+        yield BrokenRule({f"placement.cpus.{role}": choice}, rule, "choose from these cores, or set it to split or null")
 
 
 def _text(cores: set[int]) -> str:

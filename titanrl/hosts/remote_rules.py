@@ -12,22 +12,17 @@ def broken_by_remote_hosts(config: Config, hosts: str) -> Iterator[BrokenRule]:
     """Yield the rules for hosts on other machines that a configuration breaks; `hosts` names them in the messages."""
     kind = config.hosts.kind
     if config.device == "auto":
-        yield BrokenRule(
-            values={"hosts.kind": kind, "device": "auto"},
-            rule=f"auto selects the device of this machine, but the {hosts} may have a different one",
-            fix=f"set device to that of the {hosts}",
-        )
+        rule = f"auto selects the device of this machine, but the {hosts} may have a different one"
+        yield BrokenRule({"hosts.kind": kind, "device": "auto"}, rule, f"set device to that of the {hosts}")
     yield from broken_by_trust(config, f"the {hosts}")
 
 
 def broken_by_trust(config: Config, hosts: str) -> Iterator[BrokenRule]:
     """Yield a rule if hosts would listen on a network that the configuration does not declare as trusted."""
     if not config.hosts.trusted_network:
-        yield BrokenRule(
-            values={"hosts.kind": config.hosts.kind, "hosts.trusted_network": False},
-            rule=f"{hosts} listen on the network, and a program that can connect to them can execute code as you",
-            fix="set hosts.trusted_network to true if you trust everyone who can reach them (docs/security.md)",
-        )
+        rule = f"{hosts} listen on the network, and a program that can connect to them can execute code as you"
+        fix = "set hosts.trusted_network to true if you trust everyone who can reach them (docs/security.md)"
+        yield BrokenRule({"hosts.kind": config.hosts.kind, "hosts.trusted_network": False}, rule, fix)
 
 
 def broken_by_name(config: Config, hosts: str, fix: str) -> Iterator[BrokenRule]:
@@ -36,11 +31,8 @@ def broken_by_name(config: Config, hosts: str, fix: str) -> Iterator[BrokenRule]
     addresses = addresses_of(name)
     if all(ipaddress.ip_address(address).is_loopback for address in addresses):
         found = f"it resolves to {', '.join(addresses)}" if addresses else "it does not resolve"
-        yield BrokenRule(
-            values={"hosts.kind": config.hosts.kind},
-            rule=f"the name of this machine, {name}, must resolve to an address that {hosts} can reach, but {found}",
-            fix=fix,
-        )
+        rule = f"the name of this machine, {name}, must resolve to an address that {hosts} can reach, but {found}"
+        yield config.broken("hosts.kind", rule, fix)
 
 
 def addresses_of(name: str) -> list[str]:

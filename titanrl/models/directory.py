@@ -127,19 +127,19 @@ def read_model(path: Path, family: str | None = None) -> ModelDirectory | Broken
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        return BrokenRule(values=values, rule=f"its config.json must be JSON: {error}", fix=fix)
+        return BrokenRule(values, f"its config.json must be JSON: {error}", fix)
     if not isinstance(raw, dict):
-        return BrokenRule(values=values, rule="its config.json must be a JSON object", fix=fix)
+        return BrokenRule(values, "its config.json must be a JSON object", fix)
     found = _family_of(raw, family, values)
     if isinstance(found, BrokenRule):
         return found
     hf = found.completed(raw)
     if missing := [key for key in SIZES if not isinstance(hf.get(key), int) or hf[key] is True or hf[key] < 1]:
         rule = f"its config.json must contain positive integers for {', '.join(missing)}"
-        return BrokenRule(values=values, rule=rule, fix=fix)
+        return BrokenRule(values, rule, fix)
     if large := [key for key, limit in SIZES.items() if hf[key] > limit]:
         rule = f"{large[0]} of its config.json must be at most {SIZES[large[0]]:,}, not {hf[large[0]]}"
-        return BrokenRule(values=values, rule=rule, fix=fix)
+        return BrokenRule(values, rule, fix)
     return ModelDirectory(path=path, family=found, hf=hf)
 
 
@@ -147,18 +147,18 @@ def _family_of(raw: dict[str, Any], family: str | None, values: dict[str, str]) 
     model_type = str(raw.get("model_type"))[:200]
     if "model_type" not in raw:
         rule = f"its config.json must have a model_type, such as {SUPPORTED}, but it has none"
-        return BrokenRule(values=values, rule=rule, fix="download the version of the model for transformers")
+        return BrokenRule(values, rule, "download the version of the model for transformers")
     if family is None:
         if model_type in FAMILIES:
             return FAMILIES[model_type]
         rule = f"its config.json must have one of the supported model types {SUPPORTED}, not {model_type}"
-        return BrokenRule(values=values, rule=rule, fix=ADD_FAMILY)
+        return BrokenRule(values, rule, ADD_FAMILY)
     chosen = chosen_family(family)
     if isinstance(chosen, ModelFamily) and chosen.model_type != model_type:
         return BrokenRule(
-            values={"model.family": family, **values},
-            rule=f"the family is for model type {chosen.model_type}, but config.json has {model_type}",
-            fix="remove model.family, or name the family of this model",
+            {"model.family": family, **values},
+            f"the family is for model type {chosen.model_type}, but config.json has {model_type}",
+            "remove model.family, or name the family of this model",
         )
     return chosen
 
@@ -169,11 +169,11 @@ def chosen_family(path: str) -> ModelFamily | BrokenRule:
         found = import_object(path, key="model.family")
     except ValueError as error:
         rule, fix = str(error).removeprefix("model.family: "), "correct the path or the module"
-        return BrokenRule(values={"model.family": path}, rule=rule, fix=fix)
+        return BrokenRule({"model.family": path}, rule, fix)
     if isinstance(found, ModelFamily):
         return found
     rule = f"must name a titanrl.models.family.ModelFamily, but this is of type {type(found).__name__}"
-    return BrokenRule(values={"model.family": path}, rule=rule, fix="build one with titanrl.models.dense.dense_family")
+    return BrokenRule({"model.family": path}, rule, "build one with titanrl.models.dense.dense_family")
 
 
 def recipe_family(model: ModelConfig) -> ModelFamily | BrokenRule:
@@ -186,13 +186,13 @@ def recipe_family(model: ModelConfig) -> ModelFamily | BrokenRule:
         found = FAMILIES[model.recipe.family]
     else:
         return BrokenRule(
-            values={"model.recipe.family": model.recipe.family},
-            rule=f"must be one of the supported model types {SUPPORTED}",
-            fix=did_you_mean(model.recipe.family, FAMILIES) or "choose one of them",
+            {"model.recipe.family": model.recipe.family},
+            f"must be one of the supported model types {SUPPORTED}",
+            did_you_mean(model.recipe.family, FAMILIES) or "choose one of them",
         )
     if isinstance(found, ModelFamily) and found.recipe is None:
         rule = f"the family {found.model_type} has no recipe for a tiny model"
-        return BrokenRule(values={"model.family": model.family}, rule=rule, fix="set model.path to a checkpoint")
+        return BrokenRule({"model.family": model.family}, rule, "set model.path to a checkpoint")
     return found
 
 
@@ -240,21 +240,21 @@ def _not_a_directory(path: Path, why: str) -> BrokenRule:
     values = {"model.path": str(path)}
     if not why_no_file(path):
         what, fix = ("GGUF ", ORIGINAL) if path.suffix == ".gguf" else ("", f"give its directory, {path.parent}")
-        return BrokenRule(values=values, rule=f"must be a directory, but it is a {what}file", fix=fix)
+        return BrokenRule(values, f"must be a directory, but it is a {what}file", fix)
     if why != "does not exist":
         fix = "correct the path or its permissions"
-        return BrokenRule(values=values, rule=f"must be a directory, but it {why}", fix=fix)
+        return BrokenRule(values, f"must be a directory, but it {why}", fix)
     hub_id = _published_id(path)
     is_hub_id = str(path) == hub_id or (len(path.parts) == 2 and not path.is_absolute() and not path.parent.exists())
     if is_hub_id and hub_id in (None, str(path)):
         return BrokenRule(
-            values=values,
-            rule="must be a directory on this machine, but it does not exist",
-            fix=f"if it is a name on the Hugging Face hub, download the model: `hf download {in_shell(path)} --local-dir "
+            values,
+            "must be a directory on this machine, but it does not exist",
+            f"if it is a name on the Hugging Face hub, download the model: `hf download {in_shell(path)} --local-dir "
             f"{in_shell(Path('models', path.name))}`, and give that directory",
         )
     fix = f"correct the path, or download a model: {_download(path)}"
-    return BrokenRule(values=values, rule="must be a directory, but it does not exist", fix=fix)
+    return BrokenRule(values, "must be a directory, but it does not exist", fix)
 
 
 def _without_config(path: Path) -> BrokenRule:
@@ -264,24 +264,24 @@ def _without_config(path: Path) -> BrokenRule:
         names = {file.name for file in path.iterdir()}
         models = sorted(file.parent for pattern in MODELS_IN for file in path.glob(f"{pattern}/config.json"))
     except OSError as error:
-        return BrokenRule(values=values, rule=f"must be a readable directory: {error}", fix="correct its permissions")
+        return BrokenRule(values, f"must be a readable directory: {error}", "correct its permissions")
     if "adapter_config.json" in names:
         rule = "must be the directory of a complete model, but it is that of a PEFT adapter"
-        return BrokenRule(values=values, rule=rule, fix=MERGE_ADAPTER)
+        return BrokenRule(values, rule, MERGE_ADAPTER)
     if models:
         others = f", which is one of {len(models)} model directories in it" if len(models) > 1 else ""
-        return BrokenRule(values=values, rule=rule, fix=f"set it to {models[0]}{others}")
+        return BrokenRule(values, rule, f"set it to {models[0]}{others}")
     if "commit.json" in names or "checkpoints" in names:
         rule = "must be a Hugging Face model directory, but it is a checkpoint or a run without an exported model"
         fix = "finish the run, which exports the model to checkpoints/final, and give that directory"
-        return BrokenRule(values=values, rule=rule, fix=fix)
+        return BrokenRule(values, rule, fix)
     if any(name.endswith(".gguf") for name in names):
         rule = "must be a Hugging Face model directory, but it has GGUF files and no config.json"
-        return BrokenRule(values=values, rule=rule, fix=ORIGINAL)
+        return BrokenRule(values, rule, ORIGINAL)
     if "params.json" in names or any(name.startswith("consolidated") for name in names):
         rule = "must be a Hugging Face model directory, but it is in the format of the model's authors"
-        return BrokenRule(values=values, rule=rule, fix="download the version of the model for transformers")
-    return BrokenRule(values=values, rule=rule, fix=f"complete the download: {_download(path)}")
+        return BrokenRule(values, rule, "download the version of the model for transformers")
+    return BrokenRule(values, rule, f"complete the download: {_download(path)}")
 
 
 def _download(path: Path) -> str:

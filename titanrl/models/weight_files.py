@@ -341,7 +341,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _rule(path: Path, rule: str, fix: str) -> BrokenRule:
-    return BrokenRule(values={"model.path": str(path)}, rule=rule, fix=fix)
+    return BrokenRule({"model.path": str(path)}, rule, fix)
 
 
 def _broken(path: Path, rule: str, fix: str) -> BrokenRules:

@@ -90,12 +90,12 @@ def broken_rules() -> Iterator[BrokenRule]:
     temporary = tempfile.gettempdir()
     if found := flaw(Path(temporary), is_shared=True):
         rule = f"other users must not be able to replace files in the temporary folder ({found})"
-        yield BrokenRule(values={"TMPDIR": temporary}, rule=rule, fix=f"set TMPDIR to a folder that only you can write{fix}")
+        yield BrokenRule({"TMPDIR": temporary}, rule, f"set TMPDIR to a folder that only you can write{fix}")
     for name in CACHES:
         value, folder = os.environ.get(name), folder_of(name)
         if value and folder is not None and (found := _flaw(folder)):
             rule = f"only you may be able to write this cache, because programs are loaded from it ({found})"
-            yield BrokenRule(values={name: value}, rule=rule, fix=f"unset {name}, or set it to a folder of yours{fix}")
+            yield BrokenRule({name: value}, rule, f"unset {name}, or set it to a folder of yours{fix}")
 
 
 def folder_of(name: str) -> Path | None:

@@ -141,11 +141,8 @@ def broken_by_templates() -> Iterator[BrokenRule]:
     """
     folder = os.environ.get(SHARED)
     if folder and os.path.lexists(folder) and not is_private(Path(folder)):
-        yield BrokenRule(
-            values={SHARED: folder},
-            rule="must be a folder of mode 0700 that belongs to you, and no link, because templates in it receive your keys",
-            fix="unset the variable, or start `titanrl warm` and export what it prints",
-        )
+        rule = "must be a folder of mode 0700 that belongs to you, and no link, because templates in it receive your keys"
+        yield BrokenRule({SHARED: folder}, rule, "unset the variable, or start `titanrl warm` and export what it prints")
 
 
 def digest_of_imports(environment: Mapping[str, str], load: Callable[[], None]) -> str:

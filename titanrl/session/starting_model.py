@@ -116,7 +116,7 @@ def cached(kind: str, cache_dir: Path, settings: dict[str, object], seed: int) -
     folder = cache_dir.resolve() / f"{kind}-{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
     if folder.exists() and not is_only_user() and (found := own_flaw(folder)):
         rule = f"a cached model must have been made by you ({found})"
-        raise BrokenRules(BrokenRule(values={"cache_dir": str(cache_dir)}, rule=rule, fix="set it to a folder of yours"))
+        raise BrokenRules(BrokenRule({"cache_dir": str(cache_dir)}, rule, "set it to a folder of yours"))
     return folder
 
 

@@ -15,7 +15,7 @@ def broken_by_kubernetes(config: Config) -> Iterator[BrokenRule]:
     yield from broken_by_pods(config)
     if missing_package():
         rule = "kubernetes needs the package kubernetes, which is not installed"
-        yield BrokenRule(values={"hosts.kind": "kubernetes"}, rule=rule, fix="pip install kubernetes")
+        yield BrokenRule({"hosts.kind": "kubernetes"}, rule, "pip install kubernetes")
     fix = "correct /etc/hosts, or start the controller in a pod of the cluster, with titanrl manifest"
     yield from broken_by_name(config, "pods", fix)
 
@@ -25,14 +25,9 @@ def broken_by_pods(config: Config) -> Iterator[BrokenRule]:
     kubernetes = config.hosts.kubernetes
     yield from broken_by_remote_hosts(config, "pods")
     if kubernetes.image is None:
-        yield BrokenRule(
-            values={"hosts.kubernetes.image": None},
-            rule="pods need an image that contains TitanRL and its dependencies",
-            fix="set hosts.kubernetes.image",
-        )
+        rule = "pods need an image that contains TitanRL and its dependencies"
+        yield BrokenRule({"hosts.kubernetes.image": None}, rule, "set hosts.kubernetes.image")
     if not kubernetes.volumes:
-        yield BrokenRule(
-            values={"hosts.kubernetes.volumes": []},
-            rule="pods need a volume to share the run directory, model and data",
-            fix="set it to a persistent volume claim with the access mode ReadWriteMany",
-        )
+        rule = "pods need a volume to share the run directory, model and data"
+        fix = "set it to a persistent volume claim with the access mode ReadWriteMany"
+        yield BrokenRule({"hosts.kubernetes.volumes": []}, rule, fix)

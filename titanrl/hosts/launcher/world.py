@@ -74,13 +74,8 @@ def world_of(environment: Mapping[str, str]) -> World | None:
         return None
     given = {names[0]: rank, names[1]: size}
     if not (rank.isdecimal() and size is not None and size.isdecimal() and int(rank) < int(size)):
-        raise BrokenRules(
-            BrokenRule(
-                values=given,
-                rule="the launcher must set the rank of this process (from 0) and the number of processes (from 1)",
-                fix=f"set both, or unset {names[0]}",
-            )
-        )
+        rule = "the launcher must set the rank of this process (from 0) and the number of processes (from 1)"
+        raise BrokenRules(BrokenRule(given, rule, f"set both, or unset {names[0]}"))
     # Slurm writes the tasks of each node, such as 1(x2),3.
     on_this_host = max(map(int, re.findall(r"(?<!x)\b\d+", local_size or "")), default=1)
     return World(
@@ -101,13 +96,9 @@ def _address(environment: Mapping[str, str], given: Mapping[str, object], rank_n
         return first_node(environment.get("SLURM_STEP_NODELIST", ""))
     if are_together:
         return "127.0.0.1"
-    raise BrokenRules(
-        BrokenRule(
-            values={**given, "MASTER_ADDR": None},
-            rule="this launcher does not provide the address of rank 0",
-            fix="pass it, for example with `mpirun -x MASTER_ADDR=<host of rank 0>`",
-        )
-    )
+    rule = "this launcher does not provide the address of rank 0"
+    fix = "pass it, for example with `mpirun -x MASTER_ADDR=<host of rank 0>`"
+    raise BrokenRules(BrokenRule({**given, "MASTER_ADDR": None}, rule, fix))
 
 
 def _port(environment: Mapping[str, str], *, by_slurm: bool) -> int:
@@ -119,7 +110,7 @@ def _port(environment: Mapping[str, str], *, by_slurm: bool) -> int:
         return DEFAULT_PORT
     if not text.isdecimal() or not 0 < int(text) < 65_536:
         fix = "set it to a free port, the same for all processes"
-        raise BrokenRules(BrokenRule(values={"MASTER_PORT": text}, rule="must be a port from 1 to 65535", fix=fix))
+        raise BrokenRules(BrokenRule({"MASTER_PORT": text}, "must be a port from 1 to 65535", fix))
     return int(text)
 
 
@@ -149,27 +140,27 @@ def broken_by_world(config: Config, world: World | None) -> Iterator[BrokenRule]
     """Yield the rules that a configuration breaks when it runs on these processes."""
     if world is None:
         yield BrokenRule(
-            values={"hosts.kind": "launcher"},
-            rule="launcher requires a program that starts this command once on each host, and none of "
+            {"hosts.kind": "launcher"},
+            "launcher requires a program that starts this command once on each host, and none of "
             f"{', '.join(names[0] for names in _COUNTS)} is set",
-            fix="start the command with torchrun, srun or mpirun (docs/howto/launcher.md), or set hosts.kind to local",
+            "start the command with torchrun, srun or mpirun (docs/howto/launcher.md), or set hosts.kind to local",
         )
         return
     needed, hosts = num_hosts(config), config.hosts
     generators = {"hosts.generator_hosts": hosts.generator_hosts} if "generators" in host_counts(config) else {}
     if world.size != needed:
         yield BrokenRule(
-            values={"hosts.trainer_hosts": hosts.trainer_hosts, **generators},
-            rule=f"the launcher must start one process for each trainer host and each generator host, {needed} in total, "
+            {"hosts.trainer_hosts": hosts.trainer_hosts, **generators},
+            f"the launcher must start one process for each trainer host and each generator host, {needed} in total, "
             f"but it started {world.size}",
-            fix=f"start {needed}, or change the numbers of hosts",
+            f"start {needed}, or change the numbers of hosts",
         )
     if world.local_size > 1 and config.device != "cpu" and resolve_device("auto").kind != "cpu":
         yield BrokenRule(
-            values={"hosts.kind": "launcher"},
-            rule="a run needs one process per host, which uses all of its accelerators, but the launcher started "
+            {"hosts.kind": "launcher"},
+            "a run needs one process per host, which uses all of its accelerators, but the launcher started "
             f"{world.local_size} on this host",
-            fix="start one per host, for example with `torchrun --nproc-per-node 1` or `srun --ntasks-per-node 1`",
+            "start one per host, for example with `torchrun --nproc-per-node 1` or `srun --ntasks-per-node 1`",
         )
 
 

@@ -15,6 +15,6 @@ def broken_by_slurm(config: Config) -> Iterator[BrokenRule]:
     yield from broken_by_remote_hosts(config, "nodes")
     if missing := [command for command in ("sbatch", "squeue", "scancel", "srun") if shutil.which(command) is None]:
         rule = f"slurm requires the command {missing[0]}, which is not on PATH"
-        yield BrokenRule(values={"hosts.kind": "slurm"}, rule=rule, fix="start the run on a Slurm login node")
+        yield BrokenRule({"hosts.kind": "slurm"}, rule, "start the run on a Slurm login node")
     fix = "correct /etc/hosts or the name server, or start the run with titanrl submit on a node of the cluster"
     yield from broken_by_name(config, "nodes", fix)
