@@ -111,6 +111,6 @@ def start_run(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Ite
 def assert_nothing_left(cluster: Cluster, run: ClusterRun, timeout_s: float = 20) -> None:
     """Check that within `timeout_s`, no process of a run is left on any node, and no job."""
     deadline = time.monotonic() + timeout_s
-    while left := [*cluster.jobs(), *cluster.processes("titanrl.hosts.slurm.node", str(run.run_dir))]:
+    while left := [*cluster.jobs(), *cluster.processes("titanrl.hosts.holder", str(run.run_dir))]:
         assert time.monotonic() < deadline, f"left after {timeout_s:g} s: {left}"
         time.sleep(0.2)

@@ -189,7 +189,7 @@ def test_unplugged_pod_is_named(lab: Lab) -> None:
     manifest = list(yaml.safe_load_all(lab.manifest("unplugged", *overrides)))
     (container,) = manifest[-1]["spec"]["template"]["spec"]["containers"]
     arguments = ["device=cpu", "name=unplugged", *PODS, *overrides]
-    container["command"] = ["python", "-u", "-m", "tests.hosts.kubernetes.kubernetes_hosts", "wait", *arguments]
+    container["command"] = ["python", "-u", "-m", "tests.hosts.pods", "wait", *arguments]
     container["workingDir"] = str(REPO)  # the program holds the hosts without a run
     lab.cluster.apply(yaml.safe_dump_all(manifest))
     pod = lab.controller("unplugged")

@@ -10,7 +10,7 @@ from tests.cluster.kubernetes import check_mesh
 from tests.cluster.requests import Refused
 from titanrl.commands.manifest import main, objects
 from titanrl.config import load_config
-from titanrl.hosts.kubernetes.manifest import mesh_name, object_name, token_of
+from titanrl.hosts.kubernetes_objects import mesh_name, object_name, token_of
 
 PODS = (
     "device=cpu",
@@ -94,7 +94,7 @@ def test_pods_request_configured_resources() -> None:
     assert container["resources"]["limits"] == {"cpu": "64", "memory": "800Gi"}, "no accelerators on CPU"
     assert container["volumeMounts"][2] == {"name": "volume-1", "mountPath": "/models", "readOnly": True}
     assert {"name": "NCCL_SOCKET_IFNAME", "value": "eth0"} in container["env"]
-    assert container["command"] == ["python", "-u", "-m", "titanrl.hosts.kubernetes.pod", "26600"]
+    assert container["command"] == ["python", "-u", "-m", "titanrl.hosts.holder", "listen", "26601"]
     assert container["workingDir"] == "/mnt/titan"
 
 

@@ -20,7 +20,7 @@ def curve(run: Finished) -> list[tuple[float, ...]]:
 
 def host_of(command: Command, role: str, rank: int = 0) -> str:
     """Return mesh and index of the emulated host that started a process, or its stand-in if it is a fork of a template."""
-    hosts = [child for child in psutil.Process(command.process.pid).children() if "emulated_host" in " ".join(child.cmdline())]
+    hosts = [child for child in psutil.Process(command.process.pid).children() if "monarch_host" in " ".join(child.cmdline())]
     name = f"{role}_{rank}"
     (host,) = [host for host in hosts if any(child.environ().get(NAME) == name for child in host.children(recursive=True))]
     return host.cmdline()[3].rpartition("/")[2]

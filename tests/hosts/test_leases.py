@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import Coroutine
 
-from titanrl.hosts.leases import ENDING, Host, Leases, hold_lease
+from titanrl.hosts.leases import ENDING, Controller, Host, Leases, hold_lease
 
 
 class Events:
@@ -23,18 +23,18 @@ def run(work: Coroutine[object, object, None]) -> None:
     asyncio.run(asyncio.wait_for(work, 30))
 
 
-async def opened(num_hosts: int) -> tuple[Leases, Events, str]:
+async def opened(num_hosts: int) -> tuple[Leases, Events, Controller]:
     events = Events()
     leases = Leases(num_hosts, events.lost.put_nowait, events.ending.put_nowait)
-    return leases, events, await leases.open("localhost")
+    return leases, events, Controller(await leases.open("localhost"), leases.token)
 
 
 def test_all_hosts_hold_their_leases_in_any_order() -> None:
     async def work() -> None:
-        leases, _, address = await opened(2)
-        held = [await hold_lease(address, leases.token, host(1))]
+        leases, _, controller = await opened(2)
+        held = [await hold_lease(controller, host(1))]
         assert 0 in leases.missing
-        held.append(await hold_lease(address, leases.token, host(0)))
+        held.append(await hold_lease(controller, host(0)))
         await leases.all_held()
         assert leases.hosts == {0: host(0), 1: host(1)}
         assert leases.missing == []
@@ -45,9 +45,9 @@ def test_all_hosts_hold_their_leases_in_any_order() -> None:
 
 def test_lost_host_is_reported() -> None:
     async def work() -> None:
-        leases, events, address = await opened(2)
-        _, first = await hold_lease(address, leases.token, host(0))
-        second = await hold_lease(address, leases.token, host(1))
+        leases, events, controller = await opened(2)
+        _, first = await hold_lease(controller, host(0))
+        second = await hold_lease(controller, host(1))
         await leases.all_held()
         first.transport.abort()
         assert await events.lost.get() == host(0)
@@ -60,8 +60,8 @@ def test_lost_host_is_reported() -> None:
 
 def test_hosts_exit_with_their_controller() -> None:
     async def work() -> None:
-        leases, events, address = await opened(1)
-        reader, _ = await hold_lease(address, leases.token, host(0))
+        leases, events, controller = await opened(1)
+        reader, _ = await hold_lease(controller, host(0))
         await leases.all_held()
         leases.close()
         with contextlib.suppress(ConnectionError):
@@ -73,8 +73,8 @@ def test_hosts_exit_with_their_controller() -> None:
 
 def test_signal_of_the_scheduler_reaches_the_controller() -> None:
     async def work() -> None:
-        leases, events, address = await opened(1)
-        _, writer = await hold_lease(address, leases.token, host(0))
+        leases, events, controller = await opened(1)
+        _, writer = await hold_lease(controller, host(0))
         await leases.all_held()
         writer.write(ENDING)
         assert await events.ending.get() == host(0)
@@ -86,8 +86,8 @@ def test_signal_of_the_scheduler_reaches_the_controller() -> None:
 
 def test_strangers_get_no_lease() -> None:
     async def work() -> None:
-        leases, _, address = await opened(2)
-        held = await hold_lease(address, leases.token, host(0))
+        leases, _, controller = await opened(2)
+        held = await hold_lease(controller, host(0))
         for greeting in (
             f"{'0' * 32} 1 n1 n1\n",  # another token
             f"{leases.token} 2 n2 n2\n",  # no such rank
@@ -96,7 +96,7 @@ def test_strangers_get_no_lease() -> None:
             "GET / HTTP/1.1\r\n",
             f"{leases.token} 0 n9 n9\n",  # a rank that another host holds
         ):
-            name, _, port = address.rpartition(":")
+            name, _, port = controller.address.rpartition(":")
             reader, writer = await asyncio.open_connection(name, int(port))
             writer.write(greeting.encode())
             assert await reader.read() == b""

@@ -21,9 +21,8 @@ from monarch.actor import ActorError, ProcMesh
 
 from tests.launch.patients import running_patient
 from titanrl.base.errors import describe
-from titanrl.hosts.patience import POLL
 from titanrl.launch.fleet import Fleet
-from titanrl.launch.hosts import local_host
+from titanrl.launch.hosts import POLL, local_host
 from titanrl.launch.supervision import PROCESS_FAILED, ActorDiedError, DeadlineError, Replaceable, Supervisor
 from titanrl.processes.actors import Actor, RemoteError, StoppedError, concurrent_endpoint, endpoint, is_stop, portable
 

@@ -8,7 +8,7 @@ import pytest
 
 from titanrl.config import Config
 from titanrl.config.hosts import HostsConfig
-from titanrl.hosts.core_rules import broken_by_cores
+from titanrl.hosts.machine_rules import broken_by_cores
 from titanrl.processes.machine import Cores, bind, chosen_cores, numa_nodes, numbers
 
 NODES = [{0, 1, 2, 3}, {4, 5, 6, 7}]

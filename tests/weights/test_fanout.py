@@ -19,8 +19,9 @@ from tests.shared_memory import abandoned
 from tests.trainer.ranks import FORKED
 from tests.weights.processes import HostReader, Pulled, Wire, Writer, read_from_wire
 from titanrl.config import load_config
+from titanrl.hosts.emulated import EmulatedHosts
 from titanrl.launch.fleet import Fleet
-from titanrl.launch.hosts import EmulatedHosts
+from titanrl.launch.hosts import start_hosts
 from titanrl.launch.roles import Roles
 from titanrl.launch.supervision import Supervisor
 from titanrl.processes.temporary import private_folder
@@ -209,6 +210,7 @@ def test_hosts_receive_concurrently() -> None:
 # Two emulated hosts, with Monarch's network
 
 NUM_HOSTS, NUM_RANKS = 2, 4
+HOSTS = {"trainers": 1, "generators": NUM_HOSTS}
 SHAPE = (256, 128)
 NUM_BYTES = 2 * 256 * 128
 
@@ -224,7 +226,7 @@ class World:
     def __init__(self, log_dir: Path) -> None:
         self._log_dir = log_dir
         self._runner = asyncio.Runner()
-        self._hosts = EmulatedHosts({"trainers": 1, "generators": NUM_HOSTS})
+        self._hosts = EmulatedHosts(HOSTS)
 
     def do(self, work: Coroutine[Any, Any, Any]) -> Any:
         return self._runner.run(asyncio.wait_for(work, 120))
@@ -234,7 +236,7 @@ class World:
         self._fleet, self._emulated = (Fleet(self._log_dir, self._supervisor, own_children=own) for own in (True, False))
         prepare_templates(self._fleet, load_config("configs/quickstart.yaml"), Roles(trainer=False, generators=False))
         self.store = await spawn_store(await fork(self._fleet, "store", worker_environment(), "titanrl.weights.store"))
-        hosts = self._hosts.start()
+        hosts = await start_hosts(self._hosts, HOSTS)
         writer = await self._fork("writer", hosts["trainers"], 1)
         self._readers = await self._fork("readers", hosts["generators"], NUM_RANKS)
         self.writer: Any = writer.spawn("writer", Writer, self.store)

@@ -36,10 +36,10 @@ from titanrl.config.source import Source
 from titanrl.data import examples
 from titanrl.data.selection import Selection
 from titanrl.data.tokenizer import load_tokenizer
-from titanrl.hosts.core_rules import broken_by_cores
-from titanrl.hosts.kubernetes.rules import broken_by_kubernetes
-from titanrl.hosts.launcher.world import broken_by_launcher
-from titanrl.hosts.slurm.rules import broken_by_slurm
+from titanrl.hosts.kubernetes import broken_by_kubernetes
+from titanrl.hosts.launcher import broken_by_launcher
+from titanrl.hosts.machine_rules import broken_by_cores
+from titanrl.hosts.slurm import broken_by_slurm
 from titanrl.models.directory import ModelDirectory, model_shape, open_model, read_model, recipe_model
 from titanrl.models.vllm_limits import vllm_problems
 from titanrl.processes import caches

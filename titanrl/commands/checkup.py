@@ -20,15 +20,20 @@ from titanrl.config.load import validate
 from titanrl.config.schema import Config
 from titanrl.config.sizes import derive, gigabytes
 from titanrl.config.source import Source, read_source
-from titanrl.hosts.checkup.examine import Checkup, examine
-from titanrl.hosts.checkup.probe import serve
-from titanrl.hosts.checkup.verdicts import Examined, Link
-from titanrl.hosts.kubernetes.rules import broken_by_kubernetes
-from titanrl.hosts.launcher.command import tell_failure
-from titanrl.hosts.launcher.rendezvous import find
-from titanrl.hosts.launcher.world import World, broken_by_launcher, broken_by_world, drop_variables, world_of
-from titanrl.hosts.slurm.jobs import IN_ALLOCATION
-from titanrl.hosts.slurm.rules import broken_by_slurm
+from titanrl.hosts.checkup import Checkup, Examined, Link, examine
+from titanrl.hosts.holder import serve
+from titanrl.hosts.kubernetes import broken_by_kubernetes
+from titanrl.hosts.launcher import (
+    World,
+    broken_by_launcher,
+    broken_by_world,
+    drop_variables,
+    find,
+    own_host,
+    tell_failure,
+    world_of,
+)
+from titanrl.hosts.slurm import IN_ALLOCATION, broken_by_slurm
 from titanrl.models.directory import model_shape
 
 MAX_LINKS = 12
@@ -54,7 +59,7 @@ def diagnose(path: Path, overrides: Sequence[str], *, as_json: bool) -> int:
     try:
         world = _world(config, source)
         if world is not None and world.rank:
-            return serve(find(world, config.timeouts.start_s), world.rank)
+            return serve(find(world, config.timeouts.start_s), own_host(world))
         device = resolve_device("auto").kind if config.device == "auto" else config.device
         if "SLURM_JOB_ID" in os.environ:  # inside an allocation, examine its nodes
             os.environ[IN_ALLOCATION] = "1"

@@ -18,8 +18,8 @@ from titanrl.config.explain import explain_rule
 from titanrl.config.load import validate
 from titanrl.config.placement import host_counts
 from titanrl.config.source import Source, dump, read_source
-from titanrl.hosts.kubernetes.manifest import Json, controller, mesh, mesh_name
-from titanrl.hosts.kubernetes.rules import broken_by_pods
+from titanrl.hosts.kubernetes import broken_by_pods
+from titanrl.hosts.kubernetes_objects import Json, controller, mesh, mesh_name
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "titanrl manifest") -> None:

@@ -21,7 +21,7 @@ from titanrl.config.load import validate
 from titanrl.config.placement import host_counts
 from titanrl.config.source import config_of_run, read_source
 from titanrl.data.selection import FLAG, Selection, check_recorded, record_data
-from titanrl.hosts.slurm.jobs import IN_ALLOCATION, NOTICE_SIGNAL, SlurmError, directives, submit_job
+from titanrl.hosts.slurm import IN_ALLOCATION, NOTICE_SIGNAL, SlurmError, directives, submit_job
 from titanrl.launch.run_lock import claim_new_run, claim_run
 from titanrl.run.progress import JOB_SCRIPT
 

@@ -1,17 +1,25 @@
-"""Host leases: one TCP connection from each host to the controller, open as long as both are alive.
+"""Host leases: one TCP connection between each host and the controller, open as long as both are alive.
 
-The kernel reports when the peer dies or its machine loses power or network, so neither side polls. A host exits when it loses
-its controller, so no allocation outlives a killed controller.
+The kernel reports when the peer dies or its machine loses power or network, so neither side polls. A host stops serving when
+it loses its controller, so no allocation outlives a killed controller. Who connects depends on the kind of hosts; from then on,
+all kinds exchange the same lines:
+
+| sender | line | meaning |
+|---|---|---|
+| host | `ready`, or `failed` with a reason | first line |
+| controller | `start` with identity and address | start Monarch's host; the reply is `up` with both |
+| controller | `stop` | kill Monarch's host |
+| controller | a request of `titanrl doctor` as JSON | the reply is a line of JSON (`titanrl.hosts.report`) |
+| controller | `end` with an exit code | stop serving |
+| host | `ending` | the scheduler terminates the host |
 """
 
 import asyncio
-import contextlib
 import hmac
 import secrets
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 LOST_S = 5
 """Seconds without any sign of life after which a host is considered lost."""
@@ -20,26 +28,16 @@ CONTROLLER_LOST_S = 60
 GREETING_S = 10.0
 """Limit in seconds for the first message of a connection; a client that is not a host may never send one."""
 MAX_GREETING = 1024
-ENDING = b"ending\n"
-"""Message of a host that received a termination signal from its scheduler."""
+START, STOP, END = "start", "stop", "end"
+"""First words of the controller's lines."""
+UP = "up"
+"""First word of the reply to `start`."""
+READY, FAILED, ENDING = b"ready\n", b"failed ", b"ending\n"
+"""Lines of a host; the reason follows `failed`."""
 Say = Callable[[str], None]
 """Shows the user one line of text."""
 OnLost = Callable[[str, str], None]
 """Called when a host is lost, with the host name that the machine reports and the cause."""
-
-
-class OnLine(Protocol):
-    """Callback for a message from a host."""
-
-    def __call__(self, host: "Host", line: bytes) -> None:
-        """Handle the line, in the event loop."""
-
-
-class OnHost(Protocol):
-    """Callback for an event of a host."""
-
-    def __call__(self, host: "Host") -> None:
-        """Handle the event, in the event loop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,9 +55,23 @@ class Host:
     """Host name that the machine and its processes report."""
 
 
-def greeting(token: str, host: Host) -> bytes:
-    """Return the first message of a host."""
-    return f"{token} {host.rank} {host.node} {host.name}\n".encode()
+@dataclass(frozen=True, slots=True)
+class Controller:
+    """Address of a controller's leases, and their secret.
+
+    Example: `Controller("10.0.0.1:40123", "6f1c...")`
+    """
+
+    address: str
+    """Address and port."""
+    token: str
+    """Secret that hosts must send."""
+
+
+OnHost = Callable[[Host], None]
+"""Called in the event loop when something happens to a host."""
+OnLine = Callable[[Host, bytes], None]
+"""Called in the event loop with a line from a host."""
 
 
 def keep_alive(connection: socket.socket, limit_s: int) -> None:
@@ -117,13 +129,37 @@ class Leases:
         self.take(host, *await asyncio.open_connection(sock=connection))
 
     def take(self, host: Host, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Hold the lease of a host on an established connection."""
+        """Hold the lease of a host on an established connection; abort the connection if these leases are closed."""
         self._writers.add(writer)
+        if self._is_closed:
+            writer.transport.abort()
         self._adopted.append(asyncio.create_task(self._keep(host, reader, writer)))
 
-    def send(self, rank: int, line: bytes) -> None:
-        """Send a message to a host that holds its lease."""
-        self._holders[rank].write(line)
+    async def reach(self, address: str, port: int, greeting: str) -> tuple[str, asyncio.StreamReader, asyncio.StreamWriter]:
+        """Connect to a host that waits for its controller; return the first line of its reply, and the connection to `take`.
+
+        Raises:
+            OSError: The host cannot be reached.
+            TimeoutError: It does not reply.
+            ValueError: Its line is too long.
+        """
+        async with asyncio.timeout(GREETING_S):
+            reader, writer = await asyncio.open_connection(address, port)
+            self._writers.add(writer)
+            if self._is_closed:
+                writer.transport.abort()
+            keep_alive(writer.get_extra_info("socket"), LOST_S)
+            writer.write(f"{greeting}\n".encode())
+            return (await reader.readline()).decode(errors="replace").strip(), reader, writer
+
+    def send(self, rank: int, line: str) -> None:
+        """Send a line to a host that holds its lease."""
+        self._holders[rank].write(f"{line}\n".encode())
+
+    def end(self, code: int) -> None:
+        """Make every host that holds its lease stop serving with an exit code."""
+        for rank in self.hosts.keys() - self.lost:
+            self.send(rank, f"{END} {code}")
 
     def connection(self, rank: int) -> socket.socket:
         """Return a duplicate of a host's connection, which stays open when these leases close."""
@@ -195,21 +231,15 @@ class Leases:
             return
 
 
-async def hold_lease(address: str, token: str, host: Host) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def hold_lease(controller: Controller, host: Host) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Connect a host to its controller, and authenticate it.
 
     Raises:
         OSError: The controller cannot be reached.
     """
-    name, _, port = address.rpartition(":")
+    name, _, port = controller.address.rpartition(":")
     reader, writer = await asyncio.wait_for(asyncio.open_connection(name, int(port)), GREETING_S)
     keep_alive(writer.get_extra_info("socket"), CONTROLLER_LOST_S)
-    writer.write(greeting(token, host))
+    writer.write(f"{controller.token} {host.rank} {host.node} {host.name}\n".encode())
     await writer.drain()
     return reader, writer
-
-
-async def lease_closed(reader: asyncio.StreamReader) -> None:
-    """Wait, on a host, until the controller closes the lease or the connection breaks."""
-    with contextlib.suppress(OSError):
-        await reader.read()

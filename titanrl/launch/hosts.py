@@ -5,16 +5,16 @@
 
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 import monarch.actor
-from monarch.actor import HostMesh, attach_to_workers
+from monarch._rust_bindings.monarch_hyperactor.config import reload_config_from_env
+from monarch._src.job.service_identity import allocate_service_proc_ids  # importing monarch.job would load a web server
+from monarch.actor import HostMesh, attach_to_workers, enable_transport
 from monarch.config import configure
 
 from titanrl.base import terminal
@@ -22,24 +22,38 @@ from titanrl.base.choices import DeviceKind
 from titanrl.base.errors import FaultError, TitanRLError
 from titanrl.config.placement import HostPlace, host_counts, replica_place, store_place, worker_place
 from titanrl.config.schema import Config
-from titanrl.hosts.identities import new_identities
-from titanrl.hosts.kubernetes.hosts import KubernetesHosts
-from titanrl.hosts.launcher.crew import Crew
-from titanrl.hosts.launcher.hosts import LauncherHosts
-from titanrl.hosts.launcher.rendezvous import LauncherError
-from titanrl.hosts.leases import Say
-from titanrl.hosts.slurm.hosts import SlurmHosts
-from titanrl.hosts.slurm.node import PROGRAM
+from titanrl.hosts.emulated import EmulatedHosts
+from titanrl.hosts.kubernetes import KubernetesHosts
+from titanrl.hosts.launcher import Crew, LauncherError, LauncherHosts
+from titanrl.hosts.leases import LOST_S, Say
+from titanrl.hosts.slurm import SlurmHosts
 from titanrl.launch.supervision import Supervisor
 from titanrl.processes.private_sockets import private_sockets
-from titanrl.processes.temporary import private_folder
+
+POLL = "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY"
+"""Environment variable with the interval of torchmonarch's polls; `configure` does not know it."""
+POLL_S = 5
+"""Interval of the polls in seconds. A shorter one notices a dead process earlier, but each poll leaves 10 kB per mesh in the
+controller's memory."""
 
 
-class Job(Protocol):
-    """An allocation of hosts."""
+class Provider(Protocol):
+    """A kind of hosts: how it gets Monarch's host onto machines. Ranks count the hosts of all meshes, in their order."""
+
+    async def start(self, identities: Sequence[str]) -> list[str]:
+        """Acquire the hosts, and start Monarch's hosts with these identities; return `identity@address` by rank.
+
+        The caller calls `kill` afterwards, even if this fails.
+        """
 
     def kill(self) -> None:
-        """Kill every process on the hosts, and release them."""
+        """Kill every process on the hosts, and release them. A second call does nothing."""
+
+    def has_ended(self, rank: int) -> bool:
+        """Return True if a host exited or became unreachable."""
+
+    def are_alive(self) -> bool:
+        """Return True if every host is known to be alive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +64,10 @@ class Hosts:
     """Configuration of the run, which defines the placement of each role."""
     local: HostMesh
     """The controller's host."""
-    job: Job | None
+    provider: Provider | None
     """The allocation; None if the run only uses this machine directly."""
     meshes: Mapping[str, HostMesh] = field(default_factory=dict)
     """Host meshes by name (`trainers`, `generators`); empty if the controller's host is the only one."""
-    has_ended: Callable[[str, int], bool] = lambda mesh, number: False
-    """Function that returns True if a host, given by mesh name and index, is known to be lost."""
-    are_alive: Callable[[], bool] = lambda: True
-    """Function that returns True if every host is known to be alive."""
 
     @property
     def trainer(self) -> HostMesh:
@@ -93,14 +103,19 @@ class Hosts:
         for place in places:
             if place is None or not self.meshes:
                 return self.local
-            if not self.has_ended(*place):
-                return self.meshes[place[0]].slice(hosts=place[1])
+            mesh, number = place
+            if self.provider is None or not self.provider.has_ended(first_rank(host_counts(self.config), mesh) + number):
+                return self.meshes[mesh].slice(hosts=number)
         raise FaultError("all hosts for this role are lost", role)
+
+    def are_alive(self) -> bool:
+        """Return True if every host is known to be alive."""
+        return self.provider is None or self.provider.are_alive()
 
     def close(self) -> None:
         """Release the allocation, and kill torchmonarch's host processes, which would otherwise outlive the controller."""
-        if self.job is not None:
-            self.job.kill()
+        if self.provider is not None:
+            self.provider.kill()
 
 
 async def acquire_hosts(
@@ -122,39 +137,74 @@ async def acquire_hosts(
         KubernetesError: The cluster refused a request, or the pods do not start.
     """
     hosts, meshes = config.hosts, host_counts(config)
-    if hosts.kind == "slurm":
-        slurm = SlurmHosts(config, device, meshes, log_dir, say)
-        return await _network_hosts(config, device, slurm, supervisor, warn)
-    if hosts.kind == "launcher":
-        return await _network_hosts(config, device, _launcher_hosts(config, meshes, say), supervisor, warn)
+    if not hosts.across_machines:
+        wait_for_stopped_processes()
+        local = local_host()
+        if hosts.kind == "local":
+            return Hosts(config, local, None)
+        emulated = EmulatedHosts(meshes)
+        acquired = await start_hosts(emulated, meshes)
+        return Hosts(config, local, emulated, acquired)
+    provider: SlurmHosts | KubernetesHosts | LauncherHosts
     if hosts.kind == "kubernetes":
-        return await _network_hosts(config, device, KubernetesHosts(config, device, meshes, say), supervisor, warn)
-    wait_for_stopped_processes()
-    local = local_host()
-    if hosts.kind == "local":
-        return Hosts(config, local, None)
-    emulated = EmulatedHosts(meshes)
-    acquired = emulated.start()
-    return Hosts(config, local, emulated, acquired, has_ended=emulated.has_ended, are_alive=emulated.are_alive)
+        provider = KubernetesHosts(config, device, meshes, say)
+    else:
+        if hosts.kind == "slurm":
+            provider = SlurmHosts(config, device, sum(meshes.values()), log_dir, say)
+        else:
+            provider = _launcher_hosts(config, say)
+        provider.on_ending = partial(_end_with_hosts, supervisor, hosts.kind, warn)
+    provider.on_lost = partial(supervisor.lose_host, is_replaceable=device == "cpu")  # other hosts have no free accelerators
+    try:
+        # Before the first use of Monarch. If all hosts are on this machine, none needs to listen on the network.
+        on_this_machine = isinstance(provider, LauncherHosts) and provider.are_on_this_machine
+        enable_transport("ipc" if on_this_machine else "tcp")
+        match_timeouts_to_leases()
+        acquired = await start_hosts(provider, meshes)
+    except BaseException:  # including interrupts: no allocation may outlive a failed start
+        provider.kill()
+        raise
+    return Hosts(config, local_host(), provider, acquired)
 
 
-def _launcher_hosts(config: Config, meshes: dict[str, int], say: Say) -> LauncherHosts:
+def _launcher_hosts(config: Config, say: Say) -> LauncherHosts:
     if Crew.current is None:
         raise LauncherError(
             "hosts.kind: only the commands train, sft and distill run under a launcher (got launcher). "
             "Set it to local, process, slurm or kubernetes."
         )
-    return LauncherHosts(Crew.current, meshes, config.timeouts.start_s, say)
+    return LauncherHosts(Crew.current, config.timeouts.start_s, say)
 
 
-async def _network_hosts(
-    config: Config, device: DeviceKind, network: SlurmHosts | LauncherHosts | KubernetesHosts, supervisor: Supervisor, warn: Say
-) -> Hosts:
-    network.on_lost = partial(supervisor.lose_host, is_replaceable=device == "cpu")  # other hosts have no free accelerators
-    if not isinstance(network, KubernetesHosts):
-        network.on_ending = partial(_end_with_hosts, supervisor, config.hosts.kind, warn)
-    acquired = await network.start()
-    return Hosts(config, local_host(), network, acquired, has_ended=network.has_ended, are_alive=network.are_alive)
+def first_rank(counts: Mapping[str, int], mesh: str) -> int:
+    """Return the rank of a mesh's first host, given the number of hosts per mesh."""
+    names = list(counts)
+    return sum(counts[name] for name in names[: names.index(mesh)])
+
+
+async def start_hosts(provider: Provider, counts: Mapping[str, int]) -> dict[str, HostMesh]:
+    """Start the hosts, given their number per mesh; attach to them, and return the meshes, which are ranges in rank order."""
+    identities = [str(identity) for identity in allocate_service_proc_ids(sum(counts.values()))]  # as Monarch's job classes do
+    addresses, meshes = await provider.start(identities), {}
+    with private_sockets():
+        for name, count in counts.items():
+            first = first_rank(counts, name)
+            meshes[name] = attach_to_workers(name=name, ca="trust_all_connections", workers=addresses[first : first + count])
+    return meshes
+
+
+def match_timeouts_to_leases() -> None:
+    """Make torchmonarch report a lost host as early as its lease does, and keep this process alive despite lost messages.
+
+    By default, torchmonarch reports a lost host a minute later, when its roles have already been replaced. It also terminates
+    this process 30 s after a message to a dead host, although the run has continued without that host.
+
+    Only torchmonarch notices the death of a process on another host, so it polls these processes.
+    """
+    configure(get_proc_state_max_idle=f"{LOST_S}s", get_actor_state_max_idle=f"{LOST_S}s", message_delivery_timeout="30d")
+    if os.environ.get(POLL) == "1h":  # the user has not set another interval than `titanrl` does
+        os.environ[POLL] = f"{POLL_S}s"
+        reload_config_from_env()
 
 
 def _end_with_hosts(supervisor: Supervisor, kind: str, warn: Say, cause: str) -> None:
@@ -187,47 +237,3 @@ def local_host() -> HostMesh:
     """
     with private_sockets():
         return monarch.actor.this_host()
-
-
-class EmulatedHosts:
-    """Hosts emulated by processes of this machine, which exit with this process."""
-
-    def __init__(self, meshes: dict[str, int]) -> None:
-        """Start nothing yet.
-
-        Args:
-            meshes: number of hosts by mesh name.
-        """
-        self._meshes = meshes
-        self._folder = private_folder()
-        self._processes: dict[tuple[str, int], subprocess.Popen[bytes]] = {}  # by mesh and number
-
-    def start(self) -> dict[str, HostMesh]:
-        """Start the hosts; return their meshes."""
-        return {name: self._start(name, count) for name, count in self._meshes.items()}
-
-    def kill(self) -> None:
-        """Kill the hosts. The kernel then kills every process on them."""
-        for process in self._processes.values():
-            process.kill()
-        for process in self._processes.values():
-            process.wait()
-        self._folder.delete()
-
-    def has_ended(self, mesh: str, number: int) -> bool:
-        """Return True if a host has exited."""
-        return self._processes[mesh, number].poll() is not None
-
-    def are_alive(self) -> bool:
-        """Return True if no host has exited."""
-        return all(process.poll() is None for process in self._processes.values())
-
-    def _start(self, name: str, count: int) -> HostMesh:
-        identities = new_identities(count)
-        addresses = [f"{identity}@ipc://{self._folder.path / name}-{host}" for host, identity in enumerate(identities)]
-        for number, address in enumerate(addresses):
-            command = [sys.executable, "-c", PROGRAM, address, str(os.getpid())]
-            self._processes[name, number] = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True
-            )
-        return attach_to_workers(name=name, ca="trust_all_connections", workers=addresses)

@@ -29,7 +29,7 @@ from titanrl.config.errors import refusing
 from titanrl.config.load import check_program, validate
 from titanrl.config.source import config_of_run, read_source
 from titanrl.data.selection import FLAG, check_recorded
-from titanrl.hosts.launcher.command import run_launched, tell_failure
+from titanrl.hosts.launcher import run_launched, tell_failure
 from titanrl.launch.run_lock import check_idle, check_new_run
 from titanrl.metrics.console import Console
 from titanrl.processes import temporary

@@ -16,7 +16,7 @@ from tests.cluster.containers import REPO, Processes
 from tests.cluster.kubernetes import Kubernetes
 from titanrl.commands.manifest import objects, text_of
 from titanrl.config import load_config
-from titanrl.hosts.kubernetes.manifest import RUN_LABEL
+from titanrl.hosts.kubernetes_objects import RUN_LABEL
 
 PODS = (
     "device=cpu",
@@ -50,7 +50,7 @@ def start(cluster: Kubernetes) -> Iterator[Start]:
 
     def start(mode: str, *overrides: str, token: str = "mine") -> subprocess.Popen[str]:
         environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(REPO), "KUBECONFIG": str(cluster.kubeconfig(token))}
-        command = [sys.executable, "-m", "tests.hosts.kubernetes.kubernetes_hosts", mode, *PODS, *overrides]
+        command = [sys.executable, "-m", "tests.hosts.pods", mode, *PODS, *overrides]
         process = subprocess.Popen(
             command, cwd=REPO, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )

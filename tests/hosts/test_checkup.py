@@ -6,9 +6,8 @@ import pytest
 
 from titanrl.config.load import load_config
 from titanrl.config.sizes import LIBRARY_BYTES, derive
-from titanrl.hosts.checkup.probe import CHOSEN, rounds
-from titanrl.hosts.checkup.report import MISSING, HostReport
-from titanrl.hosts.checkup.verdicts import Examined, Link, Needs, needs_of, problems
+from titanrl.hosts.checkup import Examined, Link, Needs, needs_of, problems, rounds
+from titanrl.hosts.report import CHOSEN, MISSING, HostReport
 from titanrl.models.directory import model_shape
 
 REPORT = HostReport(

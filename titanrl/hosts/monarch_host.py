@@ -1,4 +1,4 @@
-"""Program of Monarch's host: starts processes for the controller. On one machine, several of these emulate hosts.
+"""Program of Monarch's host, which starts processes for the controller. On one machine, several of these emulate hosts.
 
 Monarch's `ProcessJob` is not used for emulation: it outlives a killed controller, and other users can reach its sockets.
 """

@@ -12,7 +12,7 @@ from titanrl.base.choices import DeviceKind
 from titanrl.config.hosts import KubernetesConfig
 from titanrl.config.placement import host_counts
 from titanrl.config.schema import Config
-from titanrl.hosts.kubernetes.pod import POD_IP, TOKEN
+from titanrl.hosts.holder import LISTEN, MODULE, POD_IP, TOKEN
 
 GROUP, VERSION, PLURAL = "monarch.pytorch.org", "v1alpha1", "monarchmeshes"
 """API group, version and plural name of the MonarchMesh resource."""
@@ -153,7 +153,7 @@ def _host_spec(kubernetes: KubernetesConfig, token: str, num_devices: int) -> Js
     amounts = {"cpu": kubernetes.cpu, "memory": kubernetes.memory, kubernetes.gpu_resource: num_devices or None}
     container = _container(
         kubernetes,
-        ["titanrl.hosts.kubernetes.pod", str(kubernetes.port)],
+        [MODULE, LISTEN, str(kubernetes.port + 1)],
         {TOKEN: token, POD_IP: "status.podIP"},
         {key: str(amount) for key, amount in amounts.items() if amount is not None},
     )

@@ -11,13 +11,11 @@ from typing import Any
 
 from monarch.actor import enable_transport
 
-import titanrl.hosts.kubernetes.hosts as kubernetes_hosts
 from titanrl.config import load_config
 from titanrl.config.sizes import derive
-from titanrl.hosts.checkup.examine import examine
-from titanrl.hosts.kubernetes.hosts import KubernetesHosts
-from titanrl.hosts.kubernetes.leases import KubernetesError
-from titanrl.launch.hosts import local_host
+from titanrl.hosts.checkup import examine
+from titanrl.hosts.kubernetes import KubernetesError, KubernetesHosts
+from titanrl.launch.hosts import local_host, match_timeouts_to_leases, start_hosts
 from titanrl.models.directory import model_shape
 from titanrl.processes.actors import Actor, endpoint
 
@@ -31,9 +29,6 @@ class Member(Actor):
 
 
 async def main(overrides: list[str]) -> None:
-    if "KUBECONFIG" in os.environ:
-        # The name of this machine may have a loopback address only, of which Monarch refuses to choose one by itself.
-        kubernetes_hosts.enable_transport = lambda transport: enable_transport(f"{transport}://127.0.0.1:0")
     config = load_config("configs/quickstart.yaml", overrides)
     if sys.argv[1] == "examine":
         try:
@@ -43,12 +38,17 @@ async def main(overrides: list[str]) -> None:
         else:
             print(f"checkup: {json.dumps(asdict(checkup))}")
         return
-    hosts = KubernetesHosts(config, "cpu", {"trainers": 2, "generators": 1}, print)
+    counts = {"trainers": 2, "generators": 1}
+    hosts = KubernetesHosts(config, "cpu", counts, print)
     lost: asyncio.Queue[str] = asyncio.Queue()
     hosts.on_lost = lambda name, cause: lost.put_nowait(cause)
     try:
-        meshes = await hosts.start()
+        # The name of this machine may have a loopback address only, of which Monarch refuses to choose one by itself.
+        enable_transport("tcp://127.0.0.1:0" if "KUBECONFIG" in os.environ else "tcp")
+        match_timeouts_to_leases()
+        meshes = await start_hosts(hosts, counts)
     except KubernetesError as error:
+        hosts.kill()
         print(f"error: {error}")
         return
     local_host()
@@ -59,7 +59,7 @@ async def main(overrides: list[str]) -> None:
     print(f"actors: {len(names)}")
     if "wait" in sys.argv[1]:
         print(f"lost: {await asyncio.wait_for(lost.get(), 60)}")
-        print(f"states: {hosts.has_ended('trainers', 0)} {hosts.has_ended('trainers', 1)} {hosts.are_alive()}")
+        print(f"states: {hosts.has_ended(0)} {hosts.has_ended(1)} {hosts.are_alive()}")
     hosts.kill()
     hosts.kill()
     print("killed")

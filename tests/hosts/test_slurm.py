@@ -1,7 +1,8 @@
-"""Slurm jobs: scripts, and parsing of squeue's output. `tests/cluster` runs jobs on a cluster."""
+"""Slurm: scripts, squeue's output, and checks before a run. `tests/cluster` runs jobs on a cluster."""
 
 import asyncio
 import shlex
+import shutil
 import stat
 import subprocess
 from pathlib import Path
@@ -9,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from titanrl.config import Config, load_config
-from titanrl.hosts.slurm.jobs import (
+from titanrl.hosts.machine_rules import addresses_of
+from titanrl.hosts.slurm import (
     JobStatus,
     SlurmError,
+    broken_by_slurm,
     cancel_job,
     directives,
     hosts_script,
@@ -94,11 +97,11 @@ def test_options_of_the_configuration_are_passed_on(config: Config) -> None:
 
 
 def test_bash_accepts_the_script(config: Config) -> None:
-    script = hosts_script(directives(config, 2, Path("log"), device="cpu"), step_command(config), {"TITANRL_TOKEN": "a'b"})
+    script = hosts_script(directives(config, 2, Path("log"), device="cpu"), step_command(), {"TITANRL_TOKEN": "a'b"})
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     assert f"export TITANRL_TOKEN={shlex.quote(chr(97) + chr(39) + chr(98))}" in script
     assert script.splitlines()[-1].startswith("exec srun ")
-    assert script.splitlines()[-1].endswith("-m titanrl.hosts.slurm.node 22222")
+    assert script.splitlines()[-1].endswith("-m titanrl.hosts.holder connect")
 
 
 @pytest.fixture
@@ -141,3 +144,48 @@ def test_missing_command_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(SlurmError, match="squeue cannot be run"):
         asyncio.run(job_status("7"))
     assert "scancel" in cancel_job("7")
+
+
+def rules(*overrides: str) -> list[str]:
+    config = load_config(
+        "configs/quickstart.yaml", ["hosts.kind=slurm", "hosts.trusted_network=true", "device=cpu", *overrides]
+    )
+    return [rule.rule for rule in broken_by_slurm(config)]
+
+
+@pytest.fixture
+def login_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr("titanrl.hosts.machine_rules.addresses_of", lambda name: ["127.0.1.1", "10.0.0.7"])
+
+
+@pytest.mark.usefixtures("login_node")
+def test_login_node_can_start_a_run() -> None:
+    assert rules() == []
+
+
+@pytest.mark.usefixtures("login_node")
+def test_device_of_the_nodes_must_be_given() -> None:
+    (rule,) = rules("device=auto")
+    assert "the nodes may have a different one" in rule
+
+
+@pytest.mark.usefixtures("login_node")
+@pytest.mark.parametrize(
+    ("addresses", "found"), [(["127.0.1.1", "::1"], "it resolves to 127.0.1.1, ::1"), ([], "it does not resolve")]
+)
+def test_name_that_others_cannot_reach_is_reported(monkeypatch: pytest.MonkeyPatch, addresses: list[str], found: str) -> None:
+    monkeypatch.setattr("titanrl.hosts.machine_rules.addresses_of", lambda name: addresses)
+    (rule,) = rules()
+    assert rule.endswith(found)
+
+
+@pytest.mark.usefixtures("login_node")
+def test_command_that_a_run_needs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None if name == "srun" else name)
+    assert rules() == ["slurm requires the command srun, which is not on PATH"]
+
+
+def test_addresses_of_names_are_found() -> None:
+    assert "127.0.0.1" in addresses_of("127.0.0.1")
+    assert addresses_of("no-such-host.invalid") == []

@@ -1,1 +1,0 @@
-"""Check of the hosts that a run would use: `titanrl doctor --config FILE`."""

@@ -1,1 +1,0 @@
-"""Kubernetes pods as hosts."""

@@ -1,0 +1,652 @@
+"""Hosts that a launcher (torchrun, srun, mpirun, a platform) has started: one process on each host runs the same command.
+
+Rank 0 becomes the controller, the other ranks serve as hosts. Every process exits with the exit code of rank 0, or with 1 if it
+loses the connection to rank 0. This module must not import Monarch; it imports torch only for the store of the rendezvous.
+"""
+
+import asyncio
+import contextlib
+import ipaddress
+import os
+import queue
+import re
+import selectors
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Self, TypeVar
+
+from titanrl.base.errors import TitanRLError
+from titanrl.config.device import missing_for, resolve_device
+from titanrl.config.errors import BrokenRule, BrokenRules, ConfigError
+from titanrl.config.explain import explain_rule
+from titanrl.config.placement import host_counts
+from titanrl.config.schema import Config
+from titanrl.config.source import Source
+from titanrl.hosts.holder import CONNECT, CONTROLLER, MODULE, TOKEN, serve
+from titanrl.hosts.leases import END, FAILED, START, STOP, UP, Controller, Host, Leases, OnLost, Say
+from titanrl.hosts.machine_rules import addresses_of, broken_by_trust
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+T = TypeVar("T")
+DEFAULT_PORT = 29500
+"""Port of rank 0 if no variable names another one; torchrun has the same default."""
+FIRST_SLURM_PORT = 20_000
+NUM_SLURM_PORTS = 10_000
+END_S = 10.0
+"""Seconds that `Crew.end` waits for the other processes to exit, including ones that have not connected yet."""
+TELL_S = 5.0
+"""Seconds for which a process with an invalid configuration tries to notify the others."""
+_COUNTS = (
+    ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"),
+)
+"""Variables with the rank, the number of processes, and the number of processes on this host. The first ones that are set are
+used, because mpirun may run inside srun. A Slurm batch script also has a rank, but no step tasks."""
+_OWN = (
+    *(name for names in _COUNTS[:3] for name in names),
+    *("SLURM_PROCID", "SLURM_LOCALID", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE"),
+)
+_OWN_PREFIXES = ("TORCHELASTIC_", "OMPI_", "PMI_", "PMIX_")
+_FIRST_NODE = re.compile(r"(?P<prefix>[^\[,]*)(\[(?P<first>\d+)[^\]]*\](?P<suffix>[^\[,]*))?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """The processes of a launcher, from the point of view of one of them.
+
+    Example: `World(rank=1, size=3, local_size=1, address="n1", port=29500)`
+    """
+
+    rank: int
+    """Rank of this process."""
+    size: int
+    """Number of processes."""
+    local_size: int
+    """Number of processes that the launcher has started on this host."""
+    address: str
+    """Name or address of the host of rank 0."""
+    port: int
+    """Port of the store in which the other ranks look up rank 0."""
+    agent_has_store: bool = False
+    """True if the launcher serves that store, like torchrun."""
+    attempt: str = "0"
+    """Number of the launcher's attempt, because torchrun may restart the processes."""
+
+
+def world_of(environment: Mapping[str, str]) -> World | None:
+    """Return the processes described by a launcher's environment variables; None if no launcher started this process.
+
+    Raises:
+        BrokenRules: The variables are incomplete or wrong.
+    """
+    for names in _COUNTS:
+        rank, size, local_size = (environment.get(name) for name in names)
+        if rank is not None and (names[0] == "RANK" or size is not None):
+            break
+    else:
+        return None
+    given = {names[0]: rank, names[1]: size}
+    if not (rank.isdecimal() and size is not None and size.isdecimal() and int(rank) < int(size)):
+        rule = "the launcher must set the rank of this process (from 0) and the number of processes (from 1)"
+        raise BrokenRules(BrokenRule(given, rule, f"set both, or unset {names[0]}"))
+    # Slurm writes the tasks of each node, such as 1(x2),3.
+    on_this_host = max(map(int, re.findall(r"(?<!x)\b\d+", local_size or "")), default=1)
+    return World(
+        rank=int(rank),
+        size=int(size),
+        local_size=on_this_host,
+        address=_address(environment, given, names[0], are_together=on_this_host == int(size)),
+        port=_port(environment, by_slurm=names[0] == "SLURM_PROCID"),
+        agent_has_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        attempt=environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
+    )
+
+
+def _address(environment: Mapping[str, str], given: Mapping[str, object], rank_name: str, *, are_together: bool) -> str:
+    if "MASTER_ADDR" in environment:
+        return environment["MASTER_ADDR"]
+    if rank_name == "SLURM_PROCID":
+        return first_node(environment.get("SLURM_STEP_NODELIST", ""))
+    if are_together:
+        return "127.0.0.1"
+    rule = "this launcher does not provide the address of rank 0"
+    fix = "pass it, for example with `mpirun -x MASTER_ADDR=<host of rank 0>`"
+    raise BrokenRules(BrokenRule({**given, "MASTER_ADDR": None}, rule, fix))
+
+
+def _port(environment: Mapping[str, str], *, by_slurm: bool) -> int:
+    text = environment.get("MASTER_PORT")
+    if text is None and by_slurm:  # steps of a job that share a node must not share the port
+        number = 100 * int(environment.get("SLURM_JOB_ID", "0")) + int(environment.get("SLURM_STEP_ID", "0"))
+        return FIRST_SLURM_PORT + number % NUM_SLURM_PORTS
+    if text is None:
+        return DEFAULT_PORT
+    if not text.isdecimal() or not 0 < int(text) < 65_536:
+        fix = "set it to a free port, the same for all processes"
+        raise BrokenRules(BrokenRule({"MASTER_PORT": text}, "must be a port from 1 to 65535", fix))
+    return int(text)
+
+
+def first_node(nodes: str) -> str:
+    """Return the first name of a Slurm node list, such as `gpu[07-09,12],login1`."""
+    found = _FIRST_NODE.match(nodes)
+    assert found is not None  # every part may be empty
+    return found["prefix"] + (found["first"] or "") + (found["suffix"] or "")
+
+
+def drop_variables() -> None:
+    """Delete the launcher's variables from the environment of this process.
+
+    The run's processes inherit the environment; with these variables, torch's process groups would use the launcher's store.
+    """
+    for name in list(os.environ):
+        if name in _OWN or name.startswith(_OWN_PREFIXES):
+            del os.environ[name]
+
+
+def num_hosts(config: Config) -> int:
+    """Return the number of processes that a run with `hosts.kind: launcher` needs, one for each host."""
+    return sum(host_counts(config).values())
+
+
+def broken_by_world(config: Config, world: World | None) -> Iterator[BrokenRule]:
+    """Yield the rules that a configuration breaks when it runs on these processes."""
+    if world is None:
+        yield BrokenRule(
+            {"hosts.kind": "launcher"},
+            "launcher requires a program that starts this command once on each host, and none of "
+            f"{', '.join(names[0] for names in _COUNTS)} is set",
+            "start the command with torchrun, srun or mpirun (docs/howto/launcher.md), or set hosts.kind to local",
+        )
+        return
+    needed, hosts = num_hosts(config), config.hosts
+    generators = {"hosts.generator_hosts": hosts.generator_hosts} if "generators" in host_counts(config) else {}
+    if world.size != needed:
+        yield BrokenRule(
+            {"hosts.trainer_hosts": hosts.trainer_hosts, **generators},
+            f"the launcher must start one process for each trainer host and each generator host, {needed} in total, "
+            f"but it started {world.size}",
+            f"start {needed}, or change the numbers of hosts",
+        )
+    if world.local_size > 1 and config.device != "cpu" and resolve_device("auto").kind != "cpu":
+        yield BrokenRule(
+            {"hosts.kind": "launcher"},
+            "a run needs one process per host, which uses all of its accelerators, but the launcher started "
+            f"{world.local_size} on this host",
+            "start one per host, for example with `torchrun --nproc-per-node 1` or `srun --ntasks-per-node 1`",
+        )
+
+
+def broken_by_launcher(config: Config) -> Iterator[BrokenRule]:
+    """Yield the rules about launchers that a configuration breaks on any machine."""
+    if config.hosts.kind == "launcher":
+        yield from broken_by_trust(config, "hosts of a launcher")
+
+
+def own_address(world: World) -> str:
+    """Return this host's address on the route to rank 0; `""` if rank 0's name does not resolve here.
+
+    Connecting a datagram socket determines the route without sending anything.
+    """
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(world.address, world.port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""
+
+
+def is_loopback(address: str) -> bool:
+    """Return True if an address is only reachable from this machine."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+# Rendezvous: rank 0 publishes its address in a `TCPStore` at the master address and port, where the other ranks look it up.
+# With torchrun, this is the store of its agent, which already occupies the port.
+
+
+class LauncherError(TitanRLError):
+    """The processes of a launcher cannot find each other, or one of them exited."""
+
+
+def publish(world: World, controller: Controller, own_address: str, timeout_s: float) -> "TCPStore":
+    """Publish the address of rank 0; return the store, which must exist until all processes have connected.
+
+    Raises:
+        LauncherError: The port is in use, or the launcher's store does not respond.
+    """
+    store = _in_thread(lambda: _store(world, timeout_s) if world.agent_has_store else _own_store(world, own_address))
+    _in_thread(lambda: store.set(_key(world), f"{controller.address} {controller.token}"))
+    return store
+
+
+def find(world: World, timeout_s: float) -> Controller:
+    """Wait until rank 0 has published its address; return it.
+
+    Raises:
+        LauncherError: Rank 0 did not publish it in time.
+    """
+    address, token = _in_thread(lambda: _store(world, timeout_s).get(_key(world)).decode()).split()
+    return Controller(address, token)
+
+
+def _key(world: World) -> str:
+    return f"titanrl/{world.attempt}/controller"  # torchrun's store outlives an attempt
+
+
+def _store(world: World, timeout_s: float) -> "TCPStore":
+    from torch.distributed import TCPStore
+
+    limit = timedelta(seconds=timeout_s)
+    try:
+        return TCPStore(world.address, world.port, is_master=False, timeout=limit, wait_for_workers=False)
+    except RuntimeError as error:  # torch's own exceptions derive from it
+        raise LauncherError(
+            f"MASTER_ADDR, MASTER_PORT: rank 0 has not opened a store at {world.address}:{world.port} within {timeout_s:g} s "
+            f"(got {_first_line(error)}). Correct the address, or allow this port in the network."
+        ) from None
+
+
+def _own_store(world: World, own_address: str) -> "TCPStore":
+    """Start a store on the interface of rank 0's address. By default, torch's stores listen on all interfaces."""
+    from torch.distributed import TCPStore
+
+    family = socket.AF_INET6 if ":" in own_address else socket.AF_INET
+    try:
+        listener = socket.create_server((own_address, world.port), family=family)
+    except OSError as error:
+        raise LauncherError(
+            f"MASTER_ADDR, MASTER_PORT: rank 0 cannot listen at {own_address}:{world.port} (got {error.strerror}). "
+            "Set MASTER_ADDR to the host of rank 0, and MASTER_PORT to a free port."
+        ) from None
+    return TCPStore(own_address, world.port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def _in_thread(call: Callable[[], T]) -> T:
+    """Call a function in another thread, so that signals can end this process while the library blocks.
+
+    The thread is a daemon, so the process can exit before the call returns.
+    """
+    results: queue.SimpleQueue[T | Exception] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            results.put(call())
+        except Exception as error:  # raised again below
+            results.put(error)
+
+    threading.Thread(target=run, name="rendezvous", daemon=True).start()
+    result = results.get()
+    if isinstance(result, LauncherError):
+        raise result
+    if isinstance(result, Exception):
+        raise LauncherError(f"MASTER_ADDR: the launcher's store failed (got {_first_line(result)}). Read its output.")
+    return result
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+# Connections
+
+
+class Crew:
+    """Rank 0's connections to all processes of a launcher, for the lifetime of the command. Use it in a `with` statement.
+
+    Each session starts and stops Monarch's hosts, and a restarted run opens another session. The connections stay open in
+    between, so that the other processes wait for the next session and finally receive the exit code.
+    """
+
+    current: "Crew | None" = None
+    """The crew of this process, used by its sessions."""
+
+    def __init__(self, world: World, timeout_s: float) -> None:
+        """Listen for the other processes, and publish the address of this one.
+
+        Args:
+            world: processes of the launcher.
+            timeout_s: limit for the launcher's store, in seconds.
+
+        Raises:
+            LauncherError: The address of rank 0 is unknown here, or the store fails.
+        """
+        self.world, self.code = world, 1
+        address = own_address(world)
+        if not address:
+            raise LauncherError(
+                f"MASTER_ADDR: must be the host of rank 0 (got {world.address!r}, which is unknown on "
+                f"{socket.gethostname()}). Correct it, or the name server."
+            )
+        self.address = address
+        """Address at which the other hosts can reach this one."""
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._listener = socket.create_server((address, 0), family=family, backlog=world.size + 16)
+        self._leases = Leases(world.size, self._on_lost, self._on_lost, self._on_line)
+        self.controller = Controller(f"{address}:{self._listener.getsockname()[1]}", self._leases.token)
+        """Address and secret with which the hosts connect."""
+        self._has_waited = False
+        self._own_host: subprocess.Popen[bytes] | None = None
+        self._reported: dict[int, str] = {}  # each host's problem by rank; empty if it is ready
+        self._changed = asyncio.Event()
+        self.connections: dict[int, tuple[Host, socket.socket]] = {}
+        """Hosts and their connections, by rank."""
+        self._store = publish(world, self.controller, address, timeout_s)
+
+    def __enter__(self) -> Self:
+        """Use these hosts for the sessions of this process."""
+        Crew.current = self
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Send the exit code `code` to the other processes, and wait until they have exited."""
+        Crew.current = None
+        self.end(self.code)
+
+    def gather(self, timeout_s: float) -> None:
+        """Start the host of rank 0, and wait until every process has connected and is ready.
+
+        Raises:
+            ConfigError: A process reported a problem.
+            LauncherError: A process exited, or did not connect in time.
+        """
+        command = [sys.executable, "-m", MODULE, CONNECT, "0"]
+        environment = os.environ | {CONTROLLER: self.controller.address, TOKEN: self.controller.token}
+        self._own_host = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, start_new_session=True)
+        asyncio.run(self._gather(timeout_s))
+        if problems := [f"{self._name(rank)}: {text}" for rank, text in sorted(self._reported.items()) if text]:
+            raise ConfigError(*problems)
+        self._has_waited = True  # from now on, a missing host has exited
+
+    def send(self, rank: int, line: str) -> None:
+        """Send a message to a host. Do nothing if the host has exited."""
+        with contextlib.suppress(OSError):
+            self.connections[rank][1].sendall(f"{line}\n".encode())
+
+    def end(self, code: int) -> None:
+        """Send the exit code to every other process, and wait until they have exited.
+
+        This includes processes that have not connected yet, unless `gather` has already waited for them.
+        """
+        deadline = time.monotonic() + END_S
+        connections = [connection for _, connection in self.connections.values()]
+        missing = self.world.size - len(connections) - (self._own_host is None)
+        connections += [] if self._has_waited else self._latecomers(missing, deadline)
+        for connection in connections:
+            with contextlib.suppress(OSError):
+                connection.setblocking(False)
+                connection.sendall(f"{END} {code}\n".encode())
+        _wait_for_ends(connections, deadline)
+        if self._own_host is not None:
+            self._own_host.kill()
+            self._own_host.wait()
+        self._listener.close()
+
+    async def _gather(self, timeout_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        self._changed = asyncio.Event()
+        await self._leases.serve(self._listener.dup())
+        deadline, said = loop.time() + timeout_s, -1
+        try:
+            while len(self._reported) < self.world.size and not any(self._reported.values()):
+                if self._leases.lost:
+                    names = ", ".join(self._name(rank) for rank in sorted(self._leases.lost))
+                    raise LauncherError(
+                        f"hosts.kind: {names} exited before the run started (got launcher). Read the output there."
+                    )
+                if len(self._leases.hosts) != said:
+                    said = len(self._leases.hosts)
+                    print(f"waiting for the launcher's hosts: {said} of {self.world.size} have connected", flush=True)
+                self._changed.clear()
+                try:
+                    async with asyncio.timeout_at(deadline):
+                        await self._changed.wait()
+                except TimeoutError:
+                    self._has_waited = True
+                    ranks = ", ".join(map(str, self._leases.missing))
+                    raise LauncherError(
+                        f"timeouts.start_s: rank {ranks} has not connected to {self.controller.address} "
+                        f"(got {timeout_s:g}). Read the launcher's output, and allow all ports between the hosts."
+                    ) from None
+        finally:
+            kept = [host for host in self._leases.hosts.values() if host.rank not in self._leases.lost]
+            self.connections = {host.rank: (host, self._leases.connection(host.rank)) for host in kept}
+            self._leases.close()
+
+    def _latecomers(self, number: int, deadline: float) -> list[socket.socket]:
+        """Accept connections of processes that have not connected yet; each connects as soon as it knows the address."""
+        found: list[socket.socket] = []
+        while len(found) < number and (left := deadline - time.monotonic()) > 0:
+            self._listener.settimeout(left)
+            with contextlib.suppress(OSError):
+                found.append(self._listener.accept()[0])
+        return found
+
+    def _on_line(self, host: Host, line: bytes) -> None:
+        self._reported[host.rank] = line.removeprefix(FAILED).decode().strip() if line.startswith(FAILED) else ""
+        self._changed.set()
+
+    def _on_lost(self, host: Host) -> None:
+        self._leases.lost.add(host.rank)  # including a host that is being terminated
+        self._changed.set()
+
+    def _name(self, rank: int) -> str:
+        return f"{self._leases.hosts[rank].node} (rank {rank})"
+
+
+def _wait_for_ends(connections: list[socket.socket], deadline: float) -> None:
+    """Wait until the peers have closed their connections."""
+    with selectors.DefaultSelector() as selector:
+        for connection in connections:
+            selector.register(connection, selectors.EVENT_READ)
+        while selector.get_map() and (left := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(left):
+                assert isinstance(key.fileobj, socket.socket)
+                with contextlib.suppress(BlockingIOError):
+                    try:
+                        ended = not key.fileobj.recv(4096)
+                    except ConnectionError:
+                        ended = True
+                    if ended:
+                        selector.unregister(key.fileobj)
+    for connection in connections:
+        connection.close()
+
+
+class LauncherHosts:
+    """Hosts on the processes that a launcher has started; trainer hosts come first."""
+
+    def __init__(self, crew: Crew, start_s: float, say: Say) -> None:
+        """Start nothing yet.
+
+        Args:
+            crew: connections to the launcher's processes.
+            start_s: limit for the start of Monarch's hosts, in seconds.
+            say: called with a message for the user that lists the hosts.
+        """
+        self._crew, self._start_s, self._say = crew, start_s, say
+        self._leases = Leases(crew.world.size, self._on_lost, self._on_ending, self._on_line)
+        self._identities: Sequence[str] = ()
+        self._addresses: dict[int, str] = {}
+        self._changed = asyncio.Event()
+        self.on_lost: OnLost = lambda name, cause: None
+        """Called when a host is lost."""
+        self.on_ending: Callable[[str], None] = lambda cause: None
+        """Called with the cause when the launcher terminates a host."""
+
+    async def start(self, identities: Sequence[str]) -> list[str]:
+        """Start Monarch's hosts. See `Provider`.
+
+        Raises:
+            LauncherError: A host exited or did not start.
+        """
+        self._identities, count = identities, len(identities)
+        if gone := [str(rank) for rank in range(count) if rank not in self._crew.connections]:
+            raise LauncherError(f"hosts.kind: the hosts of rank {', '.join(gone)} exited (got launcher). Restart the launcher.")
+        for host, connection in self._crew.connections.values():
+            await self._leases.adopt(host, connection.dup())
+        for rank, identity in enumerate(identities):
+            self._crew.send(rank, f"{START} {identity}")
+        await self._wait(count)
+        nodes = ", ".join(host.node for _, host in sorted(self._leases.hosts.items()))
+        self._say(f"{count} hosts of the launcher ({nodes})")
+        return [address for _, address in sorted(self._addresses.items())]
+
+    def kill(self) -> None:
+        """Stop Monarch's hosts, and every process on them. The launcher's processes wait for the next session."""
+        self._leases.close()
+        for rank in self._leases.lost:
+            self._crew.connections.pop(rank, None)
+        for rank in self._crew.connections:
+            self._crew.send(rank, STOP)
+
+    @property
+    def are_on_this_machine(self) -> bool:
+        """True if all hosts are on this machine."""
+        return is_loopback(self._crew.address)
+
+    def has_ended(self, rank: int) -> bool:
+        """Return True if a host exited or became unreachable."""
+        return rank in self._leases.lost
+
+    def are_alive(self) -> bool:
+        """Return True if every host holds its lease."""
+        return not self._leases.lost
+
+    async def _wait(self, count: int) -> None:
+        """Wait until Monarch runs on every host."""
+        deadline = asyncio.get_running_loop().time() + self._start_s
+        while len(self._addresses) < count:
+            if self._leases.lost:
+                names = ", ".join(self._leases.hosts[rank].node for rank in sorted(self._leases.lost))
+                raise LauncherError(f"hosts.kind: {names} exited during startup (got launcher). Read the output there.")
+            self._changed.clear()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await self._changed.wait()
+            except TimeoutError:
+                missing = [host.node for rank, host in sorted(self._leases.hosts.items()) if rank not in self._addresses]
+                raise LauncherError(
+                    f"timeouts.start_s: Monarch did not start on {', '.join(missing)} (got {self._start_s:g}). Raise the limit."
+                ) from None
+
+    def _on_line(self, host: Host, line: bytes) -> None:
+        word, _, value = line.decode().strip().partition(" ")
+        if word == UP and value.startswith(f"{self._identities[host.rank]}@"):  # not from an earlier session
+            self._addresses[host.rank] = value
+            self._changed.set()
+
+    def _on_lost(self, host: Host) -> None:
+        self._changed.set()
+        self.on_lost(host.name, f"host {host.node} (rank {host.rank}) exited or is unreachable")
+
+    def _on_ending(self, host: Host) -> None:
+        self.on_ending(f"the launcher terminates host {host.node} (rank {host.rank})")
+
+
+# The command
+
+
+def run_launched(config: Config, source: Source, controller: Callable[[], int]) -> int:
+    """Run the controller on rank 0, and a host on every other rank; return the exit code.
+
+    Raises:
+        ConfigError: The launcher did not start the processes that the configuration needs, or a host is unusable.
+    """
+    try:
+        world = world_of(os.environ)
+    except BrokenRules as error:
+        raise ConfigError(*map(str, error.broken)) from None  # environment variables have no line in the configuration
+    broken = list(broken_by_world(config, world))
+    if broken or world is None:
+        raise ConfigError(*(explain_rule(rule, source) for rule in broken))
+    drop_variables()
+    problems = [explain_rule(rule, source) for rule in _broken_here(config, world)]
+    try:
+        if not world.rank:
+            return _control(world, config, problems, controller)
+        host, found = own_host(world), find(world, config.timeouts.start_s)
+        print(f"{host.name}: rank {world.rank} of {world.size} serves the controller at {found.address}", flush=True)
+        for problem in problems:
+            print(problem, file=sys.stderr)
+        return serve(found, host, "\n".join(problems))
+    except LauncherError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def tell_failure(source: Source | None, problem: str) -> None:
+    """Make the launcher's other processes, if there are any, exit with code 2.
+
+    Args:
+        source: the configuration; None if it could not be read.
+        problem: error in the configuration.
+    """
+    try:
+        world = world_of(os.environ)
+        is_wanted = _kind(source) in ("launcher", None)
+        if world is None or world.size == 1 or not is_wanted or (source is None and not world.rank):
+            return
+        drop_variables()
+        if world.rank:
+            serve(find(world, TELL_S), own_host(world), problem)
+        else:
+            Crew(world, TELL_S).end(2)
+    except (BrokenRules, LauncherError):  # the others have also exited, or there are none
+        return
+
+
+def _control(world: World, config: Config, problems: list[str], controller: Callable[[], int]) -> int:
+    with Crew(world, config.timeouts.start_s) as crew:
+        try:
+            if problems:
+                raise ConfigError(*problems)
+            crew.gather(config.timeouts.start_s)
+            crew.code = controller()
+        except ConfigError:
+            crew.code = 2
+            raise
+        return crew.code
+
+
+def own_host(world: World) -> Host:
+    """Return this host."""
+    name = socket.gethostname()
+    return Host(rank=world.rank, node=name, name=name)
+
+
+def _broken_here(config: Config, world: World) -> list[BrokenRule]:
+    """Return the rules that this host breaks."""
+    broken, name = [], socket.gethostname()
+    missing = None if config.device == "auto" else missing_for(config.device)
+    if missing is not None:
+        rule = f"the device must be usable on every host, but on {name} it is not: {missing}"
+        broken.append(BrokenRule(values={"device": config.device}, rule=rule, fix="set device to that of the hosts"))
+    own, addresses = own_address(world), addresses_of(name)
+    if own and not is_loopback(own) and all(map(is_loopback, addresses)):
+        found = f"resolves to {', '.join(addresses)}" if addresses else "does not resolve"
+        broken.append(
+            BrokenRule(
+                values={"hosts.kind": "launcher"},
+                rule=f"the name of each host must resolve to an address that the others can reach, but {name} {found}",
+                fix="correct /etc/hosts or the name server",
+            )
+        )
+    return broken
+
+
+def _kind(source: Source | None) -> object:
+    hosts = None if source is None else source.values.get("hosts")
+    return None if source is None else hosts.get("kind") if isinstance(hosts, dict) else "local"

@@ -1,1 +1,0 @@
-"""Processes started by torchrun, srun, mpirun or a platform as hosts."""

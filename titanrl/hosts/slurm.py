@@ -1,0 +1,437 @@
+"""Slurm nodes as hosts of a run: submit a job, wait in the queue, watch the nodes, and release them when the run ends.
+
+Slurm is controlled by the commands sbatch, squeue, scancel and srun, with options that exist since Slurm 22.05. `squeue --json`
+is not used: its fields differ between versions, and 22.05 ignores the requested job id. This module must not import Monarch.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from titanrl.base.choices import DeviceKind
+from titanrl.base.errors import TitanRLError
+from titanrl.config.errors import BrokenRule
+from titanrl.config.schema import Config
+from titanrl.hosts.holder import CONNECT, CONTROLLER, MODULE, TOKEN
+from titanrl.hosts.leases import READY, START, Host, Leases, OnLost, Say
+from titanrl.hosts.machine_rules import broken_by_name, broken_by_remote_hosts
+
+logger = logging.getLogger(__name__)
+
+REPLY_S = 30.0
+"""Limit for a reply of Slurm's controller, in seconds."""
+IN_ALLOCATION = "TITANRL_IN_ALLOCATION"
+"""Environment variable set for a controller that runs inside the allocation of its hosts (`titanrl submit`)."""
+NOTICE_SIGNAL = "USR1"
+"""Signal to the script of `titanrl submit` before its time limit. `scancel` and preemption send SIGTERM."""
+POLL_S = 5.0
+"""Seconds between two queries of a queued job's state. Slurm has no notification for other programs."""
+ATTEMPTS = 6
+"""Consecutive queries of a job's state that may fail."""
+STATUS_S = 2.0
+"""Limit in seconds for querying the job's state after a host was lost, so that the report is not delayed."""
+_WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT")
+_FORMAT = "%T|%r|%S|%L|%N"
+
+
+class SlurmError(TitanRLError):
+    """Slurm refused a request, ended the job, or did not reply."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobStatus:
+    """State of a job, from `squeue`.
+
+    Example: `JobStatus(state="PENDING", reason="Resources", start="2026-01-05T10:00:00", left_s=3600.0, nodes="")`
+    """
+
+    state: str
+    """Slurm's name of the state; empty if Slurm no longer knows the job."""
+    reason: str = ""
+    """Reason why the job is pending, or why it ended."""
+    start: str = ""
+    """Expected or actual start, in the cluster's time; empty if unknown."""
+    left_s: float | None = None
+    """Seconds until its time limit; None without one."""
+    nodes: str = ""
+    """Nodes of the job, in Slurm's short notation, such as `gpu[07-09]`."""
+
+    @property
+    def is_waiting(self) -> bool:
+        """True if the job is in the queue."""
+        return self.state in _WAITING
+
+    @property
+    def has_ended(self) -> bool:
+        """True if the job has ended or is completing."""
+        return not self.is_waiting and self.state not in ("RUNNING", "SUSPENDED", "SIGNALING", "STOPPED", "RESIZING")
+
+    def __str__(self) -> str:
+        """Return the state for display, such as `PENDING (Resources; expected start 2026-01-05T10:00:00)`."""
+        details = [] if self.reason in ("", "None") else [self.reason]
+        if self.is_waiting and self.start:
+            details.append(f"expected start {self.start}")
+        return (self.state or "unknown to Slurm") + (f" ({'; '.join(details)})" if details else "")
+
+
+def parse_status(line: str) -> JobStatus:
+    """Parse a line of `squeue` with the format that `job_status` requests."""
+    state, reason, start, left, nodes = line.strip().split("|")
+    return JobStatus(
+        state=state, reason=reason.strip("()"), start="" if start == "N/A" else start, left_s=seconds(left), nodes=nodes
+    )
+
+
+def seconds(text: str) -> float | None:
+    """Parse a Slurm duration, such as `1-02:03:04` or `59:59`; return seconds, or None if the text is not a duration."""
+    days, _, clock = text.rpartition("-")
+    parts = clock.split(":")
+    if not all(part.isdecimal() for part in [*parts, *([days] if days else [])]):  # UNLIMITED, NOT_SET, INVALID, N/A
+        return None
+    total = 0
+    for part in parts:
+        total = total * 60 + int(part)
+    return float(total + 86_400 * int(days or 0))
+
+
+async def job_status(job_id: str) -> JobStatus:
+    """Return the state of a job.
+
+    Raises:
+        SlurmError: Slurm does not reply.
+    """
+    code, output, errors = await _run("squeue", "--noheader", "--states=all", f"--jobs={job_id}", f"--format={_FORMAT}")
+    if output.strip():
+        return parse_status(output.splitlines()[0])
+    if code and "Invalid job id" not in errors:
+        raise SlurmError(
+            f"hosts.slurm: squeue failed ({errors.strip() or f'exit code {code}'}). Check the state of the cluster."
+        )
+    return JobStatus(state="")
+
+
+async def submit_job(script: str) -> str:
+    """Submit a script; return the job id.
+
+    Raises:
+        SlurmError: Slurm refused the job.
+    """
+    code, output, errors = await _run("sbatch", "--parsable", text=script)
+    job_id = output.strip().partition(";")[0]
+    if code or not job_id.isdecimal():
+        reason = errors.strip() or output.strip() or f"exit code {code}"
+        raise SlurmError(f"hosts.slurm: sbatch refused the job ({reason}). Correct hosts.slurm, or ask for fewer hosts.")
+    return job_id
+
+
+def cancel_job(job_id: str) -> str:
+    """Cancel a job; return an error message, or an empty string on success. A job that has already ended is not an error."""
+    try:
+        done = subprocess.run(
+            ["scancel", job_id], capture_output=True, text=True, timeout=REPLY_S, check=False, env=clean_environment()
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return "" if done.returncode == 0 or "already" in done.stderr else done.stderr.strip()
+
+
+def clean_environment() -> dict[str, str]:
+    """Return the environment for Slurm's commands, without variables that name folders of this machine only."""
+    return {name: value for name, value in os.environ.items() if name not in ("TMPDIR", "XDG_RUNTIME_DIR")}
+
+
+def directives(config: Config, num_hosts: int, output: Path, *, device: DeviceKind) -> list[str]:
+    """Return the `#SBATCH` lines of a script, which request the nodes.
+
+    Args:
+        config: configuration of the run.
+        num_hosts: number of nodes.
+        output: file for the job's output; Slurm replaces `%j` by the job id.
+        device: kind of the hosts' devices.
+    """
+    slurm = config.hosts.slurm
+    options: dict[str, object] = {
+        "job-name": f"titanrl-{config.name}",
+        "nodes": num_hosts,
+        "ntasks-per-node": 1,
+        "output": output,
+        "open-mode": "append",
+        "partition": slurm.partition,
+        "account": slurm.account,
+        "qos": slurm.qos,
+        "time": slurm.time_limit,
+        "cpus-per-task": slurm.cpus_per_host,
+        "mem": slurm.memory_per_host,
+        "gpus-per-node": None if device == "cpu" else config.hosts.devices_per_host,
+    }
+    texts = [f"--{name}={shlex.quote(str(value))}" for name, value in options.items() if value is not None]
+    return [f"#SBATCH {text}" for text in [*texts, *["--exclusive"] * slurm.exclusive, *slurm.options]]
+
+
+def step_command() -> list[str]:
+    """Return the command that holds each node. If a node fails, the others continue."""
+    options = ["--ntasks-per-node=1", "--kill-on-bad-exit=0", "--wait=0", "--no-kill", "--cpu-bind=none", "--mpi=none"]
+    return ["srun", *options, sys.executable, "-m", MODULE, CONNECT]
+
+
+def hosts_script(header: Sequence[str], command: Sequence[str], variables: Mapping[str, str]) -> str:
+    """Return the script of a job that runs hosts for a controller on another machine."""
+    exports = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
+    fixed = ["#SBATCH --no-requeue", "#SBATCH --no-kill"]  # the controller handles the loss of a node
+    return "\n".join(["#!/bin/bash", *header, *fixed, *exports, f"exec {shlex.join(command)}", ""])
+
+
+async def _run(*command: str, text: str = "") -> tuple[int, str, str]:
+    """Run a Slurm command; return its exit code, output and errors."""
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=clean_environment(),
+        )
+    except OSError as error:
+        raise SlurmError(
+            f"hosts.slurm: {command[0]} cannot be run ({error}). Start the run where Slurm is installed."
+        ) from None
+    try:
+        output, errors = await asyncio.wait_for(process.communicate(text.encode()), REPLY_S)
+    except TimeoutError:
+        raise SlurmError(f"hosts.slurm: {command[0]} did not reply within {REPLY_S:g} s. Check the cluster.") from None
+    finally:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+    assert process.returncode is not None
+    return process.returncode, output.decode(errors="replace"), errors.decode(errors="replace")
+
+
+def broken_by_slurm(config: Config) -> Iterator[BrokenRule]:
+    """Yield the rules that a run breaks on this machine."""
+    if config.hosts.kind != "slurm":
+        return
+    yield from broken_by_remote_hosts(config, "nodes")
+    if missing := [command for command in ("sbatch", "squeue", "scancel", "srun") if shutil.which(command) is None]:
+        rule = f"slurm requires the command {missing[0]}, which is not on PATH"
+        yield BrokenRule({"hosts.kind": "slurm"}, rule, "start the run on a Slurm login node")
+    fix = "correct /etc/hosts or the name server, or start the run with titanrl submit on a node of the cluster"
+    yield from broken_by_name(config, "nodes", fix)
+
+
+class SlurmHosts:
+    """Hosts in a separate Slurm job, or in the allocation in which the controller runs (`titanrl submit`)."""
+
+    def __init__(
+        self,
+        config: Config,
+        device: DeviceKind,
+        num_hosts: int,
+        log_dir: Path,
+        say: Say,
+        leases: Leases | None = None,
+    ) -> None:
+        """Request nothing yet.
+
+        Args:
+            config: configuration of the run.
+            device: kind of the hosts' devices.
+            num_hosts: number of nodes.
+            log_dir: folder for the job's output.
+            say: called with a message for the user about what startup is waiting for.
+            leases: leases that hold the hosts; by default, leases that report lost hosts to the run.
+        """
+        self._config, self._device, self._num_hosts, self._log_dir, self._say = config, device, num_hosts, log_dir, say
+        self._leases = leases or Leases(num_hosts, self._on_lost, self._on_ending, self._on_line)
+        self._identities: Sequence[str] = ()
+        self._job_id = ""
+        self._is_inside = os.environ.get(IN_ALLOCATION) == "1"
+        self._step: asyncio.subprocess.Process | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._notice: asyncio.TimerHandle | None = None
+        self.on_lost: OnLost = lambda name, cause: None
+        """Called when a host is lost."""
+        self.on_ending: Callable[[str], None] = lambda cause: None
+        """Called with the cause when Slurm terminates the job or is about to."""
+
+    async def start(self, identities: Sequence[str]) -> list[str]:
+        """Request the hosts, and start Monarch's hosts on them. See `Provider`.
+
+        Raises:
+            SlurmError: Slurm refused or ended the job, or the hosts did not start.
+        """
+        self._identities = identities
+        await self.acquire()
+        hosts = [self._leases.hosts[rank] for rank in range(self._num_hosts)]
+        self._say(f"Slurm job {self._job_id}: {len(hosts)} hosts ({', '.join(host.node for host in hosts)})")
+        return [self._address(host) for host in hosts]
+
+    async def acquire(self) -> None:
+        """Request the hosts, and wait until they hold their leases. The caller must call `kill`, even if this fails.
+
+        Raises:
+            SlurmError: Slurm refused or ended the job, or the hosts did not start.
+        """
+        address = await self._leases.open(socket.gethostname())
+        variables = {CONTROLLER: address, TOKEN: self._leases.token}
+        if self._is_inside:
+            await self._start_step(variables)
+        else:
+            await self._submit(variables)
+        await self._wait()
+
+    def kill(self) -> None:
+        """Kill every process on the hosts, and release them. A second call does nothing."""
+        self._leases.end(0)
+        self._leases.close()
+        if self._notice is not None:
+            self._notice.cancel()
+        for task in self._tasks:
+            task.cancel()
+        job_id, self._job_id = self._job_id, ""
+        if job_id and not self._is_inside and (problem := cancel_job(job_id)):
+            logger.warning("scancel %s: %s; its hosts exit without it", job_id, problem)
+        if self._step is not None and self._step.returncode is None:
+            self._step.send_signal(signal.SIGTERM)  # srun would wait for nodes that do not answer
+
+    def has_ended(self, rank: int) -> bool:
+        """Return True if a host exited or became unreachable."""
+        return rank in self._leases.lost
+
+    def are_alive(self) -> bool:
+        """Return True if every host holds its lease."""
+        return bool(self._job_id) and not self._leases.lost
+
+    async def _submit(self, variables: Mapping[str, str]) -> None:
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        header = directives(self._config, self._num_hosts, self._log_dir / "slurm_%j.log", device=self._device)
+        # On cancellation, the job may already be in the queue, so wait for its id to be able to cancel it.
+        submitting = asyncio.ensure_future(submit_job(hosts_script(header, step_command(), variables)))
+        try:
+            self._job_id = await asyncio.shield(submitting)
+        except asyncio.CancelledError:
+            self._job_id = await submitting
+            raise
+
+    async def _start_step(self, variables: Mapping[str, str]) -> None:
+        """Start the hosts in the allocation in which this process runs."""
+        self._job_id = os.environ["SLURM_JOB_ID"]
+        with (self._log_dir / "slurm_hosts.log").open("ab") as log:
+            environment = clean_environment() | dict(variables)
+            environment.pop(IN_ALLOCATION)
+            self._step = await asyncio.create_subprocess_exec(
+                *step_command(), stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, env=environment
+            )
+
+    async def _wait(self) -> None:
+        """Wait in the queue and then for the hosts; inform the user whenever the job's state changes."""
+        loop, notice_s = asyncio.get_running_loop(), self._config.hosts.slurm.notice_s
+        held = asyncio.create_task(self._leases.all_held())
+        since, running_since, said = loop.time(), None, ""
+        try:
+            while True:
+                status = await self._status()
+                if str(status) != said:
+                    said = str(status)
+                    self._say(f"waiting for Slurm job {self._job_id}: {said}{self._of_hosts(status)}")
+                if status.state == "RUNNING" and running_since is None:
+                    running_since = loop.time()
+                self._check(status, since, running_since)
+                if (await asyncio.wait({held}, timeout=POLL_S))[0]:
+                    break
+        finally:
+            held.cancel()
+        if not self._is_inside and status.left_s is not None:
+            self._notice = loop.call_later(max(0.0, status.left_s - notice_s), self._notice_end)
+
+    async def _status(self) -> JobStatus:
+        """Return the job's state; retry, because Slurm's controller may be restarting."""
+        for _ in range(ATTEMPTS - 1):
+            try:
+                return await job_status(self._job_id)
+            except SlurmError as error:
+                self._say(f"{error} Retrying.")
+                await asyncio.sleep(POLL_S)
+        return await job_status(self._job_id)
+
+    def _of_hosts(self, status: JobStatus) -> str:
+        if status.is_waiting:
+            return f"; {self._num_hosts} nodes requested"
+        return f" on {status.nodes}; its hosts are starting"
+
+    def _check(self, status: JobStatus, since: float, running_since: float | None) -> None:
+        """Raise if the job ended, or if the hosts take too long."""
+        now, limits = asyncio.get_running_loop().time(), self._config.hosts.slurm
+        logs = f"{self._log_dir}/slurm_{'hosts' if self._is_inside else self._job_id}.log"
+        if status.has_ended or (self._step is not None and self._step.returncode is not None):
+            raise SlurmError(f"hosts.slurm: job {self._job_id} ended before its hosts started (got {status}). Read {logs}.")
+        if running_since is None and limits.queue_limit_s is not None and now - since > limits.queue_limit_s:
+            raise SlurmError(
+                f"hosts.slurm.queue_limit_s: job {self._job_id} was still in the queue after {limits.queue_limit_s:g} s "
+                f"(got {status}). Raise the limit, or ask for fewer hosts."
+            )
+        if running_since is not None and now - running_since > self._config.timeouts.start_s:
+            raise SlurmError(
+                f"timeouts.start_s: hosts {', '.join(map(str, self._leases.missing))} of job {self._job_id} on {status.nodes} "
+                f"have not connected to {socket.gethostname()} (got {self._config.timeouts.start_s:g}). Read {logs}."
+            )
+
+    def _address(self, host: Host) -> str:
+        return f"{self._identities[host.rank]}@tcp://{host.node}:{self._config.hosts.slurm.port}"
+
+    def _on_line(self, host: Host, line: bytes) -> None:
+        if line == READY:  # Monarch starts while other hosts have not connected yet
+            self._leases.send(host.rank, f"{START} {self._address(host)}")
+
+    def _on_lost(self, host: Host) -> None:
+        self._later(self._report_lost(host))
+
+    async def _report_lost(self, host: Host) -> None:
+        text = ""
+        try:
+            text = f"; Slurm job {self._job_id} is {await asyncio.wait_for(job_status(self._job_id), STATUS_S)}"
+        except (SlurmError, TimeoutError) as error:
+            logger.warning("the state of job %s is unknown: %r", self._job_id, error)
+        self.on_lost(host.name, f"host {host.node} exited or is unreachable{text}")
+
+    def _on_ending(self, host: Host) -> None:
+        """Report Slurm's termination signal once, although every host receives it."""
+        if not self._tasks:
+            self._later(self._report_ending())
+
+    async def _report_ending(self) -> None:
+        self.on_ending(f"Slurm terminates job {self._job_id} ({await job_status(self._job_id)})")
+
+    def _notice_end(self) -> None:
+        self._later(self._check_end())
+
+    async def _check_end(self) -> None:
+        """Report that the time limit is near, or check again later if it was extended."""
+        left_s, notice_s = (await job_status(self._job_id)).left_s, self._config.hosts.slurm.notice_s
+        if left_s is None:
+            return
+        if left_s > notice_s + 1:
+            self._notice = asyncio.get_running_loop().call_later(left_s - notice_s, self._notice_end)
+        else:
+            self.on_ending(f"the time limit of Slurm job {self._job_id} is {left_s:g} s away")
+
+    def _later(self, work: Coroutine[object, object, None]) -> None:
+        async def report() -> None:
+            try:
+                await work
+            except SlurmError as error:
+                logger.warning("%s", error)
+
+        task = asyncio.create_task(report())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,1 +1,0 @@
-"""Slurm nodes as hosts."""
