@@ -35,6 +35,68 @@ KL_TEACHER = "policy/kl_teacher"
 """Metric that identifies a step of distillation."""
 SPARKLINE_STEPS = 24
 """Number of most recent steps in the sparkline."""
+RECENT_MEAN, HELDOUT_MEAN, SYNC = "mean of the last ten steps", "mean over the evaluation sets", "push and pull"
+"""Quantities that are not metrics."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """A quantity of a step on the console. Example: `Quantity("grad/norm", ".3g", "grad_norm", "gradient norm")`."""
+
+    metric: str
+    spec: str
+    """Format specification; empty for a count with a metric suffix."""
+    column: str = ""
+    """Column of plain mode, padded to the width of its widest cell; empty for none."""
+    label: str = ""
+    """Row of the live display; empty for none."""
+    unit: str = ""
+    """Unit in the live display."""
+
+    def text(self, values: Mapping[str, float]) -> str:
+        """Return the formatted value; `-` if it is missing."""
+        value = values.get(self.metric)
+        return count(value) if value is not None and not self.spec else number(value, self.spec)
+
+
+_NORM = Quantity("grad/norm", ".3g", "grad_norm", "gradient norm")
+_TRAINER = Quantity("perf/train_tokens_per_s", "", "train_tok/s", "trainer", " tokens/s")
+_STEP = Quantity("time/step_s", ".2f", "step_s", "step", " s")
+_SAMPLED = (
+    Quantity("reward/mean", ".3f", "reward", "reward"),
+    Quantity(RECENT_MEAN, ".3f", "mean10", "  10-step mean"),
+    Quantity(HELDOUT_MEAN, ".3f", "heldout"),
+    Quantity("tokens/response_len_mean", ".1f", "length", "response length", " tokens"),
+)
+_UPDATE = (
+    Quantity("policy/entropy", ".3f", "entropy", "entropy"),
+    _NORM,
+    Quantity("mismatch/logprob_abs_mean", ".1e", "mismatch", "logprob mismatch"),
+    Quantity("mismatch/logprob_abs_max", ".1e", "", "  max"),
+)
+_SPEED = (
+    Quantity("perf/gen_tokens_per_s", "", "gen_tok/s", "generator", " tokens/s"),
+    _TRAINER,
+    _STEP,
+    Quantity(SYNC, ".3f", "sync_s", "weight sync", " s"),
+)
+REINFORCEMENT = (_SAMPLED, (*_UPDATE, Quantity("staleness/max", ".0f", "stale", "max staleness")), _SPEED)
+DISTILLATION = (_SAMPLED, (*_UPDATE, Quantity(KL_TEACHER, ".3f", "kl_teacher", "KL from teacher")), _SPEED)
+FINE_TUNING = (
+    (
+        Quantity(LOSS, ".4f", "   loss", "loss"),
+        Quantity(RECENT_MEAN, ".4f", " mean10", "  10-step mean"),
+        Quantity(HELDOUT_MEAN, ".4f", "heldout"),
+        Quantity("data/epoch", ".2f", " epoch", "epoch"),
+    ),
+    (
+        _NORM,
+        Quantity("optim/lr", ".2e", "learning_rate", "learning rate"),
+        Quantity("tokens/trained", "", "", "tokens trained"),
+    ),
+    (_TRAINER, _STEP),
+)
+"""Quantities on the console, in the order of both modes, by block of the live display."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,32 +295,11 @@ class Console:
 
     def _cells(self, metrics: StepMetrics) -> dict[str, str]:
         """Return the cells of a row by column name. Each name is padded to the width of its widest cell."""
-        values = metrics.values
-        step = {"       step": f"{metrics.step}/{self._total_steps}"}
-        if LOSS in values:
-            return step | {
-                "   loss": number(values[LOSS], ".4f"),
-                " mean10": number(self._recent_mean(), ".4f"),
-                "heldout": number(self._heldout(), ".4f"),
-                " epoch": number(values.get("data/epoch"), ".2f"),
-                "grad_norm": number(values.get("grad/norm"), ".3g"),
-                "learning_rate": number(values.get("optim/lr"), ".2e"),
-                "train_tok/s": _rate(values.get("perf/train_tokens_per_s")),
-                "step_s": number(_step_seconds(values), ".2f"),
-            }
-        return step | {
-            "reward": number(values.get("reward/mean"), ".3f"),
-            "mean10": number(self._recent_mean(), ".3f"),
-            "heldout": number(self._heldout(), ".3f"),
-            "length": number(values.get("tokens/response_len_mean"), ".1f"),
-            "entropy": number(values.get("policy/entropy"), ".3f"),
-            "grad_norm": number(values.get("grad/norm"), ".3g"),
-            "mismatch": number(values.get("mismatch/logprob_abs_mean"), ".1e"),
-            **({"kl_teacher": number(values[KL_TEACHER], ".3f")} if KL_TEACHER in values else {"stale": _staleness(values)}),
-            "gen_tok/s": _rate(values.get("perf/gen_tokens_per_s")),
-            "train_tok/s": _rate(values.get("perf/train_tokens_per_s")),
-            "step_s": number(_step_seconds(values), ".2f"),
-            "sync_s": number(_sync_seconds(values), ".3f"),
+        values = self._known(metrics.values)
+        shown = (quantity for block in _blocks(values) for quantity in block if quantity.column)
+        return {
+            "       step": f"{metrics.step}/{self._total_steps}",
+            **{quantity.column: quantity.text(values) for quantity in shown},
         }
 
     # Live mode
@@ -297,7 +338,7 @@ class Console:
         return Spinner("line", text=text)
 
     def _table(self, values: Mapping[str, float]) -> RenderableType:
-        tables = [_pairs(rows) for rows in (self._learning(values), self._update(values), self._speed(values))]
+        tables = list(map(_pairs, self._rows_of_live(values)))
         columns = sum(self._out.width >= width for width in LAYOUT_WIDTHS)
         grids = []
         for start in range(0, len(tables), columns):
@@ -306,64 +347,38 @@ class Console:
             grids.append(grid)
         return Group(*grids)
 
-    def _learning(self, values: Mapping[str, float]) -> dict[str, str]:
-        name, spec = ("loss", ".4f") if LOSS in values else ("reward", ".3f")
-        rows = {
-            name: number(values.get(LOSS, values.get("reward/mean")), spec),
-            "  10-step mean": number(self._recent_mean(), spec),
-            "": sparkline(self._curve, ascii_only=self._out.options.ascii_only),
-        }
+    def _rows_of_live(self, values: Mapping[str, float]) -> list[dict[str, str]]:
+        """Return the rows of learning, of the update and of speed."""
+        known = self._known(values)
+        blocks: list[dict[str, str]] = []
+        for block in _blocks(known):
+            blocks.append({})
+            for quantity in block:
+                if quantity.label:
+                    blocks[-1][quantity.label] = f"{quantity.text(known)}{quantity.unit}"
+                if quantity.metric == RECENT_MEAN:
+                    blocks[-1] |= self._history(quantity.spec)
+        blocks[-1]["phases"] = "  ".join(f"{name} {seconds:.2f}" for name, seconds in phase_seconds(values).items())
+        return blocks
+
+    def _history(self, spec: str) -> dict[str, str]:
+        rows = {"": sparkline(self._curve, ascii_only=self._out.options.ascii_only)}
         for task, (first, last) in self._evaluations.items():
             rows[f"held-out {task}"] = f"{first:{spec}} -> {last:{spec}}"
             if failures := self._failures.get(task):
                 rows[f"  of {task}"] = failures.partition(";")[0]
-        if LOSS in values:
-            return rows | {"epoch": number(values.get("data/epoch"), ".2f")}
-        return rows | {"response length": f"{number(values.get('tokens/response_len_mean'), '.1f')} tokens"}
+        return rows
 
-    def _update(self, values: Mapping[str, float]) -> dict[str, str]:
-        if LOSS in values:
-            return {
-                "gradient norm": number(values.get("grad/norm"), ".3g"),
-                "learning rate": number(values.get("optim/lr"), ".2e"),
-                "tokens trained": _rate(values.get("tokens/trained")),
-            }
-        return {
-            "entropy": number(values.get("policy/entropy"), ".3f"),
-            "gradient norm": number(values.get("grad/norm"), ".3g"),
-            "logprob mismatch": number(values.get("mismatch/logprob_abs_mean"), ".1e"),
-            "  max": number(values.get("mismatch/logprob_abs_max"), ".1e"),
-            **(
-                {"KL from teacher": number(values[KL_TEACHER], ".3f")}
-                if KL_TEACHER in values
-                else {"max staleness": _staleness(values)}
-            ),
+    def _known(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics of a step with the quantities that the console computes from them and from earlier steps."""
+        heldout, sync = [last for _, last in self._evaluations.values()], ("sync/push_s", "sync/pull_s")
+        summed = {
+            RECENT_MEAN: (self._curve[-10:], len(self._curve[-10:])),
+            HELDOUT_MEAN: (heldout, len(heldout)),
+            SYNC: ([values[name] for name in sync if name in values], 1),
+            "time/step_s": ([seconds for seconds in phase_seconds(values).values() if seconds], 1),
         }
-
-    def _speed(self, values: Mapping[str, float]) -> dict[str, str]:
-        phases = "  ".join(f"{name} {seconds:.2f}" for name, seconds in phase_seconds(values).items())
-        if LOSS in values:
-            return {
-                "trainer": f"{_rate(values.get('perf/train_tokens_per_s'))} tokens/s",
-                "step": f"{number(_step_seconds(values), '.2f')} s",
-                "phases": phases,
-            }
-        return {
-            "generator": f"{_rate(values.get('perf/gen_tokens_per_s'))} tokens/s",
-            "trainer": f"{_rate(values.get('perf/train_tokens_per_s'))} tokens/s",
-            "step": f"{number(_step_seconds(values), '.2f')} s",
-            "weight sync": f"{number(_sync_seconds(values), '.3f')} s",
-            "phases": phases,
-        }
-
-    def _recent_mean(self) -> float | None:
-        recent = self._curve[-10:]
-        return sum(recent) / len(recent) if recent else None
-
-    def _heldout(self) -> float | None:
-        """Return the latest held-out loss, or the latest mean reward averaged over the evaluation sets."""
-        last = [last for _, last in self._evaluations.values()]
-        return sum(last) / len(last) if last else None
+        return {name: sum(parts) / number for name, (parts, number) in summed.items() if parts} | dict(values)
 
 
 def resolve(mode: ConsoleMode) -> Literal["live", "plain", "off"]:
@@ -374,21 +389,9 @@ def resolve(mode: ConsoleMode) -> Literal["live", "plain", "off"]:
     return "live" if can_move else "plain"
 
 
-def _step_seconds(values: Mapping[str, float]) -> float | None:
-    return values.get("time/step_s", sum(phase_seconds(values).values()) or None)
-
-
-def _sync_seconds(values: Mapping[str, float]) -> float | None:
-    parts = [values[name] for name in ("sync/push_s", "sync/pull_s") if name in values]
-    return sum(parts) if parts else None
-
-
-def _staleness(values: Mapping[str, float]) -> str:
-    return number(values.get("staleness/max"), ".0f")
-
-
-def _rate(value: float | None) -> str:
-    return "-" if value is None else count(value)
+def _blocks(values: Mapping[str, float]) -> Iterable[Iterable[Quantity]]:
+    """Return the quantities of a step: learning, update, speed."""
+    return FINE_TUNING if LOSS in values else DISTILLATION if KL_TEACHER in values else REINFORCEMENT
 
 
 def _pairs(rows: Mapping[str, str]) -> Table:
