@@ -80,6 +80,7 @@ def test_recorded_object_must_be_passed_again() -> None:
         ({"rewards": {"x": Reward(right, weight="1")}}, r'data\.rewards\.x\.weight="1"\n  rule: '),  # type: ignore[arg-type]
         ({"prompts": lambda: []}, r"data\.source: wrong signature: .* Write it as `def prompts\(seed: int\)"),
         ({"prompts": 3}, r"data\.source: not callable"),
+        ({"loss": {"a": right}}, r"algorithm\.loss: not callable \(got dict, of type dict\)"),
     ],
 )
 def test_unusable_object_is_rejected_before_start(objects: dict[str, Any], problem: str) -> None:
