@@ -27,7 +27,7 @@ from titanrl.carriers.rewards import Answers, BoundReward
 from titanrl.carriers.scores import DENIED, INVALID, Score
 from titanrl.checks.extensions import config_of, point_of
 from titanrl.config.data import ENVIRONMENTS, DataConfig, EnvironmentConfig
-from titanrl.config.errors import BrokenRule, BrokenRules, ConfigError, inline, nested, rule_of, within
+from titanrl.config.errors import BrokenRule, BrokenRules, ConfigError, inline, rule_of, within
 from titanrl.config.evaluation import EvaluationSet, Split
 from titanrl.config.schema import Config
 from titanrl.config.shipped import data_file
@@ -291,7 +291,7 @@ def check_set(
         first = stream.heldout(1, split=subset.split, key=subset.key)[0]
         found = _selection(subset.data, stream, f"{subset.key}.data", notes, subset.split)
     except BrokenRules as error:
-        raise nested(error, subset.key) from None
+        raise within(error, f"{subset.key}.data") from None
     of_set = config.model_copy(update={"data": subset.data})
     return [found, *try_rewards(of_set, plugins, first.entry, f"{subset.key}.data", load_s=load_s)]
 

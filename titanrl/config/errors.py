@@ -44,12 +44,6 @@ class BrokenRules(TitanRLError, ValueError):
         return "\n".join(map(str, self.broken))
 
 
-def nested(error: BrokenRules, section: str) -> BrokenRules:
-    """Return rules about the section `data`, renamed to the `data` section inside `section`."""
-
-    return within(error, f"{section}.data")
-
-
 def within(error: BrokenRules, section: str) -> BrokenRules:
     """Return rules about the section `data`, renamed to another section with the same keys."""
 

@@ -46,12 +46,6 @@ def replica_slot(config: Config, replica: int) -> int:
     return hosts[:replica].count(hosts[replica % len(hosts)])
 
 
-def most_replicas(config: Config) -> int:
-    """Return the largest number of replicas on one host."""
-    hosts = replica_hosts(config)
-    return max(map(hosts.count, hosts))
-
-
 def rollout_group(config: Config) -> HostGroup:
     """Return the host group of the rollout workers."""
     if config.placement.rollout != "auto":
@@ -139,8 +133,8 @@ def _rank_placements(config: Config, sizes: Sizes, device: DeviceKind) -> Iterat
         trainer_bytes = libraries["trainer"] + (trainer.cpu_total if device == "cpu" else trainer.total)
         cache = config.generator.kv_cache_bytes // config.generator.tp if device == "cpu" else 0
         generator_bytes = libraries["generator"] + sizes.memory.generator_rank_weights + cache
-    ranks, generators = config.num_trainer_ranks, config.num_generator_ranks
-    most = most_replicas(config) * config.generator.tp if generators else 0
+    ranks, generators, of_replica = config.num_trainer_ranks, config.num_generator_ranks, replica_hosts(config)
+    most = max(map(of_replica.count, of_replica)) * config.generator.tp if generators else 0
     per_host = ranks // hosts.trainer_hosts
     on_ranks = per_host if config.placement.generator == "trainers" else 0
     # Emulated hosts share the devices of one machine.
@@ -150,7 +144,7 @@ def _rank_placements(config: Config, sizes: Sizes, device: DeviceKind) -> Iterat
         host, shown = host_name(config, "trainers"), per_host if hosts.across_machines else ranks
         devices = _devices(device, 0, shown) + _cores(cores.trainer, " ")
         yield Placement(host=host, devices=devices, role="trainer rank", processes=per_host, num_bytes=trainer_bytes)
-    for host, count in _counts(config, "generators", replica_hosts(config)) if generators else ():
+    for host, count in _counts(config, "generators", of_replica) if generators else ():
         number = count * config.generator.tp
         devices = _devices(device, first, number if hosts.across_machines else generators) + _cores(cores.generator, " ")
         yield Placement(host=host, devices=devices, role="generator rank", processes=number, num_bytes=generator_bytes)

@@ -13,7 +13,7 @@ import numpy as np
 from titanrl.algorithms.evaluation import evaluation_statistics
 from titanrl.base.plugins import Plugins, plugins_of_data, plugins_within
 from titanrl.carriers.types import EvaluationResult, GenerationRequest, Group, Prompt
-from titanrl.config.errors import BrokenRules, nested, within
+from titanrl.config.errors import BrokenRules, within
 from titanrl.config.evaluation import EvaluationSet
 from titanrl.config.schema import Config
 from titanrl.config.sections import RolloutConfig
@@ -180,7 +180,7 @@ class EvaluationSets:
             try:
                 prompts = await asyncio.to_thread(stream.heldout, subset.num_prompts, split=subset.split, key=subset.key)
             except BrokenRules as error:
-                raise nested(error, subset.key) if subset.has_own_data else error from None
+                raise within(error, f"{subset.key}.data") if subset.has_own_data else error from None
             self._prompts[key] = prompts
         return self._prompts[key]
 
@@ -195,7 +195,7 @@ class EvaluationSets:
                 try:
                     stream = make_stream(subset.data, self._tokenizer, config.seed, plugins, is_trained_on=False)
                 except BrokenRules as error:
-                    raise nested(error, subset.key) from None
+                    raise within(error, f"{subset.key}.data") from None
                 scoring = Scoring(config, plugins, self._on_respawn)
                 await scoring.start()
                 episodes = None
