@@ -26,7 +26,7 @@ from titanrl.metrics import steps as metrics_of
 from titanrl.metrics.run_directory import append_line
 from titanrl.rollout.group import derive_seed, readable_completion, readable_group
 from titanrl.run import command
-from titanrl.run.evaluated import EvaluatedRun
+from titanrl.run.run import Run
 
 if TYPE_CHECKING:
     from titanrl.carriers.datums import Datum, ForwardBackwardOutput
@@ -48,7 +48,7 @@ class Batch:
     """Log-probability of the policy minus the teacher's for each token, `[T]` for each sample."""
 
 
-class Distill(EvaluatedRun):
+class Distill(Run):
     """A distillation run, which calls generators, teacher and trainer in order.
 
     Example:
@@ -62,22 +62,21 @@ class Distill(EvaluatedRun):
     _teacher: "SamplingClient"
     _task: "Task"
 
-    async def step(self) -> StepMetrics:
+    async def train_step(self) -> StepMetrics:
         """Sample, compute the teacher's log-probabilities, train, publish the weights, and report."""
-        await self._hooks.before_step(self)
         started, config = time.perf_counter(), self.config
         assert config.distill is not None
         batch = await self._sample()
         data = distillation_data(list(chain(*batch.groups)), batch.divergences, config.distill.discount)
         params = self.steered(adam_params(config.algorithm, self.training.version, config.num_steps))
-        with self._timer.phase("train"):
+        with self.timer.phase("train"):
             passes = self.training.forward_backward(data, config.distill.loss)
             stepping = self.training.optim_step(params)
             output = await passes
-        with self._timer.phase("optim"):
+        with self.timer.phase("optim"):
             update = await stepping
             generated = await self.session.generators.take_stats()
-        with self._timer.phase("sync"):
+        with self.timer.phase("sync"):
             await self._publish(update)
         samples = list(chain(*batch.groups))
         num_tokens = sum(len(sample.tokens) for sample in samples)
@@ -100,9 +99,7 @@ class Distill(EvaluatedRun):
             **self._computed(output, data, update, generated, time.perf_counter() - started),
             **counts.metrics(),
         }
-        metrics = self._report(batch, values)
-        await self._hooks.after_step(self, metrics)
-        return metrics
+        return self._report(batch, values)
 
     async def take_steps(self, num_steps: int) -> None:
         """Evaluate the teacher, then train; see `Run.train`."""
@@ -110,13 +107,13 @@ class Distill(EvaluatedRun):
             await self.evaluate_teacher()
         await super().take_steps(num_steps)
 
-    async def sample_evaluation(self, name: str) -> EvaluationResult:
-        """Sample and score completions of an evaluation set with the newest weights."""
-        return await self._task.evaluate(self.sampling, name=name)
+    async def evaluate(self, name: str | None = None) -> EvaluationResult:
+        """Evaluate the newest weights, and record the result; see `Evaluations.measure`."""
+        return await self.evaluations.measure(name, lambda name: self._task.evaluate(self.sampling, name=name))
 
     async def evaluate_teacher(self) -> EvaluationResult:
         """Sample greedy completions of held-out prompts from the teacher, and score them."""
-        with self._timer.phase("evaluate"):
+        with self.timer.phase("evaluate"):
             result = await self._task.evaluate(self._teacher)
         self.recorder.directory.event("teacher", mean=result.mean, response_len_mean=result.response_len_mean)
         self.console.note(f"teacher: mean reward {result.mean:.3f} on held-out {result.task}")
@@ -142,13 +139,13 @@ class Distill(EvaluatedRun):
     async def _sample(self) -> Batch:
         """Sample completions of the next prompts, then compute their scores and the teacher's log-probabilities."""
         rollout, start = self.config.rollout, self.state.next_index
-        with self._timer.phase("rollout"):
+        with self.timer.phase("rollout"):
             prompts = self._task.prompts(rollout.groups_per_step, start=start)
             seed = derive_seed(self.config.seed, start)
             groups = await self.sampling.sample(prompts, num_samples=rollout.group_size, seed=seed)
         samples, published = list(chain(*groups)), self.session.weights.versions[-1]
         assert all((sample.versions == published).all() for sample in samples), "distillation is on-policy"
-        with self._timer.phase("teacher"):
+        with self.timer.phase("teacher"):
             logprobs, scores = await asyncio.gather(
                 self._teacher.compute_logprobs([sample.sequence for sample in samples]), self._task.score(prompts, groups)
             )
@@ -180,7 +177,7 @@ class Distill(EvaluatedRun):
                 trained_tokens=num_tokens, generated=generated, trainer_busy_s=update.busy_s, step_s=step_s
             ),
             **self.session.weights.take_metrics(),
-            **self._timer.take(),
+            **self.timer.take(),
         }
 
     def _report(self, batch: Batch, values: dict[str, float]) -> StepMetrics:

@@ -7,22 +7,19 @@ curve.
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from titanrl.algorithms.schedule import adam_params
 from titanrl.carriers.types import AdamParams, GenerationStats, OptimUpdate, StepMetrics
 from titanrl.checks.preflight import read_examples
-from titanrl.config import Config, Source
 from titanrl.data.demonstrations import Demonstration, mean_loss_data
 from titanrl.data.selection import check_recorded, record_data
 from titanrl.launch.roles import Roles
 from titanrl.metrics import steps as metrics_of
-from titanrl.metrics.console import Console
 from titanrl.run import command
-from titanrl.run.run import Run, is_due
+from titanrl.run.run import Run
 
 NO_GENERATION = GenerationStats(num_tokens=0, busy_s=0.0, wall_s=0.0, num_replicas=0)
 
@@ -38,74 +35,46 @@ class SFT(Run):
     program = "sft"
     purpose = "Fine-tune a model on examples."
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        resume: Path | None = None,
-        console: Console | None = None,
-        source: Source | None = None,
-        accepts_changed_data: bool = False,
-        **objects: object,
-    ) -> None:
-        """Run all checks that are possible before a process starts, including the examples; see `Lifecycle`."""
-        super().__init__(
-            config,
-            resume=resume,
-            console=console,
-            source=source,
-            accepts_changed_data=accepts_changed_data,
-            **objects,
-        )
-        assert config.sft is not None
-        self._sft = config.sft
-        self.console.phase("read examples", str(config.sft.path))
-        try:
-            self.examples = read_examples(self.config, source)
-            self._remarks = (
-                []
-                if resume is None
-                else check_recorded(self.run_dir, self.examples.selections, accepts_changes=accepts_changed_data)
-            )
-        except BaseException:  # including interrupts, because a live display hides the cursor
-            self.console.close()
-            if resume is None:
-                self._lock.abandon()
-            raise
+    def prepare(self) -> None:
+        """Read the examples."""
+        assert self.config.sft is not None
+        self._sft = self.config.sft
+        self.console.phase("read examples", str(self._sft.path))
+        self.examples = read_examples(self.config, self._source)
+        self._remarks: list[str] = []
+        if self._is_resumed:
+            accepts = self._accepts_changed_data
+            self._remarks = check_recorded(self.run_dir, self.examples.selections, accepts_changes=accepts)
 
-    async def step(self) -> StepMetrics:
+    async def train_step(self) -> StepMetrics:
         """Train on the next batch, and report the metrics."""
-        await self._hooks.before_step(self)
         started, training = time.perf_counter(), self.training
         batch = self.examples.batch(self.state.next_index, self._sft.batch_size, self.config.seed)
         params = self.steered(adam_params(self._sft, training.version, self.config.num_steps))
-        with self._timer.phase("train"):
+        with self.timer.phase("train"):
             passes = training.forward_backward(mean_loss_data(batch), "cross_entropy")
             stepping = training.optim_step(params)
             loss = (await passes).metrics["loss:sum"]
-        with self._timer.phase("optim"):
+        with self.timer.phase("optim"):
             update = await stepping
         self.count_skipped(update)
-        metrics = self._report(batch, loss, update, params, time.perf_counter() - started)
-        await self._hooks.after_step(self, metrics)
-        return metrics
+        return self._report(batch, loss, update, params, time.perf_counter() - started)
 
-    def due_evaluations(self, *, is_last: bool) -> Sequence[str]:
-        """Return `["loss"]` if the loss on held-out examples is due after this step."""
-        step = self.state.step
-        return ["loss"] if is_last or step == 0 or is_due(step, self.config.evaluation.every_steps) else []
+    def evaluation_sets(self) -> Mapping[str, int]:
+        """Return one set, the loss on held-out examples."""
+        return {"loss": self.config.evaluation.every_steps}
 
-    async def evaluate_all(self, names: Sequence[str], *, is_last: bool) -> None:
-        """Measure the loss on held-out examples."""
-        await self.evaluate()
+    async def evaluate(self, name: str | None = None) -> float | None:
+        """Return the loss on held-out examples, averaged over their trained tokens; None without held-out examples.
 
-    async def evaluate(self) -> float | None:
-        """Return the loss on held-out examples, averaged over their trained tokens; None without held-out examples."""
+        Args:
+            name: Only `"loss"` exists.
+        """
         heldout = self.examples.heldout[: self.config.evaluation.num_prompts]
         if not heldout:
             return None
         data, size = mean_loss_data(heldout), self._sft.batch_size
-        with self._timer.phase("evaluate"):
+        with self.timer.phase("evaluate"):
             passes = [self.training.forward(data[start : start + size], "cross_entropy") for start in range(0, len(data), size)]
             loss = sum([output.metrics["loss:sum"] for output in await asyncio.gather(*passes)])
         self.recorder.heldout_loss(StepMetrics(step=self.state.step, version=self.state.version, values={"loss/eval": loss}))
@@ -144,7 +113,7 @@ class SFT(Run):
             **metrics_of.speed_metrics(
                 trained_tokens=num_tokens, generated=NO_GENERATION, trainer_busy_s=update.busy_s, step_s=step_s
             ),
-            **self._timer.take(),
+            **self.timer.take(),
             "count/trained_tokens": counts.trained_tokens,
         }
         metrics = StepMetrics(step=self.state.step, version=self.state.version, values=values)

@@ -215,7 +215,7 @@ def test_dump_of_another_run_and_training_without_trainer_are_rejected(tmp_path:
         GRPO(rollout_config(save=tmp_path), resume=resumed)
     with pytest.raises(ConfigError, match="--resume"):  # its own dump is no problem
         GRPO(rollout_config(save=tmp_path).model_copy(update={"name": "sums"}), resume=resumed)
-    with pytest.raises(ConfigError, match=r"GRPO trains\s+fix: +use titanrl.commands.generation.Generation"):
+    with pytest.raises(ConfigError, match=r"GRPO trains\s+fix: +use titanrl.run.generation.Generation"):
         GRPO(rollout_config().model_copy(update={"train": False}))
 
 

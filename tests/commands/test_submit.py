@@ -10,7 +10,7 @@ import pytest
 from titanrl.commands.submit import main, prepare, script
 from titanrl.config import Config, ConfigError, load_config
 from titanrl.launch.run_lock import RunLock
-from titanrl.run.progress import FIRST, JOB_SCRIPT, resumable
+from titanrl.run.checkpoints import FIRST, JOB_SCRIPT, resumable
 
 
 def config(tmp_path: Path, *overrides: str) -> Config:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.e2e.conftest import REPO
 from titanrl.metrics.run_directory import read_metrics
-from titanrl.run.progress import resumable
+from titanrl.run.checkpoints import resumable
 
 HOOKS = """
 import shutil

@@ -34,7 +34,7 @@ from titanrl.metrics.run_directory import RunDirectory, append_line, read_lines,
 from titanrl.models.directory import model_shape
 from titanrl.models.recipe import create_model
 from titanrl.models.weight_files import read_weight_files
-from titanrl.run.progress import RunState, complete_checkpoint, resumable, set_aside
+from titanrl.run.checkpoints import RunState, complete_checkpoint, resumable, set_aside
 
 REPO = Path(__file__).parents[2]
 KEYS = tuple(f"{section.path}.{key}".lstrip(".") for section in sections() for key in section.keys)

@@ -13,7 +13,7 @@ from titanrl.base.plugins import plugin_of
 from titanrl.carriers.types import AdamParams, EvaluationResult, StepMetrics
 from titanrl.grpo import GRPO
 from titanrl.metrics.hooks import Hook, HookError, Hooks, check_hook
-from titanrl.run.progress import RunState, complete_checkpoint, resumable
+from titanrl.run.checkpoints import RunState, complete_checkpoint, resumable
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_loss" / "custom_loss.py"
 METRICS = StepMetrics(step=3, version=3, values={"optim/lr": 0.5})

@@ -7,16 +7,16 @@ from titanrl.config import load_config
 from titanrl.metrics.console import Console
 from titanrl.metrics.record import Recorder
 from titanrl.metrics.run_directory import append_line, read_lines, read_metrics
-from titanrl.run.progress import Resumable, RunState
-from titanrl.run.recording import Beginning, open_recorder
+from titanrl.run.checkpoints import Resumable, RunState
+from titanrl.run.recording import open_recorder
 
 CONFIG = load_config("quickstart", ["logging.loggers=[]"])
 EVALUATION = EvaluationResult(task="sums", version=0, mean=0.5, num_prompts=8, response_len_mean=3.0)
 
 
 def open_at(run_dir: Path, state: RunState, kind: str) -> Recorder:
-    beginning = Beginning(kind=kind, found=Resumable(state=state, unusable={}))  # type: ignore[arg-type]
-    return open_recorder(CONFIG, run_dir, beginning, Console("off", total_steps=9), {})
+    found = Resumable(state=state, unusable={})
+    return open_recorder(CONFIG, run_dir, kind, found, Console("off", total_steps=9), {})  # type: ignore[arg-type]
 
 
 def take_steps(recorder: Recorder, first: int, last: int) -> None:

@@ -12,7 +12,7 @@ from titanrl.config.sections import FaultsConfig
 from titanrl.launch.stalls import StallError
 from titanrl.launch.supervision import ActorDiedError, DeadlineError
 from titanrl.processes.children import RespawnLimitError, Respawns
-from titanrl.run.progress import RunState, complete_checkpoint
+from titanrl.run.checkpoints import RunState, complete_checkpoint
 from titanrl.run.restarts import Restart, Restarts, newest_checkpoint
 from titanrl.trainer.agreement import RankError
 from titanrl.trainer.replicas import DriftError

@@ -1,22 +1,138 @@
-"""A run without processes: counting skipped steps, and stopping on a full disk."""
+"""A run without processes: the checks of a start, skipped steps, evaluations that are not compared, a full disk."""
 
 import asyncio
+import json
+import os
 import re
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from titanrl import ConfigError, grpo
+from titanrl.base.files import commit_folder
 from titanrl.carriers.types import EvaluationResult, OptimUpdate
-from titanrl.config import load_config
+from titanrl.config import dump_config, load_config
 from titanrl.grpo import GRPO
-from titanrl.launch.run_lock import claim_new_run
+from titanrl.launch.run_lock import LOCK_FILE, RunLock, check_idle, claim_new_run, claim_run
 from titanrl.metrics.console import Console
 from titanrl.metrics.record import Recorder
 from titanrl.metrics.run_directory import RunDirectory, read_lines
 from titanrl.metrics.trackers import Trackers
-from titanrl.run.progress import RunState
+from titanrl.run.checkpoints import FIRST, Checkpoints, RunState
+from titanrl.run.evaluations import Evaluations
 from titanrl.run.run import NonFiniteGradientError
+from titanrl.sft import SFT
+
+pytestmark = pytest.mark.usefixtures("scratch")
+
+QUICK = ["device=cpu", "warm_start=null", "data.source=jsonl", "data.path=sums.jsonl", "evaluation.num_prompts=0"]
+
+
+def write_run(steps: int) -> Path:
+    """Write a run directory with the controller's part of a checkpoint, and return it."""
+    Path("sums.jsonl").write_text("".join(json.dumps({"prompt": f"{i} =", "answer": "1"}) + "\n" for i in range(50)))
+    run_dir = Path("runs/quickstart")
+    run_dir.mkdir(parents=True)
+    (run_dir / "config.yaml").write_text(dump_config(load_config("quickstart", QUICK)))
+    if steps:
+        folder = run_dir / "checkpoints" / f"step-{steps}"
+        folder.mkdir(parents=True)
+        state = RunState(step=steps, version=steps, next_index=8 * steps)
+        (folder / "controller.json").write_text(json.dumps(asdict(state)))
+        (folder / ".metadata").touch()
+        commit_folder(folder, {})
+    return run_dir
+
+
+def files(folder: Path) -> dict[Path, tuple[int, bytes]]:
+    return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.rglob("*") if path.is_file()}
+
+
+def dry_run(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> tuple[object, str, str]:
+    before = files(Path())
+    with pytest.raises(SystemExit) as ended:
+        grpo.main(["--resume", str(run_dir), "--dry-run"])
+    assert files(Path()) == before
+    shown = capsys.readouterr()
+    return ended.value.code, shown.out, shown.err
+
+
+def test_dry_run_of_a_resume_names_the_step_it_continues_after(capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = write_run(steps=3)
+    (run_dir / "checkpoints" / "step-5").mkdir()
+    code, out, _ = dry_run(run_dir, capsys)
+    assert code == 0
+    assert "Ready to start, continuing after step 3; step-5 cannot be used: commit.json is missing" in out
+
+
+def test_dry_run_refuses_what_a_resume_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = write_run(steps=0)
+    code, _, err = dry_run(run_dir, capsys)
+    assert code == 2
+    with pytest.raises(ConfigError, match="no intact checkpoint") as raised:
+        GRPO(load_config(run_dir / "config.yaml"), resume=run_dir)
+    assert err.endswith(f"{raised.value}\n")
+    lock = RunLock(run_dir)
+    owner = (run_dir / LOCK_FILE).read_text()
+    code, _, err = dry_run(run_dir, capsys)
+    assert code == 2
+    assert f"--resume: the run is still active in process {os.getpid()} on " in err
+    with pytest.raises(ConfigError, match="still active") as raised:
+        claim_run(run_dir)
+    assert err.endswith(f"{raised.value}\n")
+    assert (run_dir / LOCK_FILE).read_text() == owner
+    lock.release()
+    check_idle(run_dir)
+
+
+@pytest.mark.parametrize(
+    ("folder", "problem"),
+    [
+        ("nowhere", r"the run directory does not exist \(got nowhere\)"),
+        ("sums.jsonl", "the run directory is not a directory"),
+        ("/proc/self", r"must be writable, but /proc/self is not \("),
+    ],
+)
+def test_unusable_run_directory_is_refused_before_it_is_locked(folder: str, problem: str) -> None:
+    write_run(steps=0)
+    for check in (claim_run, check_idle):
+        with pytest.raises(ConfigError, match=problem):
+            check(Path(folder))
+
+
+def test_name_taken_by_a_file_counts_as_taken() -> None:
+    Path("runs").mkdir()
+    Path("runs/a").touch()
+    lock = claim_new_run(Path("runs/a"))
+    assert lock.path == Path("runs/a-2")
+    lock.release()
+
+
+def test_check_returns_the_state_before_the_first_step() -> None:
+    write_run(steps=0)
+    assert GRPO.check(load_config("quickstart", QUICK)).state == FIRST
+
+
+def test_dry_run_refuses_a_lock_that_is_no_file(capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(steps=0).rename("runs/other")
+    (Path("runs/quickstart") / LOCK_FILE).mkdir(parents=True)
+    with pytest.raises(SystemExit) as ended:
+        grpo.main(["--config", "quickstart", *QUICK, "--dry-run"])
+    assert ended.value.code == 2
+    with pytest.raises(ConfigError, match="in the directory of a run must be a regular file") as raised:
+        claim_new_run(Path("runs/quickstart"))
+    assert capsys.readouterr().err.endswith(f"{raised.value}\n")
+
+
+@pytest.mark.parametrize("config", ["quickstart", {"name": "a"}, None])
+def test_anything_but_a_config_is_refused_with_how_to_load_one(config: Any) -> None:
+    for kind in (GRPO, SFT):
+        with pytest.raises(TypeError, match=rf"^{kind.__name__}: expected a Config .* Load it: {kind.__name__}\(load_config"):
+            kind(config)
+
 
 SKIPPED = OptimUpdate(version=0, grad_norm=float("inf"), skipped=True)
 
@@ -28,7 +144,8 @@ def run_in(path: Path) -> GRPO:
     run.console = Console("off", total_steps=1)
     run._lock = claim_new_run(path)
     run._recorder = Recorder(RunDirectory(path), Trackers({}, print), run.console)
-    run._session = run._saving = run._closing = run._kept = None
+    run.checkpoints, run.evaluations = Checkpoints(run), Evaluations(run)
+    run._session = run._closing = run._kept = None
     return run
 
 
@@ -64,7 +181,7 @@ def test_evaluation_with_failed_rewards_is_not_compared(
         task="chain_sum", version=2, mean=0.4, num_prompts=10, response_len_mean=1.0, num_errors=num_errors, first_error="boom"
     )
     run.recorder.directory.event("start", step=0)
-    asyncio.run(run._compare(2, worse))
+    asyncio.run(run.evaluations._compare(2, worse))
     events = [row for row in read_lines(run.recorder.directory.events) if row["kind"] == "not_compared"]
     assert run.state.num_without_better == is_compared
     assert [(event["count"], event["completions"]) for event in events] == [] if is_compared else [(num_errors, 10)]

@@ -23,7 +23,7 @@ from titanrl.config.source import config_of_run, read_source
 from titanrl.data.selection import FLAG, Selection, check_recorded, record_data
 from titanrl.hosts.slurm import IN_ALLOCATION, NOTICE_SIGNAL, SlurmError, directives, submit_job
 from titanrl.launch.run_lock import claim_new_run, claim_run
-from titanrl.run.progress import JOB_SCRIPT
+from titanrl.metrics.run_directory import JOB_SCRIPT
 
 _BODY = """\
 cd {folder}

@@ -18,6 +18,9 @@ from pydantic import BaseModel, ValidationError
 from titanrl.base.files import in_shell, naming, replace_lines, replace_text, sync_file
 from titanrl.carriers.types import StepMetrics
 
+JOB_SCRIPT = "job.sh"
+"""Script of `titanrl submit` in a run directory. Its job resumes the run, even if there is no checkpoint yet."""
+
 
 class RunDirectory:
     """The folder of one run, `runs/<name>/`.

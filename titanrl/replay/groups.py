@@ -186,6 +186,16 @@ class Batch:
         return self.records if self.replayed is None else self.records + self.replayed.records
 
     @property
+    def work(self) -> dict[str, int]:
+        """Work on the tried groups, by the names of the counts of a run."""
+        return {
+            "prompts": self.num_tried,
+            "rollouts": self.num_tried_rollouts,
+            "environment_steps": self.counts.get("turns", 0),
+            "generated_tokens": self.num_tried_tokens,
+        }
+
+    @property
     def oldest_version(self) -> int:
         """Oldest policy version among the sampled tokens."""
         return int(self.records.groups["min_version"].min())

@@ -1,1 +1,1 @@
-"""A run: its lifecycle, evaluations, checkpoints, dumps, restarts and closing lines."""
+"""A run: start, steps, evaluations, checkpoints, dumps, publications, restarts and end."""

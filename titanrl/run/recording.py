@@ -1,40 +1,34 @@
-"""Open a run's files and trackers, for a new run, a resumed run, and a run that rolls back to a checkpoint."""
+"""Records of a run: its files and trackers, opened at a start, a resume or a restart, and the figures of its batches."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
 from titanrl.base.plugins import Plugins
+from titanrl.carriers.tables import DoubleArray
 from titanrl.config import Config, recorded_config
 from titanrl.data.selection import record_data
+from titanrl.metrics import steps as metrics_of
 from titanrl.metrics.console import Console
 from titanrl.metrics.record import Recorder
 from titanrl.metrics.run_directory import RunDirectory
 from titanrl.metrics.trackers import make_trackers
-from titanrl.run.progress import Resumable, checkpoint_dir, set_aside
+from titanrl.replay.groups import Batch
+from titanrl.run.checkpoints import Resumable, checkpoint_dir, set_aside
+
+Kind = Literal["start", "resume", "restart"]
+"""`start`: new run; `resume`: run of an earlier process; `restart`: run of this process, from its last checkpoint."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Beginning:
-    """State from which a run begins to record."""
-
-    kind: Literal["start", "resume", "restart"]
-    """`start`: new run; `resume`: run of an earlier process; `restart`: run of this process, from its last checkpoint."""
-    found: Resumable
-    """State to continue from, and unusable checkpoints."""
-
-    @property
-    def step(self) -> int | None:
-        """Step after which recorded lines are dropped; None for a new run, 0 without a checkpoint to restart from."""
-        return None if self.kind == "start" else self.found.state.step
-
-
-def open_recorder(config: Config, run_dir: Path, beginning: Beginning, console: Console, plugins: Plugins) -> Recorder:
-    """Open the run directory and start the trackers.
+def open_recorder(config: Config, run_dir: Path, kind: Kind, found: Resumable, console: Console, plugins: Plugins) -> Recorder:
+    """Open the run directory and start the trackers, to continue from the state that was found.
 
     Lines of later steps are dropped from the files, and later checkpoints are renamed (`set_aside`).
     """
-    state, step = beginning.found.state, beginning.step
+    state = found.state
+    step = None if kind == "start" else state.step  # 0 without a checkpoint to restart from
     directory = RunDirectory(
         run_dir,
         resume_step=step,
@@ -45,12 +39,20 @@ def open_recorder(config: Config, run_dir: Path, beginning: Beginning, console: 
         warn=console.warn,
     )
     if step is not None:
-        _set_aside(directory, step, beginning, console)
+        kept = set_aside(directory.checkpoints, step)
+        if found.unusable:
+            console.warn(
+                f"{'--resume' if kind == 'resume' else 'restart'}: continuing from step {step}, the newest intact checkpoint "
+                f"({'; '.join(f'{name}: {reason}' for name, reason in found.unusable.items())}). "
+                f"Renamed newer ones to {', '.join(kept)}."
+            )
+        folder = checkpoint_dir(directory.checkpoints, step)
+        if folder.exists() and not directory.has_event("checkpoint", step=step):  # the run died before it recorded the event
+            directory.event("checkpoint", step=step, path=str(folder))
     directory.write_config(recorded_config(config))
-    if beginning.kind != "restart":
-        record_data(run_dir, beginning.found.selections)
-    if beginning.kind != "restart":  # the restart event is recorded once the processes run
-        directory.event(beginning.kind, step=state.step)
+    if kind != "restart":  # the restart event is recorded once the processes run
+        record_data(run_dir, found.selections)
+        directory.event(kind, step=state.step)
     trackers = make_trackers(
         config.logging.loggers,
         run_dir,
@@ -62,15 +64,56 @@ def open_recorder(config: Config, run_dir: Path, beginning: Beginning, console: 
     return Recorder(directory, trackers, console)
 
 
-def _set_aside(directory: RunDirectory, step: int, beginning: Beginning, console: Console) -> None:
-    """Set later checkpoints aside, warn about unusable ones, and add the event of the checkpoint at `step` if it is missing."""
-    kept = set_aside(directory.checkpoints, step)
-    found = "; ".join(f"{name}: {reason}" for name, reason in beginning.found.unusable.items())
-    if found:
-        console.warn(
-            f"{'--resume' if beginning.kind == 'resume' else 'restart'}: continuing from step {step}, the newest intact "
-            f"checkpoint ({found}). Renamed newer ones to {', '.join(kept)}."
-        )
-    folder = checkpoint_dir(directory.checkpoints, step)
-    if folder.exists() and not directory.has_event("checkpoint", step=step):  # the run died between checkpoint and event
-        directory.event("checkpoint", step=step, path=str(folder))
+def batch_metrics(batch: Batch, ages: Sequence[int], version: int, config: Config) -> dict[str, float]:
+    """Return the metrics that depend on the batch alone, which trains `version` and has groups of these ages in versions."""
+    values = {
+        **metrics_of.rejection_metrics(batch.drops, batch.num_tried, config.rollout),
+        **metrics_of.rollout_metrics(
+            batch.records,
+            num_tried=batch.num_tried,
+            num_without_signal=batch.num_without_signal,
+            num_tried_rollouts=batch.num_tried_rollouts,
+            num_errors=batch.num_errors,
+            of_turns=bool(batch.counts),
+        ),
+        **metrics_of.episode_metrics(batch.counts),
+        **metrics_of.environment_metrics(batch.environment, is_mixture=len(config.data.tasks) > 1),
+        **metrics_of.task_metrics(batch.records, config.data.tasks, batch.drops_by_task),
+        **batch.prompts,
+        **metrics_of.age_metrics(ages),
+    }
+    if (replayed := batch.replayed) is not None:
+        counts = {"num_stored": replayed.num_stored, "num_evicted": replayed.num_evicted}
+        values |= metrics_of.replay_metrics(replayed.records, version=version, **counts)
+    return values | metrics_of.buffer_metrics(
+        num_in_flight=batch.num_in_flight,
+        num_ready=batch.num_ready,
+        num_held=batch.num_held,
+        num_tried=batch.num_tried,
+        num_bytes=batch.usage.num_bytes,
+        num_spilled_bytes=batch.usage.num_spilled_bytes,
+    )
+
+
+def record_drops(recorder: Recorder, batch: Batch, step: int) -> None:
+    """Record the groups dropped since the previous batch, and failed rewards."""
+    for reason, num_dropped in batch.drops.items():
+        recorder.directory.event("drop", step=step, groups=num_dropped, reason=reason)
+    if batch.num_errors:
+        recorder.scorer_errors(step, batch.num_errors, batch.num_tried_rollouts, batch.first_error)
+
+
+def record_advantages(directory: RunDirectory, batch: Batch, advantages_N: DoubleArray, step: int, config: Config) -> None:
+    """Record the advantages of the groups that `rollouts.jsonl` shows."""
+    if not config.logging.rollouts_per_step:
+        return
+    groups = batch.all_records.by_index().groups
+    ends = np.cumsum(groups["num_rollouts"])
+    starts = ends - groups["num_rollouts"]
+    is_shown = groups["index"] % config.rollout.groups_per_step < config.logging.rollouts_per_step
+    rows = [
+        (int(groups["index"][i]), int(groups["max_version"][i]), advantages_N[starts[i] : ends[i]].tolist())
+        for i in np.flatnonzero(is_shown & np.isin(groups["index"], batch.records.groups["index"]))
+    ]
+    if rows:
+        directory.log_advantages(step, rows)

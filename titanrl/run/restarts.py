@@ -9,7 +9,7 @@ from titanrl.base.files import DamagedError
 from titanrl.config.errors import ConfigError
 from titanrl.config.sections import FaultsConfig
 from titanrl.processes.children import RespawnLimitError, Respawns
-from titanrl.run.progress import Resumable, resumable
+from titanrl.run.checkpoints import Resumable, resumable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,11 +66,7 @@ class Restarts:
         return None if isinstance(fault, StallError) and self._config.on_stall == "abort" else fault
 
     def count(self, fault: FaultError, step: int) -> str:
-        """Count a restart; return its number and the limit as text.
-
-        Args:
-            fault: fault that caused the restart.
-            step: steps taken before the fault.
+        """Count a restart after a fault that followed `step` steps; return its number and the limit as text.
 
         Raises:
             RespawnLimitError: There were too many restarts within the window, or too many without progress.
@@ -90,10 +86,6 @@ class Restarts:
 
 def newest_checkpoint(run_dir: Path, *, had_one: bool) -> Resumable | None:
     """Return the newest intact checkpoint of a run that restarts; None if it has never had one.
-
-    Args:
-        run_dir: run directory.
-        had_one: whether the run has had an intact checkpoint.
 
     Raises:
         DamagedError: The run had an intact checkpoint, but no longer has one.

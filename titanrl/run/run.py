@@ -1,25 +1,61 @@
-"""Base class of TitanRL's training loops: steps, due evaluations, checkpoints and export."""
+"""A run: start, steps, restarts after faults, and the end, for any kind of loop.
+
+A loop (`titanrl.grpo`, `titanrl.sft`, `titanrl.distill`) is a subclass that defines `prepare`, `roles`, `begin`, `train_step`
+and `evaluate`. The run has its evaluations, checkpoints and restarts as objects, and calls the loop:
+
+    init    check the configuration, the machine and the data, lock the run directory, `prepare`
+    start   open a session, load the policy, `begin`
+    train   evaluate what is due; then `step`, evaluate, save, until the last step
+    fault   stop the processes, return to the newest checkpoint, open a session, `begin`, continue to train
+    stop    settle the checkpoint in progress, stop the processes, record the end
+"""
 
 import asyncio
-import contextlib
-import shutil
-from collections.abc import Sequence
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from titanrl.base.arguments import check_number
-from titanrl.base.errors import TitanRLError
-from titanrl.base.files import uncommit_folder
+from titanrl.base.choices import Program
+from titanrl.base.errors import FaultError, TitanRLError, describe
+from titanrl.base.files import DamagedError
+from titanrl.base.loading import loading
+from titanrl.base.plugins import Plugins
 from titanrl.carriers.tables import DoubleArray
-from titanrl.carriers.types import AdamParams, OptimUpdate, StepMetrics
-from titanrl.config import Config
-from titanrl.launch.supervision import PartDiedError
-from titanrl.run.lifecycle import Lifecycle
-from titanrl.run.progress import RunState, checkpoint_dir, complete_checkpoint
+from titanrl.carriers.types import AdamParams, EvaluationResult, OptimUpdate, StepMetrics
+from titanrl.checks.extensions import plugins_of, with_declared_traits, with_objects
+from titanrl.checks.preflight import policy_notes, preflight
+from titanrl.config import Config, ConfigError, Source
+from titanrl.config.device import resolve_device
+from titanrl.config.errors import BrokenRules
+from titanrl.config.explain import explain_rule
+from titanrl.config.load import check_program
+from titanrl.config.sizes import notes
+from titanrl.data.selection import Selection, check_recorded
+from titanrl.launch.roles import Roles
+from titanrl.launch.run_lock import RunLock, claim_new_run, claim_run
+from titanrl.metrics.console import Console
+from titanrl.metrics.hooks import Hooks
+from titanrl.metrics.outcome import last_lines, relative, summarize
+from titanrl.metrics.phases import PhaseTimer
+from titanrl.metrics.record import Recorder
+from titanrl.processes.children import Respawns
+from titanrl.run.checkpoints import FIRST, Checkpoints, Resumable, resumable
+from titanrl.run.evaluations import Evaluations, is_due
+from titanrl.run.recording import Kind, open_recorder
+from titanrl.run.restarts import Restart, Restarts, newest_checkpoint
+
+if TYPE_CHECKING:
+    from titanrl.launch.assembly import Parts
+    from titanrl.session.sampling import SamplingClient
+    from titanrl.session.session import Session
+    from titanrl.session.training import TrainingClient
 
 HUGE_REWARD = 1e6
 """Absolute reward from which rewards are considered the likely cause of non-finite gradients."""
@@ -29,30 +65,202 @@ class NonFiniteGradientError(TitanRLError):
     """Training cannot continue, because too many consecutive steps had non-finite gradients."""
 
 
-class Run(Lifecycle):
-    """Base class of the loops, which define `roles`, `begin`, `step`, `due_evaluations` and `evaluate_all`."""
+class Run:
+    """Base class of the loops. `async with` starts a run and closes it."""
+
+    program: Program = "train"
+    """Subcommand of `titanrl` that runs the loop."""
+    purpose = "Train a policy with GRPO."
+    """Description of the subcommand."""
+    with_data = False
+    """True if the loop uses prompts from the section `data`, which `preflight` then checks."""
 
     @classmethod
     def for_config(cls, config: Config) -> "type[Run]":
-        """Return the class that runs a configuration: this class or a subclass."""
+        """Return the class that runs a configuration: this class or another loop."""
         return cls
 
-    async def step(self) -> StepMetrics:
-        """Take one training step, and return its metrics."""
-        raise NotImplementedError
-
-    def due_evaluations(self, *, is_last: bool) -> Sequence[str]:
-        """Return the evaluations due after this step. All are due before the first step and at the end."""
-        raise NotImplementedError
-
-    async def evaluate_all(self, names: Sequence[str], *, is_last: bool) -> None:
-        """Evaluate the policy, and record the results.
+    def __init__(
+        self,
+        config: Config,
+        *,
+        resume: Path | None = None,
+        console: Console | None = None,
+        source: Source | None = None,
+        accepts_changed_data: bool = False,
+        **objects: object,
+    ) -> None:
+        """Run all checks that are possible before a process starts, and lock the run directory.
 
         Args:
-            names: Due evaluations.
-            is_last: True at the end of training.
+            config: Configuration of the run.
+            resume: Directory of the run to resume; None creates a new one.
+            console: Progress display; created from `config.logging` by default.
+            source: Source of the configuration, which lets messages name lines and overrides.
+            accepts_changed_data: True to resume a run although its data have changed.
+            objects: User-defined objects that replace built-in ones, by the argument names in `titanrl.checks.extensions`.
+
+        Raises:
+            ConfigError: A file or device named by the configuration is missing, or it is for another subcommand.
+            TypeError: The configuration is something else, such as a path.
+        """
+        _expect_config(config, type(self).__name__)
+        check_program(config, self.program, source)
+        self.config = config = with_objects(config, objects)
+        self._plugins = plugins_of(config, objects)
+        self.console = console or Console(config.logging.console, total_steps=config.num_steps, title=config.name)
+        lock = None if resume is None else claim_run(resume)
+        try:
+            self.console.phase(
+                "check", "model, data and rewards" if resume is None else f"{relative(resume)}, model, data and rewards"
+            )
+            self._found = self.check(
+                config,
+                resume=resume,
+                source=source,
+                plugins=self._plugins,
+                meanwhile=_import_heavy_packages,
+                accepts_changed_data=accepts_changed_data,
+            )
+        except BaseException:  # including interrupts, because a live display hides the cursor
+            self.console.close()
+            if lock is not None:
+                lock.release()
+            raise
+        self.state = self._found.state
+        self._lock: RunLock = lock or claim_new_run(config.run_dir)
+        self.run_dir = self._lock.path.resolve()
+        self.config = config = with_declared_traits(config, self._plugins)
+        self.hooks = Hooks.of(self._plugins)
+        """User-defined callbacks."""
+        self.device = resolve_device(config.device)
+        self._source, self._is_resumed, self._accepts_changed_data = source, resume is not None, accepts_changed_data
+        self._resume_step = self.state.step or None  # the first job of `titanrl submit` resumes a run without checkpoints
+        self.checkpoints = Checkpoints(self)
+        self.evaluations = Evaluations(self)
+        self._ending = asyncio.Event()
+        self.is_training = False
+        """True while `train` takes steps, during which `end_after_step` has an effect."""
+        self.timer = PhaseTimer(on_change=self.console.current_phase)
+        """Seconds of the current step by phase."""
+        self._session: Session | None = None
+        self._recorder: Recorder | None = None
+        self._closing: asyncio.Task[None] | None = None
+        self._respawns = Respawns(config.faults)
+        self._restarts = Restarts(config.faults, self._respawns)
+        self._restart: Restart | None = None
+        self._kept: Parts | None = None
+        try:
+            self.prepare()
+        except BaseException:  # including interrupts, because a live display hides the cursor
+            self.console.close()
+            if resume is None:
+                self._lock.abandon()
+            raise
+
+    @classmethod
+    def check(
+        cls,
+        config: Config,
+        *,
+        resume: Path | None = None,
+        source: Source | None = None,
+        plugins: Plugins | None = None,
+        meanwhile: Callable[[], object] = lambda: None,
+        accepts_changed_data: bool = False,
+    ) -> Resumable:
+        """Check that a run can start or be resumed, without starting or writing anything. A start and `--dry-run` both do this.
+
+        The arguments are those of the class, and:
+
+        Args:
+            plugins: User-defined objects; by default those named in the configuration.
+            meanwhile: Function to call while child processes check data and user-defined objects.
+
+        Returns:
+            The state to continue from.
+
+        Raises:
+            ConfigError: The run cannot start.
+        """
+        cls.check_loop(config, resume, source)
+        plugins = plugins_of(config, {}) if plugins is None else plugins
+        found = Resumable(state=FIRST, unusable={}) if resume is None else resumable(resume)
+        selections = preflight(
+            config,
+            source,
+            plugins=plugins,
+            training=config.train,
+            sampling=config.rollout.replay is None,
+            rollouts=cls.with_data,
+            is_resumed=resume is not None,
+            meanwhile=meanwhile,
+        )
+        try:
+            with_declared_traits(config, plugins)
+        except BrokenRules as error:
+            raise ConfigError(*(explain_rule(rule, source) for rule in error.broken)) from None
+        remarks = [] if resume is None else check_recorded(resume, selections, accepts_changes=accepts_changed_data)
+        return replace(found, selections=selections, remarks=tuple(remarks))
+
+    # What a loop defines
+
+    @classmethod
+    def check_loop(cls, config: Config, resume: Path | None, source: Source | None) -> None:
+        """Check what only this loop requires; see `check`."""
+
+    def prepare(self) -> None:
+        """Create what the loop needs before a process starts. An exception abandons the run directory of a new run."""
+
+    def roles(self) -> Roles:
+        """Return the roles that the loop needs."""
+        raise NotImplementedError
+
+    async def begin(self) -> None:
+        """Prepare the loop after the policy was loaded. An override must call `resume` to load a resumed run's checkpoint."""
+        await self.resume()
+
+    async def train_step(self) -> StepMetrics:
+        """Take one training step, advance `state`, and return the metrics of the step."""
+        raise NotImplementedError
+
+    def evaluation_sets(self) -> Mapping[str, int]:
+        """Return the evaluation sets, and the number of steps after which each is due."""
+        return {name: subset.every_steps for name, subset in self.config.evaluation_sets.items()}
+
+    async def evaluate(self, name: str | None = None) -> EvaluationResult | float | None:
+        """Evaluate a set with the newest weights, and record the result; see `Evaluations.measure`."""
+        raise NotImplementedError
+
+    async def sample_beside_training(self, names: Sequence[str], version: int, results: list[EvaluationResult]) -> None:
+        """Evaluate sets with the last published version while training continues, and append each result.
+
+        Raises:
+            StoppedError: The evaluating generator stopped.
+            PartDiedError: The evaluating generator died.
         """
         raise NotImplementedError
+
+    async def save_parts(self, folder: Path) -> None:
+        """Start writing a checkpoint. Loops override this to add their own files to the folder."""
+        await self.session.trainer.save_checkpoint(self.state.step)
+
+    async def finish_parts(self) -> None:
+        """Wait until the files added by the loop are on disk."""
+
+    @property
+    def ends_early(self) -> bool:
+        """True if training should stop before its last step."""
+        return self.evaluations.is_exhausted
+
+    # Steps
+
+    async def step(self) -> StepMetrics:
+        """Take one training step, record and return its metrics."""
+        await self.hooks.before_step(self)
+        metrics = await self.train_step()
+        await self.hooks.after_step(self, metrics)
+        return metrics
 
     async def train(self, num_steps: int | None = None) -> None:
         """Train until the policy reaches version `num_steps`, with evaluations and checkpoints.
@@ -67,18 +275,18 @@ class Run(Lifecycle):
     async def take_steps(self, num_steps: int) -> None:
         """Train as `train` does, but raise faults instead of restarting."""
         self.is_training = True
-        await self._evaluate_if_due(num_steps)
-        while self.state.version < num_steps and not (self.ends_early or self._ending.is_set()):
+        await self.evaluations.run_due(is_last=self._is_last(num_steps))
+        while self.state.version < num_steps and not (self.ends_early or self.is_ending):
             await self.step()
-            await self._evaluate_if_due(num_steps)
+            await self.evaluations.run_due(is_last=self._is_last(num_steps))
             if is_due(self.state.step, self.config.checkpoint.every_steps) or self._is_last(num_steps):
                 await self.save()
-            elif self._saving is not None and self._saving.done():
-                await self._finish_save()
-        if self._ending.is_set() and self.num_unsaved_steps:
+            else:
+                await self.checkpoints.finish_if_done()
+        if self.is_ending and self.num_unsaved_steps:
             await self.save()
         self.is_training = False
-        await self._finish_save()
+        await self.checkpoints.finish()
 
     def end_after_step(self) -> None:
         """Make `train` save a checkpoint and return after the current step.
@@ -87,20 +295,15 @@ class Run(Lifecycle):
         """
         self._ending.set()
 
-    async def _evaluate_if_due(self, num_steps: int) -> None:
-        """Run the due evaluations, unless they already ran at this step before the run was resumed."""
-        step = self.state.step
-        is_last = self._is_last(num_steps)
-        due = self.due_evaluations(is_last=is_last)
-        if step == self.state.evaluated_step or not due or self._ending.is_set():
-            return
-        if await self._unless_ending(self.evaluate_all(due, is_last=is_last)):
-            self._note(evaluated_step=step)
+    @property
+    def is_ending(self) -> bool:
+        """True after `end_after_step`."""
+        return self._ending.is_set()
 
     def _is_last(self, num_steps: int) -> bool:
         return self.state.version == num_steps or self.ends_early
 
-    def _note(self, **changes: Any) -> None:
+    def note(self, **changes: Any) -> None:
         """Update fields of the state. Updates before the first step also survive a restart from the start of the run."""
         self.state = replace(self.state, **changes)
         if self.state.step == 0:
@@ -113,7 +316,7 @@ class Run(Lifecycle):
 
     async def _train_and_export(self) -> None:
         await self.train()
-        if not self._ending.is_set():
+        if self.config.train and not self.is_ending:
             await self.export()
 
     async def save(self) -> Path:
@@ -122,60 +325,11 @@ class Run(Lifecycle):
         On an accelerator, the files are written while training continues. The checkpoint is then completed, and hooks are
         called, before a later step, at the latest before the next checkpoint.
         """
-        await self._finish_save()
-        while True:
-            with contextlib.suppress(PartDiedError):  # retry without the dead worker, whose groups are sampled again
-                return await self._save()
-
-    async def _save(self) -> Path:
-        with self._timer.phase("checkpoint"):
-            await self.session.weights.ready()
-            self.state = replace(self.state, version=self.session.trainer.version)
-            folder = checkpoint_dir(self.recorder.directory.checkpoints, self.state.step)
-            uncommit_folder(folder)
-            shutil.rmtree(folder, ignore_errors=True)  # remnants of a killed attempt
-            await self.save_parts(folder)
-            self._saving = asyncio.create_task(self._complete(self.state), name="complete checkpoint")
-            if self.device.kind == "cpu":
-                await asyncio.wait({self._saving})
-        if self._saving.done():
-            await self._finish_save()
-        return folder
-
-    async def save_parts(self, folder: Path) -> None:
-        """Start writing a checkpoint. Loops override this to add their own files to the folder."""
-        await self.session.trainer.save_checkpoint(self.state.step)
-
-    async def finish_parts(self) -> None:
-        """Wait until the files added by the loop are on disk."""
-
-    async def _complete(self, state: RunState) -> Path:
-        """Wait until the files of a checkpoint are on disk, commit it, and return its folder."""
-        digests = await self.session.trainer.finish_checkpoint(state.step)
-        await self.finish_parts()
-        directory = self.recorder.directory
-        checkpoints = directory.checkpoints
-        await asyncio.to_thread(directory.flush_to_disk)
-        await asyncio.to_thread(complete_checkpoint, checkpoints, state, digests)
-        self._saved_step = state.step
-        return checkpoint_dir(checkpoints, state.step)
-
-    async def _finish_save(self) -> None:
-        """Wait for a checkpoint in progress, record it, and call the hooks; do nothing if there is none."""
-        if self._saving is None:
-            return
-        saving, self._saving = self._saving, None
-        try:
-            folder = await saving
-        except PartDiedError:  # a rollout worker died while its shard was being written
-            await self.save()
-            return
-        self.recorder.directory.event("checkpoint", step=self._saved_step, path=str(folder))
-        await self._hooks.after_checkpoint(self, folder)
+        return await self.checkpoints.save()
 
     async def export(self) -> Path:
         """Export the policy as a Hugging Face directory with configuration and tokenizer, and return its path."""
-        await self._finish_save()
+        await self.checkpoints.finish()
         await self.session.weights.ready()
         target = self.recorder.directory.checkpoints / "final"
         await self.session.trainer.export_model(target)
@@ -197,7 +351,7 @@ class Run(Lifecycle):
             fix = "Give a rate such as 1e-6, or None for the schedule."
             check_number("set_learning_rate", learning_rate, fix, least=0.0)
             learning_rate = float(learning_rate)
-        self._note(learning_rate=learning_rate, num_rates=self.state.num_rates + 1)
+        self.note(learning_rate=learning_rate, num_rates=self.state.num_rates + 1)
         state = self.state
         self.recorder.directory.event("learning_rate", step=state.step, value=learning_rate, number=state.num_rates)
 
@@ -224,23 +378,263 @@ class Run(Lifecycle):
         self.state = replace(self.state, num_skipped=self.state.num_skipped + 1)
         event = {"step": self.state.step + 1, "grad_norm": update.grad_norm, "largest_reward": largest_reward}
         self.recorder.directory.event("skipped_step", **event)
-        if self.state.num_skipped > self.config.algorithm.max_skipped_steps:
+        limit = self.config.algorithm.max_skipped_steps
+        if self.state.num_skipped > limit:
+            advice = "Lower the learning rate; grad/norm in metrics.jsonl shows where it began."
+            if largest_reward >= HUGE_REWARD:
+                advice = (
+                    f"The rewards reach {largest_reward:g}, and gradients grow with them: return smaller numbers from "
+                    "data.rewards, or set a smaller weight there."
+                )
             raise NonFiniteGradientError(
-                f"algorithm.max_skipped_steps: {self.state.num_skipped} steps in a row had a non-finite gradient (got "
-                f"{self.config.algorithm.max_skipped_steps}). {_advice(largest_reward)}"
+                f"algorithm.max_skipped_steps: {self.state.num_skipped} steps in a row had a non-finite gradient "
+                f"(got {limit}). {advice}"
             )
 
+    # Start, restart and end
 
-def is_due(step: int, every: int) -> bool:
-    """Return True if an action that repeats every `every` steps is due after `step`; 0 means never."""
-    return every > 0 and step % every == 0
+    async def start(self) -> Self:
+        """Start all processes, load or warm-start the policy, and prepare the loop."""
+        _import_heavy_packages()
+        for note in (*notes(self.config), *policy_notes(self.config)):
+            self.console.note(note)
+        self.report(self._found.selections, self._found.remarks)
+        self._open_recorder("resume" if self._is_resumed else "start")
+        await self._with_restarts()
+        return self
 
+    def report(self, selections: Sequence[Selection], remarks: Sequence[str]) -> None:
+        """Print the rows that are left out of the data, as a warning if they are most, and accepted changes of the data."""
+        for found in selections:
+            for text in found.messages():
+                (self.console.warn if found.is_mostly_left_out else self.console.note)(text)
+        for remark in remarks:
+            self.console.warn(remark)
 
-def _advice(largest_reward: float) -> str:
-    """Return advice for the error message about non-finite gradients."""
-    if largest_reward >= HUGE_REWARD:
-        return (
-            f"The rewards reach {largest_reward:g}, and gradients grow with them: return smaller numbers from data.rewards, or "
-            "set a smaller weight there."
+    async def restart(self, cause: FaultError | None = None) -> None:
+        """Restart the processes, and continue from the newest complete checkpoint, exactly as `--resume` does.
+
+        Surviving generators keep their engines, which take longest to start, but drop their requests and weights.
+
+        Steps after the checkpoint are repeated, and their lines are removed from the run's files. Without a checkpoint, the run
+        starts over. `session`, `training` and `sampling` return new clients afterwards.
+
+        `train` restarts automatically after a fault. A custom loop may call this after a step has raised a `FaultError`.
+
+        Args:
+            cause: Fault to record; by default the one that stopped the session, if any.
+        """
+        await self._roll_back(cause or self._session_fault)
+        await self._with_restarts()
+
+    async def _with_restarts(self, work: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Open a session if there is none, then await `work`. After a fault, roll back and repeat, within `config.faults`."""
+        while True:
+            try:
+                if self._session is None and not self.is_ending:
+                    await self.unless_ending(self._open())
+                return None if work is None else await work()
+            except Exception as error:  # a fault may surface as any exception of a dependent request
+                fault = self._restarts.fault_in(error, self._session_fault)
+                if fault is None:
+                    raise
+                await self._roll_back(fault, self._restarts.count(fault, self.state.step))
+
+    async def unless_ending(self, work: Coroutine[Any, Any, object]) -> bool:
+        """Await work, and cancel it if the run is asked to end. Return True if the work finished."""
+        working, ending = asyncio.create_task(work), asyncio.create_task(self._ending.wait())
+        try:
+            await asyncio.wait({working, ending}, return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                working.result()
+            return working.done()
+        finally:
+            working.cancel()
+            ending.cancel()
+            await asyncio.gather(working, ending, return_exceptions=True)
+
+    async def _roll_back(self, fault: FaultError | None, budget: str = "") -> None:
+        """Stop the processes, and roll state and files back to the newest complete checkpoint, or to the start of the run."""
+        # Generators that fail the next attempt as well must not be kept for a third one.
+        keeps_generators = self._restart is None or (
+            fault is not None and not fault.part.startswith(("generator", "evaluator"))
         )
-    return "Lower the learning rate; grad/norm in metrics.jsonl shows where it began."
+        self._record_restart(has_failed=True)  # an earlier attempt that did not finish, if any
+        started, reached = time.perf_counter(), self.state.step
+        await self.checkpoints.settle()
+        await self._close_session(keeps_generators=keeps_generators)
+        newest = await asyncio.to_thread(newest_checkpoint, self.run_dir, had_one=self.checkpoints.saved_step > 0)
+        self._resume_step = (newest and newest.state.step) or None
+        self._found = newest or self._found
+        self.state, self.checkpoints.saved_step = self._found.state, self._found.state.step
+        self.hooks = Hooks.of(self._plugins)
+        self.timer.take()  # discard the timings of the lost step
+        self.recorder.close(resumes=True)
+        self._open_recorder("restart")
+        self._restart = Restart(fault=fault, step=reached, from_step=self._resume_step, started=started)
+        self.console.warn(self._restart.warning(budget))
+
+    def _record_restart(self, *, has_failed: bool = False) -> None:
+        """Record the restart in progress, if any."""
+        restart, self._restart = self._restart, None
+        if restart is not None:
+            self.recorder.directory.event("restart", **restart.event(), failed=has_failed)
+
+    def _open_recorder(self, kind: Kind) -> None:
+        self._recorder = open_recorder(self.config, self.run_dir, kind, self._found, self.console, self._plugins)
+
+    @property
+    def _session_fault(self) -> FaultError | None:
+        return None if self._session is None else self._session.fault
+
+    async def _open(self) -> None:
+        """Open a session, load the policy, and prepare the loop."""
+        from titanrl.session.session import SessionSetup, open_session  # imports torch; a dry run does not need it
+
+        config, console, roles = self.config, self.console, self.roles()
+        started = {
+            f"trainer x{config.trainer.parallelism.world_size}": roles.trainer,
+            f"generator x{config.generator.num_ranks}": roles.generators,
+        }
+        console.phase("start", ", ".join(text for text, is_started in started.items() if is_started))
+        setup = SessionSetup(
+            config=config,
+            run_dir=self.run_dir,
+            console=console,
+            roles=roles,
+            plugins=self._plugins,
+            on_event=lambda kind, **fields: self.recorder.directory.event(kind, **fields),
+            first_index=self.state.next_index,
+            respawns=self._respawns,
+            kept=self._kept,
+        )
+        self._session = await open_session(setup)
+        self._kept = None  # the session owns them now
+        await self._session.load()
+        await self.begin()
+        self._record_restart()
+
+    async def resume(self) -> None:
+        """Load the checkpoint to resume from, if there is one."""
+        if self._resume_step is not None:
+            version = await self.session.trainer.load_checkpoint(self._resume_step)
+            if version != self.state.version:
+                raise DamagedError(
+                    f"--resume: the trainer's state of step {self._resume_step} has version {version} (got {self.run_dir}). "
+                    f"The controller's has {self.state.version}; restore the files of one checkpoint."
+                )
+
+    async def close(self, error: BaseException | None = None) -> None:
+        """Stop all processes, write the report, and print the locations of the results. A second call does nothing.
+
+        Args:
+            error: Exception that ended the run, recorded as the cause; None after success.
+        """
+        code, cause = (0, "") if error is None else (1, describe(error))
+        was_open = self._recorder is not None
+        await self.stop(code=code, cause=cause)
+        if was_open:
+            self.summarize(code=code, cause=cause)
+
+    async def stop(self, *, code: int = 0, cause: str = "") -> None:
+        """Stop all processes and close all files, in any state of the run. A second call does nothing.
+
+        Args:
+            code: Exit code of the run, for its last event.
+            cause: Reason for the end of the run, if the code is not 0.
+        """
+        await self.checkpoints.settle()
+        await self._close_session()
+        if self._recorder is not None:
+            recorder, self._recorder = self._recorder, None
+            try:
+                recorder.directory.event("end", code=code, cause=cause)
+                recorder.close()
+            except OSError as error:  # such as a full disk; the caller reports why the run ended
+                self.console.warn(f"the end of the run is not recorded: {error}")
+        self.console.close()
+        self._lock.release()
+
+    async def _close_session(self, *, keeps_generators: bool = False) -> None:
+        """Stop all processes, except generators if `keeps_generators`.
+
+        The shutdown continues if this call is cancelled; the next call then waits for it.
+        """
+        await self.evaluations.close()
+        if self._session is not None:
+            session, self._session = self._session, None
+            closing = self._stop_for_restart(session) if keeps_generators else session.close()
+            self._closing = asyncio.create_task(closing, name="close session")
+        if self._closing is not None:
+            await asyncio.shield(self._closing)
+            self._closing = None
+        if self._kept is not None and not (keeps_generators and self._kept.can_keep_generators):
+            kept, self._kept = self._kept, None
+            self._closing = asyncio.create_task(self._close_kept(kept), name="close generators")
+            await asyncio.shield(self._closing)
+            self._closing = None
+
+    async def _stop_for_restart(self, session: "Session") -> None:
+        self._kept = await session.stop_for_restart()
+
+    async def _close_kept(self, kept: "Parts") -> None:
+        for problem in await kept.close(self.config.timeouts.close_s):
+            self.console.warn(f"while closing: {problem}")
+
+    def summarize(self, *, code: int = 0, cause: str = "") -> None:
+        """Write the report of a stopped run, and print its summary; `code` and `cause` are those of `stop`."""
+        num_steps = self.state.version if self.ends_early else self.config.num_steps
+        outcome = summarize(self.run_dir, code=code, cause=cause, num_steps=num_steps, max_staleness=self.config.max_staleness)
+        self.console.done(last_lines(self.run_dir, outcome, command=f"titanrl {self.program}"))
+
+    async def __aenter__(self) -> Self:
+        """Start the run; close it if startup fails."""
+        try:
+            return await self.start()
+        except BaseException as error:  # including interrupts
+            await self.close(error)
+            raise
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the run, and record an exception of the body as the cause."""
+        await self.close(error)
+
+    @property
+    def session(self) -> "Session":
+        """Session with the running processes and their clients."""
+        assert self._session is not None, "the run has not started"
+        return self._session
+
+    @property
+    def training(self) -> "TrainingClient":
+        """Client of the trainer, for training on custom data between two steps."""
+        return self.session.training
+
+    @property
+    def sampling(self) -> "SamplingClient":
+        """Client of the generators, which samples with the newest published version."""
+        return self.session.sampling
+
+    @property
+    def recorder(self) -> Recorder:
+        """Destination of metrics and events."""
+        assert self._recorder is not None, "the run has not started"
+        return self._recorder
+
+    @property
+    def num_unsaved_steps(self) -> int:
+        """Steps taken since the last checkpoint."""
+        return self.state.step - self.checkpoints.saved_step
+
+
+def _expect_config(config: object, name: str) -> None:
+    if not isinstance(config, Config):
+        raise TypeError(f"{name}: expected a Config (got {type(config).__name__}). Load it: {name}(load_config('run.yaml'))")
+
+
+def _import_heavy_packages() -> None:
+    """Import torch and the other packages needed by `Run.start`, which takes seconds."""
+    with loading():
+        import titanrl.session.session  # noqa: F401

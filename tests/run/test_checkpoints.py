@@ -11,7 +11,7 @@ import pytest
 
 from titanrl.base.files import commit_folder, digests_of, uncommit_folder
 from titanrl.config import ConfigError
-from titanrl.run.progress import STATE_FILE, Counts, RunState, complete_checkpoint, resumable, set_aside
+from titanrl.run.checkpoints import STATE_FILE, Counts, RunState, complete_checkpoint, resumable, set_aside
 
 
 def state_of(step: int) -> RunState:

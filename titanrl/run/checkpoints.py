@@ -1,22 +1,32 @@
-"""The controller's state in a checkpoint, and the search for the checkpoint to resume from."""
+"""Checkpoints of a run: the controller's state, when a checkpoint is written and complete, and which one a run resumes from."""
 
+import asyncio
+import contextlib
 import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Protocol, Self
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from titanrl.base.files import DamagedError, Digests, check_folder, commit_folder, replace_text
+from titanrl.base.files import DamagedError, Digests, check_folder, commit_folder, replace_text, uncommit_folder
+from titanrl.config import Config
+from titanrl.config.device import Device
 from titanrl.config.errors import ConfigError
 from titanrl.data.selection import Selection
+from titanrl.launch.supervision import PartDiedError
+from titanrl.metrics.hooks import Hooks
+from titanrl.metrics.phases import PhaseTimer
+from titanrl.metrics.record import Recorder
+from titanrl.metrics.run_directory import JOB_SCRIPT
+
+if TYPE_CHECKING:
+    from titanrl.session.session import Session
 
 STATE_FILE = "controller.json"
-JOB_SCRIPT = "job.sh"
-"""Script of `titanrl submit` in a run directory. Its job resumes the run, even if there is no checkpoint yet."""
 STRICT = ConfigDict(strict=True, extra="forbid")
 """Validation of the state: unknown keys and values of other types are errors."""
 
@@ -105,6 +115,104 @@ class Resumable:
     """Rows of the run's prompts by use; fine-tuning reads its examples later."""
     remarks: tuple[str, ...] = ()
     """Accepted changes of the data since the run was started."""
+
+
+class SavedRun(Protocol):
+    """The part of a `titanrl.run.run.Run` that `Checkpoints` uses."""
+
+    config: Config
+    state: RunState
+    device: Device
+    hooks: Hooks
+    timer: PhaseTimer
+
+    @property
+    def session(self) -> "Session":
+        """The running processes."""
+
+    @property
+    def recorder(self) -> Recorder:
+        """Files and trackers."""
+
+    async def save_parts(self, folder: Path) -> None:
+        """Start writing the files of the trainer and of the loop."""
+
+    async def finish_parts(self) -> None:
+        """Wait until the files of the loop are on disk."""
+
+
+class Checkpoints:
+    """Writes the checkpoints of a run, at most one at a time.
+
+    The trainer's files and those of the loop (`Run.save_parts`) are started between two steps. On an accelerator they are
+    written while training continues; the checkpoint is complete once `commit.json` lists them.
+    """
+
+    def __init__(self, run: SavedRun) -> None:
+        """Write nothing yet."""
+        self._run = run
+        self._saving: asyncio.Task[Path] | None = None
+        self.saved_step = run.state.step
+        """Steps of the newest complete checkpoint."""
+
+    async def save(self) -> Path:
+        """Write a checkpoint and return its folder; see `Run.save`."""
+        await self.finish()
+        while True:
+            with contextlib.suppress(PartDiedError):  # retry without the dead worker, whose groups are sampled again
+                return await self._save()
+
+    async def _save(self) -> Path:
+        run = self._run
+        with run.timer.phase("checkpoint"):
+            await run.session.weights.ready()
+            run.state = replace(run.state, version=run.session.trainer.version)
+            folder = checkpoint_dir(run.recorder.directory.checkpoints, run.state.step)
+            uncommit_folder(folder)
+            shutil.rmtree(folder, ignore_errors=True)  # remnants of a killed attempt
+            await run.save_parts(folder)
+            self._saving = asyncio.create_task(self._complete(run.state), name="complete checkpoint")
+            if run.device.kind == "cpu":
+                await asyncio.wait({self._saving})
+        if self._saving.done():
+            await self.finish()
+        return folder
+
+    async def _complete(self, state: RunState) -> Path:
+        """Wait until the files of a checkpoint are on disk, commit it, and return its folder."""
+        digests = await self._run.session.trainer.finish_checkpoint(state.step)
+        await self._run.finish_parts()
+        directory = self._run.recorder.directory
+        await asyncio.to_thread(directory.flush_to_disk)
+        await asyncio.to_thread(complete_checkpoint, directory.checkpoints, state, digests)
+        self.saved_step = state.step
+        return checkpoint_dir(directory.checkpoints, state.step)
+
+    async def finish_if_done(self) -> None:
+        """Finish the checkpoint in progress if its files are on disk."""
+        if self._saving is not None and self._saving.done():
+            await self.finish()
+
+    async def finish(self) -> None:
+        """Wait for a checkpoint in progress, record it, and call the hooks; do nothing if there is none."""
+        if self._saving is None:
+            return
+        saving, self._saving = self._saving, None
+        try:
+            folder = await saving
+        except PartDiedError:  # a rollout worker died while its shard was being written
+            await self.save()
+            return
+        self._run.recorder.directory.event("checkpoint", step=self.saved_step, path=str(folder))
+        await self._run.hooks.after_checkpoint(self._run, folder)
+
+    async def settle(self) -> None:
+        """Give a checkpoint in progress a quarter of `timeouts.close_s` to finish, then cancel it."""
+        if self._saving is not None:
+            saving, self._saving = self._saving, None
+            await asyncio.wait({saving}, timeout=self._run.config.timeouts.close_s / 4)
+            saving.cancel()
+            await asyncio.gather(saving, return_exceptions=True)
 
 
 def complete_checkpoint(checkpoints: Path, state: RunState, digests: Digests) -> None:

@@ -1,0 +1,168 @@
+"""Batches and published versions of a run: which batch is trained on next, how old it may be, and when its slots are freed.
+
+A published version reaches the generators in the background (`titanrl.weights.sync`). The slots of the batches that it was
+trained on are freed after that, so no sample is stale before it is generated. Every batch is asserted to keep the bound.
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from titanrl.algorithms.replay import ReplaySchedule
+from titanrl.carriers.tables import DoubleArray
+from titanrl.carriers.types import OptimUpdate
+from titanrl.launch.past_policies import PastPolicies
+from titanrl.replay.groups import Batch, Freshness, TrainedBatch, joined, versions_behind
+from titanrl.run.checkpoints import checkpoint_dir
+from titanrl.run.dump import Dump
+from titanrl.run.run import Run
+
+GROUPS = "groups"
+"""Folder of a checkpoint with the state of the buffer."""
+
+
+class Publications:
+    """Takes batches from the buffer, and publishes the versions trained on them. Created when a session begins."""
+
+    def __init__(self, run: Run, past: PastPolicies, replay: ReplaySchedule, dump: Dump) -> None:
+        """Publish nothing yet. The run's session is open; one of the past policies can be the last published version."""
+        self._run, self._past, self._replay, self._dump = run, past, replay, dump
+        self._session, self._config = run.session, run.config
+        self._buffer, self._versions = run.session.rollouts.buffer, run.session.weights.versions
+        self._last_published = -1  # version that the loop published last, or that it has seen published by custom code
+        self._unpublished: list[TrainedBatch] = []
+
+    async def begin(self, resume_step: int | None) -> None:
+        """Publish the policy and start the rollouts: those of a new run, or those of the checkpoint of a step."""
+        if resume_step is not None:
+            await self._continue(resume_step)
+            return
+        self._publish_version(self._run.state.version, then=self._session.rollouts.workers.run)
+        await self._session.weights.ready()
+
+    async def take(self) -> Batch:
+        """Take a batch and the groups to replay with it. Discard batches that became too old because user code published."""
+        bound = self._config.worst_staleness
+        while True:
+            batch = await self._session.weights.unless_failed(self._buffer.take_batch())
+            if self._versions[-1] == self._last_published or versions_behind(self._versions, batch.oldest_version) <= bound:
+                break
+            groups = len(batch.records.groups)
+            self._run.state = replace(self._run.state, counts=self._run.state.counts.plus(**batch.work))
+            await self._buffer.discard(batch.records.handles, before_version=self._versions[-1 - bound])
+            self._run.recorder.directory.event("drop", step=self._run.state.step + 1, groups=groups, reason="too old")
+        if not self._config.replay.fraction:
+            return batch
+        version = self._session.trainer.version
+        return replace(batch, replayed=await self._buffer.replay(version, self._replay.beta(version)))
+
+    def ages(self, batch: Batch) -> list[int]:
+        """Return, for each group, the versions published since its oldest token was sampled; assert the staleness bound."""
+        versions = batch.records.groups["min_version"].tolist()
+        age_of = {version: versions_behind(self._versions, version) for version in set(versions)}
+        ages, bound = [age_of[version] for version in versions], self._config.worst_staleness
+        assert self._dump.is_replay or max(ages) <= bound, (
+            f"step {self._run.state.step + 1} got a token {max(ages)} publications old, the bound is {bound}"
+        )
+        self._last_published = self._versions[-1]
+        return ages
+
+    async def publish(self, batch: Batch, advantages_N: DoubleArray, updates: Sequence[OptimUpdate]) -> None:
+        """Publish after `updates_per_publish` steps, which frees their slots; free the slots of a skipped step immediately.
+
+        The advantages determine the priorities of groups that are kept to be replayed.
+        """
+        records, priorities = batch.all_records, None
+        if all(update.skipped for update in updates):
+            await self._buffer.release(records.handles)
+            return
+        if self._config.replay.fraction:
+            records = records.by_index()
+            priorities = self._replay.priorities(records, advantages_N, self._config.data.weight_of)
+        self._unpublished.append((records.handles, priorities))
+        version = updates[-1].version
+        if version - self._versions[-1] >= self._config.algorithm.updates_per_publish:
+            trained, self._unpublished = joined(self._unpublished), []
+            self._publish_version(version, then=partial(self._buffer.release, *trained))
+
+    async def save(self, folder: Path) -> None:
+        """Write the trainer's state, the last published weights if they are older, and the buffer's groups.
+
+        Synchronous training samples all groups between two publications in one round, and a resumed run must repeat the round.
+        A checkpoint right after a publication holds no groups, so the round is sampled again. A later one holds all of them.
+        """
+        run, state = self._run, self._run.state
+        await self._session.rollouts.workers.wait_until_up()
+        published = self._versions[-2 - self._config.worst_staleness :]
+        in_interval = published[-1] != state.version and self._past.kept == published[-1]
+        kept = published[-1] if in_interval else None
+        if published[-1] != state.version and not in_interval:  # after optimizer steps of custom code
+            published.append(state.version)
+        run.state = replace(state, published=tuple(published), in_flight=(), num_held=0)
+        from_index = None
+        if self._config.max_staleness == 0:
+            if self._unpublished:
+                await self._buffer.wait_until_full()
+            else:
+                from_index = state.next_index
+        if from_index is None or self._config.replay.fraction or self._config.data.chooses_prompts:
+            saved = await self._buffer.save(folder / GROUPS, self._unpublished, from_index)
+            run.state = replace(run.state, next_index=saved.next_index, in_flight=saved.in_flight, num_held=saved.num_held)
+        await self._session.trainer.save_checkpoint(state.step, kept)  # last, because `buffer.save` restarts if a shard dies
+
+    async def _continue(self, step: int) -> None:
+        """Restore versions, groups and trainer of a checkpoint, which may lie between two publications.
+
+        The generators first get the weights that were published last. The trainer's weights can be newer.
+        """
+        state, session, config = self._run.state, self._session, self._config
+        published = list(state.published or (state.version,))
+        num_updates, groups_per_step = state.version - published[-1], config.rollout.groups_per_step
+        is_unchanged = state.num_held == num_updates * groups_per_step  # False if the batch size was changed
+        in_interval = 0 < num_updates < config.algorithm.updates_per_publish and is_unchanged
+        if in_interval:
+            await session.trainer.load_published(step, published[-1])
+            self._past.resume(published[-1])
+        else:  # publish now: the interval is complete, or the configuration was changed
+            published += [] if published[-1] == state.version else [state.version]
+            await self._run.resume()
+        self._versions[:] = published[:-1]
+        trained = await self._load_groups(step, published)
+        self._unpublished = trained if in_interval else []
+
+        async def run() -> None:
+            if trained and not in_interval:
+                await self._buffer.release(*joined(trained))
+            await session.rollouts.workers.run()
+
+        self._publish_version(published[-1], then=run)
+        await session.weights.ready()
+        if in_interval:
+            await self._run.resume()
+
+    async def _load_groups(self, step: int, published: Sequence[int]) -> list[TrainedBatch]:
+        """Load the groups of a checkpoint; return the batches trained on since the last publication."""
+        directory = self._run.recorder.directory
+        folder = checkpoint_dir(directory.checkpoints, step) / GROUPS
+        if not folder.exists():
+            return []
+        per_publish, bound = self._config.groups_per_publish, self._config.worst_staleness
+        freshness = Freshness(published=tuple(published), groups_per_publish=per_publish, bound=bound)
+        restored = await self._buffer.load(folder, freshness)
+        counts = {"ready": restored.num_ready, "in_flight": restored.num_in_flight, "too_old": len(restored.too_old)}
+        directory.event("restored", step=step, **counts)
+        directory.drop_rollouts(restored.too_old)
+        self._dump.drop(restored.too_old)
+        return restored.trained
+
+    def _publish_version(self, version: int, then: Callable[[], Awaitable[None]]) -> None:
+        """Start to publish a version. `then` is awaited once no generator serves requests with an older version."""
+        directory = self._run.recorder.directory
+
+        async def published() -> None:
+            await then()
+            directory.event("publication", version=version)
+
+        self._session.weights.publish(version, then=published)
+        self._last_published = version
