@@ -144,6 +144,8 @@ class Section(BaseModel):
         value: Any = self
         for part in key.split("."):
             value = value[part] if isinstance(value, Mapping) else getattr(value, part)
+        if isinstance(value, Mapping):
+            return {name: child.model_dump() if isinstance(child, BaseModel) else child for name, child in value.items()}
         return value.model_dump() if isinstance(value, BaseModel) else value
 
     def _broken_by_paths(self) -> Iterator[BrokenRule]:
