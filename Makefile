@@ -22,7 +22,7 @@ RUNTIME := $(VENV)/stamps/$(EXTRA)-$(call digest,requirements/$(EXTRA).txt requi
 DEV := $(RUNTIME)-dev-$(call digest,requirements/dev.txt)
 DOCS := $(RUNTIME)-docs-$(call digest,requirements/docs.txt)
 
-.PHONY: help venv demo demo-tools test test-slow test-faults test-cluster lint docs bench requirements clean
+.PHONY: help venv demo demo-tools test test-slow test-faults test-cluster test-nightly lint docs bench requirements clean
 .DELETE_ON_ERROR:
 
 help: ## print this list
@@ -39,14 +39,18 @@ demo-tools: $(RUNTIME) ## train a small policy to call a calculator (ARGS="max_s
 test: $(DEV) $(DOCS) ## run all tests except the slow ones (WORKERS=2 processes)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=30 $(ARGS)
 
-test-slow: $(DEV) ## run the slow tests
-	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
+test-slow: $(DEV) ## run the slow tests other than the fault matrix, in about half an hour
+	$(BIN)/python -m pytest -m "slow and not gpu" --ignore tests/e2e/test_fault_matrix.py $(ARGS)
 
 test-faults: $(DEV) ## inject every fault into every process in every phase, in about half an hour; writes runs/bench/fault_matrix.json
 	FAULT_MATRIX=runs/bench/fault_matrix.json $(BIN)/python -m pytest -m slow tests/e2e/test_fault_matrix.py $(ARGS)
 
 test-cluster: $(DEV) ## test emulated Slurm and Kubernetes clusters in network namespaces; needs root and Slurm, and reports what is missing
 	$(BIN)/python -m pytest -m cluster tests/cluster $(ARGS)
+
+test-nightly: ## run all tests that make test leaves out, in about 75 minutes; the exit code is 0 if all pass
+	@failed=; for target in test-slow test-faults test-cluster; do $(MAKE) $$target || failed="$$failed $$target"; done; \
+	  if [ -n "$$failed" ]; then echo "failed:$$failed" >&2; exit 1; fi
 
 lint: $(DEV) ## check with ruff, mypy, import-linter and .ci/check_prose.py
 	$(BIN)/ruff check .
