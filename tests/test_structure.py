@@ -4,7 +4,6 @@ import graphlib
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import grimp
 import pytest
