@@ -12,7 +12,7 @@ import pytest
 from titanrl.base import terminal
 
 ROOT = Path(__file__).parents[2]
-PRINT = r"from titanrl import terminal; terminal.prepare(); print('first \u2192 line'); print('second'); "
+PRINT = r"from titanrl.base import terminal; terminal.prepare(); print('first \u2192 line'); print('second'); "
 ASCII = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
 
 
