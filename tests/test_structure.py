@@ -11,14 +11,14 @@ import pytest
 from tests.size import PACKAGE, figures
 
 CEILINGS = {
-    "lines": 52_600,
-    "modules": 281,
-    "small modules": 26,
-    "modules with a shared name": 41,
+    "lines": 52_000,
+    "modules": 252,
+    "small modules": 15,
+    "modules with a shared name": 24,
     "rooms": 26,
-    "arrows": 167,
+    "arrows": 165,
     "floors": 12,
-    "modules reached by the loop": 156,
+    "modules reached by the loop": 142,
     "functions with one mention": 0.412,
 }
 """Largest figures of `tests.size`. Lower them with the code. A change that needs a higher one says why in its message."""

@@ -36,7 +36,7 @@ def test_the_site_loads_nothing_from_the_network(site: Path) -> None:
 
 def test_the_api_reference_documents_the_public_names(site: Path) -> None:
     text = (site / "api/run.html").read_text()
-    for name in ("grpo.GRPO.step", "config.load.load_config", "session.training.TrainingClient.forward_backward"):
+    for name in ("run.run.Run.step", "config.load.load_config", "session.training.TrainingClient.forward_backward"):
         assert f'id="titanrl.{name}"' in text, name
 
 

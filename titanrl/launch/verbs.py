@@ -1,7 +1,8 @@
 """Verbs: requests of a client to its actors. Each is one line with the endpoint, the merge of the replies and the deadline."""
 
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar
+from functools import partial
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, overload
 
 from titanrl.launch.stalls import DISK_S, Pace
 from titanrl.processes.actors import ask_ranks
@@ -45,12 +46,16 @@ class Verb(Generic[P, R, M]):
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name.removeprefix("_")
 
-    def __get__(self, client: Any, owner: type) -> Callable[P, Coroutine[Any, Any, M]]:
-        async def request(*args: P.args, **kwargs: P.kwargs) -> M:
-            call = ask_ranks(getattr(client.mesh, self._name), *args, **kwargs)
-            return self._merge(self._name, await client.ask(self._name, call, self._limit, self._pace))
+    @overload
+    def __get__(self, client: None, owner: type) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, M]]: ...
+    @overload
+    def __get__(self, client: object, owner: type) -> Callable[P, Coroutine[Any, Any, M]]: ...
+    def __get__(self, client: object, owner: type) -> Callable[..., Coroutine[Any, Any, M]]:
+        return self._request if client is None else partial(self._request, client)  # bound to the client like a method
 
-        return request
+    async def _request(self, client: Any, /, *args: P.args, **kwargs: P.kwargs) -> M:
+        call = ask_ranks(getattr(client.mesh, self._name), *args, **kwargs)
+        return self._merge(self._name, await client.ask(self._name, call, self._limit, self._pace))
 
 
 def done(name: str, replies: Sequence[object]) -> None:
