@@ -48,7 +48,7 @@ test-faults: $(DEV) ## inject every fault into every process in every phase, in 
 test-cluster: $(DEV) ## test emulated Slurm and Kubernetes clusters in network namespaces; needs root and Slurm, and reports what is missing
 	$(BIN)/python -m pytest -m cluster tests/cluster $(ARGS)
 
-test-nightly: ## run all tests that make test leaves out, in about 75 minutes; the exit code is 0 if all pass
+test-nightly: ## run all tests that make test leaves out, in more than an hour; the exit code is 0 if all pass
 	@failed=; for target in test-slow test-faults test-cluster; do $(MAKE) $$target || failed="$$failed $$target"; done; \
 	  if [ -n "$$failed" ]; then echo "failed:$$failed" >&2; exit 1; fi
 

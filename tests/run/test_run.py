@@ -130,7 +130,7 @@ def test_dry_run_refuses_a_lock_that_is_no_file(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize("config", ["quickstart", {"name": "a"}, None])
 def test_anything_but_a_config_is_refused_with_how_to_load_one(config: Any) -> None:
     for kind in (GRPO, SFT):
-        with pytest.raises(TypeError, match=rf"^{kind.__name__}: expected a Config .* Load it: {kind.__name__}\(load_config"):
+        with pytest.raises(TypeError, match=rf"^{kind.__name__}: must be a Config .* Load it: {kind.__name__}\(load_config"):
             kind(config)
 
 

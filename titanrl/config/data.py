@@ -37,7 +37,22 @@ SHARED_SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 """Keys of `rollout` that all tasks share."""
 
 
-class RewardConfig(Section):
+class FunctionSection(Section):
+    """A section with the key `function`. A string is short for a section with this value."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, value: Any) -> Any:
+        return {"function": value} if isinstance(value, str) else value
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """Return the JSON schema of the section, which also allows a string."""
+        section = handler.resolve_ref_schema(handler(schema))
+        return section | {"type": ["object", "string"]}
+
+
+class RewardConfig(FunctionSection):
     """A reward function. The string `my_rewards.py:score` is short for `{function: my_rewards.py:score}`."""
 
     function: Annotated[str, OrImportPath(REWARDS)]
@@ -55,17 +70,6 @@ class RewardConfig(Section):
     trusted: bool = False
     """Run the function in the rollout worker instead of the sandbox, with access to network and devices. Never enable this for
     a function that executes model output."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_text(cls, value: Any) -> Any:
-        return {"function": value} if isinstance(value, str) else value
-
-    @classmethod
-    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """Return the JSON schema of the section, which also allows a string."""
-        section = handler.resolve_ref_schema(handler(schema))
-        return section | {"type": ["object", "string"]}
 
     @property
     def is_confined(self) -> bool:
@@ -189,7 +193,7 @@ class CurriculumConfig(Section):
             yield self.broken(" ".join([*changed, "sampler"]), "only the sampler success_rate uses these keys", fix)
 
 
-class EnvironmentConfig(Section):
+class EnvironmentConfig(FunctionSection):
     """Multi-turn environment. The string `my_game.py:Game` is short for `{function: my_game.py:Game}`."""
 
     function: Annotated[str, OrImportPath(ENVIRONMENTS)]
@@ -225,17 +229,6 @@ class EnvironmentConfig(Section):
     python: InputPath | None = None
     """Python interpreter of the environment processes, for example of another virtual environment; null uses the current
     one."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_text(cls, value: Any) -> Any:
-        return {"function": value} if isinstance(value, str) else value
-
-    @classmethod
-    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """Return the JSON schema of the section, which also allows a string."""
-        section = handler.resolve_ref_schema(handler(schema))
-        return section | {"type": ["object", "string"]}
 
     def _broken_rules(self) -> Iterator[BrokenRule]:
         if self.python is not None and not self.num_processes:

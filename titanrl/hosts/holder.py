@@ -80,11 +80,8 @@ async def _serve(controller: Controller, host: Host, problem: str) -> int:
     except (OSError, TimeoutError) as error:
         print(f"{host.node}: the controller at {controller.address} cannot be reached: {error!r}", file=sys.stderr)
         return 1
-    session, loop, numbers = (
-        Session(host.node, reader, writer),
-        asyncio.get_running_loop(),
-        (signal.SIGTERM, signal.SIGINT, signal.SIGHUP),
-    )
+    session, loop = Session(host.node, reader, writer), asyncio.get_running_loop()
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     for number in numbers:  # before the controller knows about this host
         loop.add_signal_handler(number, session.forward, number)
     try:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from titanrl.base.arguments import check_number
+from titanrl.base.arguments import check_number, check_type
 from titanrl.base.choices import Program
 from titanrl.base.errors import FaultError, TitanRLError, describe
 from titanrl.base.files import DamagedError
@@ -104,7 +104,8 @@ class Run:
             ConfigError: A file or device named by the configuration is missing, or it is for another subcommand.
             TypeError: The configuration is something else, such as a path.
         """
-        _expect_config(config, type(self).__name__)
+        name = type(self).__name__
+        check_type(name, config, Config, "a Config", f"Load it: {name}(load_config('run.yaml')).")
         check_program(config, self.program, source)
         self.config = config = with_objects(config, objects)
         self._plugins = plugins_of(config, objects)
@@ -627,11 +628,6 @@ class Run:
     def num_unsaved_steps(self) -> int:
         """Steps taken since the last checkpoint."""
         return self.state.step - self.checkpoints.saved_step
-
-
-def _expect_config(config: object, name: str) -> None:
-    if not isinstance(config, Config):
-        raise TypeError(f"{name}: expected a Config (got {type(config).__name__}). Load it: {name}(load_config('run.yaml'))")
 
 
 def _import_heavy_packages() -> None:
