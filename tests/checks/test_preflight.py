@@ -97,6 +97,12 @@ def test_chat_template_is_rendered_before_the_start(template: str, rule: str) ->
     assert rule in data_problem(data)
 
 
+def test_unknown_stop_id_is_rejected() -> None:
+    text = data_problem("", "rollout.stop=[1, 4096]")
+    assert "the tokenizer has no token with this id; its ids are 0 to " in text
+    assert text.endswith("fix:  correct the id")
+
+
 def test_missing_jsonl_is_reported() -> None:
     assert "run.yaml:4: data.path" in data_problem("data: {source: jsonl, path: none.jsonl}\n")
 

@@ -275,6 +275,17 @@ def test_restarted_completions_have_only_tokens_of_the_new_version(lab: Lab, imp
     assert [set(completion.versions.tolist()) for completion in restarted] == [{2}] * len(PROMPTS)
     assert [completion.token_ids.tolist() for completion in restarted] == [c.token_ids.tolist() for c in fresh]
 
+    tokenizer = load_tokenizer(lab.models[2])
+    longest = max(range(len(fresh)), key=lambda i: len(fresh[i].token_ids))
+    stop = "".join(tokenizer.token_text(token) for token in fresh[longest].token_ids[60:64].tolist())
+    stopping = replace(sampling, stop=(stop,))
+    restarted, fresh = update_during_generation(lab, impl, stopping), lab.do(lab.generate(impl, stopping))
+    assert stop
+    assert fresh[longest].finish_reason == "stop"
+    assert len(fresh[longest].token_ids) <= 64
+    assert [completion.token_ids.tolist() for completion in restarted] == [c.token_ids.tolist() for c in fresh]
+    assert [completion.finish_reason for completion in restarted] == [c.finish_reason for c in fresh]
+
 
 def test_stop_texts_end_completions_after_the_token_that_completes_them(lab: Lab, impl: str) -> None:
     lab.do(pull(lab, impl, 1))
