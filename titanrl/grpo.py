@@ -30,8 +30,8 @@ from titanrl.launch.roles import Roles
 from titanrl.launch.trainer_mesh import merge_losses
 from titanrl.metrics import steps as metrics_of
 from titanrl.processes.actors import StoppedError
-from titanrl.replay.actors import TokensLostError
 from titanrl.replay.groups import Batch
+from titanrl.replay.shards import TokensLostError
 from titanrl.run import command
 from titanrl.run.dump import Dump, check_dump
 from titanrl.run.generation import Generation

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.records import make_record
+from titanrl.carriers.rewards import RolloutError
 from titanrl.config.sections import TimeoutsConfig
 from titanrl.data.mixture import Mixture
 from titanrl.launch.fleet import Fleet
@@ -16,8 +17,7 @@ from titanrl.launch.hosts import local_host
 from titanrl.launch.rollouts import BufferClient, RolloutMesh
 from titanrl.launch.supervision import ActorDiedError, Supervisor
 from titanrl.processes.actors import ask_actor
-from titanrl.replay.actors import RECORDS_FILE, ReplayBuffer
-from titanrl.replay.failures import RolloutError
+from titanrl.replay.buffer import RECORDS_FILE, ReplayBuffer
 from titanrl.replay.groups import Freshness, ShardUsage
 
 FOREVER = 3600.0

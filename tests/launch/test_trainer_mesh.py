@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from tests.endpoints import FakeEndpoint
+from titanrl.carriers.rewards import RolloutError
 from titanrl.carriers.tables import MicroBatch
 from titanrl.carriers.types import AdamParams, LossSums, OptimUpdate
 from titanrl.config.sections import TimeoutsConfig
 from titanrl.launch.rollouts import BufferClient
 from titanrl.launch.supervision import Supervisor
 from titanrl.launch.trainer_mesh import TrainerMesh
-from titanrl.replay.failures import RolloutError, StarvationError
+from titanrl.replay.groups import StarvationError
 
 ADAM = AdamParams(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, max_grad_norm=0.0)
 PASSES = [MicroBatch(rows=()), MicroBatch(rows=())]

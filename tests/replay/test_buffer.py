@@ -2,20 +2,18 @@
 
 import asyncio
 import random
-from collections.abc import Coroutine
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.records import make_record
 from tests.simulated_clock import simulate
+from titanrl.carriers.rewards import RolloutError, ScorerError
 from titanrl.carriers.tables import Table
 from titanrl.carriers.types import GroupRecord
 from titanrl.config import Config, load_config
 from titanrl.replay.buffer import GroupBuffer
-from titanrl.replay.failures import RolloutError, ScorerError, why_starved
 from titanrl.replay.groups import Reservation
 
 
@@ -35,258 +33,207 @@ def buffer(num_slots: int = 2, *, dynamic_sampling: bool = False, window: int = 
     return GroupBuffer(num_slots=num_slots, dynamic_sampling=dynamic_sampling, window=window)
 
 
-def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 5))
+async def test_batch_is_in_prompt_order() -> None:
+    groups = buffer(3)
+    first, second, third = await groups.reserve(3)
+    for reservation in (third, first, second):
+        await groups.commit([record(reservation)])
+    batch = await groups.take_batch(3)
+    assert batch.records.groups["index"].tolist() == [0, 1, 2]
+    assert batch.next_index == 3
 
 
-def test_batch_is_in_prompt_order() -> None:
-    async def scenario() -> None:
-        groups = buffer(3)
-        first, second, third = await groups.reserve(3)
-        for reservation in (third, first, second):
-            await groups.commit([record(reservation)])
-        batch = await groups.take_batch(3)
-        assert batch.records.groups["index"].tolist() == [0, 1, 2]
-        assert batch.next_index == 3
-
-    run(scenario())
-
-
-def test_round_distributes_all_free_slots_evenly() -> None:
-    async def scenario() -> None:
-        groups = buffer(6)
-        reservations = await groups.reserve_round(3)
-        assert [reservation.index for reservation in reservations] == list(range(6))
-        assert [reservation.handle.shard for reservation in reservations] == [0, 0, 1, 1, 2, 2]
-        waiting = asyncio.create_task(groups.reserve_round(3))
-        for reservation in reservations:
-            await groups.commit([record(reservation)])
-        batch = await groups.take_batch(2)
-        assert not waiting.done()
-        await groups.release(batch.records.handles)
-        assert [(each.index, each.handle.shard) for each in await waiting] == [(6, 0), (7, 1)]
-
-    run(scenario())
+async def test_round_distributes_all_free_slots_evenly() -> None:
+    groups = buffer(6)
+    reservations = await groups.reserve_round(3)
+    assert [reservation.index for reservation in reservations] == list(range(6))
+    assert [reservation.handle.shard for reservation in reservations] == [0, 0, 1, 1, 2, 2]
+    waiting = asyncio.create_task(groups.reserve_round(3))
+    for reservation in reservations:
+        await groups.commit([record(reservation)])
+    batch = await groups.take_batch(2)
+    assert not waiting.done()
+    await groups.release(batch.records.handles)
+    assert [(each.index, each.handle.shard) for each in await waiting] == [(6, 0), (7, 1)]
 
 
-def test_slots_stay_reserved_until_the_batch_is_released() -> None:
-    async def scenario() -> None:
-        groups = buffer(2)
-        reservations = await groups.reserve(2)
-        waiting = asyncio.create_task(groups.reserve(2))
-        for reservation in reservations:
-            await groups.commit([record(reservation)])
-        batch = await groups.take_batch(2)
-        await asyncio.sleep(0)
-        assert not waiting.done()
-        await groups.release(batch.records.handles)
-        assert [reservation.index for reservation in await waiting] == [2, 3]
-
-    run(scenario())
+async def test_slots_stay_reserved_until_the_batch_is_released() -> None:
+    groups = buffer(2)
+    reservations = await groups.reserve(2)
+    waiting = asyncio.create_task(groups.reserve(2))
+    for reservation in reservations:
+        await groups.commit([record(reservation)])
+    batch = await groups.take_batch(2)
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    await groups.release(batch.records.handles)
+    assert [reservation.index for reservation in await waiting] == [2, 3]
 
 
-def test_group_without_signal_stays_in_its_batch_and_is_counted() -> None:
-    async def scenario() -> None:
-        groups = buffer(2)
-        first, second = await groups.reserve(2)
-        await groups.commit([record(first, (1.0, 1.0))])
-        await groups.commit([record(second)])
-        batch = await groups.take_batch(2)
-        assert batch.records.groups["has_payload"].tolist() == [0, 1]
-        assert (batch.num_tried, batch.num_without_signal) == (2, 1)
-
-    run(scenario())
+async def test_group_without_signal_stays_in_its_batch_and_is_counted() -> None:
+    groups = buffer(2)
+    first, second = await groups.reserve(2)
+    await groups.commit([record(first, (1.0, 1.0))])
+    await groups.commit([record(second)])
+    batch = await groups.take_batch(2)
+    assert batch.records.groups["has_payload"].tolist() == [0, 1]
+    assert (batch.num_tried, batch.num_without_signal) == (2, 1)
 
 
-def test_dynamic_sampling_replaces_a_group_without_signal() -> None:
-    async def scenario() -> None:
-        groups = buffer(2, dynamic_sampling=True)
-        first, second = await groups.reserve(2)
-        await groups.commit([record(first, (0.0, 0.0))])
-        await groups.commit([record(second)])
-        (third,) = await groups.reserve(2)
-        await groups.commit([record(third)])
-        batch = await groups.take_batch(2)
-        assert batch.records.groups["index"].tolist() == [1, 2]
-        assert (batch.num_tried, batch.num_without_signal, batch.drops) == (3, 1, {"no signal": 1})
-
-    run(scenario())
+async def test_dynamic_sampling_replaces_a_group_without_signal() -> None:
+    groups = buffer(2, dynamic_sampling=True)
+    first, second = await groups.reserve(2)
+    await groups.commit([record(first, (0.0, 0.0))])
+    await groups.commit([record(second)])
+    (third,) = await groups.reserve(2)
+    await groups.commit([record(third)])
+    batch = await groups.take_batch(2)
+    assert batch.records.groups["index"].tolist() == [1, 2]
+    assert (batch.num_tried, batch.num_without_signal, batch.drops) == (3, 1, {"no signal": 1})
 
 
-def test_batch_without_any_signal_is_replaced() -> None:
-    async def scenario() -> None:
-        groups = buffer(2)
-        for reservation in await groups.reserve(2):
-            await groups.commit([record(reservation, (1.0, 1.0))])
-        taking = asyncio.create_task(groups.take_batch(2))
-        for reservation in await groups.reserve(2):
-            await groups.commit([record(reservation)])
-        batch = await taking
-        assert batch.records.groups["index"].tolist() == [2, 3]
-        assert (batch.num_tried, batch.num_without_signal) == (4, 2)
-
-    run(scenario())
+async def test_batch_without_any_signal_is_replaced() -> None:
+    groups = buffer(2)
+    for reservation in await groups.reserve(2):
+        await groups.commit([record(reservation, (1.0, 1.0))])
+    taking = asyncio.create_task(groups.take_batch(2))
+    for reservation in await groups.reserve(2):
+        await groups.commit([record(reservation)])
+    batch = await taking
+    assert batch.records.groups["index"].tolist() == [2, 3]
+    assert (batch.num_tried, batch.num_without_signal) == (4, 2)
 
 
-def test_starvation_message_counts_tried_groups_and_their_rewards() -> None:
-    async def scenario() -> None:
-        groups = buffer(2)
-        for reservation, reward in zip(await groups.reserve(2), (0.0, 1.0), strict=True):
-            await groups.commit([record(reservation, (reward, reward))])
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(groups.take_batch(2), timeout=0.05)
-        why = groups.why_starved(2, waited_s=3.0)
-        assert why.startswith("rollout.starvation_timeout_s: no batch of 2 groups with a signal in 3 s. 2 groups finished, 0 ")
-        assert "1 with every reward 0, 1 with every reward 1" in why
-
-    run(scenario())
+async def test_starvation_message_counts_tried_groups_and_their_rewards() -> None:
+    groups = buffer(2)
+    for reservation, reward in zip(await groups.reserve(2), (0.0, 1.0), strict=True):
+        await groups.commit([record(reservation, (reward, reward))])
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(groups.take_batch(2), timeout=0.05)
+    why = groups.why_starved(2, waited_s=3.0)
+    assert why.startswith("rollout.starvation_timeout_s: no batch of 2 groups with a signal in 3 s. 2 groups finished, 0 ")
+    assert "1 with every reward 0, 1 with every reward 1" in why
 
 
-def test_starvation_message_counts_groups_without_trainable_tokens() -> None:
-    masked = make_record(0, rewards=(0.0, 1.0), num_sampled=(0, 0), has_payload=False)
-    why = why_starved([masked], [], num_groups=1, waited_s=3.0)
-    assert "the others: 1 without a token to train on (algorithm.mask_truncated, trainer.overlong);" in why
+async def test_starvation_message_counts_groups_without_trainable_tokens() -> None:
+    groups = buffer(1)
+    (first,) = await groups.reserve(1)
+    masked = make_record(0, rewards=(0.0, 1.0), num_sampled=(0, 0), has_payload=False, handle=first.handle)
+    await groups.commit([masked])
+    assert "the others: 1 without a token to train on (algorithm.mask_truncated, trainer.overlong);" in groups.why_starved(
+        1, 3.0
+    )
 
 
-def test_starvation_message_reports_that_no_group_finished() -> None:
-    async def scenario() -> None:
-        groups = buffer(2)
-        await groups.reserve(1)
-        why = groups.why_starved(2, waited_s=0.05)
-        assert "no group finished in 0.05 s; groups in flight: 1, the oldest for prompt 0. See" in why
-
-    run(scenario())
+async def test_starvation_message_reports_that_no_group_finished() -> None:
+    groups = buffer(2)
+    await groups.reserve(1)
+    why = groups.why_starved(2, waited_s=0.05)
+    assert "no group finished in 0.05 s; groups in flight: 1, the oldest for prompt 0. See" in why
 
 
-def test_group_without_scored_rollout_is_replaced_and_counted() -> None:
-    async def scenario() -> None:
-        groups = buffer(2)
-        first, second = await groups.reserve(2)
-        await groups.commit([unscored(first)])
-        (third,) = await groups.reserve(1)  # the slot is free before any batch is taken
-        await groups.commit([replace(record(second), num_errors=1, first_error="ValueError: later"), record(third)])
-        batch = await groups.take_batch(2)
-        assert batch.records.groups["index"].tolist() == [1, 2]
-        assert batch.records.groups["num_errors"].tolist() == [1, 0]
-        assert (batch.num_tried, batch.num_without_signal) == (3, 0)
-        assert (batch.num_errors, batch.num_tried_rollouts) == (3, 7)
-        assert batch.first_error == "ZeroDivisionError: division by zero"
-
-    run(scenario())
+async def test_group_without_scored_rollout_is_replaced_and_counted() -> None:
+    groups = buffer(2)
+    first, second = await groups.reserve(2)
+    await groups.commit([unscored(first)])
+    (third,) = await groups.reserve(1)  # the slot is free before any batch is taken
+    await groups.commit([replace(record(second), num_errors=1, first_error="ValueError: later"), record(third)])
+    batch = await groups.take_batch(2)
+    assert batch.records.groups["index"].tolist() == [1, 2]
+    assert batch.records.groups["num_errors"].tolist() == [1, 0]
+    assert (batch.num_tried, batch.num_without_signal) == (3, 0)
+    assert (batch.num_errors, batch.num_tried_rollouts) == (3, 7)
+    assert batch.first_error == "ZeroDivisionError: division by zero"
 
 
-def test_scorer_failing_on_the_first_batch_ends_the_wait() -> None:
-    async def scenario() -> None:
-        groups = buffer(4)
-        taking = asyncio.create_task(groups.take_batch(2))
-        first, second, _, _ = await groups.reserve(4)
-        await groups.commit([unscored(first)])
-        await asyncio.sleep(0.001)
-        assert not taking.done()
-        await groups.commit([unscored(second, "ValueError: later")])
-        with pytest.raises(ScorerError, match=r"data\.rewards: .* all 4 completions of the first 2 groups .*ZeroDivisionError"):
-            await taking
-
-    run(scenario())
+async def test_scorer_failing_on_the_first_batch_ends_the_wait() -> None:
+    groups = buffer(4)
+    taking = asyncio.create_task(groups.take_batch(2))
+    first, second, _, _ = await groups.reserve(4)
+    await groups.commit([unscored(first)])
+    await asyncio.sleep(0.001)
+    assert not taking.done()
+    await groups.commit([unscored(second, "ValueError: later")])
+    with pytest.raises(ScorerError, match=r"data\.rewards: .* all 4 completions of the first 2 groups .*ZeroDivisionError"):
+        await taking
 
 
-def test_later_failures_of_the_scorer_do_not_end_the_run() -> None:
-    async def scenario() -> None:
-        groups = buffer(1)
-        (first,) = await groups.reserve(1)
-        await groups.commit([record(first)])
-        await groups.release((await groups.take_batch(1)).records.handles)
-        for _ in range(3):
-            (failed,) = await groups.reserve(1)
-            await groups.commit([unscored(failed)])
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(groups.take_batch(1), timeout=0.05)
-        reason = "3 whose reward always failed (ZeroDivisionError: division by zero; see data.rewards)"
-        assert reason in groups.why_starved(1, 1)
-
-    run(scenario())
+async def test_later_failures_of_the_scorer_do_not_end_the_run() -> None:
+    groups = buffer(1)
+    (first,) = await groups.reserve(1)
+    await groups.commit([record(first)])
+    await groups.release((await groups.take_batch(1)).records.handles)
+    for _ in range(3):
+        (failed,) = await groups.reserve(1)
+        await groups.commit([unscored(failed)])
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(groups.take_batch(1), timeout=0.05)
+    reason = "3 whose reward always failed (ZeroDivisionError: division by zero; see data.rewards)"
+    assert reason in groups.why_starved(1, 1)
 
 
-def test_failed_worker_ends_the_waits_for_a_batch_and_for_a_failure() -> None:
-    async def scenario() -> None:
-        groups = buffer(2)
-        waits = [asyncio.create_task(wait) for wait in (groups.take_batch(2), groups.wait_until_failed())]
-        await asyncio.sleep(0)
-        await groups.fail("ValueError: no prompts")
-        for wait in waits:
-            with pytest.raises(RolloutError, match="no prompts"):
-                await wait
-
-    run(scenario())
+async def test_failed_worker_ends_the_waits_for_a_batch_and_for_a_failure() -> None:
+    groups = buffer(2)
+    waits = [asyncio.create_task(wait) for wait in (groups.take_batch(2), groups.wait_until_failed())]
+    await asyncio.sleep(0)
+    await groups.fail("ValueError: no prompts")
+    for wait in waits:
+        with pytest.raises(RolloutError, match="no prompts"):
+            await wait
 
 
-def test_reused_slot_gets_a_new_serial() -> None:
-    async def scenario() -> None:
-        groups = buffer(1)
-        (first,) = await groups.reserve(1)
-        await groups.commit([record(first)])
-        batch = await groups.take_batch(1)
-        await groups.release(batch.records.handles)
-        (second,) = await groups.reserve(1)
-        assert (second.handle.slot, second.handle.serial) == (first.handle.slot, first.handle.serial + 1)
-
-    run(scenario())
+async def test_reused_slot_gets_a_new_serial() -> None:
+    groups = buffer(1)
+    (first,) = await groups.reserve(1)
+    await groups.commit([record(first)])
+    batch = await groups.take_batch(1)
+    await groups.release(batch.records.handles)
+    (second,) = await groups.reserve(1)
+    assert (second.handle.slot, second.handle.serial) == (first.handle.slot, first.handle.serial + 1)
 
 
-def test_groups_overtake_a_straggler_only_within_the_window() -> None:
-    async def scenario() -> None:
-        groups = buffer(8, window=3)
-        straggler, *others = await groups.reserve(8)
-        await groups.commit([record(reservation) for reservation in others])
-        batch = await groups.take_batch(2)
-        assert batch.records.groups["index"].tolist() == [1, 2]
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(groups.take_batch(2), timeout=0.05)
-        await groups.commit([record(straggler)])
-        batch = await groups.take_batch(2)
-        assert batch.records.groups["index"].tolist() == [0, 3]
-
-    run(scenario())
+async def test_groups_overtake_a_straggler_only_within_the_window() -> None:
+    groups = buffer(8, window=3)
+    straggler, *others = await groups.reserve(8)
+    await groups.commit([record(reservation) for reservation in others])
+    batch = await groups.take_batch(2)
+    assert batch.records.groups["index"].tolist() == [1, 2]
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(groups.take_batch(2), timeout=0.05)
+    await groups.commit([record(straggler)])
+    batch = await groups.take_batch(2)
+    assert batch.records.groups["index"].tolist() == [0, 3]
 
 
-def test_next_index_is_the_oldest_prompt_not_yet_in_a_batch() -> None:
-    async def scenario() -> None:
-        groups = buffer(4, window=4)
-        first, second, third, fourth = await groups.reserve(4)
-        await groups.commit([record(second), record(third)])
-        assert (await groups.take_batch(2)).next_index == 0
-        await groups.commit([record(first), record(fourth)])
-        assert (await groups.take_batch(2)).next_index == 4
-
-    run(scenario())
+async def test_next_index_is_the_oldest_prompt_not_yet_in_a_batch() -> None:
+    groups = buffer(4, window=4)
+    first, second, third, fourth = await groups.reserve(4)
+    await groups.commit([record(second), record(third)])
+    assert (await groups.take_batch(2)).next_index == 0
+    await groups.commit([record(first), record(fourth)])
+    assert (await groups.take_batch(2)).next_index == 4
 
 
-def test_batch_counts_the_slots_by_state() -> None:
-    async def scenario() -> None:
-        groups = buffer(8)
-        reservations = await groups.reserve(7)
-        await groups.commit([record(reservation) for reservation in reservations[:5]])
-        await groups.take_batch(2)
-        batch = await groups.take_batch(2)
-        assert (batch.num_in_flight, batch.num_ready, batch.num_held) == (2, 1, 2)
-
-    run(scenario())
+async def test_batch_counts_the_slots_by_state() -> None:
+    groups = buffer(8)
+    reservations = await groups.reserve(7)
+    await groups.commit([record(reservation) for reservation in reservations[:5]])
+    await groups.take_batch(2)
+    batch = await groups.take_batch(2)
+    assert (batch.num_in_flight, batch.num_ready, batch.num_held) == (2, 1, 2)
 
 
-def test_buffer_is_full_when_every_slot_holds_a_finished_group() -> None:
-    async def scenario() -> None:
-        groups = buffer(2)
-        waiting = asyncio.create_task(groups.wait_until_full())
-        first, second = await groups.reserve(2)
-        await groups.commit([record(first)])
-        await asyncio.sleep(0.001)
-        assert not waiting.done()
-        await groups.commit([record(second)])
-        await waiting
-        await groups.take_batch(1)
-        await groups.wait_until_full()
-
-    run(scenario())
+async def test_buffer_is_full_when_every_slot_holds_a_finished_group() -> None:
+    groups = buffer(2)
+    waiting = asyncio.create_task(groups.wait_until_full())
+    first, second = await groups.reserve(2)
+    await groups.commit([record(first)])
+    await asyncio.sleep(0.001)
+    assert not waiting.done()
+    await groups.commit([record(second)])
+    await waiting
+    await groups.take_batch(1)
+    await groups.wait_until_full()
 
 
 @dataclass(frozen=True)
@@ -363,16 +310,13 @@ def test_bound_holds_with_a_window_and_several_updates_per_publication(overrides
         assert 0 < max(oldest.ages) <= oldest.bound
 
 
-def test_trained_group_with_equal_rewards_is_counted_as_without_signal() -> None:
-    async def scenario() -> None:
-        groups = buffer(2)
-        first, second = await groups.reserve(2)
-        await groups.commit([record(first)])
-        await groups.commit([replace(record(second, (1.0, 1.0)), has_payload=True)])
-        batch = await groups.take_batch(2)
-        assert (batch.num_tried, batch.num_without_signal) == (2, 1)
-
-    run(scenario())
+async def test_trained_group_with_equal_rewards_is_counted_as_without_signal() -> None:
+    groups = buffer(2)
+    first, second = await groups.reserve(2)
+    await groups.commit([record(first)])
+    await groups.commit([replace(record(second, (1.0, 1.0)), has_payload=True)])
+    batch = await groups.take_batch(2)
+    assert (batch.num_tried, batch.num_without_signal) == (2, 1)
 
 
 def filtered(reservation: Reservation) -> GroupRecord:
@@ -380,44 +324,35 @@ def filtered(reservation: Reservation) -> GroupRecord:
     return replace(record(reservation), has_payload=False, rejection="filtered")
 
 
-def test_filtered_group_frees_its_slot_and_is_counted_by_reason() -> None:
-    async def scenario() -> None:
-        groups = buffer(3)
-        first, second, third = await groups.reserve(3)
-        await groups.commit([filtered(first), unscored(second), record(third)])
-        fourth, fifth = await groups.reserve(3)  # the slots of the dropped groups
-        await groups.commit([record(fourth), record(fifth, (0.5, 0.5))])
-        batch = await groups.take_batch(3)
-        assert batch.records.groups["index"].tolist() == [2, 3, 4]
-        assert batch.drops == {"filtered": 1, "no reward": 1}
-        assert (batch.num_tried, batch.num_without_signal) == (5, 1)
-        await groups.release(batch.records.handles)
-        await groups.commit([record(reservation) for reservation in await groups.reserve(3)])
-        assert (await groups.take_batch(3)).drops == {}
-
-    run(scenario())
+async def test_filtered_group_frees_its_slot_and_is_counted_by_reason() -> None:
+    groups = buffer(3)
+    first, second, third = await groups.reserve(3)
+    await groups.commit([filtered(first), unscored(second), record(third)])
+    fourth, fifth = await groups.reserve(3)  # the slots of the dropped groups
+    await groups.commit([record(fourth), record(fifth, (0.5, 0.5))])
+    batch = await groups.take_batch(3)
+    assert batch.records.groups["index"].tolist() == [2, 3, 4]
+    assert batch.drops == {"filtered": 1, "no reward": 1}
+    assert (batch.num_tried, batch.num_without_signal) == (5, 1)
+    await groups.release(batch.records.handles)
+    await groups.commit([record(reservation) for reservation in await groups.reserve(3)])
+    assert (await groups.take_batch(3)).drops == {}
 
 
-def test_group_that_is_too_small_frees_its_slot() -> None:
-    async def scenario() -> None:
-        groups = buffer(2)
-        first, second = await groups.reserve(2)
-        small = replace(record(first, (1.0,)), has_payload=False, rejection="too small", num_errors=1, first_error="timeout")
-        await groups.commit([small, record(second)])
-        assert "1 with fewer rewards than rollout.min_group_size (first error: timeout)" in groups.why_starved(2, 1.0)
-        (third,) = await groups.reserve(2)
-        await groups.commit([record(third)])
-        batch = await groups.take_batch(2)
-        assert (batch.drops, batch.num_tried, batch.num_errors) == ({"too small": 1}, 3, 1)
-
-    run(scenario())
+async def test_group_that_is_too_small_frees_its_slot() -> None:
+    groups = buffer(2)
+    first, second = await groups.reserve(2)
+    small = replace(record(first, (1.0,)), has_payload=False, rejection="too small", num_errors=1, first_error="timeout")
+    await groups.commit([small, record(second)])
+    assert "1 with fewer rewards than rollout.min_group_size (first error: timeout)" in groups.why_starved(2, 1.0)
+    (third,) = await groups.reserve(2)
+    await groups.commit([record(third)])
+    batch = await groups.take_batch(2)
+    assert (batch.drops, batch.num_tried, batch.num_errors) == ({"too small": 1}, 3, 1)
 
 
-def test_starvation_message_counts_filtered_groups() -> None:
-    async def scenario() -> None:
-        groups = buffer(2)
-        await groups.commit([filtered(reservation) for reservation in await groups.reserve(2)])
-        text = groups.why_starved(2, 30.0)
-        assert "2 groups finished, 0 with a signal; the others: 2 rejected by rollout.group_filter; groups in flight: 0" in text
-
-    run(scenario())
+async def test_starvation_message_counts_filtered_groups() -> None:
+    groups = buffer(2)
+    await groups.commit([filtered(reservation) for reservation in await groups.reserve(2)])
+    text = groups.why_starved(2, 30.0)
+    assert "2 groups finished, 0 with a signal; the others: 2 rejected by rollout.group_filter; groups in flight: 0" in text

@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-from collections.abc import Coroutine
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,19 +12,16 @@ from tests.records import make_record
 from tests.simulated_clock import simulate
 from titanrl.carriers.types import GroupHandle, GroupRecord
 from titanrl.config import Config, load_config
+from titanrl.config.sections import ReplayConfig
 from titanrl.replay.buffer import GroupBuffer
 from titanrl.replay.groups import Reservation, handles_of
-from titanrl.replay.memory import ReplayMemory, ReplaySettings
+from titanrl.replay.memory import ReplayMemory
 
 NUM_SHARDS = 3
 
 
 def record(reservation: Reservation, **others: Any) -> GroupRecord:
     return make_record(reservation.index, handle=reservation.handle, **others)
-
-
-def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 5))
 
 
 def indices(reservations: list[Reservation]) -> list[int]:
@@ -36,94 +32,78 @@ def buffer(num_slots: int, **others: Any) -> GroupBuffer:
     return GroupBuffer(num_slots=num_slots, dynamic_sampling=False, **others)
 
 
-def test_groups_of_a_dead_worker_are_reserved_before_later_ones() -> None:
-    async def scenario() -> None:
-        groups = buffer(6)
-        lost, kept = await groups.reserve(3, shard=0), await groups.reserve(3, shard=1)
-        await groups.commit([record(lost[1]), record(lost[2], has_payload=False), record(kept[0])])
-        assert await groups.lose_shard(0) == [0, 1]
-        assert indices(await groups.reserve(6, shard=1)) == [0, 1]
-        await groups.commit([record(lost[0])])  # sent before the worker died
-        with pytest.raises(RuntimeError, match="group 5 was committed without a reservation"):
-            await groups.commit([record(kept[2]), record(kept[2])])
-
-    run(scenario())
+async def test_groups_of_a_dead_worker_are_reserved_before_later_ones() -> None:
+    groups = buffer(6)
+    lost, kept = await groups.reserve(3, shard=0), await groups.reserve(3, shard=1)
+    await groups.commit([record(lost[1]), record(lost[2], has_payload=False), record(kept[0])])
+    assert await groups.lose_shard(0) == [0, 1]
+    assert indices(await groups.reserve(6, shard=1)) == [0, 1]
+    await groups.commit([record(lost[0])])  # sent before the worker died
+    with pytest.raises(RuntimeError, match="group 5 was committed without a reservation"):
+        await groups.commit([record(kept[2]), record(kept[2])])
 
 
-def test_dead_worker_gets_none_of_the_slots_it_freed() -> None:
-    async def scenario() -> None:
-        groups = buffer(2)
-        await groups.reserve(2, shard=0, worker=1)
-        waiting = asyncio.create_task(groups.reserve(2, shard=0, worker=1))
-        await asyncio.sleep(0)
-        await groups.lose_shard(0, worker=1)
-        assert await waiting == []
-        assert await groups.reserve(2, shard=0, worker=1) == []
-        assert indices(await groups.reserve(2, shard=0, worker=2)) == [0, 1]
-
-    run(scenario())
+async def test_dead_worker_gets_none_of_the_slots_it_freed() -> None:
+    groups = buffer(2)
+    await groups.reserve(2, shard=0, worker=1)
+    waiting = asyncio.create_task(groups.reserve(2, shard=0, worker=1))
+    await asyncio.sleep(0)
+    await groups.lose_shard(0, worker=1)
+    assert await waiting == []
+    assert await groups.reserve(2, shard=0, worker=1) == []
+    assert indices(await groups.reserve(2, shard=0, worker=2)) == [0, 1]
 
 
-def test_returned_batch_keeps_groups_whose_tokens_exist() -> None:
-    async def scenario() -> None:
-        groups = buffer(4)
-        first, second = await groups.reserve(2, shard=0), await groups.reserve(2, shard=1)
-        await groups.commit([record(reservation) for reservation in (*first, *second)])
-        batch = await groups.take_batch(4)
-        assert await groups.lose_shard(0) == []
-        assert await groups.return_batch(batch.records.handles) == [0, 1]
-        again = await groups.reserve(4, shard=1)
-        assert indices(again) == [0, 1]
-        await groups.commit([record(reservation) for reservation in again])
-        assert (await groups.take_batch(4)).records.groups["index"].tolist() == [0, 1, 2, 3]
-
-    run(scenario())
+async def test_returned_batch_keeps_groups_whose_tokens_exist() -> None:
+    groups = buffer(4)
+    first, second = await groups.reserve(2, shard=0), await groups.reserve(2, shard=1)
+    await groups.commit([record(reservation) for reservation in (*first, *second)])
+    batch = await groups.take_batch(4)
+    assert await groups.lose_shard(0) == []
+    assert await groups.return_batch(batch.records.handles) == [0, 1]
+    again = await groups.reserve(4, shard=1)
+    assert indices(again) == [0, 1]
+    await groups.commit([record(reservation) for reservation in again])
+    assert (await groups.take_batch(4)).records.groups["index"].tolist() == [0, 1, 2, 3]
 
 
-def test_rewound_buffer_repeats_the_rounds_since_the_last_batch() -> None:
-    async def scenario() -> None:
-        groups = GroupBuffer(num_slots=4, dynamic_sampling=True)
-        first = await groups.reserve_round(2)
-        await groups.commit([record(reservation) for reservation in first])
-        batch = await groups.take_batch(4)
-        await groups.release(batch.records.handles)
-        second = await groups.reserve_round(2)
-        await groups.commit([record(second[0]), record(second[1], has_payload=False)])  # the other one is replaced
-        third = await groups.reserve_round(2)
-        assert indices(third) == [8]
-        assert await groups.rewind() == [4, 5, 6, 7, 8]
-        again = await groups.reserve_round(2)
-        assert indices(again) == indices(second)
-        await groups.commit([record(third[0]), record(second[2])])  # sent before the buffer was rewound
-        await groups.commit([record(reservation, has_payload=number != 1) for number, reservation in enumerate(again)])
-        last = await groups.reserve_round(2)
-        assert indices(last) == [8]
-        await groups.commit([record(last[0])])
-        batch = await groups.take_batch(4)
-        assert batch.records.groups["index"].tolist() == [4, 6, 7, 8]
-        assert batch.drops == {"no signal": 1}
-        await groups.lose_shard(0, worker=-1)
-        assert await groups.rewind(batch.records.handles) == [4, 5, 6, 7, 8]  # the trainer could not fetch it
-
-    run(scenario())
+async def test_rewound_buffer_repeats_the_rounds_since_the_last_batch() -> None:
+    groups = GroupBuffer(num_slots=4, dynamic_sampling=True)
+    first = await groups.reserve_round(2)
+    await groups.commit([record(reservation) for reservation in first])
+    batch = await groups.take_batch(4)
+    await groups.release(batch.records.handles)
+    second = await groups.reserve_round(2)
+    await groups.commit([record(second[0]), record(second[1], has_payload=False)])  # the other one is replaced
+    third = await groups.reserve_round(2)
+    assert indices(third) == [8]
+    assert await groups.rewind() == [4, 5, 6, 7, 8]
+    again = await groups.reserve_round(2)
+    assert indices(again) == indices(second)
+    await groups.commit([record(third[0]), record(second[2])])  # sent before the buffer was rewound
+    await groups.commit([record(reservation, has_payload=number != 1) for number, reservation in enumerate(again)])
+    last = await groups.reserve_round(2)
+    assert indices(last) == [8]
+    await groups.commit([record(last[0])])
+    batch = await groups.take_batch(4)
+    assert batch.records.groups["index"].tolist() == [4, 6, 7, 8]
+    assert batch.drops == {"no signal": 1}
+    await groups.lose_shard(0, worker=-1)
+    assert await groups.rewind(batch.records.handles) == [4, 5, 6, 7, 8]  # the trainer could not fetch it
 
 
-def test_memory_drops_groups_of_a_dead_shard_once_no_batch_uses_them() -> None:
-    async def scenario() -> None:
-        settings = ReplaySettings(capacity=4, num_replayed=4, alpha=0.0, max_uses=None, max_age=9, by_recency=False, seed=0)
-        groups = buffer(4, memory=ReplayMemory(settings))
-        first, second = await groups.reserve(2, shard=0), await groups.reserve(2, shard=1)
-        await groups.commit([record(reservation) for reservation in (*first, *second)])
-        batch = await groups.take_batch(4)
-        await groups.release(batch.records.handles, np.ones(4))
-        drawn = groups.replay(1, 1.0)
-        assert sorted(drawn.records.groups["index"].tolist()) == [0, 1, 2, 3]
-        await groups.lose_shard(0)
-        assert sorted(groups.replay(1, 1.0).records.groups["index"].tolist()) == [2, 3]
-        await groups.release(drawn.records.handles, np.ones(4))
-        assert groups.replay(1, 1.0).num_stored == 2
-
-    run(scenario())
+async def test_memory_drops_groups_of_a_dead_shard_once_no_batch_uses_them() -> None:
+    groups = buffer(4, memory=ReplayMemory(ReplayConfig(capacity=4, alpha=0.0), num_replayed=4, seed=0))
+    first, second = await groups.reserve(2, shard=0), await groups.reserve(2, shard=1)
+    await groups.commit([record(reservation) for reservation in (*first, *second)])
+    batch = await groups.take_batch(4)
+    await groups.release(batch.records.handles, np.ones(4))
+    drawn = groups.replay(1, 1.0)
+    assert sorted(drawn.records.groups["index"].tolist()) == [0, 1, 2, 3]
+    await groups.lose_shard(0)
+    assert sorted(groups.replay(1, 1.0).records.groups["index"].tolist()) == [2, 3]
+    await groups.release(drawn.records.handles, np.ones(4))
+    assert groups.replay(1, 1.0).num_stored == 2
 
 
 @dataclass
@@ -226,12 +206,9 @@ def test_every_prompt_is_trained_once_within_the_bound_despite_deaths(overrides:
     assert num_given_back > 5
 
 
-def test_commit_of_an_abandoned_group_deletes_its_tokens() -> None:
-    async def scenario() -> None:
-        groups = buffer(1)
-        (reservation,) = await groups.reserve(1)
-        await groups.rewind()
-        await groups.commit([replace(record(reservation))])
-        assert reservation.handle in groups.take_dropped(0)
-
-    run(scenario())
+async def test_commit_of_an_abandoned_group_deletes_its_tokens() -> None:
+    groups = buffer(1)
+    (reservation,) = await groups.reserve(1)
+    await groups.rewind()
+    await groups.commit([replace(record(reservation))])
+    assert reservation.handle in groups.take_dropped(0)

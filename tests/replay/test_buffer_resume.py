@@ -17,12 +17,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.records import make_record
 from titanrl.base.pickling import read_saved
+from titanrl.carriers.rewards import ScorerError
 from titanrl.carriers.types import GroupHandle, GroupRecord
+from titanrl.config.sections import ReplayConfig
 from titanrl.replay.buffer import GroupBuffer
-from titanrl.replay.failures import ScorerError
 from titanrl.replay.groups import Batch, Freshness, Reservation, TrainedBatch, handles_of, joined, versions_behind
-from titanrl.replay.memory import ReplayMemory, ReplaySettings
-from titanrl.replay.payloads import read_groups, shard_file
+from titanrl.replay.memory import ReplayMemory
+from titanrl.replay.shards import read_groups, shard_file
 
 T = TypeVar("T")
 
@@ -55,12 +56,12 @@ class Sizes:
         return (self.num_slots + self.window_groups - 2) // self.per_publish
 
     def buffer(self) -> GroupBuffer:
-        memory = ReplaySettings(capacity=5, num_replayed=2, alpha=0.5, max_uses=None, max_age=100, by_recency=False, seed=0)
+        memory = ReplayMemory(ReplayConfig(capacity=5, alpha=0.5, max_age=100), num_replayed=2, seed=0)
         return GroupBuffer(
             num_slots=self.num_slots,
             dynamic_sampling=self.dynamic_sampling,
             window=self.window_groups,
-            memory=ReplayMemory(memory) if self.replay else None,
+            memory=memory if self.replay else None,
         )
 
 
@@ -292,8 +293,8 @@ def test_checkpoint_of_an_earlier_version_resumes() -> None:
     folder = Path(__file__).parent / "checkpoint_before_rooms"
     state, is_earlier = read_saved((folder / "records.pkl").read_bytes())
     assert is_earlier
-    memory = ReplaySettings(capacity=4, num_replayed=2, alpha=0.6, max_uses=None, max_age=8, by_recency=False, seed=9)
-    buffer = GroupBuffer(num_slots=4, dynamic_sampling=False, memory=ReplayMemory(memory))
+    memory = ReplayMemory(ReplayConfig(capacity=4), num_replayed=2, seed=9)
+    buffer = GroupBuffer(num_slots=4, dynamic_sampling=False, memory=memory)
     restored = buffer.restore(state, Freshness(published=(0, 1), groups_per_publish=2, bound=4), 1)
     assert (restored.num_ready, restored.num_in_flight, restored.too_old) == (1, 1, ())
     drawn = [buffer.replay(3, 0.5).records for _ in range(3)]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from titanrl.replay.index import MAX_ROOT, PriorityTree
+from titanrl.replay.prioritized import MAX_ROOT, PriorityTree
 
 SIZES = [1, 63, 64, 65, MAX_ROOT, MAX_ROOT + 1, 64 * MAX_ROOT + 5]
 

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from tests.records import make_record
 from titanrl.carriers.tables import RecordTable, pack_record
 from titanrl.carriers.types import GroupHandle
+from titanrl.config.sections import ReplayConfig
 from titanrl.replay.buffer import GroupBuffer
-from titanrl.replay.memory import EPS, ReplayMemory, ReplaySettings, Stored
+from titanrl.replay.memory import EPS, ReplayMemory, Stored
 
 
-def memory(**others: Any) -> ReplayMemory:
-    fields: dict[str, Any] = {"capacity": 8, "num_replayed": 2, "alpha": 1.0, "max_uses": None, "max_age": 100}
-    return ReplayMemory(ReplaySettings(**(fields | {"by_recency": False, "seed": 0} | others)))
+def memory(num_replayed: int = 2, seed: int = 0, **others: Any) -> ReplayMemory:
+    return ReplayMemory(ReplayConfig(**({"capacity": 8, "alpha": 1.0, "max_age": 100} | others)), num_replayed, seed)
 
 
 def group(index: int, priority: float = 1.0, min_version: int = 0, shard: int = 0) -> Stored:
@@ -82,7 +82,7 @@ def test_old_and_often_used_groups_are_not_drawn() -> None:
 
 
 def test_recency_prefers_young_groups_by_their_age_at_the_draw() -> None:
-    replay = memory(by_recency=True, num_replayed=1)
+    replay = memory(priority="recency", num_replayed=1)
     replay.add(group(version, min_version=version) for version in (0, 8))
     counts = Counter(drawn_from(replay, version=8)[0][0] for _ in range(2000))
     assert counts[0] / 2000 == pytest.approx(1 / 10, abs=0.03)  # 1/9 against 1
@@ -134,34 +134,28 @@ async def step(groups: GroupBuffer, version: int, *, shard: int = 0) -> tuple[li
     return batch.records.groups["index"].tolist(), replayed.records.groups["index"].tolist(), dropped
 
 
-def test_trained_groups_move_to_the_memory_and_free_a_slot() -> None:
-    async def scenario() -> None:
-        groups = replaying_buffer()
-        seen: list[int] = []
-        for version in range(10):
-            new, replayed, dropped = await step(groups, version)
-            assert new == [2 * version, 2 * version + 1]
-            assert len(replayed) == min(2, len(seen), 3)
-            assert set(replayed) <= set(seen[-3:]), "the memory has the three newest groups"
-            assert len(dropped) <= 2
-            seen += new
-
-    asyncio.run(asyncio.wait_for(scenario(), 10))
+async def test_trained_groups_move_to_the_memory_and_free_a_slot() -> None:
+    groups = replaying_buffer()
+    seen: list[int] = []
+    for version in range(10):
+        new, replayed, dropped = await step(groups, version)
+        assert new == [2 * version, 2 * version + 1]
+        assert len(replayed) == min(2, len(seen), 3)
+        assert set(replayed) <= set(seen[-3:]), "the memory has the three newest groups"
+        assert len(dropped) <= 2
+        seen += new
 
 
-def test_every_deleted_payload_is_reported_once_to_its_shard() -> None:
-    async def scenario() -> None:
-        groups = replaying_buffer()
-        dropped: dict[int, list[GroupHandle]] = {0: [], 1: []}
-        for version in range(12):
-            dropped[version % 2] += (await step(groups, version, shard=version % 2))[2]
-        both = dropped[0] + dropped[1]
-        assert len(set(both)) == len(both)
-        assert all(handle.shard == shard for shard, handles in dropped.items() for handle in handles)
-        named = len(both) + len(groups.take_dropped(0)) + len(groups.take_dropped(1))
-        assert named == 24 - 3, "all groups but those in the memory"
-
-    asyncio.run(asyncio.wait_for(scenario(), 10))
+async def test_every_deleted_payload_is_reported_once_to_its_shard() -> None:
+    groups = replaying_buffer()
+    dropped: dict[int, list[GroupHandle]] = {0: [], 1: []}
+    for version in range(12):
+        dropped[version % 2] += (await step(groups, version, shard=version % 2))[2]
+    both = dropped[0] + dropped[1]
+    assert len(set(both)) == len(both)
+    assert all(handle.shard == shard for shard, handles in dropped.items() for handle in handles)
+    named = len(both) + len(groups.take_dropped(0)) + len(groups.take_dropped(1))
+    assert named == 24 - 3, "all groups but those in the memory"
 
 
 @pytest.mark.parametrize("num_tokens", [10, 100_000])
@@ -196,20 +190,17 @@ def test_messages_about_a_group_are_smaller_than_2_kb(num_tokens: int) -> None:
     assert asyncio.run(asyncio.wait_for(scenario(), 10)) <= 2048
 
 
-def test_skipped_step_frees_new_groups_and_keeps_replayed_ones() -> None:
-    async def scenario() -> None:
-        groups = replaying_buffer()
-        await step(groups, 0)
-        reservations = await groups.reserve(2)
-        await groups.commit([make_record(each.index, handle=each.handle) for each in reservations])
-        batch = await groups.take_batch(2)
-        replayed = groups.replay(1, 0.5)
-        assert sorted(replayed.records.groups["index"].tolist()) == [0, 1]
-        await groups.release((batch.records + replayed.records).handles)
-        assert groups.replay(1, 0.5).num_stored == 2
-        assert len(await groups.reserve(4)) == 2
-
-    asyncio.run(asyncio.wait_for(scenario(), 10))
+async def test_skipped_step_frees_new_groups_and_keeps_replayed_ones() -> None:
+    groups = replaying_buffer()
+    await step(groups, 0)
+    reservations = await groups.reserve(2)
+    await groups.commit([make_record(each.index, handle=each.handle) for each in reservations])
+    batch = await groups.take_batch(2)
+    replayed = groups.replay(1, 0.5)
+    assert sorted(replayed.records.groups["index"].tolist()) == [0, 1]
+    await groups.release((batch.records + replayed.records).handles)
+    assert groups.replay(1, 0.5).num_stored == 2
+    assert len(await groups.reserve(4)) == 2
 
 
 def test_weight_of_a_new_group_is_one() -> None:

@@ -112,27 +112,24 @@ def test_single_task_follows_its_stream_and_has_no_state() -> None:
     assert mixture.load_state_dict(None)
 
 
-def test_rewound_groups_get_the_same_prompts_and_counts() -> None:
-    async def run() -> None:
-        mixture = mixture_of([1.0, 1.0], CurriculumConfig(levels=3, window=1, raise_at=0.4, lower_at=0.0))
-        buffer = GroupBuffer(num_slots=4, dynamic_sampling=True, mixture=mixture)
-        first = await buffer.reserve_round(1)
-        dropped, *kept = first
-        await buffer.commit([make_record(dropped.index, (1.0, 1.0), handle=dropped.handle, has_payload=False, task="sums")])
-        second = await buffer.reserve_round(1)
-        before = [each.draw for each in (*first, *second)]
-        assert second[0].draw.level == 1  # the dropped group was solved, and its task's turn came back
-        assert await buffer.rewind() == [each.index for each in (*first, *second)]
-        again = await buffer.reserve_round(1)
-        records = [make_record(again[0].index, (1.0, 1.0), handle=again[0].handle, has_payload=False, task="sums")]
-        await buffer.commit(records)
-        again += await buffer.reserve_round(1)
-        assert [each.draw for each in again] == before
-        assert mixture.metrics()["curriculum/sums/moves"] == 1.0
-        assert mixture._num_outstanding == [2, 2]
-        assert kept
-
-    asyncio.run(run())
+async def test_rewound_groups_get_the_same_prompts_and_counts() -> None:
+    mixture = mixture_of([1.0, 1.0], CurriculumConfig(levels=3, window=1, raise_at=0.4, lower_at=0.0))
+    buffer = GroupBuffer(num_slots=4, dynamic_sampling=True, mixture=mixture)
+    first = await buffer.reserve_round(1)
+    dropped, *kept = first
+    await buffer.commit([make_record(dropped.index, (1.0, 1.0), handle=dropped.handle, has_payload=False, task="sums")])
+    second = await buffer.reserve_round(1)
+    before = [each.draw for each in (*first, *second)]
+    assert second[0].draw.level == 1  # the dropped group was solved, and its task's turn came back
+    assert await buffer.rewind() == [each.index for each in (*first, *second)]
+    again = await buffer.reserve_round(1)
+    records = [make_record(again[0].index, (1.0, 1.0), handle=again[0].handle, has_payload=False, task="sums")]
+    await buffer.commit(records)
+    again += await buffer.reserve_round(1)
+    assert [each.draw for each in again] == before
+    assert mixture.metrics()["curriculum/sums/moves"] == 1.0
+    assert mixture._num_outstanding == [2, 2]
+    assert kept
 
 
 def resumed(simulation: Simulation) -> tuple[Simulation, list[int]]:
@@ -174,23 +171,20 @@ def test_resumed_run_keeps_ratios_positions_and_level() -> None:
     assert abs(other.trained[0] / other.trained.total() - 0.75) <= 0.015
 
 
-def test_state_of_a_synchronous_run_excludes_resampled_groups() -> None:
-    async def run() -> None:
-        curriculum = CurriculumConfig(levels=2, window=2, raise_at=0.4, lower_at=0.0)
-        simulation = Simulation(mixture_of([1.0, 1.0], curriculum), (1.0, 1.0), (0.0, 0.0), Random(3), num_slots=8)
-        batch = await simulation.step()
-        round_ = await simulation.buffer.reserve_round(1)
-        await simulation.buffer.commit([make_record(round_[0].index, (0.0, 1.0), handle=round_[0].handle, task="sums")])
-        state = simulation.buffer.prompts_state((), batch.next_index)
-        assert state is not None
-        assert state["num_trained"] == [4, 4]
-        other = mixture_of([1.0, 1.0], curriculum)
-        assert other.load_state_dict(pickle.loads(pickle.dumps(state)))
-        draws = [other.draw(index) for index in range(batch.next_index, batch.next_index + 8)]
-        assert draws == [each.draw for each in round_]
-        assert other._num_outstanding == simulation.mixture._num_outstanding
-
-    asyncio.run(run())
+async def test_state_of_a_synchronous_run_excludes_resampled_groups() -> None:
+    curriculum = CurriculumConfig(levels=2, window=2, raise_at=0.4, lower_at=0.0)
+    simulation = Simulation(mixture_of([1.0, 1.0], curriculum), (1.0, 1.0), (0.0, 0.0), Random(3), num_slots=8)
+    batch = await simulation.step()
+    round_ = await simulation.buffer.reserve_round(1)
+    await simulation.buffer.commit([make_record(round_[0].index, (0.0, 1.0), handle=round_[0].handle, task="sums")])
+    state = simulation.buffer.prompts_state((), batch.next_index)
+    assert state is not None
+    assert state["num_trained"] == [4, 4]
+    other = mixture_of([1.0, 1.0], curriculum)
+    assert other.load_state_dict(pickle.loads(pickle.dumps(state)))
+    draws = [other.draw(index) for index in range(batch.next_index, batch.next_index + 8)]
+    assert draws == [each.draw for each in round_]
+    assert other._num_outstanding == simulation.mixture._num_outstanding
 
 
 def test_changed_tasks_keep_counts_by_name_and_drop_past_draws() -> None:

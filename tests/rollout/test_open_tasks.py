@@ -9,13 +9,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from titanrl.carriers.rewards import Answers, Scored
+from titanrl.carriers.rewards import Answers, Scored, ScorerError
 from titanrl.carriers.types import Completion, EvaluationResult, GenerationRequest, Group, Prompt
 from titanrl.config import Config
 from titanrl.config.evaluation import EvaluationSet
 from titanrl.metrics.record import evaluation_metrics
 from titanrl.processes.actors import StoppedError
-from titanrl.replay.failures import ScorerError
 from titanrl.rollout.group import roll_out
 from titanrl.rollout.open_tasks import IN_FLIGHT, evaluate_prompts, evaluation_requests, evaluation_result, evaluation_set
 from titanrl.rollout.workers import RolloutWorker

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import update_wrapper
 from typing import Any, Protocol, SupportsFloat
 
+from titanrl.base.errors import TitanRLError
 from titanrl.base.plugins import Point, check_call
 
 
@@ -374,3 +375,21 @@ def _finite(value: object) -> float:
         if math.isfinite(number):
             return number
     raise TypeError(f"the reward returned {value!a:.60}. Expected a finite number: `{EXPECTED}`.")
+
+
+class RolloutError(TitanRLError):
+    """A rollout worker failed; the message is the worker's exception."""
+
+
+class ScorerError(RolloutError):
+    """The reward failed on every completion; the message contains the first exception."""
+
+
+def scorer_failed(tried: str, error: str) -> ScorerError:
+    """Return the exception for a reward or environment that failed on the completions that `tried` describes."""
+    if error.startswith("data.environment: "):
+        return ScorerError(f"{error} (it affects {tried}). Correct the environment, or raise its time limits.")
+    return ScorerError(
+        f"data.rewards: the reward failed on {tried} (first error: {error}). Correct the reward; if it lacks time or memory, "
+        "raise sandbox.timeout_s or sandbox.memory_bytes."
+    )

@@ -42,8 +42,9 @@ from titanrl.processes.variables import (
     worker_cores,
     worker_environment,
 )
-from titanrl.replay.actors import ReplayBuffer, ShardNews, StorageShard
-from titanrl.replay.memory import ReplaySettings
+from titanrl.replay.buffer import ReplayBuffer
+from titanrl.replay.memory import ReplayMemory
+from titanrl.replay.shards import ShardNews, StorageShard
 from titanrl.rollout.workers import RolloutWorker, WorkerSetup
 from titanrl.trainer.rank import PolicyTrainer, TrainerSetup
 from titanrl.weights.pull import WeightReader
@@ -221,7 +222,7 @@ class Assembly:
         config, shared, timeouts = self.config, self.shared, self.config.timeouts
         for kind, (environment, load) in needed(config, self.device, roles).items():
             shared.fleet.prepare(kind, environment, load)
-        imports = ("titanrl.weights.store", "titanrl.replay.actors")
+        imports = ("titanrl.weights.store", "titanrl.replay.buffer")
         template = await shared.fleet.template("store")
         cores = role_cores(config.placement.cpus.store, 0, 1)
         store_procs = shared.fleet.spawn("store", self.hosts.store, 1, worker_environment(), imports, template, cores)
@@ -290,11 +291,12 @@ class Assembly:
     def _rollouts(self, store_procs: ProcMesh, trainer: TrainerMesh, generators: GeneratorMeshes, first_index: int) -> Rollouts:
         """Spawn the buffer; return its client and the client of the workers, which are not spawned yet."""
         config, rollout = self.config, self.config.rollout
-        settings = replay_settings(config)
+        num_replayed = config.replay.num_replayed(rollout.groups_per_step)
+        memory = ReplayMemory(config.replay, num_replayed, config.seed) if config.replay.fraction else None
         window = 1 if rollout.replay is not None else config.window_groups
         sampling = (config.num_slots, window, rollout.dynamic_sampling, first_index)
         prompts = partial(make_mixture, config, self.files.plugins)
-        actor = store_procs.spawn("store_buffer", ReplayBuffer, *sampling, settings, prompts)
+        actor = store_procs.spawn("store_buffer", ReplayBuffer, *sampling, memory, prompts)
         supervisor, timeouts = self.shared.supervisor, config.timeouts
         buffer = BufferClient(actor, supervisor, timeouts, rollout.starvation_timeout_s, rollout.groups_per_step)
         workers = RolloutMesh(
@@ -428,22 +430,6 @@ def generator_setup(
         stop_ids=files.stop_ids,
         reader=reader,
         family=family,
-    )
-
-
-def replay_settings(config: Config) -> ReplaySettings | None:
-    """Return the buffer's replay settings; None if replay is disabled."""
-    replay = config.replay
-    if not replay.fraction:
-        return None
-    return ReplaySettings(
-        capacity=replay.capacity,
-        num_replayed=replay.num_replayed(config.rollout.groups_per_step),
-        alpha=replay.alpha,
-        max_uses=replay.max_uses,
-        max_age=replay.max_age,
-        by_recency=replay.priority == "recency",
-        seed=config.seed,
     )
 
 

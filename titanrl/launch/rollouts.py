@@ -21,10 +21,8 @@ from titanrl.launch.supervision import DeadlineError, PartDiedError, Supervisor
 from titanrl.launch.trainer_mesh import TrainerMesh, start_request
 from titanrl.launch.verbs import DISK, PACE, Limit, Verb, done, only
 from titanrl.processes.actors import ActorError, StoppedError, ask_actor, cause_of, resolve
-from titanrl.replay.actors import RECORDS_FILE, ReplayBuffer
-from titanrl.replay.buffer import GroupBuffer
-from titanrl.replay.failures import StarvationError
-from titanrl.replay.groups import Batch, Freshness, Replayed, Restored, Saved, TrainedBatch
+from titanrl.replay.buffer import RECORDS_FILE, GroupBuffer, ReplayBuffer
+from titanrl.replay.groups import Batch, Freshness, Replayed, Restored, Saved, StarvationError, TrainedBatch
 from titanrl.rollout.workers import SandboxNote
 
 T = TypeVar("T")

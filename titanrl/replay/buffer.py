@@ -1,5 +1,4 @@
-"""The run's buffer: it reserves slots, collects finished groups and selects the next batch. Actors are in
-`titanrl.replay.actors`.
+"""The run's buffer: it reserves slots, collects finished groups and selects the next batch; and its actor.
 
 A slot is reserved when a prompt is admitted. It is freed only after the generators have pulled the weights trained on its
 group. With B slots, P groups between two publications and a window of W, no token is trained on more than (B + W - 2) // P
@@ -11,16 +10,22 @@ added to the new groups of a batch, so the bound does not depend on them.
 """
 
 import asyncio
+import pickle
 from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from math import isnan
+from pathlib import Path
 from typing import Any
 
+from titanrl.base.files import write_bytes
+from titanrl.base.gathering import Gathering
+from titanrl.base.pickling import read_saved
+from titanrl.carriers.rewards import RolloutError, scorer_failed
 from titanrl.carriers.tables import DoubleArray, RecordTable, Table, pack_record
 from titanrl.carriers.types import GroupHandle, GroupRecord
 from titanrl.data.mixture import Mixture
-from titanrl.replay.failures import RolloutError, all_scorers_failed, why_starved
+from titanrl.processes.actors import Actor, StoppedError, concurrent_endpoint
 from titanrl.replay.groups import (
     Batch,
     BufferState,
@@ -31,13 +36,19 @@ from titanrl.replay.groups import (
     Replayed,
     Reservation,
     Restored,
+    Saved,
     ShardUsage,
     TrainedBatch,
     handles_of,
     moved_batch,
     split_by_freshness,
 )
-from titanrl.replay.memory import ReplayMemory
+from titanrl.replay.memory import ReplayMemory, Stored
+
+RECORDS_FILE = "records.pkl"
+"""File with the buffer's state in a checkpoint."""
+PROMPTS_FILE = "prompts.pkl"
+"""File next to it with the state of prompt selection; only with a mixture or a curriculum."""
 
 
 class Slots:
@@ -204,7 +215,10 @@ class GroupBuffer:
         async with self._changed:
             while len(picked := self._pick(num_groups)) < num_groups and self._failure is None:
                 if not self._has_scored and len(self._discarded) >= num_groups:
-                    raise all_scorers_failed([group.record for group in self._discarded])
+                    failed = [group.record for group in self._discarded]
+                    num_rollouts = sum(record.num_errors for record in failed)
+                    what = f"all {num_rollouts} completions of the first {len(failed)} groups"
+                    raise scorer_failed(what, failed[0].first_error)
                 await self._changed.wait()
         if self._failure is not None:
             raise RolloutError(self._failure)
@@ -224,7 +238,40 @@ class GroupBuffer:
     def why_starved(self, num_groups: int, waited_s: float) -> str:
         """Explain why no batch of `num_groups` groups was complete after `waited_s` seconds."""
         tried = [group.record for group in (*self._ready.values(), *self._discarded)]
-        return why_starved(tried, list(self._in_flight), num_groups, waited_s)
+        in_flight = f"groups in flight: {len(self._in_flight)}"
+        if self._in_flight:
+            in_flight += f", the oldest for prompt {next(iter(self._in_flight))}"
+        if not tried:
+            return (
+                f"rollout.starvation_timeout_s: no group finished in {waited_s:g} s; {in_flight}. "
+                "See logs/rollout_0_0.log and logs/generator_0_0.log, or raise the timeout."
+            )
+        with_signal = sum(record.has_payload for record in tried)
+        silent = [record for record in tried if record.rewards and not (record.has_payload or record.rejection)]
+        equal = Counter(record.rewards[0] for record in silent if not record.has_signal)
+        reasons = [f"{count} with every reward {reward:g}" for reward, count in equal.most_common(3)]
+        if num_masked := sum(record.has_signal for record in silent):
+            reasons.append(f"{num_masked} without a token to train on (algorithm.mask_truncated, trainer.overlong)")
+        if unscored := [record for record in tried if not record.rewards]:
+            reasons.append(f"{len(unscored)} whose reward always failed ({unscored[0].first_error}; see data.rewards)")
+        rejected = Counter(record.rejection for record in tried)
+        if rejected["filtered"]:
+            reasons.append(f"{rejected['filtered']} rejected by rollout.group_filter")
+        if rejected["too small"]:
+            error = next(record.first_error for record in tried if record.rejection == "too small")
+            reasons.append(f"{rejected['too small']} with fewer rewards than rollout.min_group_size (first error: {error})")
+        if len(tasks := Counter(record.task for record in tried)) > 1:
+            signals = Counter(record.task for record in tried if record.has_payload)
+            reasons.append(
+                f"with a signal by task: {', '.join(f'{task} {signals[task]} of {num}' for task, num in tasks.items())}"
+            )
+        others = ", ".join(reasons) or "none"
+        return (
+            f"rollout.starvation_timeout_s: no batch of {num_groups} groups with a signal in {waited_s:g} s. "
+            f"{len(tried)} groups finished, {with_signal} with a signal; the others: {others}; {in_flight}. "
+            "If rewards are all low, the task is too hard for the policy: use warm_start, an easier data.task_config or "
+            "a larger rollout.group_size. If they are all high, the task is solved."
+        )
 
     async def release(self, handles: Table, priorities: DoubleArray | None = None) -> None:
         """Free the slots of groups that were trained on, or move the groups to the memory.
@@ -429,7 +476,8 @@ class GroupBuffer:
             group = self._taken.pop(handle.slot)
             if handle in values and group.record.has_payload and handle not in self._lost:
                 self._slots.leave(handle)
-                trained.append(group.stored(values[handle]))
+                version, priority = group.record.min_version, values[handle]
+                trained.append(Stored(handle=handle, record=group.packed, min_version=version, priority=priority))
             else:
                 self._free(handle)
         for handle in self._memory.add(trained):
@@ -507,3 +555,117 @@ class GroupBuffer:
             num_held=self._slots.num_reserved - len(self._in_flight) - len(self._ready) - len(groups),
             prompts=self.mixture.metrics(),
         )
+
+
+class ReplayBuffer(GroupBuffer, Actor):
+    """Actor with the slots and records of groups. Tokens never pass through it."""
+
+    def __init__(
+        self,
+        num_slots: int,
+        window: int,
+        dynamic_sampling: bool,
+        first_index: int,
+        memory: ReplayMemory | None,
+        prompts: Callable[[], Mixture],
+    ) -> None:
+        """Create an empty buffer. `GroupBuffer` describes the other arguments.
+
+        Args:
+            prompts: Factory of the mixture that chooses prompts; called in this process.
+        """
+        super().__init__(
+            num_slots=num_slots,
+            dynamic_sampling=dynamic_sampling,
+            window=window,
+            first_index=first_index,
+            memory=memory,
+            mixture=prompts(),
+        )
+        reserve_round = super().reserve_round
+        self._rounds: Gathering[None, list[Reservation]] = Gathering(lambda workers: reserve_round(len(workers)))
+        self._may_begin = asyncio.Event()
+        self._may_begin.set()
+
+    @concurrent_endpoint
+    async def reserve(self, limit: int, shard: int, worker: int) -> tuple[list[Reservation], list[GroupHandle]]:
+        """Reserve slots for payloads in a shard. Also return the groups whose payloads the shard may delete."""
+        return await super().reserve(limit, shard, worker), self.take_dropped(shard)
+
+    @concurrent_endpoint
+    async def reserve_round(self, shard: int, num_shards: int, worker: int) -> tuple[list[Reservation], list[GroupHandle]]:
+        """Wait until the workers of all shards have called and a slot is free, then reserve all free slots.
+
+        Returns:
+            The reservations for all shards in prompt order, and the groups whose payloads the caller's shard may delete.
+
+        Raises:
+            StoppedError: A worker or generator died; call again.
+        """
+        await self._may_begin.wait()
+        if self.has_died(shard, worker):
+            return [], []
+        return await self._rounds.add({shard: None}, num_shards), self.take_dropped(shard)
+
+    @concurrent_endpoint
+    async def hold_rounds(self) -> None:
+        """Prevent new rounds until `rewind`."""
+        self._may_begin.clear()
+        self._rounds.reset(StoppedError("a worker or generator died"))
+
+    @concurrent_endpoint
+    async def rewind(self, handles: Table | None) -> list[int]:
+        """Schedule resampling of everything after the last batch, in new rounds."""
+        again = await super().rewind(handles)
+        self._may_begin.set()
+        return again
+
+    commit = concurrent_endpoint(GroupBuffer.commit)
+    fail = concurrent_endpoint(GroupBuffer.fail)
+    wait_until_failed = concurrent_endpoint(GroupBuffer.wait_until_failed)
+    take_batch = concurrent_endpoint(GroupBuffer.take_batch)
+    wait_until_full = concurrent_endpoint(GroupBuffer.wait_until_full)
+    release = concurrent_endpoint(GroupBuffer.release)
+    discard = concurrent_endpoint(GroupBuffer.discard)
+    lose_shard = concurrent_endpoint(GroupBuffer.lose_shard)
+    return_batch = concurrent_endpoint(GroupBuffer.return_batch)
+
+    @concurrent_endpoint
+    async def replay(self, version: int, beta: float) -> Replayed:
+        """Draw groups of earlier batches."""
+        return super().replay(version, beta)
+
+    @concurrent_endpoint
+    async def why_starved(self, num_groups: int, waited_s: float) -> str:
+        """Explain why no batch was complete in time."""
+        return super().why_starved(num_groups, waited_s)
+
+    @concurrent_endpoint
+    async def probe(self) -> None:
+        """Return immediately, which shows that the event loop is running."""
+
+    @concurrent_endpoint
+    async def save(self, path: Path, trained: Sequence[TrainedBatch], from_index: int | None) -> Saved:
+        """Write the state to a file and return the subset that the controller needs; see `GroupBuffer.state`."""
+        state = self.state(trained, from_index)
+        prompts = self.prompts_state(trained, from_index)
+        # Pickle before the first await, because later calls change the objects that the state refers to.
+        files = {path: pickle.dumps(state, pickle.HIGHEST_PROTOCOL)}
+        if prompts is not None:
+            files[path.with_name(PROMPTS_FILE)] = pickle.dumps(prompts, pickle.HIGHEST_PROTOCOL)
+        saved = Saved(next_index=state.next_index, in_flight=state.in_flight, num_held=len(state.held), payloads=state.payloads)
+        for file, content in files.items():
+            await asyncio.to_thread(write_bytes, file, content)
+        return saved
+
+    @concurrent_endpoint
+    async def load(self, path: Path, freshness: Freshness, num_shards: int) -> Restored:
+        """Restore a saved state; see `GroupBuffer.restore`."""
+        state, _ = read_saved(await asyncio.to_thread(path.read_bytes))
+        assert isinstance(state, BufferState), f"{path} is not the state of a buffer"
+        file = path.with_name(PROMPTS_FILE)
+        prompts = read_saved(await asyncio.to_thread(file.read_bytes))[0] if file.exists() else None
+        if self.mixture.load_state_dict(prompts):
+            return self.restore(state, freshness, num_shards)
+        restored = self.restore(state.without_groups(), freshness, num_shards)
+        return replace(restored, too_old=tuple(group.record.index for group in state.ready))

@@ -1,4 +1,5 @@
-"""Data of the run's buffer: reservations, finished groups, batches, and the state in a checkpoint with its rules for a resume.
+"""Data of the run's buffer: reservations, finished groups, batches, errors, and the state in a checkpoint with its rules for a
+resume.
 
 A resumed run continues with the finished groups and resamples the prompts that were in flight. It also resamples finished
 groups that could exceed the staleness bound. That happens only if the run resumes with fewer slots or another publication
@@ -13,10 +14,10 @@ from typing import Any, Literal, Self
 
 import numpy as np
 
+from titanrl.base.errors import TitanRLError
 from titanrl.carriers.tables import HANDLE, DoubleArray, PackedRecord, RecordTable, Table
 from titanrl.carriers.types import GroupHandle, GroupRecord
 from titanrl.data.mixture import Draw
-from titanrl.replay.memory import Stored
 
 DropReason = Literal["no signal", "no reward", "filtered", "too small", "too old"]
 """Reason for discarding a group: equal rewards, no completion with a reward, `rollout.group_filter`, fewer completions with a
@@ -25,6 +26,10 @@ TrainedBatch = tuple[Table, DoubleArray | None]
 """Handles of the groups in a batch that was trained on, and their replay priorities."""
 Move = tuple[GroupHandle, GroupHandle]
 """Handle of a group when it was saved, and its current handle."""
+
+
+class StarvationError(TitanRLError):
+    """No batch with a signal was complete in time; the message names the cause and a fix."""
 
 
 def versions_behind(published: Sequence[int], version: int) -> int:
@@ -61,11 +66,6 @@ class Finished:
     record: GroupRecord
     packed: PackedRecord
     has_signal: bool
-
-    def stored(self, priority: float) -> Stored:
-        """Return the group in the form that the replay memory stores."""
-        record = self.record
-        return Stored(handle=record.handle, record=self.packed, min_version=record.min_version, priority=priority)
 
     def has_tokens_in(self, shard: int) -> bool:
         """Return True if a storage shard holds the group's tokens."""

@@ -13,25 +13,11 @@ import numpy as np
 
 from titanrl.carriers.tables import PackedRecord
 from titanrl.carriers.types import GroupHandle
-from titanrl.replay.index import ReplayIndex
+from titanrl.config.sections import ReplayConfig
+from titanrl.replay.prioritized import ReplayIndex
 
 EPS = 1e-6
 """Term added to priorities, so that a group with priority 0 can be drawn."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplaySettings:
-    """Settings of a memory. `ReplayConfig` describes the fields with the same names."""
-
-    capacity: int
-    num_replayed: int
-    """Groups to draw per batch."""
-    alpha: float
-    max_uses: int | None
-    max_age: int
-    by_recency: bool
-    """True to use 1 / (1 + age) at the time of the draw as the priority, instead of the stored priority."""
-    seed: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,20 +37,20 @@ class Stored:
 class ReplayMemory:
     """Stored groups, oldest first."""
 
-    def __init__(self, settings: ReplaySettings) -> None:
-        """Create an empty memory."""
-        self._settings = settings
+    def __init__(self, config: ReplayConfig, num_replayed: int, seed: int) -> None:
+        """Create an empty memory, of which each batch draws up to `num_replayed` groups."""
+        self._config, self._num_replayed = config, num_replayed
         self._groups: dict[int, Stored] = {}  # by slot
         self._in_use: Counter[int] = Counter()  # slots of groups in unreleased batches
         self._lost: set[int] = set()  # slots of such groups whose tokens are lost
-        self._rng = np.random.default_rng(settings.seed)
+        self._rng = np.random.default_rng(seed)
         self.num_evicted = 0
         """Groups that were removed to make room for newer ones."""
 
     @property
     def capacity(self) -> int:
         """Maximum number of groups."""
-        return self._settings.capacity
+        return self._config.capacity
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -80,8 +66,8 @@ class ReplayMemory:
             version: Version of the weights that the batch will train.
             beta: Exponent of the importance weights.
         """
-        settings = self._settings
-        oldest, most_uses = version - settings.max_age, settings.max_uses or np.inf
+        config = self._config
+        oldest, most_uses = version - config.max_age, config.max_uses or np.inf
         eligible = [
             group
             for slot, group in self._groups.items()
@@ -89,14 +75,14 @@ class ReplayMemory:
         ]
         if not eligible:
             return []
-        if settings.by_recency:
+        if config.priority == "recency":  # of the time of the draw
             priorities = [1.0 / (1.0 + version - group.min_version) for group in eligible]
         else:
             priorities = [group.priority for group in eligible]
-        index = ReplayIndex(len(eligible), alpha=settings.alpha, beta=beta, eps=EPS, seed=self._rng)
+        index = ReplayIndex(len(eligible), alpha=config.alpha, beta=beta, eps=EPS, seed=self._rng)
         index.append(len(eligible), priorities, None, lambda slots, part: None)
         drawn = []
-        for number, weight in zip(*(values.tolist() for values in index.draw_distinct(settings.num_replayed)), strict=True):
+        for number, weight in zip(*(values.tolist() for values in index.draw_distinct(self._num_replayed)), strict=True):
             group = eligible[number]
             group.num_uses += 1
             self._in_use[group.handle.slot] += 1
@@ -116,7 +102,7 @@ class ReplayMemory:
         gone = [slot for slot in self._lost if not self._in_use[slot]]
         self._lost.difference_update(gone)
         lost = [self._groups.pop(slot).handle for slot in gone]
-        excess = len(self._groups) - self._settings.capacity
+        excess = len(self._groups) - self.capacity
         evicted = [group.handle for slot, group in self._groups.items() if not self._in_use[slot]][: max(excess, 0)]
         for handle in evicted:
             del self._groups[handle.slot]

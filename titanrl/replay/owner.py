@@ -29,7 +29,7 @@ from titanrl.replay.batches import (
     ReplayOptions,
 )
 from titanrl.replay.columns import create_file
-from titanrl.replay.index import NO_ITEM, ReplayIndex
+from titanrl.replay.prioritized import NO_ITEM, ReplayIndex
 from titanrl.replay.wire import Address, Server, Verb
 
 NONE = -1

@@ -22,8 +22,8 @@ import numpy.typing as npt
 
 from titanrl.replay.batches import Integers, ReplayBatch, ReplayClosedError, ReplayOptions, ReplayStats
 from titanrl.replay.columns import Columns, Layout, create_file, file_size, layout_of, map_file, single, template
-from titanrl.replay.index import ReplayIndex
 from titanrl.replay.owner import OwnerSettings, Shard, ShardLocation, remove, rows_per_shard, shard_folder
+from titanrl.replay.prioritized import ReplayIndex
 from titanrl.replay.wire import Address, Link, Server
 
 REPLY_S = 30.0

@@ -12,6 +12,7 @@ import numpy as np
 
 from titanrl.algorithms.evaluation import evaluation_statistics
 from titanrl.base.plugins import Plugins, plugins_of_data, plugins_within
+from titanrl.carriers.rewards import scorer_failed
 from titanrl.carriers.types import EvaluationResult, GenerationRequest, Group, Prompt
 from titanrl.config.errors import BrokenRules, within
 from titanrl.config.evaluation import EvaluationSet
@@ -22,7 +23,6 @@ from titanrl.data.mixture import Draw
 from titanrl.data.streams import PromptStream, make_stream
 from titanrl.data.tokenizer import Tokenizer
 from titanrl.processes.sandbox import OnRespawn, log_respawn
-from titanrl.replay.failures import scorer_failed
 from titanrl.rewards.scoring import Scoring
 from titanrl.rollout.episodes import TRUNCATED, Episodes, start_episodes
 from titanrl.rollout.group import Generate, derive_seed, greedy_request, roll_out, summed_metrics

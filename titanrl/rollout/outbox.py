@@ -8,7 +8,7 @@ from typing import Any
 
 from titanrl.carriers.types import Group, GroupRecord, Rollout
 from titanrl.processes.actors import ask_actor
-from titanrl.replay.payloads import Payloads
+from titanrl.replay.shards import Payloads
 
 MAX_HELD = 8
 """Number of queued groups at which they are sent without waiting for an older one. This bounds the size of a message."""

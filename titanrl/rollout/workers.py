@@ -28,7 +28,7 @@ from titanrl.processes.actors import (
 )
 from titanrl.processes.sandbox import log_respawn
 from titanrl.replay.groups import Reservation
-from titanrl.replay.payloads import shared_payloads
+from titanrl.replay.shards import shared_payloads
 from titanrl.rollout.filters import keeps
 from titanrl.rollout.group import (
     fit_to_rows,

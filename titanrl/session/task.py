@@ -5,13 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from titanrl.base.plugins import Plugins, plugins_of_data
-from titanrl.carriers.rewards import Answers, Scored
+from titanrl.carriers.rewards import Answers, Scored, scorer_failed
 from titanrl.carriers.types import EvaluationResult, Prompt
 from titanrl.config.schema import Config
 from titanrl.data.levels import open_prompts
 from titanrl.data.mixture import Draw, make_mixture
 from titanrl.data.tokenizer import Tokenizer
-from titanrl.replay.failures import scorer_failed
 from titanrl.rollout.open_tasks import EvaluationSets, OpenTask, open_tasks
 from titanrl.session.sampling import Sample, SamplingClient
 

@@ -22,7 +22,7 @@ from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.config.device import Device
 from titanrl.config.sections import FaultsConfig, TrainerConfig
 from titanrl.processes.actors import Actor, concurrent_endpoint, current_rank, endpoint
-from titanrl.replay.actors import SHARDS
+from titanrl.replay.shards import SHARDS
 from titanrl.weights.records import WeightManifest
 
 if TYPE_CHECKING:

@@ -1,0 +1,249 @@
+"""Storage shards: the payloads of groups in the rollout workers, and the way of the trainer's processes to them.
+
+torchmonarch reports the death of a process to callers in other processes only after many seconds. It also starts no endpoint of
+an actor while a plain endpoint of that actor runs. A trainer that waits for a shard is therefore notified by another actor in
+its process, `ShardNews`. Its fetch then fails immediately.
+"""
+
+import asyncio
+import mmap
+import pickle
+import tempfile
+import threading
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from titanrl.base.errors import TitanRLError
+from titanrl.base.files import write_bytes
+from titanrl.base.pickling import read_saved
+from titanrl.carriers.types import GroupHandle, Segment
+from titanrl.processes.actors import Actor, ActorError, SupervisionError, ask_actor, cause_of, concurrent_endpoint
+from titanrl.replay.groups import Move, ShardUsage
+
+Parts = tuple[bytes | memoryview, ...]
+
+
+class Payloads:
+    """Pickled segments by handle. When they exceed the memory limit, the oldest groups are moved to files.
+
+    Any thread may call the methods. The files are unnamed. The operating system deletes a file when its group is dropped, or
+    when the process exits or crashes.
+    """
+
+    def __init__(self, memory_bytes: int, folder: Path) -> None:
+        """Create an empty storage. `folder` must exist once a file is needed."""
+        self._limit, self._folder = memory_bytes, folder
+        self._lock = threading.Lock()
+        self._groups: dict[int, tuple[GroupHandle, Parts]] = {}  # by slot
+        self._in_memory: dict[int, int] = {}  # bytes by slot, oldest first
+        self._in_files: dict[int, int] = {}  # bytes by slot
+        self._num_memory_bytes = 0
+
+    @property
+    def usage(self) -> ShardUsage:
+        """Size of all stored groups."""
+        with self._lock:
+            spilled = sum(self._in_files.values())
+            return ShardUsage(num_bytes=self._num_memory_bytes + spilled, num_spilled_bytes=spilled)
+
+    def put(self, handle: GroupHandle, parts: Sequence[bytes]) -> None:
+        """Store a group in place of the previous one in its slot."""
+        size = sum(map(len, parts))
+        with self._lock:
+            self._forget(handle.slot)
+            self._groups[handle.slot] = (handle, tuple(parts))
+            self._in_memory[handle.slot] = size
+            self._num_memory_bytes += size
+            while self._num_memory_bytes > self._limit:
+                self._spill(next(iter(self._in_memory)))
+
+    def get(self, handle: GroupHandle) -> Parts:
+        """Return the parts of a group.
+
+        Raises:
+            KeyError: The slot now holds another group, or none.
+        """
+        with self._lock:
+            stored, parts = self._groups[handle.slot]
+        if stored != handle:
+            raise KeyError(handle)
+        return parts
+
+    def drop(self, handles: Iterable[GroupHandle]) -> None:
+        """Delete groups. Ignore handles whose slot now holds another group, or none."""
+        with self._lock:
+            for handle in handles:
+                if handle.slot in self._groups and self._groups[handle.slot][0] == handle:
+                    self._forget(handle.slot)
+
+    def _forget(self, slot: int) -> None:
+        self._groups.pop(slot, None)
+        self._num_memory_bytes -= self._in_memory.pop(slot, 0)
+        self._in_files.pop(slot, None)
+
+    def _spill(self, slot: int) -> None:
+        handle, parts = self._groups[slot]
+        size = self._in_memory.pop(slot)
+        self._num_memory_bytes -= size
+        self._in_files[slot] = size
+        with tempfile.TemporaryFile(dir=self._folder) as file:
+            file.writelines(parts)
+            file.flush()
+            view = memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ))
+        spilled, start = [], 0
+        for part in parts:
+            spilled.append(view[start : start + len(part)])
+            start += len(part)
+        self._groups[slot] = (handle, tuple(spilled))
+
+
+_shared: dict[int, Payloads] = {}
+
+
+def shared_payloads(number: int, memory_bytes: int, folder: Path) -> Payloads:
+    """Return the storage of a shard in this process. The first call creates it.
+
+    A rollout worker writes to it, and the `StorageShard` actor in the same process reads from it, on another event loop.
+    """
+    return _shared.setdefault(number, Payloads(memory_bytes, folder))
+
+
+def read_groups(path: Path) -> dict[GroupHandle, tuple[bytes, ...]]:
+    """Return the groups in a file of a checkpoint. Trainer ranks unpickle their segments."""
+    groups: dict[GroupHandle, tuple[bytes, ...]]
+    groups, is_earlier = read_saved(path.read_bytes())
+    if not is_earlier:
+        return groups
+    return {handle: tuple(pickle.dumps(read_saved(part)[0], -1) for part in parts) for handle, parts in groups.items()}
+
+
+def shard_file(folder: Path, shard: int) -> Path:
+    """Return the file of a storage shard in a checkpoint."""
+    return folder / f"groups_{shard}.pkl"
+
+
+class StorageShard(Actor):
+    """Access to the pickled segments of one rollout worker's groups with a signal.
+
+    It runs in the worker's process, and the worker writes to the same `Payloads`. Segments are therefore copied only once, on
+    their way to the trainer.
+    """
+
+    def __init__(self, number: int, memory_bytes: int, folder: Path) -> None:
+        """Open the storage of this process.
+
+        Args:
+            number: Number of the shard.
+            memory_bytes: Memory limit in bytes. Groups beyond it are moved to files, oldest first.
+            folder: Folder for these files.
+        """
+        self._number = number
+        self._payloads = shared_payloads(number, memory_bytes, folder)
+        self._saving: asyncio.Task[None] | None = None
+
+    @concurrent_endpoint
+    async def get(self, wanted: Sequence[tuple[GroupHandle, int]]) -> list[bytes]:
+        """Return segments by handle and index among the group's segments.
+
+        Raises:
+            KeyError: A slot now holds another group, or none.
+        """
+        return [bytes(self._payloads.get(handle)[segment]) for handle, segment in wanted]
+
+    @concurrent_endpoint
+    async def save(self, folder: Path, handles: Sequence[GroupHandle]) -> None:
+        """Start a thread that writes this shard's groups among `handles` to its file. Later calls may delete the groups."""
+        held = {handle: self._payloads.get(handle) for handle in handles if handle.shard == self._number}
+
+        def write() -> None:
+            groups = {handle: tuple(bytes(part) for part in parts) for handle, parts in held.items()}
+            write_bytes(shard_file(folder, self._number), pickle.dumps(groups, pickle.HIGHEST_PROTOCOL))
+
+        self._saving = asyncio.create_task(asyncio.to_thread(write))
+
+    @concurrent_endpoint
+    async def finish_save(self) -> None:
+        """Wait until the file is on disk."""
+        if self._saving is not None:
+            await self._saving
+
+    @concurrent_endpoint
+    async def load(self, folder: Path, moves: Sequence[Move]) -> None:
+        """Read the groups that now belong to this shard. `moves` maps saved handles to current ones."""
+        missing = {saved: current for saved, current in moves if current.shard == self._number}
+        for shard in {saved.shard for saved in missing}:
+            content = await asyncio.to_thread(read_groups, shard_file(folder, shard))
+            for saved in missing.keys() & content.keys():
+                self._payloads.put(missing.pop(saved), content[saved])
+        assert not missing, f"{folder} does not have the tokens of {list(missing)}"
+
+
+class TokensLostError(TitanRLError):
+    """Tokens of a batch are lost because the rollout worker that held them died."""
+
+
+class ShardDirectory:
+    """The `StorageShard` actors by number, shared by all actors of a process, which run on different event loops."""
+
+    def __init__(self) -> None:
+        """Start without shards."""
+        self._lock = threading.Lock()
+        self._shards: dict[int, Any] = {}
+        self._fetches: dict[asyncio.Future[None], int] = {}
+
+    def use(self, number: int, shard: Any | None) -> None:
+        """Replace a shard, with None until its successor exists. Running fetches from the previous one fail."""
+        with self._lock:
+            self._shards[number] = shard
+            lost = [died for died, source in self._fetches.items() if source == number]
+
+        def finish(died: "asyncio.Future[None]") -> None:
+            if not died.done():
+                died.set_result(None)
+
+        for died in lost:
+            died.get_loop().call_soon_threadsafe(finish, died)
+
+    async def fetch(self, number: int, wanted: Sequence[tuple[GroupHandle, int]]) -> list[Segment]:
+        """Fetch segments from a shard, by handle and index among the group's segments.
+
+        Raises:
+            TokensLostError: The process that held them died.
+        """
+        lost = TokensLostError(f"the storage shard that held {wanted[0][0]} died")
+        died = asyncio.get_running_loop().create_future()
+        with self._lock:
+            shard = self._shards[number]
+            self._fetches[died] = number
+        reply: asyncio.Future[list[bytes]] | None = None
+        try:
+            if shard is None:
+                raise lost
+            reply = ask_actor(shard.get, wanted)
+            await asyncio.wait({reply, died}, return_when=asyncio.FIRST_COMPLETED)
+            if not reply.done():
+                raise lost
+            return [pickle.loads(segment) for segment in reply.result()]
+        except (ActorError, SupervisionError) as error:
+            if isinstance(cause_of(error), KeyError | SupervisionError):
+                raise lost from None
+            raise
+        finally:
+            if reply is not None:
+                reply.cancel()
+            with self._lock:
+                del self._fetches[died]
+
+
+SHARDS = ShardDirectory()
+"""Shards known to this process."""
+
+
+class ShardNews(Actor):
+    """Actor that informs the process of a trainer rank about new and lost storage shards."""
+
+    @concurrent_endpoint
+    async def use(self, number: int, shard: Any | None) -> None:
+        """Replace a shard in this process; see `ShardDirectory.use`."""
+        SHARDS.use(number, shard)
