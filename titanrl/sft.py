@@ -103,12 +103,10 @@ class SFT(Run):
         next_index = state.next_index + len(batch)
         self.state = replace(state, step=state.step + 1, version=update.version, next_index=next_index, counts=counts)
         values = {
-            **metrics_of.supervised_metrics(
-                loss=loss,
-                trained_tokens=num_trained,
-                num_tokens=num_tokens,
-                epoch=self.state.next_index / len(self.examples.training),
-            ),
+            "loss/train": loss,
+            "data/epoch": next_index / len(self.examples.training),
+            "tokens/trained": float(num_trained),
+            "tokens/examples": float(num_tokens),
             **metrics_of.optimizer_metrics([update], params.learning_rate),
             **metrics_of.speed_metrics(
                 trained_tokens=num_tokens, generated=NO_GENERATION, trainer_busy_s=update.busy_s, step_s=step_s

@@ -5,7 +5,7 @@ import torch
 
 from titanrl.algorithms.lag_metrics import lag_metrics
 from titanrl.carriers.types import LossSums
-from titanrl.metrics.steps import age_metrics, staleness_metrics
+from titanrl.metrics.steps import staleness_metrics
 
 
 def sums_and_maxima() -> LossSums:
@@ -29,8 +29,7 @@ def test_differences_of_unmasked_tokens_are_summed_by_lag() -> None:
 
 
 def test_mismatch_is_split_into_numerics_and_staleness() -> None:
-    values = age_metrics([0, 2, 1]) | staleness_metrics(sums_and_maxima())
-    assert (values["staleness/mean"], values["staleness/max"]) == (1.0, 2.0)
+    values = staleness_metrics(sums_and_maxima())
     assert values["staleness/lag_0_frac"] == pytest.approx(0.4)
     assert values["mismatch/numeric/logprob_abs_mean"] == pytest.approx(0.05)
     assert values["mismatch/stale/logprob_abs_mean"] == pytest.approx(0.6)

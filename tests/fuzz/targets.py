@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -29,7 +29,7 @@ from titanrl.config.keys import sections
 from titanrl.config.sections import RecipeConfig
 from titanrl.config.shipped import shipped_configs
 from titanrl.data.examples import read_examples
-from titanrl.metrics.outcome import last_lines, summarize
+from titanrl.metrics.outcome import conclude
 from titanrl.metrics.run_directory import RunDirectory, append_line, read_lines, read_metrics
 from titanrl.models.directory import model_shape
 from titanrl.models.recipe import create_model
@@ -113,14 +113,15 @@ def checkpoints(rng: Random, folder: Path) -> int:
     except ConfigError as error:
         return refused(str(error))
     finally:
-        lines = last_lines(run_dir, summarize(run_dir, code=1, cause="fuzz", num_steps=9))
-        if not lines:
+        if not conclude(run_dir, code=1, cause="fuzz", num_steps=9):
             raise Failed("no last lines")
     step = f"checkpoints/step-{found.state.step}"
     if bytes_below(run_dir / step) != bytes_below(whole_run(folder) / step):
         raise Failed(f"{step} was accepted, but its files have changed")
     try:
-        with RunDirectory(run_dir, resume_step=found.state.step, resume_index=found.state.next_index, warn=str) as directory:
+        with closing(
+            RunDirectory(run_dir, resume_step=found.state.step, resume_index=found.state.next_index, warn=str)
+        ) as directory:
             directory.log(StepMetrics(step=found.state.step + 1, version=1, values={}))
     except OSError as error:  # such as a folder in place of a file
         return 1 if str(run_dir) in str(error) else refused("")
@@ -204,8 +205,8 @@ def hostile_lines(rng: Random, keys: Sequence[str]) -> bytes:
 @cache
 def _whole_run(parent: Path) -> Path:
     run_dir = parent / "whole"
-    with RunDirectory(run_dir) as directory:
-        directory.write_config((REPO / "configs/quickstart.yaml").read_text())
+    with closing(RunDirectory(run_dir)) as directory:
+        directory.config.write_text((REPO / "configs/quickstart.yaml").read_text())
         for step in range(1, 7):
             directory.log(StepMetrics(step=step, version=step, values={"reward/mean": step / 10}))
             directory.log_advantages(step, [(8 * step, step - 1, (0.5, -0.5))])

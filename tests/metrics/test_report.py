@@ -4,6 +4,7 @@ import json
 import re
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,7 @@ import pytest
 from titanrl.carriers.types import StepMetrics
 from titanrl.config import Config, dump_config
 from titanrl.metrics import report as report_module
-from titanrl.metrics.curves import MAX_POINTS, thin
-from titanrl.metrics.report import write_report
+from titanrl.metrics.report import MAX_POINTS, thin, write_report
 from titanrl.metrics.run_directory import RunDirectory, append_line
 from titanrl.metrics.series import by_step, phase_seconds
 
@@ -98,7 +98,7 @@ def step_metrics(step: int) -> StepMetrics:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[RunDirectory]:
-    with RunDirectory(tmp_path / "quickstart") as directory:
+    with closing(RunDirectory(tmp_path / "quickstart")) as directory:
         yield directory
 
 
@@ -144,7 +144,7 @@ def test_page_loads_no_external_resources(run: RunDirectory) -> None:
 
 def test_markup_in_run_data_stays_text(run: RunDirectory) -> None:
     append_line(run.rollouts, group(0, 0, completion(ATTACK, 1.0), completion("3", 0.0), prompt=ATTACK))
-    run.write_config(dump_config(Config.model_validate({"name": "quickstart", "num_steps": 1, "data": {"task": ATTACK}})))
+    run.config.write_text(dump_config(Config.model_validate({"name": "quickstart", "num_steps": 1, "data": {"task": ATTACK}})))
     page = Page(write_report(run.path, {"outcome": ATTACK, ATTACK: ATTACK}).read_text())
     assert page.count("script") == 2  # the samples and their browser
     assert page.count("img") == 0
@@ -261,7 +261,8 @@ def documented_metrics() -> list[str]:
 
 
 def test_every_metric_in_the_code_is_documented() -> None:
-    code = "".join(file.read_text() for file in Path(report_module.__file__).parent.glob("*.py"))
+    folder = Path(report_module.__file__).parent
+    code = "".join(file.read_text() for file in [*folder.glob("*.py"), folder.parent / "run/recording.py"])
     shown = {name for name in re.findall(r'"([a-z]+/[a-z_]+[a-z])"', code) if not name.startswith("time/")}
     assert len(shown) > 10
     assert shown <= set(documented_metrics())

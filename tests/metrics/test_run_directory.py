@@ -2,6 +2,7 @@ import json
 import math
 import multiprocessing
 import shutil
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +12,22 @@ from titanrl.carriers.types import StepMetrics
 from titanrl.metrics.run_directory import RunDirectory, append_line, read_lines, read_metrics
 
 
+def opened(path: Path, **options: Any) -> AbstractContextManager[RunDirectory]:
+    return closing(RunDirectory(path, **options))
+
+
 def metrics(step: int, **values: float) -> StepMetrics:
     return StepMetrics(step=step, version=step, values={"reward/mean": step / 10, **values})
 
 
 def write_run(path: Path, num_steps: int) -> None:
-    with RunDirectory(path) as run:
+    with opened(path) as run:
         for step in range(1, num_steps + 1):
             run.log(metrics(step))
 
 
 def test_metrics_line_has_step_version_time_and_values(tmp_path: Path) -> None:
-    with RunDirectory(tmp_path / "run") as run:
+    with opened(tmp_path / "run") as run:
         run.log(StepMetrics(step=3, version=2, values={"reward/mean": 0.5, "grad/norm": 1.25}))
     (row,) = read_metrics(run.metrics)
     assert list(row) == ["step", "version", "time", "reward/mean", "grad/norm"]
@@ -38,7 +43,7 @@ def test_line_is_flushed_before_the_file_is_closed(tmp_path: Path) -> None:
 
 
 def test_non_finite_values_become_null(tmp_path: Path) -> None:
-    with RunDirectory(tmp_path / "run") as run:
+    with opened(tmp_path / "run") as run:
         run.log(metrics(1, **{"grad/norm": math.nan, "loss/total": math.inf}))
         append_line(run.rollouts, {"logprobs": [-0.5, -math.inf], "nested": ({"x": math.nan},)})
     (row,) = read_metrics(run.metrics)
@@ -47,13 +52,10 @@ def test_non_finite_values_become_null(tmp_path: Path) -> None:
     assert list(read_lines(run.rollouts)) == [{"logprobs": [-0.5, None], "nested": [{"x": None}]}]
 
 
-def test_new_run_gets_folders_and_config(tmp_path: Path) -> None:
-    with RunDirectory(tmp_path / "runs" / "a") as run:
-        run.write_config("name: a\n")
-    assert run.logs.is_dir()
-    assert run.checkpoints.is_dir()
-    assert run.config.read_text() == "name: a\n"
-    assert not list(run.path.glob("*.partial"))
+def test_new_run_gets_folders(tmp_path: Path) -> None:
+    with opened(tmp_path / "runs" / "a") as run:
+        assert run.logs.is_dir()
+        assert run.checkpoints.is_dir()
 
 
 def test_folder_of_another_run_is_refused(tmp_path: Path) -> None:
@@ -64,11 +66,11 @@ def test_folder_of_another_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_folder_of_a_run_without_steps_is_reused(tmp_path: Path) -> None:
-    with RunDirectory(tmp_path / "run") as run:
+    with opened(tmp_path / "run") as run:
         append_line(run.rollouts, {"version": 0})
         run.event("stall", waiting_for="a batch", seconds=30.0)
         run.log_advantages(1, [(0, 0, (0.5, -0.5))])
-    with RunDirectory(tmp_path / "run") as run:
+    with opened(tmp_path / "run") as run:
         assert not run.rollouts.exists()
         assert not run.events.exists()
         assert not run.advantages.exists()
@@ -76,10 +78,10 @@ def test_folder_of_a_run_without_steps_is_reused(tmp_path: Path) -> None:
 
 def test_resume_drops_lines_after_the_checkpoint(tmp_path: Path) -> None:
     write_run(tmp_path / "run", num_steps=7)
-    with RunDirectory(tmp_path / "run", resume_step=7) as run:
+    with opened(tmp_path / "run", resume_step=7) as run:
         for step in range(1, 8):
             run.log_advantages(step, [(step, step - 1, (0.5, -0.5))])
-    with RunDirectory(tmp_path / "run", resume_step=4) as run:
+    with opened(tmp_path / "run", resume_step=4) as run:
         assert [row["step"] for row in read_lines(run.advantages)] == [1, 2, 3, 4]
         assert [row["step"] for row in read_metrics(run.metrics)] == [1, 2, 3, 4]
         run.log(metrics(5))
@@ -93,7 +95,7 @@ def test_resume_removes_a_torn_last_line(tmp_path: Path) -> None:
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
         file.write('{"step":3,"vers')
     assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
-    with RunDirectory(tmp_path / "run", resume_step=2) as run:
+    with opened(tmp_path / "run", resume_step=2) as run:
         run.log(metrics(3))
     assert [row["step"] for row in read_metrics(run.metrics)] == [1, 2, 3]
 
@@ -105,7 +107,7 @@ def test_unreadable_lines_do_not_prevent_resuming(tmp_path: Path) -> None:
     odd = [b'{"step":\n', b"\0" * 50 + b"\n", b'{"version":2}\n', b"[1]\n", b"\xff\n", b'{"step":"2"}\n', b"[" * 5000 + b"\n"]
     metrics_file.write_bytes(first + b"".join(odd) + b"\n" + second + third)
     warnings: list[str] = []
-    with RunDirectory(tmp_path / "run", resume_step=2, warn=warnings.append) as run:
+    with opened(tmp_path / "run", resume_step=2, warn=warnings.append) as run:
         run.log(metrics(3))
     assert [row["step"] for row in read_metrics(run.metrics)] == [1, 2, 3]
     assert run.metrics.read_bytes().startswith(first + second)  # lines that stay are not changed
@@ -114,12 +116,12 @@ def test_unreadable_lines_do_not_prevent_resuming(tmp_path: Path) -> None:
 
 def test_resume_drops_groups_that_are_sampled_again(tmp_path: Path) -> None:
     write_run(tmp_path / "run", num_steps=2)
-    with RunDirectory(tmp_path / "run", resume_step=2, resume_index=16) as run:
+    with opened(tmp_path / "run", resume_step=2, resume_index=16) as run:
         for index in (0, 1, 16, 8, 17, 9):  # the group of prompt 16 overtook others
             append_line(run.rollouts, {"version": index // 8, "index": index})
         with run.rollouts.open("a") as file:
             file.write('{"version":1,"ind')
-    with RunDirectory(tmp_path / "run", resume_step=2, resume_index=16, warn=str) as run:
+    with opened(tmp_path / "run", resume_step=2, resume_index=16, warn=str) as run:
         append_line(run.rollouts, {"version": 2, "index": 16})
     assert [row["index"] for row in read_lines(run.rollouts)] == [0, 1, 8, 9, 16]
 
@@ -141,10 +143,10 @@ def test_only_last_line_of_a_resampled_group_is_kept(tmp_path: Path, is_killed: 
 
 def test_resume_drops_groups_that_were_in_flight(tmp_path: Path) -> None:
     write_run(tmp_path / "run", num_steps=2)
-    with RunDirectory(tmp_path / "run", resume_step=2, resume_index=0) as run:
+    with opened(tmp_path / "run", resume_step=2, resume_index=0) as run:
         for index in range(24):
             append_line(run.rollouts, {"version": 1, "index": index})
-    with RunDirectory(tmp_path / "run", resume_step=2, resume_index=20, resume_in_flight=(16, 18)) as run:
+    with opened(tmp_path / "run", resume_step=2, resume_index=20, resume_in_flight=(16, 18)) as run:
         run.drop_rollouts((17,))
     assert [row["index"] for row in read_lines(run.rollouts)] == [*range(16), 19]
 
@@ -171,7 +173,7 @@ def test_resume_drops_events_that_it_repeats(tmp_path: Path) -> None:
         append_line(run_dir / "events.jsonl", event)
     with (run_dir / "events.jsonl").open("a") as file:
         file.write('{"kind":"publica')
-    with RunDirectory(run_dir, resume_step=3, resume_published=2, warn=str) as run:
+    with opened(run_dir, resume_step=3, resume_published=2, warn=str) as run:
         kept = list(read_lines(run.events))
         assert kept == [events[i] for i in (0, 1, 2, 4, 5, 6, 9, 10, 11)]
         assert run.has_event("checkpoint", step=2)
@@ -189,13 +191,13 @@ def test_resume_drops_learning_rates_newer_than_the_checkpoint(tmp_path: Path) -
     ]
     for event in events:
         append_line(tmp_path / "run" / "events.jsonl", event)
-    with RunDirectory(tmp_path / "run", resume_step=2, resume_rates=2) as run:
+    with opened(tmp_path / "run", resume_step=2, resume_rates=2) as run:
         assert list(read_lines(run.events)) == events[:3]
 
 
 @pytest.mark.parametrize("file", ["metrics", "events", "rollouts", "advantages"])
 def test_error_on_a_full_disk_names_the_file(file: str, tmp_path: Path) -> None:
-    with RunDirectory(tmp_path / "run") as run:
+    with opened(tmp_path / "run") as run:
         pass
     path = {"metrics": run.metrics, "events": run.events, "rollouts": run.rollouts, "advantages": run.advantages}[file]
     path.unlink(missing_ok=True)
@@ -241,7 +243,7 @@ def test_error_names_a_broken_line_before_the_last(tmp_path: Path) -> None:
 
 
 def test_event_has_time_kind_and_fields(tmp_path: Path) -> None:
-    with RunDirectory(tmp_path / "run") as run:
+    with opened(tmp_path / "run") as run:
         run.event("drop", step=1, groups=3, reason="no signal")
     event = json.loads(run.events.read_text())
     assert list(event) == ["time", "kind", "step", "groups", "reason"]
@@ -249,7 +251,7 @@ def test_event_has_time_kind_and_fields(tmp_path: Path) -> None:
 
 
 def test_advantages_are_one_line_per_group(tmp_path: Path) -> None:
-    with RunDirectory(tmp_path / "run") as run:
+    with opened(tmp_path / "run") as run:
         run.log_advantages(3, [(16, 2, (0.5, -0.5)), (17, 1, (0.25, math.nan))])
     assert list(read_lines(run.advantages)) == [
         {"step": 3, "index": 16, "version": 2, "advantages": [0.5, -0.5]},

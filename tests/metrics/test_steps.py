@@ -7,8 +7,18 @@ import pytest
 
 from tests.records import make_record
 from titanrl.carriers.tables import RecordTable, pack_record
-from titanrl.carriers.types import GenerationStats, GroupHandle, GroupRecord, LossSums
-from titanrl.metrics.steps import environment_metrics, loss_metrics, part_means, rollout_metrics, speed_metrics
+from titanrl.carriers.types import EvaluationResult, GenerationStats, GroupHandle, GroupRecord, LossSums
+from titanrl.config.data import CurriculumConfig, DataConfig
+from titanrl.metrics.steps import (
+    PhaseTimer,
+    environment_metrics,
+    evaluation_metrics,
+    loss_metrics,
+    part_means,
+    rollout_metrics,
+    speed_metrics,
+    task_metrics,
+)
 
 
 def test_loss_terms_are_sums_and_other_metrics_are_token_means() -> None:
@@ -128,3 +138,123 @@ def test_numbers_of_environments_are_means_over_tasks_and_of_each() -> None:
         "task/games/environment/calls_mean": 1 / 3,
     }
     assert environment_metrics({}, is_mixture=True) == {}
+
+
+def test_metrics_of_an_evaluation_have_the_denominator() -> None:
+    failed = EvaluationResult(
+        task="sums", version=3, mean=0.2, num_prompts=5, response_len_mean=4.0, num_samples=2, num_errors=4
+    )
+    assert evaluation_metrics(failed) == {
+        "eval/sums/mean": 0.2,
+        "eval/sums/response_len_mean": 4.0,
+        "eval/sums/error_frac": 0.4,
+        "eval/sums/num_errors": 4.0,
+        "eval/sums/num_completions": 10.0,
+        "eval/sums/truncated_frac": 0.0,
+    }
+
+
+HALF = DataConfig(curriculum=CurriculumConfig(levels=2, solved_from=0.5))
+
+
+def test_metrics_of_a_task_cover_only_its_groups() -> None:
+    table = RecordTable.join(
+        [
+            pack_record(make_record(0, (0.0, 1.0), reward_parts={"a": (0.0, 1.0)}, generate_s=1.0), task=0),
+            pack_record(make_record(1, (0.5, 0.5), (4, 6), num_truncated=1, generate_s=3.0), task=1),
+            pack_record(make_record(2, (1.0, 1.0), reward_parts={"a": (1.0, 1.0)}, generate_s=2.0), task=0),
+        ]
+    )
+    values = task_metrics(table, {"sums": DataConfig(), "words": HALF, "games": DataConfig()}, {"games": 2})
+    assert values == {
+        "task/sums/groups": 2.0,
+        "task/sums/dropped": 0.0,
+        "task/sums/reward_mean": 0.75,
+        "task/sums/solved_frac": 0.75,
+        "task/sums/reward/a": 0.75,
+        "task/sums/response_len_mean": 2.0,
+        "task/sums/truncated_frac": 0.0,
+        "task/sums/generate_s_mean": 1.5,
+        "task/words/groups": 1.0,
+        "task/words/dropped": 0.0,
+        "task/words/reward_mean": 0.5,
+        "task/words/solved_frac": 1.0,
+        "task/words/response_len_mean": 5.0,
+        "task/words/truncated_frac": 0.5,
+        "task/words/generate_s_mean": 3.0,
+        "task/games/groups": 0.0,
+        "task/games/dropped": 2.0,
+    }
+    assert task_metrics(table, {"sums": DataConfig()}, {}) == {}
+
+
+class Clock:
+    """A clock that only the test moves."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def test_phase_counts_the_seconds_of_its_body(clock: Clock) -> None:
+    timer = PhaseTimer(clock=clock)
+    with timer.phase("train"):
+        clock.now += 2.0
+    clock.now += 5.0  # outside any phase
+    assert timer.take() == {"time/train_s": 2.0}
+
+
+def test_repeated_phase_adds_up(clock: Clock) -> None:
+    timer = PhaseTimer(clock=clock)
+    for seconds in (1.0, 2.0, 4.0):
+        with timer.phase("sync"):
+            clock.now += seconds
+    assert timer.take() == {"time/sync_s": 7.0}
+
+
+def test_nested_phases_add_up_to_wall_time(clock: Clock) -> None:
+    timer = PhaseTimer(clock=clock)
+    with timer.phase("train"):
+        clock.now += 1.0
+        with timer.phase("sync"):
+            clock.now += 10.0
+        clock.now += 2.0
+    assert timer.take() == {"time/train_s": 3.0, "time/sync_s": 10.0}
+
+
+def test_take_resets_an_open_phase(clock: Clock) -> None:
+    timer = PhaseTimer(clock=clock)
+    with timer.phase("train"):
+        clock.now += 1.0
+        assert timer.take() == {"time/train_s": 1.0}
+        clock.now += 4.0
+    assert timer.take() == {"time/train_s": 4.0}
+    assert timer.take() == {}
+
+
+def test_phase_that_raises_is_counted_and_closed(clock: Clock) -> None:
+    timer = PhaseTimer(clock=clock)
+
+    def fail() -> None:
+        with timer.phase("train"):
+            clock.now += 1.0
+            raise RuntimeError("boom")
+
+    with pytest.raises(RuntimeError, match="boom"):
+        fail()
+    assert timer.take() == {"time/train_s": 1.0}
+
+
+def test_callback_receives_every_phase_change(clock: Clock) -> None:
+    heard: list[str | None] = []
+    timer = PhaseTimer(on_change=heard.append, clock=clock)
+    with timer.phase("train"), timer.phase("sync"):
+        pass
+    assert heard == ["train", "sync", "train", None]

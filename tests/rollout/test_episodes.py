@@ -31,8 +31,7 @@ from titanrl.environments import (
     Observation,
     make_environment,
 )
-from titanrl.metrics.record import evaluation_metrics
-from titanrl.metrics.steps import episode_metrics, part_means
+from titanrl.metrics.steps import episode_metrics, evaluation_metrics, part_means
 from titanrl.rollout.episodes import Episodes, start_episodes
 from titanrl.rollout.group import fit_to_rows, record_of, turns_differ
 from titanrl.rollout.open_tasks import evaluation_result, evaluation_set

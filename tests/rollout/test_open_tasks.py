@@ -13,7 +13,7 @@ from titanrl.carriers.rewards import Answers, Scored, ScorerError
 from titanrl.carriers.types import Completion, EvaluationResult, GenerationRequest, Group, Prompt
 from titanrl.config import Config
 from titanrl.config.evaluation import EvaluationSet
-from titanrl.metrics.record import evaluation_metrics
+from titanrl.metrics.steps import evaluation_metrics
 from titanrl.processes.actors import StoppedError
 from titanrl.rollout.group import roll_out
 from titanrl.rollout.open_tasks import IN_FLIGHT, evaluate_prompts, evaluation_requests, evaluation_result, evaluation_set

@@ -5,8 +5,8 @@ from pathlib import Path
 from titanrl.carriers.types import EvaluationResult, StepMetrics
 from titanrl.config import load_config
 from titanrl.metrics.console import Console
-from titanrl.metrics.record import Recorder
 from titanrl.metrics.run_directory import append_line, read_lines, read_metrics
+from titanrl.metrics.trackers import Recorder
 from titanrl.run.checkpoints import Resumable, RunState
 from titanrl.run.recording import open_recorder
 

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from titanrl.base.choices import ConsoleMode
 from titanrl.carriers.types import StepMetrics
-from titanrl.metrics.series import count, duration, number, phase_seconds, sparkline
+from titanrl.metrics.series import count, duration, phase_seconds, sparkline
 
 LAYOUT_WIDTHS = (0, 72, 128)
 """Minimum terminal widths for one, two and three columns in the live display."""
@@ -56,7 +56,7 @@ class Quantity:
     def text(self, values: Mapping[str, float]) -> str:
         """Return the formatted value; `-` if it is missing."""
         value = values.get(self.metric)
-        return count(value) if value is not None and not self.spec else number(value, self.spec)
+        return "-" if value is None else format(value, self.spec) if self.spec else count(value)
 
 
 _NORM = Quantity("grad/norm", ".3g", "grad_norm", "gradient norm")
@@ -166,7 +166,9 @@ class Console:
         self._activity = _Activity(name=name, detail=detail, since=self._clock())
         if self._mode == "plain":
             self._timed(f"{name:<20}  {detail}")
-        self._refresh()
+        if self._live is not None:
+            self._live.start()
+            self._live.refresh()
 
     def progress(self, name: str, done: int, total: int, detail: str = "") -> None:
         """Show the progress of a phase with a known number of iterations, such as the warm start."""
@@ -191,7 +193,8 @@ class Console:
         self._step_ends = (*self._step_ends, (self._clock(), metrics.step))[-50:]
         first = self._last is None
         self._last = metrics
-        if self._mode == "plain" and (first or self._is_due(metrics.step)):
+        is_due = first or metrics.step % PLAIN_EVERY_STEPS == 0 or metrics.step == self._total_steps
+        if self._mode == "plain" and (is_due or self._clock() - self._shown_at >= PLAIN_EVERY_S):
             self._row(metrics)
         self._start_live()
 
@@ -268,11 +271,6 @@ class Console:
         if self._live is not None:
             self._live.start()
 
-    def _refresh(self) -> None:
-        if self._live is not None:
-            self._live.start()
-            self._live.refresh()
-
     def _end_activity(self) -> None:
         """End the current phase; live mode prints its duration. Plain mode printed the phase when it started."""
         activity, self._activity = self._activity, None
@@ -280,27 +278,16 @@ class Console:
             took = duration(self._clock() - activity.since)
             self._print(Text.assemble((f"{took:>9}  ", "dim"), f"{activity.name}  ", (activity.detail, "dim")))
 
-    # Plain mode
-
-    def _is_due(self, step: int) -> bool:
-        waited = self._clock() - self._shown_at
-        return step % PLAIN_EVERY_STEPS == 0 or step == self._total_steps or waited >= PLAIN_EVERY_S
-
     def _row(self, metrics: StepMetrics) -> None:
-        cells = self._cells(metrics)
+        """Print a row of plain mode. The name of a column is padded to the width of its widest cell."""
+        values = self._known(metrics.values)
+        cells = {"       step": f"{metrics.step}/{self._total_steps}"}
+        for quantity in (quantity for block in _blocks(values) for quantity in block if quantity.column):
+            cells[quantity.column] = quantity.text(values)
         if self._rows % HEADER_EVERY_ROWS == 0:
             self._print(Text(f"{'elapsed':>9}  " + "  ".join(cells)))
         self._rows += 1
         self._timed("  ".join(f"{cell:>{len(name)}}" for name, cell in cells.items()))
-
-    def _cells(self, metrics: StepMetrics) -> dict[str, str]:
-        """Return the cells of a row by column name. Each name is padded to the width of its widest cell."""
-        values = self._known(metrics.values)
-        shown = (quantity for block in _blocks(values) for quantity in block if quantity.column)
-        return {
-            "       step": f"{metrics.step}/{self._total_steps}",
-            **{quantity.column: quantity.text(values) for quantity in shown},
-        }
 
     # Live mode
 
@@ -309,8 +296,13 @@ class Console:
         if self._last is not None:
             step = self._last.step
             blocks += [self._bar(step, self._total_steps, self._clocks(step)), self._table(self._last.values)]
-        if self._activity is not None:
-            blocks.append(self._activity_line(self._activity))
+        if (activity := self._activity) is not None:
+            elapsed = duration(self._clock() - activity.since)
+            if activity.total:
+                blocks.append(self._bar(activity.done, activity.total, f"{activity.name}  {activity.detail}  {elapsed}"))
+            else:
+                text = Text.assemble((activity.name, "bold"), f"  {activity.detail}  ", (elapsed, "dim"))
+                blocks.append(Spinner("line", text=text))
         return Panel(Group(*blocks), title=self._title, title_align="left", border_style="dim") if blocks else Text()
 
     def _bar(self, done: int, total: int, detail: str) -> Table:
@@ -330,15 +322,16 @@ class Console:
             parts.append(f"{duration((last_s - first_s) / (last - first) * (self._total_steps - step))} left")
         return ", ".join(parts)
 
-    def _activity_line(self, activity: _Activity) -> RenderableType:
-        elapsed = duration(self._clock() - activity.since)
-        if activity.total:
-            return self._bar(activity.done, activity.total, f"{activity.name}  {activity.detail}  {elapsed}")
-        text = Text.assemble((activity.name, "bold"), f"  {activity.detail}  ", (elapsed, "dim"))
-        return Spinner("line", text=text)
-
     def _table(self, values: Mapping[str, float]) -> RenderableType:
-        tables = list(map(_pairs, self._rows_of_live(values)))
+        """Return the blocks of learning, of the update and of speed, in as many columns as fit."""
+        tables = []
+        for block in self._rows_of_live(values):
+            table = Table.grid(padding=(0, 2, 0, 0))
+            table.add_column(style="dim", no_wrap=True)
+            table.add_column(overflow="fold")
+            for name, value in block.items():
+                table.add_row(Text(name), Text(value))
+            tables.append(table)
         columns = sum(self._out.width >= width for width in LAYOUT_WIDTHS)
         grids = []
         for start in range(0, len(tables), columns):
@@ -348,7 +341,6 @@ class Console:
         return Group(*grids)
 
     def _rows_of_live(self, values: Mapping[str, float]) -> list[dict[str, str]]:
-        """Return the rows of learning, of the update and of speed."""
         known = self._known(values)
         blocks: list[dict[str, str]] = []
         for block in _blocks(known):
@@ -392,15 +384,6 @@ def resolve(mode: ConsoleMode) -> Literal["live", "plain", "off"]:
 def _blocks(values: Mapping[str, float]) -> Iterable[Iterable[Quantity]]:
     """Return the quantities of a step: learning, update, speed."""
     return FINE_TUNING if LOSS in values else DISTILLATION if KL_TEACHER in values else REINFORCEMENT
-
-
-def _pairs(rows: Mapping[str, str]) -> Table:
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column(overflow="fold")
-    for name, value in rows.items():
-        grid.add_row(Text(name), Text(value))
-    return grid
 
 
 def _default_console(*, live: bool, stderr: bool) -> rich.console.Console:

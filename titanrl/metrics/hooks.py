@@ -44,12 +44,7 @@ class Hook:
         """Handle a checkpoint, after it is complete in `folder`."""
 
 
-METHODS: Mapping[str, Callable[..., Any]] = {
-    "before_step": Hook.before_step,
-    "after_step": Hook.after_step,
-    "after_evaluation": Hook.after_evaluation,
-    "after_checkpoint": Hook.after_checkpoint,
-}
+METHODS: Mapping[str, Callable[..., Any]] = {name: value for name, value in vars(Hook).items() if not name.startswith("_")}
 """Methods of a hook by name."""
 
 
@@ -74,16 +69,8 @@ class Hooks:
                 hooks.append((plugin.name, hook() if isinstance(hook, type) else hook))
         return cls(hooks)
 
-    def __len__(self) -> int:
-        """Return the number of hooks."""
-        return len(self._hooks)
-
     async def before_step(self, run: object) -> None:
-        """Call `before_step` of every hook.
-
-        Raises:
-            HookError: A hook raised.
-        """
+        """Call `before_step` of every hook; raise HookError if one raises."""
         await self._each("before_step", lambda hook: hook.before_step(run))
 
     async def after_step(self, run: object, metrics: StepMetrics) -> None:

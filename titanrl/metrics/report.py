@@ -3,15 +3,26 @@
 import base64
 import gzip
 import json
+import re
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from titanrl.base.files import replace_text
 from titanrl.metrics.run_directory import read_lines, read_metrics
-from titanrl.metrics.series import Rows, by_step, count, first_and_last_five, heldout_tasks, phase_seconds, series
+from titanrl.metrics.series import (
+    Points,
+    Rows,
+    by_step,
+    count,
+    first_and_last_five,
+    heldout_tasks,
+    phase_seconds,
+    series,
+    without_reward,
+)
 
 TEMPLATE = Path(__file__).with_name("report_template.html.j2")
 FIRST_BYTES = 1_000_000
@@ -24,6 +35,15 @@ MAX_TOKENS = 400
 """Tokens shown per completion."""
 MAX_CHARS = 4000
 """Characters shown of a prompt or an error, and characters of a completion that the search covers."""
+MAX_POINTS = 400
+"""Points per line of a chart. Longer series are drawn as means of neighboring steps, to keep the file small."""
+MAX_PHASES = 6
+"""Layers in the step-time chart. The shortest phases are merged into "other"."""
+
+Trace = dict[str, Any]
+"""A line of a chart, as plotly.js takes it, without colors: the page applies those of its light or dark scheme."""
+Headline = Callable[[Mapping[str, Points]], str]
+"""Function from the points of each line, by label, to the headline of a chart."""
 
 
 class Figure(NamedTuple):
@@ -34,6 +54,17 @@ class Figure(NamedTuple):
     note: str
 
 
+class Chart(NamedTuple):
+    """One chart of the report."""
+
+    title: str
+    """Name of the quantity, with its unit."""
+    headline: str
+    """Key values of the chart, such as the first and last mean."""
+    figure: str
+    """Traces and layout as JSON for plotly.js."""
+
+
 def write_report(run_dir: Path, summary: Mapping[str, str]) -> Path:
     """Write `report.html` from the files in `run_dir`, and return its path.
 
@@ -41,15 +72,15 @@ def write_report(run_dir: Path, summary: Mapping[str, str]) -> Path:
         run_dir: Run directory. `metrics.jsonl`, `rollouts.jsonl`, `advantages.jsonl` and `config.yaml` are all optional.
         summary: Text by label. The entry `outcome` is shown below the title, the others below the key figures.
     """
-    # Imported here because both are slow to import and needed only for the report.
-    import jinja2
-
-    from titanrl.metrics.curves import draw_curves
+    import jinja2  # slow to import, and needed only for the report
 
     metrics, config = run_dir / "metrics.jsonl", run_dir / "config.yaml"
     rows = by_step(read_metrics(metrics)) if metrics.exists() else []
-    samples, total = _sampled_groups(run_dir / "rollouts.jsonl", _advantages_by_index(run_dir / "advantages.jsonl"))
-    curves = draw_curves(rows)
+    recorded = run_dir / "advantages.jsonl"
+    # A resumed run can train on a group again; the last line of a group wins.
+    advantages = {row["index"]: row["advantages"] for row in read_lines(recorded)} if recorded.exists() else {}
+    samples, total = _sampled_groups(run_dir / "rollouts.jsonl", advantages)
+    curves = [chart for chart in _charts(rows) if chart is not None]
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
     page = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         name=run_dir.resolve().name,
@@ -76,32 +107,25 @@ def _for_script(items: Sequence[str]) -> str:
 
 def _packed_plotly() -> str:
     """Return plotly.js, gzipped and base64-encoded: 2 MB instead of 5. The page decompresses it."""
-    from plotly.offline import get_plotlyjs
+    from plotly.offline import get_plotlyjs  # takes a third of a second
 
     return base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()
 
 
 def _figures(rows: Rows) -> list[Figure]:
     figures = []
-    if rewards := series(rows, "reward/mean"):
-        first, last = first_and_last_five(rewards)
-        figures.append(Figure("Mean reward", f"{first:.3f} \u2192 {last:.3f}", "means of the first and last five steps"))
-    for task in heldout_tasks(rows):
-        if points := series(rows, f"eval/{task}/mean"):
+    for label, name in (("Mean reward", "reward/mean"), ("Training loss", "loss/train")):
+        if points := series(rows, name):
+            first, last = first_and_last_five(points)
+            figures.append(Figure(label, f"{first:.3f} \u2192 {last:.3f}", "means of the first and last five steps"))
+    heldout = [(task, "mean reward", f"eval/{task}/mean") for task in heldout_tasks(rows)]
+    for task, unit, name in [*heldout, ("loss", "nats per token", "loss/eval")]:
+        if points := series(rows, name):
             (start, before), (end, after) = points[0], points[-1]
-            note = f"mean reward at steps {start} and {end}"
-            failed, total = (series(rows, f"eval/{task}/{name}") for name in ("num_errors", "num_completions"))
-            if any(number for _, number in (*failed[:1], *failed[-1:])):
-                counts = [f"{failed[at][1]:.0f} of {total[at][1]:.0f}" for at in (0, -1)]
-                note += f"; {' and '.join(counts)} completions had no reward and are not in the mean"
+            note = f"{unit} at steps {start} and {end}"
+            if failed := without_reward(rows, task):
+                note += f"; {' and '.join(failed)} completions had no reward and are not in the mean"
             figures.append(Figure(f"Held-out {task}", f"{before:.3f} \u2192 {after:.3f}", note))
-    if losses := series(rows, "loss/train"):
-        first, last = first_and_last_five(losses)
-        figures.append(Figure("Training loss", f"{first:.3f} \u2192 {last:.3f}", "means of the first and last five steps"))
-    if losses := series(rows, "loss/eval"):
-        (start, before), (end, after) = losses[0], losses[-1]
-        note = f"nats per token at steps {start} and {end}"
-        figures.append(Figure("Held-out loss", f"{before:.3f} \u2192 {after:.3f}", note))
     if rows:
         figures.append(Figure("Steps", f"{rows[-1]['step']}", f"policy version {rows[-1]['version']}"))
     if seconds := [sum(phases.values()) for row in rows if (phases := phase_seconds(row))]:
@@ -114,9 +138,122 @@ def _figures(rows: Rows) -> list[Figure]:
     return figures
 
 
-def _advantages_by_index(path: Path) -> dict[int, list[float]]:
-    """Return the advantages by group index. A resumed run can train on a group again; the last line of a group wins."""
-    return {row["index"]: row["advantages"] for row in read_lines(path)} if path.exists() else {}
+# Charts
+
+
+def _charts(rows: Rows) -> list[Chart | None]:
+    """Return the charts in the order of the page; None for a chart without data."""
+    heldout = {f"eval/{task}/mean": task for task in heldout_tasks(rows)}
+    environment = {name: found[1] for row in rows for name in row if (found := re.fullmatch("environment/(.+)_mean", name))}
+    mismatch = {"mismatch/logprob_abs_mean": "mean", "mismatch/logprob_abs_max": "max"}
+    is_zero = not any(value for name in mismatch for _, value in series(rows, name))
+    logarithmic = {} if is_zero else {"type": "log", "tickformat": ".0e", "dtick": 1}
+    lengths = {"tokens/response_len_mean": "mean", "tokens/response_len_max": "max"}
+    rates = {"perf/gen_tokens_per_s": "generator", "perf/train_tokens_per_s": "trainer"}
+    return [
+        _rewards(rows),
+        _lines(rows, "Held-out mean reward", heldout, _ends(".3f"), mode="lines+markers"),
+        _lines(rows, "Loss, nats per token", {"loss/train": "training", "loss/eval": "held-out"}, _ends(".3f")),
+        _lines(rows, "KL divergence from the teacher, nats per token", {"policy/kl_teacher": "divergence"}, _ends(".3f")),
+        _lines(rows, "Response length, tokens", lengths, _ends(".1f")),
+        _lines(rows, "Environment metrics, means over episodes", environment, _ends(".3g")),
+        _lines(rows, "Entropy, nats", {"policy/entropy": "entropy"}, _ends(".3f")),
+        _lines(rows, "Log-probability mismatch, nats", mismatch, _largest, logarithmic),
+        _step_times(rows),
+        _lines(rows, "Throughput while busy, tokens per second", rates, _medians),
+        _lines(rows, "Gradient norm", {"grad/norm": "norm"}, _ends(".3g")),
+        _lines(rows, "Fraction of groups without gradient", {"group/zero_variance_frac": "fraction"}, _ends(".2f")),
+    ]
+
+
+def _ends(spec: str) -> Headline:
+    """Return a headline function that shows the first and last value of each line, formatted with `spec`."""
+    return lambda found: ", ".join(
+        f"{label} {points[0][1]:{spec}} to {points[-1][1]:{spec}}" for label, points in found.items()
+    )
+
+
+def _medians(found: Mapping[str, Points]) -> str:
+    rates = (f"{label} {count(median(value for _, value in points))}" for label, points in found.items())
+    return f"{', '.join(rates)} (median)"
+
+
+def _largest(found: Mapping[str, Points]) -> str:
+    return f"trainer vs. generator, at most {max(value for points in found.values() for _, value in points):.1e} nats"
+
+
+def _lines(
+    rows: Rows, title: str, labels: Mapping[str, str], headline: Headline, axis: Mapping[str, Any] | None = None, **style: Any
+) -> Chart | None:
+    """Return a chart with one line per metric, whose vertical axis begins at 0.
+
+    Args:
+        rows: Metrics of the run.
+        title: Title of the chart.
+        labels: Labels of the lines, by metric name.
+        headline: Function that makes the headline.
+        axis: More properties of the vertical axis.
+        style: Properties of the lines.
+    """
+    found = {label: points for name, label in labels.items() if (points := series(rows, name))}
+    if not found:
+        return None
+    traces = [_trace(points, label, **style) for label, points in found.items()]
+    return _chart(title, headline(found), traces, rangemode="tozero", **(axis or {}))
+
+
+def _rewards(rows: Rows) -> Chart | None:
+    points = series(rows, "reward/mean")
+    if not points:
+        return None
+    first, last = first_and_last_five(points)
+    steps = [step for step, _ in points]
+    means = {"x": [steps[0], steps[:5][-1], None, steps[-5:][0], steps[-1]], "y": [first, first, None, last, last]}
+    ends = {"type": "scatter", **means, "name": "5-step mean", "mode": "lines", "line": {"width": 4}}
+    headline = f"{first:.3f} to {last:.3f} (first and last five steps)"
+    return _chart("Mean reward", headline, [_trace(points, "reward"), ends])
+
+
+def _step_times(rows: Rows) -> Chart | None:
+    """Stack the seconds of each phase, the longest phase first; the shortest ones are summed as "other"."""
+    by_number = {row["step"]: phases for row in rows if (phases := phase_seconds(row))}
+    if not by_number:
+        return None
+    names = {name for phases in by_number.values() for name in phases}
+    ordered = sorted(names, key=lambda name: -sum(phases.get(name, 0.0) for phases in by_number.values()))
+    layers = {name: [name] for name in ordered[: MAX_PHASES - 1]}
+    if rest := ordered[MAX_PHASES - 1 :]:
+        layers[rest[0] if len(rest) == 1 else "other"] = rest
+    traces = []
+    for label, layer in layers.items():
+        points = [(step, sum(phases.get(name, 0.0) for name in layer)) for step, phases in by_number.items()]
+        traces.append(_trace(points, label, stackgroup="phases", line={"width": 0.5}))
+    totals = sorted(sum(phases.values()) for phases in by_number.values())
+    # Limit the axis, so that a slow first step (compilation, cold caches) does not flatten the others.
+    limits = [0.0, 1.3 * totals[int(0.95 * (len(totals) - 1))]]
+    headline = f"median {median(totals):.2f} s, longest {totals[-1]:.2f} s"
+    return _chart("Step time by phase, seconds", headline, traces, range=limits)
+
+
+def _trace(points: Points, name: str, **style: Any) -> Trace:
+    points = thin(points)
+    steps, values = [step for step, _ in points], [float(f"{value:.5g}") for _, value in points]
+    return {"type": "scatter", "x": steps, "y": values, "name": name, "mode": "lines", **style}
+
+
+def thin(points: Points) -> Points:
+    """Reduce a series to at most `MAX_POINTS` points by averaging runs of neighboring points."""
+    size = -(-len(points) // MAX_POINTS)
+    runs = [points[start : start + size] for start in range(0, len(points), size)] if size > 1 else []
+    return [(fmean(step for step, _ in run), fmean(value for _, value in run)) for run in runs] or points
+
+
+def _chart(title: str, headline: str, traces: Sequence[Trace], **axis: Any) -> Chart:
+    layout = {"showlegend": len(traces) > 1, **({"yaxis": axis} if axis else {})}
+    return Chart(title, headline, json.dumps({"data": traces, "layout": layout}, separators=(",", ":")))
+
+
+# Sampled rollouts
 
 
 def _sampled_groups(path: Path, advantages: Mapping[int, Sequence[float]]) -> tuple[list[str], int]:

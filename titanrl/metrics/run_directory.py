@@ -10,12 +10,11 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from titanrl.base.files import in_shell, naming, replace_lines, replace_text, sync_file
+from titanrl.base.files import in_shell, naming, replace_lines, sync_file
 from titanrl.carriers.types import StepMetrics
 
 JOB_SCRIPT = "job.sh"
@@ -56,17 +55,33 @@ class RunDirectory:
             ValueError: A new run would write to the folder of another run, or the folder to resume does not exist.
         """
         self.path = path
+        self.config = path / "config.yaml"
+        """File with the resolved configuration."""
+        self.metrics = path / "metrics.jsonl"
+        """File with the metrics, one JSON object per step and one per evaluation."""
+        self.events = path / "events.jsonl"
+        """File with faults, drops, publications, checkpoints and other events, one JSON object per event."""
+        self.rollouts = path / "rollouts.jsonl"
+        """File with sampled groups, one JSON object per group."""
+        self.advantages = path / "advantages.jsonl"
+        """File with the advantages of the groups trained on, one JSON object per group."""
+        self.logs = path / "logs"
+        """Folder for the output of processes and libraries, `<role>_<rank>.log`."""
+        self.checkpoints = path / "checkpoints"
+        """Folder for checkpoints and the exported model."""
         if resume_step is None:
-            _check_holds_no_run(path)
+            if self.metrics.exists() and self.metrics.stat().st_size > 0:
+                raise ValueError(
+                    f"name: {path} already contains a run (got {path.name}). "
+                    f"Choose another name, remove the folder, or continue the run with --resume {in_shell(path)}."
+                )
         elif not path.is_dir():
             raise ValueError(f"--resume: {path} does not exist. Pass the directory of an earlier run.")
         for folder in (self.logs, self.checkpoints):
             folder.mkdir(parents=True, exist_ok=True)
         if resume_step is None:
-            # An earlier run that ended before its first step can have left these.
-            self.rollouts.unlink(missing_ok=True)
-            self.events.unlink(missing_ok=True)
-            self.advantages.unlink(missing_ok=True)
+            for file in (self.rollouts, self.events, self.advantages):
+                file.unlink(missing_ok=True)  # an earlier run that ended before its first step can have left it
         else:
             rules: dict[Path, Callable[[_Head], bool | None]] = {
                 self.metrics: partial(_is_below, "step", resume_step + 1, ()),
@@ -80,41 +95,6 @@ class RunDirectory:
             self._keep_last_rollouts()
         self._has_replaced = False
         self._metrics_file = self.metrics.open("a", encoding="utf-8", buffering=1)
-
-    @property
-    def config(self) -> Path:
-        """File with the resolved configuration."""
-        return self.path / "config.yaml"
-
-    @property
-    def metrics(self) -> Path:
-        """File with the metrics, one JSON object per step and one per evaluation."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def events(self) -> Path:
-        """File with faults, drops, publications, checkpoints and other events, one JSON object per event."""
-        return self.path / "events.jsonl"
-
-    @property
-    def rollouts(self) -> Path:
-        """File with sampled groups, one JSON object per group."""
-        return self.path / "rollouts.jsonl"
-
-    @property
-    def advantages(self) -> Path:
-        """File with the advantages of the groups trained on, one JSON object per group."""
-        return self.path / "advantages.jsonl"
-
-    @property
-    def logs(self) -> Path:
-        """Folder for the output of processes and libraries, `<role>_<rank>.log`."""
-        return self.path / "logs"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folder for checkpoints and the exported model."""
-        return self.path / "checkpoints"
 
     def has_event(self, kind: str, **fields: Any) -> bool:
         """Return True if an event of this kind with these fields has been recorded."""
@@ -131,10 +111,6 @@ class RunDirectory:
         """Flush all lines written so far to disk, so that they survive a power failure, as the next checkpoint does."""
         for file in (self.metrics, self.advantages, self.rollouts, self.events):
             sync_file(file)
-
-    def write_config(self, text: str) -> None:
-        """Write `config.yaml`."""
-        replace_text(self.config, text, durable=True)
 
     def log(self, metrics: StepMetrics) -> None:
         """Append one line to `metrics.jsonl`: `step`, `version`, `time` (Unix seconds), then the values."""
@@ -180,14 +156,6 @@ class RunDirectory:
         with naming(self.metrics):
             self._metrics_file.close()
 
-    def __enter__(self) -> Self:
-        """Return the directory itself; leaving the context calls `close`."""
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Close the directory."""
-        self.close()
-
 
 def append_line(path: Path, obj: Mapping[str, Any]) -> None:
     """Append `obj` as one JSON line. Several processes can append to the same file.
@@ -228,15 +196,6 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
             row = _decode(line)
             if row is not None:
                 yield row
-
-
-def _check_holds_no_run(path: Path) -> None:
-    metrics = path / "metrics.jsonl"
-    if metrics.exists() and metrics.stat().st_size > 0:
-        raise ValueError(
-            f"name: {path} already contains a run (got {path.name}). "
-            f"Choose another name, remove the folder, or continue the run with --resume {in_shell(path)}."
-        )
 
 
 class _Head(BaseModel):

@@ -39,6 +39,14 @@ def heldout_tasks(rows: Rows) -> list[str]:
     return [match[1] for name in names if (match := re.fullmatch(r"eval/(.+)/mean", name))]
 
 
+def without_reward(rows: Rows, task: str) -> list[str]:
+    """Return how many completions of the first and the last evaluation have no reward, as `2 of 5`; empty if all have one."""
+    failed, total = (series(rows, f"eval/{task}/{name}") for name in ("num_errors", "num_completions"))
+    if not any(number for _, number in (*failed[:1], *failed[-1:])):
+        return []
+    return [f"{failed[at][1]:.0f} of {total[at][1]:.0f}" for at in (0, -1)]
+
+
 def phase_seconds(values: Mapping[str, float]) -> dict[str, float]:
     """Return the seconds of each phase of a step, without the total `time/step_s`."""
     names = {name: name.removeprefix("time/").removesuffix("_s") for name in values if name.startswith("time/")}
@@ -65,11 +73,6 @@ def count(number: float) -> str:
             scaled = number / limit
             return f"{scaled:.1f}{unit}" if scaled < 10 else f"{scaled:.0f}{unit}"
     return f"{number:.0f}"
-
-
-def number(value: float | None, spec: str) -> str:
-    """Format `value` with the format specification `spec`; None becomes `-`."""
-    return "-" if value is None else format(value, spec)
 
 
 def sparkline(values: Sequence[float], *, ascii_only: bool = False) -> str:

@@ -1,14 +1,14 @@
-"""Metrics of a step, computed from the reports of trainer, generators and buffer. docs/metrics.md lists names and units."""
+"""Metrics of a step or an evaluation, computed from the reports of trainer, generators and buffer; see docs/metrics.md."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
 from titanrl.carriers.tables import RecordTable
-from titanrl.carriers.types import GenerationStats, LossSums, OptimUpdate
+from titanrl.carriers.types import EvaluationResult, GenerationStats, LossSums, OptimUpdate
 from titanrl.config.data import DataConfig
-from titanrl.config.sections import RolloutConfig
 
 LAG = "lag/"
 """Prefix of the trainer's sums by policy lag, which `algorithms/lag_metrics.py` computes."""
@@ -63,16 +63,6 @@ def error_metrics(num_errors: int, num_completions: int) -> dict[str, float]:
     }
 
 
-def rejection_metrics(drops: Mapping[Any, int], num_tried: int, rollout: RolloutConfig) -> dict[str, float]:
-    """Return the fractions of the tried groups that `group_filter` and `min_group_size` rejected, for each option in use."""
-    values = {}
-    if rollout.group_filter is not None:
-        values["group/filtered_frac"] = drops.get("filtered", 0) / num_tried
-    if rollout.min_group_size > 1:
-        values["group/too_small_frac"] = drops.get("too small", 0) / num_tried
-    return values
-
-
 def episode_metrics(counts: Mapping[str, int]) -> dict[str, float]:
     """Return the metrics of an environment's episodes; empty without an environment."""
     if not counts:
@@ -112,11 +102,6 @@ def environment_metrics(by_task: Mapping[str, Mapping[str, tuple[float, int]]], 
     return values
 
 
-def age_metrics(ages: Sequence[int]) -> dict[str, float]:
-    """Return the mean and maximum age of a batch's groups, in published versions."""
-    return {"staleness/mean": mean(ages), "staleness/max": float(max(ages))}
-
-
 def staleness_metrics(losses: LossSums) -> dict[str, float]:
     """Return the log-probability mismatch between generator and trainer, by policy lag.
 
@@ -134,20 +119,6 @@ def staleness_metrics(losses: LossSums) -> dict[str, float]:
         f"mismatch/stale/logprob_abs_mean_lag_{lag}": sums[lag] / count for lag, count in counts.items() if lag and count
     }
     return values
-
-
-def buffer_metrics(
-    *, num_in_flight: int, num_ready: int, num_held: int, num_tried: int, num_bytes: int, num_spilled_bytes: int
-) -> dict[str, float]:
-    """Return the state of the buffer when the batch was taken: numbers of groups, and bytes stored in all shards."""
-    return {
-        "buffer/bytes": float(num_bytes),
-        "buffer/spilled_bytes": float(num_spilled_bytes),
-        "buffer/inflight": float(num_in_flight),
-        "buffer/ready": float(num_ready),
-        "buffer/waiting": float(num_held),
-        "buffer/tried": float(num_tried),
-    }
 
 
 def replay_metrics(replayed: RecordTable, *, version: int, num_stored: int, num_evicted: int) -> dict[str, float]:
@@ -183,19 +154,6 @@ def loss_metrics(losses: LossSums, num_updates: int = 1) -> dict[str, float]:
         weight, weight_squared = values.pop("correction_weight"), values.pop("correction_weight_squared")
         values["correction/ess"] = weight**2 / weight_squared if weight_squared else 0.0
     return {**values, **losses.maxima}
-
-
-def supervised_metrics(*, loss: float, trained_tokens: int, num_tokens: int, epoch: float) -> dict[str, float]:
-    """Return the metrics of a batch of supervised fine-tuning.
-
-    Args:
-        loss: Mean cross-entropy of the tokens trained on.
-        trained_tokens: Number of tokens trained on.
-        num_tokens: Number of tokens in the examples.
-        epoch: Passes over the examples so far, including this batch.
-    """
-    values = {"tokens/trained": trained_tokens, "tokens/examples": num_tokens}
-    return {"loss/train": loss, "data/epoch": epoch, **{name: float(value) for name, value in values.items()}}
 
 
 def optimizer_metrics(updates: Sequence[OptimUpdate], learning_rate: float) -> dict[str, float]:
@@ -261,20 +219,90 @@ def task_metrics(records: RecordTable, tasks: Mapping[str, DataConfig], dropped:
     """
     values: dict[str, float] = {}
     for number, (name, task) in enumerate(tasks.items() if len(tasks) > 1 else ()):
-        groups = records.take(np.flatnonzero(records.tasks == number))
-        values |= {f"task/{name}/groups": float(len(groups)), f"task/{name}/dropped": float(dropped.get(name, 0))}
-        if len(groups):
-            values |= _rollout_metrics(name, groups, 1.0 if task.curriculum is None else task.curriculum.solved_from)
+        own = records.take(np.flatnonzero(records.tasks == number))
+        values |= {f"task/{name}/groups": float(len(own)), f"task/{name}/dropped": float(dropped.get(name, 0))}
+        if len(own):
+            solved_from = 1.0 if task.curriculum is None else task.curriculum.solved_from
+            values |= {
+                f"task/{name}/reward_mean": mean(own.rewards.tolist()),
+                f"task/{name}/solved_frac": float(np.mean(own.rewards >= solved_from)),
+                **{f"task/{name}/reward/{part}": value for part, value in part_means(own).items()},
+                f"task/{name}/response_len_mean": mean(own.num_sampled_by_rollout.tolist()),
+                f"task/{name}/truncated_frac": int(own.groups["num_truncated"].sum()) / len(own.rewards),
+                f"task/{name}/generate_s_mean": mean(own.groups["generate_s"].tolist()),
+            }
     return values
 
 
-def _rollout_metrics(task: str, records: RecordTable, solved_from: float) -> dict[str, float]:
-    groups, rewards = records.groups, records.rewards
-    return {
-        f"task/{task}/reward_mean": mean(rewards.tolist()),
-        f"task/{task}/solved_frac": float(np.mean(rewards >= solved_from)),
-        **{f"task/{task}/reward/{part}": value for part, value in part_means(records).items()},
-        f"task/{task}/response_len_mean": mean(records.num_sampled_by_rollout.tolist()),
-        f"task/{task}/truncated_frac": int(groups["num_truncated"].sum()) / len(rewards),
-        f"task/{task}/generate_s_mean": mean(groups["generate_s"].tolist()),
+def evaluation_metrics(result: EvaluationResult) -> dict[str, float]:
+    """Return the metrics of an evaluation, `eval/<set>/*`."""
+    values = {
+        "mean": result.mean,
+        "response_len_mean": result.response_len_mean,
+        **result.statistics,
+        "error_frac": result.num_errors / result.num_completions,
+        "num_errors": float(result.num_errors),
+        "num_completions": float(result.num_completions),
     }
+    num_scored = result.num_completions - result.num_errors
+    values["truncated_frac"] = result.num_truncated / num_scored
+    if result.num_unjudged:
+        values["unjudged_frac"] = result.num_unjudged / num_scored
+    values |= {f"environment/{name}_mean": value for name, value in result.environment.items()}
+    return {f"eval/{result.task}/{name}": value for name, value in values.items()}
+
+
+class PhaseTimer:
+    """Stopwatch for named phases. Use one timer per asyncio task.
+
+    A nested phase pauses the enclosing one. Each second is therefore counted once, and the phases of a step never add up to
+    more than its wall-clock time.
+
+    Example: `with timer.phase("train"): ...`, then `timer.take() == {"time/train_s": 0.11}`.
+    """
+
+    def __init__(
+        self, on_change: Callable[[str | None], object] = lambda name: None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        """Start without a phase.
+
+        Args:
+            on_change: Called with the name of the innermost phase when it changes, and with None between phases.
+            clock: Function that returns the current time in seconds.
+        """
+        self._on_change = on_change
+        self._clock = clock
+        self._open: list[str] = []
+        self._seconds: dict[str, float] = {}
+        self._charged_until = clock()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the time spent in the body of the `with` statement to the phase `name`."""
+        self._charge()
+        self._open.append(name)
+        self._announce()
+        try:
+            yield
+        finally:
+            self._charge()
+            closed = self._open.pop()
+            assert closed == name, f"phases {name} and {closed} overlap, but neither contains the other"
+            self._announce()
+
+    def take(self) -> dict[str, float]:
+        """Return the seconds of each phase since the previous call, `{"time/<phase>_s": ...}`, and reset them to 0."""
+        self._charge()
+        taken = {f"time/{name}_s": seconds for name, seconds in self._seconds.items()}
+        self._seconds = {}
+        return taken
+
+    def _charge(self) -> None:
+        now = self._clock()
+        if self._open:
+            name = self._open[-1]
+            self._seconds[name] = self._seconds.get(name, 0.0) + now - self._charged_until
+        self._charged_until = now
+
+    def _announce(self) -> None:
+        self._on_change(self._open[-1] if self._open else None)

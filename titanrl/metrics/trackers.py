@@ -1,7 +1,7 @@
-"""Experiment trackers that receive a copy of `metrics.jsonl`: TensorBoard, Weights & Biases, trackio, or a custom tracker.
+"""Destinations of metrics: the recorder, and the experiment trackers that receive a copy of `metrics.jsonl`.
 
-A custom tracker is a class or function with the signature of `TrackerFactory`, or an object with the methods of `Tracker`.
-Built-in trackers are registered in `titanrl.config.registry.TRACKERS`.
+Trackers are TensorBoard, Weights & Biases, trackio (`titanrl.config.registry.TRACKERS`), or a custom tracker: a class or
+function with the signature of `TrackerFactory`, or an object with the methods of `Tracker`.
 """
 
 import importlib
@@ -14,7 +14,11 @@ from typing import Any, ClassVar, Protocol
 from titanrl.base.files import replace_text
 from titanrl.base.loading import import_object
 from titanrl.base.plugins import Plugins, Point, check_call
+from titanrl.carriers.types import EvaluationResult, StepMetrics
 from titanrl.config.registry import TRACKERS
+from titanrl.metrics.console import Console
+from titanrl.metrics.run_directory import RunDirectory
+from titanrl.metrics.steps import evaluation_metrics
 
 PROJECT = "titanrl"
 """Project name for runs in W&B and trackio."""
@@ -182,6 +186,72 @@ class Trackers:
             except Exception as error:  # whatever a tracker raises must not end the run
                 del self._trackers[name]
                 self._warn(_dropped(name, error))
+
+
+class Recorder:
+    """Sends metrics to `metrics.jsonl`, the trackers and the console."""
+
+    def __init__(self, directory: RunDirectory, trackers: Trackers, console: Console) -> None:
+        """Record to an open run directory and to trackers that have been started."""
+        self.directory, self.console = directory, console
+        self._trackers = trackers
+        self._warned_of: set[str] = set()  # evaluation sets
+        self._warned_of_training = False
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Record a finished step."""
+        self._write(metrics)
+        self.console.step(metrics)
+
+    def evaluation(self, step: int, result: EvaluationResult) -> None:
+        """Record an evaluation."""
+        values = evaluation_metrics(result)
+        if result.num_errors:
+            self.directory.event(
+                "scorer_error",
+                step=step,
+                set=result.task,
+                count=result.num_errors,
+                completions=result.num_completions,
+                error=result.first_error,
+            )
+            if result.task not in self._warned_of:
+                self._warned_of.add(result.task)
+                self.console.warn(
+                    f"evaluation {result.task}: {result.failures} (first error: {result.first_error}). "
+                    f"eval/{result.task}/error_frac counts them."
+                )
+        self._write(StepMetrics(step=step, version=result.version, values=values))
+        self.console.evaluation(result.task, result.version, result.mean, result.failures)
+
+    def scorer_errors(self, step: int, count: int, num_completions: int, first_error: str) -> None:
+        """Record completions of a training step whose reward failed; warn of the first ones."""
+        self.directory.event("scorer_error", step=step, count=count, completions=num_completions, error=first_error)
+        if not self._warned_of_training:
+            self._warned_of_training = True
+            self.console.warn(
+                f"{count} of {num_completions} completions have no reward and are excluded "
+                f"(first error: {first_error}). reward/error_frac counts them; the end of the run gives the total."
+            )
+
+    def heldout_loss(self, metrics: StepMetrics) -> None:
+        """Record the loss on held-out examples, `loss/eval`."""
+        self._write(metrics)
+        self.console.heldout_loss(metrics.version, metrics.values["loss/eval"])
+
+    def close(self, *, resumes: bool = False) -> None:
+        """Flush and close the trackers and the run directory; the console stays open.
+
+        Args:
+            resumes: True if the run restarts and another recorder follows. Tracker objects that the user passed in stay open
+                for it.
+        """
+        self._trackers.close(keep_given=resumes)
+        self.directory.close()
+
+    def _write(self, metrics: StepMetrics) -> None:
+        self.directory.log(metrics)
+        self._trackers.log(metrics.step, metrics.values)
 
 
 def make_trackers(

@@ -19,9 +19,9 @@ from titanrl.config.errors import ConfigError
 from titanrl.data.selection import Selection
 from titanrl.launch.supervision import PartDiedError
 from titanrl.metrics.hooks import Hooks
-from titanrl.metrics.phases import PhaseTimer
-from titanrl.metrics.record import Recorder
 from titanrl.metrics.run_directory import JOB_SCRIPT
+from titanrl.metrics.steps import PhaseTimer
+from titanrl.metrics.trackers import Recorder
 
 if TYPE_CHECKING:
     from titanrl.session.session import Session

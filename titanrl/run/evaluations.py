@@ -11,7 +11,7 @@ from titanrl.algorithms.evaluation import improves
 from titanrl.carriers.types import EvaluationResult
 from titanrl.launch.supervision import PartDiedError
 from titanrl.metrics.console import Console
-from titanrl.metrics.record import evaluation_metrics
+from titanrl.metrics.steps import evaluation_metrics
 from titanrl.processes.actors import StoppedError
 from titanrl.rollout.open_tasks import evaluation_set
 from titanrl.run.checkpoints import SavedRun

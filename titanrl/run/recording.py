@@ -6,15 +6,15 @@ from typing import Literal
 
 import numpy as np
 
+from titanrl.base.files import replace_text
 from titanrl.base.plugins import Plugins
 from titanrl.carriers.tables import DoubleArray
 from titanrl.config import Config, recorded_config
 from titanrl.data.selection import record_data
 from titanrl.metrics import steps as metrics_of
 from titanrl.metrics.console import Console
-from titanrl.metrics.record import Recorder
 from titanrl.metrics.run_directory import RunDirectory
-from titanrl.metrics.trackers import make_trackers
+from titanrl.metrics.trackers import Recorder, make_trackers
 from titanrl.replay.groups import Batch
 from titanrl.run.checkpoints import Resumable, checkpoint_dir, set_aside
 
@@ -49,7 +49,7 @@ def open_recorder(config: Config, run_dir: Path, kind: Kind, found: Resumable, c
         folder = checkpoint_dir(directory.checkpoints, step)
         if folder.exists() and not directory.has_event("checkpoint", step=step):  # the run died before it recorded the event
             directory.event("checkpoint", step=step, path=str(folder))
-    directory.write_config(recorded_config(config))
+    replace_text(directory.config, recorded_config(config), durable=True)
     if kind != "restart":  # the restart event is recorded once the processes run
         record_data(run_dir, found.selections)
         directory.event(kind, step=state.step)
@@ -66,8 +66,12 @@ def open_recorder(config: Config, run_dir: Path, kind: Kind, found: Resumable, c
 
 def batch_metrics(batch: Batch, ages: Sequence[int], version: int, config: Config) -> dict[str, float]:
     """Return the metrics that depend on the batch alone, which trains `version` and has groups of these ages in versions."""
-    values = {
-        **metrics_of.rejection_metrics(batch.drops, batch.num_tried, config.rollout),
+    values = {}
+    if config.rollout.group_filter is not None:
+        values["group/filtered_frac"] = batch.drops.get("filtered", 0) / batch.num_tried
+    if config.rollout.min_group_size > 1:
+        values["group/too_small_frac"] = batch.drops.get("too small", 0) / batch.num_tried
+    values |= {
         **metrics_of.rollout_metrics(
             batch.records,
             num_tried=batch.num_tried,
@@ -80,19 +84,20 @@ def batch_metrics(batch: Batch, ages: Sequence[int], version: int, config: Confi
         **metrics_of.environment_metrics(batch.environment, is_mixture=len(config.data.tasks) > 1),
         **metrics_of.task_metrics(batch.records, config.data.tasks, batch.drops_by_task),
         **batch.prompts,
-        **metrics_of.age_metrics(ages),
+        "staleness/mean": metrics_of.mean(ages),
+        "staleness/max": float(max(ages)),
     }
     if (replayed := batch.replayed) is not None:
         counts = {"num_stored": replayed.num_stored, "num_evicted": replayed.num_evicted}
         values |= metrics_of.replay_metrics(replayed.records, version=version, **counts)
-    return values | metrics_of.buffer_metrics(
-        num_in_flight=batch.num_in_flight,
-        num_ready=batch.num_ready,
-        num_held=batch.num_held,
-        num_tried=batch.num_tried,
-        num_bytes=batch.usage.num_bytes,
-        num_spilled_bytes=batch.usage.num_spilled_bytes,
-    )
+    return values | {  # the state of the buffer when the batch was taken
+        "buffer/bytes": float(batch.usage.num_bytes),
+        "buffer/spilled_bytes": float(batch.usage.num_spilled_bytes),
+        "buffer/inflight": float(batch.num_in_flight),
+        "buffer/ready": float(batch.num_ready),
+        "buffer/waiting": float(batch.num_held),
+        "buffer/tried": float(batch.num_tried),
+    }
 
 
 def record_drops(recorder: Recorder, batch: Batch, step: int) -> None:

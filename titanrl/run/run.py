@@ -42,9 +42,9 @@ from titanrl.launch.roles import Roles
 from titanrl.launch.run_lock import RunLock, claim_new_run, claim_run
 from titanrl.metrics.console import Console
 from titanrl.metrics.hooks import Hooks
-from titanrl.metrics.outcome import last_lines, relative, summarize
-from titanrl.metrics.phases import PhaseTimer
-from titanrl.metrics.record import Recorder
+from titanrl.metrics.outcome import conclude, relative
+from titanrl.metrics.steps import PhaseTimer
+from titanrl.metrics.trackers import Recorder
 from titanrl.processes.children import Respawns
 from titanrl.run.checkpoints import FIRST, Checkpoints, Resumable, resumable
 from titanrl.run.evaluations import Evaluations, is_due
@@ -585,8 +585,8 @@ class Run:
     def summarize(self, *, code: int = 0, cause: str = "") -> None:
         """Write the report of a stopped run, and print its summary; `code` and `cause` are those of `stop`."""
         num_steps = self.state.version if self.ends_early else self.config.num_steps
-        outcome = summarize(self.run_dir, code=code, cause=cause, num_steps=num_steps, max_staleness=self.config.max_staleness)
-        self.console.done(last_lines(self.run_dir, outcome, command=f"titanrl {self.program}"))
+        settings = {"num_steps": num_steps, "max_staleness": self.config.max_staleness}
+        self.console.done(conclude(self.run_dir, code=code, cause=cause, command=f"titanrl {self.program}", **settings))
 
     async def __aenter__(self) -> Self:
         """Start the run; close it if startup fails."""

@@ -1,6 +1,6 @@
 import pytest
 
-from titanrl.metrics.series import count, duration, number, sparkline
+from titanrl.metrics.series import count, duration, sparkline
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.04, "0.0 s"), (12.34, "12.3 s"), (62.9, "1:02"), (3723.0, "1:02:03")])
@@ -11,11 +11,6 @@ def test_duration_picks_a_unit(seconds: float, text: str) -> None:
 @pytest.mark.parametrize(("value", "text"), [(950, "950"), (2140, "2.1k"), (34_000, "34k"), (1.24e6, "1.2M"), (3e9, "3.0G")])
 def test_count_has_a_unit(value: float, text: str) -> None:
     assert count(value) == text
-
-
-def test_missing_number_is_a_dash() -> None:
-    assert number(None, ".3f") == "-"
-    assert number(0.12345, ".3f") == "0.123"
 
 
 def test_sparkline_spans_lowest_to_highest_value() -> None:
