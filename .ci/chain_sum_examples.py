@@ -5,7 +5,7 @@ Each line has a question of the quick start's task and an answer that shows the 
 
 import json
 
-from titanrl.data.demonstrations import worked_sum
+from titanrl.data.examples import worked_sum
 from titanrl.data.streams import make_gym_dataset
 
 TASK_CONFIG = {"min_terms": 3, "max_terms": 4, "min_digits": 1, "max_digits": 1}

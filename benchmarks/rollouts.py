@@ -19,8 +19,7 @@ from benchmarks.machine import write_result
 from titanrl.carriers.rewards import Answers, Scored
 from titanrl.carriers.types import Completion, GenerationRequest, Group, GroupHandle, Prompt
 from titanrl.config import Config
-from titanrl.data.recipe import write_tokenizer
-from titanrl.data.tokenizer import Tokenizer, load_tokenizer
+from titanrl.data.tokenizer import Tokenizer, load_tokenizer, write_tokenizer
 from titanrl.rollout.episodes import start_episodes
 from titanrl.rollout.group import record_of, roll_out, sampling_requests
 from titanrl.rollout.outbox import packed

@@ -14,7 +14,7 @@ from functools import partial
 from titanrl.algorithms.schedule import adam_params
 from titanrl.carriers.types import AdamParams, GenerationStats, OptimUpdate, StepMetrics
 from titanrl.checks.preflight import read_examples
-from titanrl.data.demonstrations import Demonstration, mean_loss_data
+from titanrl.data.examples import Demonstration, mean_loss_data
 from titanrl.data.selection import check_recorded, record_data
 from titanrl.launch.roles import Roles
 from titanrl.metrics import steps as metrics_of

@@ -8,8 +8,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 
 from titanrl.config.sections import RecipeConfig
-from titanrl.data.recipe import write_tokenizer
-from titanrl.data.tokenizer import Tokenizer, load_tokenizer
+from titanrl.data.tokenizer import Tokenizer, load_tokenizer, write_tokenizer
 from titanrl.models.recipe import create_model
 
 TURNS = "{% for m in messages %}[{{ m.role }}] {{ m.content }}<eos> {% endfor %}"

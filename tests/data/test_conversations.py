@@ -13,12 +13,10 @@ from tokenizers import models, pre_tokenizers
 
 from tests.data.conftest import REPLY, TURNS, with_template
 from titanrl.base.choices import TrainOn
-from titanrl.data.chat import ChatFormat
+from titanrl.data.chat_format import ChatFormat
 from titanrl.data.examples import render_conversation
-from titanrl.data.files import BadRow
-from titanrl.data.messages import read_messages
-from titanrl.data.recipe import ALPHABET, EOS_ID
-from titanrl.data.tokenizer import Tokenizer, load_tokenizer
+from titanrl.data.rows import BadRow
+from titanrl.data.tokenizer import ALPHABET, EOS_ID, Tokenizer, load_tokenizer
 
 # Like the templates of models that think: the thoughts of earlier messages are left out.
 FORGETTING = TURNS.replace("m.content", "m.content if loop.last else m.content.split(';')[-1]")
@@ -118,22 +116,3 @@ def test_reply_that_shares_a_token_with_its_prompt_is_rejected(tmp_path: Path) -
     assert trained(tokenizer, conversation("3", "5"), "assistant") == ["5<eos>"]
     with pytest.raises(BadRow, match=r"messages\[1\] is tokenized together with the text before it"):
         render_conversation(ChatFormat(tokenizer), conversation("5", "3"), "assistant")
-
-
-@pytest.mark.parametrize(
-    ("content", "problem"),
-    [
-        ("Hi", "messages must be a non-empty list"),
-        ([], "messages must be a non-empty list"),
-        (["Hi"], "messages[0] must be an object, got str"),
-        (
-            [{"role": "bot", "content": "Hi"}],
-            'messages[0].role must be one of system, developer, user, assistant, tool, got "bot"',
-        ),
-        ([{"role": "user"}], "messages[0].content must be a string, got null"),
-    ],
-)
-def test_invalid_message_is_named(content: Any, problem: str) -> None:
-    with pytest.raises(BadRow) as refused:
-        read_messages(content)
-    assert refused.value.problem == problem

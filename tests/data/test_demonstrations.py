@@ -7,7 +7,7 @@ import pytest
 
 from titanrl.config.data import DataConfig
 from titanrl.config.sections import WarmStartConfig
-from titanrl.data.demonstrations import Demonstration, chain_sum_demonstrations
+from titanrl.data.examples import Demonstration, chain_sum_demonstrations
 from titanrl.data.streams import PromptStream, is_heldout, make_gym_dataset, make_stream
 from titanrl.data.tokenizer import Tokenizer
 

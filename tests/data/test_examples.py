@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from titanrl.config import Config
 from titanrl.config.errors import BrokenRules
 from titanrl.config.shipped import FOLDER, data_file
-from titanrl.data.demonstrations import Demonstration
-from titanrl.data.examples import Examples, read_examples
+from titanrl.data.examples import Demonstration, Examples, read_examples
 from titanrl.data.streams import is_heldout
 from titanrl.data.tokenizer import Tokenizer
 

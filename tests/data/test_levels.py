@@ -8,8 +8,8 @@ import pytest
 
 from titanrl.config.data import CurriculumConfig, DataConfig
 from titanrl.config.errors import BrokenRules
-from titanrl.data.levels import gym_levels, open_prompts
 from titanrl.data.mixture import Outcome, Sampler, SuccessRate, make_sampler
+from titanrl.data.streams import gym_levels, make_encoder, open_prompts
 from titanrl.data.tokenizer import Tokenizer
 
 TERMS = {"min_digits": 1, "max_digits": 1, "min_terms": 2}
@@ -27,7 +27,7 @@ def levels_of(tokenizer: Tokenizer, path: Path, **curriculum: Any) -> list[set[A
     """Return the field values of one epoch, per level."""
     section = CurriculumConfig(field="level", **curriculum)
     config = DataConfig(source="jsonl", path=path, heldout_fraction=0.1, curriculum=section)
-    prompts = open_prompts("sums", config, tokenizer, seed=7)
+    prompts = open_prompts("sums", config, make_encoder(config, tokenizer), seed=7)
     return [
         {prompts.prompt(0, level, place).entry["metadata"]["level"] for place in range(60)}
         for level in range(section.num_levels)
@@ -47,7 +47,7 @@ def test_file_is_divided_by_edges_values_or_equal_groups(tokenizer: Tokenizer, t
 def test_prompts_of_a_level_keep_run_index_and_task_name(tokenizer: Tokenizer, tmp_path: Path) -> None:
     path = sums_file(tmp_path, [n % 2 for n in range(20)])
     config = DataConfig(source="jsonl", path=path, curriculum=CurriculumConfig(field="level", levels=2))
-    prompt = open_prompts("small", config, tokenizer, seed=7).prompt(41, 1, 3)
+    prompt = open_prompts("small", config, make_encoder(config, tokenizer), seed=7).prompt(41, 1, 3)
     assert (prompt.index, prompt.task, prompt.entry["metadata"]["level"]) == (41, "small", 1)
 
 
@@ -71,7 +71,7 @@ def test_prompts_that_do_not_fit_the_levels_are_an_error(
 def test_task_configs_change_the_options_of_the_task(tokenizer: Tokenizer) -> None:
     curriculum = CurriculumConfig(task_configs=({"max_terms": 2}, {"min_terms": 4, "max_terms": 4}))
     config = DataConfig(task_config=TERMS, num_prompts=50, curriculum=curriculum)
-    prompts = open_prompts("chain_sum", config, tokenizer, seed=7)
+    prompts = open_prompts("chain_sum", config, make_encoder(config, tokenizer), seed=7)
     for level, num_terms in ((0, 2), (1, 4)):
         expressions = [prompts.prompt(0, level, place).entry["metadata"]["expression"] for place in range(20)]
         assert {len(expression.split()) for expression in expressions} == {2 * num_terms - 1}

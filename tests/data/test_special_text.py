@@ -8,7 +8,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from tests.data.conftest import CHATML, byte_level, write_model_dir
-from titanrl.data.chat import ChatFormat
+from titanrl.data.chat_format import ChatFormat
 from titanrl.data.examples import render_conversation
 from titanrl.data.tokenizer import Tokenizer, load_tokenizer
 

@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 
 from titanrl.config.data import AnswerConfig, DataConfig, RewardConfig
-from titanrl.data.recipe import write_tokenizer
 from titanrl.data.streams import is_heldout, make_gym_dataset, make_stream
-from titanrl.data.tokenizer import Tokenizer, load_tokenizer
+from titanrl.data.tokenizer import Tokenizer, load_tokenizer, write_tokenizer
 
 CASES = Path(__file__).with_name("cases")
 SUMS = {"min_terms": 3, "max_terms": 4, "min_digits": 1, "max_digits": 1}

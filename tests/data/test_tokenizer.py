@@ -1,12 +1,13 @@
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from titanrl.data.recipe import EOS_ID, write_tokenizer
-from titanrl.data.tokenizer import Tokenizer, load_tokenizer
+from titanrl.config.sizes import RECIPE_VOCAB_SIZE
+from titanrl.data.tokenizer import ALPHABET, EOS_ID, PHRASES, VOCAB_SIZE, Tokenizer, load_tokenizer, write_tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
@@ -109,10 +110,32 @@ def test_loading_a_tokenizer_imports_no_heavy_library(recipe_dir: Path) -> None:
     program = f"""
 import sys
 from pathlib import Path
-import titanrl.data.demonstrations, titanrl.data.recipe, titanrl.data.streams
+import titanrl.data.examples, titanrl.data.tokenizer, titanrl.data.streams
 from titanrl.data.tokenizer import load_tokenizer
 assert load_tokenizer(Path({str(recipe_dir)!r})).encode("<think>") == [98]
 print({{"torch", "transformers", "reasoning_gym"}} & sys.modules.keys())
 """
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout == "set()\n"
+
+
+def test_vocabulary_has_the_size_that_the_model_is_made_with() -> None:
+    assert VOCAB_SIZE == RECIPE_VOCAB_SIZE
+
+
+def test_tokenizer_agrees_with_autotokenizer(recipe_dir: Path, tokenizer: Tokenizer) -> None:
+    from transformers import AutoTokenizer
+
+    reference = AutoTokenizer.from_pretrained(recipe_dir)
+    assert (len(reference), reference.pad_token_id, reference.eos_token_id) == (106, 0, 1)
+    rng = random.Random(0)
+    for _ in range(2000):
+        text = "".join(rng.choices([*ALPHABET, *PHRASES], k=rng.randint(0, 40)))
+        ids = tokenizer.encode(text)
+        assert ids == reference(text).input_ids
+        assert tokenizer.decode(ids) == reference.decode(ids) == text
+
+
+def test_question_of_three_terms_has_twelve_tokens(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("State the final answer to the following arithmetic problem: 7 + 5 - 3 =")
+    assert (ids[0], len(ids)) == (97, 12)

@@ -9,7 +9,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from titanrl.data.recipe import EOS_ID, PAD_ID, VOCAB_SIZE, write_tokenizer
+from titanrl.data.tokenizer import EOS_ID, PAD_ID, VOCAB_SIZE, write_tokenizer
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,

@@ -19,8 +19,7 @@ from titanrl.carriers.turns import GroupTokens, GroupTurns
 from titanrl.carriers.types import Completion, GenerationRequest, Group, GroupHandle, Prompt
 from titanrl.config import Config
 from titanrl.config.sections import RolloutConfig, TrainerConfig
-from titanrl.data.recipe import write_tokenizer
-from titanrl.data.tokenizer import Tokenizer, load_tokenizer
+from titanrl.data.tokenizer import Tokenizer, load_tokenizer, write_tokenizer
 from titanrl.environments import (
     Done,
     Environments,

@@ -15,8 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.data.conftest import CHATML
 from titanrl.carriers.types import Completion, SamplingParams
-from titanrl.data.recipe import write_tokenizer
-from titanrl.data.tokenizer import load_tokenizer
+from titanrl.data.tokenizer import load_tokenizer, write_tokenizer
 from titanrl.environments import Done, Episode, Message, Observation, Tool, ToolEnvironment
 from titanrl.environments.results import checked
 from titanrl.rollout.driver import Conversation, EpisodeError, Limits

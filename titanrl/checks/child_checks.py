@@ -32,12 +32,10 @@ from titanrl.config.evaluation import EvaluationSet, Split
 from titanrl.config.schema import Config
 from titanrl.config.shipped import data_file
 from titanrl.config.sizes import model_values
-from titanrl.data.files import FORMATS, data_digest
-from titanrl.data.levels import open_levels
-from titanrl.data.recipe import write_tokenizer
+from titanrl.data.rows import FORMATS, data_digest
 from titanrl.data.selection import Selection
-from titanrl.data.streams import Encode, PromptStream, make_encoder, make_gym_dataset, open_stream
-from titanrl.data.tokenizer import Tokenizer, load_tokenizer
+from titanrl.data.streams import Encode, PromptStream, make_encoder, make_gym_dataset, open_prompts, open_stream
+from titanrl.data.tokenizer import Tokenizer, load_tokenizer, write_tokenizer
 from titanrl.environments.factories import load_factory
 from titanrl.processes.children import RespawnLimitError
 from titanrl.processes.confine import SandboxUnavailable, end_with_parent
@@ -259,8 +257,7 @@ def _check_task(config: Config, plugins: Plugins, name: str, has_tokenizer: bool
     section = data.key(name)
     try:
         encode, of_task = _encoder(config, data, has_tokenizer=has_tokenizer), plugins_of_data(plugins, section)
-        stream = open_stream(data, encode, config.seed, of_task)
-        open_levels(data, encode, config.seed, stream)
+        stream = open_prompts(name, data, encode, config.seed, of_task).stream
         notes: list[str] = []
         if has_tokenizer and data.source != "reasoning_gym":
             notes += _long_answers(data, stream, policy_tokenizer(config), data.rollout(config.rollout).max_new_tokens)

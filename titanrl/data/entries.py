@@ -1,22 +1,26 @@
-"""Convert rows of files and the prompts of custom sources to entries, which prompts and rewards read."""
+"""Convert rows of files and the prompts of custom sources to entries, which prompts and rewards read.
+
+Messages are validated, and have the form that chat templates expect: every message has a role and text, and the arguments of
+tool calls are objects. All other keys are kept, so that they reach the template.
+"""
 
 import datetime
 import json
 import math
 import pickle
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
 
 from titanrl.base.plugins import Plugin, Point, check_call
-from titanrl.config.data import AnswerConfig, DataConfig
+from titanrl.config.data import DataConfig
 from titanrl.config.errors import BrokenRule, BrokenRules, inline
-from titanrl.data.files import FORMATS, BadRow, Row, check_unicode, read_rows
-from titanrl.data.messages import Message, question_of, read_messages, read_tools
+from titanrl.data.rows import FORMATS, BadRow, Row, check_unicode, read_rows
 
+Message = Mapping[str, Any]
 PROMPT_COLUMNS = ("prompt", "question", "messages", "conversations")
 """Columns that may hold the prompt or the conversation, in the order in which they are searched."""
 OPTIONS_COLUMN = "chat_template_kwargs"
@@ -39,11 +43,7 @@ def read_entries(config: DataConfig) -> Iterator[tuple[Row, dict[str, Any] | Non
 
 
 def entries_of(rows: Iterator[Row], config: DataConfig) -> Iterator[tuple[Row, dict[str, Any] | None]]:
-    """Yield each row with its entry; None for a blank line.
-
-    Raises:
-        BrokenRules: A row is invalid.
-    """
+    """Yield rows with their entries, as `read_entries` does for those of a file."""
     for row in rows:
         try:
             yield row, None if row.is_blank else entry_of(row.content, config)
@@ -60,14 +60,23 @@ def entry_of(row: Any, config: DataConfig) -> dict[str, Any]:
     if not isinstance(row, Mapping):
         raise BadRow(f"must be a mapping with prompt and answer, got {type(row).__name__}", "return a list of dicts")
     has_fillers, columns = config.source != "jsonl", config.columns
-    asked_name, answer_name = _asked_name(row, config), columns.get("answer", "answer")
+    if "messages" in columns or "prompt" in columns:
+        asked_name = columns.get("messages") or columns["prompt"]
+    else:
+        asked_name = next((name for name in PROMPT_COLUMNS if not is_missing(row.get(name))), PROMPT_COLUMNS[0])
+    answer_name = columns.get("answer", "answer")
     tools_name = columns.get("tools", "tools")
     asked, answer = value_of(row, asked_name), value_of(row, answer_name)
     answer = None if is_missing(answer) else answer
     used = {asked_name, answer_name, tools_name, OPTIONS_COLUMN}
     entry: dict[str, Any] = {"metadata": _metadata({key: value for key, value in row.items() if key not in used})}
     if is_missing(asked) or isinstance(asked, str):
-        entry["question"] = _prompt_text(None if is_missing(asked) else asked, asked_name, config)
+        if is_missing(asked):
+            fix = f"fill it in, or set data.columns to the column of the prompts (default: {', '.join(PROMPT_COLUMNS)})"
+            raise BadRow(f"{asked_name} is missing", fix)
+        if not asked.strip():
+            raise BadRow(f"{asked_name} is empty", "fill it in, or leave the row out")
+        entry["question"] = asked
     elif isinstance(asked, Sequence):
         messages, reply = _conversation(read_messages(asked, has_fillers=has_fillers))
         entry |= {"question": question_of(messages), "messages": messages}
@@ -115,14 +124,6 @@ def is_missing(value: Any) -> bool:
     return isinstance(value, float | Decimal | np.generic | datetime.date) and bool(value != value)
 
 
-def _asked_name(row: Mapping[str, Any], config: DataConfig) -> str:
-    """Return the name of the column that contains the prompt or the conversation."""
-    columns = config.columns
-    if "messages" in columns or "prompt" in columns:
-        return columns.get("messages") or columns["prompt"]
-    return next((name for name in PROMPT_COLUMNS if not is_missing(row.get(name))), PROMPT_COLUMNS[0])
-
-
 def _metadata(columns: dict[str, Any]) -> dict[str, Any]:
     """Return the metadata of a row: its other columns, and the keys of its column `metadata` if this is a mapping."""
     nested = columns.get("metadata")
@@ -133,21 +134,8 @@ def _metadata(columns: dict[str, Any]) -> dict[str, Any]:
     return {**{str(key): value for key, value in nested.items()}, **{k: v for k, v in columns.items() if k != "metadata"}}
 
 
-def _prompt_text(value: str | None, name: str, config: DataConfig) -> str:
-    if value is None:
-        known = ", ".join(PROMPT_COLUMNS)
-        raise BadRow(f"{name} is missing", f"fill it in, or set data.columns to the column of the prompts (default: {known})")
-    if not value.strip():
-        raise BadRow(f"{name} is empty", "fill it in, or leave the row out")
-    return value
-
-
 def _conversation(messages: list[Message]) -> tuple[list[Message], Message | None]:
-    """Return the messages that the policy replies to, and the final assistant message of the row, if any.
-
-    Raises:
-        BadRow: There is no message to reply to.
-    """
+    """Return the messages that the policy replies to, and the final assistant message of the row, if any."""
     reply = messages[-1] if messages[-1]["role"] == "assistant" else None
     messages = messages if reply is None else messages[:-1]
     if not messages or messages[-1]["role"] not in ("user", "tool"):
@@ -168,8 +156,8 @@ def _answer(value: Any, name: str, entry: dict[str, Any], config: DataConfig) ->
     text = scalar_text(value)
     if text is None:
         if is_needed or config.answer is not None:
-            what = "must be text or a number"
-            raise BadRow(f"{name} {what}, got {inline(value)}", "write the text that the model should answer")
+            fix = "write the text that the model should answer"
+            raise BadRow(f"{name} must be text or a number, got {inline(value)}", fix)
         try:
             json.dumps(value)  # it is recorded with the rollouts
         except (TypeError, ValueError) as error:
@@ -177,7 +165,11 @@ def _answer(value: Any, name: str, entry: dict[str, Any], config: DataConfig) ->
         return value
     if config.answer is not None:
         entry["metadata"][name] = text
-        text = extracted(text, config.answer, name)
+        _, mark, part = text.rpartition(config.answer.after)
+        if not mark:
+            rule = f"must contain {inline(config.answer.after)} (data.answer.after), but is {inline(text[-200:])}"
+            raise BadRow(f"{name} {rule}", "correct data.answer.after, or the row")
+        text = part.strip()
     if is_needed and not text.strip():
         raise BadRow(f"{name} is empty", "fill it in, or leave the row out")
     if config.compares_texts and (found := _MARKED.search(text)) is not None:
@@ -186,21 +178,6 @@ def _answer(value: Any, name: str, entry: dict[str, Any], config: DataConfig) ->
             'set data.answer to {after: "####"}, which takes the text after the mark',
         )
     return text
-
-
-def extracted(text: str, answer: AnswerConfig, name: str) -> str:
-    """Return the part of a reference answer that `data.answer` selects.
-
-    Raises:
-        BadRow: The text has no such part.
-    """
-    _, marker, part = text.rpartition(answer.after)
-    if not marker:
-        raise BadRow(
-            f"{name} must contain {inline(answer.after)} (data.answer.after), but is {inline(text[-200:])}",
-            "correct data.answer.after, or the row",
-        )
-    return part.strip()
 
 
 def scalar_text(value: Any) -> str | None:
@@ -218,19 +195,6 @@ def scalar_text(value: Any) -> str | None:
     if isinstance(value, Decimal):
         return f"{value:f}" if value.is_finite() else None
     return value.isoformat() if isinstance(value, datetime.date | datetime.time) else None
-
-
-def check_picklable(entry: Mapping[str, Any]) -> None:
-    """Refuse an entry of a custom source that cannot be sent to rewards.
-
-    Raises:
-        BadRow: It cannot be pickled.
-    """
-    try:
-        pickle.dumps(entry)
-    except Exception as error:  # pickling runs custom code
-        problem = f"must be picklable, to be sent to rewards: {type(error).__name__}: {error}"
-        raise BadRow(problem, "use plain values") from error
 
 
 @runtime_checkable
@@ -306,13 +270,20 @@ def read_custom_prompts(plugin: Plugin, seed: int, config: DataConfig) -> Iterat
     """
     source = plugin.load()
     check_prompt_source(source, key=plugin.key, name=plugin.name, options=config.options)
-    prompts = source if _is_list(source) else _called(source, plugin, seed, config.options)
-    for row, entry in entries_of(_rows(prompts, plugin), config):
-        assert entry is not None
+    if not _is_list(source):
         try:
-            check_picklable(entry)
-        except BadRow as error:
-            raise row.broken(error) from error
+            source = source(seed, **config.options)
+        except Exception as error:  # custom code may raise anything
+            rule = f"the function raised {type(error).__name__}: {error}"
+            raise _broken(plugin, rule, "correct it, or data.options") from error
+        if not _is_list(source):
+            raise _broken(plugin, f"must return a list of prompts, got {type(source).__name__}", f"write it as `{EXPECTED}`")
+    for row, entry in entries_of(_rows(source, plugin), config):
+        try:
+            pickle.dumps(entry)
+        except Exception as error:  # pickling runs custom code
+            problem = f"must be picklable, to be sent to rewards: {type(error).__name__}: {error}"
+            raise row.broken(BadRow(problem, "use plain values")) from error
         yield row, entry
 
 
@@ -331,15 +302,168 @@ def _is_list(source: object) -> TypeGuard[Prompts]:
     return isinstance(source, Prompts) and not isinstance(source, str | Mapping | type)
 
 
-def _called(source: Callable[..., Any], plugin: Plugin, seed: int, options: Mapping[str, Any]) -> Prompts:
-    try:
-        prompts = source(seed, **options)
-    except Exception as error:  # custom code may raise anything
-        raise _broken(plugin, f"the function raised {type(error).__name__}: {error}", "correct it, or data.options") from error
-    if not _is_list(prompts):
-        raise _broken(plugin, f"must return a list of prompts, got {type(prompts).__name__}", f"write it as `{EXPECTED}`")
-    return prompts
-
-
 def _broken(plugin: Plugin, rule: str, fix: str) -> BrokenRules:
     return BrokenRules(BrokenRule({plugin.key: plugin.name}, rule, fix))
+
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+_SHAREGPT_ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "tool": "tool",
+    "function_response": "tool",
+    "observation": "tool",
+}
+"""Roles by the value of `from` in the ShareGPT format."""
+
+
+def read_messages(content: Any, *, has_fillers: bool = False) -> list[Message]:
+    """Validate and return the messages of a conversation.
+
+    - Messages in the ShareGPT format (`from`, `value`) get a role and a content.
+    - Text parts (`[{"type": "text", "text": ...}]`) are joined by line breaks, as vLLM does for templates of text models.
+    - A missing content is empty text if the message has tool calls or reasoning.
+    - The arguments of tool calls may be an object or its JSON text. Keys with the value null are dropped.
+
+    Args:
+        content: The messages.
+        has_fillers: True if the source fills missing keys of nested objects with null, as Arrow does.
+
+    Raises:
+        BadRow: A message has no valid role, no text, or invalid tool calls.
+    """
+    if not isinstance(content, Sequence) or isinstance(content, str) or not content:
+        raise BadRow("messages must be a non-empty list", 'write [{"role": "user", "content": "..."}, ...]')
+    return [_message(message, f"messages[{index}]", has_fillers) for index, message in enumerate(content)]
+
+
+def read_tools(content: Any, *, has_fillers: bool = False) -> list[Mapping[str, Any]] | None:
+    """Validate and return the tools of a row, as JSON schemas of functions; None if there are none.
+
+    A list, or its JSON text, of `{"type": "function", "function": {...}}`, or of functions without this wrapper.
+
+    Raises:
+        BadRow: The value is not such a list.
+    """
+    fix = 'write [{"type": "function", "function": {"name": ..., "parameters": {...}}}], or rename the column'
+    if isinstance(content, str) and content.strip():
+        content = _parsed(content, "tools", fix)
+    if not content:
+        return None
+    if not isinstance(content, Sequence) or isinstance(content, str):
+        raise BadRow(f"tools must be a list of function schemas, got {inline(content)}", fix)
+    tools: list[Mapping[str, Any]] = []
+    for index, tool in enumerate(content):
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise BadRow(f"tools[{index}] must be the schema of a function with a name, got {inline(tool)}", fix)
+        tool = tool if "function" in tool else {"type": "function", "function": tool}
+        tools.append(_without_nulls(tool) if has_fillers else tool)
+    return tools
+
+
+def question_of(messages: Sequence[Message]) -> str:
+    """Return a conversation as one string. For a single message, this is its content."""
+    if len(messages) == 1:
+        return str(messages[0]["content"])
+    return "\n\n".join(f"{message['role']}: {_shown(message)}" for message in messages)
+
+
+def _shown(message: Message) -> str:
+    thoughts = [message[key] for key in ("reasoning_content", "reasoning", "thinking") if isinstance(message.get(key), str)]
+    calls = [json.dumps(call.get("function", call), ensure_ascii=False, default=str) for call in message.get("tool_calls", ())]
+    return "\n".join(filter(None, [*thoughts, message["content"], *calls]))
+
+
+def _message(message: Any, place: str, has_fillers: bool) -> Message:
+    if not isinstance(message, Mapping):
+        raise BadRow(f"{place} must be an object, got {type(message).__name__}", "write an object with role and content")
+    kept = {key: value for key, value in message.items() if value is not None}
+    if "role" not in kept and "from" in kept and "value" in kept:
+        sender = kept.pop("from")
+        if sender not in _SHAREGPT_ROLES:
+            known = ", ".join(_SHAREGPT_ROLES)
+            fix = "write tool calls as an assistant message with tool_calls" if sender == "function_call" else "correct it"
+            raise BadRow(f"{place}.from must be one of {known}, got {inline(sender)}", fix)
+        kept = {"role": _SHAREGPT_ROLES[sender], "content": kept.pop("value"), **kept}
+    if kept.get("role") not in ROLES:
+        fix = "write it as the role tool" if kept.get("role") == "function" else "correct the role"
+        raise BadRow(f"{place}.role must be one of {', '.join(ROLES)}, got {inline(kept.get('role'))}", fix)
+    if "tool_calls" in kept:
+        calls = _calls(kept.pop("tool_calls"), f"{place}.tool_calls", has_fillers)
+        if calls and kept["role"] != "assistant":
+            raise BadRow(f"{place} has tool_calls, but the role {kept['role']}", "only an assistant message can call tools")
+        kept |= {"tool_calls": calls} if calls else {}
+    for key in ("reasoning_content", "reasoning", "name", "tool_call_id"):
+        if key in kept and not isinstance(kept[key], str):
+            raise BadRow(f"{place}.{key} must be a string, got {inline(kept[key])}", "correct or remove it")
+    others = {key: value for key, value in kept.items() if key not in ("role", "content")}
+    return {"role": kept["role"], "content": _text(kept.get("content"), f"{place}.content", is_optional=bool(others)), **others}
+
+
+def _text(content: Any, place: str, *, is_optional: bool) -> str:
+    if content is None and is_optional:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence) or not content:
+        raise BadRow(f"{place} must be a string, got {inline(content)}", "write the content as a string")
+    texts = []
+    for index, part in enumerate(content):
+        named = {key: value for key, value in part.items() if value is not None} if isinstance(part, Mapping) else {}
+        text = part if isinstance(part, str) else named.get("text")
+        if not isinstance(text, str) or named.keys() - {"type", "text"} or named.get("type", "text") != "text":
+            raise BadRow(
+                f"{place}[{index}] must be a text part, got {inline(part)}", "only text is supported; write it as a string"
+            )
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _calls(calls: Any, place: str, has_fillers: bool) -> list[dict[str, Any]]:
+    fix = 'write [{"type": "function", "function": {"name": ..., "arguments": {...}}}]'
+    if isinstance(calls, str):
+        calls = _parsed(calls, place, fix)
+    if not isinstance(calls, Sequence) or isinstance(calls, str):
+        raise BadRow(f"{place} must be a list, got {inline(calls)}", fix)
+    read = []
+    for index, call in enumerate(calls):
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise BadRow(f"{place}[{index}] must have a function with a name, got {inline(call)}", fix)
+        arguments = function.get("arguments")
+        if isinstance(arguments, str) and arguments.strip():
+            arguments = _parsed(arguments, f"{place}[{index}].function.arguments", "write an object, or its JSON text")
+        elif has_fillers:
+            arguments = _without_nulls(arguments)
+        if not isinstance(arguments or {}, Mapping):
+            raise BadRow(f"{place}[{index}].function.arguments must be an object, got {inline(arguments)}", fix)
+        outer = {key: value for key, value in call.items() if value is not None and key in ("id", "type")}
+        named = {key: value for key, value in call.items() if value is not None and key not in ("id", "type", "function")}
+        inner = {key: value for key, value in function.items() if value is not None}
+        if "function" in call and named:
+            raise BadRow(f"{place}[{index}] has the unknown key {next(iter(named))}", "remove it")
+        if unknown := inner.keys() - {"name", "arguments", "id", "type"}:
+            raise BadRow(f"{place}[{index}].function has the unknown key {min(unknown)}", "remove it")
+        read.append({"type": "function", **outer, "function": {"name": function["name"], "arguments": dict(arguments or {})}})
+    return read
+
+
+def _parsed(text: str, place: str, fix: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadRow(f"{place} must be valid JSON ({error})", fix) from None
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a value without the keys whose value is null, which Arrow adds for keys of other rows."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(child) for key, child in value.items() if child is not None}
+    return [_without_nulls(child) for child in value] if isinstance(value, list) else value

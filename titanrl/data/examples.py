@@ -6,7 +6,7 @@ the start of the next.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,18 +15,50 @@ from typing import Any
 import numpy as np
 
 from titanrl.base.choices import TrainOn
+from titanrl.carriers.datums import Datum
+from titanrl.carriers.types import BoolArray, IntArray, Prompt
 from titanrl.config.errors import BrokenRule, BrokenRules, inline
 from titanrl.config.schema import Config
-from titanrl.config.sections import SFTConfig
+from titanrl.config.sections import SFTConfig, WarmStartConfig
 from titanrl.config.shipped import data_file
-from titanrl.data.chat import Chat, ChatFormat
-from titanrl.data.demonstrations import Demonstration
-from titanrl.data.entries import OPTIONS_COLUMN, is_missing, read_options, scalar_text, value_of
-from titanrl.data.files import BadRow, data_digest, format_of, read_rows
-from titanrl.data.messages import Message, read_messages, read_tools
+from titanrl.data.chat_format import Chat, ChatFormat
+from titanrl.data.entries import (
+    OPTIONS_COLUMN,
+    Message,
+    is_missing,
+    read_messages,
+    read_options,
+    read_tools,
+    scalar_text,
+    value_of,
+)
+from titanrl.data.rows import BadRow, data_digest, format_of, read_rows
 from titanrl.data.selection import BLANK, Selection
-from titanrl.data.streams import chat_format, epoch_order, is_heldout, make_encoder, opened
+from titanrl.data.streams import PromptStream, chat_format, epoch_order, is_heldout, make_encoder, opened
 from titanrl.data.tokenizer import MAX_TOKEN_CHARS, Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demonstration:
+    """A sequence for supervised training, such as a prompt with a correct answer.
+
+    Example: prompt `[5, 6]`, answer `[7, 1]`: `token_ids=[5, 6, 7, 1]`, `mask=[F, F, T, T]`.
+    """
+
+    token_ids: IntArray
+    """Prompt and answer, including the end-of-sequence token, `[S]`."""
+    mask: BoolArray
+    """True for tokens to train on, `[S]`."""
+
+    @property
+    def num_trained(self) -> int:
+        """Number of tokens trained on. The first token is never trained on, because it has no context."""
+        return int(self.mask[1:].sum())
+
+    def datum(self, weight: float) -> Datum:
+        """Return the datum for the loss `cross_entropy`, with loss weight `weight` for each token trained on."""
+        weights = (self.mask[1:] * weight).astype(np.float32)
+        return Datum(model_input=self.token_ids[:-1], loss_fn_inputs={"target_tokens": self.token_ids[1:], "weights": weights})
 
 
 def render_conversation(
@@ -339,3 +371,63 @@ def _text(value: Any, name: str) -> str:
     if not text.strip():
         raise BadRow(f"{name} is empty", "fill it in, or delete the row")
     return text
+
+
+def chain_sum_demonstrations(
+    stream: PromptStream,
+    tokenizer: Tokenizer,
+    warm_start: WarmStartConfig,
+    seed: int,
+    demonstrate: Callable[[Prompt, bool], Demonstration] | None = None,
+) -> Iterator[list[Demonstration]]:
+    """Yield one batch of `batch_size` demonstrations per optimizer step, over training prompts in stream order.
+
+    Answers in the first `num_long_only_steps` batches are long. Later answers are short with probability `short_fraction`.
+
+    Args:
+        stream: Training prompts.
+        tokenizer: Tokenizer of the policy.
+        warm_start: Section `warm_start`.
+        seed: Seed of the run.
+        demonstrate: Function of a prompt and whether the answer is short, which returns the demonstration. The default is
+            `answer_demonstration`, whose long answers contain the worked solution.
+    """
+    demonstrate = demonstrate or partial(answer_demonstration, tokenizer)
+    for step in range(warm_start.num_steps):
+        short_fraction = warm_start.short_fraction if step >= warm_start.num_long_only_steps else 0.0
+        is_short = np.random.default_rng((seed, step)).random(warm_start.batch_size) < short_fraction
+        start = step * warm_start.batch_size
+        yield [demonstrate(stream[start + i], bool(short)) for i, short in enumerate(is_short)]
+
+
+def mean_loss_data(batch: Sequence[Demonstration]) -> list[Datum]:
+    """Return the data of a batch, weighted so that the sum of the losses is their mean over all tokens trained on."""
+    weight = 1.0 / sum(demonstration.num_trained for demonstration in batch)
+    return [demonstration.datum(weight) for demonstration in batch]
+
+
+def answer_demonstration(tokenizer: Tokenizer, prompt: Prompt, short: bool) -> Demonstration:
+    """Return a sum with its answer, preceded by the worked solution unless `short`."""
+    working, answer = worked_sum(prompt.entry["metadata"]["expression"])
+    assert answer == int(prompt.entry["answer"])
+    thought = "" if short else f"<think>{working}</think>"
+    return joined(prompt.token_ids, [([*tokenizer.encode(f"{thought}<answer>{answer}</answer>"), tokenizer.eos_ids[0]], True)])
+
+
+def joined(prompt_ids: Sequence[int], parts: Sequence[tuple[Sequence[int], bool]]) -> Demonstration:
+    """Return a demonstration of a prompt followed by parts. Each part has its token ids and whether they are trained on."""
+    token_ids, mask = list(prompt_ids), [False] * len(prompt_ids)
+    for ids, is_trained in parts:
+        token_ids += ids
+        mask += [is_trained] * len(ids)
+    return Demonstration(token_ids=np.array(token_ids, np.int64), mask=np.array(mask, np.bool_))
+
+
+def worked_sum(expression: str) -> tuple[str, int]:
+    """Return the running sum as text, and its value: `7 + 5 - 3` gives `7+5=12-3=9` and 9."""
+    first, *rest = expression.split()
+    working, total = first, int(first)
+    for operator, term in zip(rest[::2], rest[1::2], strict=True):
+        total += int(term) if operator == "+" else -int(term)
+        working += f"{operator}{term}={total}"
+    return working, total

@@ -10,26 +10,26 @@ import json
 import math
 import time
 import zlib
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import count, islice
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from titanrl.base.plugins import Plugin, Plugins
 from titanrl.carriers.types import IntArray, Prompt
-from titanrl.config.data import DataConfig
+from titanrl.config.data import CurriculumConfig, DataConfig
 from titanrl.config.errors import BrokenRule, BrokenRules
 from titanrl.config.evaluation import Split
 from titanrl.config.explain import did_you_mean
-from titanrl.data.chat import ChatFormat
-from titanrl.data.entries import read_custom_prompts, read_entries
-from titanrl.data.files import BadRow, Row
-from titanrl.data.messages import Message
+from titanrl.data.chat_format import ChatFormat
+from titanrl.data.entries import Message, read_custom_prompts, read_entries, value_of
+from titanrl.data.rows import BadRow, Row
 from titanrl.data.selection import BLANK, DUPLICATE, OTHER_ANSWER, TOO_LONG, Selection
 from titanrl.data.tokenizer import MAX_TOKEN_CHARS, Tokenizer
 
@@ -58,7 +58,7 @@ _FIXES = {
 class PromptStream:
     """Training prompts by index, shuffled every epoch, and a fixed list of held-out prompts. Created by `make_stream`."""
 
-    def __init__(self, source: "_Source", seed: int, heldout_fraction: float) -> None:
+    def __init__(self, source: "_GymSource | _ListSource", seed: int, heldout_fraction: float) -> None:
         self._source = source
         self._seed = seed
         self._heldout_fraction = heldout_fraction
@@ -93,7 +93,8 @@ class PromptStream:
 
     def split(self, groups: Sequence[Sequence[Prompt]]) -> "list[PromptStream]":
         """Return a stream per group of training prompts. These streams have no held-out prompts."""
-        return [PromptStream(_Prompts(group), self._seed, self._heldout_fraction) for group in groups]
+        nothing = Selection(key="data", source="", num_training=0)
+        return [PromptStream(_ListSource(group, (), group, nothing), self._seed, self._heldout_fraction) for group in groups]
 
     def heldout(
         self, num: int, *, split: Split = "heldout", key: str = "evaluation", limit_s: float = math.inf
@@ -144,18 +145,7 @@ def make_stream(
     *,
     is_trained_on: bool = True,
 ) -> PromptStream:
-    """Open the prompts of a configuration, with the tokenization that it selects.
-
-    Args:
-        config: Section `data`.
-        tokenizer: Tokenizer of the policy.
-        seed: Seed of the run.
-        plugins: Custom objects; `data.source` is a prompt source.
-        is_trained_on: False if the prompts are only for evaluation, so that no training prompt is required.
-
-    Raises:
-        ValueError: The task, one of its options, the file or the custom source is invalid.
-    """
+    """Open the prompts of a configuration like `open_stream`, with the tokenization that it selects."""
     return open_stream(config, make_encoder(config, tokenizer), seed, plugins, is_trained_on=is_trained_on)
 
 
@@ -183,14 +173,14 @@ def open_stream(
         ValueError: The task, one of its options, the file or the custom source is invalid.
     """
     selector = _Selector(config, encode)
-    source: _Source
+    source: _GymSource | _ListSource
     if config.source == "reasoning_gym":
         source = _GymSource(config, selector, seed)
     elif config.path is not None:
-        source = _ListSource(config, selector, read_entries(config), {"data.path": str(config.path)})
+        source = _read(config, selector, read_entries(config), {"data.path": str(config.path)})
     else:
         plugin = plugins.get("data.source") or Plugin(key="data.source", name=config.source)
-        source = _ListSource(config, selector, read_custom_prompts(plugin, seed, config), {"data.source": plugin.name})
+        source = _read(config, selector, read_custom_prompts(plugin, seed, config), {"data.source": plugin.name})
     if is_trained_on:
         source.training_prompt(0)  # fail here instead of during a step if the prompts do not fit the tokenizer or the limits
     return PromptStream(source, seed, config.heldout_fraction)
@@ -249,35 +239,6 @@ def _broken(values: dict[str, Any], rule: str, fix: str) -> BrokenRules:
     return BrokenRules(BrokenRule(values, rule, fix))
 
 
-class _Source(Protocol):
-    """Questions in two splits. `PromptStream` sets the index of the prompts."""
-
-    num_prompts: int
-
-    def selection(self) -> Selection: ...
-
-    def training_prompt(self, item: int) -> Prompt: ...
-
-    def evaluation_prompts(self, split: Split) -> Iterator[Prompt]: ...
-
-
-class _Prompts:
-    """A fixed list of training prompts."""
-
-    def __init__(self, prompts: Sequence[Prompt]) -> None:
-        self.num_prompts = len(prompts)
-        self._prompts = prompts
-
-    def selection(self) -> Selection:
-        return Selection(key="data", source="", num_training=self.num_prompts)
-
-    def training_prompt(self, item: int) -> Prompt:
-        return self._prompts[item]
-
-    def evaluation_prompts(self, split: Split) -> Iterator[Prompt]:
-        return iter(())
-
-
 class _Selector:
     """Converts entries to prompts, and selects usable ones."""
 
@@ -318,24 +279,21 @@ class _Selector:
                 misses[_OTHER_SPLIT] += 1
             elif entry["question"] in seen:
                 misses[DUPLICATE] += 1
-            elif (prompt := self._gym_prompt(entry)) is None:
-                misses[TOO_LONG] += 1
-                self.counts[TOO_LONG] += 1
             else:
-                self.counts[""] += 1
-                return prompt
+                try:
+                    prompt = self.prompt(entry)
+                except BadRow as error:
+                    raise _broken({"data.task": self.config.task}, error.problem, error.fix) from error
+                self.counts["" if prompt else TOO_LONG] += 1
+                if prompt is not None:
+                    return prompt
+                misses[TOO_LONG] += 1
         # Candidates of the other split are the main reason only if there was no other reason.
         reason = max(misses, key=lambda key: (key != _OTHER_SPLIT, misses[key]))
         counts = ", ".join(f"{number} {why}" for why, number in misses.items())
         split = "" if heldout is None else "held-out " if heldout else "training "
         rule = f"the task must have a usable {split}prompt, but none of {misses.total()} candidates is usable ({counts})"
         raise _broken({"data.task": self.config.task}, rule, _FIXES[reason])
-
-    def _gym_prompt(self, entry: Entry) -> Prompt | None:
-        try:
-            return self.prompt(entry)
-        except BadRow as error:
-            raise _broken({"data.task": self.config.task}, error.problem, error.fix) from error
 
 
 class _GymSource:
@@ -362,7 +320,8 @@ class _GymSource:
         return self._selector.first_usable((self._dataset(attempt)[item] for attempt in count()), heldout=False)
 
     def evaluation_prompts(self, split: Split) -> Iterator[Prompt]:
-        candidates = self._heldout_candidates()
+        blocks = (self._make(f"heldout {block}", _HELDOUT_BLOCK) for block in count())
+        candidates = (dataset[index] for dataset in blocks for index in range(_HELDOUT_BLOCK))
         seen: set[str] = set()
         while True:
             prompt = self._selector.first_usable(candidates, heldout=True if split == "heldout" else None, seen=seen)
@@ -374,11 +333,6 @@ class _GymSource:
             self._datasets[attempt] = self._make(f"train {self._seed} {attempt}", self.num_prompts)
         return self._datasets[attempt]
 
-    def _heldout_candidates(self) -> Iterator[Entry]:
-        for block in count():
-            dataset = self._make(f"heldout {block}", _HELDOUT_BLOCK)
-            yield from (dataset[index] for index in range(_HELDOUT_BLOCK))
-
     def _make(self, purpose: str, size: int) -> "ProceduralDataset":
         # reasoning-gym generates item k from seed + k, so nearby seeds would share items. pool_matrix passes the sum to numpy
         # as a seed, which must be below 2^32.
@@ -386,86 +340,84 @@ class _GymSource:
         return make_gym_dataset(self._config.task, self._config.task_config, seed, size)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
 class _ListSource:
-    """A list of questions. Only the first of several equal questions is used; they are equal if the model receives the same."""
+    """A list of questions."""
 
-    def __init__(
-        self,
-        config: DataConfig,
-        selector: _Selector,
-        listed: Iterable[tuple[Row, Entry | None]],
-        values: dict[str, Any],
-    ) -> None:
-        seen: dict[bytes, Any] = {}  # answer by question; the text of the reason if it is left out
-        left_out: Counter[str] = Counter()
-        digest, num_own_system, num_multi_line = hashlib.sha256(), 0, 0
-        prompts: list[Prompt] = []
-        for row, entry in listed:
-            if entry is None:
-                left_out[BLANK] += 1
-                continue
-            asked = _identity(entry)
-            digest.update(asked + repr(entry["answer"]).encode())
-            if asked in seen:
-                left_out[TOO_LONG if seen[asked] is TOO_LONG else _repeated(seen[asked], entry["answer"])] += 1
-                continue
-            try:
-                prompt = selector.prompt(entry)
-            except BadRow as error:
-                raise row.broken(error) from error
-            seen[asked] = TOO_LONG if prompt is None else entry["answer"]
-            if prompt is None:
-                left_out[TOO_LONG] += 1
-            else:
-                prompts.append(prompt)
-                num_multi_line += config.compares_texts and "\n" in str(entry["answer"]).strip()
-                num_own_system += config.system_prompt is not None and _has_system(entry.get("messages", ()))
-        self._heldout = [prompt for prompt in prompts if is_heldout(prompt.text, config.heldout_fraction)]
-        self._training = [prompt for prompt in prompts if not is_heldout(prompt.text, config.heldout_fraction)]
-        self._all = prompts
-        self.num_prompts = len(self._training)
-        reasons = {_too_long(selector.longest) if reason == TOO_LONG else reason: n for reason, n in left_out.items()}
-        ((key, source),) = values.items()
-        notes = {
-            "rows have a system message, which replaces data.system_prompt": num_own_system,
-            "answers have several lines, all of which a completion must give; data.answer can take a part": num_multi_line,
-        }
-        self._selection = Selection(
-            key=key,
-            source=str(source),
-            num_training=self.num_prompts,
-            num_heldout=len(self._heldout),
-            left_out=reasons,
-            notes=tuple(f"{number:,} {text}" for text, number in notes.items() if number),
-            digest=digest.hexdigest(),
-        )
+    training: Sequence[Prompt]
+    heldout: Sequence[Prompt]
+    all: Sequence[Prompt]
+    selected: Selection
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.training)
 
     def selection(self) -> Selection:
-        return self._selection
+        return self.selected
 
     def training_prompt(self, item: int) -> Prompt:
-        if not self._training:
-            found, why = self._selection, self._selection.reasons()
-            counts = "; ".join(filter(None, [f"{found.num_heldout:,} held out", why]))
+        if not self.training:
+            found = self.selected
+            counts = "; ".join(filter(None, [f"{found.num_heldout:,} held out", found.reasons()]))
             raise _broken(
                 {found.key: found.source},
                 f"the source must have a training prompt, but none of its {found.num_rows:,} rows is usable ({counts})",
                 "raise data.max_prompt_tokens" if any(TOO_LONG in reason for reason in found.left_out) else "add questions",
             )
-        return self._training[item]
+        return self.training[item]
 
     def evaluation_prompts(self, split: Split) -> Iterator[Prompt]:
-        return iter(self._heldout if split == "heldout" else self._all)
+        return iter(self.heldout if split == "heldout" else self.all)
 
 
-def _identity(entry: Entry) -> bytes:
-    """Return a digest of what the model receives."""
-    asked = [entry.get("messages", entry["question"]), entry.get("tools"), entry.get("chat_template_kwargs")]
-    return hashlib.blake2b(json.dumps(asked, sort_keys=True, default=str).encode(), digest_size=16).digest()
-
-
-def _repeated(first: Any, answer: Any) -> str:
-    return DUPLICATE if first == answer else OTHER_ANSWER
+def _read(
+    config: DataConfig, selector: _Selector, listed: Iterable[tuple[Row, Entry | None]], values: dict[str, str]
+) -> _ListSource:
+    """Read a list of questions. Only the first of several equal ones is used; they are equal if the model receives the same."""
+    seen: dict[bytes, Any] = {}  # answer by digest of what the model receives; the text of the reason if it is left out
+    left_out: Counter[str] = Counter()
+    digest, num_own_system, num_multi_line = hashlib.sha256(), 0, 0
+    prompts: list[Prompt] = []
+    for row, entry in listed:
+        if entry is None:
+            left_out[BLANK] += 1
+            continue
+        received = [entry.get("messages", entry["question"]), entry.get("tools"), entry.get("chat_template_kwargs")]
+        asked = hashlib.blake2b(json.dumps(received, sort_keys=True, default=str).encode(), digest_size=16).digest()
+        digest.update(asked + repr(entry["answer"]).encode())
+        if asked in seen:
+            first = seen[asked]
+            left_out[TOO_LONG if first is TOO_LONG else DUPLICATE if first == entry["answer"] else OTHER_ANSWER] += 1
+            continue
+        try:
+            prompt = selector.prompt(entry)
+        except BadRow as error:
+            raise row.broken(error) from error
+        seen[asked] = TOO_LONG if prompt is None else entry["answer"]
+        if prompt is None:
+            left_out[TOO_LONG] += 1
+        else:
+            prompts.append(prompt)
+            num_multi_line += config.compares_texts and "\n" in str(entry["answer"]).strip()
+            num_own_system += config.system_prompt is not None and _has_system(entry.get("messages", ()))
+    heldout = [prompt for prompt in prompts if is_heldout(prompt.text, config.heldout_fraction)]
+    training = [prompt for prompt in prompts if not is_heldout(prompt.text, config.heldout_fraction)]
+    notes = {
+        "rows have a system message, which replaces data.system_prompt": num_own_system,
+        "answers have several lines, all of which a completion must give; data.answer can take a part": num_multi_line,
+    }
+    ((key, source),) = values.items()
+    selection = Selection(
+        key=key,
+        source=source,
+        num_training=len(training),
+        num_heldout=len(heldout),
+        left_out={_too_long(selector.longest) if reason == TOO_LONG else reason: n for reason, n in left_out.items()},
+        notes=tuple(f"{number:,} {text}" for text, number in notes.items() if number),
+        digest=digest.hexdigest(),
+    )
+    return _ListSource(training, heldout, prompts, selection)
 
 
 def _too_long(longest: int) -> str:
@@ -485,10 +437,17 @@ def make_encoder(config: DataConfig, tokenizer: Tokenizer) -> Encode:
     Raises:
         ValueError: A system prompt or a variable of the chat template is set, but there is no template that uses it.
     """
-    options = config.chat_template_kwargs
     if config.environment is not None:
-        return _for_environment(make_encoder(config.model_copy(update={"environment": None}), tokenizer))
-    if uses_chat_template(config, tokenizer):
+        encode_row = make_encoder(config.model_copy(update={"environment": None}), tokenizer)
+
+        def checked(entry: Entry) -> Sequence[int]:
+            for key in ("tools", "chat_template_kwargs"):  # set by the environment instead of the row
+                if entry.get(key):
+                    raise BadRow(f"{key} are set by data.environment, and not by a row", f"remove {key}, or the environment")
+            return encode_row(entry)
+
+        return checked
+    if config.chat_template == "auto" and tokenizer.chat_template:
         template = chat_format(config, tokenizer)
 
         def render(entry: Entry) -> Sequence[int]:
@@ -499,7 +458,7 @@ def make_encoder(config: DataConfig, tokenizer: Tokenizer) -> Encode:
 
         return render
     why = "data.chat_template is never" if tokenizer.chat_template else "the tokenizer has no chat template"
-    for key, value in {"system_prompt": config.system_prompt, "chat_template_kwargs": options}.items():
+    for key, value in {"system_prompt": config.system_prompt, "chat_template_kwargs": config.chat_template_kwargs}.items():
         if value:
             fix = "remove it, or put its text into the questions" if key == "system_prompt" else "remove it"
             raise _broken({f"data.{key}": value}, f"requires a chat template, but {why}", fix)
@@ -512,23 +471,6 @@ def make_encoder(config: DataConfig, tokenizer: Tokenizer) -> Encode:
         return tokenizer.encode_start(entry["question"], control_tokens=config.control_tokens)
 
     return encode
-
-
-def _for_environment(encode: Encode) -> Encode:
-    """Return a function that also rejects rows with keys that an environment sets instead of the row."""
-
-    def checked(entry: Entry) -> Sequence[int]:
-        for key in ("tools", "chat_template_kwargs"):
-            if entry.get(key):
-                raise BadRow(f"{key} are set by data.environment, and not by a row", f"remove {key}, or the environment")
-        return encode(entry)
-
-    return checked
-
-
-def uses_chat_template(config: DataConfig, tokenizer: Tokenizer) -> bool:
-    """Return True if questions are rendered with the chat template."""
-    return config.chat_template == "auto" and tokenizer.chat_template
 
 
 def chat_format(config: DataConfig, tokenizer: Tokenizer) -> ChatFormat:
@@ -545,3 +487,115 @@ def opened(config: DataConfig, messages: Sequence[Message]) -> Sequence[Message]
     if config.system_prompt is None or _has_system(messages):
         return messages
     return [{"role": "system", "content": config.system_prompt}, *messages]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LeveledPrompts:
+    """Prompts of a task by difficulty level. A task without a curriculum has one level."""
+
+    name: str
+    """Name of the task."""
+    stream: PromptStream
+    """Prompts of the task without levels, including the held-out ones."""
+    levels: Sequence[PromptStream]
+    """Training prompts by level."""
+
+    def prompt(self, index: int, level: int, place: int) -> Prompt:
+        """Return a training prompt.
+
+        Args:
+            index: Index of the prompt in the run, which determines its sampling seeds.
+            level: Level of the prompt.
+            place: Index in the stream of the level.
+        """
+        return replace(self.levels[level][place], index=index, task=self.name)
+
+
+def open_prompts(
+    name: str, config: DataConfig, encode: Encode, seed: int, plugins: Plugins = MappingProxyType({})
+) -> LeveledPrompts:
+    """Open the prompts of the task `name` by level. The other arguments are those of `open_stream`.
+
+    Raises:
+        ValueError: The source is invalid, a level has no prompts, or the task does not have these levels.
+    """
+    stream, curriculum = open_stream(config, encode, seed, plugins), config.curriculum
+    if curriculum is None:
+        levels = [stream]
+    elif curriculum.field is not None:
+        levels = stream.split(_groups(stream.training_prompts(), curriculum, curriculum.field))
+    else:
+        changes = curriculum.task_configs or gym_levels(config.task, config.task_config, curriculum.num_levels)
+        of_levels = [config.model_copy(update={"task_config": {**config.task_config, **change}}) for change in changes]
+        levels = [open_stream(of_level, encode, seed) for of_level in of_levels]
+    return LeveledPrompts(name, stream, levels)
+
+
+def gym_levels(task: str, task_config: Mapping[str, Any], num_levels: int) -> list[dict[str, Any]]:
+    """Return the options of a reasoning-gym task at the first levels of the curriculum that reasoning-gym defines for it.
+
+    All attributes of the task rise together. Options in `task_config` are not changed.
+
+    Raises:
+        ValueError: The task has no curriculum, or fewer levels.
+    """
+    make_gym_dataset(task, dict(task_config), seed=0, size=1)  # raises a specific error for an invalid task
+    from reasoning_gym.factory import create_curriculum  # takes a second
+
+    values = {"data.curriculum.levels": num_levels, "data.task": task}
+    try:
+        curriculum = create_curriculum(task)
+    except ValueError as error:
+        raise BrokenRules(
+            BrokenRule(values, "reasoning-gym has no curriculum for this task", "set task_configs instead")
+        ) from error
+    most = max(len(attribute.levels) for attribute in curriculum.attributes.values())
+    if num_levels > most:
+        rule = f"the curriculum of this task has {most} levels"
+        raise BrokenRules(BrokenRule(values, rule, f"set levels to at most {most}"))
+    options = []
+    for level in range(num_levels):
+        curriculum.set_global_level(level)
+        chosen = vars(curriculum.generate_configuration())
+        options.append({key: value for key, value in chosen.items() if key not in ("seed", "size", *task_config)})
+    return options
+
+
+def _groups(prompts: Sequence[Prompt], curriculum: CurriculumConfig, field: str) -> list[list[Prompt]]:
+    """Group prompts by level, according to the value of a metadata field."""
+    found = [value_of(prompt.entry["metadata"], field) for prompt in prompts]
+    missing = next((prompt for prompt, value in zip(prompts, found, strict=True) if value is None), None)
+    if missing is not None:
+        rule = f"every prompt must have this metadata field, but {missing.text[:60]!r} does not"
+        raise _broken({"data.curriculum.field": field}, rule, "use another field, or add it to all prompts")
+    groups: list[list[Prompt]] = [[] for _ in range(curriculum.num_levels)]
+    for prompt, level in zip(prompts, _levels_of(found, curriculum, field), strict=True):
+        groups[level].append(prompt)
+    empty = [level for level, group in enumerate(groups) if not group]
+    if empty:
+        rule = f"every level must have a training prompt, but level {empty[0]} of {len(groups)} has none"
+        raise _broken({"data.curriculum.field": field}, rule, "change the edges, values or number of levels")
+    return groups
+
+
+def _levels_of(found: Sequence[Any], curriculum: CurriculumConfig, field: str) -> list[int]:
+    """Return the level of each value of the field."""
+    if curriculum.values:
+        unknown = next((value for value in found if str(value) not in curriculum.values), None)
+        if unknown is not None:
+            rule = f"every value of {field} must belong to a level, but {unknown!r} does not"
+            raise _broken(
+                {"data.curriculum.values": curriculum.values, "data.curriculum.field": field}, rule, "add it to values"
+            )
+        return [curriculum.values.index(str(value)) for value in found]
+    wrong = next((value for value in found if isinstance(value, bool) or not isinstance(value, int | float)), None)
+    if wrong is not None:
+        rule = f"with levels or edges, the field must be a number, but a prompt has {wrong!r}"
+        raise _broken({"data.curriculum.field": field}, rule, "set values instead, to the values in order of difficulty")
+    if curriculum.edges:
+        return [bisect_right(curriculum.edges, value) for value in found]
+    order = sorted(range(len(found)), key=lambda place: found[place])  # equal values keep the order of the prompts
+    levels = [0] * len(found)
+    for rank, place in enumerate(order):
+        levels[place] = rank * curriculum.num_levels // len(found)
+    return levels

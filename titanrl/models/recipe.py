@@ -14,7 +14,7 @@ from titanrl.carriers.types import FloatArray
 from titanrl.config.errors import BrokenRule, BrokenRules
 from titanrl.config.sections import ModelConfig, RecipeConfig
 from titanrl.config.sizes import ModelShape
-from titanrl.data.recipe import EOS_ID, PAD_ID, write_tokenizer
+from titanrl.data.tokenizer import EOS_ID, PAD_ID, write_tokenizer
 from titanrl.models.dense import weight_shapes
 from titanrl.models.directory import recipe_model
 

@@ -18,9 +18,8 @@ from titanrl.config.errors import BrokenRules, within
 from titanrl.config.evaluation import EvaluationSet
 from titanrl.config.schema import Config
 from titanrl.config.sections import RolloutConfig
-from titanrl.data.levels import LeveledPrompts, open_prompts
 from titanrl.data.mixture import Draw
-from titanrl.data.streams import PromptStream, make_stream
+from titanrl.data.streams import LeveledPrompts, PromptStream, make_encoder, make_stream, open_prompts
 from titanrl.data.tokenizer import Tokenizer
 from titanrl.processes.sandbox import OnRespawn, log_respawn
 from titanrl.rewards.scoring import Scoring
@@ -86,7 +85,7 @@ async def open_tasks(
         try:
             scoring = Scoring(own, of_task, on_respawn)
             await scoring.start()
-            leveled = prompts.get(name) or open_prompts(name, data, tokenizer, config.seed, of_task)
+            leveled = prompts.get(name) or open_prompts(name, data, make_encoder(data, tokenizer), config.seed, of_task)
             episodes = None
             if data.environment is not None:
                 episodes = await start_episodes(own, tokenizer, scoring.score, of_task, log)

@@ -20,7 +20,7 @@ from titanrl.carriers.types import AdamParams, Prompt
 from titanrl.config.errors import BrokenRule, BrokenRules
 from titanrl.config.schema import Config
 from titanrl.config.sections import WarmStartConfig
-from titanrl.data.demonstrations import Demonstration, chain_sum_demonstrations, joined, mean_loss_data
+from titanrl.data.examples import Demonstration, chain_sum_demonstrations, joined, mean_loss_data
 from titanrl.data.streams import make_stream
 from titanrl.data.tokenizer import Tokenizer
 from titanrl.metrics.console import Console

@@ -8,8 +8,8 @@ from titanrl.base.plugins import Plugins, plugins_of_data
 from titanrl.carriers.rewards import Answers, Scored, scorer_failed
 from titanrl.carriers.types import EvaluationResult, Prompt
 from titanrl.config.schema import Config
-from titanrl.data.levels import open_prompts
 from titanrl.data.mixture import Draw, make_mixture
+from titanrl.data.streams import make_encoder, open_prompts
 from titanrl.data.tokenizer import Tokenizer
 from titanrl.rollout.open_tasks import EvaluationSets, OpenTask, open_tasks
 from titanrl.session.sampling import Sample, SamplingClient
@@ -32,7 +32,7 @@ class Task:
             ValueError: The data cannot be used.
         """
         self._prompts = {
-            name: open_prompts(name, data, tokenizer, config.seed, plugins_of_data(plugins, data.key(name)))
+            name: open_prompts(name, data, make_encoder(data, tokenizer), config.seed, plugins_of_data(plugins, data.key(name)))
             for name, data in config.data.tasks.items()
         }
         self._config, self._tokenizer, self._plugins = config, tokenizer, plugins

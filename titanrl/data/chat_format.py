@@ -12,8 +12,8 @@ from types import MappingProxyType
 from typing import Any
 
 from titanrl.config.errors import BrokenRule, BrokenRules
-from titanrl.data.files import BadRow
-from titanrl.data.messages import Message
+from titanrl.data.entries import Message
+from titanrl.data.rows import BadRow
 from titanrl.data.tokenizer import Tokenizer
 
 _IDENTIFIERS = ("name", "tool_call_id")
