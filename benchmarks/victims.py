@@ -15,7 +15,7 @@ KINDS = ("generator", "rollout", "scoring", "trainer", "store", "evaluator")
 """Kinds of victims. A rollout worker's process also holds its storage shard."""
 SIGNALS: Mapping[str, int] = {"kill -9": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP, "SIGSEGV": signal.SIGSEGV}
 """Faults that a process cannot avoid, by the names that results use."""
-_ZYGOTE, _TEMPLATE = "titanrl.processes.zygote", "titanrl.processes.forker"
+_ZYGOTE, _TEMPLATE = "titanrl.processes.zygote", "titanrl.processes.templates"
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,6 @@ import pytest
 from tests.foreign import ROOT_ONLY, USER, nobody_does, shared_folder
 from titanrl.base.ownership import ALLOW, flaw
 from titanrl.config.errors import ConfigError
-from titanrl.processes import caches
 from titanrl.processes.caches import CACHES, INDUCTOR, folder_of, secure
 
 DEFAULTS = [name for name, default in CACHES.items() if default]
@@ -22,14 +21,13 @@ OTHERS = ("HF_HOME", "TRITON_HOME", ALLOW, "PYTHONSAFEPATH")
 
 
 @pytest.fixture
-def shared(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:  # `tmp_path` must not follow TMPDIR
     """A folder like /tmp that is the home folder and TMPDIR, in an environment without variables of caches."""
     with shared_folder() as folder, patch.dict(os.environ):
         for name in (*CACHES, *OTHERS):
             os.environ.pop(name, None)
         os.environ["HOME"] = str(folder)
         monkeypatch.setattr(tempfile, "tempdir", str(folder))
-        monkeypatch.setattr(caches, "_replacements", [])
         yield folder
 
 

@@ -178,9 +178,9 @@ def test_each_missing_feature_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [feature.split()[0] for feature in confine.missing_features()] == ["Landlock", "seccomp"]
 
 
-@pytest.mark.parametrize(("missing", "nothing"), [("landlock_abi", 0), ("_has_seccomp_filters", False)])
-def test_pool_refuses_to_start_without_landlock_or_seccomp(missing: str, nothing: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(confine, missing, lambda: nothing)
+@pytest.mark.parametrize(("name", "value"), [("landlock_abi", lambda: 0), ("_SECCOMP_GET_ACTION_AVAIL", 99)])
+def test_pool_refuses_to_start_without_landlock_or_seccomp(name: str, value: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(confine, name, value)
     pool = ScoringPool([RewardSpec(name="answer", factory="nowhere:run")], SandboxConfig())
     with pytest.raises(SandboxUnavailable, match=r"lacks (Landlock|seccomp) .*there is no unconfined mode"):
         asyncio.run(pool.start())

@@ -9,8 +9,7 @@ import pytest
 
 from tests.processes.processes import descendants, needs_confinement, wait_until_gone
 from titanrl.config.sections import SandboxConfig
-from titanrl.processes.sandbox import SandboxDied
-from titanrl.processes.snippets import SnippetPool, SnippetResult
+from titanrl.processes.sandbox import SandboxDied, SnippetPool, SnippetResult
 
 pytestmark = needs_confinement
 
@@ -77,7 +76,7 @@ def test_tracebacks_show_only_frames_of_the_code(runner: Runner, code: str, line
     assert result.status == "error"
     for line in lines:
         assert line in result.error
-    assert "runner.py" not in result.error
+    assert "zygote.py" not in result.error
     assert result.output == ("before\n" if "before" in code else "")
 
 

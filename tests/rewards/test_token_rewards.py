@@ -7,9 +7,11 @@ import pytest
 
 from tests.rollout.test_group import HANDLE
 from titanrl.carriers.rewards import Answers, TokenRewards
+from titanrl.carriers.scores import Score
 from titanrl.carriers.turns import GroupTokens, Turn
 from titanrl.carriers.types import Group, Prompt, Rollout, Segment
-from titanrl.rewards.token_rewards import TokenCredit, in_turns, rewards_by_token
+from titanrl.config.data import RewardConfig
+from titanrl.rewards.scoring import in_turns, rewards_by_token, weighted
 from titanrl.rollout.group import record_of, without_truncated
 
 TEXTS = {1: "", 2: "ab", 3: "c", 4: " d", 5: "ef"}
@@ -67,12 +69,12 @@ def test_steps_are_rejected_in_an_environment() -> None:
 
 
 def test_weighted_rewards_are_summed_per_token() -> None:
-    credit = TokenCredit(answers(2, 3, 1), 0)
-    credit.add(2.0, 0.5)
-    assert credit.rewards is None
-    credit.add(0.5, TokenRewards(tokens=[1.0, 2.0, 4.0]))
-    credit.add(-1.0, TokenRewards(steps=[(2, 1.0)]))
-    assert credit.rewards == (0.5 - 1.0, 1.0, 2.0 + 1.0)
+    scores = {"a": Score.of({"a": 0.5}), "b": Score.of({"b": TokenRewards(tokens=[1.0, 2.0, 4.0])})}
+    scores["c"] = Score.of({"c": TokenRewards(steps=[(2, 1.0)])})
+    weights = {"a": 2.0, "b": 0.5, "c": -1.0}
+    rewards = {name: RewardConfig(function="rewards.py:score", weight=weight) for name, weight in weights.items()}
+    assert weighted({"a": scores["a"]}, rewards, answers(2, 3, 1), 0).token_rewards is None
+    assert weighted(scores, rewards, answers(2, 3, 1), 0).token_rewards == (0.5 - 1.0, 1.0, 2.0 + 1.0)
 
 
 def test_token_and_turn_rewards_are_combined() -> None:

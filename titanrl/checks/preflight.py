@@ -43,7 +43,6 @@ from titanrl.hosts.slurm import broken_by_slurm
 from titanrl.models.directory import ModelDirectory, model_shape, open_model, read_model, recipe_model
 from titanrl.models.vllm_limits import vllm_problems
 from titanrl.processes import caches
-from titanrl.processes.templates import broken_by_templates
 
 PROCESSES_PER_CORE = 100
 """Limit of processes per CPU core on one machine."""
@@ -120,7 +119,7 @@ def broken_rules(
     yield from _broken_by_machine(config)
     yield from _broken_by_model(config, sampling=sampling)
     yield from _broken_by_teacher(config)
-    yield from broken_by_templates()
+    yield from caches.broken_by_templates()
     if sampling:
         yield from _broken_by_engine_args(config)
     yield from packages.broken_rules(config, _device_kind(config), training=training, sampling=sampling)

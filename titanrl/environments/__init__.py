@@ -7,29 +7,32 @@ Importing this package requires only the standard library. Classes with further 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from titanrl.environments.interface import (
-    Done,
-    Environment,
-    EnvironmentDied,
-    EnvironmentFailure,
-    EnvironmentTimeout,
-    Episode,
-    InvalidReward,
-    JudgesTruncated,
-    Limit,
-    Message,
-    Observation,
-    Tool,
-    ToolError,
-)
+from titanrl.environments.interface import Done as Done
+from titanrl.environments.interface import Environment as Environment
+from titanrl.environments.interface import EnvironmentDied as EnvironmentDied
+from titanrl.environments.interface import EnvironmentFailure as EnvironmentFailure
+from titanrl.environments.interface import EnvironmentTimeout as EnvironmentTimeout
+from titanrl.environments.interface import Episode as Episode
+from titanrl.environments.interface import InvalidReward as InvalidReward
+from titanrl.environments.interface import JudgesTruncated as JudgesTruncated
+from titanrl.environments.interface import Limit as Limit
+from titanrl.environments.interface import Message as Message
+from titanrl.environments.interface import Observation as Observation
+from titanrl.environments.interface import Tool as Tool
+from titanrl.environments.interface import ToolError as ToolError
 
 if TYPE_CHECKING:
-    from titanrl.environments.calculator import Calculator
-    from titanrl.environments.factories import SingleTurn, make_environment
-    from titanrl.environments.python_tool import Python
-    from titanrl.environments.tic_tac_toe import TicTacToe
-    from titanrl.environments.tools import ToolEnvironment, Toolset
-    from titanrl.environments.worker import EnvironmentPool, Environments, ProcessEnvironment, ProcessOptions
+    from titanrl.environments.calculator import Calculator as Calculator
+    from titanrl.environments.factories import SingleTurn as SingleTurn
+    from titanrl.environments.factories import make_environment as make_environment
+    from titanrl.environments.python_tool import Python as Python
+    from titanrl.environments.tic_tac_toe import TicTacToe as TicTacToe
+    from titanrl.environments.tools import ToolEnvironment as ToolEnvironment
+    from titanrl.environments.tools import Toolset as Toolset
+    from titanrl.environments.worker import EnvironmentPool as EnvironmentPool
+    from titanrl.environments.worker import Environments as Environments
+    from titanrl.environments.worker import ProcessEnvironment as ProcessEnvironment
+    from titanrl.environments.worker import ProcessOptions as ProcessOptions
 
 _MODULES = {
     "Calculator": "calculator",
@@ -44,33 +47,6 @@ _MODULES = {
     "Toolset": "tools",
     "make_environment": "factories",
 }
-
-__all__ = [
-    "Calculator",
-    "Done",
-    "Environment",
-    "EnvironmentDied",
-    "EnvironmentFailure",
-    "EnvironmentPool",
-    "EnvironmentTimeout",
-    "Environments",
-    "Episode",
-    "InvalidReward",
-    "JudgesTruncated",
-    "Limit",
-    "Message",
-    "Observation",
-    "ProcessEnvironment",
-    "ProcessOptions",
-    "Python",
-    "SingleTurn",
-    "TicTacToe",
-    "Tool",
-    "ToolEnvironment",
-    "ToolError",
-    "Toolset",
-    "make_environment",
-]
 
 
 def __getattr__(name: str) -> Any:

@@ -79,21 +79,15 @@ def _value(node: ast.expr) -> Number:
             return _UNARY[type(op)](_value(operand))
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
             first, second = _value(left), _value(right)
-            if isinstance(op, ast.Pow):
-                _check_power(first, second)
+            is_whole_power = isinstance(op, ast.Pow) and isinstance(first, int) and isinstance(second, int)
+            if is_whole_power and second > 0 and abs(first) > 1 and second * math.log2(abs(first)) > MAX_BITS:
+                raise OverflowError  # computing it would take too much time or memory
             return _limited(_BINARY[type(op)](first, second))
         case ast.BinOp(op=ast.BitXor()):
             raise ToolError("Write powers as **.")
         case ast.Tuple():
             raise ToolError("Write numbers without commas.")
     raise ToolError("Only numbers, + - * / // % ** and parentheses are allowed.")
-
-
-def _check_power(base: Number, exponent: Number) -> None:
-    """Raise OverflowError if computing a power would take too much time or memory."""
-    is_whole = isinstance(base, int) and isinstance(exponent, int)
-    if is_whole and exponent > 0 and abs(base) > 1 and exponent * math.log2(abs(base)) > MAX_BITS:
-        raise OverflowError
 
 
 def _limited(value: Any) -> Number:

@@ -36,9 +36,6 @@ from titanrl.processes.confine import end_with_parent
 LENGTH = struct.Struct("!I")
 """Length prefix of a request or reply, in bytes."""
 
-Request = tuple[str, tuple[Any, ...]]
-"""Name of a method of `_Host`, and its arguments."""
-
 _MAX_ERROR_CHARS = 2000
 
 
@@ -85,14 +82,14 @@ class _Host:
         self._make: Callable[[], Environment] | None = None
         self._environment: Environment | None = None
         self.calls: Mapping[str, Callable[..., Awaitable[dict[str, Any]]]] = {
-            "load": self.load,
+            "start": self.start,
             "reset": self.reset,
             "step": self.step,
             "judge_truncated": self.judge_truncated,
             "close": self.close,
         }
 
-    async def load(self, function: str | Plugin, options: Mapping[str, Any], path: list[str]) -> dict[str, Any]:
+    async def start(self, function: str | Plugin, options: Mapping[str, Any], path: list[str]) -> dict[str, Any]:
         """Import the environment. `path` is `sys.path` of the parent, empty if the parent runs another interpreter."""
         sys.path[:] = [*path, *(entry for entry in sys.path if entry not in path)]  # keep the parent's order
         plugins = {function.key: function} if isinstance(function, Plugin) else {}

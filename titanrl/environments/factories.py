@@ -5,7 +5,6 @@ This module imports no third-party library.
 
 import inspect
 from collections.abc import Callable, Mapping
-from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -99,7 +98,8 @@ def load_factory(
         candidate = function if plugin is None else plugin.load()
         name = name_of(function) if plugin is None else plugin.name
     check_environment(candidate, key=FUNCTION_KEY, name=name, options=options)
-    return partial(_make, candidate, dict(options))
+    options = dict(options)
+    return lambda: _environment_of(candidate(**options))
 
 
 def plugin_for(function: object, plugins: Plugins) -> Plugin | None:
@@ -128,19 +128,10 @@ def check_environment(candidate: object, *, key: str, name: str, options: Mappin
     check_call(candidate, EnvironmentFactory.__call__, key=key, name=name, expected=expected, options=options)
     assert callable(candidate)
     try:
-        environment = _environment_of(candidate(**options))
+        environment: object = _environment_of(candidate(**options))
     except Exception as error:  # user code may raise anything
         cause = f"{type(error).__name__}: {error}"
         raise ValueError(f"{key}: creating an environment raised {cause} (got {name}). Correct it or its options.") from error
-    check_methods(environment, key=key, name=name)
-
-
-def check_methods(environment: object, *, key: str, name: str) -> None:
-    """Check that an environment has the methods of the interface.
-
-    Raises:
-        ValueError: A method is missing, is not async, or does not accept its argument.
-    """
     missing = [method for method in _METHODS if not callable(inspect.getattr_static(environment, method, None))]
     if missing:
         rule = f"{type(environment).__name__} has no {' and no '.join(missing)}"
@@ -213,12 +204,7 @@ def _tool(name: str) -> object:
     return loaded() if isinstance(loaded, type) else loaded
 
 
-def _make(candidate: Callable[..., object], options: Mapping[str, Any]) -> Environment:
-    environment: Any = _environment_of(candidate(**options))
-    return environment  # type: ignore[no-any-return]
-
-
-def _environment_of(made: object) -> object:
+def _environment_of(made: object) -> Any:
     """Return `made` if it is an environment. Wrap a list, or an object without any environment method, as tools."""
     if any(callable(inspect.getattr_static(made, method, None)) for method in _METHODS):
         return made

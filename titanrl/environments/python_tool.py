@@ -9,8 +9,7 @@ from titanrl.config.sections import SandboxConfig
 from titanrl.environments.interface import ToolError
 from titanrl.environments.results import readable_text
 from titanrl.environments.tools import ToolEnvironment
-from titanrl.processes.sandbox import SandboxDied
-from titanrl.processes.snippets import MAX_CODE_CHARS, SnippetPool
+from titanrl.processes.sandbox import MAX_CODE_CHARS, SandboxDied, SnippetPool
 
 _Key = tuple[SandboxConfig, tuple[str, ...]]
 

@@ -198,14 +198,25 @@ class ToolEnvironment:
             text = f"Not run: all {self._max_calls} calls have been used. Answer without further calls."
         else:
             text = await self._result(str(name), function.get("arguments"))
-        reply = {"role": "tool", "tool_call_id": call.get("id") or f"call_{index}", "content": self._cut(text)}
+        limit = self._max_result_chars
+        if len(text) > limit:
+            text = f"{text[:limit]}... ({len(text) - limit} more characters)"
+        reply = {"role": "tool", "tool_call_id": call.get("id") or f"call_{index}", "content": text}
         return {**reply, "name": name} if name else reply
 
     async def _result(self, name: str, arguments: object) -> str:
         if isinstance(arguments, str) and (name in self._functions or not name):
             self.counts.malformed += 1
-            which, form = (f"The call to {name}", self._form(name)) if name else ("The call", self._names)
-            return f"{which} is malformed: {_problem(arguments)}. {form}"
+            which, form = "The call", self._names
+            if name:
+                example = ", ".join(f'"{argument}": ...' for argument in self._functions[name][1].types)
+                which, form = f"The call to {name}", f"Write the arguments as one JSON object: {{{example}}}"
+            problem = "the call is incomplete"
+            try:
+                parse_object(arguments)
+            except ValueError as error:
+                problem = f"its arguments {error}"
+            return f"{which} is malformed: {problem}. {form}"
         if name not in self._functions:
             self.counts.unknown += 1
             which = f"There is no tool {name:.60}." if name else "The call does not name a tool."
@@ -245,15 +256,6 @@ class ToolEnvironment:
     def _names(self) -> str:
         return f"The tools are {', '.join(self._functions)}."
 
-    def _form(self, name: str) -> str:
-        properties = self._functions[name][1].tool.parameters["properties"]
-        example = ", ".join(f'"{argument}": ...' for argument in properties)
-        return f"Write the arguments as one JSON object: {{{example}}}"
-
-    def _cut(self, text: str) -> str:
-        limit = self._max_result_chars
-        return text if len(text) <= limit else f"{text[:limit]}... ({len(text) - limit} more characters)"
-
 
 def functions_of(source: object) -> list[Callable[..., Any]]:
     """Return the tools of an object: the function itself, or the public methods in the order of their definition.
@@ -278,15 +280,6 @@ def functions_of(source: object) -> list[Callable[..., Any]]:
     if not functions:
         raise ValueError(f"tools: {type(source).__name__} has no public method to use as a tool. Add one.")
     return functions
-
-
-def _problem(arguments: str) -> str:
-    """Explain why arguments could not be parsed."""
-    try:
-        parse_object(arguments)
-    except ValueError as error:
-        return f"its arguments {error}"
-    return "the call is incomplete"
 
 
 def _text_of(name: str, result: object) -> str:
@@ -341,7 +334,11 @@ class ToolSignature:
             try:
                 arguments |= {name: adapter.validate_python(given[name])} if name in given else {}
             except ValidationError as error:
-                problems += [_explained(name, details) for details in error.errors(include_url=False, include_context=False)]
+                for details in error.errors(include_url=False, include_context=False):
+                    path = "".join(f"[{part!r}]" for part in details["loc"])
+                    text = details["msg"].removeprefix("Value error, ")
+                    got = f"(got {details['input']!a:.{_MAX_SHOWN_CHARS}})"
+                    problems.append(f"{name}{path}: {text[:1].lower()}{text[1:]} {got}")
         if problems:
             raise ToolError(self._explain(problems))
         return arguments
@@ -458,12 +455,6 @@ def _inlined(schema: Any, definitions: Mapping[str, Any], inside: frozenset[str]
         elif key not in ("title", "$defs"):
             plain[key] = _inlined(value, definitions, inside)
     return plain
-
-
-def _explained(name: str, details: Any) -> str:
-    path = "".join(f"[{part!r}]" for part in details["loc"] if isinstance(part, int | str))
-    text = details["msg"].removeprefix("Value error, ")
-    return f"{name}{path}: {text[:1].lower()}{text[1:]} (got {details['input']!a:.{_MAX_SHOWN_CHARS}})"
 
 
 def _broken(name: str, rule: str, fix: str) -> ValueError:

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 from titanrl.base.plugins import Plugin, Plugins
-from titanrl.environments.child import LENGTH, Request, decoded
+from titanrl.environments.child import LENGTH, decoded
 from titanrl.environments.factories import KEY, load_factory, plugin_for
 from titanrl.environments.interface import (
     Done,
@@ -105,9 +105,10 @@ class Environments:
             ValueError: The environment cannot be loaded, or does not implement the interface.
         """
         self._pool = None if processes is None else EnvironmentPool(function, options, plugins, processes=processes)
-        self._make: Callable[[], Environment] = (
+        self.make: Callable[[], Environment] = (
             load_factory(function, options, plugins) if self._pool is None else self._pool.make
         )
+        """Return an environment for one episode."""
 
     async def start(self) -> None:
         """Start one process, if environments run in separate processes, to check that the environment can be loaded.
@@ -117,10 +118,6 @@ class Environments:
         """
         if self._pool is not None:
             await self._pool.start()
-
-    def make(self) -> Environment:
-        """Return an environment for one episode."""
-        return self._make()
 
     async def close(self) -> None:
         """Stop the processes that the environments share."""
@@ -207,7 +204,17 @@ class EnvironmentPool:
                 if not process.has_exited:
                     return process
                 process.kill()
-            return await self._start_process()
+            if self._is_closed:
+                raise EnvironmentDied(f"{KEY}: the pool of environment processes is closed")
+            process = _Process(self.processes.python, self.processes.log, on_exit=self._running.discard)
+            self._running.add(process)
+            path = [str(entry) for entry in sys.path] if self.processes.python is None else []
+            try:
+                await process.request("start", (self._function, self._options, path), self.processes.start_s)
+            except BaseException:  # including cancellation
+                process.kill()
+                raise
+            return process
         except BaseException:  # including cancellation
             self._slots.release()
             raise
@@ -219,19 +226,6 @@ class EnvironmentPool:
         else:
             process.kill()
         self._slots.release()
-
-    async def _start_process(self) -> "_Process":
-        if self._is_closed:
-            raise EnvironmentDied(f"{KEY}: the pool of environment processes is closed")
-        process = _Process(self.processes.python, self.processes.log, on_exit=self._running.discard)
-        self._running.add(process)
-        path = [str(entry) for entry in sys.path] if self.processes.python is None else []
-        try:
-            await process.request(("load", (self._function, self._options, path)), self.processes.start_s, "start")
-        except BaseException:  # including cancellation
-            process.kill()
-            raise
-        return process
 
 
 class ProcessEnvironment:
@@ -266,7 +260,7 @@ class ProcessEnvironment:
         """Judge an episode that a limit ended; None if the environment does not. Raise the same exceptions as `reset`."""
         assert self._process is not None, "judge_truncated must be called between reset and close"
         arguments = (None if message is None else dict(message), limit)
-        reply = await self._process.request(("judge_truncated", arguments), self._pool.processes.step_s, "judge_truncated")
+        reply = await self._process.request("judge_truncated", arguments, self._pool.processes.step_s)
         if reply == {"done": None}:
             return None
         done = self._decoded("judge_truncated", reply)
@@ -282,14 +276,14 @@ class ProcessEnvironment:
         is_clean = False
         try:
             if not process.has_exited:
-                await process.request(("close", ()), self._pool.processes.close_s, "close")
+                await process.request("close", (), self._pool.processes.close_s)
                 is_clean = True
         finally:
             self._pool.release(process, is_clean=is_clean)
 
     async def _request(self, name: str, arguments: tuple[Any, ...], limit_s: float) -> Observation | Done:
         assert self._process is not None, f"{name} must be called between reset and close"
-        return self._decoded(name, await self._process.request((name, arguments), limit_s, name))
+        return self._decoded(name, await self._process.request(name, arguments, limit_s))
 
     def _decoded(self, name: str, reply: Mapping[str, Any]) -> Observation | Done:
         try:
@@ -302,11 +296,29 @@ class _Process:
     """An environment process, and the parent's end of its socket."""
 
     def __init__(self, python: Path | str | None, log: Path | None, on_exit: "Callable[[_Process], None]") -> None:
-        """Start the process."""
-        self._log = log
+        """Start the process in a new session. The hash seed is fixed, so that equal seeds give equal episodes."""
+        self._log_hint = "" if log is None else f" (output: {log})"
+        variables = {"PYTHONHASHSEED": "0", **os.environ}
+        if python is not None:
+            variables = {name: value for name, value in variables.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+        package = Path(__file__).resolve().parents[1]
         ours, theirs = socket.socketpair()
-        with theirs:
-            self._child = _start(python, theirs.fileno(), log, lambda child: on_exit(self))
+        output = os.dup(2) if log is None else os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            self._child = Child(
+                [str(python or sys.executable), "-c", _BOOTSTRAP, str(package), str(theirs.fileno()), str(os.getpid())],
+                environment=variables,
+                descriptors=[theirs.fileno()],
+                stdout=output,
+                stderr=output,
+                on_exit=lambda child: on_exit(self),
+            )
+        except OSError as error:
+            ours.close()
+            raise EnvironmentFailure(f"{KEY}.python: cannot be started: {error.strerror} (got {str(python)!r})") from error
+        finally:
+            os.close(output)
+            theirs.close()
         self._channel = Channel(ours, _is_complete)
 
     @property
@@ -314,16 +326,16 @@ class _Process:
         """True if the process has exited or is about to, even if the event loop has not processed the event yet."""
         return self._channel.is_closed or self._child.has_exited
 
-    async def request(self, request: Request, limit_s: float, what: str) -> dict[str, Any]:
-        """Send a request and return the reply.
+    async def request(self, name: str, arguments: tuple[Any, ...], limit_s: float) -> dict[str, Any]:
+        """Call a method of the process and return its reply.
 
         The process is killed if the call is cancelled, or if there is no valid reply in time. It keeps running if the
         environment raises.
 
         Args:
-            request: Method and arguments.
+            name: Name of a method of `child._Host`.
+            arguments: Its arguments.
             limit_s: Time limit in seconds.
-            what: Name of the call, for error messages.
 
         Raises:
             EnvironmentTimeout: No reply arrived in time.
@@ -331,10 +343,10 @@ class _Process:
             EnvironmentFailure: The environment raised, the arguments cannot be pickled, or the reply is invalid.
         """
         try:
-            body = pickle.dumps(request, protocol=4)
+            body = pickle.dumps((name, arguments), protocol=4)
         except Exception as error:  # pickling runs user code
             cause = f"{type(error).__name__}: {error}"
-            raise EnvironmentFailure(f"{KEY}: the arguments of {what} cannot be sent to a process: {cause}") from error
+            raise EnvironmentFailure(f"{KEY}: the arguments of {name} cannot be sent to a process: {cause}") from error
         try:
             reply = await self._channel.request(LENGTH.pack(len(body)) + body, limit_s, LENGTH.size + _MAX_REPLY_BYTES)
         except BaseException:  # including cancellation: the process may be in the middle of a call
@@ -342,12 +354,32 @@ class _Process:
             raise
         if reply is None:
             self.kill()
-            raise EnvironmentTimeout(
-                f"{KEY}: {what} took longer than {limit_s:g} s, so its process was killed{self._log_hint()}"
-            )
+            raise EnvironmentTimeout(f"{KEY}: {name} took longer than {limit_s:g} s, so its process was killed{self._log_hint}")
         if not _is_complete(reply):
-            raise EnvironmentDied(f"{KEY}: its process died during {what} ({await self._exit_reason()}){self._log_hint()}")
-        return self._checked(reply, what)
+            await self.exited()
+            self.kill()  # in case it only closed its socket
+            reason = "it closed its connection"
+            if self._child.exited.done():
+                code = self._child.exited.result()
+                reason = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            raise EnvironmentDied(f"{KEY}: its process died during {name} ({reason}){self._log_hint}")
+        (length,) = LENGTH.unpack_from(reply)
+        if length > _MAX_REPLY_BYTES:
+            self.kill()
+            rule = f"the reply to {name} is longer than {_MAX_REPLY_BYTES >> 20} MiB"
+            raise EnvironmentFailure(f"{KEY}: {rule}, so its process was killed{self._log_hint}")
+        body = reply[LENGTH.size : LENGTH.size + length]
+        try:
+            parsed = json.loads(body)
+        except (ValueError, RecursionError):
+            parsed = None
+        if not isinstance(parsed, dict):
+            self.kill()
+            raise EnvironmentFailure(f"{KEY}: the reply to {name} is invalid (got {body!r:.80}), so its process was killed")
+        if "error" in parsed:
+            failure = InvalidReward if parsed.get("is_reward") is True else EnvironmentFailure
+            raise failure(f"{KEY}: {name} raised {str(parsed['error'])[:2000]}{self._log_hint}")
+        return parsed
 
     def kill(self) -> None:
         """Kill the process and its children."""
@@ -358,37 +390,6 @@ class _Process:
         """Wait until the process has exited."""
         await asyncio.wait([self._child.exited], timeout=_EXIT_DEADLINE_S)
 
-    def _checked(self, reply: bytes, what: str) -> dict[str, Any]:
-        (length,) = LENGTH.unpack_from(reply)
-        if length > _MAX_REPLY_BYTES:
-            self.kill()
-            rule = f"the reply to {what} is longer than {_MAX_REPLY_BYTES >> 20} MiB"
-            raise EnvironmentFailure(f"{KEY}: {rule}, so its process was killed{self._log_hint()}")
-        body = reply[LENGTH.size : LENGTH.size + length]
-        try:
-            parsed = json.loads(body)
-        except (ValueError, RecursionError):
-            parsed = None
-        if not isinstance(parsed, dict):
-            self.kill()
-            raise EnvironmentFailure(f"{KEY}: the reply to {what} is invalid (got {body!r:.80}), so its process was killed")
-        if "error" in parsed:
-            failure = InvalidReward if parsed.get("is_reward") is True else EnvironmentFailure
-            raise failure(f"{KEY}: {what} raised {str(parsed['error'])[:2000]}{self._log_hint()}")
-        return parsed
-
-    async def _exit_reason(self) -> str:
-        """Return the signal or exit code of the process."""
-        await self.exited()
-        self.kill()  # in case it only closed its socket
-        if not self._child.exited.done():
-            return "it closed its connection"
-        code = self._child.exited.result()
-        return signal.Signals(-code).name if code < 0 else f"exit code {code}"
-
-    def _log_hint(self) -> str:
-        return "" if self._log is None else f" (output: {self._log})"
-
 
 def _is_complete(received: bytes | bytearray) -> bool:
     """Return True for a complete reply, and for one that is too long according to its first bytes."""
@@ -396,19 +397,3 @@ def _is_complete(received: bytes | bytearray) -> bool:
         return False
     length: int = LENGTH.unpack_from(received)[0]
     return length > _MAX_REPLY_BYTES or len(received) >= LENGTH.size + length
-
-
-def _start(python: Path | str | None, channel: int, log: Path | None, on_exit: Callable[[Child], None]) -> Child:
-    """Start a process in a new session. The hash seed is fixed, so that equal seeds give equal episodes."""
-    environment = {"PYTHONHASHSEED": "0", **os.environ}
-    if python is not None:
-        environment = {name: value for name, value in environment.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-    package = Path(__file__).resolve().parents[1]
-    arguments = [str(python or sys.executable), "-c", _BOOTSTRAP, str(package), str(channel), str(os.getpid())]
-    output = os.dup(2) if log is None else os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
-        return Child(arguments, environment=environment, descriptors=[channel], stdout=output, stderr=output, on_exit=on_exit)
-    except OSError as error:
-        raise EnvironmentFailure(f"{KEY}.python: cannot be started: {error.strerror} (got {str(python)!r})") from error
-    finally:
-        os.close(output)

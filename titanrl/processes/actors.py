@@ -35,29 +35,14 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TextIO, TypeVar
 
 import monarch.actor
-from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
-from monarch.actor import Actor, ActorError, Channel, current_rank
+from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError as SupervisionError
+from monarch.actor import Actor as Actor
+from monarch.actor import ActorError as ActorError
+from monarch.actor import Channel
+from monarch.actor import current_rank as current_rank
 
 from titanrl.base.errors import TitanRLError
 from titanrl.base.loading import loading
-
-__all__ = [
-    "Actor",
-    "ActorError",
-    "RemoteError",
-    "ReplyPort",
-    "StoppedError",
-    "SupervisionError",
-    "ask_actor",
-    "ask_ranks",
-    "cause_of",
-    "concurrent_endpoint",
-    "current_rank",
-    "endpoint",
-    "open_replies",
-    "resolve",
-    "set_up_process",
-]
 
 _log_file: Path | None = None  # of this process; None in the controller
 

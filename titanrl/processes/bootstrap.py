@@ -18,7 +18,6 @@ import socket
 import struct
 import sys
 from dataclasses import asdict, dataclass
-from typing import NoReturn
 
 from titanrl.base.ownership import is_own_peer
 from titanrl.processes.confine import allow_tracing, end_with_parent
@@ -68,7 +67,7 @@ def run(name: str, announcements: str) -> None:
 
 
 def stand_in(template: str, controller: int) -> None:
-    """Request a fork from a template, and exit with the fork's status. Return if the template makes none in time.
+    """Request a fork from a template, and exit with the fork's status or die by the same signal. Return if there is no fork.
 
     A fork runs only once this process has confirmed it, so that a late fork does not run beside this process.
     """
@@ -79,7 +78,10 @@ def stand_in(template: str, controller: int) -> None:
             if not is_own_peer(connection):
                 print(f"{template}: another user listens there, so this process imports its packages itself", file=sys.stderr)
                 return
-            send_order(connection, Order(environment=dict(os.environ), folder=os.getcwd(), controller=controller))
+            order = Order(environment=dict(os.environ), folder=os.getcwd(), controller=controller)
+            data = os.fsencode(json.dumps(asdict(order), ensure_ascii=False))
+            socket.send_fds(connection, [_NUMBER.pack(len(data))], _STREAMS)
+            connection.sendall(data)
             fork = receive_number(connection)
             if fork is None:
                 return
@@ -91,15 +93,7 @@ def stand_in(template: str, controller: int) -> None:
         except OSError:
             return
         connection.settimeout(None)
-        end_as(receive_number(connection))
-
-
-def end_as(status: int | None) -> NoReturn:
-    """Exit with the status of another process, or die by the same signal.
-
-    Args:
-        status: wait status of the other process; None if it was killed with its template.
-    """
+        status = receive_number(connection)  # None if the fork was killed with its template
     if status is not None and os.WIFEXITED(status):
         os._exit(os.WEXITSTATUS(status))
     number = signal.SIGKILL if status is None else os.WTERMSIG(status)
@@ -114,7 +108,7 @@ def end_as(status: int | None) -> NoReturn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """Properties that a fork takes over from its stand-in."""
+    """Properties that a fork takes over from its stand-in, in addition to the standard streams."""
 
     environment: dict[str, str]
     """All environment variables."""
@@ -122,13 +116,6 @@ class Order:
     """Working directory."""
     controller: int
     """Id of the controller's process, which may inspect the fork."""
-
-
-def send_order(connection: socket.socket, order: Order) -> None:
-    """Send an order, with the standard streams of this process."""
-    data = os.fsencode(json.dumps(asdict(order), ensure_ascii=False))
-    socket.send_fds(connection, [_NUMBER.pack(len(data))], _STREAMS)
-    connection.sendall(data)
 
 
 def receive_order(connection: socket.socket) -> tuple[Order, list[int]]:

@@ -14,8 +14,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from titanrl.base.ownership import ALLOW, claim_folder, flaw, is_only_user
+from titanrl.base.ownership import ALLOW, claim_folder, flaw, is_only_user, is_private
 from titanrl.config.errors import BrokenRule, ConfigError
+from titanrl.processes.templates import SHARED
 from titanrl.processes.temporary import TemporaryFolder
 
 logger = logging.getLogger(__name__)
@@ -46,8 +47,6 @@ CACHES: Mapping[str, str] = {
 """
 _BASES = {"HF_HOME": "{XDG_CACHE_HOME}/huggingface", "TRITON_HOME": "{HOME}"}
 
-_replacements: list[TemporaryFolder] = []
-
 
 def secure() -> None:
     """Make this process and those that inherit its environment use only caches that no other user can write.
@@ -64,14 +63,15 @@ def secure() -> None:
         return
     if broken := list(broken_rules()):
         raise ConfigError(*map(str, broken))  # environment variables have no line in the configuration
-    replaced = []
+    replaced, folder = list[str](), None
     for name in CACHES:
         path = _default(name)
         if os.environ.get(name) or path is None:
             continue
         if found := _flaw(path):
-            own = _replacement() / name.lower()
-            own.mkdir(mode=0o700, exist_ok=True)
+            folder = folder or TemporaryFolder()
+            own = folder.path / name.lower()
+            own.mkdir(mode=0o700)
             os.environ[name] = str(own)
             replaced.append(f"{name}: {found}")
         elif name == INDUCTOR:  # its default would follow TMPDIR, which is another folder in each run
@@ -98,6 +98,17 @@ def broken_rules() -> Iterator[BrokenRule]:
             yield BrokenRule({name: value}, rule, f"unset {name}, or set it to a folder of yours{fix}")
 
 
+def broken_by_templates() -> Iterator[BrokenRule]:
+    """Check that no other user has created the folder of the shared templates, for example after they ended.
+
+    Templates receive the environment of a run, with its keys, and its output.
+    """
+    folder = os.environ.get(SHARED)
+    if folder and os.path.lexists(folder) and not is_private(Path(folder)):
+        rule = "must be a folder of mode 0700 that belongs to you, and no link, because templates in it receive your keys"
+        yield BrokenRule({SHARED: folder}, rule, "unset the variable, or start `titanrl warm` and export what it prints")
+
+
 def folder_of(name: str) -> Path | None:
     """Return the folder of a cache in this environment; None if it is neither set nor has a default."""
     value = os.environ.get(name)
@@ -116,30 +127,20 @@ def _default(name: str) -> Path | None:
 
 
 def _expanded(text: str) -> str:
-    return re.sub(r"\{(\w+)\}", lambda match: _value(match[1]), text)
+    """Return the text with the values of the variables that it names."""
 
+    def value(match: re.Match[str]) -> str:
+        match name := match[1]:
+            case "HOME":
+                return os.path.expanduser("~")
+            case "TMPDIR":
+                return tempfile.gettempdir()
+            case "USER":  # as torch names its cache
+                try:
+                    user = getpass.getuser()
+                except (KeyError, OSError):  # the user id has no name, as in some containers
+                    user = f"uid_{os.getuid()}"
+                return re.sub(r'[\\/:*?"<>|]', "_", user)
+        return os.path.expanduser(os.environ.get(name) or _expanded({**CACHES, **_BASES}[name]))
 
-def _value(name: str) -> str:
-    match name:
-        case "HOME":
-            return os.path.expanduser("~")
-        case "TMPDIR":
-            return tempfile.gettempdir()
-        case "USER":
-            return re.sub(r'[\\/:*?"<>|]', "_", _user())
-    return os.path.expanduser(os.environ.get(name) or _expanded({**CACHES, **_BASES}[name]))
-
-
-def _user() -> str:
-    """Return the name that torch uses for its cache."""
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # the user id has no name, as in some containers
-        return f"uid_{os.getuid()}"
-
-
-def _replacement() -> Path:
-    """Return the folder of the caches that replace unsafe ones."""
-    if not _replacements:
-        _replacements.append(TemporaryFolder())
-    return _replacements[0].path
+    return re.sub(r"\{(\w+)\}", value, text)

@@ -186,18 +186,15 @@ class Respawns:
 
     def __init__(self, config: FaultsConfig, now: Callable[[], float] = time.monotonic) -> None:
         """Start without replacements; `now` is a clock in seconds."""
-        self._limit, self._window_s, self._now = config.max_respawns, config.respawn_window_s, now
+        self.limit = config.max_respawns
+        """Number of replacements allowed within the window."""
+        self._window_s, self._now = config.respawn_window_s, now
         self._last: deque[tuple[float, str]] = deque()
 
     @property
     def num_recent(self) -> int:
         """Number of replacements in the window that ends with the most recent one, which is included."""
         return len(self._last)
-
-    @property
-    def limit(self) -> int:
-        """Number of replacements allowed within the window."""
-        return self._limit
 
     def add(self, part: str, cause: str) -> None:
         """Count a replacement that is about to start.
@@ -212,16 +209,13 @@ class Respawns:
         now = self._now()
         while self._last and self._last[0][0] <= now - self._window_s:
             self._last.popleft()
-        if len(self._last) >= self._limit:
-            raise RespawnLimitError(self._text(part, cause))
+        if not self.limit:
+            raise RespawnLimitError(cause)
+        if len(self._last) >= self.limit:
+            parts = [earlier for _, earlier in self._last]
+            counts = ", ".join(f"{name} {parts.count(name)} times" for name in dict.fromkeys(parts))
+            raise RespawnLimitError(
+                f"faults.max_respawns: {part} ended after {len(parts)} replacements within {self._window_s:g} s ({counts}; got "
+                f"{self.limit}). Last cause: {cause}"
+            )
         self._last.append((now, part))
-
-    def _text(self, part: str, cause: str) -> str:
-        if not self._limit:
-            return cause
-        parts = [earlier for _, earlier in self._last]
-        counts = ", ".join(f"{name} {parts.count(name)} times" for name in dict.fromkeys(parts))
-        return (
-            f"faults.max_respawns: {part} ended after {len(parts)} replacements within {self._window_s:g} s ({counts}; got "
-            f"{self._limit}). Last cause: {cause}"
-        )

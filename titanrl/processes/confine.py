@@ -100,7 +100,8 @@ def missing_features() -> list[str]:
     if landlock_abi() < 1:
         missing.append("Landlock (Linux 5.13 or newer with `landlock` among the `lsm=` boot options; in a container, a seccomp "
                        "profile that allows the landlock_* calls)")  # fmt: skip
-    if not _has_seccomp_filters():
+    action = struct.pack("I", _RET_EPERM & 0xFFFF0000)
+    if _syscall(_MACHINES[platform.machine()].seccomp, _SECCOMP_GET_ACTION_AVAIL, 0, action) != 0:
         missing.append("seccomp filters (a kernel with CONFIG_SECCOMP_FILTER; in a container, a profile that allows seccomp)")
     return missing
 
@@ -246,11 +247,6 @@ def _make_filter(machine: _Machine) -> bytes:
         (result, 0, 0, _RET_EPERM),
     ]  # fmt: skip
     return b"".join(struct.pack("HBBI", *instruction) for instruction in program)
-
-
-def _has_seccomp_filters() -> bool:
-    action = struct.pack("I", _RET_EPERM & 0xFFFF0000)
-    return _syscall(_MACHINES[platform.machine()].seccomp, _SECCOMP_GET_ACTION_AVAIL, 0, action) == 0
 
 
 def _prctl(option: int, *arguments: int | bytes) -> int:

@@ -17,6 +17,7 @@ import socket
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -39,47 +40,7 @@ class OpenSocketsError(TitanRLError):
     """Other users of this machine could connect to the run's processes, and thus execute code as this user."""
 
 
-class PrivateSockets:
-    """Replacement of `bind` for one library: abstract names of Unix sockets become files in a folder of mode 0700."""
-
-    def __init__(self, folder: Path) -> None:
-        """Create the replacement without installing it.
-
-        Args:
-            folder: Folder of the socket files.
-        """
-        self._folder = folder
-        self._numbers = itertools.count()
-        self._callback = _BIND(self._bind)  # must stay alive until the process exits, because the library calls it
-
-    def install(self, library: Path) -> None:
-        """Patch a loaded library so that it calls the replacement.
-
-        Raises:
-            OpenSocketsError: The library is not loaded, or does not import `bind` in a known way.
-        """
-        offsets = import_slots(library, "bind")
-        if not offsets:
-            raise OpenSocketsError(f"{library.name} does not import the function bind")
-        maps = memory_maps()
-        base = next((start for start, _, _, path in maps if path == str(library.resolve())), None)
-        if base is None:
-            raise OpenSocketsError(f"{library.name} is not loaded")
-        for slot in (base + offset for offset in offsets):
-            page = slot & -mmap.PAGESIZE
-            protection = next(protection for start, end, protection, _ in maps if start <= slot < end)
-            _protect(page, mmap.PROT_READ | mmap.PROT_WRITE)
-            ctypes.c_void_p.from_address(slot).value = ctypes.cast(self._callback, ctypes.c_void_p).value
-            _protect(page, protection)
-
-    def _bind(self, descriptor: int, address: int, length: int) -> int:
-        raw = ctypes.string_at(address, length)
-        if length > 2 and raw[2] == 0 and struct.unpack_from("=H", raw) == (socket.AF_UNIX,):
-            raw = struct.pack("=H", socket.AF_UNIX) + os.fsencode(self._folder / f"{os.getpid()}-{next(self._numbers)}") + b"\0"
-        return int(_LIBC.bind(descriptor, raw, len(raw)))
-
-
-_installed: list[tuple[PrivateSockets, TemporaryFolder]] = []
+_installed: "list[tuple[ctypes._FuncPointer, TemporaryFolder]]" = []
 
 
 @contextmanager
@@ -87,13 +48,19 @@ def private_sockets() -> Iterator[Path]:
     """Replace Monarch's abstract sockets with private files. Start this process's Monarch host in the body.
 
     Yields:
-        The folder of the sockets, which is deleted when the process exits.
+        The folder of the sockets, which has mode 0700 and is deleted when the process exits.
 
     Raises:
         OpenSocketsError: Other users can connect to Monarch's sockets, and TITANRL_ALLOW_OPEN_SOCKETS does not permit that.
     """
     if not _installed:
-        _install()
+        folder = private_folder()
+        replacement = _BIND(partial(_bind_in, folder.path, itertools.count()))
+        try:
+            _replace_bind(Path(_rust_bindings.__file__), replacement)
+        except OpenSocketsError as error:
+            _refuse(str(error))
+        _installed.append((replacement, folder))  # until the process exits, because the library calls it
     path = _installed[0][1].path
     before = os.environ.get("XDG_RUNTIME_DIR")
     os.environ["XDG_RUNTIME_DIR"] = str(path)  # where Monarch creates the folder of its other sockets, which are files
@@ -107,15 +74,33 @@ def private_sockets() -> Iterator[Path]:
         _refuse(f"the socket {names[0]} has no file")
 
 
-def _install() -> None:
-    """Install the replacement; it and its folder stay until the process exits."""
-    folder = private_folder()
-    sockets = PrivateSockets(folder.path)
-    try:
-        sockets.install(Path(_rust_bindings.__file__))
-    except OpenSocketsError as error:
-        _refuse(str(error))
-    _installed.append((sockets, folder))
+def _bind_in(folder: Path, numbers: Iterator[int], descriptor: int, address: int, length: int) -> int:
+    """Bind a socket; if its name is abstract, bind it to a new file in the folder instead."""
+    raw = ctypes.string_at(address, length)
+    if length > 2 and raw[2] == 0 and struct.unpack_from("=H", raw) == (socket.AF_UNIX,):
+        raw = struct.pack("=H", socket.AF_UNIX) + os.fsencode(folder / f"{os.getpid()}-{next(numbers)}") + b"\0"
+    return int(_LIBC.bind(descriptor, raw, len(raw)))
+
+
+def _replace_bind(library: Path, replacement: "ctypes._FuncPointer") -> None:
+    """Patch a loaded library so that it calls the replacement instead of the function `bind`.
+
+    Raises:
+        OpenSocketsError: The library is not loaded, or does not import `bind` in a known way.
+    """
+    offsets = import_slots(library, "bind")
+    if not offsets:
+        raise OpenSocketsError(f"{library.name} does not import the function bind")
+    maps = memory_maps()
+    base = next((start for start, _, _, path in maps if path == str(library.resolve())), None)
+    if base is None:
+        raise OpenSocketsError(f"{library.name} is not loaded")
+    for slot in (base + offset for offset in offsets):
+        page = slot & -mmap.PAGESIZE
+        protection = next(protection for start, end, protection, _ in maps if start <= slot < end)
+        _protect(page, mmap.PROT_READ | mmap.PROT_WRITE)
+        ctypes.c_void_p.from_address(slot).value = ctypes.cast(replacement, ctypes.c_void_p).value
+        _protect(page, protection)
 
 
 def abstract_listeners() -> list[str]:

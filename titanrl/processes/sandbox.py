@@ -1,6 +1,7 @@
-"""Client of the sandbox: starts the zygote, and talks over sockets to it and to the scoring processes that it forks."""
+"""Client of the sandbox: pools of confined processes for rewards and for code snippets, forked by a zygote."""
 
 import asyncio
+import json
 import logging
 import math
 import os
@@ -12,15 +13,16 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
 
 from titanrl.base.errors import TitanRLError
 from titanrl.carriers.scores import ProcessFailure, RewardSpec
 from titanrl.config.sections import FaultsConfig, SandboxConfig
 from titanrl.processes.children import Channel, Child, Respawns
-from titanrl.processes.confine import SandboxUnavailable
+from titanrl.processes.confine import SandboxUnavailable, missing_features
 from titanrl.processes.machine import process_state
-from titanrl.processes.zygote import COUNT, END, READY, ZygoteConfig
+from titanrl.processes.zygote import COUNT, END, READY, STARTED, Request, ZygoteConfig
 
 FORK_DEADLINE_S = 60.0
 """Maximum wait for a scoring process to become ready, in seconds."""
@@ -32,10 +34,13 @@ _STOP_DEADLINE_S = 5.0
 _MAX_FIRST_BYTES = 1 << 16
 _MAX_FAILED_STARTS = 10
 _STDERR_TAIL_BYTES = 2000
+_INHERITED = {"PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "PYTHONDONTWRITEBYTECODE",
+              "PYTHONPYCACHEPREFIX"}  # fmt: skip
 logger = logging.getLogger(__name__)
 
-_INHERITED = {"PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH"}
-_PYCACHE = {"PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX"}
+MAX_CODE_CHARS = 100_000
+"""Maximum length of a snippet."""
+_JSON_BYTES_PER_CHAR = 12  # a character outside the basic plane is written as two escapes of six characters
 
 
 class SandboxDied(TitanRLError):
@@ -43,7 +48,7 @@ class SandboxDied(TitanRLError):
 
 
 class ZygoteDied(SandboxDied):
-    """Raised if the zygote was killed or stopped. `Zygotes` starts another one."""
+    """Raised if the zygote was killed or stopped. Its pool starts another one."""
 
 
 class ScoringProcess(Channel):
@@ -100,8 +105,29 @@ class ZygoteClient:
         self._ready: asyncio.Queue[ScoringProcess | None] = asyncio.Queue()
         self._stderr = os.memfd_create("zygote-stderr")
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self._child = _start_zygote(theirs.fileno(), self._stderr, specs, config, self._on_exit)
+        settings = ZygoteConfig(
+            rewards=tuple(specs),
+            memory_bytes=config.memory_bytes,
+            # A second line of defense: the wall-clock limit is reached first.
+            cpu_s=(math.ceil(config.timeout_s) + 1) * config.groups_per_process,
+            groups_per_process=config.groups_per_process,
+        )
+        inherited = {name: value for name, value in os.environ.items() if name in _INHERITED}  # without secrets
+        path = os.pathsep.join(map(os.path.abspath, sys.path))
+        with theirs, open(os.memfd_create("zygote-config"), "w+b") as stream:
+            pickle.dump(settings, stream)
+            stream.seek(0)
+            control_fd, config_fd = theirs.fileno(), stream.fileno()
+            script = f"from titanrl.processes.zygote import main; main({control_fd}, {os.getpid()}, {config_fd})"
+            self._child = Child(
+                [sys.executable, "-P", "-c", script],
+                # The hash seed is fixed because reasoning-gym's word_ladder depends on it.
+                environment={**inherited, "PYTHONPATH": path, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"},
+                descriptors=[control_fd, config_fd],
+                stdout=subprocess.DEVNULL,
+                stderr=self._stderr,
+                on_exit=self._on_exit,
+            )
         self._control.setblocking(False)
         self._loop.add_reader(self._control, self._on_control)
 
@@ -289,34 +315,114 @@ def log_respawn(cause: str, seconds: float) -> None:
     logger.warning("%s; replaced after %.1f s", cause, seconds)
 
 
-class Zygotes:
-    """The zygote of a pool. When it dies, another one replaces it, and unanswered requests are sent again."""
+class SandboxPool:
+    """Confined processes that answer requests. When their zygote dies, another one replaces it, and requests are sent again.
 
-    def __init__(self, specs: Sequence[RewardSpec], config: SandboxConfig, faults: FaultsConfig, on_respawn: OnRespawn) -> None:
-        """Start nothing yet.
+    The pool belongs to the event loop that starts it, in any thread. Its processes are killed when that thread exits.
+    """
+
+    name: str
+    """Name of the pool, for error messages."""
+    reason: str
+    """Start of the message for a machine that cannot confine a process."""
+
+    def __init__(
+        self,
+        specs: Sequence[RewardSpec],
+        config: SandboxConfig,
+        faults: FaultsConfig | None = None,
+        on_respawn: OnRespawn = log_respawn,
+    ) -> None:
+        """Keep the settings; `start` starts the processes.
 
         Args:
             specs: Rewards.
-            config: Limits of the scoring processes.
-            faults: Limit on replacements.
+            config: Limits of the confined processes, and their number.
+            faults: Limit on replacements of the zygote.
             on_respawn: Called after each replacement.
         """
         self._specs, self._config, self._on_respawn = specs, config, on_respawn
-        self._respawns = Respawns(faults)
-        self._replacing = asyncio.Lock()
+        self._faults = faults or FaultsConfig()
         self._zygote: ZygoteClient | None = None
-        self._is_closed = False
-        self.flags = b""
-        """For each reward, the sum of its `GROUP`, `TOKENS` and `RAW`. Set by `start`."""
+        self._is_closed = True
+        self._flags = b""  # for each reward, the sum of its `GROUP`, `TOKENS` and `RAW`
 
     async def start(self) -> None:
-        """Start the zygote and wait until it has loaded the rewards.
+        """Load the rewards, and start the processes.
 
         Raises:
-            ValueError: A reward cannot be loaded.
+            SandboxUnavailable: This machine cannot confine a process.
+            ValueError: A reward or module cannot be loaded.
             SandboxDied: Loading took too long, or the pool was closed.
             RespawnLimitError: The zygote was killed too often.
         """
+        assert self._is_closed, "the pool has already been started"
+        if missing := missing_features():
+            raise SandboxUnavailable(
+                f"{self.reason} only in confined processes, and this machine lacks {'; and '.join(missing)}. "
+                "Use a machine that has it: there is no unconfined mode."
+            )
+        self._is_closed, self._respawns, self._replacing = False, Respawns(self._faults), asyncio.Lock()
+        try:
+            await self._load()
+            await self._check()
+        except BaseException:  # including cancellation
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """Kill all processes and wait until they have exited. Pending requests raise `SandboxDied`.
+
+        The pool can be started again.
+        """
+        if not self._is_closed:
+            self._is_closed = True
+            await self._end()
+            async with self._replacing:  # it fails soon, because its zygote was stopped
+                await self._end()
+
+    async def _check(self) -> None:
+        """Check that the processes work; `start` fails if this raises."""
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise SandboxDied(f"the {self.name} is closed or was never started")
+
+    async def _request(
+        self, request: Request, timeout_s: float, max_bytes: int, parse: Callable[[bytes], Awaitable[T | None]]
+    ) -> T | ProcessFailure:
+        """Send a request to a confined process, and return the parsed reply, or the reason why there is none.
+
+        Args:
+            request: Request.
+            timeout_s: Time limit in seconds.
+            max_bytes: Longest valid reply.
+            parse: Parses a reply; returns None for an invalid one.
+
+        Raises:
+            SandboxDied: The pool was closed, or no process can be confined.
+            RespawnLimitError: The zygote died too often.
+        """
+        pickled = pickle.dumps(request)
+        while True:
+            async with self._replacing:  # wait for a replacement
+                zygote = self._zygote
+            if zygote is None:
+                raise SandboxDied("the sandbox is closed or was never started")
+            try:
+                reply = await zygote.request(pickled, timeout_s, max_bytes)
+                if reply is None:
+                    return "timeout"
+                parsed = await parse(reply)
+                if parsed is not None:
+                    return parsed
+                await zygote.check()
+                return "crash"
+            except ZygoteDied as error:
+                await self._replace(zygote, str(error))
+
+    async def _load(self) -> None:
+        """Start a zygote and wait until it has loaded the rewards; try again if it is killed."""
         is_loaded = False
         while not is_loaded:
             if self._is_closed:
@@ -330,51 +436,7 @@ class Zygotes:
             finally:
                 if not is_loaded:
                     await self._end()
-        self.flags = zygote.flags
-
-    async def request(
-        self, request: bytes, timeout_s: float, max_bytes: int, parse: Callable[[bytes], Awaitable[T | None]]
-    ) -> T | ProcessFailure:
-        """Send a pickled request to a scoring process, and return the parsed reply, or the reason why there is none.
-
-        Args:
-            request: Pickled request.
-            timeout_s: Time limit in seconds.
-            max_bytes: Longest valid reply.
-            parse: Parses a reply; returns None for an invalid one.
-
-        Raises:
-            SandboxDied: The pool was closed, or no process can be confined.
-            RespawnLimitError: The zygote died too often.
-        """
-        while True:
-            async with self._replacing:  # wait for a replacement
-                zygote = self._zygote
-            if zygote is None:
-                raise SandboxDied("the sandbox is closed or was never started")
-            try:
-                reply = await zygote.request(request, timeout_s, max_bytes)
-                if reply is None:
-                    return "timeout"
-                parsed = await parse(reply)
-                if parsed is not None:
-                    return parsed
-                await zygote.check()
-                return "crash"
-            except ZygoteDied as error:
-                await self._replace(zygote, str(error))
-
-    async def stop(self) -> None:
-        """Stop the zygote and its scoring processes. Pending requests raise `SandboxDied`."""
-        self._is_closed = True
-        await self._end()
-        async with self._replacing:  # it fails soon, because its zygote was stopped
-            await self._end()
-
-    async def _end(self) -> None:
-        zygote, self._zygote = self._zygote, None
-        if zygote is not None:
-            await zygote.stop()
+        self._flags = zygote.flags
 
     async def _replace(self, dead: ZygoteClient, cause: str) -> None:
         """Replace a dead zygote, unless another request has done so."""
@@ -384,35 +446,75 @@ class Zygotes:
             started = time.perf_counter()
             await self._end()
             self._respawns.add("the sandbox", cause)
-            await self.start()
+            await self._load()
             self._on_respawn(cause, time.perf_counter() - started)
 
+    async def _end(self) -> None:
+        zygote, self._zygote = self._zygote, None
+        if zygote is not None:
+            await zygote.stop()
 
-def _start_zygote(
-    control_fd: int, stderr: int, specs: Sequence[RewardSpec], config: SandboxConfig, on_exit: Callable[[Child], None]
-) -> Child:
-    """Start the zygote: a Python process with the import path of this one, but without its secrets in the environment.
 
-    The hash seed is fixed because reasoning-gym's word_ladder depends on it.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnippetResult:
+    """The result of running a snippet.
+
+    Example: `SnippetResult(status="ok", output="6\\n")` for `print(2 * 3)` and for `2 * 3`
     """
-    inherited = {name: value for name, value in os.environ.items() if name in _INHERITED | _PYCACHE}
-    path = os.pathsep.join(map(os.path.abspath, sys.path))
-    settings = ZygoteConfig(
-        rewards=tuple(specs),
-        memory_bytes=config.memory_bytes,
-        # A second line of defense: the wall-clock limit is reached first.
-        cpu_s=(math.ceil(config.timeout_s) + 1) * config.groups_per_process,
-        groups_per_process=config.groups_per_process,
-    )
-    with open(os.memfd_create("zygote-config"), "w+b") as stream:
-        pickle.dump(settings, stream)
-        stream.seek(0)
-        script = f"from titanrl.processes.zygote import main; main({control_fd}, {os.getpid()}, {stream.fileno()})"
-        return Child(
-            [sys.executable, "-P", "-c", script],
-            environment={**inherited, "PYTHONPATH": path, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"},
-            descriptors=[control_fd, stream.fileno()],
-            stdout=subprocess.DEVNULL,
-            stderr=stderr,
-            on_exit=on_exit,
+
+    status: Literal["ok", "error", "timeout", "crash"]
+    """`error`: the code raised; `timeout`: it took too long; `crash`: its process died, for example out of memory."""
+    output: str = ""
+    """Printed text, followed by the value of the last statement if it is an expression. The model controls this text."""
+    error: str = ""
+    """Traceback; empty unless the status is `error`."""
+
+
+class SnippetPool(SandboxPool):
+    """Runs code snippets that a model wrote, each in a confined process, which is killed afterwards."""
+
+    name, reason = "snippet pool", "model-written code runs"
+
+    def __init__(self, config: SandboxConfig, modules: Sequence[str] = ()) -> None:
+        """Keep the settings; `start` starts the processes.
+
+        Args:
+            config: Limits per snippet, and the number of processes.
+            modules: Modules to import in advance, so that importing them in a snippet costs nothing.
+        """
+        factory = "titanrl.processes.zygote:snippet_runner"
+        super().__init__(
+            [RewardSpec(name="python", factory=factory, kwargs={"modules": tuple(modules)}, returns_text=True)], config
         )
+
+    async def run(self, code: str, *, max_output_chars: int) -> SnippetResult:
+        """Run a snippet. Wait while `num_processes` others are running.
+
+        Args:
+            code: Python source.
+            max_output_chars: Maximum length of the output, and of the error. Longer output loses its end, longer errors their
+                start.
+
+        Raises:
+            SandboxDied: The pool is closed.
+            RespawnLimitError: The zygote died too often.
+        """
+        self._check_open()
+        limit = max_output_chars + 100  # with room for a note about dropped characters
+
+        async def parse(reply: bytes) -> SnippetResult | None:
+            """Parse a reply. It is untrusted, because the code may have written it."""
+            try:
+                parsed = json.loads(reply.removeprefix(STARTED).removesuffix(END))
+            except (ValueError, RecursionError):
+                return None
+            match parsed:
+                case {"text": {"output": str(output), "error": str(error)}}:
+                    return SnippetResult(status="error" if error else "ok", output=output[:limit], error=error[:limit])
+                case {"error": str(error)}:  # an exception that the runner could not catch
+                    return SnippetResult(status="error", error=error[:limit])
+            return None
+
+        request: Request = (0, {"max_output_chars": max_output_chars}, (code,), (0,), ("stop",), (), ())
+        result = await self._request(request, self._config.timeout_s, 2 * _JSON_BYTES_PER_CHAR * limit, parse)
+        return SnippetResult(status=result) if isinstance(result, str) else result

@@ -3,7 +3,7 @@
 Most of a generator's startup time is spent importing vLLM. With a template, only the first process of a role waits for the
 imports. Later processes start with all packages imported, in shared memory: further workers and ranks, replacements of dead
 replicas, and all processes after a restart of the run. A template only forks if it has a single thread. It neither opens a
-device nor starts Monarch; its forks do.
+device nor starts Monarch; its forks do. This module must therefore not import Monarch.
 
 The runs of a machine may share the templates of `titanrl warm`. Each of these has a socket in a folder, named by a digest of
 everything that its imports depend on. A run whose environment variable SHARED names the folder uses the templates with the
@@ -13,17 +13,26 @@ right digests, and starts its own for the other roles.
 import asyncio
 import contextlib
 import hashlib
+import logging
 import os
 import pickle
+import select
+import signal
 import socket
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from titanrl.base.ownership import is_private
-from titanrl.config.errors import BrokenRule
+from titanrl.base.loading import loading
+from titanrl.base.ownership import is_own_peer, is_private
+from titanrl.base.terminal import ENDING
+from titanrl.processes import bootstrap
+from titanrl.processes.bootstrap import Order, is_confirmed, receive_order, send_number
+from titanrl.processes.confine import allow_tracing, end_with_parent
 from titanrl.processes.machine import process_state
 from titanrl.processes.temporary import private_folder
 
@@ -39,7 +48,10 @@ _NOT_READ = {
     *("PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER"),  # of a test
 }
 """Environment variables that no import reads."""
-_PROGRAM = "import sys; from titanrl.processes.forker import main; main(*map(int, sys.argv[1:]))"
+_PROGRAM = "import sys; from titanrl.processes.templates import main; main(*map(int, sys.argv[1:]))"
+_ORDER_S = 10.0
+"""Limit in seconds for a connected process to send its order, which it does immediately."""
+logger = logging.getLogger(__name__)
 
 
 class Template:
@@ -91,11 +103,6 @@ class Template:
         return self._imported.done() and not self._imported.cancelled() and bool(self._imported.result())
 
     @property
-    def can_fork(self) -> bool:
-        """True once the packages are imported, while the template is neither dead nor stopped by a signal."""
-        return self.has_forked and process_state(self.pid) not in ("", "Z", "T")
-
-    @property
     def was_killed(self) -> bool:
         """True if a signal ended the template."""
         return (self._process.poll() or 0) < 0
@@ -106,9 +113,9 @@ class Template:
         return self._process.poll() is not None
 
     async def is_ready(self) -> bool:
-        """Wait for the imports; return False if the template cannot fork."""
+        """Wait for the imports; return False if they failed, or the template is dead or stopped by a signal."""
         await asyncio.wait({self._imported})  # `close` may cancel it during the wait
-        return self.can_fork
+        return self.has_forked and process_state(self.pid) not in ("", "Z", "T")
 
     def close(self) -> None:
         """Kill the template, and with it every running fork."""
@@ -128,21 +135,10 @@ def shared_template(environment: Mapping[str, str], load: Callable[[], None]) ->
         load: function that imports the packages.
     """
     folder = os.environ.get(SHARED)
-    if not folder or any(broken_by_templates()):
+    if not folder or not is_private(Path(folder)):
         return None
     path = Path(folder) / digest_of_imports(environment, load)
     return str(path) if path.is_socket() else None
-
-
-def broken_by_templates() -> Iterator[BrokenRule]:
-    """Check that no other user has created the folder of the shared templates, for example after they ended.
-
-    Templates receive the environment of a run, with its keys, and its output.
-    """
-    folder = os.environ.get(SHARED)
-    if folder and os.path.lexists(folder) and not is_private(Path(folder)):
-        rule = "must be a folder of mode 0700 that belongs to you, and no link, because templates in it receive your keys"
-        yield BrokenRule({SHARED: folder}, rule, "unset the variable, or start `titanrl warm` and export what it prints")
 
 
 def digest_of_imports(environment: Mapping[str, str], load: Callable[[], None]) -> str:
@@ -154,3 +150,126 @@ def digest_of_imports(environment: Mapping[str, str], load: Callable[[], None]) 
     place = (sys.executable, os.getcwd(), sorted(os.sched_getaffinity(0)))
     parts = (place, packages, sources, sorted(variables.items()), pickle.dumps(load))
     return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
+
+
+# The program of a template
+
+
+def main(listener_fd: int, state_fd: int, parent: int) -> None:
+    """Import the packages of a role, then fork for each process that connects, until the parent exits."""
+    end_with_parent(parent)
+    # A terminal or a job scheduler sends these to the whole process group; the controller decides.
+    for number in ENDING:
+        signal.signal(number, signal.SIG_IGN)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    listener = socket.socket(fileno=listener_fd)
+    with loading():
+        load: Callable[[], None] = pickle.load(sys.stdin.buffer)
+        load()
+    threads = os.listdir("/proc/self/task")
+    if len(threads) > 1:
+        logger.warning("template disabled: the imports started %d threads, which a fork would lack", len(threads) - 1)
+        return
+    with socket.socket(fileno=state_fd) as state:
+        state.send(b"+")
+    order = _Forker(listener).run()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # forwarded by the stand-in; a fork keeps ignoring the others
+    if "numpy" in sys.modules:  # unlike `random`, numpy does not reseed its generator after a fork
+        sys.modules["numpy"].random.seed()
+    os.environ.clear()
+    os.environ.update(order.environment)
+    tempfile.tempdir = None  # an import may have read the template's TMPDIR
+    allow_tracing(order.controller)
+    bootstrap.run(os.environ.pop(bootstrap.NAME), os.environ.pop(bootstrap.ANNOUNCEMENTS))
+
+
+@dataclass(frozen=True, slots=True)
+class _Fork:
+    """A fork, and the connection to its stand-in."""
+
+    pid: int
+    pidfd: int
+    connection: socket.socket
+
+
+class _Forker:
+    """Forks on request, kills a fork when its stand-in exits, and sends a fork's exit status to its stand-in."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._epoll = select.epoll()
+        self._epoll.register(listener, select.EPOLLIN)
+        self._forks: dict[int, _Fork] = {}  # by pidfd, and by the descriptor of the connection until the stand-in exits
+
+    def run(self) -> Order:
+        """Fork on request until the parent exits. Only forks return, each with its order."""
+        while True:
+            descriptor, _ = self._epoll.poll(maxevents=1)[0]  # one at a time: the next event may belong to the same fork
+            fork = self._forks.get(descriptor)
+            if fork is None:
+                order = self._accept()
+                if order is not None:
+                    return order
+            elif descriptor == fork.pidfd:
+                self._reap(fork)
+            else:  # the stand-in has exited, or runs itself
+                self._forget(descriptor)
+                signal.pidfd_send_signal(fork.pidfd, signal.SIGKILL)
+
+    def _accept(self) -> Order | None:
+        """Fork for the next process. Return its order in the fork, and None in the template."""
+        connection, _ = self._listener.accept()
+        if not is_own_peer(connection):
+            logger.warning("a process of another user connected, which was refused")
+            connection.close()
+            return None
+        connection.settimeout(_ORDER_S)
+        try:
+            order, streams = receive_order(connection)
+        except (OSError, ValueError) as error:
+            logger.warning("received no order from a process: %s", error)
+            connection.close()
+            return None
+        template = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            end_with_parent(template)
+            if not is_confirmed(connection):
+                os._exit(0)
+            self._leave(connection, streams)
+            os.chdir(order.folder)
+            return order
+        fork = _Fork(pid, os.pidfd_open(pid), connection)
+        for stream in streams:
+            os.close(stream)
+        self._forks |= {fork.pidfd: fork, connection.fileno(): fork}
+        self._epoll.register(fork.pidfd, select.EPOLLIN)
+        self._epoll.register(connection, select.EPOLLRDHUP)  # the fork reads the confirmation
+        send_number(connection, pid)
+        return None
+
+    def _reap(self, fork: _Fork) -> None:
+        """Collect a fork that has exited, and send its wait status to its stand-in."""
+        self._forget(fork.pidfd)
+        os.close(fork.pidfd)
+        _, status = os.waitpid(fork.pid, 0)
+        if fork.connection.fileno() in self._forks:
+            self._forget(fork.connection.fileno())
+        send_number(fork.connection, status)
+        fork.connection.close()
+
+    def _forget(self, descriptor: int) -> None:
+        self._epoll.unregister(descriptor)
+        del self._forks[descriptor]
+
+    def _leave(self, connection: socket.socket, streams: Sequence[int]) -> None:
+        """Close the template's descriptors in a fork, and replace its standard streams with the stand-in's."""
+        self._listener.close()
+        for fork in {fork.pid: fork for fork in self._forks.values()}.values():
+            os.close(fork.pidfd)
+            fork.connection.close()
+        self._epoll.close()
+        connection.close()
+        for number, stream in enumerate(streams):
+            os.dup2(stream, number)
+            os.close(stream)

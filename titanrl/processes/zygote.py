@@ -7,11 +7,16 @@ socket is closed, the zygote kills and reaps its processes.
 
 A scoring process confines itself and sends READY. For each group it reads a pickled `Request`, sends STARTED, and writes one
 line with the JSON result of each answer. It exits after `groups_per_process` groups.
+
+Every process inherits what this module imports, so it imports little besides the standard library.
 """
 
+import ast
 import gc
+import importlib
 import io
 import json
+import linecache
 import os
 import pickle
 import resource
@@ -20,6 +25,7 @@ import signal
 import socket
 import struct
 import sys
+import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -45,6 +51,8 @@ COUNT = struct.Struct("I")
 
 _MAX_DETAIL_CHARS = 200
 _MIN_HEADROOM_BYTES = 64 << 20
+_FILE = "<code>"
+_MAX_TRACEBACK_LINES = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,9 +81,12 @@ def main(control_fd: int, parent_pid: int, config_fd: int) -> None:
     control = socket.socket(fileno=control_fd)
     with open(config_fd, "rb") as stream:
         config: ZygoteConfig = pickle.load(stream)
-    rewards = [_load(spec) for spec in config.rewards]
+    rewards = [
+        _Loaded(spec, BoundReward(spec.name, import_object(spec.factory, key=f"data.rewards.{spec.name}")(**spec.kwargs)))
+        for spec in config.rewards
+    ]
     if any(spec.is_custom for spec in config.rewards):
-        _network.watch()
+        sys.addaudithook(_network.note)
     _check_memory(config.memory_bytes)
     confinement = Confinement(python_paths(), config.memory_bytes, config.cpu_s)
     gc.collect()
@@ -87,16 +98,10 @@ def main(control_fd: int, parent_pid: int, config_fd: int) -> None:
     _Forker(control, rewards, confinement, config.groups_per_process).run()
 
 
-def _load(spec: RewardSpec) -> "_Loaded":
-    function = import_object(spec.factory, key=f"data.rewards.{spec.name}")(**spec.kwargs)
-    return _Loaded(reward=BoundReward(spec.name, function), is_custom=spec.is_custom, returns_text=spec.returns_text)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Loaded:
+    spec: RewardSpec
     reward: BoundReward
-    is_custom: bool
-    returns_text: bool
 
 
 class _Forker:
@@ -119,7 +124,10 @@ class _Forker:
                 if key.fd in self._pids:
                     self._reap(key.fd)
                 elif not (request := self._control.recv(COUNT.size)):
-                    return self._end()
+                    for pidfd in list(self._pids):
+                        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                        self._reap(pidfd)
+                    return
                 else:
                     for _ in range(COUNT.unpack(request)[0]):
                         self._fork()
@@ -145,11 +153,6 @@ class _Forker:
         os.waitpid(self._pids.pop(pidfd), 0)
         self._selector.unregister(pidfd)
         os.close(pidfd)
-
-    def _end(self) -> None:
-        for pidfd in list(self._pids):
-            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-            self._reap(pidfd)
 
 
 def _serve(channel: int, rewards: Sequence[_Loaded], confinement: Confinement, num_groups: int) -> None:
@@ -193,7 +196,7 @@ def _serve(channel: int, rewards: Sequence[_Loaded], confinement: Confinement, n
 def _score(loaded: _Loaded, answers: Answers, index: int) -> dict[str, Any]:
     """Score one answer; if the reward raises, return the type and message of the exception."""
     reward = loaded.reward
-    if loaded.returns_text:
+    if loaded.spec.returns_text:
         return _attempt(loaded, lambda: {"text": reward.call_one(answers, index)})
     return _attempt(loaded, lambda: encoded_score(reward.parts(_awaited(reward.call_one(answers, index)))))
 
@@ -216,9 +219,9 @@ def _attempt(loaded: _Loaded, call: Callable[[], dict[str, Any]]) -> dict[str, A
         result = call()
     except BaseException as error:  # includes SystemExit: a reward may eval an answer that calls exit()
         text = f"{type(error).__name__}: {error}"[:_MAX_DETAIL_CHARS]
-        needs = _needs(loaded.reward, error) if loaded.is_custom else ""
+        needs = _needs(loaded.reward, error) if loaded.spec.is_custom else ""
         return {"error": f"{text} ({needs})" if needs else text}
-    if _network.was_tried and loaded.is_custom:  # the reward caught the exception, so its value would be wrong
+    if _network.was_tried and loaded.spec.is_custom:  # the reward caught the exception, so its value would be wrong
         return {"error": _needs(loaded.reward, None)}
     return result
 
@@ -244,11 +247,8 @@ class _Network:
         self.made_socket = False
         """True after an attempt to create a socket. Some libraries do this on import without needing the network."""
 
-    def watch(self) -> None:
-        """Start detecting attempts in this process and its forks."""
-        sys.addaudithook(self._note)
-
-    def _note(self, event: str, _: tuple[Any, ...]) -> None:
+    def note(self, event: str, _: tuple[Any, ...]) -> None:
+        """Note an audit event of this process."""
         if event in ("socket.getaddrinfo", "socket.gethostbyname", "socket.connect", "socket.sendto"):
             self.was_tried = True
         elif event == "socket.__new__":
@@ -288,3 +288,66 @@ def _check_memory(memory_bytes: int) -> None:
             f"sandbox.memory_bytes: too small for the loaded rewards, which map {used} bytes (got {memory_bytes}). "
             f"Set it to at least {used + _MIN_HEADROOM_BYTES}."
         )
+
+
+# Code snippets, instead of rewards
+
+
+def snippet_runner(modules: Sequence[str]) -> Callable[[str, Mapping[str, Any]], dict[str, str]]:
+    """Import `modules` and some standard ones, and return the function that runs a snippet in a confined process."""
+    for module in ("collections", "datetime", "decimal", "fractions", "functools", "itertools", "math", "random", "re",
+                   "statistics", "string", *modules):  # fmt: skip
+        importlib.import_module(module)
+
+    def run(code: str, entry: Mapping[str, Any]) -> dict[str, str]:
+        output = _Bounded(entry["max_output_chars"])
+        sys.stdout = sys.stderr = output
+        error = ""
+        try:
+            _execute(code)
+        except SystemExit:
+            pass
+        except BaseException as raised:  # the code may raise anything
+            frame = raised.__traceback__
+            while frame is not None and frame.tb_frame.f_code.co_filename != _FILE:  # a frame of this module
+                frame = frame.tb_next
+            lines = "".join(traceback.format_exception(type(raised), raised, frame)).splitlines()
+            error = "\n".join(lines[-_MAX_TRACEBACK_LINES:])
+        return {"output": output.text(), "error": error[-entry["max_output_chars"] :]}
+
+    return run
+
+
+def _execute(code: str) -> None:
+    """Execute code. If the last statement is an expression, print its value, as the interactive interpreter does."""
+    linecache.cache[_FILE] = (len(code), None, code.splitlines(keepends=True), _FILE)
+    tree = ast.parse(code, _FILE)
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    scope: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(tree, _FILE, "exec"), scope)
+    if isinstance(last, ast.Expr):
+        value = eval(compile(ast.Expression(last.value), _FILE, "eval"), scope)
+        if value is not None:
+            print(repr(value))
+
+
+class _Bounded(io.TextIOBase):
+    """A text stream that keeps at most `max_chars` characters and counts the rest."""
+
+    def __init__(self, max_chars: int) -> None:
+        self._parts: list[str] = []
+        self._room = max_chars
+        self._num_lost = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str, /) -> int:
+        kept = text[: self._room]
+        self._parts.append(kept)
+        self._room -= len(kept)
+        self._num_lost += len(text) - len(kept)
+        return len(text)
+
+    def text(self) -> str:
+        return "".join(self._parts) + (f"... ({self._num_lost} more characters)" if self._num_lost else "")

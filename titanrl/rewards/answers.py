@@ -125,11 +125,7 @@ def read(text: str, *, is_reference: bool = False) -> Answer:
     """
     if len(text) > MAX_CHARS:
         return Answer(text, None)
-    shown = unwrapped(_PREFIX.sub("", unwrapped(plain(text)), count=1))
-    named = _NAMED.fullmatch(shown)
-    if named is None or "=" in named["value"]:
-        return _read(shown, is_reference=is_reference)
-    return replace(_read(unwrapped(named["value"]), is_reference=is_reference), name=named["name"])
+    return _read(unwrapped(_PREFIX.sub("", unwrapped(plain(text)), count=1)), is_reference=is_reference)
 
 
 def unwrapped(text: str) -> str:
@@ -147,6 +143,14 @@ def unwrapped(text: str) -> str:
 
 
 def _read(text: str, *, is_reference: bool, depth: int = 0) -> Answer:
+    """Read an answer, or an item of a list, which may be named as in `x = 3`."""
+    named = _NAMED.fullmatch(text)
+    if named is None or "=" in named["value"]:
+        return _read_value(text, is_reference=is_reference, depth=depth)
+    return replace(_read_value(unwrapped(named["value"]), is_reference=is_reference, depth=depth), name=named["name"])
+
+
+def _read_value(text: str, *, is_reference: bool, depth: int) -> Answer:
     cleaned = unwrapped(_cleaned(text))
     if (found := _CHOICE.fullmatch(cleaned)) is not None:
         return Answer(text, Choice((found[1] or found[2] or found[3]).upper(), is_marked=len(cleaned) > 1))
@@ -158,9 +162,9 @@ def _read(text: str, *, is_reference: bool, depth: int = 0) -> Answer:
         brackets, inner = _bracketed(cleaned)
         parts = _split(inner)
         if brackets == "()" and len(parts) == 1:
-            return replace(_read(unwrapped(inner), is_reference=is_reference, depth=depth + 1), text=text)
+            return replace(_read_value(unwrapped(inner), is_reference=is_reference, depth=depth + 1), text=text)
         if 1 < len(parts) <= MAX_ITEMS or (brackets and len(parts) == 1):
-            items = [_item(part, is_reference=is_reference, depth=depth) for part in parts]
+            items = [_read(unwrapped(part), is_reference=is_reference, depth=depth + 1) for part in parts]
             if all(item.text for item in items) and (brackets or not any(isinstance(item.value, Words) for item in items)):
                 european = None if is_reference or not _EUROPEAN.fullmatch(cleaned) else _number(cleaned.replace(",", "."))
                 return Answer(text, Items(brackets, tuple(items)), european=european)
@@ -168,14 +172,6 @@ def _read(text: str, *, is_reference: bool, depth: int = 0) -> Answer:
     num_letters = sum(map(str.isalpha, cleaned))
     is_text = num_letters > 1 and _TEXT_ONLY.fullmatch(cleaned) is not None and _FUNCTIONS.isdisjoint(words)
     return Answer(text, Words(" ".join(words)) if is_text else None)
-
-
-def _item(text: str, *, is_reference: bool, depth: int) -> Answer:
-    text = unwrapped(text)
-    named = _NAMED.fullmatch(text)
-    if named is None or "=" in named["value"]:
-        return _read(text, is_reference=is_reference, depth=depth + 1)
-    return replace(_read(unwrapped(named["value"]), is_reference=is_reference, depth=depth + 1), name=named["name"])
 
 
 def _cleaned(text: str) -> str:

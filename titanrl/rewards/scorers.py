@@ -6,7 +6,7 @@ function raises, the rollout has no reward: it is left out of its group and coun
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import product
 from typing import Any, Literal
@@ -54,8 +54,11 @@ def reasoning_gym(task: str, config: Mapping[str, Any]) -> Scorer:
         answer = last_answer(text)
         if answer is None:
             return 0.0
-        rewards = [0.0]
-        for notation in dict.fromkeys((answer, *_bare_number(answer, entry["answer"]))):
+        rewards, notations = [0.0], [answer]
+        bare = unwrapped(plain(answer)) if len(answer) <= MAX_CHARS else ""
+        if number(str(entry["answer"])) is not None and number(bare) is not None:  # without the marks around and in it
+            notations.append(re.sub(r"[,\s'_]", "", bare).removeprefix("+"))
+        for notation in dict.fromkeys(notations):
             try:
                 rewards.append(float(dataset.score_answer(notation, entry)))
             except Exception:  # several tasks raise on a malformed answer, which counts as a wrong one
@@ -74,8 +77,12 @@ def exact() -> Scorer:
 
     def score(text: str, entry: Mapping[str, Any]) -> float:
         text = after_thoughts(text)
-        answer = last_answer(text)
-        return float(_equal(text if answer is None else answer, str(entry["answer"])))
+        tagged = last_answer(text)
+        answer, expected = (" ".join(part.split()) for part in (text if tagged is None else tagged, str(entry["answer"])))
+        if answer == expected:
+            return 1.0
+        value = number(answer)
+        return float(value is not None and value == number(expected))
 
     return score
 
@@ -135,15 +142,19 @@ def math_verify(timeout_s: int) -> Scorer:
         return False
 
     def are_equal(right: str, other: str) -> bool:
-        return _share_words(right, other) and any_equal(expected(right), expressions(_boxed(other)))
+        first, second = (set(_WORD.findall(text.lower())) for text in (right, other))
+        if first and second and first != second:  # math-verify would read the letters of a word as factors
+            return False
+        return any_equal(expected(right), expressions(_boxed(other)))
 
     def is_right_in_prose(right: Answer, text: str) -> bool:
         """Search a text for the answer, unless it states several or denies one."""
         if isinstance(right.value, Words | Choice) or _UNSURE.search(text[-MAX_PROSE_CHARS:]):
             return False
         found = expressions(plain(text[-MAX_PROSE_CHARS:]))
+        texts = [value for value in found if isinstance(value, str)]
         is_share = any(isinstance(value, Basic) and value.has(UnevaluatedExpr) for value in found)
-        shown = [] if is_share else [answer for answer in map(read, _texts(found)) if answer.value is not None]
+        shown = [] if is_share else [answer for answer in map(read, texts) if answer.value is not None]
         if shown:
             return equal(right, shown[0], are_equal)
         return any_equal(expected(right.latex), found)
@@ -153,7 +164,9 @@ def math_verify(timeout_s: int) -> Scorer:
         if not right.text:
             raise ValueError(f"the expected answer must not be empty (got {entry['answer']!a:.60})")
         text = after_thoughts(text)
-        tagged = _open_answer(text) if (closed := last_answer(text)) is None else closed
+        tagged = last_answer(text)
+        if tagged is None and "<answer>" in text:  # a tag that is not closed
+            tagged = text.rpartition("<answer>")[2].partition("</")[0].strip()
         boxed = last_boxed(text if tagged is None else tagged)
         if boxed is not None or tagged is not None:
             marked = tagged or "" if boxed is None else boxed
@@ -287,38 +300,6 @@ def is_short(text: str) -> bool:
     return len(text) <= 100 and "\n" not in text.strip() and len(text.split()) <= 6
 
 
-def _open_answer(text: str) -> str | None:
-    """Return the text after the last `<answer>` tag, which is not closed; None without a tag."""
-    _, tag, rest = text.rpartition("<answer>")
-    return rest.partition("</")[0].strip() if tag else None
-
-
 def _boxed(answer: str) -> str:
     """Wrap an answer in `\\boxed`, unless it contains LaTeX delimiters, so that math-verify parses it as one expression."""
     return answer if "$" in answer or "\\boxed" in answer else f"\\boxed{{{answer}}}"
-
-
-def _share_words(right: str, other: str) -> bool:
-    """Return True unless both expressions contain words, and different ones; math-verify reads letters as factors."""
-    first, second = (set(_WORD.findall(text.lower())) for text in (right, other))
-    return first == second or not first or not second
-
-
-def _texts(found: Iterable[object]) -> list[str]:
-    return [value for value in found if isinstance(value, str)]
-
-
-def _equal(answer: str, expected: str) -> bool:
-    answer, expected = " ".join(answer.split()), " ".join(expected.split())
-    if answer == expected:
-        return True
-    value = number(answer)
-    return value is not None and value == number(expected)
-
-
-def _bare_number(answer: str, expected: object) -> list[str]:
-    """Return an answer without the marks around and in a number; empty unless both are numbers."""
-    bare = unwrapped(plain(answer)) if len(answer) <= MAX_CHARS else ""
-    if number(str(expected)) is None or number(bare) is None:
-        return []
-    return [re.sub(r"[,\s'_]", "", bare).removeprefix("+")]

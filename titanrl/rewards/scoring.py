@@ -12,25 +12,26 @@ model output.
 import asyncio
 import concurrent.futures
 import math
-import pickle
 import threading
+from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from titanrl.base.plugins import Plugin, Plugins
-from titanrl.carriers.rewards import Answers, BoundReward, Scored
+from titanrl.carriers.rewards import Answers, BoundReward, Scored, TokenRewards
 from titanrl.carriers.scores import SEPARATOR, ProcessFailure, RewardSpec, Score, parse_scores
+from titanrl.carriers.turns import Turn, Values
+from titanrl.carriers.types import Segment
 from titanrl.config.data import RewardConfig
 from titanrl.config.rewards import JudgeOptions, MathVerifyOptions, OverlongOptions, RegexOptions, RepetitionOptions
 from titanrl.config.schema import Config
-from titanrl.config.sections import FaultsConfig, SandboxConfig
-from titanrl.processes.confine import SandboxUnavailable, missing_features
-from titanrl.processes.sandbox import FORK_DEADLINE_S, OnRespawn, SandboxDied, Zygotes, log_respawn
+from titanrl.processes.sandbox import FORK_DEADLINE_S, OnRespawn, SandboxDied, SandboxPool, log_respawn
 from titanrl.processes.zygote import END, GROUP, RAW, STARTED, TOKENS, Request
 from titanrl.rewards.scorers import custom
-from titanrl.rewards.token_rewards import TokenCredit
 
 if TYPE_CHECKING:
     from titanrl.rewards.judge import Judge
@@ -160,7 +161,7 @@ def weighted(scores: Mapping[str, Score], rewards: Mapping[str, RewardConfig], a
         index: Index of the completion.
     """
     total, parts, errors = 0.0, {}, []
-    credited = TokenCredit(answers, index)
+    of_whole, by_token = 0.0, None  # rewards of the complete text, and of its tokens if any of them is `TokenRewards`
     for name, score in scores.items():
         config = rewards[name]
         if error := _error(name, score, config):
@@ -169,15 +170,23 @@ def weighted(scores: Mapping[str, Score], rewards: Mapping[str, RewardConfig], a
             weight = config.weight * config.weights.get(part.removeprefix(f"{name}/"), 1.0)
             total += weight * value
             parts[part] = value
+            if part not in score.token_rewards:
+                of_whole += weight * value
+                continue
             try:
-                credited.add(weight, score.token_rewards.get(part, value))
+                added = rewards_by_token(score.token_rewards[part], answers, index)
             except ValueError as error:
                 errors.append(f"{part}: {error}")
+                continue
+            earlier = by_token or [0.0] * len(added)
+            by_token = [before + weight * reward for before, reward in zip(earlier, added, strict=True)]
     if not (errors or math.isfinite(total)):
         errors.append(f"the weighted sum of {_names(parts)} is not a finite number")
     if errors:
         return Scored(reward=None, parts={}, error="; ".join(errors))
-    return Scored(reward=total, parts=parts, token_rewards=credited.rewards)
+    if by_token:
+        by_token[-1] += of_whole
+    return Scored(reward=total, parts=parts, token_rewards=None if by_token is None else tuple(by_token))
 
 
 def _error(name: str, score: Score, config: RewardConfig) -> str:
@@ -195,56 +204,66 @@ def _names(names: Iterable[str]) -> str:
     return ", ".join(sorted(names))
 
 
+def rewards_by_token(rewards: TokenRewards, answers: Answers, index: int) -> list[float]:
+    """Return the reward of each sampled token of a completion.
+
+    Raises:
+        ValueError: The numbers of rewards and tokens differ, or a step does not end within the text.
+    """
+    num_tokens, text, decode = answers.num_tokens[index], answers.completions[index], answers.decode
+    if len(rewards.tokens) not in (0, num_tokens):
+        rule = f"it returned {len(rewards.tokens)} token rewards for a completion of {num_tokens} tokens"
+        raise ValueError(f"{rule}. Return one per sampled token, including the end-of-sequence token.")
+    by_token = list(rewards.tokens) or [0.0] * num_tokens
+    for end, reward in rewards.steps:
+        if decode is None:
+            rule = f"it returned a step (ending at {end}), but with an environment the text is only the last message"
+            raise ValueError(f"{rule}. Return token rewards instead, or turn rewards from the environment.")
+        if end > len(text):
+            rule = f"it returned a step that ends after {end} characters, but the completion has {len(text)}"
+            raise ValueError(f"{rule}. Count characters from the start of the completion.")
+        ids = answers.token_ids[index]
+        nums = range(1, len(ids))  # the first of them whose tokens complete the step; otherwise all tokens
+        by_token[bisect_left(nums, True, key=lambda num: decode(ids[:num])[:end] == text[:end])] += reward
+    if by_token:
+        by_token[-1] += rewards.whole
+    return by_token
+
+
+def in_turns(rewards: Sequence[float], turns: Sequence[Turn], segments: Sequence[Segment]) -> tuple[Values, tuple[Turn, ...]]:
+    """Combine the token rewards and the turn rewards of an episode.
+
+    Args:
+        rewards: Rewards of all sampled tokens.
+        turns: Turns with their rewards, excluding the rewards of their tokens.
+        segments: Segments of the episode.
+
+    Returns:
+        Rewards of all sampled tokens, where the last token of each turn includes the reward of the turn, and the turns with
+        rewards that include their tokens.
+    """
+    sampled = [np.cumsum(segment.mask) for segment in segments]
+    before = np.cumsum([0, *(int(counts[-1]) for counts in sampled)])
+    ends = [int(before[turn.segment] + (sampled[turn.segment][turn.end - 1] if turn.end else 0)) for turn in turns]
+    by_token = np.array(rewards, np.float64)
+    sums = [float(by_token[start:end].sum()) for start, end in zip([0, *ends], ends, strict=False)]
+    for turn, end in zip(turns, ends, strict=True):
+        by_token[max(end, 1) - 1] += turn.reward
+    return by_token, tuple(replace(turn, reward=turn.reward + of_tokens) for turn, of_tokens in zip(turns, sums, strict=True))
+
+
 # Confined rewards
 
 
-class ScoringPool:
-    """Scores groups of answers, several groups at the same time.
+class ScoringPool(SandboxPool):
+    """Scores groups of answers, several groups at the same time."""
 
-    The pool belongs to the event loop that starts it, in any thread. Its processes are killed when that thread exits.
-    """
+    name, reason = "scoring pool", "rewards may eval() model output, so they run"
 
-    def __init__(
-        self,
-        specs: Sequence[RewardSpec],
-        config: SandboxConfig,
-        faults: FaultsConfig | None = None,
-        on_respawn: OnRespawn = log_respawn,
-    ) -> None:
-        """Keep the settings; `start` starts the processes.
-
-        Args:
-            specs: Rewards.
-            config: Limits of the scoring processes.
-            faults: Limit on replacements of the zygote.
-            on_respawn: Called after each replacement.
-        """
-        self._specs, self._config = specs, config
-        self._faults, self._on_respawn = faults or FaultsConfig(), on_respawn
-        self._zygotes: Zygotes | None = None
-
-    async def start(self) -> None:
-        """Load the rewards, and check with one process that the confinement works.
-
-        Raises:
-            SandboxUnavailable: This machine cannot confine a process.
-            SandboxDied: The first scoring process could not reply.
-            ValueError: A reward cannot be loaded.
-        """
-        assert self._zygotes is None, "the pool has already been started"
-        if missing := missing_features():
-            raise SandboxUnavailable(
-                "rewards may eval() model output, so they run only in confined processes, and this machine lacks "
-                f"{'; and '.join(missing)}. Use a machine that has it: there is no unconfined mode."
-            )
-        async with AsyncExitStack() as stack:
-            stack.push_async_callback(self.close)
-            self._zygotes = Zygotes(self._specs, self._config, self._faults, self._on_respawn)
-            await self._zygotes.start()
-            nothing = Answers(entry={}, completions=(), num_tokens=(), finish_reasons=())
-            if isinstance(failure := await self._attempt(0, nothing, FORK_DEADLINE_S), str):
-                raise SandboxDied(f"the first scoring process could not reply: {failure}")
-            stack.pop_all()
+    async def _check(self) -> None:
+        nothing = Answers(entry={}, completions=(), num_tokens=(), finish_reasons=())
+        if isinstance(failure := await self._attempt(0, nothing, FORK_DEADLINE_S), str):
+            raise SandboxDied(f"the first scoring process could not reply: {failure}")
 
     async def score(self, answers: Answers, *, reward: int = 0) -> list[Score]:
         """Score the answers to one prompt. Wait while `num_processes` groups are being scored.
@@ -270,32 +289,18 @@ class ScoringPool:
         scores = await self._attempt(reward, answers, self._config.timeout_s)
         if not isinstance(scores, str):
             return scores
-        if self._opened().flags[reward] & GROUP or (scores == "timeout" and num == 1):
+        if self._flags[reward] & GROUP or (scores == "timeout" and num == 1):
             return [self._failed(scores)] * num
         share_s = self._config.timeout_s / min(num, _MAX_SHARES)
         alone = await asyncio.gather(*(self._attempt(reward, answers.only(index), share_s) for index in range(num)))
         return [self._failed(scores) if isinstance(scores, str) else scores[0] for scores in alone]
 
-    async def close(self) -> None:
-        """Kill all processes and wait until they have exited. Pending calls of `score` raise `SandboxDied`.
-
-        The pool can be started again.
-        """
-        zygotes, self._zygotes = self._zygotes, None
-        if zygotes is not None:
-            await zygotes.stop()
-
-    def _opened(self) -> Zygotes:
-        if self._zygotes is None:
-            raise SandboxDied("the scoring pool is closed or was never started")
-        return self._zygotes
-
     async def _attempt(self, reward: int, answers: Answers, timeout_s: float) -> list[Score] | ProcessFailure:
         """Score the answers in one process. Kill the process afterwards, unless it may score another group."""
+        self._check_open()
         texts = tuple([text[-MAX_TEXT_CHARS:] for text in answers.completions])
-        zygotes = self._opened()
-        token_ids = answers.token_ids if zygotes.flags[reward] & TOKENS else ()
-        raw = answers.with_raw().raw_completions if zygotes.flags[reward] & RAW else ()
+        token_ids = answers.token_ids if self._flags[reward] & TOKENS else ()
+        raw = answers.with_raw().raw_completions if self._flags[reward] & RAW else ()
         raw = tuple([text[-MAX_TEXT_CHARS:] for text in raw])
         request: Request = (reward, answers.entry, texts, answers.num_tokens, answers.finish_reasons, token_ids, raw)
         limits = [self._specs[reward].max_result_bytes(num) + len(SEPARATOR) for num in answers.num_tokens]
@@ -306,7 +311,7 @@ class ScoringPool:
             parsed = partial(parse_scores, body, self._specs[reward], answers.num_tokens)
             return parsed() if len(reply) <= _PARSED_AT_ONCE_BYTES else await asyncio.to_thread(parsed)
 
-        scores = await zygotes.request(pickle.dumps(request), timeout_s, max_bytes, parse)
+        scores = await self._request(request, timeout_s, max_bytes, parse)
         if isinstance(scores, str) or texts == answers.completions:
             return scores
         nums_cut = [len(whole) - len(text) for whole, text in zip(answers.completions, texts, strict=True)]

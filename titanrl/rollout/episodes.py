@@ -18,7 +18,7 @@ from titanrl.config.data import EnvironmentConfig
 from titanrl.config.schema import Config
 from titanrl.data.tokenizer import Tokenizer
 from titanrl.environments import Environments, Episode, ProcessOptions
-from titanrl.rewards.token_rewards import in_turns
+from titanrl.rewards.scoring import in_turns
 from titanrl.rollout.driver import Conversation, EpisodeError, Limits
 from titanrl.rollout.group import Generate, ScoreAnswers, derive_seed
 from titanrl.rollout.renderers import Renderer, make_renderer
