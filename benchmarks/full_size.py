@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from benchmarks.machine import write_result
 from benchmarks.resident import Memory, Sampler
 from titanrl.config import load_config
-from titanrl.config.placement import placements
+from titanrl.config.dry_run import placements
 from titanrl.config.schema import Config
 from titanrl.config.sections import RecipeConfig
 from titanrl.config.sizes import ModelShape, Sizes, cpu_bytes, derive

@@ -10,8 +10,7 @@ from titanrl.checks.child_checks import check_data
 from titanrl.checks.preflight import broken_rules, preflight
 from titanrl.config import ConfigError, read_source
 from titanrl.config.errors import BrokenRules
-from titanrl.config.explain import explain_rule
-from titanrl.config.load import validate
+from titanrl.config.load import explain_rule, validate
 from titanrl.config.sections import RecipeConfig
 from titanrl.models.recipe import create_model
 

@@ -26,10 +26,9 @@ from titanrl.carriers.tables import RecordTable
 from titanrl.checks.extensions import plugins_of, with_declared_traits, with_objects
 from titanrl.checks.preflight import preflight
 from titanrl.config import Config, ConfigError, dump_config, load_config, read_source
-from titanrl.config.algorithm import AlgorithmConfig
+from titanrl.config.algorithm import ADVANTAGES, LOSSES, AlgorithmConfig
 from titanrl.config.load import validate
-from titanrl.config.registry import ADVANTAGES, LOSSES, TRACKERS
-from titanrl.config.sections import ReplayConfig
+from titanrl.config.sections import TRACKERS, ReplayConfig
 from titanrl.metrics.hooks import Hooks
 from titanrl.metrics.trackers import make_trackers
 from titanrl.rollout.filters import keeps
@@ -259,9 +258,9 @@ def test_conflicting_traits_are_rejected_before_start(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "files"),
     [
-        (LOSSES, {"config/registry.py", "config/algorithm.py", "algorithms/tinker.py", "config/sections.py"}),
-        (ADVANTAGES, {"config/registry.py", "config/algorithm.py", "config/data.py", "config/schema.py"}),
-        (TRACKERS, {"config/registry.py", "metrics/trackers.py"}),
+        (LOSSES, {"config/algorithm.py", "algorithms/tinker.py", "config/sections.py"}),
+        (ADVANTAGES, {"config/algorithm.py", "config/data.py", "config/schema.py"}),
+        (TRACKERS, {"config/sections.py", "metrics/trackers.py"}),
     ],
     ids=["losses", "advantages", "trackers"],
 )
@@ -274,4 +273,4 @@ def test_built_in_is_named_only_by_its_registration(names: Mapping[str, object],
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in wanted
     }
-    assert naming <= files | {"config/registry.py"}
+    assert naming <= files

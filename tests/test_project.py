@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from benchmarks import table
-from titanrl.config.packages import packages
+from titanrl.config.device import packages
 
 ROOT = Path(__file__).parents[1]
 LISTS = ("cpu", "cuda", "dev", "docs", "npu")

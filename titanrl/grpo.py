@@ -23,7 +23,7 @@ from titanrl.base.plugins import loaded
 from titanrl.carriers.types import AdamParams, EvaluationResult, GenerationStats, LossSums, OptimUpdate, StepMetrics
 from titanrl.config import Config, ConfigError, Source
 from titanrl.config.errors import BrokenRule
-from titanrl.config.explain import explain_rule
+from titanrl.config.load import explain_rule
 from titanrl.config.sizes import describe_staleness
 from titanrl.launch.past_policies import PastPolicies
 from titanrl.launch.roles import Roles

@@ -13,8 +13,7 @@ from titanrl.algorithms.batch_plan import plan_batch
 from titanrl.algorithms.contracts import Advantage, GroupRewards
 from titanrl.carriers.tables import BatchPlan, RecordTable, Row, SequencePlan
 from titanrl.carriers.types import GroupRecord
-from titanrl.config.algorithm import AlgorithmConfig
-from titanrl.config.registry import ADVANTAGES
+from titanrl.config.algorithm import ADVANTAGES, AlgorithmConfig
 
 RecordMaker = Callable[..., GroupRecord]
 

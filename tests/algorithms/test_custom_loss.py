@@ -15,9 +15,8 @@ from titanrl.algorithms.contracts import LossInputs, bound_loss, check_loss, dec
 from titanrl.algorithms.objective import ObjectiveInputs
 from titanrl.algorithms.objective import policy_loss as objective
 from titanrl.base.loading import import_object
-from titanrl.config.algorithm import LOSS_KEYS, AlgorithmConfig
+from titanrl.config.algorithm import LOSS_KEYS, LOSSES, AlgorithmConfig, LossTraits
 from titanrl.config.errors import BrokenRules
-from titanrl.config.registry import LOSSES, LossTraits
 from titanrl.config.schema import Config
 
 OWN = "own.py:loss"

@@ -1,7 +1,7 @@
 import pytest
 
 from titanrl.algorithms.tinker import tinker_algorithm
-from titanrl.config.registry import LOSSES
+from titanrl.config.algorithm import LOSSES
 
 
 def test_thresholds_are_bounds_of_ratio() -> None:

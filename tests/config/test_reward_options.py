@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from titanrl.checks.preflight import broken_rules
-from titanrl.config import ConfigError, load_config, packages
+from titanrl.config import ConfigError, device, load_config
 from titanrl.config.data import DataConfig, RewardConfig
 
 JUDGE = "url: 'http://127.0.0.1:1/v1', model: m"
@@ -125,8 +125,8 @@ def test_key_of_the_judge_must_be_in_the_environment(tmp_path: Path, monkeypatch
 
 def test_missing_package_of_math_verify_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "run.yaml").write_text("name: a\nnum_steps: 3\ndata: {rewards: {r: math_verify}}\n")
-    find = packages.installed_version
-    monkeypatch.setattr(packages, "installed_version", lambda name: None if name == "math-verify" else find(name))
+    find = device.installed_version
+    monkeypatch.setattr(device, "installed_version", lambda name: None if name == "math-verify" else find(name))
     assert [str(rule) for rule in broken_rules(load_config(tmp_path / "run.yaml"))] == [
         'data.rewards.r.function="math_verify": the package math-verify must be installed. Pip install "titanrl[math]".'
     ]

@@ -7,7 +7,7 @@ import pytest
 
 from tests.config.test_wrong_configs import complaint
 from titanrl.config import Config
-from titanrl.config.placement import placements
+from titanrl.config.dry_run import placements
 from titanrl.config.sizes import derive
 
 SFT = "name: a\nnum_steps: 3\nsft:\n  path: examples.jsonl\n"

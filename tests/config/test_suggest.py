@@ -2,8 +2,8 @@
 
 import pytest
 
-from titanrl.config.explain import did_you_mean, suggestions
 from titanrl.config.keys import json_schema, sections
+from titanrl.config.load import did_you_mean, suggestions
 
 LOSSES = ("ppo", "importance_sampling", "reinforce", "gspo", "cispo", "dro", "sapo")
 

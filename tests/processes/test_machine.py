@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from titanrl.config import Config
-from titanrl.config.hosts import HostsConfig
+from titanrl.config.sections import HostsConfig
 from titanrl.hosts.machine_rules import broken_by_cores
 from titanrl.processes.machine import Cores, bind, chosen_cores, numa_nodes, numbers
 

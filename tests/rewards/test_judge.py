@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from titanrl.carriers.rewards import Answers, Scored
-from titanrl.config.rewards import JudgeOptions
+from titanrl.config.data import JudgeOptions
 from titanrl.config.schema import Config
 from titanrl.rewards.judge import JudgeError, grade_of
 from titanrl.rewards.scoring import Scoring

@@ -12,7 +12,7 @@ import pytest
 from titanrl.carriers.rewards import Answers, Scored, ScorerError
 from titanrl.carriers.types import Completion, EvaluationResult, GenerationRequest, Group, Prompt
 from titanrl.config import Config
-from titanrl.config.evaluation import EvaluationSet
+from titanrl.config.data import EvaluationSet
 from titanrl.metrics.steps import evaluation_metrics
 from titanrl.processes.actors import StoppedError
 from titanrl.rollout.group import roll_out

@@ -19,8 +19,7 @@ from titanrl.algorithms.tinker import tinker_algorithm
 from titanrl.carriers.datums import Datum, ForwardBackwardOutput
 from titanrl.carriers.tables import SEQUENCE, MicroBatch, RowTable
 from titanrl.carriers.types import AdamParams
-from titanrl.config.algorithm import AlgorithmConfig
-from titanrl.config.registry import LOSSES
+from titanrl.config.algorithm import LOSSES, AlgorithmConfig
 from titanrl.processes.actors import ask_ranks
 from titanrl.session.training import PoisonedError
 from titanrl.trainer.agreement import RankError

@@ -1,7 +1,7 @@
 """Advantage estimators: compare the reward of each completion with a baseline from its group or from the batch.
 
 An estimator is a function of `GroupRewards` that follows the protocol `contracts.Advantage`. To add a built-in estimator,
-register it in `titanrl.config.registry.ADVANTAGES`.
+register it in `titanrl.config.algorithm.ADVANTAGES`.
 
 Shape suffix: G completions of one prompt. In the formulas, R_i is the reward of completion i; mean and std are over the group.
 Sources: GRPO (arXiv:2402.03300), Dr. GRPO (arXiv:2503.20783), RLOO (arXiv:2402.14740), REINFORCE++ (arXiv:2501.03262),
@@ -19,7 +19,7 @@ import numpy as np
 
 from titanrl.algorithms.contracts import GroupRewards, option_names
 from titanrl.base.loading import import_object
-from titanrl.config.registry import ADVANTAGES
+from titanrl.config.algorithm import ADVANTAGES
 
 EPS = 1e-6
 """Constant added to each divisor of an advantage, for numerical stability."""

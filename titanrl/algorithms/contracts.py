@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 from titanrl.base.loading import import_object
 from titanrl.base.plugins import Plugin, Point, check_call, unwrapped
-from titanrl.config.algorithm import ADVANTAGE_KEYS, LOSS_KEYS, AlgorithmConfig
+from titanrl.config.algorithm import ADVANTAGE_KEYS, LOSS_KEYS, LOSSES, AlgorithmConfig, LossTraits, Ratio
 from titanrl.config.errors import BrokenRule, BrokenRules
-from titanrl.config.registry import LOSSES, LossTraits, Ratio
 
 if TYPE_CHECKING:
     from torch import Tensor

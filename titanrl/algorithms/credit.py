@@ -14,7 +14,7 @@ from titanrl.algorithms.advantages import Unit, checked_advantages, group_advant
 from titanrl.algorithms.contracts import GroupRewards
 from titanrl.carriers.tables import SPAN, DoubleArray, RecordTable, Spans
 from titanrl.carriers.types import IntArray
-from titanrl.config.registry import ADVANTAGES
+from titanrl.config.algorithm import ADVANTAGES
 
 
 def discounted_returns(rewards: Sequence[float], discount: float) -> tuple[float, ...]:

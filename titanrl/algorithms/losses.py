@@ -1,7 +1,7 @@
 """Built-in policy losses, one value per token. They are not normalized: the loss weights contain all normalization.
 
 A loss is a function of `LossInputs` that follows the protocol `contracts.PolicyLoss`. To add a built-in loss, register it in
-`titanrl.config.registry.LOSSES`.
+`titanrl.config.algorithm.LOSSES`.
 
 Shape suffix: N tokens. In the formulas, r = exp(logprobs - old_logprobs) is the importance ratio, A the advantage, and sg the
 stop-gradient (`detach`).

@@ -5,8 +5,7 @@ from typing import Any
 
 from titanrl.algorithms.contracts import check_loss, loss_arguments
 from titanrl.base.loading import import_object
-from titanrl.config.algorithm import LOSS_KEYS, AlgorithmConfig
-from titanrl.config.registry import LOSSES, LossTraits
+from titanrl.config.algorithm import LOSS_KEYS, LOSSES, AlgorithmConfig, LossTraits
 
 _RATIO_BOUNDS: Mapping[str, tuple[float, float]] = {"ppo": (0.8, 1.2), "cispo": (0.0, 4.0), "gspo": (1 - 3e-4, 1 + 4e-4)}
 """Default `clip_low_threshold` and `clip_high_threshold`, the bounds of the ratio itself. Tinker has no defaults for gspo, so

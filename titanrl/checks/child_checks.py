@@ -26,9 +26,8 @@ from titanrl.base.plugins import Plugin, Plugins, plugins_of_data, plugins_withi
 from titanrl.carriers.rewards import Answers, BoundReward
 from titanrl.carriers.scores import DENIED, INVALID, Score
 from titanrl.checks.extensions import config_of, point_of
-from titanrl.config.data import ENVIRONMENTS, DataConfig, EnvironmentConfig
+from titanrl.config.data import ENVIRONMENTS, DataConfig, EnvironmentConfig, EvaluationSet, Split
 from titanrl.config.errors import BrokenRule, BrokenRules, ConfigError, inline, rule_of, within
-from titanrl.config.evaluation import EvaluationSet, Split
 from titanrl.config.schema import Config
 from titanrl.config.shipped import data_file
 from titanrl.config.sizes import model_values

@@ -14,12 +14,11 @@ from titanrl.algorithms import contracts, replay
 from titanrl.base.plugins import OBJECT, Plugin, Plugins, Point, loaded, name_of, object_path, plugin_of
 from titanrl.carriers import rewards
 from titanrl.carriers.rewards import Reward
-from titanrl.config.data import MIXTURE
+from titanrl.config.algorithm import LossTraits
+from titanrl.config.data import MIXTURE, SETS
 from titanrl.config.errors import BrokenRules, ConfigError, inline, message
-from titanrl.config.evaluation import SETS
-from titanrl.config.explain import explain_rule
 from titanrl.config.keys import dotted
-from titanrl.config.registry import LossTraits
+from titanrl.config.load import explain_rule
 from titanrl.config.schema import Config
 from titanrl.config.section import Section
 from titanrl.data import entries, mixture

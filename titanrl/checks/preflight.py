@@ -24,13 +24,14 @@ from titanrl.base.terminal import announcing
 from titanrl.carriers import dumps
 from titanrl.checks.child_checks import policy_tokenizer, start_checks
 from titanrl.checks.extensions import plugins_of
-from titanrl.config import packages
+from titanrl.config import device as devices
+from titanrl.config.data import JudgeOptions, OverlongOptions
 from titanrl.config.device import missing_for, resolve_device
 from titanrl.config.dry_run import print_dry_run, print_table
 from titanrl.config.errors import BrokenRule, BrokenRules, ConfigError, rule_of
-from titanrl.config.explain import did_you_mean, explain_rule
-from titanrl.config.rewards import JudgeOptions, OverlongOptions
+from titanrl.config.load import did_you_mean, explain_rule
 from titanrl.config.schema import Config, broken_by_positions
+from titanrl.config.sections import TRACKERS
 from titanrl.config.sizes import ModelShape, cpu_bytes, derive, gigabytes, host_bytes, model_values
 from titanrl.config.source import Source
 from titanrl.data import examples
@@ -122,7 +123,7 @@ def broken_rules(
     yield from caches.broken_by_templates()
     if sampling:
         yield from _broken_by_engine_args(config)
-    yield from packages.broken_rules(config, _device_kind(config), training=training, sampling=sampling)
+    yield from broken_by_packages(config, _device_kind(config), training=training, sampling=sampling)
     yield from _broken_by_rewards(config)
     yield from _broken_by_folders(config, is_resumed=is_resumed)
 
@@ -246,6 +247,28 @@ def _device_bytes(device: DeviceKind) -> int | None:
     return min(mebibytes) << 20 if mebibytes else None
 
 
+def broken_by_packages(config: Config, device: str, *, training: bool = True, sampling: bool = True) -> Iterator[BrokenRule]:
+    """Yield the rules that missing or mismatched packages break for a run on this device type.
+
+    Args:
+        config: Configuration.
+        device: Device type.
+        training: True if the run has a trainer.
+        sampling: True if the run has generators; ignored for a configuration without generators.
+    """
+    if wrong := devices.problems(device, sampling=sampling and config.num_generator_ranks > 0):
+        rule = f"a run on {device} requires the tested package versions, but {', '.join(wrong)}"
+        yield config.broken("device", rule, f"titanrl doctor {device} --install")
+    if training and config.trainer.float8 is not None and devices.installed_version("torchao") is None:
+        fix = "pip install torchao, or set trainer.float8 to null"
+        yield config.broken("trainer.float8", "the package torchao must be installed", fix)
+    # Look for distributions, because a run directory named `wandb` would look like the module.
+    for logger in config.logging.loggers:
+        if logger in TRACKERS and devices.installed_version(logger) is None:
+            fix = f"pip install {logger}, or remove it from logging.loggers"
+            yield config.broken("logging.loggers", f"the package {logger} must be installed", fix)
+
+
 def _broken_by_folders(config: Config, *, is_resumed: bool) -> Iterator[BrokenRule]:
     yield from dumps.broken_rules(config.rollout)
     yield from _broken_by_replay(config)
@@ -332,7 +355,7 @@ def _broken_by_rewards(config: Config) -> Iterator[BrokenRule]:
             named = subset.data.rewards.items()
             rewards |= {f"{subset.key}.data.rewards.{name}": (reward, subset.max_new_tokens) for name, reward in named}
     for key, (reward, max_new_tokens) in rewards.items():
-        if reward.function == "math_verify" and packages.installed_version("math-verify") is None:
+        if reward.function == "math_verify" and devices.installed_version("math-verify") is None:
             yield BrokenRule(
                 {f"{key}.function": reward.function},
                 "the package math-verify must be installed",

@@ -16,8 +16,8 @@ from titanrl.base import terminal
 from titanrl.base.errors import describe
 from titanrl.base.files import why_no_file, why_no_folder
 from titanrl.config import Config, ConfigError, load_config
+from titanrl.config.device import installed_version
 from titanrl.config.errors import refusing
-from titanrl.config.packages import installed_version
 from titanrl.metrics.run_directory import read_lines
 from titanrl.models.directory import open_model
 

@@ -15,8 +15,7 @@ from titanrl.base.errors import TitanRLError
 from titanrl.config.device import resolve_device
 from titanrl.config.dry_run import print_table
 from titanrl.config.errors import BrokenRules, ConfigError
-from titanrl.config.explain import explain_rule
-from titanrl.config.load import validate
+from titanrl.config.load import explain_rule, validate
 from titanrl.config.schema import Config
 from titanrl.config.sizes import derive, gigabytes
 from titanrl.config.source import Source, read_source

@@ -16,8 +16,7 @@ from typing import Literal
 from titanrl import __version__
 from titanrl.base import terminal
 from titanrl.base.choices import DeviceKind
-from titanrl.config.device import DEVICES, missing_for, resolve_device
-from titanrl.config.packages import install, packages
+from titanrl.config.device import DEVICES, install, missing_for, packages, resolve_device
 from titanrl.config.sizes import gigabytes, host_bytes
 from titanrl.processes.confine import landlock_abi, missing_features
 

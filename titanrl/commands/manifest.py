@@ -14,9 +14,8 @@ from titanrl.base import terminal
 from titanrl.config import Config, ConfigError
 from titanrl.config.device import resolve_device
 from titanrl.config.errors import BrokenRule, refusing
-from titanrl.config.explain import explain_rule
-from titanrl.config.load import validate
-from titanrl.config.placement import host_counts
+from titanrl.config.load import explain_rule, validate
+from titanrl.config.sizes import host_counts
 from titanrl.config.source import Source, dump, read_source
 from titanrl.hosts.kubernetes import broken_by_pods
 from titanrl.hosts.kubernetes_objects import Json, controller, mesh, mesh_name

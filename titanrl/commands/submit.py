@@ -16,9 +16,8 @@ from titanrl.checks.preflight import preflight, read_examples
 from titanrl.config import Config, ConfigError, recorded_config
 from titanrl.config.device import resolve_device
 from titanrl.config.errors import BrokenRule, refusing
-from titanrl.config.explain import explain_rule
-from titanrl.config.load import validate
-from titanrl.config.placement import host_counts
+from titanrl.config.load import explain_rule, validate
+from titanrl.config.sizes import host_counts
 from titanrl.config.source import config_of_run, read_source
 from titanrl.data.selection import FLAG, Selection, check_recorded, record_data
 from titanrl.hosts.slurm import IN_ALLOCATION, NOTICE_SIGNAL, SlurmError, directives, submit_job

@@ -1,17 +1,16 @@
 """Configuration of a run: typed models, strict YAML, overrides, and errors that name the fix."""
 
 from titanrl.config.algorithm import AlgorithmConfig
-from titanrl.config.data import DataConfig, RewardConfig
+from titanrl.config.data import DataConfig, EvaluationConfig, RewardConfig
 from titanrl.config.dry_run import print_dry_run
 from titanrl.config.errors import BrokenRule, ConfigError
-from titanrl.config.evaluation import EvaluationConfig
-from titanrl.config.hosts import HostsConfig
 from titanrl.config.load import dump_config, load_config, recorded_config, validate
 from titanrl.config.schema import Config
 from titanrl.config.sections import (
     CheckpointConfig,
     FaultsConfig,
     GeneratorConfig,
+    HostsConfig,
     LoggingConfig,
     ModelConfig,
     ParallelismConfig,

@@ -1,17 +1,30 @@
-"""The section `data`: prompts with their rewards, curriculum and environment, and the tasks of a mixture."""
+"""The sections `data` and `evaluation`: prompts with their rewards, curriculum and environment, the tasks of a mixture, and the
+evaluation sets."""
 
 import re
+import string
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field, GetJsonSchemaHandler, PositiveFloat, model_validator
+from pydantic import Field, GetJsonSchemaHandler, PositiveFloat, ValidationError, model_validator
 from pydantic_core import CoreSchema
 
-from titanrl.config.algorithm import AlgorithmConfig
+from titanrl.config.algorithm import ADVANTAGES, AlgorithmConfig
 from titanrl.config.errors import BrokenRule, BrokenRules
-from titanrl.config.registry import ADVANTAGES
-from titanrl.config.rewards import JudgeOptions, broken_by_options
-from titanrl.config.section import Count, CountOrZero, Fraction, InputPath, OrImportPath, Seconds, Section, Share, Tokens
+from titanrl.config.section import (
+    Count,
+    CountOrZero,
+    Fraction,
+    InputPath,
+    OrImportPath,
+    Seconds,
+    Section,
+    Share,
+    StepsOrZero,
+    Tokens,
+)
 from titanrl.config.sections import RolloutConfig
 
 FILE_SOURCES = ("jsonl", "parquet", "arrow")
@@ -35,6 +48,196 @@ MIXTURE = "data.mixture"
 """Section of the tasks."""
 SHARED_SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 """Keys of `rollout` that all tasks share."""
+
+
+JUDGE_PROMPT = """\
+Grade the answer of a student from 0 to 10. Judge whether it is right, not how it is written.
+
+Question: {question}
+Reference answer: {answer}
+Answer of the student: {completion}
+
+End your reply with a line such as "Grade: 7"."""
+"""Default of `prompt`."""
+PROMPT_FIELDS = ("question", "answer", "completion", "metadata")
+"""Placeholders that a judge's prompt may contain."""
+REQUEST_KEYS = ("messages", "model", "n", "stream")
+"""Request fields that the judge sets itself, or whose responses it cannot parse."""
+
+
+class RegexOptions(Section):
+    """Options of `regex`: reward 1 for a completion that matches a regular expression, else 0."""
+
+    pattern: str
+    """Regular expression in the syntax of Python's `re`, with inline flags such as `(?s)`."""
+    match: Literal["full", "anywhere"] = "full"
+    """`full` matches the whole completion, `anywhere` any part of it."""
+
+    def _broken_rules(self) -> Iterator[BrokenRule]:
+        yield from _broken_by_pattern("pattern", self.pattern)
+
+
+class OverlongOptions(Section):
+    """Options of `overlong`, DAPO's soft penalty for long completions. It falls from 0 to -1 over the last `cache_tokens`."""
+
+    cache_tokens: Tokens
+    """Number of tokens before `max_tokens` over which the penalty grows (L_cache)."""
+    max_tokens: Tokens | None = None
+    """Length in tokens from which the penalty is -1 (L_max); null uses `rollout.max_new_tokens`."""
+
+    def broken_by(self, max_tokens: int) -> Iterator[BrokenRule]:
+        """Yield the rule that `cache_tokens` breaks with the effective `max_tokens`."""
+        if self.cache_tokens > max_tokens:
+            rule = f"cache_tokens must not exceed max_tokens, which is {max_tokens}"
+            yield self.broken("cache_tokens", rule, f"set cache_tokens to at most {max_tokens}")
+
+    def _broken_rules(self) -> Iterator[BrokenRule]:
+        if self.max_tokens is not None:
+            yield from self.broken_by(self.max_tokens)
+
+
+class RepetitionOptions(Section):
+    """Options of `repetition`: minus the share of n-grams that occurred before, from 0 to -1."""
+
+    ngram_size: Count = 3
+    """Number of words or characters per n-gram."""
+    unit: Literal["word", "character"] = "word"
+    """Unit of the n-grams. `character` suits languages without spaces between words."""
+
+
+class MathVerifyOptions(Section):
+    """Options of `math_verify`, which compares mathematical expressions."""
+
+    timeout_s: Annotated[int, Field(ge=1, le=3600)] = 2
+    """Time limit in whole seconds for parsing a completion, and for each comparison. On timeout the completion gets no
+    reward."""
+
+
+class JudgeOptions(Section):
+    """Options of `judge`, a language model behind an OpenAI-compatible endpoint that grades each completion."""
+
+    url: Annotated[str, Field(pattern=r"^https?://[^\s]+$")]
+    """Base URL of the API, such as `http://127.0.0.1:8000/v1`. Requests are sent to `<url>/chat/completions`."""
+    model: str
+    """Model name in the requests."""
+    prompt: str = JUDGE_PROMPT
+    """User message, with the placeholders `{question}`, `{answer}`, `{completion}` and `{metadata[key]}`."""
+    system_prompt: str | None = None
+    """System message; null sends none."""
+    score_pattern: str = r"(?i)grade[*_`\s]*:[*_`\s\[({$]*(?:\\boxed\{\s*)?([-+\u2212]?[\d.,]*\d)"
+    """Regular expression that finds the grade in the response: its first group or, without groups, the whole match. The last
+    match is used."""
+    min_score: float = 0.0
+    """Grade that corresponds to reward 0."""
+    max_score: float = 10.0
+    """Grade that corresponds to reward 1. A grade outside of `min_score` and `max_score` is a failure."""
+    key_variable: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")] | None = None
+    """Environment variable with the API key; null sends no key."""
+    request: dict[str, Any] = {"temperature": 0.0, "max_tokens": 1024}
+    """Additional fields of each request."""
+    timeout_s: Seconds = 30.0
+    """Time limit in seconds for one request."""
+    num_retries: Annotated[int, Field(ge=0, le=10)] = 2
+    """Number of retries after a timeout, a lost connection, or the status codes 408, 429 and 5xx."""
+
+    @property
+    def uses_answer(self) -> bool:
+        """True if the prompt contains the reference answer, so that every question needs one."""
+        return "answer" in _fields(self.prompt)
+
+    def _broken_rules(self) -> Iterator[BrokenRule]:
+        yield from _broken_by_pattern("score_pattern", self.score_pattern)
+        fix = "use {question}, {answer}, {completion} or {metadata[key]}, and double all other braces"
+        try:
+            fields = _fields(self.prompt)
+        except ValueError as error:
+            yield self.broken("prompt", f"prompt must have paired braces ({error})", fix)
+        else:
+            for field in sorted(fields - set(PROMPT_FIELDS)):
+                yield self.broken("prompt", f"prompt contains the unknown placeholder {{{field}}}", fix)
+            if "completion" not in fields:
+                yield self.broken("prompt", "prompt must contain {completion}", "add it")
+        if not _has_host(self.url):
+            yield self.broken("url", "url must contain a host", "write it like http://host:8000/v1")
+        if "@" in self.url:
+            yield BrokenRule(
+                {"url": re.sub(r"//.*@", "//...@", self.url)},
+                "url must not contain credentials, because the configuration is saved in the run directory",
+                "put the key into an environment variable, and set key_variable to its name",
+            )
+        if not self.min_score < self.max_score:
+            fix = "swap them; use a negative weight to invert the reward"
+            yield self.broken("min_score max_score", "min_score must be below max_score", fix)
+        for key in sorted(self.request.keys() & set(REQUEST_KEYS)):
+            rule = "the judge sets this field itself, or could not parse the response"
+            yield self.broken(f"request.{key}", rule, "remove it")
+
+
+REWARD_OPTIONS: Mapping[str, type[Section]] = {
+    "math_verify": MathVerifyOptions,
+    "regex": RegexOptions,
+    "overlong": OverlongOptions,
+    "repetition": RepetitionOptions,
+    "judge": JudgeOptions,
+}
+"""Option sections of the built-in rewards that have options, by reward."""
+
+
+def broken_by_options(function: str, options: Mapping[str, Any]) -> Iterator[BrokenRule]:
+    """Yield the rules that the options of a reward break. The keys start with `options`."""
+    section = REWARD_OPTIONS.get(function)
+    if section is None:
+        if options:
+            rule = f"only the built-in rewards {', '.join(REWARD_OPTIONS)} have options"
+            fix = "remove options; for a custom function, bind arguments with functools.partial"
+            yield BrokenRule({"options": dict(options), "function": function}, rule, fix)
+        return
+    try:
+        section.model_validate(options)
+    except ValidationError as error:
+        for details in error.errors(include_url=False):
+            key = ".".join(["options", *map(str, details["loc"])])
+            cause = details.get("ctx", {}).get("error")
+            if isinstance(cause, BrokenRules):
+                for broken in cause.broken:
+                    yield replace(broken, values={f"options.{name}": value for name, value in broken.values.items()})
+                continue
+            if details["type"] == "extra_forbidden":
+                fix = f"choose one of its options: {', '.join(section.model_fields)}"
+                yield BrokenRule({key: details["input"]}, f"{function} has no such option", fix)
+                continue
+            meaning = section.model_fields[str(details["loc"][0])].description
+            if details["type"] == "missing":
+                yield BrokenRule({"options": dict(options)}, f"{key} is required", f"add it. {meaning}")
+            else:
+                condition = re.sub(r"^\w+ should ", "must ", details["msg"])
+                yield BrokenRule({key: details["input"]}, condition, f"correct it. {meaning}")
+
+
+def _broken_by_pattern(key: str, pattern: str) -> Iterator[BrokenRule]:
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        fix = "correct it; see docs.python.org/3/library/re.html"
+        yield BrokenRule({key: pattern}, f"must be a regular expression ({error})", fix)
+
+
+def _has_host(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+
+
+def _fields(template: str) -> set[str]:
+    """Return the placeholders of a template.
+
+    Raises:
+        ValueError: The braces are not paired.
+    """
+    names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+    return {re.split(r"[.\[]", name, maxsplit=1)[0] for name in names}
 
 
 class FunctionSection(Section):
@@ -476,3 +679,182 @@ class RunDataConfig(DataConfig):
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}", name):
                 rule = "the name of a task must consist of letters, digits, _ and -, and start with a letter or digit"
                 yield BrokenRule({f"mixture.{name}": {}}, rule, "rename it")
+
+
+MAX_COMPLETIONS = 1_000_000
+"""Maximum number of completions per evaluation."""
+DEFAULT = "evaluation"
+"""Section of the default set."""
+SETS = "evaluation.sets"
+"""Section of the additional sets."""
+
+Split = Literal["heldout", "all"]
+
+
+class EvaluationSetConfig(Section):
+    """An additional evaluation set."""
+
+    every_steps: StepsOrZero | None = None
+    """Number of steps between evaluations; 0 evaluates only before and after training. Null uses `evaluation.every_steps`."""
+    num_prompts: Count = 200
+    """Number of prompts."""
+    split: Split = "heldout"
+    """`heldout` uses the held-out split, which is never trained on if training uses the same `heldout_fraction`. `all` uses
+    every prompt, and requires `data`."""
+    num_samples: Annotated[int, Field(ge=1, le=100_000)] = 1
+    """Number of completions per prompt."""
+    temperature: Annotated[float, Field(ge=0.0, le=2.0)] = 0.0
+    """Sampling temperature; 0 is greedy decoding. Other values below 0.01 are not supported by vLLM."""
+    max_new_tokens: Tokens | None = None
+    """Maximum completion length in tokens; null uses `rollout.max_new_tokens`."""
+    pass_k: Annotated[tuple[Count, ...], Field(strict=False)] = ()
+    """Values of k for which pass@k is reported. If empty, `num_samples`, if that is more than 1."""
+    solved_from: float = 1.0
+    """Minimum reward of a solved completion, for pass@k and avg@k."""
+    data: DataConfig | None = None
+    """Prompts and rewards of the set; null uses those of the run."""
+    task: str | None = None
+    """Task of `data.mixture` whose held-out prompts and rewards the set uses."""
+
+    def _broken_rules(self) -> Iterator[BrokenRule]:
+        if self.num_samples > 1 and self.temperature == 0:
+            rule = "num_samples > 1 requires temperature > 0, because greedy completions of a prompt are all equal"
+            fix = "set temperature, for example to 1, or set num_samples to 1"
+            yield self.broken("temperature num_samples", rule, fix)
+        if 0 < self.temperature < 0.01:
+            rule = "vLLM does not support temperatures between 0 and 0.01"
+            yield self.broken("temperature", rule, "set it to 0 for greedy decoding, or to at least 0.01")
+        if self.pass_k and max(self.pass_k) > self.num_samples:
+            fix = f"set num_samples to at least {max(self.pass_k)}"
+            yield self.broken("pass_k num_samples", "pass@k needs at least k samples per prompt", fix)
+        if self.num_prompts * self.num_samples > MAX_COMPLETIONS:
+            rule = f"an evaluation must not sample more than {MAX_COMPLETIONS:,} completions (num_prompts * num_samples)"
+            yield self.broken("num_prompts num_samples", rule, "lower one of them")
+        if self.data is not None and self.task is not None:
+            values = {"task": self.task, "data": self.data.source}
+            yield BrokenRule(values, "a set uses the prompts either of task or of data", "remove one of them")
+        if self.data is not None and self.data.curriculum is not None:
+            values = {"data.curriculum": self.data.curriculum.sampler}
+            rule = "an evaluation set does not support a curriculum"
+            yield BrokenRule(values, rule, "remove it, or define one set per level")
+        if self.split == "all" and self.data is None:
+            rule = "split: all would evaluate on prompts of the run that are trained on"
+            yield self.broken("split data", rule, "set split to heldout, or add a data section to the set")
+
+
+class EvaluationConfig(Section):
+    """Evaluation. The default set is `num_prompts` held-out prompts of `data`, or of each task in `data.mixture`, decoded
+    greedily. `sets` adds more (docs/howto/evaluate.md)."""
+
+    every_steps: StepsOrZero = 20
+    """Number of steps between evaluations; 0 evaluates only before and after training."""
+    num_prompts: CountOrZero = 200
+    """Number of prompts of the default set, per task with `data.mixture`; 0 disables the default set."""
+    sets: dict[str, EvaluationSetConfig] = {}
+    """Additional evaluation sets by name. Metrics are named `eval/<name>/...`."""
+    background: bool = True
+    """In asynchronous training, run evaluations between the first and the last step in the background, on a separate generator
+    with `generator.tp` ranks. `false` pauses training and evaluates on the rollout generators."""
+    best_metric: str | None = None
+    """Metric of an evaluation set, such as "eval/chain_sum/mean". The policy with its highest value is exported to
+    `checkpoints/best`."""
+    min_improvement: Annotated[float, Field(ge=0.0)] = 0.0
+    """Minimum increase of `best_metric` for a policy to count as better."""
+    max_error_frac: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Maximum share of completions without a reward in an evaluation that is compared by `best_metric`. Another evaluation is a
+    mean over other completions, so it neither selects a policy nor counts for `patience`."""
+    patience: Count | None = None
+    """Early stopping: number of consecutive evaluations without a better policy after which training ends. Null never stops
+    early."""
+
+    def _broken_rules(self) -> Iterator[BrokenRule]:
+        for name in self.sets:
+            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}", name):
+                rule = "the name of a set must consist of letters, digits, _ and -, and start with a letter or digit"
+                yield BrokenRule({f"sets.{name}": {}}, rule, "rename it")
+        for key in ("patience", "min_improvement", "max_error_frac"):
+            if self.best_metric is None and getattr(self, key):
+                rule = f"{key} requires best_metric, which policies are compared by"
+                yield self.broken(f"{key} best_metric", rule, "set best_metric")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationSet:
+    """An evaluation set with all values resolved.
+
+    Example: `EvaluationSet(name="hard", key="evaluation.sets.hard", every_steps=50, num_prompts=100, num_samples=8, ...)`
+    """
+
+    name: str
+    """Name in metrics. The default set of a task has the task's name."""
+    key: str
+    """Configuration section of the set."""
+    every_steps: int
+    """Number of steps between evaluations; 0 evaluates only before and after training."""
+    num_prompts: int
+    """Number of prompts."""
+    split: Split
+    """Split that the prompts are taken from."""
+    num_samples: int
+    """Completions per prompt."""
+    temperature: float
+    """Sampling temperature; 0 is greedy."""
+    max_new_tokens: int
+    """Maximum completion length in tokens."""
+    pass_k: tuple[int, ...]
+    """Values of k for pass@k."""
+    solved_from: float
+    """Minimum reward of a solved completion."""
+    data: DataConfig
+    """Prompts and rewards."""
+    has_own_data: bool
+    """True if the set has its own `data` section."""
+    task: str
+    """Task of the run whose prompts and rewards the set uses; empty if it has its own."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Maximum length of prompt plus completion in tokens."""
+        return self.data.max_prompt_tokens + self.max_new_tokens
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Names of the metrics that can be maximized."""
+        averages = (f"avg@{self.num_samples}",) if self.num_samples > 1 else ()
+        return tuple(f"eval/{self.name}/{name}" for name in ("mean", *averages, *(f"pass@{k}" for k in self.pass_k)))
+
+
+def evaluation_sets(
+    evaluation: EvaluationConfig, tasks: Mapping[str, DataConfig], max_new_tokens: Mapping[str, int]
+) -> Mapping[str, EvaluationSet]:
+    """Return the evaluation sets of a run by name, the default sets first.
+
+    Args:
+        evaluation: Section `evaluation`.
+        tasks: Prompts and rewards by task.
+        max_new_tokens: Maximum completion length by task, in tokens.
+    """
+    sections = {name: (f"{SETS}.{name}", section) for name, section in evaluation.sets.items()}
+    if evaluation.num_prompts:
+        sections = {
+            task: (DEFAULT, EvaluationSetConfig(num_prompts=evaluation.num_prompts, task=task)) for task in tasks
+        } | sections
+    first = next(iter(tasks))
+    return {
+        name: EvaluationSet(
+            name=name,
+            key=key,
+            every_steps=evaluation.every_steps if section.every_steps is None else section.every_steps,
+            num_prompts=section.num_prompts,
+            split=section.split,
+            num_samples=section.num_samples,
+            temperature=section.temperature,
+            max_new_tokens=section.max_new_tokens or max_new_tokens.get(section.task or first, max_new_tokens[first]),
+            pass_k=section.pass_k or ((section.num_samples,) if section.num_samples > 1 else ()),
+            solved_from=section.solved_from,
+            data=section.data or tasks.get(section.task or first, tasks[first]),
+            has_own_data=section.data is not None,
+            task="" if section.data is not None else section.task or first,
+        )
+        for name, (key, section) in sections.items()
+    }

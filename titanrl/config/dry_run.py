@@ -1,6 +1,7 @@
-"""The report of `--dry-run`: changed keys, placement, sizes, and warnings."""
+"""The report of `--dry-run`: changed keys, hosts and devices, sizes, notes, and values that may not fit."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from pydantic import BaseModel
@@ -10,12 +11,12 @@ from rich.table import Table
 from rich.text import Text
 
 from titanrl.base.choices import DeviceKind
-from titanrl.config.errors import inline
-from titanrl.config.explain import explain_rule
-from titanrl.config.placement import host_name, placements
-from titanrl.config.schema import Config
+from titanrl.config.errors import BrokenRule, inline
+from titanrl.config.load import explain_rule
+from titanrl.config.schema import Config, device_shortage
+from titanrl.config.sections import HostGroup
 from titanrl.config.sizes import (
-    DEVICE_BYTES,
+    LIBRARY_BYTES,
     Memory,
     ModelShape,
     Sizes,
@@ -24,9 +25,20 @@ from titanrl.config.sizes import (
     derive,
     gigabytes,
     host_bytes,
+    model_values,
+    notes,
     received_bytes,
+    replica_hosts,
+    rollout_group,
+    store_group,
+    worker_hosts,
 )
 from titanrl.config.source import Source
+
+DEVICE_BYTES = 80_000_000_000
+"""Assumed memory of an accelerator type that this machine does not have."""
+
+HERE = "this machine"
 
 
 def print_dry_run(
@@ -48,13 +60,14 @@ def print_dry_run(
         device: Device type of the run.
         device_bytes: Memory of one accelerator in bytes; None assumes `DEVICE_BYTES`.
     """
-    sizes = derive(config, shape, device_bytes=device_bytes or DEVICE_BYTES)
+    sizes = derive(config, shape)
     print_table(console, "Keys that differ from the defaults", ("key", "value", "default"), changed_keys(config))
     columns = ("host", "devices", "role", "processes", "memory each", "available")
     print_table(console, "Hosts and devices", columns, _placement_rows(config, sizes, device, device_bytes))
     print_table(console, "Sizes", ("size", "value"), chain(_step_rows(config, sizes), _memory_rows(config, sizes.memory)))
-    _print_list(console, "Notes", sizes.notes)
-    _print_list(console, "May not fit", [explain_rule(misfit, source) for misfit in sizes.misfits])
+    _print_list(console, "Notes", list(notes(config)))
+    unfit = misfits(config, sizes.memory, device_bytes or DEVICE_BYTES)
+    _print_list(console, "May not fit", [explain_rule(misfit, source) for misfit in unfit])
 
 
 def changed_keys(section: BaseModel, defaults: BaseModel | None = None, path: str = "") -> Iterator[tuple[str, str, str]]:
@@ -128,8 +141,8 @@ def _step_rows(config: Config, sizes: Sizes) -> Iterator[Sequence[str]]:
     yield "tokens per step", f"up to {sizes.max_tokens_per_step:,} ({config.max_sequence_tokens} per sequence)"
     yield "micro-batches per step", f"up to {sizes.max_microbatches}"
     if config.distill is None:
-        yield "buffer slots", str(sizes.buffer_slots)
-        yield "maximum staleness", f"{sizes.worst_staleness} versions"
+        yield "buffer slots", str(config.num_slots)
+        yield "maximum staleness", f"{config.worst_staleness} versions"
 
 
 def _memory_rows(config: Config, memory: Memory | None) -> Iterator[Sequence[str]]:
@@ -161,3 +174,175 @@ def _trainer_text(config: Config, trainer: TrainerMemory) -> str:
     }
     listed = ", ".join(f"{gigabytes(size)} {name}" for name, size in sizes.items() if size)
     return f"{gigabytes(trainer.total)}: {listed}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Identical processes of one role, on one host or on several identical hosts.
+
+    Example: `Placement(host="trainer hosts (4)", devices="0-7", role="trainer rank", processes=8, num_bytes=52_000_000_000)`
+    """
+
+    host: str
+    """Name of the host, or type and number of hosts."""
+    devices: str
+    """Indices of the accelerators, `cpu`, or selected CPU cores; empty if the role uses no device."""
+    role: str
+    """Role of the processes."""
+    processes: int
+    """Number of processes per host."""
+    num_bytes: int | None
+    """Estimated memory of one process: its private memory on CPU, else its device memory. None if unknown or zero."""
+
+
+def placements(config: Config, sizes: Sizes, device: DeviceKind) -> Iterator[Placement]:
+    """Yield the placement of each role, on the hosts that `hosts.kind` and `placement` select."""
+    yield from _rank_placements(config, sizes, device)
+    cores, libraries = config.placement.cpus, _libraries(device)
+    workers = list(_counts(config, rollout_group(config), worker_hosts(config)))
+    for role in ("rollout", "sandbox", "buffer", "store", "controller"):
+        number = sizes.processes.get(role)
+        if number is None:
+            continue
+        if role in ("rollout", "sandbox") and "rollout" in sizes.processes:
+            per_worker, choice = number // config.rollout.num_workers, cores.rollout
+            hosts = [(host, count * per_worker) for host, count in workers]
+        elif role in ("buffer", "store"):
+            hosts, choice = [(_host(config, store_group(config), 0), number)], cores.store
+        else:
+            hosts, choice = [(HERE, number)], None
+        for host, count in hosts:
+            bytes_each = libraries[role] or None
+            yield Placement(host=host, devices=_cores(choice), role=role, processes=count, num_bytes=bytes_each)
+
+
+def _rank_placements(config: Config, sizes: Sizes, device: DeviceKind) -> Iterator[Placement]:
+    """Yield the placement of the ranks that use devices."""
+    libraries, hosts, cores = _libraries(device), config.hosts, config.placement.cpus
+    trainer_bytes = generator_bytes = None
+    if sizes.memory is not None:
+        trainer = sizes.memory.trainer
+        trainer_bytes = libraries["trainer"] + (trainer.cpu_total if device == "cpu" else trainer.total)
+        cache = config.generator.kv_cache_bytes // config.generator.tp if device == "cpu" else 0
+        generator_bytes = libraries["generator"] + sizes.memory.generator_rank_weights + cache
+    ranks, generators, of_replica = config.num_trainer_ranks, config.num_generator_ranks, replica_hosts(config)
+    most = max(map(of_replica.count, of_replica)) * config.generator.tp if generators else 0
+    per_host = ranks // hosts.trainer_hosts
+    on_ranks = per_host if config.placement.generator == "trainers" else 0
+    # Emulated hosts share the devices of one machine.
+    first = 0 if hosts.share_devices else on_ranks if hosts.across_machines else ranks
+    behind = first + (most if hosts.across_machines else generators)
+    if ranks:
+        host, shown = host_name(config, "trainers"), per_host if hosts.across_machines else ranks
+        devices = _devices(device, 0, shown) + _cores(cores.trainer, " ")
+        yield Placement(host=host, devices=devices, role="trainer rank", processes=per_host, num_bytes=trainer_bytes)
+    for host, count in _counts(config, "generators", of_replica) if generators else ():
+        number = count * config.generator.tp
+        devices = _devices(device, first, number if hosts.across_machines else generators) + _cores(cores.generator, " ")
+        yield Placement(host=host, devices=devices, role="generator rank", processes=number, num_bytes=generator_bytes)
+    for role in ("teacher", "evaluator"):
+        if number := sizes.processes.get(role, 0):
+            devices, host = _devices(device, behind, number), _host(config, "generators", 0)
+            yield Placement(host=host, devices=devices, role=f"{role} rank", processes=number, num_bytes=None)
+
+
+def _counts(config: Config, group: HostGroup, hosts: Sequence[int]) -> Iterator[tuple[str, int]]:
+    """Yield hosts with their number of processes. Hosts of a group are yielded together if all have the same number."""
+    counts = [hosts.count(host) for host in range(max(hosts) + 1)]
+    total = {"controller": 1, "trainers": config.hosts.trainer_hosts, "generators": config.hosts.generator_hosts}[group]
+    if config.hosts.kind == "local" or group == "controller":
+        yield HERE, len(hosts)
+    elif len(set(counts)) == 1 and len(counts) == total:
+        yield host_name(config, group), counts[0]
+    else:
+        for number, count in enumerate(counts):
+            yield _host(config, group, number), count
+
+
+def host_name(config: Config, group: HostGroup) -> str:
+    """Return the name of all hosts of a group."""
+    hosts = config.hosts
+    if hosts.kind == "local" or group == "controller":
+        return HERE
+    if group == "trainers":
+        return f"trainer hosts ({hosts.trainer_hosts})"
+    if config.placement.generator == "generators":
+        return f"generator hosts ({hosts.generator_hosts})"
+    if hosts.generator_hosts == hosts.trainer_hosts:
+        return f"trainer hosts ({hosts.trainer_hosts})"
+    return f"trainer hosts (first {hosts.generator_hosts} of {hosts.trainer_hosts})"
+
+
+def _host(config: Config, group: HostGroup, number: int) -> str:
+    """Return the name of one host of a group."""
+    if config.hosts.kind == "local" or group == "controller":
+        return HERE
+    return f"{'generator' if group == config.placement.generator == 'generators' else 'trainer'} host {number}"
+
+
+def _libraries(device: DeviceKind) -> dict[str, int]:
+    return dict(LIBRARY_BYTES) if device == "cpu" else dict.fromkeys(LIBRARY_BYTES, 0)
+
+
+def _devices(device: DeviceKind, first: int, count: int) -> str:
+    if device == "cpu":
+        return "cpu"
+    return f"{device} {first}" if count == 1 else f"{device} {first}-{first + count - 1}"
+
+
+def _cores(choice: str | None, before: str = "") -> str:
+    return "" if choice is None else f"{before}cores {choice}"
+
+
+def misfits(config: Config, memory: Memory | None, device_bytes: int = DEVICE_BYTES) -> Iterator[BrokenRule]:
+    """Yield rules that are probably broken on accelerators with this memory, according to estimates."""
+    if config.device == "auto":  # the device is unknown until the run starts
+        for broken in device_shortage(config):
+            yield replace(broken, fix=f"{broken.fix}; ignore this on CPU")
+    if memory is not None:
+        if config.device in ("cuda", "npu"):
+            yield from _accelerator_misfits(config, memory, device_bytes)
+        else:
+            yield from _cpu_misfits(config, memory)
+
+
+def _cpu_misfits(config: Config, memory: Memory) -> Iterator[BrokenRule]:
+    available = host_bytes()
+    if config.num_generator_ranks and memory.kv_cache > config.generator.kv_cache_bytes:
+        rule = f"max_num_seqs completions of maximum length need {gigabytes(memory.kv_cache)} of KV cache, else some wait"
+        fix = f"set generator.kv_cache_bytes to {memory.kv_cache}, or lower generator.max_num_seqs"
+        yield config.broken("generator.kv_cache_bytes generator.max_num_seqs", rule, fix)
+    needed = cpu_bytes(config, memory, memory.trainer.cpu_total)
+    if not config.hosts.across_machines and needed > available:
+        has_generators = config.num_generator_ranks > 0
+        replicas = {"generator.replicas": config.generator.replicas} if has_generators else {}
+        roles, fewer = ("trainer and generators need", "fewer replicas, ") if has_generators else ("the trainer needs", "")
+        yield BrokenRule(
+            {**model_values(config), **replicas},
+            f"{roles} about {gigabytes(needed)}, but this machine has {gigabytes(available)}",
+            f"use a smaller model, {fewer}or trainer.dtype=bfloat16",
+        )
+
+
+def _accelerator_misfits(config: Config, memory: Memory, device_bytes: int) -> Iterator[BrokenRule]:
+    has_generators = config.num_generator_ranks > 0
+    shares = config.hosts.share_devices and has_generators
+    if shares and "gpu_memory_utilization" not in config.generator.vllm:
+        rule = "vLLM reserves 90 % of a device by default, which leaves too little memory for the trainer"
+        fix = "set generator.vllm.gpu_memory_utilization, for example to 0.4"
+        yield config.broken("hosts.share_devices generator.vllm", rule, fix)
+    shard = {"trainer.parallelism.dp_shard": config.trainer.parallelism.dp_shard}
+    tp = {"generator.tp": config.generator.tp}
+    needs = {"trainer rank": (memory.trainer.total, shard, "trainer.parallelism.dp_shard or tp")}
+    if has_generators:
+        needs["generator rank"] = (memory.generator_rank_weights, tp, "generator.tp")
+    if shares:
+        total = memory.trainer.total + memory.generator_rank_weights
+        needs = {"trainer rank with its generator rank": (total, shard | tp, "trainer.parallelism.dp_shard or generator.tp")}
+    for role, (needed, values, keys) in needs.items():
+        if needed > device_bytes:
+            yield BrokenRule(
+                {**model_values(config), **values},
+                f"a {role} needs about {gigabytes(needed)} without KV cache, but a device has {gigabytes(device_bytes)}",
+                f"raise {keys}, or use bfloat16, a smaller model or larger devices",
+            )

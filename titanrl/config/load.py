@@ -1,18 +1,71 @@
-"""Load a configuration from YAML and overrides, check that it is for a subcommand, and dump it as YAML."""
+"""Load a configuration from YAML and overrides, explain its mistakes, and write it as YAML.
 
+A message names location, key, value, rule and fix. A suggested name was probably meant, and is not merely spelled in a similar
+way.
+"""
+
+import math
+import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from titanrl.base.choices import Program
-from titanrl.config.errors import BrokenRule, ConfigError
-from titanrl.config.explain import explain, explain_rule
+from titanrl.config.algorithm import ALGORITHM_PRESETS
+from titanrl.config.errors import BrokenRule, BrokenRules, ConfigError, inline, message
+from titanrl.config.keys import KeyPath, Node, dotted, node_at, section_at, sections, type_text
 from titanrl.config.schema import Config
 from titanrl.config.shipped import data_file
-from titanrl.config.source import Source, dump, read_source
+from titanrl.config.source import Source, dump, read_source, scalar
+
+Location = tuple[str | int, ...]
+
+MAX_NAME = 100
+"""Maximum length of a name for which suggestions are searched. The time of a comparison grows with its square."""
+MAX_SUGGESTIONS = 3
+"""Maximum number of suggestions. If more names are equally likely, none is suggested."""
+SYNONYMS = {
+    "bf16": "bfloat16",
+    "fp32": "float32",
+    "gpu": "cuda",
+    "k8s": "kubernetes",
+    "mpirun": "launcher",
+    "srun": "launcher",
+    "torchrun": "launcher",
+}
+"""Other names of values."""
+FOREIGN = {
+    "adv_estimator": "algorithm.advantage",
+    "batch_size": "rollout.groups_per_step",
+    "beta": "algorithm.kl.coef",
+    "clip_eps": "algorithm.clip_low",
+    "clip_range": "algorithm.clip_low",
+    "clip_ratio": "algorithm.clip_low",
+    "dataset": "data.source",
+    "epsilon": "algorithm.clip_low",
+    "eval_steps": "evaluation.every_steps",
+    "gpu_memory_utilization": "generator.vllm.gpu_memory_utilization",
+    "gradient_checkpointing": "trainer.activation_checkpointing",
+    "loss_type": "algorithm.loss",
+    "lr": "learning_rate",
+    "max_completion_length": "rollout.max_new_tokens",
+    "max_prompt_length": "data.max_prompt_tokens",
+    "max_steps": "num_steps",
+    "max_tokens": "rollout.max_new_tokens",
+    "model.name": "model.path",
+    "model_name": "model.path",
+    "model_name_or_path": "model.path",
+    "num_generations": "rollout.group_size",
+    "reward_fn": "data.rewards",
+    "reward_funcs": "data.rewards",
+    "save_steps": "checkpoint.every_steps",
+    "tensor_parallel_size": "generator.tp",
+}
+"""Names that other libraries use, with the key of the same meaning, or with its name in any section."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -77,3 +130,299 @@ def check_program(config: Config, program: Program, source: Source | None = None
         fix = f"add `{program}: ...` (docs/config.md), or run `titanrl {config.program}`"
         broken = BrokenRule({program: None}, f"`titanrl {program}` requires this section", fix)
     raise ConfigError(explain_rule(broken, source))
+
+
+def explain(error: ValidationError, source: Source) -> Iterator[str]:
+    """Yield one message per mistake that pydantic found."""
+    yield from dict.fromkeys(_messages(error, source))  # pydantic reports a value once for each type that it could have
+
+
+def _messages(error: ValidationError, source: Source) -> Iterator[str]:
+    for details in error.errors(include_url=False):
+        cause = details.get("ctx", {}).get("error")
+        if isinstance(cause, BrokenRules):
+            yield from (explain_rule(broken, source, details["loc"]) for broken in cause.broken)
+        else:
+            yield _explain_value(details, source)
+
+
+def explain_rule(broken: BrokenRule, source: Source | None = None, section: Location = ()) -> str:
+    """Format a broken rule. The message starts with the location of the first key that was set; other keys add their own.
+
+    Args:
+        broken: Rule and values.
+        source: Source of the configuration. Without it, the message contains no line numbers.
+        section: Path of the section that the keys are relative to.
+    """
+    # A rule about a single value has no key of its own.
+    paths = {(*section, *map(_part, key.split(".") if key else ())): value for key, value in broken.values.items()}
+    if source is None:
+        return message("config", ", ".join(_written(path, value) for path, value in paths.items()), broken.rule, broken.fix)
+    locations = {path: source.where(path) for path in paths}
+    main = next((path for path, where in locations.items() if where is not None), next(iter(paths)))
+    also = {
+        path: f" ({where or _unwritten(path, source)})" for path, where in locations.items() if path != main or where is None
+    }
+    what = ", ".join(_written(path, value) + also.get(path, "") for path, value in paths.items())
+    return message(source.nearest(main), what, broken.rule, broken.fix)
+
+
+def _part(name: str) -> str | int:
+    """Return a component of a dotted key. A number is an index into a list."""
+    return int(name) if re.fullmatch("[0-9]{1,9}", name) else name
+
+
+def _unwritten(path: Location, source: Source) -> str:
+    """Return the origin of a value that the user did not set."""
+    return "default" if source.where((*path[:-1], "preset")) is None else "preset or default"
+
+
+def _written(path: Location, value: Any) -> str:
+    return f"{dotted(path)}={inline(value)}"
+
+
+def _explain_value(details: ErrorDetails, source: Source) -> str:
+    path, value = details["loc"], details["input"]
+    if details["type"] == "invalid_key":  # such as a number, or null
+        where, what = source.nearest(path[:-1]), f"{dotted(path[:-1]) or 'the file'} has the key {inline(value)}"
+        return message(
+            where, what, "keys must be strings", "correct or remove it; a name that YAML reads as another type needs quotes"
+        )
+    if details["type"] == "extra_forbidden":
+        return _explain_unknown_key(path, value, source)
+    if details["type"] == "missing" and isinstance(path[-1], str):
+        meaning = " ".join((node_at(path) or {}).get("description", "").split())
+        return message(
+            source.nearest(path), f"{dotted(path)} is missing", "this key is required", f"add `{path[-1]}: ...`. {meaning}"
+        )
+    if path[-1] == "[key]":  # where pydantic reports a key of a free-form mapping
+        what, rule = f"{dotted(path[:-2])} has the key {inline(value)}", "its keys must be strings"
+        return message(source.nearest(path[:-2]), what, rule, "put the key in quotes")
+    if details["type"] == "missing":  # a list that is too short is reported as a whole
+        path = path[:-1]
+    while len(path) > 1 and node_at(path) is None and node_at(path[:-1]) is not None:  # the type that the value could have
+        path = path[:-1]
+    node = node_at(path) or {}
+    rule = f"must be {type_text(node)}"
+    if isinstance(value, float) and not math.isfinite(value):
+        rule = rule.replace("a number", "a finite number")
+    return message(source.nearest(path), _written(path, value), rule, _fix(path, value, node))
+
+
+def _explain_unknown_key(path: Location, value: Any, source: Source) -> str:
+    section = section_at(path[:-1])
+    keys = ", ".join(section.keys) if section else ""
+    name = dotted(path[:-1])
+    where, of = (f"in {name}", f"of {name}") if name else ("at the top level", "at the top level")
+    last = str(path[-1])
+    section_name, _, key = last.rpartition(".")
+    if section_name and node_at((*path[:-1], *last.split("."))) is not None:
+        hint = f"write `{key}` inside the section `{section_name}`, or on the command line as {last}=... "
+    else:
+        meant = question(nearest_keys(path))
+        hint = f"{meant} " if meant else "remove it. "
+    return message(source.nearest(path), _written(path, value), f"no such key {where}", f"{hint}Keys {of}: {keys}")
+
+
+def _fix(path: Location, value: Any, node: Node) -> str:
+    section = section_at(path)
+    if section is not None:
+        if isinstance(value, str) and value.lower() in ("none", "nil", "null") and section.is_optional:
+            return "write null, without quotes, or its keys below it"
+        return f"write its keys below it, or remove it. Keys of {dotted(path)}: {', '.join(section.keys)}"
+    if hint := _hint(path, value, node):
+        hint = f"{hint}. "
+    choices = [str(choice) for option in (node, *node.get("anyOf", ())) for choice in option.get("enum", ())]
+    if choices and not hint:
+        text = value if isinstance(value, str) else inline(value)
+        return _where_it_belongs(path, text) or did_you_mean(text, choices) or "choose one of them"
+    key = node_at(path if isinstance(path[-1], str) else path[:-1]) or {}
+    default = f"the default is {inline(key['default'])}. " if "default" in key else ""
+    if hint:
+        default = default[:1].upper() + default[1:]
+    return f"{hint}{default}{' '.join(key.get('description', '').split())}"
+
+
+def _where_it_belongs(path: Location, value: str) -> str:
+    """Return the fix for a name that is known, but not as a value of this key; empty otherwise.
+
+    Names of algorithms differ by a letter, so a known name must not be taken for a misspelled one.
+    """
+    key = str(path[-1])
+    if path[0] == "algorithm" and (chosen := ALGORITHM_PRESETS.get(value, {}).get(key)) is not None:
+        return f"{value} uses {key}={inline(chosen)}: set that, or set algorithm.preset to {value}, which sets all of its keys"
+    section = section_at(path[:-1])
+    siblings = [sibling for sibling in (section.keys if section else ()) if value in _choices((*path[:-1], sibling))]
+    return (
+        f"{value} is a value of {dotted((*path[:-1], siblings[0]))}: set it there, and choose one of them for {key}"
+        if siblings
+        else ""
+    )
+
+
+def _choices(path: Location) -> list[str]:
+    """Return the names that a key accepts."""
+    node = node_at(path) or {}
+    return [str(choice) for option in (node, *node.get("anyOf", ())) for choice in option.get("enum", ())]
+
+
+def _hint(path: Location, value: Any, node: Node) -> str:
+    """Return how to write the value that was probably meant; empty if that is unknown."""
+    kinds = {option.get("type") for option in (node, *node.get("anyOf", ()))}
+    if isinstance(value, str):
+        return _hint_for_text(value, kinds)
+    if isinstance(value, float) and not math.isfinite(value):
+        return "write a finite number"
+    if "integer" in kinds and isinstance(value, float) and value.is_integer():
+        return f"write {int(value)}"
+    if "array" in kinds and isinstance(value, dict):
+        return f"set the list as a whole: {dotted(path)}=[...]"
+    if "string" in kinds and isinstance(value, int | float):
+        return "put it in quotes"
+    return ""
+
+
+def _hint_for_text(value: str, kinds: set[Any]) -> str:
+    """Return how to write a value that was given as text."""
+    plain, text = scalar(value), value.strip().lower()
+    is_number = isinstance(plain, int | float) and not isinstance(plain, bool)
+    if "null" in kinds and (plain is None or text in ("none", "nil")):
+        return "write null, without quotes"
+    if "boolean" in kinds and (isinstance(plain, bool) or text in ("yes", "no", "on", "off")):
+        return f"write {'true' if plain is True or text in ('yes', 'on') else 'false'}, without quotes"
+    if {"integer", "number"} & kinds:
+        number = plain if is_number else _number_in(text)
+        if number is not None and not ("integer" in kinds and float(number) != int(number)):
+            return "remove the quotes" if is_number else f"write {number:g}" if isinstance(number, float) else f"write {number}"
+    if "array" in kinds and "object" not in kinds:
+        return f"write it as a list: [{value}]"
+    return ""
+
+
+def _number_in(text: str) -> int | float | None:
+    """Return the number that another notation means: `1,000`, `0x10`, `010`, `10k`; None if there is none."""
+    if match := re.fullmatch(r"([-+]?)0*(\d{1,3}(?:,\d{3})+|\d+)", text):
+        return int(f"{match[1]}{match[2].replace(',', '')}")
+    if re.fullmatch(r"0[xob][0-9a-f]+", text):
+        try:
+            return int(text, 0)
+        except ValueError:
+            return None
+    if match := re.fullmatch(r"(\d+)([km])", text):
+        return int(match[1]) * {"k": 1000, "m": 1_000_000}[match[2]]
+    return None
+
+
+def nearest_keys(path: KeyPath) -> list[str]:
+    """Return the valid keys that an unknown one probably means, in any section; empty if there is none, or too many.
+
+    A key can be meant if its name and the names of its sections contain every word of the unknown name, except for typos, and
+    its name has at most one other word (two in the section of the unknown key). Keys of the same name come first; then keys of
+    the same section, keys below it, keys with fewer other words, and keys of sections that are on by default.
+    """
+    *parent, name = map(str, path)
+    if len(name) > MAX_NAME:
+        return []
+    foreign = FOREIGN.get(".".join([*parent, name]).lower()) or FOREIGN.get(name.lower(), name)
+    if "." in foreign:
+        return [foreign]
+    here, asked = section_at(path[:-1]), words(foreign)
+    ranks: dict[str, tuple[bool, int, int, bool]] = {}
+    for section in sections():
+        is_here = here is not None and section.keys == here.keys
+        around = words(section.path.replace("<name>", ""))
+        distance = 0 if is_here else 1 if parent and set(words(" ".join(parent))) <= set(around) else 2
+        is_off = not is_here and (section.is_optional or "<name>" in section.path or section.path.startswith("hosts."))
+        where = dotted(parent) if is_here else section.path
+        for key in section.keys:
+            others = _num_other_words(asked, words(key), around)
+            if others is not None and others <= (2 if is_here else 0 if is_off else 1):
+                is_exact = not is_off and words(key) == asked
+                ranks[f"{where}.{key}".lstrip(".")] = (not is_exact, distance, others, is_off)
+    best = min(ranks.values(), default=None)
+    found = [key for key, rank in ranks.items() if rank == best]
+    return found if len(found) <= MAX_SUGGESTIONS else []
+
+
+def _num_other_words(asked: Sequence[str], key: Sequence[str], section: Sequence[str]) -> int | None:
+    """Return the number of words of a key that an unknown name lacks; None if the key cannot be meant."""
+    if is_misspelled("".join(asked), "".join(key)):
+        return 0
+    meant = [next((word for word in (*key, *section) if is_same_word(word, name)), None) for name in asked]
+    if None in meant or not set(meant) & set(key):
+        return None
+    return len(set(key) - set(meant))
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Return a question such as `did you mean exact?`, or an empty string if no name was probably meant."""
+    return question(suggestions(name, names))
+
+
+def question(found: Sequence[str]) -> str:
+    """Return the question that suggests names; an empty string for none."""
+    listed = " or ".join(filter(None, [", ".join(found[:-1]), *found[-1:]]))
+    return f"did you mean {listed}?" if found else ""
+
+
+def suggestions(name: str, names: Iterable[str]) -> list[str]:
+    """Return the names that were probably meant: synonyms, other spellings, typos, and names with more or fewer words."""
+    names = list(names)
+    if len(name) > MAX_NAME:
+        return []
+    if (synonym := SYNONYMS.get(name.lower())) in names:
+        return [synonym]
+    asked = words(name)
+    ways = (
+        [other for other in names if "".join(words(other)) == "".join(asked)],
+        [other for other in names if is_misspelled("".join(asked), "".join(words(other)))],
+        [other for other in names if _begins(asked, words(other)) or _begins(words(other), asked)],
+    )
+    found = next(filter(None, ways), [])
+    return found if len(found) <= MAX_SUGGESTIONS else []
+
+
+def words(name: str) -> list[str]:
+    """Return the words of a name in lower case: `maxSteps`, `max-steps` and `max_steps` have the same, and `++` reads `pp`."""
+    return re.findall(r"[^\W_]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower().replace("+", "p"))
+
+
+def is_misspelled(one: str, other: str) -> bool:
+    """Return True if two names are equal, or one is probably a typo of the other.
+
+    A typo keeps the first letter and all digits, because `float16` is not `bfloat16`. In a short name, it only adds, drops or
+    swaps a letter, because `grpo` is not `gspo`.
+    """
+    short, long = sorted((one, other), key=len)
+    if one == other or not short:
+        return one == other
+    if short[0] != long[0] or re.sub(r"\D", "", short) != re.sub(r"\D", "", long):
+        return False
+    if len(long) < 5:
+        return len(long) == 4 and (len(short) == 3 or sorted(short) == sorted(long)) and _distance(one, other) == 1
+    return _distance(one, other) <= (2 if len(short) >= 8 else 1)
+
+
+def is_same_word(one: str, other: str) -> bool:
+    """Return True if two words of names mean the same: equal, misspelled, or a word and a slightly longer form of it."""
+    short, long = sorted((one, other), key=len)
+    return is_misspelled(one, other) or (len(short) >= 3 and long.startswith(short) and len(long) - len(short) <= 3)
+
+
+def _begins(start: Sequence[str], name: Sequence[str]) -> bool:
+    """Return True if a name begins with the words of another, as in `cuda:0` and `tensorboardx`."""
+    return bool(start) and len(start) <= len(name) and all(map(is_same_word, start, name))
+
+
+def _distance(one: str, other: str) -> int:
+    """Return the number of inserted, removed, replaced and swapped letters."""
+    before: list[int] = []
+    row = list(range(len(other) + 1))
+    for i, letter in enumerate(one, start=1):
+        earlier, before, row = before, row, [i]
+        for j, wanted in enumerate(other, start=1):
+            cost = min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (letter != wanted))
+            if i > 1 and j > 1 and letter == other[j - 2] and one[i - 2] == wanted:
+                cost = min(cost, earlier[j - 2] + 1)
+            row.append(cost)
+    return row[-1]

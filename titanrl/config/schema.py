@@ -7,20 +7,29 @@ from typing import Annotated, Self
 from pydantic import Field
 
 from titanrl.base.choices import DeviceName, Program
-from titanrl.config.algorithm import AlgorithmConfig
-from titanrl.config.data import ANSWER_REWARDS, DataConfig, RunDataConfig, TaskConfig
+from titanrl.config.algorithm import AlgorithmConfig, LossTraits
+from titanrl.config.data import (
+    ANSWER_REWARDS,
+    DEFAULT,
+    SETS,
+    DataConfig,
+    EvaluationConfig,
+    EvaluationSet,
+    RunDataConfig,
+    TaskConfig,
+    evaluation_sets,
+)
 from titanrl.config.errors import BrokenRule, BrokenRules
-from titanrl.config.evaluation import DEFAULT, SETS, EvaluationConfig, EvaluationSet, evaluation_sets
-from titanrl.config.hosts import HostsConfig, PlacementConfig
-from titanrl.config.registry import LossTraits
 from titanrl.config.section import FilePath, OrImportPath, Section, Steps
 from titanrl.config.sections import (
     CheckpointConfig,
     DistillConfig,
     FaultsConfig,
     GeneratorConfig,
+    HostsConfig,
     LoggingConfig,
     ModelConfig,
+    PlacementConfig,
     ReplayConfig,
     RolloutConfig,
     SandboxConfig,

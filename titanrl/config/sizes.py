@@ -1,20 +1,20 @@
-"""Sizes computed from a configuration: processes, sequences and memory, and warnings about them. No model is loaded."""
+"""Numbers computed from a configuration: processes and their hosts, sequences and memory. No model is loaded."""
 
 import os
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from titanrl.base.choices import Dtype
-from titanrl.config.errors import BrokenRule
-from titanrl.config.schema import Config, device_shortage
+
+if TYPE_CHECKING:
+    from titanrl.config.schema import Config
+    from titanrl.config.sections import HostGroup
 
 DTYPE_BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2}
 
 RECIPE_VOCAB_SIZE = 112
 """Rows of the recipe model's embedding: 95 characters, 9 phrases, 2 special tokens, padded to a multiple of 16."""
-
-DEVICE_BYTES = 80_000_000_000
-"""Assumed memory of an accelerator type that this machine does not have."""
 
 LIBRARY_BYTES: Mapping[str, int] = {
     "controller": 400_000_000,
@@ -31,6 +31,10 @@ LIBRARY_BYTES: Mapping[str, int] = {
 
 LOGITS_AT_ONCE = 1 << 27
 """Maximum number of logits in memory on a trainer rank."""
+
+
+HostPlace = tuple[str, int]
+"""A host: its mesh (`trainers` or `generators`), and its index in the mesh."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,28 +176,14 @@ class Sizes:
     """Number of completions or examples per optimizer step."""
     max_tokens_per_step: int
     """Number of tokens per optimizer step if all sequences have maximum length."""
-    buffer_slots: int
-    """Number of groups in flight or waiting to be trained on."""
-    worst_staleness: int
-    """Maximum staleness of a token, in published versions."""
     max_microbatches: int
     """Number of micro-batches per step if all sequences have maximum length."""
     memory: Memory | None
     """Memory sizes; None if the model cannot be read yet."""
-    misfits: tuple[BrokenRule, ...]
-    """Rules that are probably violated, according to estimates."""
-    notes: tuple[str, ...]
-    """Remarks on values that are allowed but often unintended."""
 
 
-def derive(config: Config, shape: ModelShape | None, *, device_bytes: int = DEVICE_BYTES) -> Sizes:
-    """Return the sizes of a run.
-
-    Args:
-        config: Configuration.
-        shape: Dimensions of the policy model; None if unknown.
-        device_bytes: Memory of one accelerator in bytes.
-    """
+def derive(config: "Config", shape: ModelShape | None) -> Sizes:
+    """Return the sizes of a run, whose policy has these dimensions; None if they are unknown."""
     sequences = config.rollout.groups_per_step * config.rollout.group_size
     if config.sft is not None:
         sequences = config.sft.batch_size
@@ -202,16 +192,12 @@ def derive(config: Config, shape: ModelShape | None, *, device_bytes: int = DEVI
         processes=_processes(config),
         sequences_per_step=sequences,
         max_tokens_per_step=sequences * config.max_sequence_tokens,
-        buffer_slots=config.num_slots,
-        worst_staleness=config.worst_staleness,
         max_microbatches=-(-_max_rows(config, sequences) // config.trainer.rows_per_microbatch),
         memory=memory,
-        misfits=tuple(_misfits(config, memory, device_bytes)),
-        notes=tuple(notes(config)),
     )
 
 
-def _processes(config: Config) -> dict[str, int]:
+def _processes(config: "Config") -> dict[str, int]:
     """Return the number of processes by role."""
     processes = {"controller": 1, **({"trainer": config.num_trainer_ranks} if config.train else {})}
     if config.sft is not None:
@@ -226,7 +212,7 @@ def _processes(config: Config) -> dict[str, int]:
     return processes if config.rollout.replay else processes | {"sandbox": workers * config.sandbox.num_processes}
 
 
-def describe_staleness(config: Config) -> str:
+def describe_staleness(config: "Config") -> str:
     """Return the bound on staleness as a sentence, with the numbers it is computed from."""
     if config.max_staleness == 0 and config.algorithm.updates_per_publish == 1:
         return f"synchronous: {config.num_slots} groups at a time, trained on with the weights that sampled them"
@@ -236,7 +222,7 @@ def describe_staleness(config: Config) -> str:
     )
 
 
-def notes(config: Config) -> Iterator[str]:
+def notes(config: "Config") -> Iterator[str]:
     """Yield remarks on values that are allowed but often unintended."""
     algorithm, rollout = config.algorithm, config.rollout
     if algorithm.reduction == "sum":
@@ -248,14 +234,14 @@ def notes(config: Config) -> Iterator[str]:
         )
 
 
-def _max_rows(config: Config, sequences: int) -> int:
+def _max_rows(config: "Config", sequences: int) -> int:
     """Return the number of rows of a data-parallel rank in a step, if all sequences have maximum length."""
     sequences_per_row = max(1, config.trainer.row_tokens // config.max_sequence_tokens)
     rows = -(-sequences // sequences_per_row)
     return -(-rows // config.trainer.parallelism.dp_size)
 
 
-def _memory(config: Config, shape: ModelShape, sequences: int) -> Memory:
+def _memory(config: "Config", shape: ModelShape, sequences: int) -> Memory:
     generator = config.generator
     most = max(sequences, 0 if config.warm_start is None else config.warm_start.batch_size)
     return Memory(
@@ -267,7 +253,7 @@ def _memory(config: Config, shape: ModelShape, sequences: int) -> Memory:
     )
 
 
-def _trainer_memory(config: Config, shape: ModelShape, num_rows: int) -> TrainerMemory:
+def _trainer_memory(config: "Config", shape: ModelShape, num_rows: int) -> TrainerMemory:
     trainer = config.trainer
     plan, compute_bytes = trainer.parallelism, DTYPE_BYTES[trainer.compute_dtype]
     share = DTYPE_BYTES[trainer.dtype] / (plan.dp_shard * plan.tp)
@@ -302,7 +288,7 @@ def _unreduced(shape: ModelShape, compute_bytes: int) -> int:
     return max(gradients, reduction) * shape.embedding_parameters
 
 
-def _activations(config: Config, shape: ModelShape, num_rows: int) -> int:
+def _activations(config: "Config", shape: ModelShape, num_rows: int) -> int:
     """Estimate the bytes of `num_rows` rows: stored activations, one layer in full, and logits with their gradient.
 
     Sequence parallelism divides them among the tensor-parallel ranks. Selective checkpointing stores about half of them.
@@ -315,40 +301,11 @@ def _activations(config: Config, shape: ModelShape, num_rows: int) -> int:
     return (tokens * kept // trainer.parallelism.tp + 2 * logits) * DTYPE_BYTES[trainer.compute_dtype]
 
 
-def _misfits(config: Config, memory: Memory | None, device_bytes: int) -> Iterator[BrokenRule]:
-    if config.device == "auto":  # the device is unknown until the run starts
-        for broken in device_shortage(config):
-            yield replace(broken, fix=f"{broken.fix}; ignore this on CPU")
-    if memory is not None:
-        if config.device in ("cuda", "npu"):
-            yield from _accelerator_misfits(config, memory, device_bytes)
-        else:
-            yield from _cpu_misfits(config, memory)
-
-
-def _cpu_misfits(config: Config, memory: Memory) -> Iterator[BrokenRule]:
-    available = host_bytes()
-    if config.num_generator_ranks and memory.kv_cache > config.generator.kv_cache_bytes:
-        rule = f"max_num_seqs completions of maximum length need {gigabytes(memory.kv_cache)} of KV cache, else some wait"
-        fix = f"set generator.kv_cache_bytes to {memory.kv_cache}, or lower generator.max_num_seqs"
-        yield config.broken("generator.kv_cache_bytes generator.max_num_seqs", rule, fix)
-    needed = cpu_bytes(config, memory, memory.trainer.cpu_total)
-    if not config.hosts.across_machines and needed > available:
-        has_generators = config.num_generator_ranks > 0
-        replicas = {"generator.replicas": config.generator.replicas} if has_generators else {}
-        roles, fewer = ("trainer and generators need", "fewer replicas, ") if has_generators else ("the trainer needs", "")
-        yield BrokenRule(
-            {**model_values(config), **replicas},
-            f"{roles} about {gigabytes(needed)}, but this machine has {gigabytes(available)}",
-            f"use a smaller model, {fewer}or trainer.dtype=bfloat16",
-        )
-
-
-def cpu_bytes(config: Config, memory: Memory, trainer_rank_bytes: int) -> int:
+def cpu_bytes(config: "Config", memory: Memory, trainer_rank_bytes: int) -> int:
     """Return the total memory of all processes and published weights on one machine without accelerators.
 
     Args:
-        config: Configuration.
+        config: "Config"uration.
         memory: Memory sizes of the model.
         trainer_rank_bytes: Bytes of tensors per trainer rank: `memory.trainer.cpu_total`, or only what is always allocated.
     """
@@ -362,7 +319,7 @@ def cpu_bytes(config: Config, memory: Memory, trainer_rank_bytes: int) -> int:
     return libraries + config.num_trainer_ranks * trainer_rank_bytes + published + generators
 
 
-def received_bytes(config: Config, memory: Memory) -> int:
+def received_bytes(config: "Config", memory: Memory) -> int:
     """Return the bytes of two weight versions that a generator host receives from other hosts into shared memory."""
     hosts = config.hosts
     if hosts.kind == "local" or not (config.train and config.num_generator_ranks):
@@ -377,31 +334,7 @@ def host_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _accelerator_misfits(config: Config, memory: Memory, device_bytes: int) -> Iterator[BrokenRule]:
-    has_generators = config.num_generator_ranks > 0
-    shares = config.hosts.share_devices and has_generators
-    if shares and "gpu_memory_utilization" not in config.generator.vllm:
-        rule = "vLLM reserves 90 % of a device by default, which leaves too little memory for the trainer"
-        fix = "set generator.vllm.gpu_memory_utilization, for example to 0.4"
-        yield config.broken("hosts.share_devices generator.vllm", rule, fix)
-    shard = {"trainer.parallelism.dp_shard": config.trainer.parallelism.dp_shard}
-    tp = {"generator.tp": config.generator.tp}
-    needs = {"trainer rank": (memory.trainer.total, shard, "trainer.parallelism.dp_shard or tp")}
-    if has_generators:
-        needs["generator rank"] = (memory.generator_rank_weights, tp, "generator.tp")
-    if shares:
-        total = memory.trainer.total + memory.generator_rank_weights
-        needs = {"trainer rank with its generator rank": (total, shard | tp, "trainer.parallelism.dp_shard or generator.tp")}
-    for role, (needed, values, keys) in needs.items():
-        if needed > device_bytes:
-            yield BrokenRule(
-                {**model_values(config), **values},
-                f"a {role} needs about {gigabytes(needed)} without KV cache, but a device has {gigabytes(device_bytes)}",
-                f"raise {keys}, or use bfloat16, a smaller model or larger devices",
-            )
-
-
-def model_values(config: Config) -> dict[str, object]:
+def model_values(config: "Config") -> dict[str, object]:
     """Return the model's key and value, for error messages."""
     return {"model.path": None if config.model.path is None else str(config.model.path)}
 
@@ -412,3 +345,76 @@ def gigabytes(num_bytes: int) -> str:
         if num_bytes >= size:
             return f"{num_bytes / size:.1f} {unit}"
     return f"{num_bytes} B"
+
+
+# Hosts
+
+
+def host_counts(config: "Config") -> dict[str, int]:
+    """Return the number of hosts that a run needs in each mesh."""
+    counts = {"trainers": config.hosts.trainer_hosts}
+    if config.num_generator_ranks and config.placement.generator == "generators":
+        counts["generators"] = config.hosts.generator_hosts
+    return counts
+
+
+def spread(number: int, num_hosts: int, per_host: Sequence[int] | None) -> list[int]:
+    """Return the host index of each process: round-robin, or in blocks of the given sizes."""
+    if per_host is None:
+        return [process % num_hosts for process in range(number)]
+    return [host for host, count in enumerate(per_host) for _ in range(count)]
+
+
+def replica_hosts(config: "Config") -> list[int]:
+    """Return the host index of each generator replica, among the hosts of the replicas."""
+    return spread(config.generator.replicas, config.hosts.generator_hosts, config.placement.replicas_per_host)
+
+
+def replica_place(config: "Config", replica: int) -> HostPlace:
+    """Return the host of a generator replica."""
+    return config.placement.generator, replica_hosts(config)[replica]
+
+
+def replica_slot(config: "Config", replica: int) -> int:
+    """Return the index of a replica among those on its host. An additional replica (number `generator.replicas`) follows those
+    of the first host."""
+    hosts = replica_hosts(config)
+    return hosts[:replica].count(hosts[replica % len(hosts)])
+
+
+def rollout_group(config: "Config") -> "HostGroup":
+    """Return the host group of the rollout workers."""
+    if config.placement.rollout != "auto":
+        return (
+            config.placement.rollout if config.num_generator_ranks or config.placement.rollout != "generators" else "controller"
+        )
+    return "generators" if config.num_generator_ranks else "controller"
+
+
+def worker_hosts(config: "Config") -> list[int]:
+    """Return the host index of each rollout worker, among the hosts of its group."""
+    counts = {"controller": 1, "trainers": config.hosts.trainer_hosts, "generators": config.hosts.generator_hosts}
+    return spread(config.rollout.num_workers, counts[rollout_group(config)], config.placement.workers_per_host)
+
+
+def worker_place(config: "Config", worker: int) -> HostPlace | None:
+    """Return the host of a rollout worker; None for the controller's host."""
+    group, number = rollout_group(config), worker_hosts(config)[worker]
+    if group == "controller":
+        return None
+    return ("trainers" if group == "trainers" else config.placement.generator), number
+
+
+def store_group(config: "Config") -> "HostGroup":
+    """Return the group whose first host runs the buffer and the weight store."""
+    if config.placement.store == "auto":
+        return "trainers" if config.weights.transport == "store" else "controller"
+    return config.placement.store if config.num_generator_ranks or config.placement.store != "generators" else "controller"
+
+
+def store_place(config: "Config") -> HostPlace | None:
+    """Return the host of the buffer and the weight store; None for the controller's host."""
+    group = store_group(config)
+    if group == "controller":
+        return None
+    return ("trainers" if group == "trainers" else config.placement.generator), 0

@@ -23,10 +23,9 @@ import numpy as np
 
 from titanrl.base.plugins import Plugin, Plugins
 from titanrl.carriers.types import IntArray, Prompt
-from titanrl.config.data import CurriculumConfig, DataConfig
+from titanrl.config.data import CurriculumConfig, DataConfig, Split
 from titanrl.config.errors import BrokenRule, BrokenRules
-from titanrl.config.evaluation import Split
-from titanrl.config.explain import did_you_mean
+from titanrl.config.load import did_you_mean
 from titanrl.data.chat_format import ChatFormat
 from titanrl.data.entries import Message, read_custom_prompts, read_entries, value_of
 from titanrl.data.rows import BadRow, Row

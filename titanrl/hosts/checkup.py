@@ -23,9 +23,19 @@ from typing import Any, Literal
 from titanrl.base.choices import DeviceKind
 from titanrl.base.errors import TitanRLError
 from titanrl.config.errors import ConfigError
-from titanrl.config.placement import HostPlace, host_counts, replica_place, store_place, worker_place
 from titanrl.config.schema import Config
-from titanrl.config.sizes import LIBRARY_BYTES, Sizes, cpu_bytes, gigabytes, received_bytes
+from titanrl.config.sizes import (
+    LIBRARY_BYTES,
+    HostPlace,
+    Sizes,
+    cpu_bytes,
+    gigabytes,
+    host_counts,
+    received_bytes,
+    replica_place,
+    store_place,
+    worker_place,
+)
 from titanrl.hosts.holder import CONNECT, CONTROLLER, MODULE, TOKEN
 from titanrl.hosts.kubernetes import KubernetesHosts
 from titanrl.hosts.launcher import World, own_address, publish

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from titanrl.base.choices import DeviceKind
-from titanrl.config.hosts import KubernetesConfig
-from titanrl.config.placement import host_counts
 from titanrl.config.schema import Config
+from titanrl.config.sections import KubernetesConfig
+from titanrl.config.sizes import host_counts
 from titanrl.hosts.holder import LISTEN, MODULE, POD_IP, TOKEN
 
 GROUP, VERSION, PLURAL = "monarch.pytorch.org", "v1alpha1", "monarchmeshes"

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Self, TypeVar
 from titanrl.base.errors import TitanRLError
 from titanrl.config.device import missing_for, resolve_device
 from titanrl.config.errors import BrokenRule, BrokenRules, ConfigError
-from titanrl.config.explain import explain_rule
-from titanrl.config.placement import host_counts
+from titanrl.config.load import explain_rule
 from titanrl.config.schema import Config
+from titanrl.config.sizes import host_counts
 from titanrl.config.source import Source
 from titanrl.hosts.holder import CONNECT, CONTROLLER, MODULE, TOKEN, serve
 from titanrl.hosts.leases import END, FAILED, START, STOP, UP, Controller, Host, Leases, OnLost, Say

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from titanrl.base.choices import DeviceKind
-from titanrl.config.device import missing_for
-from titanrl.config.packages import installed_version, packages
+from titanrl.config.device import installed_version, missing_for, packages
 from titanrl.config.sizes import host_bytes
 
 MISSING = "missing"

@@ -20,8 +20,8 @@ from monarch.config import configure
 from titanrl.base import terminal
 from titanrl.base.choices import DeviceKind
 from titanrl.base.errors import FaultError, TitanRLError
-from titanrl.config.placement import HostPlace, host_counts, replica_place, store_place, worker_place
 from titanrl.config.schema import Config
+from titanrl.config.sizes import HostPlace, host_counts, replica_place, store_place, worker_place
 from titanrl.hosts.emulated import EmulatedHosts
 from titanrl.hosts.kubernetes import KubernetesHosts
 from titanrl.hosts.launcher import Crew, LauncherError, LauncherHosts

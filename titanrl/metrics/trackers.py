@@ -1,6 +1,6 @@
 """Destinations of metrics: the recorder, and the experiment trackers that receive a copy of `metrics.jsonl`.
 
-Trackers are TensorBoard, Weights & Biases, trackio (`titanrl.config.registry.TRACKERS`), or a custom tracker: a class or
+Trackers are TensorBoard, Weights & Biases, trackio (`titanrl.config.sections.TRACKERS`), or a custom tracker: a class or
 function with the signature of `TrackerFactory`, or an object with the methods of `Tracker`.
 """
 
@@ -15,7 +15,7 @@ from titanrl.base.files import replace_text
 from titanrl.base.loading import import_object
 from titanrl.base.plugins import Plugins, Point, check_call
 from titanrl.carriers.types import EvaluationResult, StepMetrics
-from titanrl.config.registry import TRACKERS
+from titanrl.config.sections import TRACKERS
 from titanrl.metrics.console import Console
 from titanrl.metrics.run_directory import RunDirectory
 from titanrl.metrics.steps import evaluation_metrics

@@ -11,7 +11,7 @@ from titanrl.base.files import in_shell, why_no_file, why_no_folder
 from titanrl.base.loading import import_object
 from titanrl.config.device import Device
 from titanrl.config.errors import BrokenRule, BrokenRules
-from titanrl.config.explain import did_you_mean
+from titanrl.config.load import did_you_mean
 from titanrl.config.schema import Config
 from titanrl.config.sections import ModelConfig
 from titanrl.config.sizes import ModelShape

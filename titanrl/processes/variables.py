@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from titanrl.config.device import Device, num_threads
-from titanrl.config.placement import replica_hosts, replica_slot, worker_hosts
 from titanrl.config.schema import Config
+from titanrl.config.sizes import replica_hosts, replica_slot, worker_hosts
 from titanrl.processes import caches
 from titanrl.processes.machine import Cores
 from titanrl.processes.temporary import TemporaryFolder

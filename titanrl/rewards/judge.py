@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from titanrl.config.rewards import JudgeOptions
+from titanrl.config.data import JudgeOptions
 from titanrl.rewards.answers import number
 
 RETRIED = frozenset({408, 429, 500, 502, 503, 504})

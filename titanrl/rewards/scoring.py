@@ -26,8 +26,7 @@ from titanrl.carriers.rewards import Answers, BoundReward, Scored, TokenRewards
 from titanrl.carriers.scores import SEPARATOR, ProcessFailure, RewardSpec, Score, parse_scores
 from titanrl.carriers.turns import Turn, Values
 from titanrl.carriers.types import Segment
-from titanrl.config.data import RewardConfig
-from titanrl.config.rewards import JudgeOptions, MathVerifyOptions, OverlongOptions, RegexOptions, RepetitionOptions
+from titanrl.config.data import JudgeOptions, MathVerifyOptions, OverlongOptions, RegexOptions, RepetitionOptions, RewardConfig
 from titanrl.config.schema import Config
 from titanrl.processes.sandbox import FORK_DEADLINE_S, OnRespawn, SandboxDied, SandboxPool, log_respawn
 from titanrl.processes.zygote import END, GROUP, RAW, STARTED, TOKENS, Request

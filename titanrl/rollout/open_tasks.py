@@ -14,8 +14,8 @@ from titanrl.algorithms.evaluation import evaluation_statistics
 from titanrl.base.plugins import Plugins, plugins_of_data, plugins_within
 from titanrl.carriers.rewards import scorer_failed
 from titanrl.carriers.types import EvaluationResult, GenerationRequest, Group, Prompt
+from titanrl.config.data import EvaluationSet
 from titanrl.config.errors import BrokenRules, within
-from titanrl.config.evaluation import EvaluationSet
 from titanrl.config.schema import Config
 from titanrl.config.sections import RolloutConfig
 from titanrl.data.mixture import Draw

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from titanrl.config.packages import installed_version
+from titanrl.config.device import installed_version
 from titanrl.data.tokenizer import Tokenizer
 from titanrl.environments import Message, Tool
 from titanrl.environments.results import NotAnObject, parse_object, readable, readable_text

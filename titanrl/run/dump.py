@@ -6,7 +6,7 @@ from pathlib import Path
 from titanrl.carriers.dumps import DumpBatches, DumpInfo, DumpReader, fingerprint, holds_dump, read_info
 from titanrl.config import Config, ConfigError, Source
 from titanrl.config.errors import BrokenRule
-from titanrl.config.explain import explain_rule
+from titanrl.config.load import explain_rule
 from titanrl.data.tokenizer import Tokenizer
 from titanrl.metrics.console import Console
 from titanrl.replay.groups import Batch

@@ -34,8 +34,7 @@ from titanrl.checks.preflight import policy_notes, preflight
 from titanrl.config import Config, ConfigError, Source
 from titanrl.config.device import resolve_device
 from titanrl.config.errors import BrokenRules
-from titanrl.config.explain import explain_rule
-from titanrl.config.load import check_program
+from titanrl.config.load import check_program, explain_rule
 from titanrl.config.sizes import notes
 from titanrl.data.selection import Selection, check_recorded
 from titanrl.launch.roles import Roles
