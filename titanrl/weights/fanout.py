@@ -28,7 +28,6 @@ from typing import Any, Protocol
 import torch
 
 from titanrl.base.ownership import is_own_peer
-from titanrl.processes.actors import portable
 from titanrl.processes.machine import HOST_FOLDER
 from titanrl.weights.arena import Arena, MappedArena, OwnerExitedError
 from titanrl.weights.records import VERSIONS_HELD, ArenaHandle, RdmaHandle, TransportHandle, WeightManifest
@@ -189,6 +188,8 @@ class HostTransport:
             try:
                 reply: HostCopy | Exception = await self._receiver.receive(manifest)
             except Exception as error:  # the requesting process raises it
+                from titanrl.processes.actors import portable  # imports Monarch, which a reader on the same host does not need
+
                 reply = portable(error)
             await _send(writer, reply)
         writer.close()

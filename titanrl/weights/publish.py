@@ -1,6 +1,7 @@
 """`WeightPublisher`: publishes a trainer rank's shards of each version of the weights."""
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -9,8 +10,10 @@ from titanrl.weights.arena import Arena
 from titanrl.weights.copying import Copies, CopyOut, pin
 from titanrl.weights.layout import TensorFingerprint, digest, local_parts, plan_pack
 from titanrl.weights.records import VERSIONS_HELD, ByteLayout, WeightManifest, layout_key
-from titanrl.weights.store import WeightStore
 from titanrl.weights.transport import make_transports
+
+if TYPE_CHECKING:
+    from titanrl.weights.store import WeightStore
 
 
 class WeightPublisher:
@@ -20,7 +23,7 @@ class WeightPublisher:
         self,
         run: str,
         rank: int,
-        store: WeightStore,
+        store: "WeightStore",
         dtype: torch.dtype,
         transports: Sequence[TransportName],
         verify: Verify = "sampled",

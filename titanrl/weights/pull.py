@@ -4,6 +4,7 @@ import asyncio
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -30,8 +31,10 @@ from titanrl.weights.records import (
     WeightMismatchError,
     layout_key,
 )
-from titanrl.weights.store import WeightStore
 from titanrl.weights.transport import ArenaTransport, Payload, RdmaTransport, Source, StoreTransport
+
+if TYPE_CHECKING:
+    from titanrl.weights.store import WeightStore
 
 Targets = Mapping[str, torch.Tensor | PartOf]
 """Tensors to fill, by the trainer's tensor names."""
@@ -72,7 +75,7 @@ class CopyPlan:
 class WeightReader:
     """Reader of committed versions into tensors of this process. It can be pickled before its first use."""
 
-    def __init__(self, run: str, store: WeightStore, verify: Verify = "sampled") -> None:
+    def __init__(self, run: str, store: "WeightStore", verify: Verify = "sampled") -> None:
         """Prepare to read the versions published under the name of a run.
 
         Args:

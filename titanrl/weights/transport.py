@@ -11,7 +11,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -28,7 +28,9 @@ from titanrl.weights.records import (
     overwritten,
     rank_key,
 )
-from titanrl.weights.store import WeightStore
+
+if TYPE_CHECKING:
+    from titanrl.weights.store import WeightStore
 
 _SLOWEST_BYTES_PER_S = 50e6
 _SHORTEST_TIMEOUT_S = 60
@@ -164,7 +166,7 @@ class RdmaTransport:
 class StoreTransport:
     """Tensors in torchstore, one per rank and version. This is the slowest transport. The controller deletes the tensors."""
 
-    def __init__(self, run: str, rank: int, store: WeightStore) -> None:
+    def __init__(self, run: str, rank: int, store: "WeightStore") -> None:
         """Store under the name of a run and a trainer rank; readers may pass any rank."""
         self._run, self._rank, self._store = run, rank, store
         self.num_received = 0
@@ -191,7 +193,7 @@ class StoreTransport:
         return Payload(data)
 
 
-def make_transports(names: Sequence[TransportName], run: str, rank: int, store: WeightStore) -> list[Transport]:
+def make_transports(names: Sequence[TransportName], run: str, rank: int, store: "WeightStore") -> list[Transport]:
     """Build the named transports, in the given order."""
     transports: dict[TransportName, Transport] = {
         "arena": ArenaTransport(),
