@@ -22,7 +22,7 @@ from titanrl.config import Config
 from titanrl.data.tokenizer import Tokenizer, load_tokenizer, write_tokenizer
 from titanrl.rollout.episodes import start_episodes
 from titanrl.rollout.group import record_of, roll_out, sampling_requests
-from titanrl.rollout.outbox import packed
+from titanrl.rollout.workers import packed
 
 NUM_GROUPS, GROUP_SIZE, GROUPS_AT_ONCE = 64, 8, 8
 """Groups per measurement, rollouts per group, and groups that a worker rolls out concurrently."""

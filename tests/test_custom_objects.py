@@ -31,7 +31,7 @@ from titanrl.config.load import validate
 from titanrl.config.sections import TRACKERS, ReplayConfig
 from titanrl.metrics.hooks import Hooks
 from titanrl.metrics.trackers import make_trackers
-from titanrl.rollout.filters import keeps
+from titanrl.rollout.group import keeps
 
 ROOT = Path(__file__).parents[1]
 NAMES = {
@@ -258,7 +258,7 @@ def test_conflicting_traits_are_rejected_before_start(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "files"),
     [
-        (LOSSES, {"config/algorithm.py", "algorithms/tinker.py", "config/sections.py"}),
+        (LOSSES, {"config/algorithm.py", "algorithms/contracts.py", "config/sections.py"}),
         (ADVANTAGES, {"config/algorithm.py", "config/data.py", "config/schema.py"}),
         (TRACKERS, {"config/sections.py", "metrics/trackers.py"}),
     ],

@@ -38,7 +38,7 @@ def test_imports_have_no_cycle() -> None:
 @pytest.mark.parametrize(
     "modules",
     [
-        "titanrl.algorithms.batch_plan, titanrl.algorithms.schedule",
+        "titanrl.algorithms.batch_plan",
         "titanrl.rollout.workers, titanrl.generator.actor",  # of rollout workers, which call generators
     ],
 )

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from titanrl.distill import Distill
     from titanrl.grpo import GRPO
     from titanrl.metrics.hooks import Hook
-    from titanrl.rollout.filters import ScoredGroup
+    from titanrl.rollout.group import ScoredGroup
     from titanrl.session.session import Session, connect
     from titanrl.sft import SFT
 
@@ -56,7 +56,7 @@ _MODULES = {
     "Outcome": "data.mixture",
     "Reward": "carriers.rewards",
     "SFT": "sft",
-    "ScoredGroup": "rollout.filters",
+    "ScoredGroup": "rollout.group",
     "Session": "session.session",
     "TitanRLError": "base.errors",
     "TokenRewards": "carriers.rewards",

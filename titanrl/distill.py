@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from titanrl.algorithms.schedule import adam_params
+from titanrl.algorithms.batch_plan import adam_params
 from titanrl.carriers.rewards import Scored
 from titanrl.carriers.types import EvaluationResult, FloatArray, GenerationStats, OptimUpdate, Prompt, StepMetrics
 from titanrl.launch.roles import Roles

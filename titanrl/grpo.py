@@ -13,11 +13,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from titanrl.algorithms.batch_plan import plan_batch
-from titanrl.algorithms.by_task import advantages_by_task
-from titanrl.algorithms.minibatches import StepPlan, plan_step
+from titanrl.algorithms.batch_plan import StepPlan, adam_params, advantages_by_task, plan_batch, plan_step
 from titanrl.algorithms.replay import ReplaySchedule
-from titanrl.algorithms.schedule import adam_params
 from titanrl.base.errors import TitanRLError
 from titanrl.base.plugins import loaded
 from titanrl.carriers.types import AdamParams, EvaluationResult, GenerationStats, LossSums, OptimUpdate, StepMetrics

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
-from titanrl.algorithms.schedule import adam_params
+from titanrl.algorithms.batch_plan import adam_params
 from titanrl.carriers.types import AdamParams, GenerationStats, OptimUpdate, StepMetrics
 from titanrl.checks.preflight import read_examples
 from titanrl.data.examples import Demonstration, mean_loss_data

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titanrl.algorithms.advantages import batch_advantages, group_advantages, pass_at_k_advantages, standardized
+from titanrl.algorithms.advantages import batch_advantages, group_advantages, pass_at_k, standardized
+from titanrl.algorithms.contracts import GroupRewards
 
 METHODS: tuple[str, ...] = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "maxrl", "pass_at_k")
 rewards_of_a_group = st.lists(st.floats(-100, 100).map(lambda reward: round(reward, 3)), min_size=2, max_size=16)
@@ -94,7 +95,7 @@ def best_of_k_by_enumeration(rewards: list[float], k: int) -> list[float]:
 def test_pass_at_k_matches_enumeration_of_subsets(rewards: list[float], data: st.DataObject) -> None:
     k = data.draw(st.integers(1, len(rewards)))
     expected = best_of_k_by_enumeration(rewards, k)
-    assert pass_at_k_advantages(rewards, k) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert pass_at_k(GroupRewards(rewards=rewards), pass_k=k) == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
 def test_pass_at_k_of_group_smaller_than_k_is_zero() -> None:
@@ -104,17 +105,17 @@ def test_pass_at_k_of_group_smaller_than_k_is_zero() -> None:
 def test_pass_at_k_of_binary_rewards_matches_closed_form() -> None:
     # Two of six right, k = 3: pass@k = 1 - C(4, 3) / C(6, 3) = 0.8; with a wrong one in it 1 - C(3, 2) / C(5, 2) = 0.7.
     std = math.sqrt(0.8 * 0.2)
-    advantages = pass_at_k_advantages([1.0, 0.0, 0.0, 1.0, 0.0, 0.0], 3, eps=0.0)
+    advantages = pass_at_k(GroupRewards(rewards=[1.0, 0.0, 0.0, 1.0, 0.0, 0.0]), pass_k=3, eps=0.0)
     assert advantages == pytest.approx((0.2 / std, -0.1 / std, -0.1 / std, 0.2 / std, -0.1 / std, -0.1 / std))
 
 
 def test_pass_at_k_is_zero_if_every_subset_has_best_reward() -> None:
-    assert pass_at_k_advantages([1.0, 1.0, 0.0], 2) == (0.0, 0.0, 0.0)
+    assert pass_at_k(GroupRewards(rewards=[1.0, 1.0, 0.0]), pass_k=2) == (0.0, 0.0, 0.0)
 
 
 def test_pass_at_one_is_grpo() -> None:
     rewards = [0.0, 3.0, 1.0, 1.0]
-    assert pass_at_k_advantages(rewards, 1) == pytest.approx(group_advantages(rewards, "grpo"))
+    assert pass_at_k(GroupRewards(rewards=rewards), pass_k=1) == pytest.approx(group_advantages(rewards, "grpo"))
 
 
 def test_standardization_counts_only_sampled_tokens() -> None:

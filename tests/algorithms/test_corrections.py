@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from titanrl.algorithms.corrections import Correction, correct, weight_sums
+from titanrl.algorithms.ratios import Correction, correct, weight_sums
 from titanrl.config.algorithm import CORRECTION_PRESETS, CorrectionConfig
 
 # Ratios of proximal to sampling policy: sequence 0 has 2, 0.5 and 4; sequence 1 has 1.25 and 1.25; sequence 2 has 0.1.

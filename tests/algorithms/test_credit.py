@@ -13,20 +13,18 @@ import numpy as np
 import pytest
 
 from tests.records import make_record
-from titanrl.algorithms.batch_plan import plan_batch
-from titanrl.algorithms.contracts import GroupRewards
-from titanrl.algorithms.credit import (
+from titanrl.algorithms.advantages import (
     discounted_returns,
     returns_differ,
     token_advantages,
     token_returns_differ,
     turn_advantages,
 )
-from titanrl.algorithms.minibatches import plan_step
+from titanrl.algorithms.batch_plan import plan_batch, plan_step
+from titanrl.algorithms.contracts import GroupRewards
 from titanrl.base.choices import Reduction
 from titanrl.carriers.tables import BatchPlan, RecordTable, SequencePlan
-from titanrl.carriers.turns import GroupTokens, GroupTurns
-from titanrl.carriers.types import GroupRecord
+from titanrl.carriers.types import GroupRecord, GroupTokens, GroupTurns
 from titanrl.config.algorithm import AlgorithmConfig
 
 TURNS = GroupTurns(num_turns=(2, 1, 2, 1), rewards=(0.0, 1.0, 2.0, 1.0, 0.0, 4.0), num_sampled=(2, 3, 1, 4, 1, 2))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from titanrl.algorithms.kl import kl_estimate
+from titanrl.algorithms.ratios import kl_estimate
 from titanrl.base.choices import KLEstimator
 
 ESTIMATORS: tuple[KLEstimator, ...] = ("k1", "k2", "k3", "k3_straight_through")

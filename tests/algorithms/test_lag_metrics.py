@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from titanrl.algorithms.lag_metrics import lag_metrics
+from titanrl.algorithms.objective import lag_metrics
 from titanrl.carriers.types import LossSums
 from titanrl.metrics.steps import staleness_metrics
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titanrl.algorithms.loss_weights import sequence_weights, without_rejected
+from titanrl.algorithms.batch_plan import sequence_weights, without_rejected
 from titanrl.base.choices import Reduction
 from titanrl.carriers.tables import SEQUENCE, MicroBatch, RowTable
 from titanrl.carriers.types import MeasuredCorrection

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.algorithms.test_batch_plan import sequences
-from titanrl.algorithms.batch_plan import plan_batch
-from titanrl.algorithms.minibatches import StepPlan, minibatches, plan_step
+from titanrl.algorithms.batch_plan import StepPlan, minibatches, plan_batch, plan_step
 from titanrl.carriers.tables import BatchPlan, RecordTable
 from titanrl.carriers.types import GroupRecord
 from titanrl.config.algorithm import AlgorithmConfig

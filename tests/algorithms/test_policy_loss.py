@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from titanrl.algorithms.batch_plan import correction_totals, sequence_weights, without_rejected
 from titanrl.algorithms.contracts import LossInputs
-from titanrl.algorithms.loss_weights import correction_totals, sequence_weights, without_rejected
 from titanrl.algorithms.losses import ppo, weighted_sum
 from titanrl.algorithms.objective import ObjectiveInputs, measure_correction, policy_loss
 from titanrl.base.choices import Reduction

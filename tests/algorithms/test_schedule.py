@@ -1,6 +1,6 @@
 import pytest
 
-from titanrl.algorithms.schedule import learning_rate
+from titanrl.algorithms.batch_plan import learning_rate
 from titanrl.base.choices import LearningRateDecay
 
 

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from tests.trainer.ranks import World
 from titanrl.algorithms import logprobs as logprobs_module
-from titanrl.algorithms.logprobs import logprobs_and_entropy
-from titanrl.algorithms.supports import TokenSupports, token_supports
+from titanrl.algorithms.logprobs import TokenSupports, logprobs_and_entropy, token_supports
 from titanrl.carriers.supports import supports_of, words_of
 
 

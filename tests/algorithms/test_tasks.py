@@ -6,7 +6,8 @@ import pytest
 from tests.records import make_record
 from titanrl.algorithms.batch_plan import TaskAdvantage, group_rewards, plan_batch
 from titanrl.algorithms.contracts import GroupRewards
-from titanrl.carriers.tables import DoubleArray, RecordTable, pack_record
+from titanrl.carriers.tables import RecordTable, pack_record
+from titanrl.carriers.types import DoubleArray
 from titanrl.config.algorithm import AlgorithmConfig
 
 TABLE = RecordTable.join(

@@ -1,6 +1,6 @@
 import pytest
 
-from titanrl.algorithms.tinker import tinker_algorithm
+from titanrl.algorithms.contracts import tinker_algorithm
 from titanrl.config.algorithm import LOSSES
 
 

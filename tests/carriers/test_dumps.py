@@ -12,8 +12,7 @@ from pyarrow import parquet
 from titanrl import GRPO
 from titanrl.carriers.dumps import COLUMNS, DumpBatches, DumpError, DumpInfo, DumpReader, DumpWriter, broken_rules, fingerprint
 from titanrl.carriers.supports import supports_of
-from titanrl.carriers.turns import Turn
-from titanrl.carriers.types import Completion, Group, Prompt, Rollout, ScorerFailure, Segment
+from titanrl.carriers.types import Completion, Group, Prompt, Rollout, ScorerFailure, Segment, Turn
 from titanrl.checks.preflight import preflight
 from titanrl.config import Config, ConfigError
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.conftest import SMALL, Finished
 from titanrl import GRPO, load_config
-from titanrl.algorithms.minibatches import StepPlan
+from titanrl.algorithms.batch_plan import StepPlan
 from titanrl.carriers.types import LossSums, OptimUpdate, StepMetrics
 from titanrl.config import Config
 from titanrl.grpo import Trained

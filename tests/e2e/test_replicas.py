@@ -14,7 +14,7 @@ import pytest
 
 from tests.e2e.conftest import SMALL, Finished, Start
 from tests.shared_memory import abandoned
-from titanrl.algorithms.minibatches import StepPlan
+from titanrl.algorithms.batch_plan import StepPlan
 from titanrl.carriers.tables import Table
 from titanrl.config import Config, load_config
 from titanrl.grpo import GRPO

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes.processes import needs_confinement
-from titanrl.carriers.scores import RewardSpec
+from titanrl.carriers.rewards import RewardSpec
 from titanrl.config.sections import SandboxConfig
 from titanrl.processes import confine
 from titanrl.processes.confine import SandboxUnavailable

@@ -8,8 +8,7 @@ from typing import Any
 
 from tests.processes.processes import children
 from titanrl.base.plugins import Plugin
-from titanrl.carriers.rewards import Answers
-from titanrl.carriers.scores import RewardSpec, Score
+from titanrl.carriers.rewards import Answers, RewardSpec, Score
 from titanrl.config.sections import SandboxConfig
 from titanrl.rewards.scoring import ScoringPool
 

@@ -12,8 +12,7 @@ import pytest
 
 from tests.processes.processes import needs_confinement
 from tests.rewards.scoring import FOREVER, RIGHT, WRONG, Bench, rewards, started, statuses, together
-from titanrl.carriers.rewards import MAX_PARTS, TokenRewards
-from titanrl.carriers.scores import RewardSpec, Score, encoded_score, parse_scores
+from titanrl.carriers.rewards import MAX_PARTS, RewardSpec, Score, TokenRewards, encoded_score, parse_scores
 from titanrl.config.data import DataConfig
 from titanrl.config.schema import Config
 from titanrl.processes.sandbox import ScoringProcess

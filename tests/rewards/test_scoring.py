@@ -11,8 +11,7 @@ import pytest
 import titanrl
 from tests.processes.processes import needs_confinement
 from tests.rollout.scored import ANSWERS, right, score, score_with, score_with_paths, values
-from titanrl.carriers.rewards import Answers, Reward, Scored
-from titanrl.carriers.scores import RewardSpec, Score
+from titanrl.carriers.rewards import Answers, Reward, RewardSpec, Score, Scored
 from titanrl.config.data import DataConfig, RewardConfig
 from titanrl.config.schema import Config
 from titanrl.rewards.scoring import reward_specs, weighted

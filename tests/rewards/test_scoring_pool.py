@@ -36,7 +36,7 @@ from tests.rewards.scoring import (
     statuses,
     together,
 )
-from titanrl.carriers.scores import RewardSpec, Score
+from titanrl.carriers.rewards import RewardSpec, Score
 from titanrl.config.sections import FaultsConfig, SandboxConfig
 from titanrl.processes.children import RespawnLimitError
 from titanrl.processes.confine import SandboxUnavailable
@@ -178,7 +178,7 @@ def test_all_processes_exit_when_the_parent_is_killed() -> None:
         import asyncio
         from titanrl.config.sections import SandboxConfig
         from titanrl.rewards.scoring import ScoringPool
-        from titanrl.carriers.scores import RewardSpec
+        from titanrl.carriers.rewards import RewardSpec
 
         async def main():
             spec = RewardSpec(name="answer", factory="titanrl.rewards.scorers:exact")

@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 
 from tests.rollout.test_group import HANDLE
-from titanrl.carriers.rewards import Answers, TokenRewards
-from titanrl.carriers.scores import Score
-from titanrl.carriers.turns import GroupTokens, Turn
-from titanrl.carriers.types import Group, Prompt, Rollout, Segment
+from titanrl.carriers.rewards import Answers, Score, TokenRewards
+from titanrl.carriers.types import Group, GroupTokens, Prompt, Rollout, Segment, Turn
 from titanrl.config.data import RewardConfig
 from titanrl.rewards.scoring import in_turns, rewards_by_token, weighted
 from titanrl.rollout.group import record_of, without_truncated

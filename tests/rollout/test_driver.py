@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from tests.environments.results import INVALID, INVALID_REWARDS, returned
 from titanrl.carriers.supports import supports_of
-from titanrl.carriers.turns import Turn
-from titanrl.carriers.types import Completion, GenerationRequest, SamplingParams
+from titanrl.carriers.types import Completion, GenerationRequest, SamplingParams, Turn
 from titanrl.data.tokenizer import Tokenizer, load_tokenizer, write_tokenizer
 from titanrl.environments import Done, Environment, Episode, Limit, Message, Observation, Tool
 from titanrl.rollout.driver import Conversation, EpisodeError, Limits

@@ -15,8 +15,7 @@ import pytest
 from titanrl.carriers.dumps import rows_of, table_of
 from titanrl.carriers.rewards import Answers, Scored
 from titanrl.carriers.tables import RecordTable
-from titanrl.carriers.turns import GroupTokens, GroupTurns
-from titanrl.carriers.types import Completion, GenerationRequest, Group, GroupHandle, Prompt
+from titanrl.carriers.types import Completion, GenerationRequest, Group, GroupHandle, GroupTokens, GroupTurns, Prompt
 from titanrl.config import Config
 from titanrl.config.sections import RolloutConfig, TrainerConfig
 from titanrl.data.tokenizer import Tokenizer, load_tokenizer, write_tokenizer

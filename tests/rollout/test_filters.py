@@ -9,8 +9,7 @@ import pytest
 from tests.rollout.test_group import PROMPT, completion
 from titanrl.carriers.rewards import Scored
 from titanrl.carriers.types import Group, ScorerFailure
-from titanrl.rollout.filters import ScoredGroup, keeps, scored_group
-from titanrl.rollout.group import rollouts_of
+from titanrl.rollout.group import ScoredGroup, keeps, rollouts_of, scored_group
 
 SCORES = [Scored(reward=1.25, parts={"right": 1.0, "short": 0.25}), Scored(reward=0.0, parts={"right": 0.0})]
 GROUP = Group(

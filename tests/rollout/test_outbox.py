@@ -9,7 +9,7 @@ from tests.records import make_record
 from titanrl.carriers.types import GroupHandle, GroupRecord
 from titanrl.processes.actors import cause_of
 from titanrl.replay.groups import ShardUsage
-from titanrl.rollout.outbox import MAX_HELD, Dump, Outbox
+from titanrl.rollout.workers import MAX_HELD, Dump, Outbox
 
 
 class FakeBuffer:

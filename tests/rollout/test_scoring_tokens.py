@@ -9,8 +9,7 @@ import pytest
 import titanrl
 from tests.processes.processes import needs_confinement
 from tests.rollout.scored import right, score
-from titanrl.carriers.rewards import Answers, Reward, Scored, TokenRewards
-from titanrl.carriers.scores import RewardSpec, Score, parse_scores
+from titanrl.carriers.rewards import Answers, Reward, RewardSpec, Score, Scored, TokenRewards, parse_scores
 from titanrl.config.schema import Config
 
 pytestmark = needs_confinement

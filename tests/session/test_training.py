@@ -14,8 +14,7 @@ import torch
 from tests import custom_objects
 from tests.launch import losses
 from tests.launch.training_lab import Lab, running_lab
-from titanrl.algorithms.contracts import LossInputs, bound_loss
-from titanrl.algorithms.tinker import tinker_algorithm
+from titanrl.algorithms.contracts import LossInputs, bound_loss, tinker_algorithm
 from titanrl.carriers.datums import Datum, ForwardBackwardOutput
 from titanrl.carriers.tables import SEQUENCE, MicroBatch, RowTable
 from titanrl.carriers.types import AdamParams

@@ -1,9 +1,10 @@
-"""Advantage estimators: compare the reward of each completion with a baseline from its group or from the batch.
+"""Advantage estimators: compare the reward of each completion, turn or token with a baseline from its group or from the batch.
 
 An estimator is a function of `GroupRewards` that follows the protocol `contracts.Advantage`. To add a built-in estimator,
 register it in `titanrl.config.algorithm.ADVANTAGES`.
 
-Shape suffix: G completions of one prompt. In the formulas, R_i is the reward of completion i; mean and std are over the group.
+Shape suffixes: G completions of one prompt, L tokens of the longest of them, N rollouts, M segments, T runs of tokens of all
+segments, in the order of `RecordTable`. In the formulas, R_i is the reward of completion i; mean and std are over the group.
 Sources: GRPO (arXiv:2402.03300), Dr. GRPO (arXiv:2503.20783), RLOO (arXiv:2402.14740), REINFORCE++ (arXiv:2501.03262),
 pass@k training (arXiv:2508.10751), GDPO (arXiv:2601.05242), MaxRL (maximum-likelihood RL) as implemented by its authors and in
 SkyRL.
@@ -11,14 +12,17 @@ SkyRL.
 
 import math
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
+from itertools import accumulate, chain
 from typing import Any, Literal
 
 import numpy as np
 
 from titanrl.algorithms.contracts import GroupRewards, option_names
 from titanrl.base.loading import import_object
+from titanrl.carriers.tables import SPAN, RecordTable, Spans
+from titanrl.carriers.types import DoubleArray, IntArray
 from titanrl.config.algorithm import ADVANTAGES
 
 EPS = 1e-6
@@ -104,7 +108,15 @@ def group_advantages(
     scale = power_of_two_scale(rewards_G)
     function = _built_in(method, std_ddof, pass_k, eps / scale)
     scaled_G = tuple(function(GroupRewards(rewards=[reward / scale for reward in rewards_G])))
-    return scaled_G if traits.is_scale_free else _rescaled(scaled_G, scale, rewards_G, is_final=not traits.is_standardized)
+    if traits.is_scale_free:
+        return scaled_G
+    advantages_G = tuple(advantage * scale for advantage in scaled_G)
+    # Advantages that are standardized later only have to fit float64 here.
+    if max(map(abs, advantages_G)) > (sys.float_info.max if traits.is_standardized else MAX_ADVANTAGE):
+        largest = max(rewards_G, key=abs)
+        fix = "Make the reward return smaller numbers, or set algorithm.advantage to grpo."
+        raise ValueError(f"rewards[{rewards_G.index(largest)}]: the advantage does not fit float32 (got {largest:g}). {fix}")
+    return advantages_G
 
 
 def grpo(group: GroupRewards, *, std_ddof: int = 0, eps: float = EPS) -> tuple[float, ...]:
@@ -141,31 +153,33 @@ def reinforce_pp(group: GroupRewards) -> tuple[float, ...]:
 
 
 def pass_at_k(group: GroupRewards, *, pass_k: int, eps: float = EPS) -> tuple[float, ...]:
-    """Return `pass_at_k_advantages`, or zeros if failed rewards left the group with fewer than `pass_k` completions."""
-    rewards_G = group.rewards
-    return pass_at_k_advantages(rewards_G, pass_k, eps=eps) if len(rewards_G) >= pass_k else (0.0,) * len(rewards_G)
-
-
-def pass_at_k_advantages(rewards_G: Sequence[float], k: int, *, eps: float = EPS) -> tuple[float, ...]:
     """Return the contribution of each completion to the best-of-k reward, in standard deviations of that reward, `[G]`.
 
     M(S) is the largest reward in S, where S ranges over all k-subsets of the group. Then
-    A_i = (mean of M(S) over all S that contain i - mean of M(S)) / (std of M(S) + eps).
+    A_i = (mean of M(S) over all S that contain i - mean of M(S)) / (std of M(S) + eps). If failed rewards left the group with
+    fewer than `pass_k` completions, all advantages are 0.
 
-    For rewards of 0 and 1 this is the advantage of pass@k training (arXiv:2508.10751). The group must have at least k
-    completions.
+    For rewards of 0 and 1 this is the advantage of pass@k training (arXiv:2508.10751).
     """
-    size = len(rewards_G)
-    assert 1 <= k <= size, f"best-of-{k} needs at least {k} completions (got {size})"
-    ordered = sorted(rewards_G)
-    if ordered[k - 1] == ordered[-1]:  # every k completions include the best reward
+    k, size, ordered = pass_k, len(group.rewards), sorted(group.rewards)
+    if size < k or ordered[k - 1] == ordered[-1]:  # in the latter case, every k completions include the best reward
         return (0.0,) * size
     # In comb(j, k - 1) of all k-subsets, the largest reward is at index j.
     shares = [math.comb(j, k - 1) / math.comb(size, k) for j in range(size)]
     mean = math.fsum(share * reward for share, reward in zip(shares, ordered, strict=True))
     variance = math.fsum(share * (reward - mean) ** 2 for share, reward in zip(shares, ordered, strict=True))
     best_with = {ordered[index]: _best_with(ordered, index, k) for index in range(size)}
-    return tuple((best_with[reward] - mean) / (math.sqrt(variance) + eps) for reward in rewards_G)
+    return tuple((best_with[reward] - mean) / (math.sqrt(variance) + eps) for reward in group.rewards)
+
+
+def _best_with(ordered: Sequence[float], index: int, k: int) -> float:
+    """Return the mean of the largest reward over all k-subsets that contain `ordered[index]`; `ordered` is ascending."""
+    if k == 1:
+        return ordered[index]
+    others = [*ordered[:index], *ordered[index + 1 :]]
+    num_subsets = math.comb(len(others), k - 1)
+    # In comb(j, k - 2) of these subsets, the largest of the k - 1 other rewards is at index j.
+    return math.fsum(math.comb(j, k - 2) / num_subsets * max(other, ordered[index]) for j, other in enumerate(others))
 
 
 def standardized(
@@ -276,7 +290,14 @@ def checked_advantages(
     except Exception as error:  # user-defined code may raise anything
         cause = f"{type(error).__name__}: {error}"
         raise ValueError(f"algorithm.advantage: {name} raised {cause} (got the rewards {rewards}). Correct it.") from error
-    unit = _unit_of(list(map(len, numbers)), group, is_nested=is_nested)
+    counts = list(map(len, numbers))
+    unit: Unit | None = None
+    if not is_nested:
+        unit = "rollout" if len(counts) == len(rewards) else None
+    elif counts == list(map(len, group.turn_rewards)):
+        unit = "turn"
+    elif counts == list(group.num_tokens):
+        unit = "token"
     if unit is None or not all(abs(number) <= MAX_ADVANTAGE for values in numbers for number in values):
         got = numbers if is_nested else [number for values in numbers for number in values]
         raise ValueError(
@@ -284,15 +305,6 @@ def checked_advantages(
             "or for each completion a list of one number per turn or per token. Correct it."
         )
     return unit, numbers
-
-
-def _unit_of(counts: Sequence[int], group: GroupRewards, *, is_nested: bool) -> Unit | None:
-    """Return the granularity that matches the number of values of each completion; None if there is no match."""
-    if not is_nested:
-        return "rollout" if len(counts) == len(group.rewards) else None
-    if counts == [len(turns) for turns in group.turn_rewards]:
-        return "turn"
-    return "token" if counts == list(group.num_tokens) else None
 
 
 @lru_cache(maxsize=4096)
@@ -314,22 +326,155 @@ def _mean(rewards_G: Sequence[float]) -> float:
     return math.fsum(rewards_G) / len(rewards_G)
 
 
-def _rescaled(scaled_G: Sequence[float], scale: float, rewards_G: Sequence[float], *, is_final: bool) -> tuple[float, ...]:
-    """Multiply the advantages of scaled rewards by the scale, or raise ValueError if they overflow."""
-    advantages_G = tuple(advantage * scale for advantage in scaled_G)
-    # Advantages that are standardized later only have to fit float64 here.
-    if max(map(abs, advantages_G)) > (MAX_ADVANTAGE if is_final else sys.float_info.max):
-        largest = max(rewards_G, key=abs)
-        fix = "Make the reward return smaller numbers, or set algorithm.advantage to grpo."
-        raise ValueError(f"rewards[{rewards_G.index(largest)}]: the advantage does not fit float32 (got {largest:g}). {fix}")
-    return advantages_G
+def discounted_returns(rewards: Sequence[float], discount: float) -> tuple[float, ...]:
+    """Return the discounted return (reward-to-go) of each turn or token of a rollout: G_k = r_k + discount * G_(k + 1)."""
+    returns = list(accumulate(reversed(rewards), lambda later, reward: reward + discount * later))
+    return tuple(reversed(returns))
 
 
-def _best_with(ordered: Sequence[float], index: int, k: int) -> float:
-    """Return the mean of the largest reward over all k-subsets that contain `ordered[index]`; `ordered` is ascending."""
-    if k == 1:
-        return ordered[index]
-    others = [*ordered[:index], *ordered[index + 1 :]]
-    num_subsets = math.comb(len(others), k - 1)
-    # In comb(j, k - 2) of these subsets, the largest of the k - 1 other rewards is at index j.
-    return math.fsum(math.comb(j, k - 2) / num_subsets * max(other, ordered[index]) for j, other in enumerate(others))
+def returns_differ(turn_rewards: Sequence[Sequence[float]], discount: float) -> bool:
+    """Return True if, for some k, the returns of the k-th turns differ among the rollouts that have a k-th turn."""
+    returns = [discounted_returns(rewards, discount) for rewards in turn_rewards]
+    return any(len(set(values)) > 1 for values in by_turn(returns))
+
+
+def by_turn(values: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Convert values by rollout to values by turn; the k-th list covers all rollouts that have a k-th turn."""
+    longest = max(map(len, values), default=0)
+    return [[rollout[k] for rollout in values if k < len(rollout)] for k in range(longest)]
+
+
+def turn_advantages(
+    groups: Sequence[GroupRewards], method: str, *, discount: float = 1.0, std_ddof: int = 0
+) -> list[list[list[float]]]:
+    """Return the advantage of each turn, by group and rollout.
+
+    For each k, the estimator is applied to the returns of the k-th turns of a group, over the rollouts that have a k-th turn.
+    If only one rollout has a k-th turn, estimators with a baseline give it advantage 0. The REINFORCE++ estimators standardize
+    over the tokens of the batch, as for rollout advantages.
+
+    Raises:
+        ValueError: See `group_advantages`.
+    """
+    advantages = []
+    for group in groups:
+        returns = [discounted_returns(rewards, discount) for rewards in group.turn_rewards]
+        by_k = [iter(group_advantages(values, method, std_ddof=std_ddof)) for values in by_turn(returns)]
+        advantages.append([[next(by_k[k]) for k in range(len(rollout))] for rollout in returns])
+    traits = ADVANTAGES[method].traits
+    if not traits.is_standardized:
+        return advantages
+    values = [list(chain.from_iterable(group)) for group in advantages]
+    counts = [list(chain.from_iterable(group.turn_tokens)) for group in groups]
+    flat = iter(chain.from_iterable(standardized(values, counts, keeps_zero_groups=not traits.keeps_equal_rewards)))
+    return [[[next(flat) for _ in rollout] for rollout in group] for group in advantages]
+
+
+def token_advantages(records: RecordTable, method: str, *, discount: float = 1.0, std_ddof: int = 0) -> DoubleArray:
+    """Return the advantages of all loss tokens, concatenated over rollouts, `[T]`.
+
+    For each t, the estimator is applied to the returns of the t-th tokens of a group. A rollout with fewer tokens is
+    represented by the return of its last token. With a reward only at the last token and discount 1, each token thus has the
+    advantage of its rollout. The REINFORCE++ estimators standardize over the tokens of the batch.
+
+    Raises:
+        ValueError: See `group_advantages`.
+    """
+    values: list[list[float]] = []  # of all tokens, by group
+    for returns_GL, num_tokens_G in _token_returns(records, discount):
+        by_returns: dict[tuple[float, ...], tuple[float, ...]] = {}  # without a discount, most tokens have equal returns
+        columns = list(map(tuple, returns_GL.T.tolist()))
+        for column in columns:
+            if column not in by_returns:
+                by_returns[column] = group_advantages(column, method, std_ddof=std_ddof)
+        advantages_LG = np.array([by_returns[column] for column in columns]).reshape(-1, len(num_tokens_G))  # L may be 0
+        tokens = [advantages_LG[:num_tokens, i].tolist() for i, num_tokens in enumerate(num_tokens_G)]
+        values.append(list(chain.from_iterable(tokens)))
+    traits = ADVANTAGES[method].traits
+    by_group: Sequence[Sequence[float]] = values
+    if traits.is_standardized:
+        counts = [[1] * len(group) for group in values]
+        by_group = standardized(values, counts, keeps_zero_groups=not traits.keeps_equal_rewards)
+    return np.fromiter(chain.from_iterable(by_group), np.float64)
+
+
+def token_returns_differ(records: RecordTable, discount: float) -> bool:
+    """Return True if, for some t, the returns of the t-th tokens of a group differ."""
+    return any(bool((returns_GL != returns_GL[:1]).any()) for returns_GL, _ in _token_returns(records, discount))
+
+
+def _token_returns(records: RecordTable, discount: float) -> Iterator[tuple[DoubleArray, list[int]]]:
+    """Yield the token returns of each group, `[G, L]`, and the number of loss tokens of each of its rollouts.
+
+    Rows are padded with the return of the rollout's last token, or with the rollout's reward if it has no loss tokens.
+    """
+    num_tokens_N = records.num_sampled_by_rollout
+    rewards_T = records.tokens.by_token(num_tokens_N)
+    by_rollout = np.split(rewards_T, np.cumsum(num_tokens_N)[:-1])
+    for start, count in zip(records.starts.tolist(), records.groups["num_rollouts"].tolist(), strict=True):
+        num_tokens = num_tokens_N[start : start + count].tolist()
+        returns_GL = np.zeros((count, max(num_tokens, default=0)))
+        for i, num in enumerate(num_tokens):
+            returns = discounted_returns(by_rollout[start + i].tolist(), discount)
+            returns_GL[i, :num] = returns
+            returns_GL[i, num:] = returns[-1] if returns else records.rewards[start + i]
+        yield returns_GL, num_tokens
+
+
+def custom_advantages(
+    advantage: Callable[[GroupRewards], Iterable[Any]], groups: Sequence[GroupRewards], name: str, records: RecordTable
+) -> tuple[DoubleArray, Spans | None]:
+    """Call a user-defined advantage for each group.
+
+    Returns:
+        The advantage of each rollout, `[N]`, and the token advantages if any group has advantages per turn or token.
+
+    Raises:
+        ValueError: The function raised, or its result does not follow `contracts.Advantage`.
+    """
+    returned = [checked_advantages(advantage, group, name) for group in groups]
+    if all(unit == "rollout" for unit, _ in returned):
+        return np.fromiter(chain.from_iterable(chain.from_iterable(v) for _, v in returned), np.float64), None
+    values = [_by_token(unit, by_unit, group) for (unit, by_unit), group in zip(returned, groups, strict=True)]
+    flat_T = np.fromiter(chain.from_iterable(chain.from_iterable(group) for group in values), np.float64)
+    return spans_of(flat_T, np.ones(len(flat_T), np.int64), records.num_sampled, records)
+
+
+def _by_token(unit: Unit, values: Sequence[Sequence[float]], group: GroupRewards) -> list[list[float]]:
+    """Expand the advantages of a group's rollouts or turns to one per token."""
+    match unit:
+        case "token":
+            return [list(rollout) for rollout in values]
+        case "turn":
+            return [np.repeat(turns, counts).tolist() for turns, counts in zip(values, group.turn_tokens, strict=True)]
+        case "rollout":
+            return [list(rollout) * count for rollout, count in zip(values, group.num_tokens, strict=True)]
+
+
+def spans_of(
+    values_T: DoubleArray, counts_T: IntArray, num_values_M: IntArray, records: RecordTable
+) -> tuple[DoubleArray, Spans]:
+    """Return the mean advantage of each rollout over its loss tokens, `[N]`, and the token advantages as spans.
+
+    Args:
+        values_T: Advantage of each run of consecutive tokens, concatenated over segments.
+        counts_T: Number of loss tokens in each run.
+        num_values_M: Number of runs in each segment.
+        records: Groups of the segments.
+    """
+    num_tokens_N = records.num_sampled_by_rollout
+    segment_of_T = np.repeat(np.arange(len(num_values_M)), num_values_M)
+    sums_N = np.bincount(records.rollout_of[segment_of_T], values_T * counts_T, len(num_tokens_N))
+    means_N = np.divide(sums_N, num_tokens_N, out=np.zeros(len(num_tokens_N)), where=num_tokens_N > 0)
+    # Merge adjacent runs of a segment that have equal advantages, and drop runs without tokens.
+    has_tokens = counts_T > 0
+    values_T, counts_T, segment_of_T = values_T[has_tokens], counts_T[has_tokens], segment_of_T[has_tokens]
+    begins = np.ones(len(values_T), np.bool_)
+    begins[1:] = (np.diff(segment_of_T) != 0) | (values_T[1:] != values_T[:-1])
+    starts = np.flatnonzero(begins)
+    table = np.zeros(len(starts), SPAN)
+    table["advantage"] = values_T[starts]
+    if len(starts):
+        table["num_tokens"] = np.add.reduceat(counts_T, starts)
+    num_spans = np.bincount(segment_of_T[starts], minlength=len(num_values_M)).astype(np.int64)
+    return means_N, Spans(table=table, num_spans=num_spans)

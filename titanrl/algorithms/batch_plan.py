@@ -1,51 +1,55 @@
-"""Plan one optimizer step: assign each sequence a rank, a packed row, an advantage and a loss weight.
+"""Plan the optimizer steps on a batch: assign each sequence a rank, a packed row, an advantage and a loss weight.
+
+The objective of one optimizer step is sum_it w_i * l_it over all sampled tokens t of all sequences i. Nothing else scales the
+loss. The loss weights w_i are computed before the first micro-batch from the token and sequence counts of the complete step,
+over all ranks. The gradient therefore depends neither on the split into micro-batches nor on the number of data-parallel ranks.
+A mean of micro-batch means would depend on both.
 
 Shape suffixes: S planned sequences, M segments, N rollouts, P groups (prompts), T tokens.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
-from titanrl.algorithms.advantages import batch_advantages, decoupled_advantages
+from titanrl.algorithms.advantages import (
+    batch_advantages,
+    custom_advantages,
+    decoupled_advantages,
+    spans_of,
+    token_advantages,
+    turn_advantages,
+)
 from titanrl.algorithms.contracts import GroupRewards, advantage_arguments
-from titanrl.algorithms.credit import custom_advantages, spans_of, token_advantages, turn_advantages
-from titanrl.algorithms.loss_weights import sequence_weights
 from titanrl.algorithms.packing import balance, pack, pack_sharing, row_costs
-from titanrl.carriers.tables import SEQUENCE, BatchPlan, DoubleArray, MicroBatch, RecordTable, RowTable, Spans, Table
-from titanrl.carriers.types import BoolArray, IntArray
+from titanrl.base.choices import LearningRateDecay, Reduction
+from titanrl.base.plugins import Plugins, loaded
+from titanrl.carriers.tables import SEQUENCE, BatchPlan, MicroBatch, RecordTable, RowTable, Spans, Table
+from titanrl.carriers.types import AdamParams, BoolArray, CorrectionTotals, DoubleArray, IntArray, MeasuredCorrection
 from titanrl.config.algorithm import AlgorithmConfig
+from titanrl.config.data import TaskConfig
+from titanrl.config.schema import Config
+from titanrl.config.sections import SFTConfig
 
 T = TypeVar("T")
 WeightOf = Callable[[str, int], float]
 """Function that maps a reward component and a task index to the component's weight in the summed reward."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class TaskAdvantage:
-    """Advantage estimator of a task. Two of them are equal if they compute the same advantages."""
+    """Advantage estimator of a task."""
 
     algorithm: AlgorithmConfig
     """Configuration with the name and options of the estimator."""
     custom: Callable[..., Sequence[Any]] | None = None
     """User-defined function; None selects the built-in estimator."""
-
-    @property
-    def _key(self) -> tuple[object, ...]:
-        return self.algorithm.advantage, self.algorithm.std_ddof, self.algorithm.pass_k, id(self.custom)
-
-    def __eq__(self, other: object) -> bool:
-        """Return True if both compute the same advantages."""
-        return isinstance(other, TaskAdvantage) and self._key == other._key
-
-    def __hash__(self) -> int:
-        """Return a hash that agrees with equality."""
-        return hash(self._key)
 
 
 def plan_batch(
@@ -95,9 +99,16 @@ def plan_batch(
     chosen_M, weights_N = _segments_with_gradient(ordered, algorithm, constant_length, advantages_N, spans)
     rollout_of_M = ordered.rollout_of
     sequences, prompts_S, prompt_lens_S = _sequences(ordered, chosen_M, advantages_N[rollout_of_M], weights_N[rollout_of_M])
-    chosen_spans = None if spans is None else _with_spans(sequences, spans.take(np.flatnonzero(chosen_M)))
+    if spans is not None:
+        spans_S = spans.take(np.flatnonzero(chosen_M))
+        is_equal = spans_S.num_spans == 1
+        sequences["advantage"][is_equal] = spans_S.take(np.flatnonzero(is_equal)).table["advantage"]
+        sequences["num_spans"] = np.where(is_equal, 0, spans_S.num_spans)
+        # The table itself holds the advantage of a sequence with a single span.
+        others = spans_S.take(np.flatnonzero(~is_equal)).table
+        planned_spans = Spans(table=others, num_spans=sequences["num_spans"].astype(np.int64))
     rows = pack_sequences(sequences, prompts_S, prompt_lens_S if share_prompts else None, row_tokens)
-    microbatches = _microbatches(sequences, chosen_spans, rows, rows_per_microbatch, dp_size)
+    microbatches = _microbatches(sequences, None if spans is None else planned_spans, rows, rows_per_microbatch, dp_size)
     num_placed = int((sequences["length"] - sequences["num_shared"]).sum())
     # A rank without rows runs one empty row.
     num_rows = sum(max(len(rank), 1) for microbatch in microbatches for rank in microbatch.rows)
@@ -145,18 +156,20 @@ def _advantages(
 
     Groups of tasks with equal estimators are processed together.
     """
-    first, *others = dict.fromkeys(by_task)
-    if not others:
-        return _advantages_by(first, records, weight_of)
+    tasks_of: dict[tuple[object, ...], list[int]] = {}
+    for task, method in enumerate(by_task):
+        key = method.algorithm.advantage, method.algorithm.std_ddof, method.algorithm.pass_k, id(method.custom)
+        tasks_of.setdefault(key, []).append(task)
+    if len(tasks_of) == 1:
+        return _advantages_by(by_task[0], records, weight_of)
     advantages_N, values_T = np.zeros(len(records.rewards)), np.zeros(int(records.num_sampled.sum()))
     group_of_T = np.repeat(records.group_of[records.rollout_of], records.num_sampled)
     has_spans = False
-    for method in (first, *others):
-        tasks = [task for task, estimator in enumerate(by_task) if estimator == method]
+    for tasks in tasks_of.values():
         chosen_P = np.isin(records.tasks, tasks)
         if chosen_P.any():
             subset = records.take(np.flatnonzero(chosen_P))
-            own_N, spans = _advantages_by(method, subset, weight_of)
+            own_N, spans = _advantages_by(by_task[tasks[0]], subset, weight_of)
             advantages_N[chosen_P[records.group_of]] = own_N
             if spans is None:
                 values_T[chosen_P[group_of_T]] = np.repeat(own_N[subset.rollout_of], subset.num_sampled)
@@ -218,14 +231,6 @@ def _segments_with_gradient(
     return has_gradient & (records.num_sampled > 0), weights
 
 
-def _with_spans(sequences: Table, spans: Spans) -> Spans:
-    """Store the advantage of each sequence with a single span in the table; return the spans of all other sequences."""
-    is_equal = spans.num_spans == 1
-    sequences["advantage"][is_equal] = spans.take(np.flatnonzero(is_equal)).table["advantage"]
-    sequences["num_spans"] = np.where(is_equal, 0, spans.num_spans)
-    return Spans(table=spans.take(np.flatnonzero(~is_equal)).table, num_spans=sequences["num_spans"].astype(np.int64))
-
-
 def group_rewards(records: RecordTable, weight_of: WeightOf = lambda part, task: 1.0) -> Iterator[GroupRewards]:
     """Yield the rewards of each group, without reward components that all of its rollouts lack."""
     tasks = records.tasks.tolist()
@@ -235,7 +240,10 @@ def group_rewards(records: RecordTable, weight_of: WeightOf = lambda part, task:
     turn_ends = np.cumsum(records.num_turns_by_rollout).tolist()
     turn_rewards = _by_group(records.turns.rewards.tolist(), turn_ends)
     turn_tokens = _by_group(records.turns.num_sampled.tolist(), turn_ends)
-    token_rewards = _token_rewards(records)
+    token_rewards: Sequence[Sequence[float]] = ()  # empty if the batch has no token rewards
+    if records.known_tokens is not None:
+        by_token = records.known_tokens.by_token(records.num_sampled_by_rollout)
+        token_rewards = _by_group(by_token.tolist(), np.cumsum(num_tokens).tolist())
     for index, task, start, end in zip(indices, tasks, [0, *ends], ends, strict=False):
         parts = {part: values[start:end].tolist() for part, values in records.reward_parts.items()}
         parts = {part: values for part, values in parts.items() if not all(map(math.isnan, values))}
@@ -249,14 +257,6 @@ def group_rewards(records: RecordTable, weight_of: WeightOf = lambda part, task:
             turn_tokens=turn_tokens[start:end],
             token_rewards=token_rewards[start:end],
         )
-
-
-def _token_rewards(records: RecordTable) -> Sequence[Sequence[float]]:
-    """Return the token rewards of each rollout by group; empty if the batch has no token rewards."""
-    if records.known_tokens is None:
-        return ()
-    num_tokens = records.num_sampled_by_rollout
-    return _by_group(records.known_tokens.by_token(num_tokens).tolist(), np.cumsum(num_tokens).tolist())
 
 
 def _by_group(values: list[T], ends: list[int]) -> list[list[T]]:
@@ -294,16 +294,230 @@ def _microbatches(
     costs = row_costs(sequences["length"], sequences["num_shared"], rows)
     ranks = [[rows[i] for i in indices] for indices in balance(costs, dp_size)]
     num_microbatches = max(1, math.ceil(max(len(rank) for rank in ranks) / rows_per_microbatch))
+
+    def table_of(rows: Sequence[Sequence[int]]) -> RowTable:
+        indices = np.fromiter(chain.from_iterable(rows), np.int64)
+        ends = np.cumsum([len(row) for row in rows], dtype=np.int64)
+        chosen = sequences[indices]
+        return RowTable(chosen, ends) if spans is None else RowTable(chosen, ends, spans.take(indices).table)
+
     starts = [i * rows_per_microbatch for i in range(num_microbatches)]
     return tuple(
-        MicroBatch(rows=tuple(_row_table(sequences, spans, rank[start : start + rows_per_microbatch]) for rank in ranks))
-        for start in starts
+        MicroBatch(rows=tuple(table_of(rank[start : start + rows_per_microbatch]) for rank in ranks)) for start in starts
     )
 
 
-def _row_table(sequences: Table, spans: Spans | None, rows: Sequence[Sequence[int]]) -> RowTable:
-    """Return the table of rows that are given as indices into `sequences`."""
-    indices = np.fromiter(chain.from_iterable(rows), np.int64)
-    ends = np.cumsum([len(row) for row in rows], dtype=np.int64)
-    chosen = sequences[indices]
-    return RowTable(chosen, ends) if spans is None else RowTable(chosen, ends, spans.take(indices).table)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """Plan of all optimizer steps on one batch. Each epoch contains each sequence with a nonzero gradient exactly once."""
+
+    updates: tuple[BatchPlan, ...]
+    """Plans of the optimizer steps, in order; never empty."""
+    num_in_first_epoch: int
+    """Number of optimizer steps in the first epoch."""
+    advantages_N: DoubleArray = field(compare=False)
+    """Advantages of all rollouts of the batch, with the groups in prompt order."""
+
+    @property
+    def first_epoch(self) -> tuple[MicroBatch, ...]:
+        """Micro-batches of the first epoch."""
+        return tuple(chain.from_iterable(plan.microbatches for plan in self.updates[: self.num_in_first_epoch]))
+
+    @property
+    def microbatches(self) -> tuple[MicroBatch, ...]:
+        """Micro-batches of all epochs."""
+        return tuple(chain.from_iterable(plan.microbatches for plan in self.updates))
+
+    @property
+    def num_placed(self) -> int:
+        """Number of tokens in the packed rows of all optimizer steps."""
+        return sum(plan.num_placed for plan in self.updates)
+
+    @property
+    def packing_efficiency(self) -> float:
+        """Fraction of row positions that hold a token, over all optimizer steps."""
+        if len(self.updates) == 1:
+            return self.updates[0].packing_efficiency
+        return self.num_placed / sum(plan.num_placed / plan.packing_efficiency for plan in self.updates)
+
+
+def plan_step(
+    records: RecordTable, plan: Callable[..., BatchPlan], *, epochs: int, num_minibatches: int, seed: Sequence[int]
+) -> StepPlan:
+    """Plan the optimizer steps on a batch. The plan does not depend on the order of the groups.
+
+    Advantages are computed once, over the complete batch. Loss weights are computed per optimizer step. A mini-batch without
+    gradient takes no optimizer step, because otherwise momentum alone would change the weights.
+
+    Args:
+        records: Groups of the batch.
+        plan: `plan_batch` with its options bound. For a mini-batch it is called with `advantages_N` and, if any, `spans`.
+        epochs: Number of passes over the batch.
+        num_minibatches: Number of mini-batches per epoch. Their numbers of groups differ by at most one.
+        seed: Seed of the order of the groups, which differs between epochs.
+    """
+    ordered = records.by_index()
+    full_batch = plan(ordered)
+    if num_minibatches == 1 or not full_batch.num_placed:
+        num_updates = epochs if full_batch.num_placed else 1
+        return StepPlan(updates=(full_batch,) * num_updates, num_in_first_epoch=1, advantages_N=full_batch.advantages_N)
+
+    def plan_of(groups_P: IntArray) -> BatchPlan:
+        is_chosen_N = np.isin(ordered.group_of, groups_P)
+        own: dict[str, Any] = {"advantages_N": full_batch.advantages_N[is_chosen_N]}
+        if full_batch.spans is not None:
+            own["spans"] = full_batch.spans.take(np.flatnonzero(is_chosen_N[ordered.rollout_of]))
+        return plan(ordered.take(groups_P), **own)
+
+    by_epoch = [
+        [
+            update
+            for groups_P in minibatches(len(ordered), num_minibatches, (*seed, epoch))
+            if (update := plan_of(groups_P)).num_placed
+        ]
+        for epoch in range(epochs)
+    ]
+    return StepPlan(
+        updates=tuple(chain.from_iterable(by_epoch)), num_in_first_epoch=len(by_epoch[0]), advantages_N=full_batch.advantages_N
+    )
+
+
+def minibatches(num_groups: int, num_minibatches: int, seed: Sequence[int]) -> Iterator[IntArray]:
+    """Yield the sorted group indices of each mini-batch of an epoch. No mini-batch is empty."""
+    order = np.random.default_rng(seed).permutation(num_groups)
+    for groups_P in np.array_split(order, min(num_minibatches, num_groups)):
+        yield np.sort(groups_P)
+
+
+def sequence_weights(
+    reduction: Reduction, *, num_sampled: npt.ArrayLike, prompt_of: npt.ArrayLike, constant_length: int
+) -> npt.NDArray[np.float64]:
+    """Return the weight w_i of each sampled token of sequence i, for all sequences of an optimizer step, `[N]`.
+
+    The step has n sampled tokens: n_i in sequence i, and n_p in all sequences of the prompt p of sequence i. N sequences and
+    P prompts have at least one sampled token.
+
+    - `sum`: 1
+    - `token_mean`: 1 / n, as in DAPO (arXiv:2503.14476)
+    - `sequence_mean`: 1 / (N * n_i), as in GRPO (arXiv:2402.03300)
+    - `sequence_mean_token_sum`: 1 / N
+    - `prompt_mean`: 1 / (P * n_p)
+    - `constant`: 1 / (N * constant_length), as in Dr. GRPO (arXiv:2503.20783)
+
+    A sequence without sampled tokens has weight 0 and is not counted in N.
+
+    Args:
+        reduction: Value of `algorithm.reduction`.
+        num_sampled: Number of sampled tokens of each sequence, `[N]`.
+        prompt_of: Id of each sequence's prompt, `[N]`.
+        constant_length: Divisor of `constant`, in tokens.
+    """
+    counts_N = np.asarray(num_sampled, np.int64)
+    num_sequences = np.count_nonzero(counts_N)
+    match reduction:
+        case "sum":
+            denominators_N = np.ones_like(counts_N)
+        case "token_mean":
+            denominators_N = np.full_like(counts_N, counts_N.sum())
+        case "sequence_mean":
+            denominators_N = num_sequences * counts_N
+        case "sequence_mean_token_sum":
+            denominators_N = np.full_like(counts_N, num_sequences)
+        case "prompt_mean":
+            _, prompt_N = np.unique(np.asarray(prompt_of), return_inverse=True)
+            prompt_tokens_P = np.bincount(prompt_N, weights=counts_N).astype(np.int64)
+            denominators_N = np.count_nonzero(prompt_tokens_P) * prompt_tokens_P[prompt_N]
+        case "constant":
+            denominators_N = np.full_like(counts_N, num_sequences * constant_length)
+    return np.divide(1.0, denominators_N, out=np.zeros(len(counts_N)), where=counts_N > 0)
+
+
+def correction_totals(measured: Iterable[MeasuredCorrection]) -> CorrectionTotals:
+    """Return the mean correction weight of a step, over all micro-batches and ranks; 1 if there is no weight, or all are 0."""
+    measured = list(measured)
+    weight, num_weights = sum(each.weight for each in measured), sum(each.num_weights for each in measured)
+    return CorrectionTotals(mean_weight=weight / num_weights if weight and num_weights else 1.0)
+
+
+def without_rejected(
+    microbatches: Sequence[MicroBatch], measured: Sequence[Sequence[MeasuredCorrection]], reduction: Reduction
+) -> list[MicroBatch]:
+    """Return micro-batches with the loss weights that the step would have without the tokens that the correction rejects.
+
+    A rollout or prompt counts if one of its tokens is kept, in whichever segment, row, micro-batch and rank that is.
+
+    Args:
+        microbatches: All micro-batches of an optimizer step.
+        measured: For each micro-batch, the counts of every rank.
+        reduction: Value of `algorithm.reduction`.
+    """
+    tables = [table for microbatch in microbatches for table in microbatch.rows]
+    by_rank = [{each.dp_rank: each.counts for each in ranks} for ranks in measured]
+    counts = [by_rank[i][rank] for i, microbatch in enumerate(microbatches) for rank in range(len(microbatch.rows))]
+    counts_S2 = np.concatenate(counts).reshape(-1, 2).astype(np.float64)
+    sequences = np.concatenate([table.sequences for table in tables])
+    _, prompt_S = np.unique(sequences["handle"], return_inverse=True)
+    keys_S2 = np.stack([prompt_S.reshape(-1), sequences["rollout"]], axis=1)
+    rollouts_N2, rollout_S = np.unique(keys_S2, axis=0, return_inverse=True)
+    rollout_S = rollout_S.reshape(-1)
+
+    def weights(num_tokens_S: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        num_tokens_N = np.bincount(rollout_S, num_tokens_S, len(rollouts_N2))
+        return sequence_weights(reduction, num_sampled=num_tokens_N, prompt_of=rollouts_N2[:, 0], constant_length=1)
+
+    before_N, after_N = weights(counts_S2[:, 0]), weights(counts_S2[:, 1])
+    scales_S = np.divide(after_N, before_N, out=np.zeros(len(before_N)), where=before_N > 0.0)[rollout_S]
+    scaled, start = [], 0
+    for table in tables:
+        rows = table.sequences.copy()
+        rows["weight"] *= scales_S[start : start + len(rows)]
+        start += len(rows)
+        scaled.append(replace(table, sequences=rows))
+    ranks = iter(scaled)
+    return [replace(microbatch, rows=tuple(next(ranks) for _ in microbatch.rows)) for microbatch in microbatches]
+
+
+def advantages_by_task(config: Config, plugins: Plugins) -> list[TaskAdvantage]:
+    """Return the advantage estimator of each task, by task index.
+
+    Raises:
+        ValueError: A user-defined advantage cannot be loaded.
+    """
+    chosen = []
+    for name, task in config.data.tasks.items():
+        key = "algorithm.advantage"
+        if isinstance(task, TaskConfig) and task.advantage is not None:
+            key = f"{task.key(name)}.advantage"
+        chosen.append(TaskAdvantage(task.algorithm(config.algorithm), loaded(plugins, key)))
+    return chosen
+
+
+def learning_rate(step: int, *, peak: float, num_warmup_steps: int, decay: LearningRateDecay, num_steps: int) -> float:
+    """Return the learning rate of optimizer step `step`, counted from 0.
+
+    During warm-up the rate increases linearly to `peak`. Then it stays constant or decreases linearly to 0 at step `num_steps`.
+    """
+    if step < num_warmup_steps:
+        return peak * (step + 1) / num_warmup_steps
+    if decay == "constant":
+        return peak
+    return peak * max(num_steps - step, 0) / max(num_steps - num_warmup_steps, 1)
+
+
+def adam_params(options: AlgorithmConfig | SFTConfig, step: int, num_steps: int) -> AdamParams:
+    """Return the hyperparameters of optimizer step `step` of `num_steps`, counted from 0."""
+    rate = learning_rate(
+        step,
+        peak=options.learning_rate,
+        num_warmup_steps=options.num_warmup_steps,
+        decay=options.lr_decay,
+        num_steps=num_steps,
+    )
+    return AdamParams(
+        learning_rate=rate,
+        beta1=options.betas[0],
+        beta2=options.betas[1],
+        eps=options.eps,
+        weight_decay=options.weight_decay,
+        max_grad_norm=options.max_grad_norm,
+    )

@@ -1,4 +1,4 @@
-"""Protocols of policy losses and advantages, and checks of user-defined ones. Importing this module does not import torch.
+"""Protocols of policy losses and advantages, checks of user-defined ones, and losses by Tinker's names. Does not import torch.
 
 Shape suffixes: N tokens of a micro-batch, G completions of one prompt.
 """
@@ -16,6 +16,7 @@ from titanrl.config.errors import BrokenRule, BrokenRules
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -193,12 +194,11 @@ def check_loss(
         ValueError: The object is not callable or does not accept the arguments.
     """
     options = option_names(loss) if callable(loss) else None
-    if options is not None:
-        for option, value in algorithm.loss_options.items():
-            if option not in options:
-                fix = f"choose one of its options: {', '.join(options)}" if options else "remove it"
-                values = {f"{options_key}.{option}": value, key: name}
-                raise BrokenRules(BrokenRule(values, "the loss has no such option", fix))
+    for option, value in algorithm.loss_options.items():
+        if options is not None and option not in options:
+            fix = f"choose one of its options: {', '.join(options)}" if options else "remove it"
+            values = {f"{options_key}.{option}": value, key: name}
+            raise BrokenRules(BrokenRule(values, "the loss has no such option", fix))
     arguments = loss_arguments(loss, algorithm) if callable(loss) else ()
     check_call(loss, PolicyLoss.__call__, key=key, name=name, expected=LOSS_EXPECTED, options=arguments)
 
@@ -265,15 +265,11 @@ def advantage_arguments(advantage: Callable[..., Any], algorithm: AlgorithmConfi
     return _named(advantage, ADVANTAGE_KEYS, algorithm)
 
 
-def check_advantage(advantage: Any, *, name: str, algorithm: AlgorithmConfig) -> None:
-    """Check that a user-defined object is an advantage.
-
-    Raises:
-        ValueError: The object is not callable or does not accept the arguments.
-    """
-    arguments = advantage_arguments(advantage, algorithm) if callable(advantage) else ()
-    expected = ADVANTAGE_EXPECTED
-    check_call(advantage, Advantage.__call__, key="algorithm.advantage", name=name, expected=expected, options=arguments)
+def _check_advantage(advantage: Any, plugin: Plugin, config: Any) -> None:
+    """Check that a user-defined object is callable and accepts the arguments of an advantage."""
+    arguments = advantage_arguments(advantage, config.algorithm) if callable(advantage) else ()
+    key, expected = "algorithm.advantage", ADVANTAGE_EXPECTED
+    check_call(advantage, Advantage.__call__, key=key, name=plugin.name, expected=expected, options=arguments)
 
 
 ADVANTAGE = Point(
@@ -281,7 +277,7 @@ ADVANTAGE = Point(
     argument="advantage",
     protocol=Advantage.__call__,
     expected=ADVANTAGE_EXPECTED,
-    checked=lambda advantage, plugin, config: check_advantage(advantage, name=plugin.name, algorithm=config.algorithm),
+    checked=_check_advantage,
     in_controller=True,
 )
 
@@ -300,3 +296,58 @@ def option_names(function: Callable[..., Any]) -> list[str] | None:
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
     return [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_POSITIONAL]
+
+
+_RATIO_BOUNDS: Mapping[str, tuple[float, float]] = {"ppo": (0.8, 1.2), "cispo": (0.0, 4.0), "gspo": (1 - 3e-4, 1 + 4e-4)}
+"""Default `clip_low_threshold` and `clip_high_threshold`, the bounds of the ratio itself. Tinker has no defaults for gspo, so
+these are those of the GSPO paper (arXiv:2507.18071)."""
+_TINKER_NAMES = {"clip_low": "clip_low_threshold", "clip_high": "clip_high_threshold", "dro_beta": "beta"}
+"""Tinker's option names by key of `algorithm`."""
+
+
+def tinker_algorithm(loss_fn: str, loss_fn_config: Mapping[str, Any]) -> AlgorithmConfig:
+    """Return the configuration with which `policy_loss` computes a built-in loss, with the importance ratio to the sampler.
+
+    The options are the keys of `algorithm` that the loss takes. Where Tinker has a name for a key, the option has that name.
+
+    Raises:
+        ValueError: The loss or an option is unknown, or a value is invalid.
+    """
+    if loss_fn not in LOSSES:
+        names = ", ".join(sorted([*LOSSES, "cross_entropy"]))
+        raise ValueError(f"loss_fn: unknown loss (got {loss_fn!r}). Choose one of {names}, or an import path.")
+    taken = loss_arguments(import_object(LOSSES[loss_fn].path, key="loss_fn"), AlgorithmConfig())
+    keys = {_TINKER_NAMES.get(key, key): key for key in taken}
+    for name, value in loss_fn_config.items():
+        if name not in keys:
+            options = ", ".join(sorted(keys)) or "none"
+            raise ValueError(f"loss_fn_config.{name}: {loss_fn} has no such option (got {value}). Its options: {options}.")
+    values: dict[str, Any] = {"loss": loss_fn}
+    values |= {keys[name]: value for name, value in loss_fn_config.items() if name in taken or name == "beta"}
+    # Tinker's thresholds bound the ratio; our keys are distances from 1.
+    if loss_fn in _RATIO_BOUNDS:
+        low, high = _RATIO_BOUNDS[loss_fn]
+        values["clip_low"] = 1.0 - loss_fn_config.get("clip_low_threshold", low)
+        values["clip_high"] = loss_fn_config.get("clip_high_threshold", high) - 1.0
+    return AlgorithmConfig.model_validate(values)
+
+
+def custom_algorithm(
+    loss: Callable[..., Any], traits: LossTraits, name: str, loss_fn_config: Mapping[str, Any]
+) -> AlgorithmConfig:
+    """Return the configuration with which `policy_loss` computes a user-defined loss.
+
+    Args:
+        loss: User-defined loss.
+        traits: Declared traits of the loss.
+        name: Import path or name of the loss, for error messages.
+        loss_fn_config: Options of the loss: keys of `algorithm` by name, and others as in `algorithm.loss_options`.
+
+    Raises:
+        ValueError: The loss does not take one of the options.
+    """
+    keys = {key: value for key, value in loss_fn_config.items() if key in LOSS_KEYS}
+    options = {key: value for key, value in loss_fn_config.items() if key not in LOSS_KEYS}
+    algorithm = AlgorithmConfig.model_validate({"loss": name, "loss_options": options, **keys}).with_loss_traits(traits)
+    check_loss(loss, name=name, algorithm=algorithm, key="loss_fn", options_key="loss_fn_config")
+    return algorithm

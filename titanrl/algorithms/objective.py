@@ -14,16 +14,22 @@ import torch
 from torch import Tensor
 
 from titanrl.algorithms.contracts import LossInputs, PolicyLoss, bound_loss
-from titanrl.algorithms.corrections import Correction, correct, weight_sums
-from titanrl.algorithms.kl import kl_estimate
 from titanrl.algorithms.losses import LossMetrics, valid_tokens, weighted_sum
-from titanrl.algorithms.ratios import MAX_LOG_RATIO, bounded_exp, importance_ratio, log_ratio
+from titanrl.algorithms.ratios import (
+    MAX_LOG_RATIO,
+    Correction,
+    bounded_exp,
+    correct,
+    kl_estimate,
+    log_ratio,
+    weight_sums,
+)
 from titanrl.algorithms.segments import segment_to_go
 from titanrl.carriers.types import NOT_MEASURED, CorrectionTotals
 from titanrl.config.algorithm import AlgorithmConfig
 
-STANDARD = ("ratio", "clip")
-"""Per-token values that the metrics need from each loss."""
+OLDEST = 4
+"""Lag of the last bin of `lag_metrics`, which also contains all larger lags."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +84,11 @@ def policy_loss(
     weights_N = inputs.weights_N
     terms = {"loss/policy": weighted_sum(loss_N, weights_N, mask=correction.kept_N)}
     if algorithm.kl.coef and algorithm.kl.place == "loss":
-        kl_N = algorithm.kl.coef * _kl(inputs, algorithm, correction.kept_N)
-        terms["loss/kl"] = weighted_sum(kl_N, weights_N, mask=correction.kept_N)
+        kl_N = kl_estimate(inputs.logprobs_N, _reference(inputs), algorithm.kl.estimator, mask=correction.kept_N)
+        if algorithm.kl.importance_weighted:
+            to_sampler_N = log_ratio(inputs.logprobs_N.detach(), inputs.generator_logprobs_N, mask=correction.kept_N)
+            kl_N = bounded_exp(to_sampler_N) * kl_N
+        terms["loss/kl"] = weighted_sum(algorithm.kl.coef * kl_N, weights_N, mask=correction.kept_N)
     if algorithm.entropy_coef:
         assert inputs.entropy_N is not None, "the entropy bonus needs entropies"
         bonus_N = algorithm.entropy_coef * inputs.entropy_N
@@ -155,14 +164,6 @@ def _advantages(inputs: ObjectiveInputs, algorithm: AlgorithmConfig) -> Tensor:
     return inputs.advantages_N - algorithm.kl.coef * segment_to_go(k1_N, inputs.sequence_N, mask=valid_N)
 
 
-def _kl(inputs: ObjectiveInputs, algorithm: AlgorithmConfig, mask_N: Tensor) -> Tensor:
-    """Compute the KL estimate per token, with gradient; optionally multiply it by the importance ratio to the sampler."""
-    kl_N = kl_estimate(inputs.logprobs_N, _reference(inputs), algorithm.kl.estimator, mask=mask_N)
-    if not algorithm.kl.importance_weighted:
-        return kl_N
-    return importance_ratio(inputs.logprobs_N.detach(), inputs.generator_logprobs_N, mask=mask_N) * kl_N
-
-
 def _reference(inputs: ObjectiveInputs) -> Tensor:
     assert inputs.reference_logprobs_N is not None, "the KL penalty needs reference log-probabilities"
     return inputs.reference_logprobs_N
@@ -193,9 +194,15 @@ def _metrics(
         "mismatch/kl": bounded_N.expm1() - bounded_N,
         "mismatch/kl_k1": -d_N,
         "mismatch/chi2": (2.0 * bounded_N).expm1(),
-        **_correction_by_token(correction, valid_N, d_N.dtype),
-        **{_metric_name(name, values_N): values_N.to(d_N.dtype) for name, values_N in values.items() if name not in STANDARD},
+        "correction/reject_frac": (valid_N & ~correction.kept_N).to(d_N.dtype),
     }
+    if correction.weights_N is not None:  # the sums of weights and squared weights give the effective sample size
+        kept_weights_N = torch.where(correction.kept_N, correction.weights_N, 0.0)
+        by_token["correction/clip_frac"] = correction.truncated_N.to(d_N.dtype)
+        by_token |= {"correction_weight": kept_weights_N, "correction_weight_squared": kept_weights_N.square()}
+    for name, values_N in values.items():
+        if name not in ("ratio", "clip"):
+            by_token[f"policy/{name}_{'frac' if values_N.dtype == torch.bool else 'mean'}"] = values_N.to(d_N.dtype)
     if inputs.entropy_N is not None:
         by_token["policy/entropy"] = inputs.entropy_N
     if inputs.reference_logprobs_N is not None:
@@ -212,24 +219,38 @@ def _metrics(
     return LossMetrics(sums=sums, maxima=maxima)
 
 
-def _correction_by_token(correction: Correction, valid_N: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the correction metrics per token. The sums of weights and squared weights give the effective sample size."""
-    by_token = {"correction/reject_frac": (valid_N & ~correction.kept_N).to(dtype)}
-    if correction.weights_N is not None:
-        weights_N = torch.where(correction.kept_N, correction.weights_N, 0.0)
-        by_token |= {
-            "correction/clip_frac": correction.truncated_N.to(dtype),
-            "correction_weight": weights_N,
-            "correction_weight_squared": weights_N.square(),
-        }
-    return by_token
-
-
-def _metric_name(name: str, values_N: Tensor) -> str:
-    return f"policy/{name}_frac" if values_N.dtype == torch.bool else f"policy/{name}_mean"
-
-
 def _masked_max(values_N: Tensor, valid_N: Tensor) -> Tensor:
     """Return the maximum of nonnegative values over valid tokens, or 0 without valid tokens."""
     masked_N = torch.where(valid_N, values_N, 0.0)
     return torch.cat([masked_N, masked_N.new_zeros(1)]).max()
+
+
+@torch.no_grad()
+def lag_metrics(
+    logprobs_N: Tensor, generator_logprobs_N: Tensor, lags_N: Tensor, mask_N: Tensor
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return sums and maxima of absolute log-probability differences, and token counts, by lag.
+
+    The lag (age) of a token is the policy version being trained minus the policy version that sampled it. At lag 0 the
+    difference is numerical only. At larger lags it also includes the change of the policy. The sum `lag/<k>` is the number of
+    tokens with lag k, and `lag/<k>/logprob_abs` is the sum of their absolute differences.
+
+    Args:
+        logprobs_N: Log-probabilities of the trainer, in nats.
+        generator_logprobs_N: Log-probabilities of the generator, in nats, finite at unmasked tokens.
+        lags_N: Lag of each token.
+        mask_N: True at loss tokens.
+    """
+    difference_N = torch.where(mask_N, (logprobs_N - generator_logprobs_N).abs(), 0.0)
+    ages_K = torch.arange(OLDEST + 1, device=lags_N.device)
+    by_age_NK = (lags_N.clamp(0, OLDEST)[:, None] == ages_K) & mask_N[:, None]
+    counts_K = by_age_NK.sum(0)
+    differences_NK = difference_N[:, None] * by_age_NK
+    totals_K, largest_K = differences_NK.sum(0), differences_NK.amax(0)
+    sums = {f"lag/{age}": counts_K[age] for age in range(OLDEST + 1)}
+    sums |= {f"lag/{age}/logprob_abs": totals_K[age] for age in range(OLDEST + 1)}
+    maxima = {
+        "mismatch/numeric/logprob_abs_max": largest_K[0],
+        "mismatch/stale/logprob_abs_max": largest_K[1:].max(),
+    }
+    return sums, maxima

@@ -9,7 +9,8 @@ import numpy as np
 from titanrl.algorithms.batch_plan import WeightOf, group_rewards
 from titanrl.algorithms.contracts import GroupRewards
 from titanrl.base.plugins import Point
-from titanrl.carriers.tables import DoubleArray, RecordTable
+from titanrl.carriers.tables import RecordTable
+from titanrl.carriers.types import DoubleArray
 from titanrl.config.sections import ReplayConfig
 
 PRIORITY_EXPECTED = "def priority(group: GroupRewards, advantages: Sequence[float]) -> float"

@@ -13,7 +13,8 @@ MOVED = {
     "titanrl.pickling": "titanrl.base.pickling",
     "titanrl.supports": "titanrl.carriers.supports",
     "titanrl.tables": "titanrl.carriers.tables",
-    "titanrl.turns": "titanrl.carriers.turns",
+    "titanrl.turns": "titanrl.carriers.tables",
+    "titanrl.carriers.turns": "titanrl.carriers.tables",
     "titanrl.types": "titanrl.carriers.types",
     "titanrl.replay.saved": "titanrl.replay.groups",
 }

@@ -20,8 +20,7 @@ import numpy as np
 from titanrl.base.errors import TitanRLError
 from titanrl.base.files import naming, replace_lines, replace_text, sync_file, sync_folder
 from titanrl.carriers.supports import Supports, join
-from titanrl.carriers.turns import Turn
-from titanrl.carriers.types import Completion, Group, Prompt, Rollout, ScorerFailure, Segment
+from titanrl.carriers.types import Completion, Group, Prompt, Rollout, ScorerFailure, Segment, Turn
 from titanrl.config.errors import BrokenRule, rule_of
 from titanrl.config.sections import RolloutConfig
 

@@ -1,29 +1,36 @@
 """Structured arrays that replace thousands of small objects per step: records of groups, and planned rows.
 
-Shape suffixes: P groups, N rollouts of all groups, M segments of all rollouts, S sequences of all rows, R rows. Items are
-concatenated in the order of their containers. A loss token is a sampled token that counts in the loss.
+Shape suffixes: P groups, N rollouts of all groups, M segments of all rollouts, U turns of all segments, T loss tokens,
+S sequences of all rows, R rows. Items are concatenated in the order of their containers. A loss token is a sampled token that
+counts in the loss.
 """
 
 import math
 import struct
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
-from operator import attrgetter
-from typing import NamedTuple, Self
+from typing import ClassVar, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from titanrl.base.pickling import pickle_fast
-from titanrl.carriers.turns import INT64, PackedColumns, Ragged, TokenTable, TurnTable, ranges
-from titanrl.carriers.types import NOT_MEASURED, CorrectionTotals, GroupHandle, GroupRecord, IntArray
+from titanrl.carriers.types import (
+    NOT_MEASURED,
+    CorrectionTotals,
+    DoubleArray,
+    GroupHandle,
+    GroupRecord,
+    GroupTokens,
+    GroupTurns,
+    IntArray,
+)
 
 Table = npt.NDArray[np.void]
 """A structured array with one entry per record and one field per column."""
-DoubleArray = npt.NDArray[np.float64]
 
 HANDLE = np.dtype([("shard", "<i8"), ("slot", "<i8"), ("serial", "<i8")])
 """Columns of handles; see `GroupHandle`."""
@@ -42,20 +49,12 @@ SEQUENCE = np.dtype(
 """Columns of planned sequences; see `SequencePlan`. `rollout` is the index of the rollout in its group."""
 SPAN = np.dtype([("advantage", "<f8"), ("num_tokens", "<i4")])
 """Columns of spans, which are runs of loss tokens with the same advantage."""
-_COUNTS = (
-    "prompt_len",
-    "num_truncated",
-    "num_overlong",
-    "num_nonfinite",
-    "num_errors",
-    "min_version",
-    "max_version",
-)
 _GROUP = np.dtype(
     [
         ("index", "<i8"),
         ("handle", HANDLE),
-        *((name, "<i8") for name in ("has_payload", "num_rollouts", *_COUNTS)),
+        *((name, "<i8") for name in ("has_payload", "num_rollouts", "prompt_len", "num_truncated", "num_overlong")),
+        *((name, "<i8") for name in ("num_nonfinite", "num_errors", "min_version", "max_version")),
         *((name, "<f8") for name in ("generate_s", "score_s", "weight")),
     ]
 )
@@ -64,7 +63,7 @@ assert _GROUP_STRUCT.size == _GROUP.itemsize
 _HANDLE_STRUCT, _WEIGHT_STRUCT = struct.Struct("<3q"), struct.Struct("<d")
 _HANDLE_START, _WEIGHT_START = 8, _GROUP_STRUCT.size - 8
 _NAN = array("d", [math.nan]).tobytes()
-_counts_of = attrgetter(*_COUNTS)
+_DTYPES = {"q": "<i8", "d": "<f8"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +96,113 @@ Row = tuple[SequencePlan, ...]
 
 
 pickle_fast(SequencePlan)
+
+
+class PackedColumns(NamedTuple):
+    """The columns of a `TurnTable` or `TokenTable` as bytes, in the order of its fields."""
+
+    counts: bytes
+    first: bytes
+    second: bytes
+
+
+PackedTurns = PackedTokens = PackedColumns  # the names in checkpoints of earlier versions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Ragged:
+    """Columns of many items: first the number of entries of each item, then columns with the entries of all items."""
+
+    names: ClassVar[tuple[str, ...]] = ()
+    """Names of the columns."""
+    kinds: ClassVar[str] = ""
+    """Type of each column as a code of `array`, if the columns can be packed."""
+
+    @classmethod
+    def pack(cls, values: GroupTurns | GroupTokens) -> PackedColumns:
+        """Pack the columns of an object that has the same fields as tuples."""
+        columns = zip(cls.names, cls.kinds, strict=True)
+        return PackedColumns(*[array(kind, getattr(values, name)).tobytes() for name, kind in columns])
+
+    @classmethod
+    def unpacked(cls, packed: Sequence[PackedColumns]) -> Self:
+        """Join the columns of objects, at least one, that `pack` or `packed` packed."""
+        build: Callable[..., Self] = cls
+        columns = zip(cls.names, cls.kinds, zip(*packed, strict=True), strict=True)
+        return build(**{name: np.frombuffer(b"".join(column), _DTYPES[kind]) for name, kind, column in columns})
+
+    @property
+    def packed(self) -> PackedColumns:
+        """The columns as bytes."""
+        return PackedColumns(*[getattr(self, name).tobytes() for name in self.names])
+
+    def replaced(self, packed: Sequence[PackedColumns | None], counts: Sequence[int]) -> Self:
+        """Replace runs of items by packed ones. Each run has an entry in `packed`, None if it stays, and in `counts`."""
+        known = [columns for columns in packed if columns is not None]
+        if len(known) == len(packed):
+            return self.unpacked(known)
+        is_known = np.repeat([columns is not None for columns in packed], counts)
+        items = np.arange(len(is_known))
+        items[is_known] = len(items) + np.arange(np.count_nonzero(is_known))
+        return self.unpacked([self.packed, *known]).take(items)
+
+    def take(self, items: IntArray) -> Self:
+        """Return the entries of the items at the given indices, in this order."""
+        first, *others = self.names
+        counts = getattr(self, first)
+        entries = ranges((np.cumsum(counts) - counts)[items], counts[items])
+        return replace(self, **{first: counts[items]}, **{name: getattr(self, name)[entries] for name in others})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TurnTable(Ragged):
+    """The turns of the segments of many groups; `GroupTurns` describes the columns."""
+
+    names, kinds = ("num_turns", "rewards", "num_sampled"), "qdq"
+    num_turns: IntArray
+    rewards: DoubleArray
+    num_sampled: IntArray
+
+    @classmethod
+    def of_segments(cls, rewards_N: DoubleArray, num_segments_N: IntArray, num_sampled_M: IntArray) -> Self:
+        """Build one turn per segment, for unknown turns. The last turn of a rollout gets the rollout's reward."""
+        rewards = np.zeros(len(num_sampled_M))
+        rewards[np.cumsum(num_segments_N)[num_segments_N > 0] - 1] = rewards_N[num_segments_N > 0]
+        return cls(num_turns=np.ones_like(num_sampled_M), rewards=rewards, num_sampled=num_sampled_M)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenTable(Ragged):
+    """Token rewards of the rollouts of many groups; `GroupTokens` describes the columns."""
+
+    names, kinds = ("num_rewards", "positions", "rewards"), "qqd"
+    num_rewards: IntArray
+    positions: IntArray
+    rewards: DoubleArray
+
+    @classmethod
+    def of_turns(cls, turns: TurnTable, num_segments_N: IntArray) -> Self:
+        """Build token rewards from turns, for unknown token rewards: the last token of a turn gets the turn's reward."""
+        rollout_of_U = np.repeat(np.repeat(np.arange(len(num_segments_N)), num_segments_N), turns.num_turns)
+        num_tokens_N = np.bincount(rollout_of_U, turns.num_sampled, len(num_segments_N)).astype(np.int64)
+        positions = np.cumsum(turns.num_sampled) - (np.cumsum(num_tokens_N) - num_tokens_N)[rollout_of_U] - 1
+        has_token = (positions >= 0) & (turns.rewards != 0.0)
+        num_rewards = np.bincount(rollout_of_U[has_token], minlength=len(num_segments_N)).astype(np.int64)
+        return cls(num_rewards=num_rewards, positions=positions[has_token], rewards=turns.rewards[has_token])
+
+    def by_token(self, num_tokens_N: IntArray) -> DoubleArray:
+        """Return the reward of every loss token in rollout order, 0 where there is none, `[T]`."""
+        starts_N = np.cumsum(num_tokens_N) - num_tokens_N
+        rewards_T = np.zeros(int(num_tokens_N.sum()))
+        np.add.at(rewards_T, np.repeat(starts_N, self.num_rewards) + self.positions, self.rewards)
+        return rewards_T
+
+
+def ranges(starts: IntArray, counts: IntArray) -> IntArray:
+    """Return the concatenated indices of ranges, given their starts and lengths."""
+    offsets = np.cumsum(counts) - counts
+    indices: IntArray = np.arange(counts.sum()) + np.repeat(starts - offsets, counts)
+    return indices
 
 
 class PackedRecord(NamedTuple):
@@ -139,8 +245,24 @@ class PackedRecord(NamedTuple):
 def pack_record(record: GroupRecord, task: int = 0) -> PackedRecord:
     """Pack the numbers of a record. Strings are dropped, and the task is stored as an index."""
     handle = record.handle
-    place = record.index, handle.shard, handle.slot, handle.serial, record.has_payload, len(record.rewards)
-    group = _GROUP_STRUCT.pack(*place, *_counts_of(record), record.generate_s, record.score_s, 1.0)
+    group = _GROUP_STRUCT.pack(
+        record.index,
+        handle.shard,
+        handle.slot,
+        handle.serial,
+        record.has_payload,
+        len(record.rewards),
+        record.prompt_len,
+        record.num_truncated,
+        record.num_overlong,
+        record.num_nonfinite,
+        record.num_errors,
+        record.min_version,
+        record.max_version,
+        record.generate_s,
+        record.score_s,
+        1.0,
+    )
     return PackedRecord(
         group=group,
         rewards=array("d", record.rewards).tobytes(),
@@ -186,7 +308,7 @@ class RecordTable:
     def join(cls, packed: Sequence[PackedRecord]) -> Self:
         """Build the table of these packed records, in the same order."""
         parts = dict.fromkeys(part for record in packed for part in record.reward_parts)
-        return cls(
+        table = cls(
             groups=np.frombuffer(b"".join([record.group for record in packed]), _GROUP),
             rewards=np.frombuffer(b"".join([record.rewards for record in packed]), "<f8"),
             num_segments=np.frombuffer(b"".join([record.num_segments for record in packed]), "<i8"),
@@ -197,9 +319,14 @@ class RecordTable:
                 for part in parts
             },
             tasks=np.array([record.task for record in packed], np.int64),
-            known_turns=TurnTable.join([*map(_turns_of, packed)]) if any(record.turns for record in packed) else None,
-            known_tokens=TokenTable.join([*map(_tokens_of, packed)]) if any(record.tokens for record in packed) else None,
         )
+        if any(record.turns for record in packed):
+            num_segments = [len(record.lengths) // 8 for record in packed]
+            table = replace(table, known_turns=table.turns.replaced([record.turns for record in packed], num_segments))
+        if any(record.tokens for record in packed):
+            num_rollouts = [len(record.rewards) // 8 for record in packed]
+            table = replace(table, known_tokens=table.tokens.replaced([record.tokens for record in packed], num_rollouts))
+        return table
 
     def __len__(self) -> int:
         """Return the number of groups."""
@@ -259,19 +386,20 @@ class RecordTable:
         """Append the groups of another table."""
         nan = [np.full(len(table.rewards), np.nan) for table in (self, other)]
         parts = dict.fromkeys([*self.reward_parts, *other.reward_parts])
-        return type(self)(
-            groups=np.concatenate([self.groups, other.groups]),
-            rewards=np.concatenate([self.rewards, other.rewards]),
-            num_segments=np.concatenate([self.num_segments, other.num_segments]),
-            lengths=np.concatenate([self.lengths, other.lengths]),
-            num_sampled=np.concatenate([self.num_sampled, other.num_sampled]),
+        columns = {
+            name: np.concatenate([getattr(self, name), getattr(other, name)])
+            for name in ("groups", "tasks", "rewards", "num_segments", "lengths", "num_sampled")
+        }
+        turns, tokens = self.known_turns or other.known_turns, self.known_tokens or other.known_tokens
+        return replace(
+            self,
+            **columns,
             reward_parts={
                 part: np.concatenate([self.reward_parts.get(part, nan[0]), other.reward_parts.get(part, nan[1])])
                 for part in parts
             },
-            tasks=np.concatenate([self.tasks, other.tasks]),
-            known_turns=TurnTable.join([self.turns, other.turns]) if self.known_turns or other.known_turns else None,
-            known_tokens=TokenTable.join([self.tokens, other.tokens]) if self.known_tokens or other.known_tokens else None,
+            known_turns=TurnTable.unpacked([self.turns.packed, other.turns.packed]) if turns else None,
+            known_tokens=TokenTable.unpacked([self.tokens.packed, other.tokens.packed]) if tokens else None,
         )
 
     def by_index(self) -> Self:
@@ -300,9 +428,10 @@ class RecordTable:
 class Spans(Ragged):
     """Token advantages of many segments, as spans: runs of loss tokens with the same advantage."""
 
-    num_spans: IntArray = field(metadata=INT64)
+    names = ("num_spans", "table")
+    num_spans: IntArray
     """Spans per segment, `[M]`."""
-    table: Table = field(metadata={"kind": SPAN})
+    table: Table
     """Spans of all segments in segment order, as a table of `SPAN`."""
 
     @property
@@ -394,16 +523,3 @@ class BatchPlan:
     """Fraction of row positions that hold a token."""
     spans: "Spans | None" = field(default=None, compare=False)
     """Token advantages, if they differ within a rollout; `advantages_N` then has their means."""
-
-
-def _turns_of(record: PackedRecord) -> TurnTable:
-    if record.turns is not None:
-        return TurnTable.unpacked(record.turns)
-    num_segments, num_sampled = np.frombuffer(record.num_segments, "<i8"), np.frombuffer(record.num_sampled, "<i8")
-    return TurnTable.of_segments(np.frombuffer(record.rewards, "<f8"), num_segments, num_sampled)
-
-
-def _tokens_of(record: PackedRecord) -> TokenTable:
-    if record.tokens is not None:
-        return TokenTable.unpacked(record.tokens)
-    return TokenTable.of_turns(_turns_of(record), np.frombuffer(record.num_segments, "<i8"))

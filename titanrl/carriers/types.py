@@ -1,7 +1,8 @@
 """Carriers: immutable values that processes send to each other.
 
 Shape suffixes: G completions of a group, K segments of a group, P prompt tokens, T completion tokens, S tokens of a sequence
-(prompt and completion). Arrays are numpy, so that no reader needs torch.
+(prompt and completion), U turns of a group in segment order, E token rewards of a group. A loss token is a sampled token that
+counts in the loss. Arrays are numpy, so that no reader needs torch.
 """
 
 import copyreg
@@ -15,10 +16,10 @@ import numpy.typing as npt
 from titanrl.base.arguments import check_number
 from titanrl.base.pickling import float32_bytes, int32_bytes, pickle_fast
 from titanrl.carriers.supports import Supports
-from titanrl.carriers.turns import GroupTokens, GroupTurns, Turn, Values
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
+DoubleArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 FinishReason = Literal["stop", "length", "abort"]
 Outcome = Literal["environment_error", "timeout", "reward_error", "generation_error"]
@@ -147,6 +148,18 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One turn of the policy in a rollout; all its tokens are in one segment."""
+
+    segment: int
+    """Index of the segment in the rollout."""
+    end: int
+    """Index after the turn's last token in the segment."""
+    reward: float
+    """Reward of the turn. The last turn includes the reward of the whole episode, so turns add up to the rollout's reward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
     """A finished episode with one reward. It has several segments if a turn did not only append to the previous tokens."""
 
@@ -160,7 +173,7 @@ class Rollout:
     """Finish reason of the last completion."""
     turns: tuple[Turn, ...] = ()
     """Turns of the policy in temporal order; empty if each segment is one turn."""
-    token_rewards: Values | None = None
+    token_rewards: DoubleArray | None = None
     """Reward of each sampled token of all segments, which add up to `reward`; a turn's last token includes the turn's reward.
     None if no reward returned token rewards."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -221,6 +234,38 @@ class GroupHandle:
     """Slot in the buffer."""
     serial: int
     """Number of reservations of the slot, including this one, which distinguishes successive groups in a slot."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupTurns:
+    """Rewards and token counts of a group's turns.
+
+    Example: two rollouts of one segment each, the first with two turns, the second with one: `GroupTurns(num_turns=(2, 1),
+    rewards=(0.0, 1.0, 0.5), num_sampled=(3, 4, 6))`
+    """
+
+    num_turns: tuple[int, ...]
+    """Turns per segment, `[K]`."""
+    rewards: tuple[float, ...]
+    """Reward of each turn, `[U]`."""
+    num_sampled: tuple[int, ...]
+    """Loss tokens per turn, `[U]`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupTokens:
+    """Token rewards of a group, in a sparse format without tokens that have no reward.
+
+    Example: a rollout of five tokens with rewards at the second and the last, and a rollout of four tokens with a reward at the
+    last: `GroupTokens(num_rewards=(2, 1), positions=(1, 4, 3), rewards=(0.5, 1.0, 0.25))`
+    """
+
+    num_rewards: tuple[int, ...]
+    """Rewarded tokens per rollout, `[G]`."""
+    positions: tuple[int, ...]
+    """Index of each rewarded token among the loss tokens of its rollout, `[E]`."""
+    rewards: tuple[float, ...]
+    """Reward of each of these tokens, including the reward of its turn or of the rollout, `[E]`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from titanrl.base.plugins import Plugin, Plugins, plugins_of_data, plugins_within
-from titanrl.carriers.rewards import Answers, BoundReward
-from titanrl.carriers.scores import DENIED, INVALID, Score
+from titanrl.carriers.rewards import DENIED, INVALID, Answers, BoundReward, Score
 from titanrl.checks.extensions import config_of, point_of
 from titanrl.config.data import ENVIRONMENTS, DataConfig, EnvironmentConfig, EvaluationSet, Split
 from titanrl.config.errors import BrokenRule, BrokenRules, ConfigError, inline, rule_of, within

@@ -24,14 +24,14 @@ from titanrl.config.section import Section
 from titanrl.data import entries, mixture
 from titanrl.environments import factories
 from titanrl.metrics import hooks, trackers
-from titanrl.rollout import filters
+from titanrl.rollout import group
 
 POINTS = (
     entries.POINT,
     rewards.POINT,
     factories.POINT,
     mixture.POINT,
-    filters.POINT,
+    group.FILTER,
     contracts.ADVANTAGE,
     contracts.LOSS,
     replay.POINT,

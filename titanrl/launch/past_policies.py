@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from titanrl.algorithms.loss_weights import correction_totals, without_rejected
+from titanrl.algorithms.batch_plan import correction_totals, without_rejected
 from titanrl.carriers.tables import MicroBatch
 from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.config.sections import CheckpointConfig

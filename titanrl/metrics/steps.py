@@ -11,7 +11,7 @@ from titanrl.carriers.types import EvaluationResult, GenerationStats, LossSums, 
 from titanrl.config.data import DataConfig
 
 LAG = "lag/"
-"""Prefix of the trainer's sums by policy lag, which `algorithms/lag_metrics.py` computes."""
+"""Prefix of the trainer's sums by policy lag, which `algorithms/objective.py` computes."""
 
 
 def rollout_metrics(

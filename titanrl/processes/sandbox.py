@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from titanrl.base.errors import TitanRLError
-from titanrl.carriers.scores import ProcessFailure, RewardSpec
+from titanrl.carriers.rewards import ProcessFailure, RewardSpec
 from titanrl.config.sections import FaultsConfig, SandboxConfig
 from titanrl.processes.children import Channel, Child, Respawns
 from titanrl.processes.confine import SandboxUnavailable, missing_features

@@ -33,8 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from titanrl.base.loading import import_object
-from titanrl.carriers.rewards import Answers, BoundReward
-from titanrl.carriers.scores import DENIED, SEPARATOR, RewardSpec, encoded_score
+from titanrl.carriers.rewards import DENIED, SEPARATOR, Answers, BoundReward, RewardSpec, encoded_score
 from titanrl.processes.confine import Confinement, end_with_parent, leaks, python_paths
 
 READY = b"+"

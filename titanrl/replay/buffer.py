@@ -22,8 +22,8 @@ from titanrl.base.files import write_bytes
 from titanrl.base.gathering import Gathering
 from titanrl.base.pickling import read_saved
 from titanrl.carriers.rewards import RolloutError, scorer_failed
-from titanrl.carriers.tables import DoubleArray, RecordTable, Table, pack_record
-from titanrl.carriers.types import GroupHandle, GroupRecord
+from titanrl.carriers.tables import RecordTable, Table, pack_record
+from titanrl.carriers.types import DoubleArray, GroupHandle, GroupRecord
 from titanrl.data.mixture import Mixture
 from titanrl.processes.actors import Actor, StoppedError, concurrent_endpoint
 from titanrl.replay.groups import (

@@ -15,8 +15,8 @@ from typing import Any, Literal, Self
 import numpy as np
 
 from titanrl.base.errors import TitanRLError
-from titanrl.carriers.tables import HANDLE, DoubleArray, PackedRecord, RecordTable, Table
-from titanrl.carriers.types import GroupHandle, GroupRecord
+from titanrl.carriers.tables import HANDLE, PackedRecord, RecordTable, Table
+from titanrl.carriers.types import DoubleArray, GroupHandle, GroupRecord
 from titanrl.data.mixture import Draw
 
 DropReason = Literal["no signal", "no reward", "filtered", "too small", "too old"]

@@ -22,10 +22,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from titanrl.base.plugins import Plugin, Plugins
-from titanrl.carriers.rewards import Answers, BoundReward, Scored, TokenRewards
-from titanrl.carriers.scores import SEPARATOR, ProcessFailure, RewardSpec, Score, parse_scores
-from titanrl.carriers.turns import Turn, Values
-from titanrl.carriers.types import Segment
+from titanrl.carriers.rewards import (
+    SEPARATOR,
+    Answers,
+    BoundReward,
+    ProcessFailure,
+    RewardSpec,
+    Score,
+    Scored,
+    TokenRewards,
+    parse_scores,
+)
+from titanrl.carriers.types import DoubleArray, Segment, Turn
 from titanrl.config.data import JudgeOptions, MathVerifyOptions, OverlongOptions, RegexOptions, RepetitionOptions, RewardConfig
 from titanrl.config.schema import Config
 from titanrl.processes.sandbox import FORK_DEADLINE_S, OnRespawn, SandboxDied, SandboxPool, log_respawn
@@ -229,7 +237,9 @@ def rewards_by_token(rewards: TokenRewards, answers: Answers, index: int) -> lis
     return by_token
 
 
-def in_turns(rewards: Sequence[float], turns: Sequence[Turn], segments: Sequence[Segment]) -> tuple[Values, tuple[Turn, ...]]:
+def in_turns(
+    rewards: Sequence[float], turns: Sequence[Turn], segments: Sequence[Segment]
+) -> tuple[DoubleArray, tuple[Turn, ...]]:
     """Combine the token rewards and the turn rewards of an episode.
 
     Args:

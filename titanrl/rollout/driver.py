@@ -17,8 +17,7 @@ import numpy as np
 
 from titanrl.base.errors import TitanRLError
 from titanrl.carriers.supports import Supports, join, whole_vocabulary
-from titanrl.carriers.turns import Turn
-from titanrl.carriers.types import Completion, FinishReason, GenerationRequest, Outcome, SamplingParams, Segment
+from titanrl.carriers.types import Completion, FinishReason, GenerationRequest, Outcome, SamplingParams, Segment, Turn
 from titanrl.data.tokenizer import MAX_TOKEN_CHARS
 from titanrl.environments import (
     Done,

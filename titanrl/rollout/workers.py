@@ -2,8 +2,10 @@
 
 import asyncio
 import gc
+import math
+import pickle
 import traceback
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from titanrl.base.loading import loading
 from titanrl.base.plugins import Plugins, loaded
 from titanrl.carriers.dumps import DumpReader, DumpWriter
-from titanrl.carriers.types import Completion, EvaluationResult, Group, GroupRecord, Rejection
+from titanrl.carriers.types import Completion, EvaluationResult, Group, GroupRecord, Rejection, Rollout
 from titanrl.config.schema import Config
 from titanrl.metrics.run_directory import append_line
 from titanrl.processes.actors import (
@@ -28,10 +30,10 @@ from titanrl.processes.actors import (
 )
 from titanrl.processes.sandbox import log_respawn
 from titanrl.replay.groups import Reservation
-from titanrl.replay.shards import shared_payloads
-from titanrl.rollout.filters import keeps
+from titanrl.replay.shards import Payloads, shared_payloads
 from titanrl.rollout.group import (
     fit_to_rows,
+    keeps,
     num_generated,
     parts_differ,
     readable_completion,
@@ -43,11 +45,11 @@ from titanrl.rollout.group import (
     turns_differ,
     without_truncated,
 )
-from titanrl.rollout.outbox import Outbox
 from titanrl.rollout.pool import GeneratorPool, InRound
 
 if TYPE_CHECKING:
     from titanrl.rollout.open_tasks import OpenTask
+
 
 T = TypeVar("T")
 
@@ -379,3 +381,99 @@ def leaves(errors: BaseExceptionGroup[Exception]) -> Iterator[Exception]:
             yield from leaves(error)
         else:
             yield error
+
+
+MAX_HELD = 8
+"""Number of queued groups at which they are sent without waiting for an older one. This bounds the size of a message."""
+
+
+_Finished = tuple[GroupRecord, tuple[Rollout, ...], Group | None]
+Dump = Callable[[Sequence[tuple[Group, str]]], object]
+
+
+def status_of(record: GroupRecord) -> str:
+    """Return the status of a group for a dump: `kept`, or the reason why it is not trained on."""
+    if not record.rewards:
+        return "no reward"
+    return record.rejection or ("kept" if record.has_payload else "no signal")
+
+
+class Outbox:
+    """Queue of finished groups.
+
+    One delivery runs at a time. Groups that finish during a delivery, or in the same tick of the event loop, share the next
+    message, because a message has a high fixed cost. If batches keep the order of prompts, a group also waits for older groups
+    of this worker, because no batch can contain it before them.
+    """
+
+    def __init__(self, payloads: Payloads, buffer: Any, *, in_order: bool, dump: Dump | None = None) -> None:
+        """Start with an empty queue.
+
+        Args:
+            payloads: Storage of the tokens, from which the worker's `StorageShard` reads.
+            buffer: The `ReplayBuffer` actor.
+            in_order: True if batches keep the order of prompts.
+            dump: Function that writes groups and their statuses to disk before they are delivered.
+        """
+        self._payloads, self._buffer, self._in_order, self._dump = payloads, buffer, in_order, dump
+        self._unfinished: dict[int, None] = {}  # prompt indices, oldest first
+        self._pending: list[_Finished] = []
+        self._due = asyncio.Event()
+        self._delivering = asyncio.Lock()
+        self._next: asyncio.Task[None]
+
+    def begin(self, index: int) -> None:
+        """Register a group by its prompt index, before it is generated. Call this in the order of prompts."""
+        self._unfinished[index] = None
+
+    def reset(self) -> None:
+        """Discard all unfinished and pending groups, because their round was abandoned."""
+        self._unfinished.clear()
+        if self._pending:
+            self._next.cancel()
+            self._pending = []
+        self._due.clear()
+
+    async def deliver(self, record: GroupRecord, rollouts: tuple[Rollout, ...], whole: Group | None = None) -> None:
+        """Queue a finished group and wait until the buffer has its record.
+
+        Args:
+            record: Summary of the group.
+            rollouts: Rollouts to train on.
+            whole: The group as sampled, for a dump.
+        """
+        self._unfinished.pop(record.index, None)
+        if not self._pending:
+            self._next = asyncio.create_task(self._deliver_pending(), name="deliver groups")
+        self._pending.append((record, rollouts, whole))
+        if self._is_due():
+            self._due.set()
+        await asyncio.shield(self._next)
+
+    async def _deliver_pending(self) -> None:
+        async with self._delivering:
+            await self._due.wait()
+            self._due.clear()
+            groups, self._pending = self._pending, []
+            await self._send(groups)
+
+    def _is_due(self) -> bool:
+        """Return True if a batch can use one of the queued groups, or if many groups are queued."""
+        oldest_unfinished = next(iter(self._unfinished), math.inf)
+        oldest = min(record.index for record, _, _ in self._pending)
+        return not self._in_order or oldest < oldest_unfinished or len(self._pending) >= MAX_HELD
+
+    async def _send(self, groups: Sequence[_Finished]) -> None:
+        if self._dump is not None:
+            whole = [(group, status_of(record)) for record, _, group in groups if group is not None]
+            await asyncio.to_thread(self._dump, whole)
+        # Store the tokens first: the trainer may fetch them as soon as the buffer has the record.
+        for record, rollouts, _ in groups:
+            if record.has_payload:
+                self._payloads.put(record.handle, packed(rollouts))
+        await ask_actor(self._buffer.commit, [record for record, _, _ in groups], self._payloads.usage)
+
+
+def packed(rollouts: Iterable[Rollout]) -> tuple[bytes, ...]:
+    """Pickle each segment, so that only the worker that creates it and the trainer rank that uses it convert it."""
+    return tuple(pickle.dumps(segment, pickle.HIGHEST_PROTOCOL) for rollout in rollouts for segment in rollout.segments)

@@ -10,8 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from titanrl.algorithms.replay import ReplaySchedule
-from titanrl.carriers.tables import DoubleArray
-from titanrl.carriers.types import OptimUpdate
+from titanrl.carriers.types import DoubleArray, OptimUpdate
 from titanrl.launch.past_policies import PastPolicies
 from titanrl.replay.groups import Batch, Freshness, TrainedBatch, joined, versions_behind
 from titanrl.run.checkpoints import checkpoint_dir

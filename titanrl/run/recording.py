@@ -8,7 +8,7 @@ import numpy as np
 
 from titanrl.base.files import replace_text
 from titanrl.base.plugins import Plugins
-from titanrl.carriers.tables import DoubleArray
+from titanrl.carriers.types import DoubleArray
 from titanrl.config import Config, recorded_config
 from titanrl.data.selection import record_data
 from titanrl.metrics import steps as metrics_of

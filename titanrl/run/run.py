@@ -27,8 +27,7 @@ from titanrl.base.errors import FaultError, TitanRLError, describe
 from titanrl.base.files import DamagedError
 from titanrl.base.loading import loading
 from titanrl.base.plugins import Plugins
-from titanrl.carriers.tables import DoubleArray
-from titanrl.carriers.types import AdamParams, EvaluationResult, OptimUpdate, StepMetrics
+from titanrl.carriers.types import AdamParams, DoubleArray, EvaluationResult, OptimUpdate, StepMetrics
 from titanrl.checks.extensions import plugins_of, with_declared_traits, with_objects
 from titanrl.checks.preflight import policy_notes, preflight
 from titanrl.config import Config, ConfigError, Source

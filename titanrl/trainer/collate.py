@@ -12,7 +12,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from titanrl.algorithms.supports import CollatedSupports, TokenSupports
+from titanrl.algorithms.logprobs import CollatedSupports, TokenSupports
 from titanrl.carriers.tables import Row
 from titanrl.carriers.types import GroupHandle, Segment
 from titanrl.models.attention import sequence_starts

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from titanrl.algorithms.logprobs import logprobs_and_entropy
-from titanrl.algorithms.supports import TokenSupports
+from titanrl.algorithms.logprobs import TokenSupports, logprobs_and_entropy
 
 LOGITS_AT_ONCE = 1 << 27
 """Maximum number of logits in memory at a time, 883 tokens for a vocabulary size of 151 936. They take 256 MiB in bfloat16, and

@@ -21,9 +21,8 @@ from torchtitan.components.optimizer.utils import init_optim_state
 from torchtitan.distributed import utils as dist_utils
 
 from titanrl.algorithms.contracts import PolicyLoss, bound_loss
-from titanrl.algorithms.lag_metrics import lag_metrics
 from titanrl.algorithms.losses import LossMetrics, cross_entropy, weighted_sum
-from titanrl.algorithms.objective import ObjectiveInputs, measure_correction, policy_loss
+from titanrl.algorithms.objective import ObjectiveInputs, lag_metrics, measure_correction, policy_loss
 from titanrl.base.errors import TitanRLError
 from titanrl.carriers.tables import Row
 from titanrl.carriers.types import NOT_MEASURED, AdamParams, CorrectionTotals, LossSums, MeasuredCorrection, OptimUpdate

@@ -14,11 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from titanrl.algorithms.contracts import bound_loss, declared_traits
+from titanrl.algorithms.contracts import bound_loss, custom_algorithm, declared_traits, tinker_algorithm
+from titanrl.algorithms.logprobs import CollatedSupports
 from titanrl.algorithms.losses import LossMetrics
 from titanrl.algorithms.packing import balance, pack, row_costs
-from titanrl.algorithms.supports import CollatedSupports
-from titanrl.algorithms.tinker import custom_algorithm, tinker_algorithm
 from titanrl.base.plugins import Plugin, plugin_of
 from titanrl.carriers.datums import Datum
 from titanrl.carriers.types import FloatArray, LossSums

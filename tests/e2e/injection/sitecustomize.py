@@ -59,4 +59,4 @@ def checked(method: Any) -> Any:
     return check_first
 
 
-sys.meta_path[:0] = [Finder("titanrl.processes.actors", to_endpoints), Finder("titanrl.rollout.outbox", to_delivery)]
+sys.meta_path[:0] = [Finder("titanrl.processes.actors", to_endpoints), Finder("titanrl.rollout.workers", to_delivery)]
