@@ -110,7 +110,7 @@ async def test_starvation_message_counts_tried_groups_and_their_rewards() -> Non
         await groups.commit([record(reservation, (reward, reward))])
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(groups.take_batch(2), timeout=0.05)
-    why = groups.why_starved(2, waited_s=3.0)
+    why = await groups.why_starved(2, waited_s=3.0)
     assert why.startswith("rollout.starvation_timeout_s: no batch of 2 groups with a signal in 3 s. 2 groups finished, 0 ")
     assert "1 with every reward 0, 1 with every reward 1" in why
 
@@ -120,15 +120,16 @@ async def test_starvation_message_counts_groups_without_trainable_tokens() -> No
     (first,) = await groups.reserve(1)
     masked = make_record(0, rewards=(0.0, 1.0), num_sampled=(0, 0), has_payload=False, handle=first.handle)
     await groups.commit([masked])
-    assert "the others: 1 without a token to train on (algorithm.mask_truncated, trainer.overlong);" in groups.why_starved(
-        1, 3.0
+    assert (
+        "the others: 1 without a token to train on (algorithm.mask_truncated, trainer.overlong);"
+        in await groups.why_starved(1, 3.0)
     )
 
 
 async def test_starvation_message_reports_that_no_group_finished() -> None:
     groups = buffer(2)
     await groups.reserve(1)
-    why = groups.why_starved(2, waited_s=0.05)
+    why = await groups.why_starved(2, waited_s=0.05)
     assert "no group finished in 0.05 s; groups in flight: 1, the oldest for prompt 0. See" in why
 
 
@@ -169,7 +170,7 @@ async def test_later_failures_of_the_scorer_do_not_end_the_run() -> None:
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(groups.take_batch(1), timeout=0.05)
     reason = "3 whose reward always failed (ZeroDivisionError: division by zero; see data.rewards)"
-    assert reason in groups.why_starved(1, 1)
+    assert reason in await groups.why_starved(1, 1)
 
 
 async def test_failed_worker_ends_the_waits_for_a_batch_and_for_a_failure() -> None:
@@ -344,7 +345,7 @@ async def test_group_that_is_too_small_frees_its_slot() -> None:
     first, second = await groups.reserve(2)
     small = replace(record(first, (1.0,)), has_payload=False, rejection="too small", num_errors=1, first_error="timeout")
     await groups.commit([small, record(second)])
-    assert "1 with fewer rewards than rollout.min_group_size (first error: timeout)" in groups.why_starved(2, 1.0)
+    assert "1 with fewer rewards than rollout.min_group_size (first error: timeout)" in await groups.why_starved(2, 1.0)
     (third,) = await groups.reserve(2)
     await groups.commit([record(third)])
     batch = await groups.take_batch(2)
@@ -354,5 +355,5 @@ async def test_group_that_is_too_small_frees_its_slot() -> None:
 async def test_starvation_message_counts_filtered_groups() -> None:
     groups = buffer(2)
     await groups.commit([filtered(reservation) for reservation in await groups.reserve(2)])
-    text = groups.why_starved(2, 30.0)
+    text = await groups.why_starved(2, 30.0)
     assert "2 groups finished, 0 with a signal; the others: 2 rejected by rollout.group_filter; groups in flight: 0" in text

@@ -98,12 +98,12 @@ async def test_memory_drops_groups_of_a_dead_shard_once_no_batch_uses_them() -> 
     await groups.commit([record(reservation) for reservation in (*first, *second)])
     batch = await groups.take_batch(4)
     await groups.release(batch.records.handles, np.ones(4))
-    drawn = groups.replay(1, 1.0)
+    drawn = await groups.replay(1, 1.0)
     assert sorted(drawn.records.groups["index"].tolist()) == [0, 1, 2, 3]
     await groups.lose_shard(0)
-    assert sorted(groups.replay(1, 1.0).records.groups["index"].tolist()) == [2, 3]
+    assert sorted((await groups.replay(1, 1.0)).records.groups["index"].tolist()) == [2, 3]
     await groups.release(drawn.records.handles, np.ones(4))
-    assert groups.replay(1, 1.0).num_stored == 2
+    assert (await groups.replay(1, 1.0)).num_stored == 2
 
 
 @dataclass

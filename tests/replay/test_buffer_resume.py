@@ -190,7 +190,7 @@ class Resumes(RuleBasedStateMachine):
         known.num_tried += batch.num_tried
         records = batch.records
         if self.sizes.replay:
-            replayed = self.buffer.replay(known.version, 0.5).records
+            replayed = self.now(self.buffer.replay(known.version, 0.5)).records
             assert not set(replayed.groups["index"].tolist()) & set(indices)
             records = records + replayed
         for group in records.groups:
@@ -251,34 +251,25 @@ TestResumes = Resumes.TestCase
 TestResumes.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
 
 
-def test_synchronous_state_at_a_publication_resamples_everything() -> None:
+async def test_synchronous_state_at_a_publication_resamples_everything() -> None:
     sizes = Sizes(0, 2, 1, 0.0, dynamic_sampling=False, replay=False)
     buffer = sizes.buffer()
-
-    async def scenario() -> None:
-        for reservation in await buffer.reserve(2):
-            await buffer.commit([finished(reservation.index, reservation.handle, 0, "signal")])
-        await buffer.take_batch(2)
-
-    asyncio.run(scenario())
+    for reservation in await buffer.reserve(2):
+        await buffer.commit([finished(reservation.index, reservation.handle, 0, "signal")])
+    await buffer.take_batch(2)
     state = buffer.state(from_index=0)
     assert (state.next_index, state.ready, state.in_flight, state.payloads) == (0, (), (), [])
     again = sizes.buffer()
     again.restore(state, Freshness(published=(0,), groups_per_publish=2, bound=0), 1)
-    assert [each.index for each in asyncio.run(again.reserve(4))] == [0, 1]
+    assert [each.index for each in await again.reserve(4)] == [0, 1]
 
 
-def test_group_that_could_become_too_old_is_resampled() -> None:
+async def test_group_that_could_become_too_old_is_resampled() -> None:
     """With fewer slots, the bound is lower than the age that a finished group can reach."""
     wide, narrow = Sizes(3, 2, 1, 0.0, False, False), Sizes(0, 2, 1, 0.0, False, False)
     buffer = wide.buffer()
-
-    async def scenario() -> None:
-        reservations = await buffer.reserve(8)
-        for reservation in random.Random(0).sample(reservations, 7):
-            await buffer.commit([finished(reservation.index, reservation.handle, 5, "signal")])
-
-    asyncio.run(scenario())
+    for reservation in random.Random(0).sample(await buffer.reserve(8), 7):
+        await buffer.commit([finished(reservation.index, reservation.handle, 5, "signal")])
     state = buffer.state()
     again = narrow.buffer()
     restored = again.restore(state, Freshness(published=(5,), groups_per_publish=2, bound=narrow.bound), 1)
@@ -288,7 +279,7 @@ def test_group_that_could_become_too_old_is_resampled() -> None:
     assert again.state().in_flight == tuple(sorted({*restored.too_old, missing}))
 
 
-def test_checkpoint_of_an_earlier_version_resumes() -> None:
+async def test_checkpoint_of_an_earlier_version_resumes() -> None:
     """The modules of all classes in these files have been renamed since."""
     folder = Path(__file__).parent / "checkpoint_before_rooms"
     state, is_earlier = read_saved((folder / "records.pkl").read_bytes())
@@ -297,7 +288,7 @@ def test_checkpoint_of_an_earlier_version_resumes() -> None:
     buffer = GroupBuffer(num_slots=4, dynamic_sampling=False, memory=memory)
     restored = buffer.restore(state, Freshness(published=(0, 1), groups_per_publish=2, bound=4), 1)
     assert (restored.num_ready, restored.num_in_flight, restored.too_old) == (1, 1, ())
-    drawn = [buffer.replay(3, 0.5).records for _ in range(3)]
+    drawn = [(await buffer.replay(3, 0.5)).records for _ in range(3)]
     assert [records.groups["index"].tolist() for records in drawn] == [[0, 1], [3, 2], [2, 3]]
     assert drawn[0].turns.rewards.tolist() == [0.0, 1.0, 0.0, 1.0]
     assert drawn[0].tokens is not None

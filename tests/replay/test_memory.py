@@ -1,6 +1,5 @@
 """Replay memory: eviction, draws and their frequencies, importance weights, and interaction with the buffer's slots."""
 
-import asyncio
 import math
 import pickle
 from collections import Counter
@@ -126,7 +125,7 @@ async def step(groups: GroupBuffer, version: int, *, shard: int = 0) -> tuple[li
     for reservation in reservations:
         await groups.commit([make_record(reservation.index, handle=reservation.handle, min_version=version)])
     batch = await groups.take_batch(2)
-    replayed = groups.replay(version, 0.5)
+    replayed = await groups.replay(version, 0.5)
     batch = replace(batch, replayed=replayed)
     records = batch.all_records.by_index()
     assert len(records) == 2 + len(replayed.records)
@@ -159,35 +158,31 @@ async def test_every_deleted_payload_is_reported_once_to_its_shard() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [10, 100_000])
-def test_messages_about_a_group_are_smaller_than_2_kb(num_tokens: int) -> None:
+async def test_messages_about_a_group_are_smaller_than_2_kb(num_tokens: int) -> None:
     """Pickle every message to and from the owner, for eight completions with three rewards each."""
-
-    async def scenario() -> int:
-        groups = replaying_buffer(num_slots=8, num_replayed=8, capacity=8)
-        num_bytes = 0
-        for version in range(2):
-            reservations = await groups.reserve(8)
-            dropped = groups.take_dropped(0)
-            records = [
-                make_record(
-                    each.index,
-                    [0.125 * i for i in range(8)],
-                    [num_tokens] * 8,
-                    handle=each.handle,
-                    reward_parts={part: tuple(0.1 * i for i in range(8)) for part in ("answer", "format", "length")},
-                )
-                for each in reservations
-            ]
-            await groups.commit(records)
-            batch = replace(await groups.take_batch(8), replayed=groups.replay(version, 0.5))
-            handles, priorities = batch.all_records.handles, np.ones(len(batch.all_records))
-            await groups.release(handles, priorities)
-            num_bytes = sum(len(pickle.dumps(each)) for each in (reservations, dropped, records, batch, handles, priorities))
-        assert batch.replayed is not None
-        assert len(batch.replayed.records) == 8
-        return num_bytes // 8
-
-    assert asyncio.run(asyncio.wait_for(scenario(), 10)) <= 2048
+    groups = replaying_buffer(num_slots=8, num_replayed=8, capacity=8)
+    num_bytes = 0
+    for version in range(2):
+        reservations = await groups.reserve(8)
+        dropped = groups.take_dropped(0)
+        records = [
+            make_record(
+                each.index,
+                [0.125 * i for i in range(8)],
+                [num_tokens] * 8,
+                handle=each.handle,
+                reward_parts={part: tuple(0.1 * i for i in range(8)) for part in ("answer", "format", "length")},
+            )
+            for each in reservations
+        ]
+        await groups.commit(records)
+        batch = replace(await groups.take_batch(8), replayed=await groups.replay(version, 0.5))
+        handles, priorities = batch.all_records.handles, np.ones(len(batch.all_records))
+        await groups.release(handles, priorities)
+        num_bytes = sum(len(pickle.dumps(each)) for each in (reservations, dropped, records, batch, handles, priorities))
+    assert batch.replayed is not None
+    assert len(batch.replayed.records) == 8
+    assert num_bytes // 8 <= 2048
 
 
 async def test_skipped_step_frees_new_groups_and_keeps_replayed_ones() -> None:
@@ -196,10 +191,10 @@ async def test_skipped_step_frees_new_groups_and_keeps_replayed_ones() -> None:
     reservations = await groups.reserve(2)
     await groups.commit([make_record(each.index, handle=each.handle) for each in reservations])
     batch = await groups.take_batch(2)
-    replayed = groups.replay(1, 0.5)
+    replayed = await groups.replay(1, 0.5)
     assert sorted(replayed.records.groups["index"].tolist()) == [0, 1]
     await groups.release((batch.records + replayed.records).handles)
-    assert groups.replay(1, 0.5).num_stored == 2
+    assert (await groups.replay(1, 0.5)).num_stored == 2
     assert len(await groups.reserve(4)) == 2
 
 

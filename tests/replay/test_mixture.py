@@ -242,7 +242,7 @@ def test_starvation_names_the_task_whose_groups_are_dropped() -> None:
             has_payload = each.draw.task == 0
             rewards, task = (0.0, float(has_payload)), NAMES[each.draw.task]
             await buffer.commit([make_record(each.index, rewards, handle=each.handle, has_payload=has_payload, task=task)])
-        return buffer.why_starved(4, 1.0)
+        return await buffer.why_starved(4, 1.0)
 
     assert "with a signal by task: sums 2 of 2, words 0 of 2" in asyncio.run(run())
 

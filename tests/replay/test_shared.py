@@ -130,13 +130,13 @@ def test_tensors_and_nested_payloads_keep_their_types() -> None:
 
 def test_row_being_copied_is_not_overwritten(replay: SharedReplay) -> None:
     replay.extend(items(range(4)))
-    draw, rows, ticket = replay._link.call("draw", 20, 0.0)
+    drawn, ticket = replay._link.call("draw", 20, 0.0)
     writer = other(replay)
     writer.extend(items(range(10, 14)))
     handles = writer.reserve(4)  # the other rows
     with pytest.raises(ReplayFullError, match=r"spare: no rows for 1 items .*got 4; writers hold 4 rows, readers 4"):
         writer.reserve(1, timeout_s=0.05)
-    assert (replay._shards().read(rows)["id"] == draw.handles).all()
+    assert (replay._shards().read(drawn.payload)["id"] == drawn.handles).all()
     waiting = threading.Thread(target=writer.extend, args=(items(range(20, 24)),))
     waiting.start()
     replay._link.send("done", ticket)

@@ -22,7 +22,7 @@ from titanrl.launch.trainer_mesh import TrainerMesh, start_request
 from titanrl.launch.verbs import DISK, PACE, Limit, Verb, done, only
 from titanrl.processes.actors import ActorError, StoppedError, ask_actor, cause_of, resolve
 from titanrl.replay.buffer import RECORDS_FILE, GroupBuffer, ReplayBuffer
-from titanrl.replay.groups import Batch, Freshness, Replayed, Restored, Saved, StarvationError, TrainedBatch
+from titanrl.replay.groups import Batch, Freshness, Restored, Saved, StarvationError, TrainedBatch
 from titanrl.rollout.workers import SandboxNote
 
 T = TypeVar("T")
@@ -267,7 +267,7 @@ class BufferClient:
     _last_at: float | None = None
     """Time at which the last batch was taken, on the clock of `time.perf_counter`."""
 
-    replay = Verb[[int, float], Replayed, Replayed](ReplayBuffer.replay, only)
+    replay = Verb(GroupBuffer.replay, only)
     release = Verb(GroupBuffer.release, done)
     discard = Verb(GroupBuffer.discard, done)
     lose_shard = Verb(GroupBuffer.lose_shard, done)

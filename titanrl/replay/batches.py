@@ -48,20 +48,6 @@ class ReplayOptions(TypedDict, total=False):
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
-    """Items drawn from a buffer, without their payload."""
-
-    handles: Integers
-    """Sequence numbers, `[B]`."""
-    weights: npt.NDArray[np.float32]
-    """Importance weights, `[B]`."""
-    probabilities: Floats
-    """Probabilities, `[B]`."""
-    versions: Integers
-    """Policy versions, `[B]`."""
-
-
-@dataclass(frozen=True, slots=True)
 class ReplayBatch:
     """Items drawn from a buffer, with replacement.
 

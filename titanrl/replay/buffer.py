@@ -224,7 +224,7 @@ class GroupBuffer:
             raise RolloutError(self._failure)
         return self._take(picked)
 
-    def replay(self, version: int, beta: float) -> Replayed:
+    async def replay(self, version: int, beta: float) -> Replayed:
         """Draw groups from the memory for a batch; see `ReplayMemory.draw`."""
         assert self._memory is not None, "there is no memory"
         drawn = RecordTable.join(self._memory.draw(version, beta))
@@ -235,7 +235,7 @@ class GroupBuffer:
         async with self._changed:
             await self._changed.wait_for(lambda: not (self._slots.room() or self._in_flight) or self._failure is not None)
 
-    def why_starved(self, num_groups: int, waited_s: float) -> str:
+    async def why_starved(self, num_groups: int, waited_s: float) -> str:
         """Explain why no batch of `num_groups` groups was complete after `waited_s` seconds."""
         tried = [group.record for group in (*self._ready.values(), *self._discarded)]
         in_flight = f"groups in flight: {len(self._in_flight)}"
@@ -629,16 +629,8 @@ class ReplayBuffer(GroupBuffer, Actor):
     discard = concurrent_endpoint(GroupBuffer.discard)
     lose_shard = concurrent_endpoint(GroupBuffer.lose_shard)
     return_batch = concurrent_endpoint(GroupBuffer.return_batch)
-
-    @concurrent_endpoint
-    async def replay(self, version: int, beta: float) -> Replayed:
-        """Draw groups of earlier batches."""
-        return super().replay(version, beta)
-
-    @concurrent_endpoint
-    async def why_starved(self, num_groups: int, waited_s: float) -> str:
-        """Explain why no batch was complete in time."""
-        return super().why_starved(num_groups, waited_s)
+    replay = concurrent_endpoint(GroupBuffer.replay)
+    why_starved = concurrent_endpoint(GroupBuffer.why_starved)
 
     @concurrent_endpoint
     async def probe(self) -> None:

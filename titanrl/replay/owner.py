@@ -20,14 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from titanrl.replay.batches import (
-    Draw,
-    EmptyReplayError,
-    Integers,
-    ReplayClosedError,
-    ReplayFullError,
-    ReplayOptions,
-)
+from titanrl.replay.batches import EmptyReplayError, Integers, ReplayBatch, ReplayClosedError, ReplayFullError, ReplayOptions
 from titanrl.replay.columns import create_file
 from titanrl.replay.prioritized import NO_ITEM, ReplayIndex
 from titanrl.replay.wire import Address, Server, Verb
@@ -409,12 +402,11 @@ class Owner:
             is_written = self._rows.is_written_by(handles, rows)
             return is_written, self._rows.pin(session, rows[is_written])
 
-    def draw(self, session: int, batch_size: int, timeout_s: float) -> tuple[Draw, Integers, int]:
-        """Draw items and pin their rows until `done`."""
+    def draw(self, session: int, batch_size: int, timeout_s: float) -> tuple[ReplayBatch, int]:
+        """Draw items, with their rows as the payload, and pin the rows until `done`."""
         with self._changed:
-            draw = self._index.draw(batch_size, timeout_s)
-            rows = self._rows[draw.handles % self._settings.capacity]
-            return draw, rows, self._rows.pin(session, rows)
+            batch = self._index.draw(batch_size, timeout_s, self._rows.__getitem__)
+            return batch, self._rows.pin(session, batch.payload)
 
     def done(self, session: int, ticket: int) -> None:
         """Release a ticket after its rows were copied."""

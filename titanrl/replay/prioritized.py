@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from titanrl.base.arguments import shown
-from titanrl.replay.batches import Draw, EmptyReplayError, Floats, Integers, ReplayBatch, ReplayOptions, ReplayStats
+from titanrl.replay.batches import EmptyReplayError, Floats, Integers, ReplayBatch, ReplayOptions, ReplayStats
 from titanrl.replay.columns import Columns, single
 
 FANOUT = 16
@@ -169,23 +169,20 @@ class ReplayIndex:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Create an empty index. `ReplayOptions` describes the options; `clock` returns the time for leases in seconds."""
-        require_integer("capacity", capacity)
-        require(capacity >= 1, "capacity", capacity, "Use at least 1.")
-        require_integer("beta_steps", beta_steps)
-        require(beta_steps >= 1, "beta_steps", beta_steps, "Use at least 1.")
-        for name, value in {"eps": eps, "initial_priority": initial_priority, "alpha": alpha}.items():
-            require_number(name, value)
-        if max_staleness is not None:
-            require_integer("max_staleness", max_staleness)
+        check_integer("capacity", capacity, 1)
+        check_integer("beta_steps", beta_steps, 1)
+        for name, value in {"eps": eps, "initial_priority": initial_priority}.items():
+            check_number(name, value)
         require(0.0 <= eps < np.inf, "eps", eps, "Use a finite number of at least 0.")
         require(0.0 < initial_priority < np.inf, "initial_priority", initial_priority, "Use a finite number above 0.")
-        require(max_staleness is None or max_staleness >= 0, "max_staleness", max_staleness, "Use at least 0, or None.")
+        if max_staleness is not None:
+            check_integer("max_staleness", max_staleness, 0, "Use at least 0, or None.")
         self.capacity = capacity
         self.changed = threading.Condition()
         """Lock for all metadata. It is notified when items become available or reservations end."""
         self._beta_ends = beta if isinstance(beta, tuple) else (beta, beta)
         for value in self._beta_ends:
-            require_number("beta", value)
+            check_number("beta", value)
         require(min(self._beta_ends) >= 0.0, "beta", beta, "Use numbers of at least 0.")
         self._beta_steps = beta_steps
         self._eps = eps
@@ -234,8 +231,7 @@ class ReplayIndex:
 
     def set_step(self, step: int) -> None:
         """Set the learner step. Several learners may report the same step; beta advances once."""
-        require_integer("step", step)
-        require(step >= 0, "step", step, "Use the number of optimizer steps.")
+        check_integer("step", step, 0, "Use the number of optimizer steps.")
         self._step = step
 
     @property
@@ -248,8 +244,7 @@ class ReplayIndex:
 
         A version older than the current one has no effect.
         """
-        require_integer("version", version)
-        require(version >= 0, "version", version, "Use the number of published versions.")
+        check_integer("version", version, 0, "Use the number of published versions.")
         with self.changed:
             before, self._version = self._oldest_version, max(version, self._version)
             if self._oldest_version > before:
@@ -280,8 +275,8 @@ class ReplayIndex:
         """
         self.check_count(num_items)
         if lease_s is not None:
-            require_number("lease_s", lease_s)
-        require(lease_s is None or 0.0 < lease_s < np.inf, "lease_s", lease_s, "Use a number of seconds above 0, or None.")
+            check_number("lease_s", lease_s)
+            require(0.0 < lease_s < np.inf, "lease_s", lease_s, "Use a number of seconds above 0, or None.")
         with self.changed:
             first = self.next
             for slots, _ in self._spans(num_items):
@@ -365,15 +360,10 @@ class ReplayIndex:
         """Return the sequence numbers of all items."""
         return self._owners[self._owners >= 0]
 
-    def draw(self, batch_size: int, timeout_s: float) -> Draw:
-        """Draw items with replacement, in proportion to their leaves. Wait up to `timeout_s` until an item can be sampled.
-
-        Raises:
-            EmptyReplayError: No item could be sampled in time.
-        """
-        require_integer("batch_size", batch_size)
-        require(batch_size >= 1, "batch_size", batch_size, "Use at least 1.")
-        require_number("timeout_s", timeout_s)
+    def draw(self, batch_size: int, timeout_s: float, read: Callable[[Integers], Any]) -> ReplayBatch:
+        """Draw items as `PrioritizedReplay.sample` does. The payload of the batch is what `read` returns for their slots."""
+        check_integer("batch_size", batch_size, 1)
+        check_number("timeout_s", timeout_s)
         with self.changed:
             if not self._can_sample():
                 if timeout_s > 0.0:
@@ -388,7 +378,7 @@ class ReplayIndex:
             leaves = tree[slots]
             weights = ((leaves / tree.minimum) ** -self.beta).astype(np.float32)
             self._counts["sampled"] += batch_size
-            return Draw(self._owners[slots], weights, leaves / tree.total, self._versions[slots])
+            return ReplayBatch(read(slots), self._owners[slots], weights, leaves / tree.total, self._versions[slots])
 
     def draw_distinct(self, limit: int) -> tuple[Integers, Floats]:
         """Draw up to `limit` different items, one after another, each in proportion to its leaf among the remaining ones.
@@ -506,8 +496,7 @@ class ReplayIndex:
 
     def check_count(self, num_items: int) -> None:
         """Check the size of a reservation."""
-        require_integer("num_items", num_items)
-        require(1 <= num_items <= self.capacity, "num_items", num_items, f"Use 1 to {self.capacity}.")
+        check_integer("num_items", num_items, 1, f"Use 1 to {self.capacity}.", most=self.capacity)
 
     @property
     def _oldest_version(self) -> int:
@@ -643,10 +632,7 @@ class PrioritizedReplay(ReplayIndex):
             EmptyReplayError: No item could be sampled in time. The message says whether items are missing, too old, or have
                 priority 0.
         """
-        with self.changed:
-            draw = self.draw(batch_size, timeout_s)
-            payload = self._columns.read(draw.handles % self.capacity)
-        return ReplayBatch(payload, draw.handles, draw.weights, draw.probabilities, draw.versions)
+        return self.draw(batch_size, timeout_s, self._columns.read)
 
     def stats(self) -> ReplayStats:
         """Return the counters."""
@@ -690,20 +676,21 @@ def _as_array(key: str, values: npt.ArrayLike, dtype: type[Any], fix: str) -> np
     return found.astype(dtype)
 
 
-def require_integer(key: str, value: object) -> None:
-    """Raise a `TypeError` unless a value is an integer."""
+def check_integer(key: str, value: object, least: int, fix: str = "Use at least 1.", *, most: float = np.inf) -> None:
+    """Raise unless a value is an integer from `least` to `most`."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{key}: must be an integer (got {shown(value)}). Pass an int.")
+    require(least <= int(value) <= most, key, value, fix)
 
 
-def require_number(key: str, value: object) -> None:
-    """Raise a `TypeError` unless a value is a number."""
+def check_number(key: str, value: object) -> None:
+    """Raise unless a value is a number."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{key}: must be a number (got {shown(value)}). Pass a float.")
 
 
 def _checked_alpha(alpha: float) -> float:
-    require_number("alpha", alpha)
+    check_number("alpha", alpha)
     require(0.0 <= alpha < np.inf, "alpha", alpha, "Use a finite number of at least 0.")
     return alpha
 

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Unpack
@@ -113,16 +113,14 @@ class SharedReplay:
         self._description = (address, key, host, reply_s)
         self._link = Link(address, key, "replay buffer", reply_s)
         self._storage: Storage | None = None
-        self._template: Columns | None = None
         self._reserved: tuple[str, dict[int, int]] = ("", {})  # a session, and the rows of its reservations by handle
 
     def __getstate__(self) -> dict[str, Any]:
         return {"description": self._description}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        address, key, host, reply_s = state["description"]
         self._process = None
-        self._connect(address, key, host, reply_s)
+        self._connect(*state["description"])
 
     def __enter__(self) -> "SharedReplay":
         return self
@@ -166,15 +164,8 @@ class SharedReplay:
         *,
         timeout_s: float = REPLY_S,
     ) -> Integers:
-        """Write items, overwriting the oldest ones, and return their handles.
-
-        Args:
-            payload: One row per item, structured like the example; at most as many items as slots.
-            priorities: One per item; by default the highest priority so far.
-            versions: Policy version that produced the items, one for all or one per item; by default the current version.
-            timeout_s: Maximum wait for free rows.
-        """
-        num_items = self._columns().check(payload)
+        """Write items like `PrioritizedReplay.extend`, at most as many as slots. Wait up to `timeout_s` for free rows."""
+        num_items = self._shards().template.check(payload)
         if not num_items:
             return np.empty(0, np.int64)
         handles = self.reserve(num_items, timeout_s=timeout_s)
@@ -217,15 +208,12 @@ class SharedReplay:
         priorities: npt.ArrayLike | None = None,
         versions: npt.ArrayLike | None = None,
     ) -> int:
-        """Write the items of this process's reservations, so that they can be sampled.
-
-        Returns:
-            Number of stale handles: another writer has reserved the slot, the handle was released, or its lease expired. Their
-            items are dropped.
+        """Write the items of this process's reservations, so that they can be sampled. Return the number of stale handles, as
+        `PrioritizedReplay.commit` does.
         """
         numbers = np.array(handles, np.int64).reshape(-1)
         reserved = self._rows()
-        if self._columns().check(payload) != len(numbers) or len(np.unique(numbers)) != len(numbers):
+        if self._shards().template.check(payload) != len(numbers) or len(np.unique(numbers)) != len(numbers):
             raise ValueError(f"handles: must contain each item's handle once (got {len(numbers)} handles).")
         if unknown := [number for number in numbers.tolist() if number not in reserved]:
             raise ValueError(
@@ -246,41 +234,25 @@ class SharedReplay:
         return int(self._link.call("release", numbers, rows))
 
     def sample(self, batch_size: int, *, timeout_s: float = REPLY_S) -> ReplayBatch:
-        """Draw items with replacement, in proportion to their leaves.
-
-        Args:
-            batch_size: Number of items.
-            timeout_s: Maximum wait until an item can be sampled.
-
-        Raises:
-            EmptyReplayError: No item could be sampled in time. The message says whether items are missing, too old, or have
-                priority 0.
-        """
+        """Draw items like `PrioritizedReplay.sample`."""
         shards = self._shards()
-        draw, rows, ticket = self._link.call("draw", batch_size, timeout_s, wait_s=timeout_s)
+        drawn: ReplayBatch
+        drawn, ticket = self._link.call("draw", batch_size, timeout_s, wait_s=timeout_s)
         try:
-            payload = shards.read(rows)
+            return replace(drawn, payload=shards.read(drawn.payload))
         finally:
             self._link.send("done", ticket)
-        return ReplayBatch(payload, draw.handles, draw.weights, draw.probabilities, draw.versions)
 
     def update_priorities(self, handles: npt.ArrayLike, priorities: npt.ArrayLike) -> int:
-        """Set the priorities of items to the absolute values given. The last priority of a repeated handle wins.
-
-        Returns:
-            Number of handles whose item was overwritten or released. They have no effect.
-        """
+        """Set priorities like `PrioritizedReplay.update_priorities`. Return the number of handles without an item."""
         return int(self._link.call("update_priorities", _array(handles), _array(priorities)))
 
     def set_step(self, step: int) -> None:
-        """Set the learner step. Several learners may report the same step; beta advances once."""
+        """Set the learner step, which several learners may report; beta advances once."""
         self._link.call("set_step", step)
 
     def set_version(self, version: int) -> None:
-        """Set the policy version. Items older than `max_staleness` allows are no longer sampled.
-
-        A version older than the current one has no effect.
-        """
+        """Set the policy version like `PrioritizedReplay.set_version`."""
         self._link.call("set_version", version)
 
     def stats(self) -> ReplayStats:
@@ -313,17 +285,11 @@ class SharedReplay:
         payload = Columns(len(state["owners"]))
         payload.load(state["payload"])
         if state["payload"]:
-            self._columns().check(payload.all())
+            self._shards().template.check(payload.all())
         numbers, rows = self._link.call("restore", metadata, timeout_s, wait_s=timeout_s)
         if len(numbers):
             self._shards().write(numbers, rows, payload.read(np.flatnonzero(state["owners"] >= 0)))
         self._link.call("restored")
-
-    def _columns(self) -> Columns:
-        """Return columns without rows, for validating payloads."""
-        if self._template is None:
-            self._template = template(pickle.loads(self._link.call("describe")[0].layout))
-        return self._template
 
     def _shards(self) -> "Storage":
         if self._storage is None:
@@ -381,6 +347,8 @@ class Storage:
         self, layout: Layout, rows_per_shard: int, locations: Sequence[ShardLocation], host: str, key: bytes, reply_s: float
     ) -> None:
         """Map the shards of this host. Connect to the other shards on first use."""
+        self.template = template(layout)
+        """Columns without rows, for validating payloads."""
         self._rows_per_shard = rows_per_shard
         self._shards: list[Columns | Link] = []
         for number, location in enumerate(locations):
