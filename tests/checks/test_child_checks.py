@@ -44,7 +44,7 @@ def tried(
     rewards = {name: {"function": f"{folder}/own_rewards.py:{name}", "trusted": trusted} for name in names}
     config = Config.model_validate({"name": "a", "num_steps": 1, "data": {"rewards": rewards}})
     try:
-        return {}, try_rewards(config, {}, ENTRY, section, load_s=60.0)
+        return {}, try_rewards(config, {}, ENTRY, section)
     except BrokenRules as error:
         return {next(iter(rule.values)): f"{rule.rule}; {rule.fix}" for rule in error.broken}, []
 
@@ -93,7 +93,7 @@ def test_weights_of_missing_parts_are_errors(tmp_path: Path) -> None:
     reward = {"function": f"{tmp_path}/own_rewards.py:right", "weights": {"length": 2.0}}
     config = Config.model_validate({"name": "a", "num_steps": 1, "data": {"rewards": {"answer": reward}}})
     with pytest.raises(BrokenRules) as raised:
-        try_rewards(config, {}, ENTRY, "data", load_s=60.0)
+        try_rewards(config, {}, ENTRY, "data")
     assert "it returned long, right, but data.rewards.answer.weights names length" in raised.value.broken[0].rule
 
 

@@ -33,6 +33,32 @@ def test_messages(tmp_path: Path, case: dict[str, Any]) -> None:
     assert messages(tmp_path, case) == case["messages"]
 
 
+ALLOWED = [
+    *(
+        f"rollout: {{top_p: 0.9, top_k: 20, min_p: 0.1}}\nalgorithm: {{loss: {loss}}}"
+        for loss in ("ppo", "reinforce, correction: {preset: token_tis}", "ppo, kl: {coef: 0.1}")
+    ),
+    *(f"trainer: {{row_tokens: 64, overlong: {overlong}}}" for overlong in ("truncate", "skip")),
+    "hosts: {devices_per_host: 1}\ndevice: cpu",
+    "hosts: {devices_per_host: 1, share_devices: true}\ndevice: cuda",
+    "hosts: {kind: slurm, trainer_hosts: 2, devices_per_host: 2}\ndevice: cuda\ntrainer: {parallelism: {dp_shard: 4}}",
+    *(
+        f"trainer: {{epochs: 2}}\nalgorithm: {{{objective}}}"
+        for objective in ("loss: reinforce, correction: {weight: token}", "loss: ppo, proximal: step_start", "loss: dro")
+    ),
+    *(
+        f"replay: {{fraction: 0.5}}\nalgorithm: {{loss: {loss}, correction: {{weight: token}}}}"
+        for loss in ("reinforce", "ppo, proximal: step_start")
+    ),
+    "warm_start: {tool_calls: true}\ndata: {environment: {function: 'tools_of_mine:Abacus'}}",
+]
+
+
+@pytest.mark.parametrize("text", ALLOWED)
+def test_values_that_can_be_combined_have_no_message(tmp_path: Path, text: str) -> None:
+    assert messages(tmp_path, {"text": text}) == []
+
+
 class Readable(yaml.SafeDumper):
     """Writes texts of several lines as literal blocks."""
 

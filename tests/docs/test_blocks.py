@@ -15,7 +15,7 @@ import yaml
 
 from tests.docs.blocks import PAGES, ROOT, Block, all_blocks, blocks_of, indented_blocks, shell_lines
 from titanrl import cli, load_config
-from titanrl.run import command
+from titanrl.checks.preflight import parse_run
 
 COMMANDS = [(block, line) for block in all_blocks("sh") for line in shell_lines(block)]
 TRAINS = re.compile(r"(\.venv/bin/)?(python -m titanrl\.grpo|titanrl (?P<name>train|sft|distill)) ")
@@ -30,7 +30,7 @@ KNOWN = re.compile(
     r"|\.venv/bin/python -m tests\.e2e\.fault_matrix "  # tests/test_fault_matrix.py
     r"|python examples/"  # tests/e2e/test_docs.py, tests/e2e/test_rewards.py
     r"|pip install \.$|titanrl doctor( --install)?$"  # tests/e2e/test_installation.py
-    r"|titanrl doctor --config quickstart device=cpu$"  # tests/commands/test_checkup.py
+    r"|titanrl doctor --config quickstart device=cpu$"  # tests/commands/test_doctor.py
 )
 
 
@@ -97,7 +97,7 @@ def test_documented_dry_run_succeeds(block: Block, line: str, folder: Path, caps
 @pytest.mark.parametrize(("block", "line"), training_commands(is_dry=False), ids=str)
 def test_training_command_has_a_valid_configuration(block: Block, line: str, folder: Path) -> None:
     write_files(block.page, folder)
-    arguments = command.parse(shlex.split(TRAINS.sub("", line)))
+    arguments = parse_run(shlex.split(TRAINS.sub("", line)), prog="titanrl train", purpose="")
     config = load_config(arguments.config or arguments.resume / "config.yaml", arguments.overrides)
     assert config.program == program_of(line)
 

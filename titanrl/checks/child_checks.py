@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from typing import Any
 from titanrl.base.plugins import Plugin, Plugins, plugins_of_data, plugins_within
 from titanrl.carriers.rewards import DENIED, INVALID, Answers, BoundReward, Score
 from titanrl.checks.extensions import config_of, point_of
-from titanrl.config.data import ENVIRONMENTS, DataConfig, EnvironmentConfig, EvaluationSet, Split
+from titanrl.config.data import ENVIRONMENTS, DataConfig, EvaluationSet, Split
 from titanrl.config.errors import BrokenRule, BrokenRules, ConfigError, inline, rule_of, within
 from titanrl.config.schema import Config
 from titanrl.config.shipped import data_file
@@ -45,9 +45,6 @@ from titanrl.rollout.renderers import make_renderer
 
 Finding = str | Selection
 """A warning of a check, or the rows of a source by use."""
-Check = tuple[Callable[[], Sequence[Finding] | None], dict[str, object], float]
-"""Function to call in a child process, which may return findings, the checked keys with their values, and the time limit in
-seconds."""
 
 CHECK_LIMIT_S = 60.0
 """Time limit for importing a user-defined object, or for sampling from a task."""
@@ -155,14 +152,12 @@ class RunningCheck:
         return BrokenRule(self._values, rule, fix)
 
     def _cpu_s(self) -> float:
-        """Return the CPU time that the running check has used, in seconds."""
         line = Path(f"/proc/{self._process.pid}/stat").read_bytes().rpartition(b")")[2]  # a name may contain spaces
         fields = line.split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _is_busy() -> bool:
-    """Return True if more processes want to run on this machine than it has cores."""
     return os.getloadavg()[0] > (os.cpu_count() or 1)
 
 
@@ -175,42 +170,32 @@ def start_checks(config: Config, plugins: Plugins, *, with_data: bool, has_token
         with_data: True to check the prompts.
         has_tokenizer: False if `model.path` has no usable tokenizer; the lengths of prompts are then not checked.
     """
-    sets = [subset for subset in config.evaluation_sets.values() if subset.has_own_data] if with_data else []
-    tasks = config.data.tasks if with_data else {}
-    data = [
-        *(
-            _data_check(config, task, task.key(name), partial(check_data, config, plugins, name), has_tokenizer)
-            for name, task in tasks.items()
-        ),
-        *(
-            _data_check(config, subset.data, f"{subset.key}.data", partial(check_set, config, plugins, subset), has_tokenizer)
-            for subset in sets
-        ),
-    ]
-    return [RunningCheck(*check) for check in (*data, *_plugin_checks(config, plugins))]
-
-
-def _data_check(
-    config: Config, data: DataConfig, section: str, check: Callable[..., Sequence[Finding]], has_tokenizer: bool
-) -> Check:
-    """Return the check of the data section of a task or an evaluation set."""
-    prompts = partial(check, has_tokenizer=has_tokenizer, load_s=CHECK_LIMIT_S)
-    if data.source == "reasoning_gym":
-        return prompts, {f"{section}.task": data.task, f"{section}.task_config": data.task_config}, CHECK_LIMIT_S
-    if data.path is not None:
-        return prompts, {f"{section}.path": str(data.path)}, config.timeouts.start_s
-    return prompts, {f"{section}.source": data.source, f"{section}.options": data.options}, config.timeouts.start_s
-
-
-def _plugin_checks(config: Config, plugins: Plugins) -> Iterator[Check]:
-    """Yield one check per module for all plugins in it, so that each module is imported only once."""
-    by_module: dict[str, list[Plugin]] = defaultdict(list)
+    checks: list[RunningCheck] = []
+    if with_data:
+        parts: list[tuple[str, DataConfig, Callable[..., Sequence[Finding]]]] = [
+            (task.key(name), task, partial(check_data, config, plugins, name)) for name, task in config.data.tasks.items()
+        ]
+        for subset in config.evaluation_sets.values():
+            if subset.has_own_data:
+                parts.append((f"{subset.key}.data", subset.data, partial(check_set, config, plugins, subset)))
+        for section, data, check in parts:
+            values: dict[str, object] = {"source": data.source, "options": data.options}
+            if data.source == "reasoning_gym":
+                values = {"task": data.task, "task_config": data.task_config}
+            elif data.path is not None:
+                values = {"path": str(data.path)}
+            limit_s = CHECK_LIMIT_S if data.source == "reasoning_gym" else config.timeouts.start_s
+            keys = {f"{section}.{key}": value for key, value in values.items()}
+            checks.append(RunningCheck(partial(check, has_tokenizer=has_tokenizer), keys, limit_s))
+    by_module: dict[str, list[Plugin]] = defaultdict(list)  # so that each module is imported only once
     for plugin in plugins.values():
         # Python objects were checked before they were pickled.
         if not plugin.is_object and point_of(plugin.key).key != "data.source":
             by_module[plugin.name.rpartition(":")[0]].append(plugin)
     for same_module in by_module.values():
-        yield partial(check_plugins, same_module, config), {plugin.key: plugin.name for plugin in same_module}, CHECK_LIMIT_S
+        names = {plugin.key: plugin.name for plugin in same_module}
+        checks.append(RunningCheck(partial(check_plugins, same_module, config), names, CHECK_LIMIT_S))
+    return checks
 
 
 def check_plugins(plugins: Iterable[Plugin], config: Config) -> None:
@@ -231,26 +216,19 @@ def check_plugins(plugins: Iterable[Plugin], config: Config) -> None:
         raise BrokenRules(*broken)
 
 
-def check_data(
-    config: Config, plugins: Plugins, task: str | None = None, *, has_tokenizer: bool = True, load_s: float = CHECK_LIMIT_S
-) -> list[Finding]:
+def check_data(config: Config, plugins: Plugins, name: str | None = None, *, has_tokenizer: bool = True) -> list[Finding]:
     """Read, split and tokenize the prompts of a training task as a rollout worker does, and try its rewards.
 
     Args:
         config: Configuration.
         plugins: User-defined objects.
-        task: Name of the task; None checks all tasks.
+        name: Name of the task; None for the first one.
         has_tokenizer: False to skip the check of prompt lengths.
-        load_s: Time limit for loading the rewards, in seconds.
 
     Raises:
         ValueError: The data cannot be used.
     """
-    names = config.data.tasks if task is None else [task]
-    return [found for name in names for found in _check_task(config, plugins, name, has_tokenizer, load_s)]
-
-
-def _check_task(config: Config, plugins: Plugins, name: str, has_tokenizer: bool, load_s: float) -> list[Finding]:
+    name = name or next(iter(config.data.tasks))
     data = config.data.tasks[name]
     section = data.key(name)
     try:
@@ -267,12 +245,10 @@ def _check_task(config: Config, plugins: Plugins, name: str, has_tokenizer: bool
         found = _selection(data, stream, section, notes)
     except BrokenRules as error:
         raise within(error, section) from None
-    return [found, *try_rewards(config.of_task(data), of_task, stream[0].entry, section, load_s=load_s)]
+    return [found, *try_rewards(config.of_task(data), of_task, stream[0].entry, section)]
 
 
-def check_set(
-    config: Config, plugins: Plugins, subset: EvaluationSet, *, has_tokenizer: bool = True, load_s: float = CHECK_LIMIT_S
-) -> list[Finding]:
+def check_set(config: Config, plugins: Plugins, subset: EvaluationSet, *, has_tokenizer: bool = True) -> list[Finding]:
     """Read the prompts of an evaluation set that has a separate data section, and try its rewards; see `check_data`.
 
     Raises:
@@ -288,7 +264,7 @@ def check_set(
     except BrokenRules as error:
         raise within(error, f"{subset.key}.data") from None
     of_set = config.model_copy(update={"data": subset.data})
-    return [found, *try_rewards(of_set, plugins, first.entry, f"{subset.key}.data", load_s=load_s)]
+    return [found, *try_rewards(of_set, plugins, first.entry, f"{subset.key}.data")]
 
 
 def _selection(
@@ -380,22 +356,13 @@ def _encoder(config: Config, data: DataConfig, *, has_tokenizer: bool) -> Encode
             rule = f"the tokenizer has no token with this id; its ids are 0 to {max(known)}"
             raise BrokenRules(BrokenRule({"rollout.stop": unknown[0]}, rule, "correct the id"))
         encode = make_encoder(data, tokenizer)
-        if data.environment is not None:
-            check_environment(data.environment, tokenizer)
+        if (environment := data.environment) is not None:
+            make_renderer(tokenizer, environment.renderer, environment.renderer_options)
+            if environment.python is None and environment.function in ENVIRONMENTS:  # others are extension points
+                load_factory(environment.function, environment.options)
     if data.source != "reasoning_gym" and any(reward.function == "reasoning_gym" for reward in data.rewards.values()):
         make_gym_dataset(data.task, data.task_config, seed=0, size=1)
     return encode
-
-
-def check_environment(environment: EnvironmentConfig, tokenizer: Tokenizer) -> None:
-    """Build the renderer and, if it is built-in, the environment. Custom environments are checked as extension points.
-
-    Raises:
-        ValueError: The renderer or the environment cannot be used.
-    """
-    make_renderer(tokenizer, environment.renderer, environment.renderer_options)
-    if environment.python is None and environment.function in ENVIRONMENTS:
-        load_factory(environment.function, environment.options)
 
 
 def policy_tokenizer(config: Config) -> Tokenizer:
@@ -411,24 +378,23 @@ def policy_tokenizer(config: Config) -> Tokenizer:
     return load_tokenizer(folder)
 
 
-def try_rewards(config: Config, plugins: Plugins, entry: Mapping[str, Any], section: str, *, load_s: float) -> list[str]:
+def try_rewards(config: Config, plugins: Plugins, entry: Mapping[str, Any], section: str) -> list[str]:
     """Call each user-defined reward of a task once, with two completions, and return warnings.
 
-    Rewards that cannot be loaded are skipped: another check names them.
+    Rewards that cannot be loaded in time are skipped: another check names them.
 
     Args:
         config: Configuration whose section `data` has the rewards.
         plugins: User-defined objects by key relative to this configuration.
         entry: Data of a prompt.
         section: Configuration section with the rewards, for messages.
-        load_s: Time limit for loading the rewards, in seconds. Rewards that take longer are skipped, too.
 
     Raises:
         BrokenRules: A reward returned something else than a reward, or needs what the sandbox denies.
     """
     answers = sample_answers(entry, with_tokens=config.data.environment is None)
     limit_s = min(config.sandbox.timeout_s, TRIAL_LIMIT_S)
-    scores = asyncio.run(_scores(config, plugins, answers, limit_s, load_s))
+    scores = asyncio.run(_scores(config, plugins, answers, limit_s))
     broken: list[BrokenRule] = []
     warnings = []
     for name, of_reward in scores.items():
@@ -472,22 +438,21 @@ def sample_answers(entry: Mapping[str, Any], *, with_tokens: bool = True) -> Ans
     )
 
 
-async def _scores(config: Config, plugins: Plugins, answers: Answers, limit_s: float, load_s: float) -> dict[str, list[Score]]:
-    """Return the scores of the answers by each user-defined reward that can be loaded."""
+async def _scores(config: Config, plugins: Plugins, answers: Answers, limit_s: float) -> dict[str, list[Score]]:
     scores: dict[str, list[Score]] = {}
     for name, reward in config.data.reward_parts.items():
         if reward.trusted:
             key = f"data.rewards.{name}"
             try:
                 loading = in_thread(partial(custom, plugins.get(key) or Plugin(key=key, name=reward.function)))
-                function = await asyncio.wait_for(loading, load_s)
+                function = await asyncio.wait_for(loading, CHECK_LIMIT_S)
             except Exception:  # importing a module may raise anything
                 continue
             scores[name] = await TrustedReward(BoundReward(name, function), limit_s).score(answers)
     if specs := [spec for spec in reward_specs(config, plugins) if spec.is_custom]:
         pool = ScoringPool(specs, config.sandbox.model_copy(update={"timeout_s": limit_s, "num_processes": len(specs)}))
         try:
-            await asyncio.wait_for(pool.start(), load_s)
+            await asyncio.wait_for(pool.start(), CHECK_LIMIT_S)
             found = await asyncio.gather(*(pool.score(answers, reward=index) for index in range(len(specs))))
             scores |= {spec.name: own for spec, own in zip(specs, found, strict=True)}
         except (RespawnLimitError, SandboxDied, SandboxUnavailable, TimeoutError, ValueError):

@@ -106,7 +106,6 @@ def with_declared_traits(config: Config, plugins: Plugins) -> Config:
 
 
 def _configured(point: Point, config: Config) -> dict[str, object]:
-    """Return the configured values of a point by full key."""
     value = _value(point, config)
     if point is factories.POINT and config.data.environment is not None and config.data.environment.python is not None:
         return {}  # another interpreter imports it
@@ -129,7 +128,6 @@ def _given(point: Point, argument: object, config: Config) -> dict[str, object]:
 
 
 def _value(point: Point, config: Config) -> Any:
-    """Return the value of a point's key; None if it is in a section that is null."""
     value: Any = config
     for name in point.key.split("."):
         value = None if value is None else getattr(value, name)
@@ -137,7 +135,6 @@ def _value(point: Point, config: Config) -> Any:
 
 
 def _rewards(argument: Any) -> dict[str, Reward]:
-    """Return the rewards of the argument by name; a single reward is named `answer`."""
     named = argument if isinstance(argument, Mapping) else {"answer": argument}
     return {name: reward if isinstance(reward, Reward) else Reward(reward) for name, reward in named.items()}
 

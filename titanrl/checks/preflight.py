@@ -4,6 +4,7 @@ This module does not import torch or vLLM. `titanrl.checks.child_checks` checks 
 processes.
 """
 
+import argparse
 import ast
 import importlib.util
 import os
@@ -17,25 +18,25 @@ from typing import Any
 
 from rich.console import Console
 
+from titanrl.base import terminal
 from titanrl.base.choices import DeviceKind
 from titanrl.base.files import why_not_writable
 from titanrl.base.plugins import Plugins
-from titanrl.base.terminal import announcing
 from titanrl.carriers import dumps
 from titanrl.checks.child_checks import policy_tokenizer, start_checks
 from titanrl.checks.extensions import plugins_of
 from titanrl.config import device as devices
 from titanrl.config.data import JudgeOptions, OverlongOptions
-from titanrl.config.device import missing_for, resolve_device
+from titanrl.config.device import device_kind, missing_for
 from titanrl.config.dry_run import print_dry_run, print_table
 from titanrl.config.errors import BrokenRule, BrokenRules, ConfigError, rule_of
 from titanrl.config.load import did_you_mean, explain_rule
 from titanrl.config.schema import Config, broken_by_positions
 from titanrl.config.sections import TRACKERS
 from titanrl.config.sizes import ModelShape, cpu_bytes, derive, gigabytes, host_bytes, model_values
-from titanrl.config.source import Source
+from titanrl.config.source import Source, config_of_run, read_source
 from titanrl.data import examples
-from titanrl.data.selection import Selection
+from titanrl.data.selection import FLAG, Selection
 from titanrl.data.tokenizer import load_tokenizer
 from titanrl.hosts.kubernetes import broken_by_kubernetes
 from titanrl.hosts.launcher import broken_by_launcher
@@ -123,9 +124,34 @@ def broken_rules(
     yield from caches.broken_by_templates()
     if sampling:
         yield from _broken_by_engine_args(config)
-    yield from broken_by_packages(config, _device_kind(config), training=training, sampling=sampling)
+    yield from broken_by_packages(config, device_kind(config.device), training=training, sampling=sampling)
     yield from _broken_by_rewards(config)
     yield from _broken_by_folders(config, is_resumed=is_resumed)
+
+
+def parse_run(
+    argv: Sequence[str] | None,
+    *,
+    prog: str,
+    purpose: str,
+    dry_run_help: str = "check everything, print what would run, and start nothing",
+) -> argparse.Namespace:
+    """Parse the command line of a run: a configuration with overrides, or a run to resume."""
+    parser = argparse.ArgumentParser(prog=prog, description=purpose)
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--config", type=terminal.path, help="YAML file of the run, or the name of a shipped configuration")
+    which.add_argument("--resume", type=terminal.path, metavar="RUN_DIR", help="continue a run from its newest checkpoint")
+    parser.add_argument("--dry-run", action="store_true", help=dry_run_help)
+    parser.add_argument(
+        FLAG, action="store_true", help="with --resume: continue although the run's data files or prompts have changed"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that override the file's")
+    return parser.parse_args(argv)
+
+
+def source_of(arguments: argparse.Namespace) -> Source:
+    """Return the source of the configuration that the arguments of a run name."""
+    return read_source(config_of_run(arguments.resume) if arguments.resume else arguments.config, arguments.overrides)
 
 
 def read_examples(config: Config, source: Source | None = None) -> examples.Examples:
@@ -159,11 +185,11 @@ def dry_run(config: Config, source: Source | None, check: Callable[[], Checked])
     Raises:
         ConfigError: The run cannot start.
     """
-    device = config.device if config.device != "auto" else resolve_device("auto").kind
+    device = device_kind(config.device)
     console = Console(width=None if sys.stdout.isatty() else 200)
     device_bytes = _device_bytes(device)
     print_dry_run(config, console, source, shape=model_shape(config), device=device, device_bytes=device_bytes)
-    with announcing("checking the model, the data and the rewards"):
+    with terminal.announcing("checking the model, the data and the rewards"):
         remark, selections, numbers = check()
     if numbers:
         print_table(console, "Examples", ("number", "value"), numbers.items())
@@ -221,7 +247,7 @@ def _broken_by_machine(config: Config) -> Iterator[BrokenRule]:
             "lower the larger of them",
         )
         return
-    if sizes.memory is not None and _device_kind(config) == "cpu":
+    if sizes.memory is not None and device_kind(config.device) == "cpu":
         needed, available = cpu_bytes(config, sizes.memory, sizes.memory.trainer.state), host_bytes()
         if needed > available:
             what = "gradients, optimizer state and KV cache" if has_generators else "gradients and optimizer state"
@@ -231,10 +257,6 @@ def _broken_by_machine(config: Config) -> Iterator[BrokenRule]:
                 f"weights, {what} need {gigabytes(needed)} without activations, but this machine has {gigabytes(available)}",
                 "use a smaller model, fewer replicas, or less KV cache" if has_generators else "use a smaller model",
             )
-
-
-def _device_kind(config: Config) -> DeviceKind:
-    return resolve_device("auto").kind if config.device == "auto" else config.device
 
 
 def _device_bytes(device: DeviceKind) -> int | None:
@@ -344,7 +366,6 @@ def _broken_by_engine_args(config: Config) -> Iterator[BrokenRule]:
 
 
 def _broken_by_rewards(config: Config) -> Iterator[BrokenRule]:
-    """Yield the unmet requirements of built-in rewards: a package, an API key, or enough tokens for a length penalty."""
     rewards = {
         f"{data.key(task)}.rewards.{name}": (reward, data.rollout(config.rollout).max_new_tokens)
         for task, data in config.data.tasks.items()
@@ -406,7 +427,7 @@ def _broken_by_vllm(config: Config, hf_config: Mapping[str, Any]) -> Iterator[Br
         return
     problems = vllm_problems(
         hf_config,
-        device=_device_kind(config),
+        device=device_kind(config.device),
         dtype=generator.dtype,
         tp=generator.tp,
         kv_cache_bytes=generator.kv_cache_bytes,
@@ -459,7 +480,6 @@ def _broken_by_shape(config: Config, shape: ModelShape) -> Iterator[BrokenRule]:
 
 
 def _broken_by_teacher(config: Config) -> Iterator[BrokenRule]:
-    """Yield the rules broken by a distillation teacher, whose vocabulary must equal the policy's."""
     if config.distill is None:
         return
     path = config.distill.teacher.path

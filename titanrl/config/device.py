@@ -55,6 +55,11 @@ def resolve_device(name: DeviceName) -> Device:
     return DEVICES[name]
 
 
+def device_kind(name: DeviceName) -> DeviceKind:
+    """Return a device type, with `auto` resolved on this machine."""
+    return resolve_device("auto").kind if name == "auto" else name
+
+
 def missing_for(kind: DeviceKind) -> str | None:
     """Return the prerequisite that this machine lacks for a device, or None if the device is usable.
 

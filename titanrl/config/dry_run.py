@@ -130,17 +130,14 @@ def _placement_rows(config: Config, sizes: Sizes, device: DeviceKind, device_byt
 
 
 def _step_rows(config: Config, sizes: Sizes) -> Iterator[Sequence[str]]:
-    if config.sft is not None:
-        yield "sequences per step", str(sizes.sequences_per_step)
-        yield "tokens per step", f"up to {sizes.max_tokens_per_step:,} ({config.max_sequence_tokens} per sequence)"
-        yield "micro-batches per step", f"up to {sizes.max_microbatches}"
-        return
-    groups = f"{config.rollout.groups_per_step} groups of {config.rollout.group_size}"
-    or_more = " or more" if config.rollout.dynamic_sampling else ""
-    yield "sequences per step", f"{sizes.sequences_per_step}{or_more} ({groups})"
+    sequences, rollout = str(sizes.sequences_per_step), config.rollout
+    if config.sft is None:
+        or_more = " or more" if rollout.dynamic_sampling else ""
+        sequences += f"{or_more} ({rollout.groups_per_step} groups of {rollout.group_size})"
+    yield "sequences per step", sequences
     yield "tokens per step", f"up to {sizes.max_tokens_per_step:,} ({config.max_sequence_tokens} per sequence)"
     yield "micro-batches per step", f"up to {sizes.max_microbatches}"
-    if config.distill is None:
+    if config.program == "train":
         yield "buffer slots", str(config.num_slots)
         yield "maximum staleness", f"{config.worst_staleness} versions"
 
@@ -198,7 +195,7 @@ class Placement:
 def placements(config: Config, sizes: Sizes, device: DeviceKind) -> Iterator[Placement]:
     """Yield the placement of each role, on the hosts that `hosts.kind` and `placement` select."""
     yield from _rank_placements(config, sizes, device)
-    cores, libraries = config.placement.cpus, _libraries(device)
+    cores = config.placement.cpus
     workers = list(_counts(config, rollout_group(config), worker_hosts(config)))
     for role in ("rollout", "sandbox", "buffer", "store", "controller"):
         number = sizes.processes.get(role)
@@ -212,19 +209,18 @@ def placements(config: Config, sizes: Sizes, device: DeviceKind) -> Iterator[Pla
         else:
             hosts, choice = [(HERE, number)], None
         for host, count in hosts:
-            bytes_each = libraries[role] or None
-            yield Placement(host=host, devices=_cores(choice), role=role, processes=count, num_bytes=bytes_each)
+            num_bytes = LIBRARY_BYTES[role] if device == "cpu" else None
+            yield Placement(host=host, devices=_cores(choice), role=role, processes=count, num_bytes=num_bytes)
 
 
 def _rank_placements(config: Config, sizes: Sizes, device: DeviceKind) -> Iterator[Placement]:
-    """Yield the placement of the ranks that use devices."""
-    libraries, hosts, cores = _libraries(device), config.hosts, config.placement.cpus
+    is_cpu, hosts, cores = device == "cpu", config.hosts, config.placement.cpus
     trainer_bytes = generator_bytes = None
     if sizes.memory is not None:
         trainer = sizes.memory.trainer
-        trainer_bytes = libraries["trainer"] + (trainer.cpu_total if device == "cpu" else trainer.total)
-        cache = config.generator.kv_cache_bytes // config.generator.tp if device == "cpu" else 0
-        generator_bytes = libraries["generator"] + sizes.memory.generator_rank_weights + cache
+        trainer_bytes = LIBRARY_BYTES["trainer"] + trainer.cpu_total if is_cpu else trainer.total
+        beside = LIBRARY_BYTES["generator"] + config.generator.kv_cache_bytes // config.generator.tp if is_cpu else 0
+        generator_bytes = sizes.memory.generator_rank_weights + beside
     ranks, generators, of_replica = config.num_trainer_ranks, config.num_generator_ranks, replica_hosts(config)
     most = max(map(of_replica.count, of_replica)) * config.generator.tp if generators else 0
     per_host = ranks // hosts.trainer_hosts
@@ -274,14 +270,9 @@ def host_name(config: Config, group: HostGroup) -> str:
 
 
 def _host(config: Config, group: HostGroup, number: int) -> str:
-    """Return the name of one host of a group."""
     if config.hosts.kind == "local" or group == "controller":
         return HERE
     return f"{'generator' if group == config.placement.generator == 'generators' else 'trainer'} host {number}"
-
-
-def _libraries(device: DeviceKind) -> dict[str, int]:
-    return dict(LIBRARY_BYTES) if device == "cpu" else dict.fromkeys(LIBRARY_BYTES, 0)
 
 
 def _devices(device: DeviceKind, first: int, count: int) -> str:

@@ -65,18 +65,9 @@ def section_at(path: KeyPath) -> SectionKeys | None:
     node = node_at(path)
     if node is None or "properties" not in node:
         return None
-    return SectionKeys(path=dotted(path), meaning=node["description"], keys=node["properties"], is_optional=_is_optional(path))
-
-
-def _is_optional(path: KeyPath) -> bool:
-    """Return True if the section at a path, or one that contains it, is null by default."""
-    node: Node = json_schema()
-    for part in path:
-        child = node.get("properties", {}).get(part) or _named(node)
-        if "anyOf" in child:
-            return True
-        node = _resolved(child)
-    return False
+    keys = (_child(node_at(path[:length]) or {}, part) or {} for length, part in enumerate(path))
+    is_optional = any("anyOf" in key for key in keys)
+    return SectionKeys(path=dotted(path), meaning=node["description"], keys=node["properties"], is_optional=is_optional)
 
 
 def node_at(path: KeyPath) -> Node | None:
@@ -89,11 +80,16 @@ def node_at(path: KeyPath) -> Node | None:
             items = listed.get("prefixItems", [listed.get("items")])
             child = items[min(part, len(items) - 1)]
         else:  # a number is an invalid name in a mapping with arbitrary keys
-            child = node.get("properties", {}).get(part) or _named(node) or None
-        if child is None:
+            child = _child(node, part)
+        if not child:
             return None
-        node = _resolved(child)
+        node = json_schema()["$defs"][name] if (name := _reference(child)) else child
     return node
+
+
+def _child(node: Node, part: str | int) -> Node:
+    """Return the JSON schema of a key; empty if the section has no such key."""
+    return node.get("properties", {}).get(part) or _named(node)
 
 
 def _named(node: Node) -> Node:
@@ -109,14 +105,6 @@ def _reference(node: Node) -> str | None:
         if "$ref" in option:
             return str(option["$ref"]).rpartition("/")[2]
     return None
-
-
-def _resolved(node: Node) -> Node:
-    name = _reference(node)
-    if name is None:
-        return node
-    section: Node = json_schema()["$defs"][name]
-    return section
 
 
 def dotted(path: KeyPath) -> str:

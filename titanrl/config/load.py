@@ -90,7 +90,8 @@ def validate(source: Source) -> Config:
     try:
         return Config.model_validate(source.values, context={"folder": source.path.parent})
     except ValidationError as error:
-        raise ConfigError(*explain(error, source)) from None
+        # pydantic reports a value once for each type that it could have
+        raise ConfigError(*dict.fromkeys(_messages(error, source))) from None
 
 
 def recorded_config(config: Config) -> str:
@@ -132,11 +133,6 @@ def check_program(config: Config, program: Program, source: Source | None = None
     raise ConfigError(explain_rule(broken, source))
 
 
-def explain(error: ValidationError, source: Source) -> Iterator[str]:
-    """Yield one message per mistake that pydantic found."""
-    yield from dict.fromkeys(_messages(error, source))  # pydantic reports a value once for each type that it could have
-
-
 def _messages(error: ValidationError, source: Source) -> Iterator[str]:
     for details in error.errors(include_url=False):
         cause = details.get("ctx", {}).get("error")
@@ -154,47 +150,35 @@ def explain_rule(broken: BrokenRule, source: Source | None = None, section: Loca
         source: Source of the configuration. Without it, the message contains no line numbers.
         section: Path of the section that the keys are relative to.
     """
-    # A rule about a single value has no key of its own.
-    paths = {(*section, *map(_part, key.split(".") if key else ())): value for key, value in broken.values.items()}
+    paths: dict[Location, object] = {}
+    for key, value in broken.values.items():
+        # A rule about a single value has no key of its own. A number is an index into a list.
+        parts = [int(name) if re.fullmatch("[0-9]{1,9}", name) else name for name in (key.split(".") if key else ())]
+        paths[(*section, *parts)] = value
+    written = {path: f"{dotted(path)}={inline(value)}" for path, value in paths.items()}
     if source is None:
-        return message("config", ", ".join(_written(path, value) for path, value in paths.items()), broken.rule, broken.fix)
+        return message("config", ", ".join(written.values()), broken.rule, broken.fix)
     locations = {path: source.where(path) for path in paths}
     main = next((path for path, where in locations.items() if where is not None), next(iter(paths)))
-    also = {
-        path: f" ({where or _unwritten(path, source)})" for path, where in locations.items() if path != main or where is None
-    }
-    what = ", ".join(_written(path, value) + also.get(path, "") for path, value in paths.items())
-    return message(source.nearest(main), what, broken.rule, broken.fix)
-
-
-def _part(name: str) -> str | int:
-    """Return a component of a dotted key. A number is an index into a list."""
-    return int(name) if re.fullmatch("[0-9]{1,9}", name) else name
-
-
-def _unwritten(path: Location, source: Source) -> str:
-    """Return the origin of a value that the user did not set."""
-    return "default" if source.where((*path[:-1], "preset")) is None else "preset or default"
-
-
-def _written(path: Location, value: Any) -> str:
-    return f"{dotted(path)}={inline(value)}"
+    for path, where in locations.items():
+        if where is None:  # the user did not set it
+            written[path] += " (default)" if source.where((*path[:-1], "preset")) is None else " (preset or default)"
+        elif path != main:
+            written[path] += f" ({where})"
+    return message(source.nearest(main), ", ".join(written.values()), broken.rule, broken.fix)
 
 
 def _explain_value(details: ErrorDetails, source: Source) -> str:
     path, value = details["loc"], details["input"]
     if details["type"] == "invalid_key":  # such as a number, or null
-        where, what = source.nearest(path[:-1]), f"{dotted(path[:-1]) or 'the file'} has the key {inline(value)}"
-        return message(
-            where, what, "keys must be strings", "correct or remove it; a name that YAML reads as another type needs quotes"
-        )
+        what, fix = f"{dotted(path[:-1]) or 'the file'} has the key {inline(value)}", "correct or remove it; "
+        fix += "a name that YAML reads as another type needs quotes"
+        return message(source.nearest(path[:-1]), what, "keys must be strings", fix)
     if details["type"] == "extra_forbidden":
         return _explain_unknown_key(path, value, source)
     if details["type"] == "missing" and isinstance(path[-1], str):
-        meaning = " ".join((node_at(path) or {}).get("description", "").split())
-        return message(
-            source.nearest(path), f"{dotted(path)} is missing", "this key is required", f"add `{path[-1]}: ...`. {meaning}"
-        )
+        fix = f"add `{path[-1]}: ...`. {' '.join((node_at(path) or {}).get('description', '').split())}"
+        return message(source.nearest(path), f"{dotted(path)} is missing", "this key is required", fix)
     if path[-1] == "[key]":  # where pydantic reports a key of a free-form mapping
         what, rule = f"{dotted(path[:-2])} has the key {inline(value)}", "its keys must be strings"
         return message(source.nearest(path[:-2]), what, rule, "put the key in quotes")
@@ -206,7 +190,7 @@ def _explain_value(details: ErrorDetails, source: Source) -> str:
     rule = f"must be {type_text(node)}"
     if isinstance(value, float) and not math.isfinite(value):
         rule = rule.replace("a number", "a finite number")
-    return message(source.nearest(path), _written(path, value), rule, _fix(path, value, node))
+    return message(source.nearest(path), f"{dotted(path)}={inline(value)}", rule, _fix(path, value, node))
 
 
 def _explain_unknown_key(path: Location, value: Any, source: Source) -> str:
@@ -221,7 +205,7 @@ def _explain_unknown_key(path: Location, value: Any, source: Source) -> str:
     else:
         meant = question(nearest_keys(path))
         hint = f"{meant} " if meant else "remove it. "
-    return message(source.nearest(path), _written(path, value), f"no such key {where}", f"{hint}Keys {of}: {keys}")
+    return message(source.nearest(path), f"{dotted(path)}={inline(value)}", f"no such key {where}", f"{hint}Keys {of}: {keys}")
 
 
 def _fix(path: Location, value: Any, node: Node) -> str:
@@ -232,8 +216,7 @@ def _fix(path: Location, value: Any, node: Node) -> str:
         return f"write its keys below it, or remove it. Keys of {dotted(path)}: {', '.join(section.keys)}"
     if hint := _hint(path, value, node):
         hint = f"{hint}. "
-    choices = [str(choice) for option in (node, *node.get("anyOf", ())) for choice in option.get("enum", ())]
-    if choices and not hint:
+    if (choices := _choices(node)) and not hint:
         text = value if isinstance(value, str) else inline(value)
         return _where_it_belongs(path, text) or did_you_mean(text, choices) or "choose one of them"
     key = node_at(path if isinstance(path[-1], str) else path[:-1]) or {}
@@ -252,38 +235,27 @@ def _where_it_belongs(path: Location, value: str) -> str:
     if path[0] == "algorithm" and (chosen := ALGORITHM_PRESETS.get(value, {}).get(key)) is not None:
         return f"{value} uses {key}={inline(chosen)}: set that, or set algorithm.preset to {value}, which sets all of its keys"
     section = section_at(path[:-1])
-    siblings = [sibling for sibling in (section.keys if section else ()) if value in _choices((*path[:-1], sibling))]
-    return (
-        f"{value} is a value of {dotted((*path[:-1], siblings[0]))}: set it there, and choose one of them for {key}"
-        if siblings
-        else ""
-    )
+    for sibling in section.keys if section else ():
+        if value in _choices(node_at((*path[:-1], sibling)) or {}):
+            return f"{value} is a value of {dotted((*path[:-1], sibling))}: set it there, and choose one of them for {key}"
+    return ""
 
 
-def _choices(path: Location) -> list[str]:
-    """Return the names that a key accepts."""
-    node = node_at(path) or {}
+def _choices(node: Node) -> list[str]:
     return [str(choice) for option in (node, *node.get("anyOf", ())) for choice in option.get("enum", ())]
 
 
 def _hint(path: Location, value: Any, node: Node) -> str:
     """Return how to write the value that was probably meant; empty if that is unknown."""
     kinds = {option.get("type") for option in (node, *node.get("anyOf", ()))}
-    if isinstance(value, str):
-        return _hint_for_text(value, kinds)
-    if isinstance(value, float) and not math.isfinite(value):
-        return "write a finite number"
-    if "integer" in kinds and isinstance(value, float) and value.is_integer():
-        return f"write {int(value)}"
-    if "array" in kinds and isinstance(value, dict):
-        return f"set the list as a whole: {dotted(path)}=[...]"
-    if "string" in kinds and isinstance(value, int | float):
-        return "put it in quotes"
-    return ""
-
-
-def _hint_for_text(value: str, kinds: set[Any]) -> str:
-    """Return how to write a value that was given as text."""
+    if not isinstance(value, str):
+        if isinstance(value, float) and not math.isfinite(value):
+            return "write a finite number"
+        if "integer" in kinds and isinstance(value, float) and value.is_integer():
+            return f"write {int(value)}"
+        if "array" in kinds and isinstance(value, dict):
+            return f"set the list as a whole: {dotted(path)}=[...]"
+        return "put it in quotes" if "string" in kinds and isinstance(value, int | float) else ""
     plain, text = scalar(value), value.strip().lower()
     is_number = isinstance(plain, int | float) and not isinstance(plain, bool)
     if "null" in kinds and (plain is None or text in ("none", "nil")):

@@ -505,7 +505,6 @@ def _environments(config: Config) -> Iterator[BrokenRule]:
 
 
 def _dump(config: Config) -> Iterator[BrokenRule]:
-    """Yield the broken rules of rollout dumps, and of runs without a trainer or without generators."""
     replays = config.rollout.replay is not None
     keys = [f"rollout.{key}" for key in ("save", "replay") if getattr(config.rollout, key) is not None]
     keys += [] if config.train else ["train"]
@@ -595,7 +594,6 @@ def device_shortage(config: Config) -> Iterator[BrokenRule]:
 
 
 def _degrees(config: Config) -> list[str]:
-    """Return the keys of the trainer's degrees of parallelism above 1."""
     axes = ("dp_replicate", "dp_shard", "tp")
     return [f"trainer.parallelism.{axis}" for axis in axes if getattr(config.trainer.parallelism, axis) > 1]
 

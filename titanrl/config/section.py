@@ -149,7 +149,6 @@ class Section(BaseModel):
         return value.model_dump() if isinstance(value, BaseModel) else value
 
     def _broken_by_paths(self) -> Iterator[BrokenRule]:
-        """Yield a rule for every invalid path."""
         for name, path in self:
             if isinstance(path, Path) and (problem := _path_problem(path)):
                 expanded = os.path.expandvars(os.path.expanduser(path))

@@ -198,7 +198,6 @@ def derive(config: "Config", shape: ModelShape | None) -> Sizes:
 
 
 def _processes(config: "Config") -> dict[str, int]:
-    """Return the number of processes by role."""
     processes = {"controller": 1, **({"trainer": config.num_trainer_ranks} if config.train else {})}
     if config.sft is not None:
         return processes | {"store": 1}

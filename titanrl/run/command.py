@@ -23,12 +23,11 @@ import rich.console
 
 from titanrl.base import terminal
 from titanrl.base.errors import describe
-from titanrl.checks.preflight import Checked, dry_run, read_examples
+from titanrl.checks.preflight import Checked, dry_run, parse_run, read_examples, source_of
 from titanrl.config import Config, ConfigError, Source
 from titanrl.config.errors import refusing
 from titanrl.config.load import check_program, validate
-from titanrl.config.source import config_of_run, read_source
-from titanrl.data.selection import FLAG, check_recorded
+from titanrl.data.selection import check_recorded
 from titanrl.hosts.launcher import run_launched, tell_failure
 from titanrl.launch.run_lock import check_idle, check_new_run
 from titanrl.metrics.console import Console
@@ -47,7 +46,7 @@ SAVE_LIMIT_S = 10.0
 def main(kind: type[Run], argv: Sequence[str] | None = None, *, prog: str = "titanrl train") -> None:
     """Run the command of a kind of run, then exit the process."""
     terminal.prepare()
-    arguments = parse(argv, prog=prog, purpose=kind.purpose)
+    arguments = parse_run(argv, prog=prog, purpose=kind.purpose)
     with refusing():
         config, source = read(kind, arguments)
         if arguments.dry_run:
@@ -64,20 +63,6 @@ def main(kind: type[Run], argv: Sequence[str] | None = None, *, prog: str = "tit
     exit_process(code)
 
 
-def parse(argv: Sequence[str] | None, *, prog: str = "titanrl train", purpose: str = "") -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(prog=prog, description=purpose)
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--config", type=terminal.path, help="YAML file of the run, or the name of a shipped configuration")
-    which.add_argument("--resume", type=terminal.path, metavar="RUN_DIR", help="continue a run from its newest checkpoint")
-    parser.add_argument("--dry-run", action="store_true", help="check everything, print what would run, and start nothing")
-    parser.add_argument(
-        FLAG, action="store_true", help="with --resume: continue although the run's data files or prompts have changed"
-    )
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that override the file's")
-    return parser.parse_args(argv)
-
-
 def read(kind: type[Run], arguments: argparse.Namespace) -> tuple[Config, Source]:
     """Return the configuration given on the command line, and its source.
 
@@ -86,7 +71,7 @@ def read(kind: type[Run], arguments: argparse.Namespace) -> tuple[Config, Source
     """
     source = None
     try:
-        source = read_source(config_of_run(arguments.resume) if arguments.resume else arguments.config, arguments.overrides)
+        source = source_of(arguments)
         config = validate(source)
         check_program(config, kind.program, source)
     except ConfigError as error:
