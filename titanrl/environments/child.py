@@ -14,6 +14,7 @@ import struct
 import sys
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from titanrl.base.plugins import Plugin
@@ -128,11 +129,7 @@ def encoded(result: object) -> dict[str, Any]:
         EnvironmentFailure: It is not a valid `Observation` or `Done`.
     """
     valid = checked(result)
-    if isinstance(valid, Done):
-        return {"done": {"rewards": valid.rewards, "reward": valid.reward, "metrics": valid.metrics}}
-    tools = [{"name": tool.name, "description": tool.description, "parameters": tool.parameters} for tool in valid.tools]
-    observation = {"messages": valid.messages, "tools": tools}
-    return {"observation": {**observation, "reward": valid.reward, "replaces": valid.replaces, "metrics": valid.metrics}}
+    return {"done" if isinstance(valid, Done) else "observation": asdict(valid)}
 
 
 def decoded(reply: Mapping[str, Any]) -> Observation | Done:

@@ -112,13 +112,9 @@ def plugin_for(function: object, plugins: Plugins) -> Plugin | None:
 
 
 def check_environment(candidate: object, *, key: str, name: str, options: Mapping[str, Any]) -> None:
-    """Check that an object creates environments: create one, and compare its methods with the interface.
+    """Check that a class or function creates environments: create one, and compare its methods with the interface.
 
-    Args:
-        candidate: User-defined class or function.
-        key: Configuration key, for the error message.
-        name: Import path or name of the candidate.
-        options: Keyword arguments of the candidate.
+    Error messages have the configuration key and the name.
 
     Raises:
         ValueError: The candidate cannot be called with the options, or its result does not implement the interface.

@@ -2,7 +2,7 @@
 
 import asyncio
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from titanrl.config.sections import SandboxConfig
@@ -11,9 +11,8 @@ from titanrl.environments.results import readable_text
 from titanrl.environments.tools import ToolEnvironment
 from titanrl.processes.sandbox import MAX_CODE_CHARS, SandboxDied, SnippetPool
 
-_Key = tuple[SandboxConfig, tuple[str, ...]]
-
-_pools: dict[asyncio.AbstractEventLoop, dict[_Key, asyncio.Task[SnippetPool]]] = {}
+_Key = tuple[asyncio.AbstractEventLoop, SandboxConfig, tuple[str, ...]]
+_pools: dict[_Key, asyncio.Task[SnippetPool]] = {}
 """Started pools by event loop and settings. Episodes share them, because starting a pool takes a tenth of a second."""
 
 
@@ -44,8 +43,8 @@ class Python:
         for module in modules:
             if importlib.util.find_spec(module) is None:
                 raise ValueError(f"modules: not installed (got {module!r}). Install it, or remove it from the list.")
-        config = SandboxConfig(timeout_s=float(timeout_s), memory_bytes=memory_bytes, num_processes=num_processes)
-        self._key: _Key = (config, tuple(modules))
+        self._config = SandboxConfig(timeout_s=float(timeout_s), memory_bytes=memory_bytes, num_processes=num_processes)
+        self._modules = tuple(modules)
         self._max_output_chars = max_output_chars
 
     async def python(self, code: str) -> str:
@@ -57,14 +56,14 @@ class Python:
         if len(code) > MAX_CODE_CHARS:
             raise ToolError(f"The code is longer than {MAX_CODE_CHARS} characters.")
         try:
-            result = await (await shared_pool(*self._key)).run(code, max_output_chars=self._max_output_chars)
+            pool = await shared_pool(self._config, self._modules)
+            result = await pool.run(code, max_output_chars=self._max_output_chars)
         except SandboxDied:
-            await _forget(self._key)  # the next call starts another pool
+            await _forget((asyncio.get_running_loop(), self._config, self._modules))  # the next call starts another pool
             raise
-        config, _ = self._key
         match result.status:
             case "timeout":
-                raise ToolError(f"The code was stopped after {config.timeout_s:g} s.")
+                raise ToolError(f"The code was stopped after {self._config.timeout_s:g} s.")
             case "crash":
                 raise ToolError("The process running the code died, for example because it ran out of memory.")
         return readable_text(f"{result.output}{result.error}") or "(no output)"
@@ -82,36 +81,32 @@ async def shared_pool(config: SandboxConfig, modules: tuple[str, ...]) -> Snippe
         SandboxUnavailable: This machine cannot confine a process.
         ValueError: A module cannot be imported.
     """
-    for loop in [loop for loop in _pools if loop.is_closed()]:
-        del _pools[loop]
-    pools = _pools.setdefault(asyncio.get_running_loop(), {})
-    key = (config, modules)
-    if key not in pools:
-        pools[key] = asyncio.create_task(_started(config, modules))
+    for key in [key for key in _pools if key[0].is_closed()]:
+        del _pools[key]
+
+    async def started() -> SnippetPool:
+        pool = SnippetPool(config, modules)
+        await pool.start()
+        return pool
+
+    key = (asyncio.get_running_loop(), config, modules)
+    if key not in _pools:
+        _pools[key] = asyncio.create_task(started())
     try:
-        return await asyncio.shield(pools[key])
+        return await asyncio.shield(_pools[key])
     except Exception:  # after any failure, the next call starts another pool
-        pools.pop(key, None)
+        _pools.pop(key, None)
         raise
 
 
 async def close_pools() -> None:
     """Stop the pools of this event loop."""
-    for key in list(_pools.get(asyncio.get_running_loop(), {})):
+    for key in [key for key in _pools if key[0] is asyncio.get_running_loop()]:
         await _forget(key)
 
 
-async def _started(config: SandboxConfig, modules: tuple[str, ...]) -> SnippetPool:
-    pool = SnippetPool(config, modules)
-    await pool.start()
-    return pool
-
-
 async def _forget(key: _Key) -> None:
-    """Remove a pool of this event loop, and stop it."""
-    pools: Mapping[_Key, asyncio.Task[SnippetPool]] = _pools.get(asyncio.get_running_loop(), {})
-    starting = pools.get(key)
-    if starting is None:
-        return
-    del _pools[asyncio.get_running_loop()][key]
-    await (await starting).close()
+    """Remove a pool, and stop it."""
+    starting = _pools.pop(key, None)
+    if starting is not None:
+        await (await starting).close()

@@ -267,15 +267,14 @@ def functions_of(source: object) -> list[Callable[..., Any]]:
         return [source]
     if isinstance(source, type):
         raise ValueError(f"tools: expected an object (got the class {source.__name__}). Write {source.__name__}().")
+    reserved = vars(Toolset) if isinstance(source, Toolset) else {}
     names = dict.fromkeys(
         name
         for base in reversed(type(source).__mro__)
-        if base not in (object, Toolset)
+        if base is not object
         for name, value in vars(base).items()
-        if not name.startswith("_") and isinstance(value, FunctionType | staticmethod | classmethod)
+        if not name.startswith("_") and name not in reserved and isinstance(value, FunctionType | staticmethod | classmethod)
     )
-    if isinstance(source, Toolset):
-        names = {name: None for name in names if name not in vars(Toolset)}
     functions = [method for name in names if callable(method := getattr(source, name))]
     if not functions:
         raise ValueError(f"tools: {type(source).__name__} has no public method to use as a tool. Add one.")
@@ -291,12 +290,12 @@ def _text_of(name: str, result: object) -> str:
     if isinstance(result, str):
         return result
     try:
-        return json.dumps(result, ensure_ascii=False, default=_plain)
+        return json.dumps(result, ensure_ascii=False, default=_as_text)
     except (TypeError, ValueError, RecursionError) as error:
         raise EnvironmentFailure(f"tool {name}: its result cannot be written as JSON: {error} (got {shown(result)})") from error
 
 
-def _plain(value: object) -> str:
+def _as_text(value: object) -> str:
     if isinstance(value, bytes | bytearray | memoryview):
         raise TypeError("bytes are not text; decode them")
     return str(value)

@@ -111,11 +111,7 @@ class Environments:
         """Return an environment for one episode."""
 
     async def start(self) -> None:
-        """Start one process, if environments run in separate processes, to check that the environment can be loaded.
-
-        Raises:
-            EnvironmentFailure: The environment cannot be loaded in the process.
-        """
+        """Start one process, if environments run in separate ones, as `EnvironmentPool.start` does."""
         if self._pool is not None:
             await self._pool.start()
 
@@ -147,13 +143,7 @@ class EnvironmentPool:
         *,
         processes: ProcessOptions = ProcessOptions(),
     ) -> None:
-        """Keep the settings; processes start on demand.
-
-        Args:
-            function: Name of a built-in environment, import path, class or function.
-            options: Keyword arguments of the function.
-            plugins: User-defined objects; the one under `data.environment.function` takes precedence over `function`.
-            processes: Number, interpreter, log and time limits of the processes.
+        """Keep the settings; processes start on demand. The arguments are those of `Environments`.
 
         Raises:
             ValueError: A Python object was passed together with another interpreter, or it cannot be sent to another process.
@@ -172,11 +162,7 @@ class EnvironmentPool:
         self._is_closed = False
 
     async def start(self) -> None:
-        """Start one process, to check that the environment can be loaded.
-
-        Raises:
-            EnvironmentFailure: The environment cannot be loaded.
-        """
+        """Start one process, to check that the environment can be loaded; raise `EnvironmentFailure` if it cannot."""
         self.release(await self.acquire())
 
     def make(self) -> "ProcessEnvironment":
@@ -232,7 +218,6 @@ class ProcessEnvironment:
     """An environment in a separate process, for one episode. `EnvironmentPool.make` creates it."""
 
     def __init__(self, pool: EnvironmentPool) -> None:
-        """Keep the pool; `reset` acquires a process."""
         self._pool = pool
         self._process: _Process | None = None
 
@@ -330,12 +315,7 @@ class _Process:
         """Call a method of the process and return its reply.
 
         The process is killed if the call is cancelled, or if there is no valid reply in time. It keeps running if the
-        environment raises.
-
-        Args:
-            name: Name of a method of `child._Host`.
-            arguments: Its arguments.
-            limit_s: Time limit in seconds.
+        environment raises. `name` is that of a method of `child._Host`.
 
         Raises:
             EnvironmentTimeout: No reply arrived in time.

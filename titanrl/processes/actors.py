@@ -318,13 +318,7 @@ def set_up_process(role: str, log_dir: Path, imports: Sequence[str], path: Seque
     host name in `<role>_<rank>.pid` identify the process if it dies.
 
     Modules are imported here because actors that are spawned at the same time import on several threads, where packages with
-    circular imports fail.
-
-    Args:
-        role: Role of the process, such as `trainer`.
-        log_dir: Folder of the logs.
-        imports: Modules to import.
-        path: The controller's `sys.path`, so that user modules can be imported.
+    circular imports fail. `path` is the controller's `sys.path`, so that user modules can be imported.
     """
     global _log_file
     file = _log_file = log_dir / f"{role}_{current_rank().rank}.log"

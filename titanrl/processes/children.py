@@ -35,15 +35,9 @@ class Child:
         stderr: int,
         on_exit: "Callable[[Child], object]",
     ) -> None:
-        """Start the process.
+        """Start the process. It inherits `descriptors` and no environment variables except those of `environment`.
 
-        Args:
-            command: Program and arguments.
-            environment: All environment variables.
-            descriptors: File descriptors that the process inherits, in addition to the standard streams.
-            stdout: File descriptor of its standard output.
-            stderr: File descriptor of its standard error stream.
-            on_exit: Called once by the event loop, after `exited` is set.
+        The event loop calls `on_exit` once, after `exited` is set.
 
         Raises:
             OSError: The process cannot be started.
@@ -93,12 +87,7 @@ class Channel:
     """This process's end of a socket to a process that answers one request at a time. Replies are untrusted bytes."""
 
     def __init__(self, channel: socket.socket, is_complete: Callable[[bytearray], bool]) -> None:
-        """Listen on the socket.
-
-        Args:
-            channel: Socket to the process.
-            is_complete: Returns True if the received bytes are a complete reply, or one that will not be read further.
-        """
+        """Listen on a socket. `is_complete` is True for a complete reply, or for bytes that will not be read further."""
         self._loop = asyncio.get_running_loop()
         self._channel = channel
         self._is_complete = is_complete
@@ -197,11 +186,7 @@ class Respawns:
         return len(self._last)
 
     def add(self, part: str, cause: str) -> None:
-        """Count a replacement that is about to start.
-
-        Args:
-            part: part to replace, such as `generator_0`.
-            cause: cause of its death.
+        """Count a replacement that is about to start, of a part such as `generator_0`.
 
         Raises:
             RespawnLimitError: The window already has `faults.max_respawns` replacements.

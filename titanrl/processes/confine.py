@@ -152,13 +152,7 @@ class Confinement:
     """Confinement rules, prepared once and applied in many forked processes."""
 
     def __init__(self, readable: Iterable[Path], memory_bytes: int, cpu_s: int) -> None:
-        """Prepare the rules; `apply` enforces them.
-
-        Args:
-            readable: Files and folders that the process may read.
-            memory_bytes: Limit of the address space.
-            cpu_s: Limit of the CPU time, in seconds.
-        """
+        """Prepare the rules; `apply` enforces them. A process may read only `readable`, files or whole folders."""
         machine = _MACHINES[platform.machine()]
         self._limits = {
             resource.RLIMIT_AS: memory_bytes,

@@ -43,13 +43,7 @@ def numbers(text: str) -> set[int]:
 
 
 def chosen_cores(text: str, usable: Sequence[int], nodes: Sequence[set[int]]) -> set[int]:
-    """Return the cores of a process; empty if none of them is usable.
-
-    Args:
-        text: value of `CORES`.
-        usable: cores that the process may use, in order.
-        nodes: cores of each NUMA node.
-    """
+    """Return the cores of a process with this value of `CORES`, of the usable ones in order; empty if none is usable."""
     choice, *place = text.split()
     index, count = map(int, place)
     if choice == "split":
@@ -77,10 +71,7 @@ def bind(text: str) -> None:
 
 @functools.cache
 def host_id() -> str:
-    """Return an id shared by processes that can open each other's file descriptors.
-
-    The id combines the boot id, the PID namespace and the host folder.
-    """
+    """Return an id shared by processes that can open each other's file descriptors."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.environ.get(HOST_FOLDER, '')}".rstrip()
 

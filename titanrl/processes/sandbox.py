@@ -55,13 +55,7 @@ class ScoringProcess(Channel):
     """A scoring process, and this process's end of the socket to it."""
 
     def __init__(self, channel: socket.socket, pidfd: int, on_ready: "Callable[[ScoringProcess, bytes], None]") -> None:
-        """Listen on the socket.
-
-        Args:
-            channel: Socket to the process.
-            pidfd: File descriptor of the process, to signal it.
-            on_ready: Called once with this object and the first message, which is empty if the process died before sending one.
-        """
+        """Listen on the socket. `on_ready` gets the first message, which is empty if the process died before sending one."""
         super().__init__(channel, lambda received: received.endswith(END))
         self._max_bytes = _MAX_FIRST_BYTES
         self._pidfd = pidfd
@@ -152,12 +146,8 @@ class ZygoteClient:
     async def request(self, request: bytes, timeout_s: float, max_bytes: int) -> bytes | None:
         """Send a pickled request to an idle process and return the reply; None after a timeout.
 
-        Wait while `num_processes` requests are running. If the process died or its reply is too long, the reply is incomplete.
-
-        Args:
-            request: Pickled request.
-            timeout_s: Time limit in seconds.
-            max_bytes: Longest valid reply.
+        Wait while `num_processes` requests are running. If the process died or its reply has more than `max_bytes`, the reply
+        is incomplete.
 
         Raises:
             SandboxDied: The zygote died, or no process became ready in time.
@@ -333,14 +323,7 @@ class SandboxPool:
         faults: FaultsConfig | None = None,
         on_respawn: OnRespawn = log_respawn,
     ) -> None:
-        """Keep the settings; `start` starts the processes.
-
-        Args:
-            specs: Rewards.
-            config: Limits of the confined processes, and their number.
-            faults: Limit on replacements of the zygote.
-            on_respawn: Called after each replacement.
-        """
+        """Keep the settings; `start` starts the processes. `faults` limits the replacements of the zygote."""
         self._specs, self._config, self._on_respawn = specs, config, on_respawn
         self._faults = faults or FaultsConfig()
         self._zygote: ZygoteClient | None = None
@@ -393,11 +376,7 @@ class SandboxPool:
     ) -> T | ProcessFailure:
         """Send a request to a confined process, and return the parsed reply, or the reason why there is none.
 
-        Args:
-            request: Request.
-            timeout_s: Time limit in seconds.
-            max_bytes: Longest valid reply.
-            parse: Parses a reply; returns None for an invalid one.
+        `parse` returns None for an invalid reply. No reply has more than `max_bytes`.
 
         Raises:
             SandboxDied: The pool was closed, or no process can be confined.
@@ -476,12 +455,7 @@ class SnippetPool(SandboxPool):
     name, reason = "snippet pool", "model-written code runs"
 
     def __init__(self, config: SandboxConfig, modules: Sequence[str] = ()) -> None:
-        """Keep the settings; `start` starts the processes.
-
-        Args:
-            config: Limits per snippet, and the number of processes.
-            modules: Modules to import in advance, so that importing them in a snippet costs nothing.
-        """
+        """Keep the settings. The processes import `modules` in advance, so that importing them in a snippet costs nothing."""
         factory = "titanrl.processes.zygote:snippet_runner"
         super().__init__(
             [RewardSpec(name="python", factory=factory, kwargs={"modules": tuple(modules)}, returns_text=True)], config

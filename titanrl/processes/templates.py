@@ -64,8 +64,8 @@ class Template:
 
         Args:
             environment: environment variables of the role, which the packages read when they are imported.
-            load: picklable function that imports the packages in the template.
-            log: file for the template's output.
+            load: picklable function that imports the packages.
+            log: file for the output.
             socket_path: path for the socket, in a folder that only this user can enter; None creates such a folder.
         """
         self.log = log
@@ -128,12 +128,7 @@ class Template:
 
 
 def shared_template(environment: Mapping[str, str], load: Callable[[], None]) -> str | None:
-    """Return the socket path of the shared template for a role; None if there is none.
-
-    Args:
-        environment: variables that the packages read when they are imported, in addition to those of this process.
-        load: function that imports the packages.
-    """
+    """Return the socket path of the shared template with the same arguments as a `Template`; None if there is none."""
     folder = os.environ.get(SHARED)
     if not folder or not is_private(Path(folder)):
         return None
@@ -185,11 +180,10 @@ def main(listener_fd: int, state_fd: int, parent: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Fork:
-    """A fork, and the connection to its stand-in."""
-
     pid: int
     pidfd: int
     connection: socket.socket
+    """Connection to its stand-in."""
 
 
 class _Forker:

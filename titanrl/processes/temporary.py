@@ -26,11 +26,7 @@ class TemporaryFolder:
     """
 
     def __init__(self, parent: str | None = None) -> None:
-        """Create the folder.
-
-        Args:
-            parent: Parent folder; the system's temporary folder by default.
-        """
+        """Create the folder, in the system's temporary folder by default."""
         parent = parent or tempfile.gettempdir()
         _delete_abandoned(Path(parent))
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))

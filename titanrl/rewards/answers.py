@@ -117,12 +117,7 @@ def number(text: str) -> Fraction | None:
 
 
 def read(text: str, *, is_reference: bool = False) -> Answer:
-    """Read a short answer.
-
-    Args:
-        text: Answer.
-        is_reference: True for the expected answer, in which `3,14` is a list. In an answer to check, it is the decimal number.
-    """
+    """Read a short answer. In the expected one (`is_reference`), `3,14` is a list; else it may be a decimal number."""
     if len(text) > MAX_CHARS:
         return Answer(text, None)
     return _read(unwrapped(_PREFIX.sub("", unwrapped(plain(text)), count=1)), is_reference=is_reference)
@@ -311,13 +306,7 @@ def _plain_char(char: str) -> str:
 
 
 def equal(right: Answer, other: Answer, is_equal: Callable[[str, str], bool]) -> bool:
-    """Return True if an answer equals the expected one.
-
-    Args:
-        right: Expected answer.
-        other: Answer to check.
-        is_equal: Function that compares two expressions in LaTeX.
-    """
+    """Return True if an answer equals the expected one. `is_equal` compares two expressions in LaTeX."""
     if right.name and other.name and right.name != other.name:
         return False
     match right.value, other.value:

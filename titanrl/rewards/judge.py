@@ -72,32 +72,28 @@ class Judge:
         Raises:
             JudgeError: The judge did not reply, or its reply contains no valid grade.
         """
-        prompt = self._options.prompt.format(
+        options = self._options
+        prompt = options.prompt.format(
             question=entry["question"], answer=entry["answer"], metadata=entry["metadata"], completion=completion
         )
-        return grade_of(await self._complete(prompt), self._options)
-
-    async def close(self) -> None:
-        """Close the connections."""
-        await self._client.aclose()
-
-    async def _complete(self, prompt: str) -> str:
-        """Return the judge's reply to a prompt; retry temporary failures."""
-        system = self._options.system_prompt
-        messages = [] if system is None else [{"role": "system", "content": system}]
+        messages = [] if options.system_prompt is None else [{"role": "system", "content": options.system_prompt}]
         messages.append({"role": "user", "content": prompt})
-        body = {**self._options.request, "model": self._options.model, "messages": messages}
+        body = {**options.request, "model": options.model, "messages": messages}
         attempt = 0
         while True:
             try:
-                return await self._attempt(body)
+                return grade_of(await self._attempt(body), options)
             except _TemporaryError as failure:
-                if attempt == self._options.num_retries:
+                if attempt == options.num_retries:
                     raise JudgeError(f"{failure} (attempts: {attempt + 1})") from None
                 # Without a pause, retries would add to the load of an overloaded server.
                 asked = failure.retry_after_s
                 await asyncio.sleep(min(2.0**attempt / 2 if asked is None else asked, MAX_PAUSE_S))
             attempt += 1
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.aclose()
 
     async def _attempt(self, body: Mapping[str, Any]) -> str:
         """Make one request and return the text of the reply.
@@ -108,15 +104,23 @@ class Judge:
         """
         try:
             async with asyncio.timeout(self._options.timeout_s), self._client.stream("POST", self._url, json=body) as reply:
-                text = await _text_of(reply)
+                status, received = reply.status_code, bytearray()
+                async for chunk in reply.aiter_bytes():
+                    received += chunk
+                    if len(received) > MAX_REPLY_BYTES:
+                        rule = f"the judge's reply must not have more than {MAX_REPLY_BYTES} bytes"
+                        raise JudgeError(f"{rule} (status {status})")
+                text = received.decode(errors="replace")
         except TimeoutError:
             raise _TemporaryError(f"the judge did not reply within timeout_s={self._options.timeout_s:g}") from None
         except httpx.HTTPError as error:
             raise _TemporaryError(f"the judge cannot be reached: {type(error).__name__}: {error}") from None
-        if reply.status_code in RETRIED:
-            raise _TemporaryError(_refusal(reply, text), _seconds(reply.headers.get("Retry-After", "")))
-        if reply.status_code != httpx.codes.OK:
-            raise JudgeError(_refusal(reply, text))
+        if status != httpx.codes.OK:
+            refusal = f"the judge replied with HTTP status {status} ({text[:_MAX_CHARS]!a})"
+            if status not in RETRIED:
+                raise JudgeError(refusal)
+            pause = reply.headers.get("Retry-After", "")  # seconds, or a date
+            raise _TemporaryError(refusal, float(pause) if re.fullmatch(r"\d{1,6}", pause) else None)
         try:
             content = json.loads(text)["choices"][0]["message"]["content"]
         except (ValueError, LookupError, TypeError, RecursionError):
@@ -158,26 +162,3 @@ def grade_of(text: str, options: JudgeOptions) -> float:
     if not options.min_score <= grade <= options.max_score:
         raise JudgeError(f"the grade must be from {options.min_score:g} to {options.max_score:g} (got {grade:g})")
     return (grade - options.min_score) / (options.max_score - options.min_score)
-
-
-async def _text_of(reply: httpx.Response) -> str:
-    """Receive the body of a reply.
-
-    Raises:
-        JudgeError: The body is too long.
-    """
-    body = bytearray()
-    async for chunk in reply.aiter_bytes():
-        body += chunk
-        if len(body) > MAX_REPLY_BYTES:
-            raise JudgeError(f"the judge's reply must not have more than {MAX_REPLY_BYTES} bytes (status {reply.status_code})")
-    return body.decode(errors="replace")
-
-
-def _refusal(reply: httpx.Response, text: str) -> str:
-    return f"the judge replied with HTTP status {reply.status_code} ({text[:_MAX_CHARS]!a})"
-
-
-def _seconds(text: str) -> float | None:
-    """Parse a Retry-After header; return None if it is empty, or a date instead of seconds."""
-    return float(text) if re.fullmatch(r"\d{1,6}", text) else None

@@ -64,19 +64,9 @@ class Scoring:
     """Scores groups of completions with all configured rewards."""
 
     def __init__(self, config: Config, plugins: Plugins, on_respawn: OnRespawn = log_respawn) -> None:
-        """Keep the settings; `start` loads the rewards.
-
-        Args:
-            config: Configuration.
-            plugins: User-defined objects.
-            on_respawn: Called after the sandbox died and was replaced.
-        """
+        """Keep the settings; `start` loads the rewards. `on_respawn` is called after the sandbox died and was replaced."""
         self._rewards, sandbox = config.data.reward_parts, config.sandbox
-        self._trusted = {
-            name: plugins.get(key) or Plugin(key=key, name=config.function)
-            for name, config in self._rewards.items()
-            if config.trusted and (key := f"data.rewards.{name}")
-        }
+        self._trusted = {name: _plugin(name, reward, plugins) for name, reward in self._rewards.items() if reward.trusted}
         specs = reward_specs(config, plugins)
         self._pool = ScoringPool(specs, sandbox, config.faults, on_respawn) if specs else None
         self._confined = [spec.name for spec in specs]
@@ -130,43 +120,41 @@ class Scoring:
 
 def reward_specs(config: Config, plugins: Plugins) -> list[RewardSpec]:
     """Return the rewards that run in the sandbox."""
-    rewards = config.data.reward_parts
-    return [_spec(name, reward, config, plugins) for name, reward in rewards.items() if reward.is_confined]
+    specs = []
+    for name, reward in config.data.reward_parts.items():
+        function, bounds = reward.function, (0.0, 1.0)
+        kwargs: dict[str, object]
+        match function:
+            case _ if not reward.is_confined:
+                continue
+            case "exact":
+                kwargs = {}
+            case "reasoning_gym":
+                kwargs = {"task": config.data.task, "config": config.data.task_config}
+            case "math_verify":
+                kwargs = MathVerifyOptions.model_validate(reward.options).model_dump()
+            case "regex":
+                kwargs = RegexOptions.model_validate(reward.options).model_dump()
+            case "overlong":
+                options = OverlongOptions.model_validate(reward.options)
+                max_tokens = options.max_tokens or config.rollout.max_new_tokens
+                kwargs, bounds = {"cache_tokens": options.cache_tokens, "max_tokens": max_tokens}, (-1.0, 0.0)
+            case "repetition":
+                kwargs, bounds = RepetitionOptions.model_validate(reward.options).model_dump(), (-1.0, 0.0)
+            case _:
+                function, kwargs, bounds = "custom", {"plugin": _plugin(name, reward, plugins)}, (-math.inf, math.inf)
+        factory = f"{SCORERS}:{function}"
+        specs.append(RewardSpec(name=name, factory=factory, kwargs=kwargs, bounds=bounds, is_custom=function == "custom"))
+    return specs
 
 
-def _spec(name: str, reward: RewardConfig, config: Config, plugins: Plugins) -> RewardSpec:
-    function, key, bounds = reward.function, f"data.rewards.{name}", (0.0, 1.0)
-    kwargs: dict[str, object]
-    match function:
-        case "exact":
-            kwargs = {}
-        case "reasoning_gym":
-            kwargs = {"task": config.data.task, "config": config.data.task_config}
-        case "math_verify":
-            kwargs = MathVerifyOptions.model_validate(reward.options).model_dump()
-        case "regex":
-            kwargs = RegexOptions.model_validate(reward.options).model_dump()
-        case "overlong":
-            options = OverlongOptions.model_validate(reward.options)
-            max_tokens = options.max_tokens or config.rollout.max_new_tokens
-            kwargs, bounds = {"cache_tokens": options.cache_tokens, "max_tokens": max_tokens}, (-1.0, 0.0)
-        case "repetition":
-            kwargs, bounds = RepetitionOptions.model_validate(reward.options).model_dump(), (-1.0, 0.0)
-        case _:
-            plugin = plugins.get(key) or Plugin(key=key, name=function)
-            return RewardSpec(name=name, factory=f"{SCORERS}:custom", kwargs={"plugin": plugin}, is_custom=True)
-    return RewardSpec(name=name, factory=f"{SCORERS}:{function}", kwargs=kwargs, bounds=bounds)
+def _plugin(name: str, reward: RewardConfig, plugins: Plugins) -> Plugin:
+    key = f"data.rewards.{name}"
+    return plugins.get(key) or Plugin(key=key, name=reward.function)
 
 
 def weighted(scores: Mapping[str, Score], rewards: Mapping[str, RewardConfig], answers: Answers, index: int) -> Scored:
-    """Return the weighted sum of the scores of one completion, or a failure if any reward failed.
-
-    Args:
-        scores: Score of the completion by each reward.
-        rewards: Configuration of each reward, with its weights.
-        answers: Completions of the prompt.
-        index: Index of the completion.
-    """
+    """Return the weighted sum of the scores of one completion by each reward, or a failure if any reward failed."""
     total, parts, errors = 0.0, {}, []
     of_whole, by_token = 0.0, None  # rewards of the complete text, and of its tokens if any of them is `TokenRewards`
     for name, score in scores.items():
@@ -240,12 +228,7 @@ def rewards_by_token(rewards: TokenRewards, answers: Answers, index: int) -> lis
 def in_turns(
     rewards: Sequence[float], turns: Sequence[Turn], segments: Sequence[Segment]
 ) -> tuple[DoubleArray, tuple[Turn, ...]]:
-    """Combine the token rewards and the turn rewards of an episode.
-
-    Args:
-        rewards: Rewards of all sampled tokens.
-        turns: Turns with their rewards, excluding the rewards of their tokens.
-        segments: Segments of the episode.
+    """Combine the rewards of an episode's sampled tokens with those of its turns, which exclude the tokens.
 
     Returns:
         Rewards of all sampled tokens, where the last token of each turn includes the reward of the turn, and the turns with
@@ -344,7 +327,7 @@ class TrustedReward:
     """
 
     def __init__(self, reward: BoundReward, timeout_s: float) -> None:
-        """Keep the reward, and the time limit of each call."""
+        """Keep the reward and the time limit of each call."""
         self._reward = reward
         self._timeout_s = timeout_s
         self._running = asyncio.Semaphore(MAX_CALLS)
@@ -376,11 +359,7 @@ class TrustedReward:
             return _failed(error)
 
     async def _call(self, call: Callable[[], Any], what: str) -> Any:
-        """Return the result of a call.
-
-        Args:
-            call: Function to call.
-            what: Description of what it scores, for the error message.
+        """Return the result of a call, which scores `what`.
 
         Raises:
             _TimeLimit: The call took too long.
