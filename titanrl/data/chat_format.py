@@ -44,15 +44,12 @@ class ChatFormat:
     def __init__(
         self, tokenizer: Tokenizer, options: Mapping[str, Any] = MappingProxyType({}), *, control_tokens: bool = False
     ) -> None:
-        """Store the arguments.
+        """Store the arguments. Raise `BrokenRules` if the template has no such variable.
 
         Args:
             tokenizer: Tokenizer with a chat template.
             options: Variables of the template; those of a row override them.
             control_tokens: True to encode the text of a special token in the messages as the token.
-
-        Raises:
-            BrokenRules: The template has no such variable.
         """
         if unknown := tokenizer.unknown_options(options):
             values = {f"data.chat_template_kwargs.{unknown[0]}": options[unknown[0]]}
@@ -75,16 +72,9 @@ class ChatFormat:
         """Return a conversation as the template takes it, and its text.
 
         The role `developer` becomes `system`, the key of the reasoning gets the name that the template knows, and the arguments
-        of tool calls become JSON text, if the template does not take them otherwise.
-
-        Args:
-            messages: The conversation.
-            tools: JSON schemas of the tools.
-            options: Variables of the template that a row sets.
-            reply_follows: True to add the start of the assistant's reply.
-
-        Raises:
-            BadRow: The template rejects the conversation, or leaves a part of it out.
+        of tool calls become JSON text, if the template does not take them otherwise. `options` are the variables that a row
+        sets. With `reply_follows`, the text ends with the start of the assistant's reply. Raise `BadRow` if the template
+        rejects the conversation, or leaves a part of it out.
         """
         if unknown := self.tokenizer.unknown_options(options or {}):
             raise BadRow(f"the chat template has no variable {unknown[0]}", "remove it from chat_template_kwargs")
@@ -103,11 +93,7 @@ class ChatFormat:
         return chat, text
 
     def text(self, chat: Chat, *, reply_follows: bool) -> str:
-        """Return the text of a conversation, or of its start.
-
-        Raises:
-            ValueError: The template rejects the conversation.
-        """
+        """Return the text of a conversation, or of its start. Raise `ValueError` if the template rejects the conversation."""
         return self.tokenizer.chat_text(
             chat.messages,
             reply_follows=reply_follows,
@@ -181,15 +167,12 @@ def _with_call_texts(chat: Chat) -> Chat:
     """Return a conversation with the arguments of tool calls as JSON text; the same object if there are none."""
     if not any("tool_calls" in message for message in chat.messages):
         return chat
-    messages = [
-        {**message, "tool_calls": [_with_text(call) for call in message["tool_calls"]]} if "tool_calls" in message else message
-        for message in chat.messages
-    ]
+    messages = []
+    for message in chat.messages:
+        calls = []
+        for call in message.get("tool_calls", ()):
+            given = call["function"]["arguments"]
+            text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+            calls.append({**call, "function": {**call["function"], "arguments": text}})
+        messages.append({**message, "tool_calls": calls} if calls else message)
     return replace(chat, messages=messages)
-
-
-def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = call["function"]
-    arguments = function["arguments"]
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return {**call, "function": {**function, "arguments": text}}

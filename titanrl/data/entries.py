@@ -52,11 +52,7 @@ def entries_of(rows: Iterator[Row], config: DataConfig) -> Iterator[tuple[Row, d
 
 
 def entry_of(row: Any, config: DataConfig) -> dict[str, Any]:
-    """Return the entry of a row. All other columns become its metadata.
-
-    Raises:
-        BadRow: The row is invalid.
-    """
+    """Return the entry of a row. All other columns become its metadata. Raise `BadRow` if the row is invalid."""
     if not isinstance(row, Mapping):
         raise BadRow(f"must be a mapping with prompt and answer, got {type(row).__name__}", "return a list of dicts")
     has_fillers, columns = config.source != "jsonl", config.columns
@@ -260,13 +256,7 @@ POINT = Point(
 def read_custom_prompts(plugin: Plugin, seed: int, config: DataConfig) -> Iterator[tuple[Row, dict[str, Any] | None]]:
     """Yield the prompts of a custom source with their entries, as `read_entries` does for files.
 
-    Args:
-        plugin: The list, or the function that returns it.
-        seed: Seed of the run.
-        config: Section `data`, with the keyword arguments of the function.
-
-    Raises:
-        ValueError: The source or one of its prompts is invalid.
+    `plugin` is the list, or the function that returns it. Raise `ValueError` if the source or one of its prompts is invalid.
     """
     source = plugin.load()
     check_prompt_source(source, key=plugin.key, name=plugin.name, options=config.options)

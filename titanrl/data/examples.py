@@ -76,16 +76,8 @@ def render_conversation(
     tokens before a message must equal the prompt from which the model would generate it. A template that changes earlier
     messages when others follow, or that adds no token after a message, does not meet this condition.
 
-    Args:
-        template: The model's chat template.
-        messages: The conversation.
-        train_on: Messages to train on.
-        tools: JSON schemas of the functions that the model may call.
-        options: Variables of the chat template that the row sets.
-        num_prompt: Number of messages at the start that are not trained on.
-
-    Raises:
-        BadRow: There is nothing to train on, or the chat template or the tokenization does not meet the condition.
+    The first `num_prompt` messages are not trained on. `options` are the variables of the template that the row sets. Raise
+    `BadRow` if there is nothing to train on, or the chat template or the tokenization does not meet the condition.
     """
     try:
         if train_on == "all":
@@ -200,15 +192,11 @@ def read_examples(config: Config, tokenizer: Tokenizer) -> Examples:
         num_truncated += reader.num_truncated
     for selection, examples, what in zip(selections, (training, heldout), ("to train on", "to evaluate"), strict=False):
         if not examples:
-            raise _without_examples(selection, what)
+            counts = "; ".join(filter(None, [f"{selection.num_heldout:,} held out", selection.reasons()]))
+            rule = f"must contain an example {what}, but has none: {selection.num_rows:,} rows, {counts}"
+            fix = "add examples, or raise sft.max_example_tokens" if selection.num_left_out else "add examples"
+            raise BrokenRules(BrokenRule({selection.key: selection.source}, rule, fix))
     return Examples(training=tuple(training), heldout=tuple(heldout), num_truncated=num_truncated, selections=tuple(selections))
-
-
-def _without_examples(found: Selection, what: str) -> BrokenRules:
-    counts = "; ".join(filter(None, [f"{found.num_heldout:,} held out", found.reasons()]))
-    rule = f"must contain an example {what}, but has none: {found.num_rows:,} rows, {counts}"
-    fix = "add examples, or raise sft.max_example_tokens" if found.num_left_out else "add examples"
-    return BrokenRules(BrokenRule({found.key: found.source}, rule, fix))
 
 
 class _Reader:
@@ -287,10 +275,7 @@ class _Reader:
         return prompt, self._texts(self._cut(prompt), self._cut(completion))
 
     def _cut(self, text: str) -> str:
-        """Return only the start of a very long text, because tokenizing all of it could need too much memory.
-
-        The start has more tokens than the limit, so the tokens that are kept do not change.
-        """
+        """Return the start of a text, with more tokens than the limit, because those of all of it could exhaust the memory."""
         return text[: 2 * self._max_tokens * MAX_TOKEN_CHARS]
 
     def _conversation(
@@ -384,13 +369,8 @@ def chain_sum_demonstrations(
 
     Answers in the first `num_long_only_steps` batches are long. Later answers are short with probability `short_fraction`.
 
-    Args:
-        stream: Training prompts.
-        tokenizer: Tokenizer of the policy.
-        warm_start: Section `warm_start`.
-        seed: Seed of the run.
-        demonstrate: Function of a prompt and whether the answer is short, which returns the demonstration. The default is
-            `answer_demonstration`, whose long answers contain the worked solution.
+    `demonstrate` returns the demonstration for a prompt and True for a short answer. The default is `answer_demonstration`,
+    whose long answers contain the worked solution.
     """
     demonstrate = demonstrate or partial(answer_demonstration, tokenizer)
     for step in range(warm_start.num_steps):

@@ -145,16 +145,9 @@ class SuccessRate:
 
 
 def make_sampler(config: CurriculumConfig, seed: int, plugin: Plugin | None, *, key: str) -> Sampler:
-    """Return the sampler of a curriculum.
+    """Return the sampler of a curriculum. `plugin` is a custom sampler given as an object, and `key` its configuration key.
 
-    Args:
-        config: Section `curriculum`.
-        seed: Seed of the run.
-        plugin: Custom sampler given as an object; None if the configuration has an import path or a built-in name.
-        key: Configuration key of the sampler.
-
-    Raises:
-        ValueError: The custom sampler cannot be created, or lacks a method.
+    Raise `ValueError` if the custom sampler cannot be created, or lacks a method.
     """
     if config.sampler in SAMPLERS:
         return SuccessRate(config, seed)
@@ -177,11 +170,7 @@ def make_sampler(config: CurriculumConfig, seed: int, plugin: Plugin | None, *, 
 
 
 def check_sampler(candidate: object, *, key: str, name: str, options: Mapping[str, Any]) -> None:
-    """Check that an object has the signature of `SamplerFactory`.
-
-    Raises:
-        ValueError: It cannot be called like this.
-    """
+    """Check that an object has the signature of `SamplerFactory`. Raise `ValueError` if it cannot be called like this."""
     check_call(candidate, SamplerFactory.__call__, key=key, name=name, expected=EXPECTED, options=options)
 
 
@@ -371,7 +360,18 @@ class Mixture:
         self._outcomes.clear()
         number = min(range(len(self._tasks)), key=self._lead)
         chosen = self._tasks[number]
-        level = 0 if chosen.sampler is None else _checked(chosen.sampler.choose(), chosen)
+        level = 0
+        if chosen.sampler is not None:
+            given: Any = chosen.sampler.choose()
+            try:
+                level = operator.index(given)
+            except TypeError:
+                level = -1
+            if not 0 <= level < chosen.num_levels:
+                raise ValueError(
+                    f"curriculum.sampler: choose() returned a level that task {chosen.name} does not have (got {given!r}). "
+                    f"Return an int from 0 to {chosen.num_levels - 1}."
+                )
         stream_index = self._next_indices[number][level]
         self._next_indices[number][level] += 1
         return Draw(stream_index, number, level)
@@ -381,26 +381,8 @@ class Mixture:
         return (self._num_trained[number] + self._num_outstanding[number] + 0.5) / self._tasks[number].weight
 
 
-def _checked(level: Any, task: MixedTask) -> int:
-    """Validate the level that a sampler chose, and return it as an `int`."""
-    try:
-        number = operator.index(level)
-    except TypeError:
-        number = -1
-    if not 0 <= number < task.num_levels:
-        raise ValueError(
-            f"curriculum.sampler: choose() returned a level that task {task.name} does not have (got {level!r}). "
-            f"Return an int from 0 to {task.num_levels - 1}."
-        )
-    return number
-
-
 def make_mixture(config: Config, plugins: Plugins) -> Mixture:
-    """Return the `Mixture` of a run in its initial state.
-
-    Raises:
-        ValueError: A custom sampler cannot be used.
-    """
+    """Return the `Mixture` of a run in its initial state. Raise `ValueError` if a custom sampler cannot be used."""
     tasks = []
     for name, task in config.data.tasks.items():
         sampler, curriculum = None, task.curriculum

@@ -78,13 +78,8 @@ def format_of(path: Path) -> Format:
 def read_rows(path: Path, key: str, kind: Format) -> Iterator[Row]:
     """Yield the rows of a file, of all files of a directory, or of all files that match a pattern.
 
-    Args:
-        path: File, directory or pattern; the name of a shipped file if no such file exists.
-        key: Configuration key of the path, for error messages.
-        kind: Format of the files.
-
-    Raises:
-        BrokenRules: A file cannot be read, or a line is invalid.
+    `path` may also be the name of a shipped file; `key` is its configuration key, for error messages. Raise `BrokenRules` if a
+    file cannot be read, or a line is invalid.
     """
     for file in data_files(path, key, kind):
         try:
@@ -95,11 +90,7 @@ def read_rows(path: Path, key: str, kind: Format) -> Iterator[Row]:
 
 
 def data_files(path: Path, key: str, kind: Format) -> list[Path]:
-    """Return the files that a path refers to, in reading order.
-
-    Raises:
-        BrokenRules: There is no such file.
-    """
+    """Return the files that a path refers to, in reading order. Raise `BrokenRules` if there is no such file."""
     path = data_file(path)
     if os.path.isfile(path):  # unlike Path.is_file, does not raise for a name that is too long
         return [path]

@@ -250,11 +250,7 @@ class _Selector:
         """Number of prompts left out, by reason, and of those that are used under the empty reason."""
 
     def prompt(self, entry: Entry) -> Prompt | None:
-        """Return the prompt of an entry, or None if it is too long.
-
-        Raises:
-            BadRow: The prompt cannot be tokenized.
-        """
+        """Return the prompt of an entry, or None if it is too long. Raise `BadRow` if the prompt cannot be tokenized."""
         if len(entry["question"]) > self.config.max_prompt_tokens * MAX_TOKEN_CHARS:
             return None  # tokenizing it could exhaust the memory
         try:
@@ -500,13 +496,7 @@ class LeveledPrompts:
     """Training prompts by level."""
 
     def prompt(self, index: int, level: int, place: int) -> Prompt:
-        """Return a training prompt.
-
-        Args:
-            index: Index of the prompt in the run, which determines its sampling seeds.
-            level: Level of the prompt.
-            place: Index in the stream of the level.
-        """
+        """Return the training prompt at a place in a level. Its index in the run determines its sampling seeds."""
         return replace(self.levels[level][place], index=index, task=self.name)
 
 

@@ -317,10 +317,8 @@ class GroupBuffer:
     async def rewind(self, handles: Table | None = None) -> list[int]:
         """Schedule resampling of everything after the last trained batch; return the positions, ascending.
 
-        The rounds, and therefore the results, are then the same as in a run without faults.
-
-        Args:
-            handles: Groups of a batch that cannot be trained on.
+        The rounds, and therefore the results, are then the same as in a run without faults. `handles` are the groups of a batch
+        that cannot be trained on.
         """
         async with self._changed:
             lost = [] if handles is None else self._return_batch(handles)
@@ -397,11 +395,8 @@ class GroupBuffer:
         )
 
     async def discard(self, handles: Table, before_version: int) -> None:
-        """Free the slots of groups that will not be trained on because they are too old.
-
-        Args:
-            handles: Groups of a batch, as a table of `HANDLE`.
-            before_version: Also discard groups with a token older than this version, now and when they finish.
+        """Free the slots of the groups of a batch, which are too old to be trained on. Also discard groups with a token older
+        than `before_version`, now and when they finish.
         """
         async with self._changed:
             self._oldest_version = before_version
@@ -569,10 +564,8 @@ class ReplayBuffer(GroupBuffer, Actor):
         memory: ReplayMemory | None,
         prompts: Callable[[], Mixture],
     ) -> None:
-        """Create an empty buffer. `GroupBuffer` describes the other arguments.
-
-        Args:
-            prompts: Factory of the mixture that chooses prompts; called in this process.
+        """Create an empty buffer. `prompts` is called in this process, and returns the mixture that chooses prompts.
+        `GroupBuffer` describes the other arguments.
         """
         super().__init__(
             num_slots=num_slots,

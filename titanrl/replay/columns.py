@@ -113,11 +113,7 @@ def map_tensors(payload: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def leaves_of(payload: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield the arrays, tensors and lists of a payload with their key paths.
-
-    Raises:
-        ValueError: A leaf has no rows.
-    """
+    """Yield the arrays, tensors and lists of a payload with their key paths. Raise `ValueError` if a leaf has no rows."""
     if isinstance(payload, Mapping):
         for key, value in payload.items():
             yield from leaves_of(value, (*path, key))

@@ -151,15 +151,15 @@ class Batch:
         usage: Sequence[ShardUsage],
         **numbers: Any,
     ) -> Self:
-        """Build a batch from finished groups.
-
-        Args:
-            groups: Groups of the batch, in prompt order.
-            last: Groups discarded since the previous batch.
-            usage: Size of each storage shard.
-            numbers: Remaining fields.
-        """
+        """Build a batch from groups in prompt order. `usage` has the size of each shard, and `numbers` the other fields."""
         tried = [*groups, *last.discarded]
+        # By task and name: sum, and number of rollouts. Prompt order makes the sums reproducible.
+        environment: dict[str, dict[str, tuple[float, int]]] = {}
+        for record in sorted((group.record for group in tried), key=lambda record: record.index):
+            for name, (total, num) in record.metrics.items():
+                of_task = environment.setdefault(record.task, {})
+                earlier = of_task.get(name, (0.0, 0))
+                of_task[name] = earlier[0] + total, earlier[1] + num
         failed = [group.record for group in tried if group.record.num_errors]
         return cls(
             records=RecordTable.join([group.packed for group in groups]),
@@ -176,7 +176,7 @@ class Batch:
                 num_spilled_bytes=sum(shard.num_spilled_bytes for shard in usage),
             ),
             drops_by_task=Counter(group.record.task for group in last.discarded),
-            environment=_summed_by_task([group.record for group in tried]),
+            environment=environment,
             **numbers,
         )
 
@@ -199,17 +199,6 @@ class Batch:
     def oldest_version(self) -> int:
         """Oldest policy version among the sampled tokens."""
         return int(self.records.groups["min_version"].min())
-
-
-def _summed_by_task(records: Sequence[GroupRecord]) -> dict[str, dict[str, tuple[float, int]]]:
-    """Add up the values that environments reported, by task and name. Prompt order makes the sums reproducible."""
-    sums: dict[str, dict[str, tuple[float, int]]] = {}
-    for record in sorted(records, key=lambda record: record.index):
-        for name, (total, num) in record.metrics.items():
-            of_task = sums.setdefault(record.task, {})
-            earlier = of_task.get(name, (0.0, 0))
-            of_task[name] = earlier[0] + total, earlier[1] + num
-    return sums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,11 +60,9 @@ class ReplayMemory:
         return stored is not None and stored.handle == handle
 
     def draw(self, version: int, beta: float) -> list[PackedRecord]:
-        """Draw up to `num_replayed` eligible groups for a batch. Each returned record has its importance weight.
+        """Draw up to `num_replayed` eligible groups for a batch that trains the weights of `version`.
 
-        Args:
-            version: Version of the weights that the batch will train.
-            beta: Exponent of the importance weights.
+        Each returned record has its importance weight, with the exponent `beta`.
         """
         config = self._config
         oldest, most_uses = version - config.max_age, config.max_uses or np.inf

@@ -62,7 +62,6 @@ class Rows:
         self._ended: set[int] = set()
 
     def __getitem__(self, slots_B: Integers) -> Integers:
-        """Return the rows of slots."""
         return self._row_of[slots_B]
 
     def num_missing(self, numbers_B: Integers) -> int:
@@ -500,7 +499,7 @@ def remove(folders: Iterable[Path]) -> None:
 
 
 def main() -> None:
-    """Serve a buffer until standard input has another byte or closes."""
+    """Serve a buffer until standard input has another byte or closes. Send address and folders, or an error, to the parent."""
     settings: OwnerSettings = pickle.load(sys.stdin.buffer)
     folder = Path(tempfile.mkdtemp(prefix="titanrl-replay-"))
     owner = Owner(settings)
@@ -508,7 +507,7 @@ def main() -> None:
         owner.create_files()
         address = settings.address or str(folder / "socket")
         server = Server(address, settings.key, owner.verbs(), on_end=owner.end_session, on_lost=owner.undo)
-        reply(True, (server.address, [folder, *owner.folders]))
+        _reply(True, (server.address, [folder, *owner.folders]))
         sys.stdin.buffer.read(1)
         failure = None
     except (OSError, ValueError) as error:
@@ -516,11 +515,10 @@ def main() -> None:
     finally:
         remove([folder, *owner.folders])
     if failure is not None:
-        reply(False, failure)
+        _reply(False, failure)
 
 
-def reply(is_ready: bool, value: tuple[Address, list[Path]] | Exception) -> None:
-    """Send the address and the folders, or the error, to the parent process, if it still runs."""
-    with contextlib.suppress(BrokenPipeError):
+def _reply(is_ready: bool, value: tuple[Address, list[Path]] | Exception) -> None:
+    with contextlib.suppress(BrokenPipeError):  # the parent has exited
         pickle.dump((is_ready, value), sys.stdout.buffer)
         sys.stdout.buffer.flush()

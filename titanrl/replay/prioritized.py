@@ -452,11 +452,7 @@ class ReplayIndex:
             }
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Check that a saved state fits this buffer.
-
-        Raises:
-            ValueError: The capacities differ.
-        """
+        """Check that a saved state fits this buffer. Raise `ValueError` if the capacities differ."""
         given: object = state
         if not (isinstance(given, Mapping) and "capacity" in given):
             raise ValueError("state: not the state of a replay buffer. Use what state_dict() returned.")
@@ -484,11 +480,7 @@ class ReplayIndex:
             self.changed.notify_all()
 
     def checked_handles(self, handles: npt.ArrayLike) -> Integers:
-        """Return handles as an array.
-
-        Raises:
-            ValueError: They are not handles of this buffer.
-        """
+        """Return handles as an array. Raise `ValueError` if they are not handles of this buffer."""
         numbers = _as_array("handles", handles, np.int64, "Use handles returned by extend, reserve or sample.")
         if numbers.ndim != 1 or (len(numbers) and not 0 <= numbers.min() <= numbers.max() < self.next):
             raise ValueError("handles: not handles of this buffer. Use handles returned by extend, reserve or sample.")
@@ -574,12 +566,7 @@ class PrioritizedReplay(ReplayIndex):
     """A replay buffer that overwrites its oldest items when full. All methods can be called from several threads."""
 
     def __init__(self, capacity: int, **options: Unpack[ReplayOptions]) -> None:
-        """Create an empty buffer.
-
-        Args:
-            capacity: Number of slots.
-            **options: See `ReplayOptions`.
-        """
+        """Create an empty buffer of `capacity` slots. `ReplayOptions` describes the options."""
         super().__init__(capacity, **options)
         self._columns = Columns(capacity)
 
@@ -662,11 +649,7 @@ def _reserved(numbers: Integers) -> Integers:
 
 
 def _as_array(key: str, values: npt.ArrayLike, dtype: type[Any], fix: str) -> npt.NDArray[Any]:
-    """Return numbers as a new array.
-
-    Raises:
-        TypeError: They are not numbers.
-    """
+    """Return numbers as a new array. Raise `TypeError` if they are not numbers."""
     try:
         found = np.array(values)
     except ValueError:  # lists of different lengths

@@ -59,11 +59,7 @@ class Payloads:
                 self._spill(next(iter(self._in_memory)))
 
     def get(self, handle: GroupHandle) -> Parts:
-        """Return the parts of a group.
-
-        Raises:
-            KeyError: The slot now holds another group, or none.
-        """
+        """Return the parts of a group. Raise `KeyError` if the slot now holds another group, or none."""
         with self._lock:
             stored, parts = self._groups[handle.slot]
         if stored != handle:
@@ -131,13 +127,7 @@ class StorageShard(Actor):
     """
 
     def __init__(self, number: int, memory_bytes: int, folder: Path) -> None:
-        """Open the storage of this process.
-
-        Args:
-            number: Number of the shard.
-            memory_bytes: Memory limit in bytes. Groups beyond it are moved to files, oldest first.
-            folder: Folder for these files.
-        """
+        """Open the storage of this process. Groups beyond the memory limit are moved to files in `folder`, oldest first."""
         self._number = number
         self._payloads = shared_payloads(number, memory_bytes, folder)
         self._saving: asyncio.Task[None] | None = None

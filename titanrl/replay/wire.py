@@ -39,11 +39,11 @@ class Server:
         on_end: Callable[[int], None] = lambda session: None,
         on_lost: Callable[[int, str, Any], None] = lambda session, verb, reply: None,
     ) -> None:
-        """Start listening.
+        """Start listening. Port 0 selects a free port. Clients must know the key.
 
         Args:
-            address: Path of a Unix socket, or interface and port; port 0 selects a free port.
-            key: Secret that clients must know.
+            address: Path of a Unix socket, or interface and port.
+            key: Shared secret.
             verbs: Functions by name.
             on_end: Called with the number of a session that ended.
             on_lost: Called with session, verb and reply if the client closed the connection without reading the reply. It is
@@ -126,13 +126,8 @@ class Link:
     """Connections of this process to a server. Several threads may call concurrently."""
 
     def __init__(self, address: Address, key: bytes, name: str, reply_s: float) -> None:
-        """Store the address; the first call connects.
-
-        Args:
-            address: Address of the server.
-            key: Secret of the server.
-            name: Name of the server, for messages.
-            reply_s: Maximum time for a reply, in addition to the time that a call may wait.
+        """Store the address; the first call connects. Messages contain `name`. A reply may take `reply_s` seconds in addition
+        to the time that its call may wait.
         """
         self._address, self._key, self._name, self._reply_s = address, key, name, reply_s
         self._start()
@@ -148,24 +143,14 @@ class Link:
         self._lock = threading.Lock()
 
     def call(self, verb: str, *arguments: Any, wait_s: float = 0.0) -> Any:
-        """Call a function of the server; return its result or raise its exception.
+        """Call a function of the server, which may wait for `wait_s` seconds; return its result or raise its exception.
 
-        Args:
-            verb: Name of the function.
-            *arguments: Arguments of the function.
-            wait_s: Time that the function may wait.
-
-        Raises:
-            ReplayClosedError: The server has exited, or does not respond.
+        Raise `ReplayClosedError` if the server has exited, or does not respond.
         """
         return self._exchange((verb, arguments, True), wait_s)
 
     def send(self, verb: str, *arguments: Any) -> None:
-        """Call a function of the server without waiting for a reply.
-
-        Raises:
-            ReplayClosedError: The server has exited.
-        """
+        """Call a function of the server without waiting for a reply. Raise `ReplayClosedError` if the server has exited."""
         self._exchange((verb, arguments, False), None)
 
     def wait_until_closed(self) -> None:
