@@ -28,8 +28,7 @@ from torch.distributed.tensor import distribute_tensor
 from benchmarks.machine import describe_machine
 from benchmarks.payloads import PAYLOADS, build_module, constant, tp_placement
 from titanrl.base.choices import Verify
-from titanrl.launch.fleet import Fleet
-from titanrl.launch.hosts import local_host
+from titanrl.launch.fleet import Fleet, local_host
 from titanrl.launch.supervision import Supervisor
 from titanrl.processes.actors import Actor, endpoint
 from titanrl.processes.variables import worker_environment

@@ -31,7 +31,7 @@ from titanrl.run.run import Run
 if TYPE_CHECKING:
     from titanrl.carriers.datums import Datum, ForwardBackwardOutput
     from titanrl.session.sampling import Sample, SamplingClient
-    from titanrl.session.task import Task
+    from titanrl.session.session import Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,9 +22,8 @@ from titanrl.config import Config, ConfigError, Source
 from titanrl.config.errors import BrokenRule
 from titanrl.config.load import explain_rule
 from titanrl.config.sizes import describe_staleness
-from titanrl.launch.past_policies import PastPolicies
 from titanrl.launch.roles import Roles
-from titanrl.launch.trainer_mesh import merge_losses
+from titanrl.launch.trainer_mesh import PastPolicies, merge_losses
 from titanrl.metrics import steps as metrics_of
 from titanrl.processes.actors import StoppedError
 from titanrl.replay.groups import Batch

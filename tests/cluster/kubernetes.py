@@ -410,5 +410,6 @@ def make_certificate(folder: Path, address: str) -> None:
 
 
 def _matches(one: Json, selector: str) -> bool:
-    labels = one["metadata"].get("labels", {})
-    return all(labels.get(key) == value for key, _, value in (part.partition("=") for part in selector.split(",") if part))
+    """Return True if an object has the labels of a selector of the form `key in (value, value)`; an empty one has any."""
+    key, _, values = selector.partition(" in ")
+    return not selector or one["metadata"].get("labels", {}).get(key) in values.strip("()").split(",")

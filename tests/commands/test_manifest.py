@@ -10,7 +10,7 @@ from tests.cluster.kubernetes import check_mesh
 from tests.cluster.requests import Refused
 from titanrl.commands.manifest import main, objects
 from titanrl.config import load_config
-from titanrl.hosts.kubernetes_objects import mesh_name, object_name, token_of
+from titanrl.hosts.kubernetes import mesh_name, object_name, token_of
 
 PODS = (
     "device=cpu",

@@ -15,7 +15,7 @@ from titanrl.config import load_config
 from titanrl.config.sizes import derive
 from titanrl.hosts.checkup import examine
 from titanrl.hosts.kubernetes import KubernetesError, KubernetesHosts
-from titanrl.launch.hosts import local_host, match_timeouts_to_leases, start_hosts
+from titanrl.launch.fleet import local_host, match_timeouts_to_leases, start_hosts
 from titanrl.models.directory import model_shape
 from titanrl.processes.actors import Actor, endpoint
 
@@ -48,7 +48,7 @@ async def main(overrides: list[str]) -> None:
         match_timeouts_to_leases()
         meshes = await start_hosts(hosts, counts)
     except KubernetesError as error:
-        hosts.kill()
+        await hosts.kill()
         print(f"error: {error}")
         return
     local_host()
@@ -59,9 +59,9 @@ async def main(overrides: list[str]) -> None:
     print(f"actors: {len(names)}")
     if "wait" in sys.argv[1]:
         print(f"lost: {await asyncio.wait_for(lost.get(), 60)}")
-        print(f"states: {hosts.has_ended(0)} {hosts.has_ended(1)} {hosts.are_alive()}")
-    hosts.kill()
-    hosts.kill()
+        print(f"states: {hosts.has_ended(0)} {hosts.has_ended(1)} {hosts.has_ended(2)}")
+    await hosts.kill()
+    await hosts.kill()
     print("killed")
 
 

@@ -45,15 +45,30 @@ def test_different_version_is_named_with_its_host() -> None:
     ]
 
 
-def test_missing_package_is_named() -> None:
-    (line,) = lines(host("n1"), host("n2", replace(REPORT, versions={"python": "3.11.7"})))
-    assert line.startswith("n2: torch is not installed, but n1 has 2.13.0.")
+GIVEN = Examined(node="n1", report=REPORT, needs=NEEDS, clock_s=0.0, taken={"port 22222": "Address already in use"})
 
 
-def test_additional_package_on_one_host_is_named() -> None:
-    more = replace(REPORT, versions={**REPORT.versions, "torchao": "1"})
-    (line,) = lines(host("n1"), host("n2"), host("n3", more))
-    assert line.startswith("n3: torchao 1, but n1, n2 have none.")
+@pytest.mark.parametrize(
+    ("last", "line"),
+    [
+        (host("n2", replace(REPORT, versions={"python": "3.11.7"})), "n2: torch is not installed, but n1, n4 have 2.13.0."),
+        (host("n3", replace(REPORT, versions={**REPORT.versions, "torchao": "1"})), "n3: torchao 1, but n1, n4 have none."),
+        (host("n2", replace(REPORT, shares_runs=False)), "n2: output_dir is not shared with the controller"),
+        (
+            host("n2", replace(REPORT, devices=["A"]), replace(NEEDS, devices=8)),
+            "n2: 1 accelerators, but generators need 8",
+        ),
+        (host("n2", replace(REPORT, shared_memory=None)), "n2: /dev/shm is not writable"),
+        (
+            host("n2", replace(REPORT, shared_memory=10), replace(NEEDS, shared_memory=20)),
+            "n2: /dev/shm has 10 B",
+        ),
+        (replace(GIVEN, node="n2"), "n2: port 22222 cannot be opened: Address already in use."),
+    ],
+)
+def test_host_that_differs_is_named(last: Examined, line: str) -> None:
+    (found,) = lines(host("n1"), host("n4"), last)
+    assert found.startswith(line)
 
 
 def test_too_little_memory_is_named_with_its_limit() -> None:
@@ -63,18 +78,6 @@ def test_too_little_memory_is_named_with_its_limit() -> None:
         "n2: 500.0 MB of memory (the memory limit of its cgroup), but its roles (generators) need 1.0 GB. "
         "Raise the limit, use more hosts, or use a smaller model."
     )
-
-
-@pytest.mark.parametrize(("free", "text"), [(None, "/dev/shm is not writable"), (10, "/dev/shm has 10 B")])
-def test_shared_memory_is_checked(free: int | None, text: str) -> None:
-    needs = replace(NEEDS, shared_memory=20)
-    (line,) = lines(host("n1", replace(REPORT, shared_memory=free), needs))
-    assert line.startswith(f"n1: {text}")
-
-
-def test_too_few_devices_are_named() -> None:
-    (line,) = lines(host("n1", replace(REPORT, devices=["A"]), replace(NEEDS, devices=8)))
-    assert line.startswith("n1: 1 accelerators, but generators need 8")
 
 
 def test_missing_and_different_models_are_named() -> None:
@@ -88,11 +91,6 @@ def test_missing_and_different_models_are_named() -> None:
 def test_model_that_no_host_has_is_missing_on_all() -> None:
     none = replace(REPORT, files={"model.path": MISSING})
     assert [line.partition(".")[0] for line in lines(host("n1", none), host("n2", none))] == ["n1: model", "n2: model"]
-
-
-def test_unshared_output_dir_is_named() -> None:
-    (line,) = lines(host("n1"), host("n2", replace(REPORT, shares_runs=False)))
-    assert line.startswith("n2: output_dir is not shared with the controller")
 
 
 def test_closed_port_is_reported_once_for_all_sources() -> None:
@@ -112,12 +110,6 @@ def test_unreachable_host_must_open_all_ports() -> None:
     assert line == (
         "n2: its TCP ports are closed for n1 (no answer). Allow TCP between the hosts in the firewall on all ports."
     )
-
-
-def test_taken_port_is_named() -> None:
-    taken = replace(host("n1"), taken={"port 22222": "Address already in use"})
-    (line,) = lines(taken)
-    assert line.startswith("n1: port 22222 cannot be opened: Address already in use.")
 
 
 def test_clocks_and_slow_connections_are_warnings() -> None:

@@ -16,7 +16,7 @@ from tests.cluster.containers import REPO, Processes
 from tests.cluster.kubernetes import Kubernetes
 from titanrl.commands.manifest import objects, text_of
 from titanrl.config import load_config
-from titanrl.hosts.kubernetes_objects import RUN_LABEL
+from titanrl.hosts.kubernetes import RUN_LABEL
 
 PODS = (
     "device=cpu",

@@ -9,8 +9,7 @@ from typing import Any
 
 from monarch.actor import ProcMesh
 
-from titanrl.launch.fleet import Fleet
-from titanrl.launch.hosts import local_host
+from titanrl.launch.fleet import Fleet, local_host
 from titanrl.launch.supervision import Supervisor
 from titanrl.processes.actors import Actor
 

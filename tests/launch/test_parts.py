@@ -12,12 +12,10 @@ from typing import Any
 import pytest
 
 from titanrl.config.sections import FaultsConfig, TimeoutsConfig
-from titanrl.launch.fleet import Fleet
-from titanrl.launch.hosts import local_host, wait_for_stopped_processes
+from titanrl.launch.fleet import Fleet, local_host, wait_for_stopped_processes
 from titanrl.launch.parts import Part, SharedContext
 from titanrl.launch.rollouts import RolloutMesh
-from titanrl.launch.stalls import Pace, Watchdog
-from titanrl.launch.supervision import PartDiedError, Supervisor
+from titanrl.launch.supervision import Pace, PartDiedError, Supervisor, Watchdog
 from titanrl.processes.actors import Actor, concurrent_endpoint
 from titanrl.processes.children import RespawnLimitError, Respawns
 

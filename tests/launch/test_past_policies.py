@@ -9,7 +9,7 @@ import pytest
 from titanrl.carriers.tables import SEQUENCE, MicroBatch, RowTable
 from titanrl.config.algorithm import AVERAGE, AlgorithmConfig, KLConfig
 from titanrl.config.sections import CheckpointConfig
-from titanrl.launch.past_policies import PastPolicies, PastVersions
+from titanrl.launch.trainer_mesh import PastPolicies, PastVersions
 
 NO_CHECKPOINTS = CheckpointConfig(every_steps=0)
 NO_ROWS = RowTable(np.zeros(0, SEQUENCE), np.zeros(0, np.int64))

@@ -14,8 +14,18 @@ import pytest
 
 from tests.launch.patients import running_patient
 from titanrl.config.sections import FaultsConfig
-from titanrl.launch.stalls import WARM_UP, WINDOW, Pace, Process, ReplyTimes, Stall, StallError, Watchdog, size_class, suspects
-from titanrl.launch.supervision import DeadlineError, Supervisor
+from titanrl.launch.supervision import (
+    WARM_UP,
+    WINDOW,
+    DeadlineError,
+    Pace,
+    Process,
+    Stall,
+    StallError,
+    Supervisor,
+    Watchdog,
+    suspects,
+)
 from titanrl.processes.actors import Actor, endpoint
 
 PATIENT = Pace(kind="patient.answer")
@@ -238,18 +248,25 @@ def test_stopped_process_is_the_actor_of_its_stall() -> None:
     assert str(stall) == "generator_0 rank 0 was stopped by a signal 31 s ago, while waiting for: buffer.take_batch"
 
 
-def learned(*seconds: float) -> ReplyTimes:
-    times = ReplyTimes(factor=10, floor_s=30)
+STEP = "trainer.optim_step"
+
+
+def learned(*seconds: float) -> Watchdog:
+    watchdog = Watchdog(FaultsConfig(stall_factor=10, min_stall_s=30), Path("unused"))
     for value in seconds:
-        times.add("trainer.optim_step", value)
-    return times
+        learn(watchdog, value)
+    return watchdog
+
+
+def learn(watchdog: Watchdog, seconds: float) -> None:
+    watchdog.note_reply(STEP, Pace(), time.perf_counter() - seconds)
 
 
 def test_first_requests_have_the_configured_deadline() -> None:
-    times = learned(*[0.1] * (WARM_UP - 1))
-    assert times.limit("trainer.optim_step", 1800) == 1800
-    times.add("trainer.optim_step", 0.1)
-    assert times.limit("trainer.optim_step", 1800) == 30
+    watchdog = learned(*[0.1] * (WARM_UP - 1))
+    assert watchdog.limit(STEP, Pace(), 1800) == 1800
+    learn(watchdog, 0.1)
+    assert watchdog.limit(STEP, Pace(), 1800) == 30
 
 
 @pytest.mark.parametrize(
@@ -266,22 +283,18 @@ def test_first_requests_have_the_configured_deadline() -> None:
 def test_deadline_is_ten_times_the_slowest_reply_within_bounds(
     slowest: float, hard_s: float, min_s: float, expected: float
 ) -> None:
-    assert learned(0.2, slowest, 0.1).limit("trainer.optim_step", hard_s, min_s) == pytest.approx(expected)
+    assert learned(0.2, slowest, 0.1).limit(STEP, Pace(min_s=min_s), hard_s) == pytest.approx(expected, rel=1e-3)
 
 
 def test_slow_reply_is_forgotten_after_a_hundred_others() -> None:
-    times = learned(60.0, *[0.1] * (WINDOW - 1))
-    assert times.limit("trainer.optim_step", 1800) == 600
-    times.add("trainer.optim_step", 0.1)
-    assert times.limit("trainer.optim_step", 1800) == 30
+    watchdog = learned(60.0, *[0.1] * (WINDOW - 1))
+    assert watchdog.limit(STEP, Pace(), 1800) == pytest.approx(600, rel=1e-3)
+    learn(watchdog, 0.1)
+    assert watchdog.limit(STEP, Pace(), 1800) == 30
 
 
 def test_kinds_of_requests_do_not_share_their_times() -> None:
-    times = learned(60.0, 60.0, 60.0)
-    assert times.limit("trainer.push_weights", 600) == 600
-    assert times.describe("trainer.optim_step") == "the slowest of the last 3 took 60 s"
-    assert times.describe("trainer.push_weights") == ""
-
-
-def test_amounts_of_a_size_class_differ_by_less_than_a_factor_of_two() -> None:
-    assert [size_class(amount) for amount in (0, 1, 2, 3, 4, 7, 8, 1023, 1024)] == [0, 1, 2, 2, 3, 3, 4, 10, 11]
+    watchdog = learned(60.0, 60.0, 60.0)
+    assert watchdog.limit("trainer.push_weights", Pace(), 600) == 600
+    assert watchdog.known(STEP, Pace()) == "the slowest of the last 3 took 60 s"
+    assert watchdog.known("trainer.push_weights", Pace()) == ""

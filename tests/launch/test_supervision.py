@@ -21,8 +21,7 @@ from monarch.actor import ActorError, ProcMesh
 
 from tests.launch.patients import running_patient
 from titanrl.base.errors import describe
-from titanrl.launch.fleet import Fleet
-from titanrl.launch.hosts import POLL, local_host
+from titanrl.launch.fleet import POLL, Fleet, local_host
 from titanrl.launch.supervision import PROCESS_FAILED, ActorDiedError, DeadlineError, Replaceable, Supervisor
 from titanrl.processes.actors import Actor, RemoteError, StoppedError, concurrent_endpoint, endpoint, is_stop, portable
 
@@ -338,7 +337,7 @@ ORPHANED = """
 import asyncio, os, sys
 from pathlib import Path
 from titanrl.launch.fleet import Fleet
-from titanrl.launch.hosts import local_host
+from titanrl.launch.fleet import local_host
 from titanrl.launch.supervision import Supervisor
 
 async def run() -> None:
@@ -389,7 +388,7 @@ import asyncio, os, sys
 from pathlib import Path
 from tests.launch.test_supervision import Patient
 from titanrl.launch.fleet import Fleet
-from titanrl.launch.hosts import local_host, wait_for_stopped_processes
+from titanrl.launch.fleet import local_host, wait_for_stopped_processes
 from titanrl.launch.supervision import Supervisor
 
 async def run() -> None:

@@ -73,7 +73,7 @@ def test_probe_of_another_user_finds_open_sockets(tmp_path: Path) -> None:
 SPAWN = """
 import os
 from monarch.actor import this_host
-from titanrl.launch.hosts import local_host
+from titanrl.launch.fleet import local_host
 from tests.listeners import family, exposed, listeners
 
 host = {host}()
@@ -101,7 +101,7 @@ def test_host_with_open_sockets_is_rejected_unless_allowed(allowed: str) -> None
     program = """
 from monarch.actor import this_host
 this_host()  # before its sockets could be made private
-from titanrl.launch.hosts import local_host
+from titanrl.launch.fleet import local_host
 from titanrl.processes.private_sockets import OpenSocketsError
 import os
 try:

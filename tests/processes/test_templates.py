@@ -19,10 +19,8 @@ import pytest
 
 from tests.processes import template_loads
 from titanrl.config.sections import FaultsConfig
-from titanrl.launch.fleet import Fleet
-from titanrl.launch.hosts import local_host
-from titanrl.launch.stalls import OnEvent, Watchdog
-from titanrl.launch.supervision import ActorDiedError, Supervisor
+from titanrl.launch.fleet import Fleet, local_host
+from titanrl.launch.supervision import ActorDiedError, OnEvent, Supervisor, Watchdog
 from titanrl.processes.actors import Actor, concurrent_endpoint
 from titanrl.processes.templates import SHARED, Template, digest_of_imports, shared_template
 from titanrl.processes.temporary import private_folder

@@ -9,8 +9,7 @@ import pytest
 from titanrl.base.errors import FaultError
 from titanrl.base.files import DamagedError
 from titanrl.config.sections import FaultsConfig
-from titanrl.launch.stalls import StallError
-from titanrl.launch.supervision import ActorDiedError, DeadlineError
+from titanrl.launch.supervision import ActorDiedError, DeadlineError, StallError
 from titanrl.processes.children import RespawnLimitError, Respawns
 from titanrl.run.checkpoints import RunState, complete_checkpoint
 from titanrl.run.restarts import Restart, Restarts, newest_checkpoint

@@ -7,7 +7,7 @@ import pytest
 from titanrl.config import Config
 from titanrl.data.streams import make_stream
 from titanrl.data.tokenizer import load_tokenizer, write_tokenizer
-from titanrl.session.task import Task
+from titanrl.session.session import Task
 
 SUMS = {"task_config": {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1}, "num_prompts": 50}
 

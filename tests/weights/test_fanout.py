@@ -19,9 +19,8 @@ from tests.shared_memory import abandoned
 from tests.trainer.ranks import FORKED
 from tests.weights.processes import HostReader, Pulled, Wire, Writer, read_from_wire
 from titanrl.config import load_config
-from titanrl.hosts.emulated import EmulatedHosts
-from titanrl.launch.fleet import Fleet
-from titanrl.launch.hosts import start_hosts
+from titanrl.hosts.monarch_host import EmulatedHosts
+from titanrl.launch.fleet import Fleet, start_hosts
 from titanrl.launch.roles import Roles
 from titanrl.launch.supervision import Supervisor
 from titanrl.processes.temporary import private_folder
@@ -259,9 +258,9 @@ class World:
         async def stop_processes() -> None:
             self._supervisor.expect_deaths()
             await asyncio.gather(self._fleet.stop(20), self._emulated.stop(20))
+            await self._hosts.kill()
 
         self.do(stop_processes())
-        self._hosts.kill()
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,7 @@ from titanrl.config.errors import BrokenRule, refusing
 from titanrl.config.load import explain_rule, validate
 from titanrl.config.sizes import host_counts
 from titanrl.config.source import Source, dump, read_source
-from titanrl.hosts.kubernetes import broken_by_pods
-from titanrl.hosts.kubernetes_objects import Json, controller, mesh, mesh_name
+from titanrl.hosts.kubernetes import Json, broken_by_pods, controller, mesh, mesh_name
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "titanrl manifest") -> None:

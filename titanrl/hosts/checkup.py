@@ -15,7 +15,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from operator import add
 from pathlib import Path
 from typing import Any, Literal
@@ -56,10 +56,7 @@ END_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """Resources that a run's roles need on one host.
-
-    Example: `Needs(roles="generators", memory=1_900_000_000, shared_memory=0, devices=8)`
-    """
+    """Resources that a run's roles need on one host."""
 
     roles: str
     """Roles on the host, for display."""
@@ -92,11 +89,8 @@ class Examined:
     """Findings about one host."""
 
     node: str
-    """Name of the host."""
     report: HostReport
-    """State of the host."""
     needs: Needs
-    """Resources that the run needs on the host."""
     clock_s: float
     """Seconds by which the host's clock is ahead of the controller's."""
     taken: Mapping[str, str]
@@ -108,7 +102,6 @@ class Problem:
     """One line of the verdict."""
 
     host: str
-    """Name of the host."""
     what: str
     """Problem, as a sentence without the period."""
     fix: str
@@ -128,7 +121,6 @@ class Probes:
     """Connections to the probes on the hosts."""
 
     def __init__(self, num_hosts: int) -> None:
-        """Start without connections."""
         self.leases = Leases(num_hosts, self._on_lost, self._on_lost, self._on_line)
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._problems: dict[int, str] = {}  # configuration errors of hosts that a launcher started, by rank
@@ -137,22 +129,6 @@ class Probes:
     def hosts(self) -> list[Host]:
         """Hosts, by rank."""
         return [host for _, host in sorted(self.leases.hosts.items())]
-
-    async def connected(self, timeout_s: float) -> None:
-        """Wait until every probe has connected.
-
-        Raises:
-            CheckupError: A probe did not connect in time.
-        """
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self.leases.all_held()
-        except TimeoutError:
-            missing = ", ".join(map(str, self.leases.missing))
-            raise CheckupError(
-                f"timeouts.start_s: the probe of host {missing} has not connected to {socket.gethostname()} "
-                f"(got {timeout_s:g}). Read the output of the hosts, and allow all ports between them."
-            ) from None
 
     async def query(self, rank: int, request: str, **fields: Any) -> Any:
         """Send a request to a host's probe; return its reply.
@@ -172,10 +148,6 @@ class Probes:
         except TimeoutError:
             node = self.leases.hosts[rank].node
             raise CheckupError(f"{node}: no reply to '{request}' within {REPLY_S:g} s. Check this host.") from None
-
-    async def query_all(self, request: str, **fields: Any) -> list[Any]:
-        """Send a request to all hosts; return their replies by rank."""
-        return await asyncio.gather(*(self.query(host.rank, request, **fields) for host in self.hosts))
 
     def _on_line(self, host: Host, line: bytes) -> None:
         if line == READY:
@@ -200,11 +172,9 @@ class Checkup:
     """Findings about the hosts of a run."""
 
     hosts: Sequence[Examined]
-    """Hosts, by rank."""
     links: Sequence[Link]
-    """Connections between them."""
     problems: Sequence[Problem]
-    """Problems, errors first."""
+    """Errors first."""
 
     @property
     def code(self) -> int:
@@ -213,14 +183,7 @@ class Checkup:
 
 
 async def examine(config: Config, sizes: Sizes, device: DeviceKind, world: World | None, say: Say) -> Checkup:
-    """Check the hosts of a configuration. This starts probes on them, unless a launcher has already done so.
-
-    Args:
-        config: configuration of the run.
-        sizes: sizes of the run.
-        device: kind of the hosts' devices.
-        world: processes of a launcher; None without a launcher.
-        say: called with a message for the user about what startup is waiting for.
+    """Check the hosts of a configuration. This starts probes on them, unless a launcher (`world`) has already done so.
 
     Raises:
         CheckupError: A probe does not reply.
@@ -230,7 +193,11 @@ async def examine(config: Config, sizes: Sizes, device: DeviceKind, world: World
     folder = config.output_dir.absolute() / f".doctor-{token}"
     folder.mkdir(parents=True)
     (folder / "token").write_text(token, encoding="utf-8")
-    request = ReportRequest(device=device, folders=_folders(config), token_file=str(folder / "token"), token=token)
+    paths = {"model.path": config.model.path}
+    if config.distill is not None:
+        paths["distill.teacher.path"] = config.distill.teacher.path
+    folders = {key: str(path.absolute()) for key, path in paths.items() if path is not None}
+    request = ReportRequest(device=device, folders=folders, token_file=str(folder / "token"), token=token)
     keeps_folder = config.hosts.kind == "slurm"  # after an error, the folder contains the hosts' output
     try:
         async with _started(config, device, world, len(needs), folder, say) as probes:
@@ -248,39 +215,36 @@ async def examine(config: Config, sizes: Sizes, device: DeviceKind, world: World
 
 
 async def _query_hosts(config: Config, probes: Probes, request: ReportRequest, needs: Sequence[Needs]) -> Checkup:
-    reports = await probes.query_all("report", **asdict(request))
-    listening = [await probes.query(host.rank, "listen", ports=_named_ports(config)) for host in probes.hosts]
-    clocks = [await _clock(probes, host.rank) for host in probes.hosts]
-    names = names_of(probes.hosts)
-    links = await _links(probes, names, listening)
+    reports = await asyncio.gather(*(probes.query(host.rank, "report", **asdict(request)) for host in probes.hosts))
+    ports = {}
     if config.hosts.kind in ("slurm", "kubernetes"):
-        links += await _links_from_here(probes, listening)
+        port = config.hosts.slurm.port if config.hosts.kind == "slurm" else config.hosts.kubernetes.port
+        ports[f"port {port} (hosts.{config.hosts.kind}.port)"] = port
+    listening = [await probes.query(host.rank, "listen", ports=ports) for host in probes.hosts]
+    clocks = [await _clock(probes, host.rank) for host in probes.hosts]
+    nodes = [host.node for host in probes.hosts]  # with the rank if several hosts are on one machine
+    names = [node if nodes.count(node) == 1 else f"{node}:{rank}" for rank, node in enumerate(nodes)]
+    links = list[Link]()
+    for pairs in rounds(len(names)):  # no host takes part in two measurements at the same time
+        replies = await asyncio.gather(
+            *(
+                probes.query(source, "connect", address=listening[target]["address"], ports=listening[target]["ports"])
+                for source, target in pairs
+            )
+        )
+        for (source, target), reply in zip(pairs, replies, strict=True):
+            links.append(Link(source=names[source], target=names[target], **reply))
+    if config.hosts.kind in ("slurm", "kubernetes"):  # then the controller may be on another machine
+        here = socket.gethostname()
+        for host, reply in zip(probes.hosts, listening, strict=True):
+            if host.name != here:
+                link = await connect(reply["address"], reply["ports"])
+                links.append(Link(source=f"{here} (controller)", target=host.node, **link))
     hosts = [
         Examined(node=name, report=HostReport(**report), needs=need, clock_s=clock, taken=reply["taken"])
         for name, report, need, clock, reply in zip(names, reports, needs, clocks, listening, strict=True)
     ]
     return Checkup(hosts=hosts, links=links, problems=problems(hosts, links))
-
-
-def names_of(hosts: Sequence[Host]) -> list[str]:
-    """Return unique display names of the hosts: the node, with the rank if several hosts are on one machine."""
-    names = [host.node for host in hosts]
-    return [name if names.count(name) == 1 else f"{name}:{host.rank}" for name, host in zip(names, hosts, strict=True)]
-
-
-def _named_ports(config: Config) -> dict[str, int]:
-    if config.hosts.kind not in ("slurm", "kubernetes"):
-        return {}
-    port = config.hosts.slurm.port if config.hosts.kind == "slurm" else config.hosts.kubernetes.port
-    return {f"port {port} (hosts.{config.hosts.kind}.port)": port}
-
-
-def _folders(config: Config) -> dict[str, str]:
-    """Return the files and folders that every host must see, by key."""
-    found = {"model.path": config.model.path}
-    if config.distill is not None:
-        found["distill.teacher.path"] = config.distill.teacher.path
-    return {key: str(path.absolute()) for key, path in found.items() if path is not None}
 
 
 @contextlib.asynccontextmanager
@@ -298,7 +262,7 @@ async def _started(
             await provider.acquire()
             yield probes
         finally:
-            provider.kill()
+            await provider.kill()
         return
     address = "127.0.0.1" if world is None else own_address(world)
     if world is not None and not address:
@@ -309,9 +273,19 @@ async def _started(
     await probes.leases.serve(listener)
     controller = Controller(f"{address}:{listener.getsockname()[1]}", probes.leases.token)
     store = None if world is None else publish(world, controller, address, start_s)
-    children = [_start_holder(controller, rank) for rank in range(num_hosts if world is None else 1)]
+    environment = os.environ | {CONTROLLER: controller.address, TOKEN: controller.token}
+    commands = [[sys.executable, "-m", MODULE, CONNECT, str(rank)] for rank in range(num_hosts if world is None else 1)]
+    children = [subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment) for command in commands]
     try:
-        await probes.connected(start_s)
+        try:
+            async with asyncio.timeout(start_s):
+                await probes.leases.all_held()
+        except TimeoutError:
+            missing = ", ".join(map(str, probes.leases.missing))
+            raise CheckupError(
+                f"timeouts.start_s: the probe of host {missing} has not connected to {socket.gethostname()} "
+                f"(got {start_s:g}). Read the output of the hosts, and allow all ports between them."
+            ) from None
         yield probes
     except BaseException:  # including cancellation
         probes.leases.close()  # makes the probes exit
@@ -324,11 +298,6 @@ async def _started(
             child.wait()
         probes.leases.close()
         del store  # no longer needed, because all probes have connected
-
-
-def _start_holder(controller: Controller, rank: int) -> "subprocess.Popen[bytes]":
-    environment = os.environ | {CONTROLLER: controller.address, TOKEN: controller.token}
-    return subprocess.Popen([sys.executable, "-m", MODULE, CONNECT, str(rank)], stdin=subprocess.DEVNULL, env=environment)
 
 
 async def _clock(probes: Probes, rank: int) -> float:
@@ -344,33 +313,6 @@ async def _clock(probes: Probes, rank: int) -> float:
         if received - sent < best:
             best, ahead = received - sent, there - (sent + received) / 2
     return ahead
-
-
-async def _links(probes: Probes, names: Sequence[str], listening: Sequence[Mapping[str, Any]]) -> list[Link]:
-    """Measure the connection from every host to every other one. No host takes part in two measurements at the same time."""
-    found = list[Link]()
-    for pairs in rounds(len(names)):
-        replies = await asyncio.gather(
-            *(
-                probes.query(source, "connect", address=listening[target]["address"], ports=listening[target]["ports"])
-                for source, target in pairs
-            )
-        )
-        found += [
-            Link(source=names[source], target=names[target], **reply)
-            for (source, target), reply in zip(pairs, replies, strict=True)
-        ]
-    return found
-
-
-async def _links_from_here(probes: Probes, listening: Sequence[Mapping[str, Any]]) -> list[Link]:
-    """Measure the connections from the controller to the hosts on other machines."""
-    here, found = socket.gethostname(), list[Link]()
-    for host, reply in zip(probes.hosts, listening, strict=True):
-        if host.name != here:
-            link = await connect(reply["address"], reply["ports"])
-            found.append(Link(source=f"{here} (controller)", target=host.node, **link))
-    return found
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:
@@ -408,78 +350,54 @@ def needs_of(config: Config, sizes: Sizes, device: DeviceKind) -> list[Needs]:
     return [Needs(roles="all", memory=total, shared_memory=published, devices=devices)] * count
 
 
-@dataclass(slots=True)
-class _Tally:
-    """Sums over the roles on a host."""
-
-    roles: list[str] = field(default_factory=list)
-    private: int = 0
-    """Bytes of the processes' private memory."""
-    shared: int = 0
-    """Bytes of shared memory."""
-    trainers: int = 0
-    """Number of trainer ranks."""
-    generators: int = 0
-    """Number of ranks of generators, teacher and evaluator."""
-
-
 def _needs_by_host(config: Config, sizes: Sizes, *, on_cpu: bool) -> list[Needs]:
     """Return the resources needed on each host, given the roles that `placement` assigns to it."""
-    tallies = {(mesh, number): _Tally() for mesh, count in host_counts(config).items() for number in range(count)}
-    _add_others(config, sizes, tallies)
-    _add_trainers(config, sizes, tallies, on_cpu=on_cpu)
+    hosts, memory = config.hosts, sizes.memory
+    places = [(mesh, number) for mesh, count in host_counts(config).items() for number in range(count)]
+    roles: dict[HostPlace, list[str]] = {place: [] for place in places}
+    private, shared = Counter[HostPlace](), Counter[HostPlace]()  # bytes
+    trainers, generators = Counter[HostPlace](), Counter[HostPlace]()  # ranks
+
+    workers = [worker_place(config, worker) or places[0] for worker in range(config.rollout.num_workers)]
+    store = [store_place(config) or places[0]]
+    homes = {"controller": places[:1], "rollout": workers, "sandbox": workers, "buffer": store, "store": store}
+    for role, homes_of_role in homes.items():
+        for place in homes_of_role if role in sizes.processes else ():
+            roles[place] += [role] if role in ("controller", "rollout") else []
+            private[place] += sizes.processes[role] // len(homes_of_role) * LIBRARY_BYTES[role]
+
+    ranks = config.num_trainer_ranks // hosts.trainer_hosts
+    rank_bytes = LIBRARY_BYTES["trainer"] + (memory.trainer.cpu_total if memory is not None and on_cpu else 0)
+    for number in range(hosts.trainer_hosts if ranks else 0):
+        place = "trainers", number
+        roles[place].append("trainer")
+        private[place] += ranks * rank_bytes
+        trainers[place] = ranks
+        if memory is not None and config.num_generator_ranks:
+            shared[place] += 2 * memory.replica_weights // hosts.trainer_hosts
+
     if config.num_generator_ranks:
-        _add_generators(config, sizes, tallies, on_cpu=on_cpu)
-    combine = max if config.hosts.share_devices else add
+        rank_bytes = LIBRARY_BYTES["generator"]
+        if memory is not None and on_cpu:
+            rank_bytes += memory.generator_rank_weights + config.generator.kv_cache_bytes // config.generator.tp
+        generators[replica_place(config, 0)] += sizes.processes.get("teacher", 0) + sizes.processes.get("evaluator", 0)
+        for replica in range(config.generator.replicas):
+            generators[replica_place(config, replica)] += config.generator.tp
+        for place, count in generators.items():
+            roles[place].append("generators")
+            private[place] += count * rank_bytes
+            shared[place] += 0 if memory is None else received_bytes(config, memory)
+
+    combine = max if hosts.share_devices else add
     return [
         Needs(
-            roles=", ".join(dict.fromkeys(tally.roles)),
-            memory=tally.private + tally.shared,
-            shared_memory=tally.shared,
-            devices=0 if on_cpu else combine(tally.trainers, tally.generators),
+            roles=", ".join(dict.fromkeys(roles[place])),
+            memory=private[place] + shared[place],
+            shared_memory=shared[place],
+            devices=0 if on_cpu else combine(trainers[place], generators[place]),
         )
-        for tally in tallies.values()
+        for place in places
     ]
-
-
-def _add_others(config: Config, sizes: Sizes, tallies: Mapping[HostPlace, _Tally]) -> None:
-    controller = next(iter(tallies))
-    workers = [worker_place(config, worker) or controller for worker in range(config.rollout.num_workers)]
-    store = [store_place(config) or controller]
-    homes = {"controller": [controller], "rollout": workers, "sandbox": workers, "buffer": store, "store": store}
-    for role, places in homes.items():
-        for place in places if role in sizes.processes else ():
-            tallies[place].roles += [role] if role in ("controller", "rollout") else []
-            tallies[place].private += sizes.processes[role] // len(places) * LIBRARY_BYTES[role]
-
-
-def _add_trainers(config: Config, sizes: Sizes, tallies: Mapping[HostPlace, _Tally], *, on_cpu: bool) -> None:
-    memory, num_hosts = sizes.memory, config.hosts.trainer_hosts
-    ranks = config.num_trainer_ranks // num_hosts
-    rank_bytes = LIBRARY_BYTES["trainer"] + (memory.trainer.cpu_total if memory is not None and on_cpu else 0)
-    for number in range(num_hosts if ranks else 0):
-        tally = tallies["trainers", number]
-        tally.roles.append("trainer")
-        tally.private += ranks * rank_bytes
-        tally.trainers = ranks
-        if memory is not None and config.num_generator_ranks:
-            tally.shared += 2 * memory.replica_weights // num_hosts
-
-
-def _add_generators(config: Config, sizes: Sizes, tallies: Mapping[HostPlace, _Tally], *, on_cpu: bool) -> None:
-    memory, tp = sizes.memory, config.generator.tp
-    rank_bytes = LIBRARY_BYTES["generator"]
-    if memory is not None and on_cpu:
-        rank_bytes += memory.generator_rank_weights + config.generator.kv_cache_bytes // tp
-    ranks = Counter({replica_place(config, 0): sizes.processes.get("teacher", 0) + sizes.processes.get("evaluator", 0)})
-    for replica in range(config.generator.replicas):
-        ranks[replica_place(config, replica)] += tp
-    for place, count in ranks.items():
-        tally = tallies[place]
-        tally.roles.append("generators")
-        tally.private += count * rank_bytes
-        tally.generators = count
-        tally.shared += 0 if memory is None else received_bytes(config, memory)
 
 
 def problems(hosts: Sequence[Examined], links: Sequence[Link]) -> list[Problem]:

@@ -30,6 +30,7 @@ from titanrl.hosts.leases import (
     hold_lease,
     keep_alive,
 )
+from titanrl.hosts.monarch_host import MONARCH_HOST
 from titanrl.hosts.report import reply
 from titanrl.processes.temporary import TemporaryFolder
 from titanrl.processes.variables import temporary_folder
@@ -42,8 +43,6 @@ CONTROLLER, TOKEN = "TITANRL_CONTROLLER", "TITANRL_TOKEN"
 """Environment variables with the address of the controller's leases, and their secret."""
 POD_IP = "TITANRL_POD_IP"
 """Environment variable with the address of the pod."""
-MONARCH_HOST = "from titanrl.hosts.monarch_host import main; main()"
-"""Program of Monarch's host."""
 FREE_S = 5.0
 """Seconds that a new controller waits for a pod to finish serving the previous one."""
 SERVING, BUSY = "serving", "busy"
@@ -97,13 +96,6 @@ class Session:
     """Service of this host for one controller, on an open connection."""
 
     def __init__(self, node: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Start nothing yet.
-
-        Args:
-            node: name of this host.
-            reader: the controller's lines.
-            writer: connection to the controller.
-        """
         self._node, self._reader, self._writer = node, reader, writer
         self._own_address = str(writer.get_extra_info("sockname")[0])
         self._worker: asyncio.subprocess.Process | None = None  # Monarch's host
@@ -192,13 +184,6 @@ class Pod:
     """
 
     def __init__(self, token: str, ip: str, port: int) -> None:
-        """Listen on no socket yet.
-
-        Args:
-            token: secret that controllers must send.
-            ip: address of this pod.
-            port: port of the leases.
-        """
         self._token, self._ip, self._port = token, ip, port
         self._holder, self._is_serving = "", asyncio.Lock()
         self._is_told = asyncio.Event()

@@ -6,39 +6,57 @@ to the controller: they can exist before it, and serve several controllers in tu
 """
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
+import re
 import secrets
 import socket
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from titanrl.base.choices import DeviceKind
 from titanrl.base.errors import TitanRLError
 from titanrl.config.errors import BrokenRule
 from titanrl.config.schema import Config
-from titanrl.hosts.holder import BUSY, SERVING, tcp
-from titanrl.hosts.kubernetes_objects import GROUP, MESH_LABEL, PLURAL, POD_NAME, VERSION, Json, mesh, mesh_name, token_of
-from titanrl.hosts.leases import START, Host, Leases, OnLost, Say
+from titanrl.config.sections import KubernetesConfig
+from titanrl.config.sizes import host_counts
+from titanrl.hosts.holder import BUSY, LISTEN, MODULE, POD_IP, SERVING, TOKEN, tcp
+from titanrl.hosts.leases import START, Host, LeasedHosts, Leases, Say
 from titanrl.hosts.machine_rules import broken_by_name, broken_by_remote_hosts
 
 if TYPE_CHECKING:
-    from kubernetes.client import ApiClient, ApiException, Configuration
+    from kubernetes.aio.client import ApiClient, ApiException
 
 logger = logging.getLogger(__name__)
 
+GROUP, VERSION, PLURAL = "monarch.pytorch.org", "v1alpha1", "monarchmeshes"
+"""API group, version and plural name of the MonarchMesh resource."""
+MESH_LABEL = "monarch.pytorch.org/mesh-name"
+"""Label that the operator puts on the pods of a mesh."""
+RUN_LABEL, ROLE_LABEL = "titanrl/run", "titanrl/role"
+"""Labels on the objects of a run."""
+POD_NAME = "TITANRL_POD_NAME"
+"""Environment variable with the name of the controller's pod."""
+CONFIG_FOLDER = "/run/titanrl"
+"""Folder of the configuration in the controller's pod."""
+GRACE_S = 60
+"""Seconds from SIGTERM to SIGKILL for the controller, which may save a checkpoint first."""
+HOST_GRACE_S = 10
+"""The same for the other pods, which have nothing to save."""
+MAX_NAME = 63
 REPLY_S = 15.0
 """Limit for a response of the API server, in seconds."""
 RELEASE_S = 5.0
 """Shorter limit for deletions, which delay the end of the run."""
 WATCH_S = 300
 """Seconds after which a watch is reopened. The server sends nothing while nothing changes."""
+RETRIES = 3
+"""Attempts of a request that changes nothing, or that deletes."""
 RETRY_S = 1.0
 """Seconds before a failed watch is reopened."""
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
@@ -58,11 +76,9 @@ HOPELESS = (
 """Waiting reasons of a container that do not resolve with time."""
 INDEX = "apps.kubernetes.io/pod-index"
 """Label with the index of a pod in its mesh."""
-
+Json = dict[str, Any]
 Object = Mapping[str, Any]
 """API object, as JSON."""
-OnPods = Callable[[dict[str, Json]], None]
-"""Called with all pods of a mesh, by name, whenever one changes."""
 
 
 class KubernetesError(TitanRLError):
@@ -71,6 +87,212 @@ class KubernetesError(TitanRLError):
 
 class PodBusyError(KubernetesError):
     """A pod serves another run."""
+
+
+# Objects, which follow the schema of Monarch's operator 0.2 (`tests/cluster/monarchmesh_crd.json`). Monarch's `KubernetesJob`
+# is not used: it cannot render objects without a cluster, and its pods' hosts outlive their controller.
+
+
+def mesh_name(run: str, role: str, suffix: str = "") -> str:
+    """Return the name of a mesh. Monarch's operator only allows lower-case letters and digits."""
+    tail = f"{role}{suffix}"
+    letters = re.sub(r"[^a-z0-9]", "", run.lower())
+    return f"{letters if letters[:1].isalpha() else f'run{letters}'}"[: MAX_NAME - len(tail) - len("-svc")] + tail
+
+
+def object_name(run: str) -> str:
+    """Return the name of the controller's objects: a DNS label."""
+    text = re.sub(r"[^a-z0-9]+", "-", f"titanrl-{run.lower()}")
+    return text[: MAX_NAME - 1].strip("-")
+
+
+def mesh(
+    config: Config, device: DeviceKind, role: str, name: str, token: str, *, namespace: str, owner: Json | None = None
+) -> Json:
+    """Return the MonarchMesh of a role.
+
+    Args:
+        config: configuration of the run.
+        device: kind of the pods' devices.
+        role: `trainers` or `generators`.
+        name: name of the resource.
+        token: secret of the pods' leases.
+        namespace: namespace of the resource.
+        owner: entry of `ownerReferences`; Kubernetes deletes the resource with this object.
+    """
+    kubernetes = config.hosts.kubernetes
+    metadata: Json = {"name": name, "namespace": namespace, "labels": _labels(config, role)}
+    if owner is not None:
+        metadata["ownerReferences"] = [owner]
+    return {
+        "apiVersion": f"{GROUP}/{VERSION}",
+        "kind": "MonarchMesh",
+        "metadata": metadata,
+        "spec": {
+            "replicas": host_counts(config)[role],
+            "port": kubernetes.port,
+            "podTemplate": {
+                "metadata": {"labels": _labels(config, role)},
+                "spec": _host_spec(kubernetes, token, 0 if device == "cpu" else config.hosts.devices_per_host),
+            },
+        },
+    }
+
+
+def token_of(resource: Mapping[str, Any]) -> str:
+    """Return the secret of a MonarchMesh's pods; empty if TitanRL did not create the resource."""
+    containers = resource["spec"]["podTemplate"].get("spec", {}).get("containers", ())
+    variables = containers[0].get("env", ()) if containers else ()
+    return next((str(one["value"]) for one in variables if one["name"] == TOKEN and "value" in one), "")
+
+
+def controller(config: Config, text: str, namespace: str, resume: str | None = None, *, examines: bool = False) -> list[Json]:
+    """Return the objects of the controller: its Job, configuration, service account and permissions.
+
+    Args:
+        config: configuration of the run.
+        text: the same configuration as YAML.
+        namespace: namespace of the objects.
+        resume: run directory to resume, as a path in the pods; None starts a new run.
+        examines: whether the Job runs `titanrl doctor` on the run's hosts instead of the run.
+    """
+    kubernetes, name = config.hosts.kubernetes, object_name(f"{config.name}-doctor" if examines else config.name)
+    account = kubernetes.service_account or name
+    objects = [] if kubernetes.service_account is not None else _rights(name, namespace)
+    objects += [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name}, "data": {"run.yaml": text}}]
+    source = ["--config", f"{CONFIG_FOLDER}/run.yaml"] if resume is None else ["--resume", resume]
+    objects.append(
+        {
+            "apiVersion": "batch/v1",
+            "kind": "Job",
+            "metadata": {"name": name},
+            "spec": {
+                "backoffLimit": 0,
+                "ttlSecondsAfterFinished": kubernetes.keep_finished_s,
+                "template": {
+                    "metadata": {"labels": _labels(config, "controller")},
+                    "spec": _controller_spec(kubernetes, name, account, ["doctor" if examines else config.program, *source]),
+                },
+            },
+        }
+    )
+    for one in objects:
+        one["metadata"] |= {"namespace": namespace, "labels": _labels(config, "controller")}
+    return objects
+
+
+def _labels(config: Config, role: str) -> dict[str, str]:
+    return {**config.hosts.kubernetes.labels, RUN_LABEL: object_name(config.name), ROLE_LABEL: role}
+
+
+def _rights(name: str, namespace: str) -> list[Json]:
+    api = "rbac.authorization.k8s.io"
+    return [
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": name}},
+        {
+            "apiVersion": f"{api}/v1",
+            "kind": "Role",
+            "metadata": {"name": name},
+            "rules": [
+                {"apiGroups": [GROUP], "resources": [PLURAL], "verbs": ["get", "create", "patch", "delete"]},
+                {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]},
+            ],
+        },
+        {
+            "apiVersion": f"{api}/v1",
+            "kind": "RoleBinding",
+            "metadata": {"name": name},
+            "roleRef": {"apiGroup": api, "kind": "Role", "name": name},
+            "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": namespace}],
+        },
+    ]
+
+
+def _host_spec(kubernetes: KubernetesConfig, token: str, num_devices: int) -> Json:
+    """Return the spec of a trainer or generator pod. The pod gets no access to the API."""
+    amounts = {"cpu": kubernetes.cpu, "memory": kubernetes.memory, kubernetes.gpu_resource: num_devices or None}
+    container = _container(
+        kubernetes,
+        [MODULE, LISTEN, str(kubernetes.port + 1)],
+        {TOKEN: token, POD_IP: "status.podIP"},
+        {key: str(amount) for key, amount in amounts.items() if amount is not None},
+    )
+    container["ports"] = [
+        {"name": "monarch", "containerPort": kubernetes.port},
+        {"name": "lease", "containerPort": kubernetes.port + 1},
+    ]
+    container["readinessProbe"] = {"tcpSocket": {"port": kubernetes.port + 1}, "periodSeconds": 2}
+    spec: Json = {
+        **kubernetes.pod_spec,
+        "automountServiceAccountToken": False,
+        "terminationGracePeriodSeconds": HOST_GRACE_S,
+        "containers": [container],
+        "volumes": _volumes(kubernetes),
+    }
+    if kubernetes.node_selector:
+        spec["nodeSelector"] = kubernetes.node_selector
+    if kubernetes.tolerations:
+        spec["tolerations"] = [one.model_dump(exclude_none=True) for one in kubernetes.tolerations]
+    return spec
+
+
+def _controller_spec(kubernetes: KubernetesConfig, name: str, account: str, command: list[str]) -> Json:
+    amounts = {"cpu": kubernetes.controller_cpu, "memory": kubernetes.controller_memory}
+    container = _container(
+        kubernetes,
+        ["titanrl.cli", *command],
+        {POD_NAME: "metadata.name"},
+        {key: amount for key, amount in amounts.items() if amount is not None},
+    )
+    container["volumeMounts"].append({"name": "config", "mountPath": CONFIG_FOLDER, "readOnly": True})
+    return {
+        "serviceAccountName": account,
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": GRACE_S,
+        "containers": [container],
+        "volumes": [*_volumes(kubernetes), {"name": "config", "configMap": {"name": name}}],
+        **{key: value for key, value in kubernetes.pod_spec.items() if key in ("imagePullSecrets", "securityContext")},
+    }
+
+
+def _container(
+    kubernetes: KubernetesConfig, module: list[str], variables: Mapping[str, str], amounts: Mapping[str, str]
+) -> Json:
+    """Return the container of a pod. A variable whose value starts with `status.` or `metadata.` gets that field of the pod."""
+    env: list[Json] = [{"name": key, "value": value} for key, value in kubernetes.env.items()]
+    for key, value in variables.items():
+        is_field = value.startswith(("status.", "metadata."))
+        env.append(
+            {"name": key, "valueFrom": {"fieldRef": {"fieldPath": value}}} if is_field else {"name": key, "value": value}
+        )
+    container: Json = {
+        "name": "titanrl",
+        "image": kubernetes.image,
+        "imagePullPolicy": kubernetes.image_pull_policy,
+        "command": [kubernetes.python, "-u", "-m", *module],
+        "env": env,
+        "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
+    }
+    if kubernetes.volumes:
+        container["workingDir"] = kubernetes.volumes[0].mount_path
+    for number, volume in enumerate(kubernetes.volumes):
+        mount: Json = {"name": f"volume-{number}", "mountPath": volume.mount_path}
+        container["volumeMounts"].append({**mount, "readOnly": True} if volume.read_only else mount)
+    if amounts:
+        container["resources"] = {"requests": dict(amounts), "limits": dict(amounts)}
+    return container
+
+
+def _volumes(kubernetes: KubernetesConfig) -> list[Json]:
+    """Return the volumes of a pod, including one for /dev/shm, because a container's default has only 64 MB."""
+    memory: Json = {"medium": "Memory"}
+    if kubernetes.shared_memory is not None:
+        memory["sizeLimit"] = kubernetes.shared_memory
+    claims: list[Json] = [
+        {"name": f"volume-{number}", "persistentVolumeClaim": {"claimName": volume.claim}}
+        for number, volume in enumerate(kubernetes.volumes)
+    ]
+    return [{"name": "shm", "emptyDir": memory}, *claims]
 
 
 # Rules
@@ -106,13 +328,9 @@ def broken_by_pods(config: Config) -> Iterator[BrokenRule]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodState:
-    """State of a pod.
-
-    Example: `PodState(name="t-0", uid="7c1e", number=0, ip="", node="", is_ready=False, problem="Pending", is_hopeless=False)`
-    """
+    """State of a pod."""
 
     name: str
-    """Name of the pod."""
     uid: str
     """Unique id of the pod, which a replacement with the same name does not share."""
     number: int
@@ -130,14 +348,15 @@ class PodState:
 
 
 def pod_state(pod: Object) -> PodState:
-    """Return the state of a pod."""
+    """Return the state of a pod. Its index is in a label that is new in Kubernetes 1.28, and at the end of its name."""
     metadata, status = pod["metadata"], pod.get("status", {})
     ready = _condition(status, "Ready").get("status") == "True"
     problem, is_hopeless = ("", False) if ready else _problem(status)
+    number = (metadata.get("labels") or {}).get(INDEX) or metadata["name"].rpartition("-")[2]
     return PodState(
         name=metadata["name"],
         uid=metadata.get("uid", ""),
-        number=_number(metadata),
+        number=int(number) if number.isdecimal() else -1,
         ip=status.get("podIP", ""),
         node=pod.get("spec", {}).get("nodeName", ""),
         is_ready=ready and not _is_going(pod),
@@ -213,16 +432,10 @@ def _is_going(pod: Object) -> bool:
     return pod["metadata"].get("deletionTimestamp") is not None
 
 
-def _number(metadata: Object) -> int:
-    """Return the index of a pod from its label, or from the end of its name, because the label is new in Kubernetes 1.28."""
-    text = (metadata.get("labels") or {}).get(INDEX) or metadata["name"].rpartition("-")[2]
-    return int(text) if text.isdecimal() else -1
-
-
 # The hosts
 
 
-class KubernetesHosts:
+class KubernetesHosts(LeasedHosts):
     """Pods of MonarchMesh resources. Existing resources with the names of `titanrl manifest` are used; others are created."""
 
     def __init__(
@@ -242,23 +455,20 @@ class KubernetesHosts:
             device: kind of the pods' devices.
             meshes: number of hosts by mesh name.
             say: called with a message for the user about what startup is waiting for.
-            leases: leases that hold the pods; by default, leases that report lost pods to the run.
+            leases: by default, leases that report lost pods to the run.
             keep: whether to keep existing resources when the run ends; None uses `hosts.kubernetes.keep`.
         """
+        super().__init__(sum(meshes.values()), leases)
         self._config, self._device, self._meshes, self._say = config, device, meshes, say
         self._keeps = config.hosts.kubernetes.keep if keep is None else keep
-        self._leases = leases or Leases(sum(meshes.values()), self._on_lost, self._on_ending)
-        self._api: Api | None = None
+        self._api: Api
+        self._releasing = contextlib.AsyncExitStack()
         self._names: dict[str, str] = {}  # resource names, by mesh
         self._owned: set[str] = set()  # names of the resources to delete with the run
         self._adopted: dict[str, Json | None] = {}  # the ones of them that existed before, with their new owner
         self._pods: list[tuple[str, PodState]] = []  # role and state, by rank
         self._terminated: set[int] = set()  # ranks of the pods that Kubernetes terminated with SIGTERM
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._is_acquired = False
         self._said = ""  # last message about what startup is waiting for
-        self.on_lost: OnLost = lambda name, cause: None
-        """Called when a host is lost."""
 
     async def start(self, identities: Sequence[str]) -> list[str]:
         """Create or find the pods, and start Monarch's hosts in them. See `Provider`.
@@ -270,8 +480,7 @@ class KubernetesHosts:
         port, pods = self._config.hosts.kubernetes.port, [state for _, state in self._pods]
         addresses = [f"{identity}@{tcp(pod.ip, port)}" for identity, pod in zip(identities, pods, strict=True)]
         for rank, address in enumerate(addresses):
-            self._leases.send(rank, f"{START} {address}")
-        self._is_acquired = True
+            self.leases.send(rank, f"{START} {address}")
         names = [f"{pod.name} on {pod.node}" if pod.node else pod.name for pod in pods]
         self._say(f"Kubernetes: {len(pods)} pods ({', '.join(names)})")
         return addresses
@@ -282,75 +491,71 @@ class KubernetesHosts:
         Raises:
             KubernetesError: The cluster refused a request, or the pods did not start.
         """
-        tokens = await self._requested()
-        ready = await self._ready()
-        self._pods = [(role, ready[role][index]) for role, number in self._meshes.items() for index in range(number)]
-        port, own = self._config.hosts.kubernetes.port + 1, f"{self._config.name}@{socket.gethostname()}"
+        kubernetes = self._config.hosts.kubernetes
+        self._api = await Api.open(kubernetes.namespace, kubernetes.context)
+        self._releasing.push_async_callback(self._api.close)
+        self._releasing.push_async_callback(self._delete_owned)
+        requesting = asyncio.ensure_future(self._request())  # each of its API calls has a time limit
         try:
-            await asyncio.gather(
-                *(
-                    hold_pod(self._leases, rank, pod, port, f"{tokens[role]} {own}")
-                    for rank, (role, pod) in enumerate(self._pods)
-                )
-            )
-        except PodBusyError:
-            await asyncio.to_thread(self._leave)
-            raise
-        await self._leases.all_held()
-
-    def kill(self) -> None:
-        """Kill every process of the run in the pods, and release them. A second call does nothing."""
-        self._is_acquired = False
-        self._leases.close()
-        for task in self._tasks:
-            task.cancel()
-        owned, self._owned = self._owned, set()
-        for name in owned:
-            assert self._api is not None
-            try:
-                self._api.delete_mesh(name)
-            except KubernetesError as error:
-                logger.warning("%s MonarchMesh %s remains until the controller's pod is deleted", error, name)
-
-    def has_ended(self, rank: int) -> bool:
-        """Return True if a host exited or became unreachable."""
-        return rank in self._leases.lost
-
-    def are_alive(self) -> bool:
-        """Return True if every host holds its lease."""
-        return self._is_acquired and not self._leases.lost
-
-    async def _requested(self) -> dict[str, str]:
-        """Find or create the resources; return the secret of each mesh's pods."""
-        requesting = asyncio.ensure_future(asyncio.to_thread(self._request))  # each of its API calls has a time limit
-        try:
-            return await asyncio.shield(requesting)
+            tokens = await asyncio.shield(requesting)
         except asyncio.CancelledError:  # wait for a resource that is being created, so that it can be deleted
             await asyncio.gather(requesting, return_exceptions=True)
             raise
+        try:
+            async with asyncio.timeout(kubernetes.start_limit_s):
+                ready = await self._ready()
+        except TimeoutError:
+            raise KubernetesError(
+                f"hosts.kubernetes.start_limit_s: the pods were not ready in time: {self._said or 'no reply from the cluster'} "
+                f"(got {kubernetes.start_limit_s:g}). Raise the limit, or request fewer resources."
+            ) from None
+        self._pods = [(role, ready[role][index]) for role, number in self._meshes.items() for index in range(number)]
+        port, own = kubernetes.port + 1, f"{self._config.name}@{socket.gethostname()}"
+        try:
+            await asyncio.gather(
+                *(
+                    hold_pod(self.leases, rank, pod, port, f"{tokens[role]} {own}")
+                    for rank, (role, pod) in enumerate(self._pods)
+                )
+            )
+        except PodBusyError:  # leave the resources to the other run
+            self._owned -= self._adopted.keys()
+            for name, owner in self._adopted.items():
+                if owner is not None:
+                    await self._api.own_mesh(name, [])
+            raise
+        await self.leases.all_held()
 
-    def _request(self) -> dict[str, str]:
-        """Find or create each resource. This blocks, so it runs in a thread."""
-        kubernetes, name = self._config.hosts.kubernetes, self._config.name
-        self._api = Api(kubernetes.namespace, kubernetes.context)
-        owner, tokens, suffix = self._api.owner(), {}, secrets.token_hex(3)
+    async def kill(self) -> None:
+        """Kill every process of the run in the pods, and release them. A second call does nothing."""
+        self.close()
+        await self._releasing.aclose()
+
+    async def _delete_owned(self) -> None:
+        for name in self._owned:
+            try:
+                await self._api.delete_mesh(name)
+            except KubernetesError as error:
+                logger.warning("%s MonarchMesh %s remains until the controller's pod is deleted", error, name)
+
+    async def _request(self) -> dict[str, str]:
+        """Find or create each resource; return the secret of its pods, by mesh."""
+        owner, tokens, suffix = await self._api.owner(), {}, secrets.token_hex(3)
         for role in self._meshes:
-            found = self._api.mesh(mesh_name(name, role))
+            found = await self._api.mesh(mesh_name(self._config.name, role))
             if found is not None and "deletionTimestamp" not in found["metadata"]:
-                tokens[role] = self._adopt(role, found, owner)
+                tokens[role] = await self._adopt(role, found, owner)
                 continue
             # Pods of an earlier resource of the same name may still be terminating, so a new one gets a unique name.
-            self._names[role] = mesh_name(name, role, suffix)
-            self._owned.add(self._names[role])
+            name = self._names[role] = mesh_name(self._config.name, role, suffix)
+            self._owned.add(name)
             tokens[role] = secrets.token_hex(16)
-            space = self._api.namespace
-            body = mesh(self._config, self._device, role, self._names[role], tokens[role], namespace=space, owner=owner)
-            self._api.create_mesh(body)
+            body = mesh(self._config, self._device, role, name, tokens[role], namespace=self._api.namespace, owner=owner)
+            await self._api.create_mesh(body)
         return tokens
 
-    def _adopt(self, role: str, found: Json, owner: Json | None) -> str:
+    async def _adopt(self, role: str, found: Json, owner: Json | None) -> str:
         """Use an existing resource, and take ownership of it unless it is kept; return the secret of its pods."""
-        assert self._api is not None
         metadata, spec = found["metadata"], found["spec"]
         name, token = metadata["name"], token_of(found)
         others = [one["name"] for one in metadata.get("ownerReferences", ()) if owner is None or one["uid"] != owner["uid"]]
@@ -377,126 +582,60 @@ class KubernetesHosts:
             self._owned.add(name)
             self._adopted[name] = owner
             if owner is not None:
-                self._api.own_mesh(name, [owner], metadata["resourceVersion"])
+                await self._api.own_mesh(name, [owner], metadata["resourceVersion"])
         return token
 
-    def _leave(self) -> None:
-        """Give up the ownership of resources that another run uses. This blocks, so it runs in a thread."""
-        assert self._api is not None
-        self._owned -= self._adopted.keys()
-        for name, owner in self._adopted.items():
-            if owner is not None:
-                self._api.own_mesh(name, [])
-
     async def _ready(self) -> dict[str, dict[int, PodState]]:
-        """Wait until every pod accepts connections; return their states by mesh and index."""
-        limit_s = self._config.hosts.kubernetes.start_limit_s
-        try:
-            async with asyncio.timeout(limit_s):
-                return await self._wait()
-        except TimeoutError:
-            raise KubernetesError(
-                f"hosts.kubernetes.start_limit_s: the pods were not ready in time: {self._said or 'no reply from the cluster'} "
-                f"(got {limit_s:g}). Raise the limit, or request fewer resources."
-            ) from None
-
-    async def _wait(self) -> dict[str, dict[int, PodState]]:
-        """Watch the pods until all are ready; return their states by mesh and index."""
-        assert self._api is not None
-        loop, changes = asyncio.get_running_loop(), asyncio.Queue[tuple[str, dict[str, Json] | KubernetesError]]()
-        states: dict[str, dict[int, PodState]] = {}
-
-        def tell(role: str) -> Callable[[dict[str, Json] | KubernetesError], None]:
-            return lambda change: _from_thread(loop, changes, (role, change))
-
-        watches: list[PodWatch] = []
-        try:
-            for role, name in self._names.items():
-                watches.append(self._api.watch(name, tell(role), tell(role)))
-            self._say(f"waiting for the pods of MonarchMesh {', '.join(self._names.values())} in {self._api.namespace}")
+        """Watch the pods until all accept connections; return their states by mesh and index."""
+        self._say(f"waiting for the pods of MonarchMesh {', '.join(self._names.values())} in {self._api.namespace}")
+        async with contextlib.aclosing(self._api.pods(self._names.values())) as changes:
             while True:
-                role, change = await changes.get()
-                if isinstance(change, KubernetesError):
-                    raise change
-                states[role] = current(change.values(), self._meshes[role])
-                if self._is_ready(states):
+                pods = await anext(changes)
+                states = {
+                    role: current((pod for pod in pods.values() if pod["metadata"]["labels"][MESH_LABEL] == name), number)
+                    for (role, name), number in zip(self._names.items(), self._meshes.values(), strict=True)
+                }
+                for state in (state for found in states.values() for state in found.values()):
+                    if state.is_hopeless:
+                        raise KubernetesError(
+                            f"hosts.kubernetes: pod {state.name} does not start (got {state.problem}). "
+                            f"Read kubectl describe pod {state.name}, and correct the image or the pods' settings."
+                        )
+                waits = [progress(self._names[role], number, states[role]) for role, number in self._meshes.items()]
+                said = "; ".join(text for text in waits if text)
+                if not said:
                     return states
-        finally:
-            for watch in watches:
-                watch.close()
+                if said != self._said:
+                    self._say(f"waiting for pods: {said}")
+                self._said = said
 
-    def _is_ready(self, states: dict[str, dict[int, PodState]]) -> bool:
-        """Return True if all pods are ready; else tell the user what they are waiting for, if that has changed."""
-        waits = []
-        for role, number in self._meshes.items():
-            for state in states.get(role, {}).values():
-                if state.is_hopeless:
-                    raise KubernetesError(
-                        f"hosts.kubernetes: pod {state.name} does not start (got {state.problem}). "
-                        f"Read kubectl describe pod {state.name}, and correct the image or the pods' settings."
-                    )
-            waits.append(progress(self._names[role], number, states.get(role, {})))
-        if len(states) < len(self._meshes):  # the pods of other meshes have not been listed yet
-            return False
-        said = "; ".join(text for text in waits if text)
-        if said and said != self._said:
-            self._say(f"waiting for pods: {said}")
-        self._said = said
-        return not said
+    def _on_line(self, host: Host, line: bytes) -> None:
+        """Ignore the replies to `start`."""
 
     def _on_ending(self, host: Host) -> None:
         self._terminated.add(host.rank)
 
     def _on_lost(self, host: Host) -> None:
-        task = asyncio.create_task(self._report_lost(host))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._later(self._report_lost(host))
 
     async def _report_lost(self, host: Host) -> None:
-        """Report a lost host, with the reason if Kubernetes knows it."""
         role, state = self._pods[host.rank]
         cause = "Kubernetes terminated it" if host.rank in self._terminated else ""
         try:
-            async with asyncio.timeout(STATUS_S):
-                cause = await self._end_of(state, self._names[role])
+            async with asyncio.timeout(STATUS_S), contextlib.aclosing(self._api.pods([self._names[role]])) as changes:
+                async for pods in changes:  # Kubernetes may know the reason only after the connection has closed
+                    if found := end_of(pods.get(state.name), state.uid):
+                        cause = found
+                        break
         except (KubernetesError, TimeoutError) as error:
             logger.warning("the state of pod %s is unknown: %r", host.node, error)
         place = f" on {state.node}" if state.node else ""
         text = f"; {cause}" if cause else ""
         self.on_lost(host.name, f"pod {host.node}{place} exited or is unreachable{text}")
 
-    async def _end_of(self, state: PodState, mesh: str) -> str:
-        """Wait until Kubernetes reports why a pod ended, which can be after its connection closed; return the reason."""
-        assert self._api is not None
-        loop, changes = asyncio.get_running_loop(), asyncio.Queue[dict[str, Json] | KubernetesError]()
-        tell = partial(_from_thread, loop, changes)
-        watch = self._api.watch(mesh, tell, tell)
-        try:
-            while True:
-                pods = await changes.get()
-                if isinstance(pods, KubernetesError):
-                    raise pods
-                if cause := end_of(pods.get(state.name), state.uid):
-                    return cause
-        finally:
-            watch.close()
-
-
-def _from_thread(loop: asyncio.AbstractEventLoop, queue: "asyncio.Queue[Any]", item: object) -> None:
-    """Put an item into a queue of the event loop, unless the loop is closed."""
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(queue.put_nowait, item)
-
 
 async def hold_pod(leases: Leases, rank: int, pod: PodState, port: int, greeting: str) -> None:
-    """Acquire the lease of a pod.
-
-    Args:
-        leases: leases of the run.
-        rank: rank of the pod among the hosts.
-        pod: the pod.
-        port: port of its lease.
-        greeting: secret of the pod, and name of this controller, without spaces.
+    """Acquire the lease of a pod, the host `rank`. The greeting has the pod's secret, and the name of this controller.
 
     Raises:
         PodBusyError: The pod serves another run.
@@ -519,7 +658,7 @@ async def hold_pod(leases: Leases, rank: int, pod: PodState, port: int, greeting
     leases.take(Host(rank=rank, node=pod.name, name=name), reader, writer)
 
 
-# Requests to the API. Each call blocks, but has a time limit.
+# Requests to the API
 
 
 def missing_package() -> str:
@@ -537,9 +676,18 @@ def in_cluster() -> bool:
 
 
 class Api:
-    """Client of the API, for one namespace."""
+    """Client of the API, for one namespace. Each request raises `KubernetesError` if it is refused or gets no reply in time."""
 
-    def __init__(self, namespace: str | None, context: str | None) -> None:
+    def __init__(self, client: "ApiClient", namespace: str) -> None:
+        from kubernetes.aio.client import CoreV1Api, CustomObjectsApi
+
+        self.namespace = namespace
+        """Namespace of all objects."""
+        self._client, self._pods, self._custom = client, CoreV1Api(client), CustomObjectsApi(client)
+        self._where: Json = {"group": GROUP, "version": VERSION, "namespace": namespace, "plural": PLURAL}
+
+    @classmethod
+    async def open(cls, namespace: str | None, context: str | None) -> Self:
         """Read the credentials of the pod, or from the kubeconfig file; open no connection yet.
 
         Args:
@@ -549,52 +697,66 @@ class Api:
         Raises:
             KubernetesError: There are no credentials.
         """
-        client, default = _client(context)
-        self.namespace = namespace or default
-        """Namespace of all objects."""
-        from kubernetes import client as kubernetes
+        if problem := missing_package():
+            raise KubernetesError(problem)
+        from kubernetes.aio import client, config
 
-        self._pods, self._custom = kubernetes.CoreV1Api(client), kubernetes.CustomObjectsApi(client)
-        self._host = client.configuration.host
-        self._where: Json = {"group": GROUP, "version": VERSION, "namespace": self.namespace, "plural": PLURAL}
+        configuration = client.Configuration(retries=RETRIES)
+        try:
+            if in_cluster():
+                config.load_incluster_config(configuration)
+                default = (SERVICE_ACCOUNT / "namespace").read_text(encoding="utf-8").strip()
+            else:
+                await config.load_kube_config(context=context, client_configuration=configuration)
+                contexts, active = config.list_kube_config_contexts()
+                named: Mapping[str, Any] = next((one for one in contexts if one["name"] == context), active)
+                default = named["context"].get("namespace") or "default"
+        except (config.ConfigException, OSError) as error:
+            raise KubernetesError(
+                f"hosts.kubernetes.context: found no credentials for a cluster (got {context!r}: {error}). "
+                "Start the run in a pod of the cluster, or set KUBECONFIG."
+            ) from None
+        return cls(client.ApiClient(configuration), namespace or default)
 
-    def mesh(self, name: str) -> Json | None:
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.close()
+
+    async def mesh(self, name: str) -> Json | None:
         """Return a MonarchMesh; None if it does not exist."""
-        found: Json | None = self._request(
-            f"get MonarchMesh {name}", self._custom.get_namespaced_custom_object, name=name, **self._where
-        )
+        get = self._custom.get_namespaced_custom_object
+        found: Json | None = await self._request(f"get MonarchMesh {name}", get, name=name, **self._where)
         return found
 
-    def create_mesh(self, body: Json) -> None:
+    async def create_mesh(self, body: Json) -> None:
         """Create a MonarchMesh."""
         what = f"create MonarchMesh {body['metadata']['name']}"
-        if self._request(what, self._custom.create_namespaced_custom_object, body=body, **self._where) is None:
+        if await self._request(what, self._custom.create_namespaced_custom_object, body=body, **self._where) is None:
             raise KubernetesError(
-                f"hosts.kind: the cluster at {self._host} has no MonarchMesh resources (got kubernetes). "
+                f"hosts.kind: the cluster at {self._client.configuration.host} has no MonarchMesh resources (got kubernetes). "
                 "Install Monarch's operator (docs/howto/kubernetes.md)."
             )
 
-    def own_mesh(self, name: str, owners: list[Json], version: str | None = None) -> None:
+    async def own_mesh(self, name: str, owners: list[Json], version: str | None = None) -> None:
         """Set the owners of a MonarchMesh, which Kubernetes deletes with them.
 
         With `version`, the request fails if the resource has changed since that version.
         """
         body = {"metadata": {"ownerReferences": owners} | ({} if version is None else {"resourceVersion": version})}
-        self._request(
-            f"patch MonarchMesh {name}", self._custom.patch_namespaced_custom_object, name=name, body=body, **self._where
-        )
+        patch = self._custom.patch_namespaced_custom_object
+        await self._request(f"patch MonarchMesh {name}", patch, name=name, body=body, **self._where)
 
-    def delete_mesh(self, name: str) -> None:
+    async def delete_mesh(self, name: str) -> None:
         """Delete a MonarchMesh. Do nothing if it does not exist."""
         delete = self._custom.delete_namespaced_custom_object
-        self._request(f"delete MonarchMesh {name}", delete, limit_s=RELEASE_S, name=name, **self._where)
+        await self._request(f"delete MonarchMesh {name}", delete, limit_s=RELEASE_S, name=name, **self._where)
 
-    def owner(self) -> Json | None:
+    async def owner(self) -> Json | None:
         """Return the pod of this process as an `ownerReferences` entry; None outside the cluster."""
         if not in_cluster():
             return None
         name = os.environ.get(POD_NAME, socket.gethostname())
-        pod = self._request(f"get pod {name}", self._pods.read_namespaced_pod, name=name, namespace=self.namespace)
+        pod = await self._request(f"get pod {name}", self._pods.read_namespaced_pod, name=name, namespace=self.namespace)
         if pod is None:
             logger.warning(
                 "there is no pod %s; set %s to the name of this pod, so that resources are deleted with it", name, POD_NAME
@@ -602,91 +764,54 @@ class Api:
             return None
         return {"apiVersion": "v1", "kind": "Pod", "name": name, "uid": pod["metadata"]["uid"]}
 
-    def watch(self, mesh: str, on_pods: OnPods, on_error: Callable[[KubernetesError], None]) -> "PodWatch":
-        """Follow the pods of a mesh in a thread, until the returned watch is closed."""
-        return PodWatch(self._pods, self._request, self.namespace, mesh, on_pods, on_error)
+    async def pods(self, meshes: Iterable[str]) -> AsyncGenerator[dict[str, Json]]:
+        """Yield all pods of some meshes by name, at first and whenever one changes, without an end."""
+        from aiohttp import ClientError
 
-    def _request(self, what: str, call: Callable[..., Any], *, limit_s: float = REPLY_S, **arguments: Any) -> Any:
-        """Call the API; return the object as JSON, or None if it does not exist.
+        selection: Json = {"namespace": self.namespace, "label_selector": f"{MESH_LABEL} in ({','.join(meshes)})"}
+        while True:
+            listed = await self._request("list pods", self._pods.list_namespaced_pod, **selection)
+            pods: dict[str, Json] = {pod["metadata"]["name"]: pod for pod in listed["items"]}
+            yield pods
+            try:
+                async with asyncio.timeout(REPLY_S):
+                    response = await self._pods.list_namespaced_pod_without_preload_content(
+                        **selection,
+                        watch=True,
+                        resource_version=listed["metadata"].get("resourceVersion"),
+                        timeout_seconds=WATCH_S,
+                        _request_timeout=WATCH_S + REPLY_S,
+                    )
+                with contextlib.closing(response):
+                    async for line in response.content:
+                        change = json.loads(line)
+                        if change["type"] == "ERROR":
+                            break  # the resource version is too old
+                        pod = change["object"]
+                        pods.pop(pod["metadata"]["name"], None)
+                        if change["type"] != "DELETED":
+                            pods[pod["metadata"]["name"]] = pod
+                        yield pods
+            except (ClientError, OSError, TimeoutError, ValueError, LookupError) as error:  # the connection was lost
+                logger.info("reopening the watch of pods: %r", error)
+                await asyncio.sleep(RETRY_S)
 
-        Raises:
-            KubernetesError: The server refused the request or did not respond.
-        """
-        from kubernetes.client import ApiClient, ApiException
-        from urllib3.exceptions import HTTPError
+    async def _request(self, what: str, call: Callable[..., Any], *, limit_s: float = REPLY_S, **arguments: Any) -> Any:
+        """Call the API; return the object as JSON, or None if it does not exist."""
+        from aiohttp import ClientError
+        from kubernetes.aio.client import ApiException
 
         try:
-            return ApiClient().sanitize_for_serialization(call(**arguments, _request_timeout=limit_s))
+            return self._client.sanitize_for_serialization(await call(**arguments, _request_timeout=limit_s))
         except ApiException as error:
             if error.status == 404:
                 return None
             raise KubernetesError(refusal(what, self.namespace, error)) from None
-        except HTTPError as error:
+        except (ClientError, OSError, TimeoutError) as error:
             raise KubernetesError(
-                f"hosts.kubernetes: the API server at {self._host} did not respond to {what!r} (got {error}). "
-                "Check the cluster and the context in the kubeconfig file."
+                f"hosts.kubernetes: the API server at {self._client.configuration.host} did not respond to {what!r} "
+                f"(got {str(error) or repr(error)}). Check the cluster and the context in the kubeconfig file."
             ) from None
-
-
-class PodWatch:
-    """Watch on the pods of a mesh, in a thread."""
-
-    def __init__(
-        self,
-        pods: Any,
-        request: Callable[..., Any],
-        namespace: str,
-        mesh: str,
-        on_pods: OnPods,
-        on_error: Callable[[KubernetesError], None],
-    ) -> None:
-        """Start the thread, in which `on_pods` and `on_error` are called."""
-        from kubernetes.watch import Watch
-
-        self._pods, self._request, self._on_pods, self._on_error = pods, request, on_pods, on_error
-        self._selection = {"namespace": namespace, "label_selector": f"{MESH_LABEL}={mesh}"}
-        self._watch = Watch()
-        self._is_closed = threading.Event()
-        threading.Thread(target=self._run, name=f"pods of {mesh}", daemon=True).start()
-
-    def close(self) -> None:
-        """Signal the thread to exit; do not wait for it."""
-        self._is_closed.set()
-        self._watch.stop()
-
-    def _run(self) -> None:
-        from kubernetes.client import ApiException
-        from urllib3.exceptions import HTTPError
-
-        while not self._is_closed.is_set():
-            try:
-                self._follow()
-            except KubernetesError as error:
-                self._on_error(error)
-                return
-            except (ApiException, HTTPError, OSError, ValueError, LookupError, AttributeError) as error:  # connection lost
-                if not self._is_closed.wait(RETRY_S):
-                    logger.info("reopening the watch of pods: %r", error)
-
-    def _follow(self) -> None:
-        """List the pods, then apply changes until the watch ends."""
-        listed = self._request("list pods", self._pods.list_namespaced_pod, **self._selection)
-        pods = {pod["metadata"]["name"]: pod for pod in listed["items"]}
-        self._on_pods(dict(pods))
-        options = {"resource_version": listed["metadata"].get("resourceVersion"), "timeout_seconds": WATCH_S}
-        limits = {"_request_timeout": (REPLY_S, WATCH_S + REPLY_S), "deserialize": False}
-        changes = self._watch.stream(self._pods.list_namespaced_pod, **self._selection, **options, **limits)
-        for change in changes:
-            if self._is_closed.is_set():
-                return
-            pod = change["object"]
-            if change["type"] == "ERROR":
-                return  # the resource version is too old
-            if change["type"] == "DELETED":
-                pods.pop(pod["metadata"]["name"], None)
-            else:
-                pods[pod["metadata"]["name"]] = pod
-            self._on_pods(dict(pods))
 
 
 def refusal(what: str, namespace: str, error: "ApiException") -> str:
@@ -696,37 +821,9 @@ def refusal(what: str, namespace: str, error: "ApiException") -> str:
         403: "Give the service account of the controller the Role that `titanrl manifest` prints.",
         409: "Another controller may have changed it; restart the run.",
     }.get(error.status, "Correct hosts.kubernetes.")
-    reason = _reason(error)
-    return f"hosts.kubernetes: the cluster refuses to {what} in namespace {namespace} (got {error.status}: {reason}). {fix}"
-
-
-def _reason(error: "ApiException") -> str:
     try:
         message = json.loads(error.body or "")["message"]
     except (ValueError, KeyError, TypeError):
         message = error.reason
-    return " ".join(str(message).split())
-
-
-def _client(context: str | None) -> "tuple[ApiClient, str]":
-    """Return a client, and the default namespace of its credentials."""
-    if problem := missing_package():
-        raise KubernetesError(problem)
-    from kubernetes import client, config
-
-    configuration: Configuration = client.Configuration()
-    try:
-        if in_cluster():
-            config.load_incluster_config(configuration)
-            namespace = (SERVICE_ACCOUNT / "namespace").read_text(encoding="utf-8").strip()
-        else:
-            config.load_kube_config(context=context, client_configuration=configuration)
-            contexts, active = config.list_kube_config_contexts()
-            named: Mapping[str, Any] = next((one for one in contexts if one["name"] == context), active)
-            namespace = named["context"].get("namespace") or "default"
-    except (config.ConfigException, OSError) as error:
-        raise KubernetesError(
-            f"hosts.kubernetes.context: found no credentials for a cluster (got {context!r}: {error}). "
-            "Start the run in a pod of the cluster, or set KUBECONFIG."
-        ) from None
-    return client.ApiClient(configuration), namespace
+    reason = " ".join(str(message).split())
+    return f"hosts.kubernetes: the cluster refuses to {what} in namespace {namespace} (got {error.status}: {reason}). {fix}"

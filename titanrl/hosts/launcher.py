@@ -29,7 +29,7 @@ from titanrl.config.schema import Config
 from titanrl.config.sizes import host_counts
 from titanrl.config.source import Source
 from titanrl.hosts.holder import CONNECT, CONTROLLER, MODULE, TOKEN, serve
-from titanrl.hosts.leases import END, FAILED, START, STOP, UP, Controller, Host, Leases, OnLost, Say
+from titanrl.hosts.leases import END, FAILED, START, STOP, UP, Controller, Host, LeasedHosts, Leases, Say
 from titanrl.hosts.machine_rules import addresses_of, broken_by_trust
 
 if TYPE_CHECKING:
@@ -63,15 +63,10 @@ _FIRST_NODE = re.compile(r"(?P<prefix>[^\[,]*)(\[(?P<first>\d+)[^\]]*\](?P<suffi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """The processes of a launcher, from the point of view of one of them.
-
-    Example: `World(rank=1, size=3, local_size=1, address="n1", port=29500)`
-    """
+    """The processes of a launcher, from the point of view of one of them."""
 
     rank: int
-    """Rank of this process."""
     size: int
-    """Number of processes."""
     local_size: int
     """Number of processes that the launcher has started on this host."""
     address: str
@@ -102,40 +97,33 @@ def world_of(environment: Mapping[str, str]) -> World | None:
         raise BrokenRules(BrokenRule(given, rule, f"set both, or unset {names[0]}"))
     # Slurm writes the tasks of each node, such as 1(x2),3.
     on_this_host = max(map(int, re.findall(r"(?<!x)\b\d+", local_size or "")), default=1)
+    by_slurm = names[0] == "SLURM_PROCID"
+    if "MASTER_ADDR" in environment:
+        address = environment["MASTER_ADDR"]
+    elif by_slurm:
+        address = first_node(environment.get("SLURM_STEP_NODELIST", ""))
+    elif on_this_host == int(size):
+        address = "127.0.0.1"
+    else:
+        rule = "this launcher does not provide the address of rank 0"
+        fix = "pass it, for example with `mpirun -x MASTER_ADDR=<host of rank 0>`"
+        raise BrokenRules(BrokenRule({**given, "MASTER_ADDR": None}, rule, fix))
+    port = environment.get("MASTER_PORT", str(DEFAULT_PORT))
+    if "MASTER_PORT" not in environment and by_slurm:  # steps of a job that share a node must not share the port
+        number = 100 * int(environment.get("SLURM_JOB_ID", "0")) + int(environment.get("SLURM_STEP_ID", "0"))
+        port = str(FIRST_SLURM_PORT + number % NUM_SLURM_PORTS)
+    if not port.isdecimal() or not 0 < int(port) < 65_536:
+        fix = "set it to a free port, the same for all processes"
+        raise BrokenRules(BrokenRule({"MASTER_PORT": port}, "must be a port from 1 to 65535", fix))
     return World(
         rank=int(rank),
         size=int(size),
         local_size=on_this_host,
-        address=_address(environment, given, names[0], are_together=on_this_host == int(size)),
-        port=_port(environment, by_slurm=names[0] == "SLURM_PROCID"),
+        address=address,
+        port=int(port),
         agent_has_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         attempt=environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
     )
-
-
-def _address(environment: Mapping[str, str], given: Mapping[str, object], rank_name: str, *, are_together: bool) -> str:
-    if "MASTER_ADDR" in environment:
-        return environment["MASTER_ADDR"]
-    if rank_name == "SLURM_PROCID":
-        return first_node(environment.get("SLURM_STEP_NODELIST", ""))
-    if are_together:
-        return "127.0.0.1"
-    rule = "this launcher does not provide the address of rank 0"
-    fix = "pass it, for example with `mpirun -x MASTER_ADDR=<host of rank 0>`"
-    raise BrokenRules(BrokenRule({**given, "MASTER_ADDR": None}, rule, fix))
-
-
-def _port(environment: Mapping[str, str], *, by_slurm: bool) -> int:
-    text = environment.get("MASTER_PORT")
-    if text is None and by_slurm:  # steps of a job that share a node must not share the port
-        number = 100 * int(environment.get("SLURM_JOB_ID", "0")) + int(environment.get("SLURM_STEP_ID", "0"))
-        return FIRST_SLURM_PORT + number % NUM_SLURM_PORTS
-    if text is None:
-        return DEFAULT_PORT
-    if not text.isdecimal() or not 0 < int(text) < 65_536:
-        fix = "set it to a free port, the same for all processes"
-        raise BrokenRules(BrokenRule({"MASTER_PORT": text}, "must be a port from 1 to 65535", fix))
-    return int(text)
 
 
 def first_node(nodes: str) -> str:
@@ -227,9 +215,13 @@ def publish(world: World, controller: Controller, own_address: str, timeout_s: f
     Raises:
         LauncherError: The port is in use, or the launcher's store does not respond.
     """
-    store = _in_thread(lambda: _store(world, timeout_s) if world.agent_has_store else _own_store(world, own_address))
-    _in_thread(lambda: store.set(_key(world), f"{controller.address} {controller.token}"))
-    return store
+
+    def open_and_set() -> "TCPStore":
+        store = _store(world, timeout_s) if world.agent_has_store else _own_store(world, own_address)
+        store.set(_key(world), f"{controller.address} {controller.token}")
+        return store
+
+    return _in_thread(open_and_set)
 
 
 def find(world: World, timeout_s: float) -> Controller:
@@ -314,11 +306,7 @@ class Crew:
     """The crew of this process, used by its sessions."""
 
     def __init__(self, world: World, timeout_s: float) -> None:
-        """Listen for the other processes, and publish the address of this one.
-
-        Args:
-            world: processes of the launcher.
-            timeout_s: limit for the launcher's store, in seconds.
+        """Listen for the other processes, and publish the address of this one. The launcher's store may take `timeout_s`.
 
         Raises:
             LauncherError: The address of rank 0 is unknown here, or the store fails.
@@ -346,12 +334,10 @@ class Crew:
         self._store = publish(world, self.controller, address, timeout_s)
 
     def __enter__(self) -> Self:
-        """Use these hosts for the sessions of this process."""
         Crew.current = self
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Send the exit code `code` to the other processes, and wait until they have exited."""
         Crew.current = None
         self.end(self.code)
 
@@ -383,7 +369,12 @@ class Crew:
         deadline = time.monotonic() + END_S
         connections = [connection for _, connection in self.connections.values()]
         missing = self.world.size - len(connections) - (self._own_host is None)
-        connections += [] if self._has_waited else self._latecomers(missing, deadline)
+        if not self._has_waited:  # each of the others connects as soon as it knows the address
+            while missing > 0 and (left := deadline - time.monotonic()) > 0:
+                self._listener.settimeout(left)
+                with contextlib.suppress(OSError):
+                    connections.append(self._listener.accept()[0])
+                    missing -= 1
         for connection in connections:
             with contextlib.suppress(OSError):
                 connection.setblocking(False)
@@ -425,15 +416,6 @@ class Crew:
             self.connections = {host.rank: (host, self._leases.connection(host.rank)) for host in kept}
             self._leases.close()
 
-    def _latecomers(self, number: int, deadline: float) -> list[socket.socket]:
-        """Accept connections of processes that have not connected yet; each connects as soon as it knows the address."""
-        found: list[socket.socket] = []
-        while len(found) < number and (left := deadline - time.monotonic()) > 0:
-            self._listener.settimeout(left)
-            with contextlib.suppress(OSError):
-                found.append(self._listener.accept()[0])
-        return found
-
     def _on_line(self, host: Host, line: bytes) -> None:
         self._reported[host.rank] = line.removeprefix(FAILED).decode().strip() if line.startswith(FAILED) else ""
         self._changed.set()
@@ -465,26 +447,15 @@ def _wait_for_ends(connections: list[socket.socket], deadline: float) -> None:
         connection.close()
 
 
-class LauncherHosts:
+class LauncherHosts(LeasedHosts):
     """Hosts on the processes that a launcher has started; trainer hosts come first."""
 
     def __init__(self, crew: Crew, start_s: float, say: Say) -> None:
-        """Start nothing yet.
-
-        Args:
-            crew: connections to the launcher's processes.
-            start_s: limit for the start of Monarch's hosts, in seconds.
-            say: called with a message for the user that lists the hosts.
-        """
-        self._crew, self._start_s, self._say = crew, start_s, say
-        self._leases = Leases(crew.world.size, self._on_lost, self._on_ending, self._on_line)
+        super().__init__(crew.world.size)
+        self.crew, self._start_s, self._say = crew, start_s, say
         self._identities: Sequence[str] = ()
         self._addresses: dict[int, str] = {}
         self._changed = asyncio.Event()
-        self.on_lost: OnLost = lambda name, cause: None
-        """Called when a host is lost."""
-        self.on_ending: Callable[[str], None] = lambda cause: None
-        """Called with the cause when the launcher terminates a host."""
 
     async def start(self, identities: Sequence[str]) -> list[str]:
         """Start Monarch's hosts. See `Provider`.
@@ -493,51 +464,37 @@ class LauncherHosts:
             LauncherError: A host exited or did not start.
         """
         self._identities, count = identities, len(identities)
-        if gone := [str(rank) for rank in range(count) if rank not in self._crew.connections]:
+        if gone := [str(rank) for rank in range(count) if rank not in self.crew.connections]:
             raise LauncherError(f"hosts.kind: the hosts of rank {', '.join(gone)} exited (got launcher). Restart the launcher.")
-        for host, connection in self._crew.connections.values():
-            await self._leases.adopt(host, connection.dup())
+        for host, connection in self.crew.connections.values():
+            self.leases.take(host, *await asyncio.open_connection(sock=connection.dup()))
         for rank, identity in enumerate(identities):
-            self._crew.send(rank, f"{START} {identity}")
+            self.crew.send(rank, f"{START} {identity}")
         await self._wait(count)
-        nodes = ", ".join(host.node for _, host in sorted(self._leases.hosts.items()))
+        nodes = ", ".join(host.node for _, host in sorted(self.leases.hosts.items()))
         self._say(f"{count} hosts of the launcher ({nodes})")
         return [address for _, address in sorted(self._addresses.items())]
 
-    def kill(self) -> None:
+    async def kill(self) -> None:
         """Stop Monarch's hosts, and every process on them. The launcher's processes wait for the next session."""
-        self._leases.close()
-        for rank in self._leases.lost:
-            self._crew.connections.pop(rank, None)
-        for rank in self._crew.connections:
-            self._crew.send(rank, STOP)
-
-    @property
-    def are_on_this_machine(self) -> bool:
-        """True if all hosts are on this machine."""
-        return is_loopback(self._crew.address)
-
-    def has_ended(self, rank: int) -> bool:
-        """Return True if a host exited or became unreachable."""
-        return rank in self._leases.lost
-
-    def are_alive(self) -> bool:
-        """Return True if every host holds its lease."""
-        return not self._leases.lost
+        self.close()
+        for rank in self.leases.lost:
+            self.crew.connections.pop(rank, None)
+        for rank in self.crew.connections:
+            self.crew.send(rank, STOP)
 
     async def _wait(self, count: int) -> None:
-        """Wait until Monarch runs on every host."""
         deadline = asyncio.get_running_loop().time() + self._start_s
         while len(self._addresses) < count:
-            if self._leases.lost:
-                names = ", ".join(self._leases.hosts[rank].node for rank in sorted(self._leases.lost))
+            if self.leases.lost:
+                names = ", ".join(self.leases.hosts[rank].node for rank in sorted(self.leases.lost))
                 raise LauncherError(f"hosts.kind: {names} exited during startup (got launcher). Read the output there.")
             self._changed.clear()
             try:
                 async with asyncio.timeout_at(deadline):
                     await self._changed.wait()
             except TimeoutError:
-                missing = [host.node for rank, host in sorted(self._leases.hosts.items()) if rank not in self._addresses]
+                missing = [host.node for rank, host in sorted(self.leases.hosts.items()) if rank not in self._addresses]
                 raise LauncherError(
                     f"timeouts.start_s: Monarch did not start on {', '.join(missing)} (got {self._start_s:g}). Raise the limit."
                 ) from None
@@ -576,7 +533,16 @@ def run_launched(config: Config, source: Source, controller: Callable[[], int]) 
     problems = [explain_rule(rule, source) for rule in _broken_here(config, world)]
     try:
         if not world.rank:
-            return _control(world, config, problems, controller)
+            with Crew(world, config.timeouts.start_s) as crew:
+                try:
+                    if problems:
+                        raise ConfigError(*problems)
+                    crew.gather(config.timeouts.start_s)
+                    crew.code = controller()
+                except ConfigError:
+                    crew.code = 2
+                    raise
+                return crew.code
         host, found = own_host(world), find(world, config.timeouts.start_s)
         print(f"{host.name}: rank {world.rank} of {world.size} serves the controller at {found.address}", flush=True)
         for problem in problems:
@@ -596,7 +562,8 @@ def tell_failure(source: Source | None, problem: str) -> None:
     """
     try:
         world = world_of(os.environ)
-        is_wanted = _kind(source) in ("launcher", None)
+        hosts = {"kind": "launcher"} if source is None else source.values.get("hosts")
+        is_wanted = isinstance(hosts, dict) and hosts.get("kind") in ("launcher", None)
         if world is None or world.size == 1 or not is_wanted or (source is None and not world.rank):
             return
         drop_variables()
@@ -608,19 +575,6 @@ def tell_failure(source: Source | None, problem: str) -> None:
         return
 
 
-def _control(world: World, config: Config, problems: list[str], controller: Callable[[], int]) -> int:
-    with Crew(world, config.timeouts.start_s) as crew:
-        try:
-            if problems:
-                raise ConfigError(*problems)
-            crew.gather(config.timeouts.start_s)
-            crew.code = controller()
-        except ConfigError:
-            crew.code = 2
-            raise
-        return crew.code
-
-
 def own_host(world: World) -> Host:
     """Return this host."""
     name = socket.gethostname()
@@ -628,7 +582,6 @@ def own_host(world: World) -> Host:
 
 
 def _broken_here(config: Config, world: World) -> list[BrokenRule]:
-    """Return the rules that this host breaks."""
     broken, name = [], socket.gethostname()
     missing = None if config.device == "auto" else missing_for(config.device)
     if missing is not None:
@@ -645,8 +598,3 @@ def _broken_here(config: Config, world: World) -> list[BrokenRule]:
             )
         )
     return broken
-
-
-def _kind(source: Source | None) -> object:
-    hosts = None if source is None else source.values.get("hosts")
-    return None if source is None else hosts.get("kind") if isinstance(hosts, dict) else "local"

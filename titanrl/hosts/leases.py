@@ -16,10 +16,16 @@ all kinds exchange the same lines:
 
 import asyncio
 import hmac
+import logging
 import secrets
 import socket
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+
+from titanrl.base.errors import TitanRLError
+
+logger = logging.getLogger(__name__)
 
 LOST_S = 5
 """Seconds without any sign of life after which a host is considered lost."""
@@ -42,10 +48,7 @@ OnLost = Callable[[str, str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """A host that holds its lease.
-
-    Example: `Host(rank=1, node="n2", name="n2.cluster")`
-    """
+    """A host that holds its lease."""
 
     rank: int
     """Index of the host in its allocation."""
@@ -57,21 +60,14 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Controller:
-    """Address of a controller's leases, and their secret.
-
-    Example: `Controller("10.0.0.1:40123", "6f1c...")`
-    """
+    """Address (`10.0.0.1:40123`) of a controller's leases, and the secret that hosts must send."""
 
     address: str
-    """Address and port."""
     token: str
-    """Secret that hosts must send."""
 
 
 OnHost = Callable[[Host], None]
-"""Called in the event loop when something happens to a host."""
 OnLine = Callable[[Host, bytes], None]
-"""Called in the event loop with a line from a host."""
 
 
 def keep_alive(connection: socket.socket, limit_s: int) -> None:
@@ -123,10 +119,6 @@ class Leases:
     async def serve(self, listener: socket.socket) -> None:
         """Accept hosts on a listening socket, and take ownership of it."""
         self._server = await asyncio.start_server(self._hold, sock=listener)
-
-    async def adopt(self, host: Host, connection: socket.socket) -> None:
-        """Take over the lease of a host that another `Leases` object accepted, on a duplicate of its connection."""
-        self.take(host, *await asyncio.open_connection(sock=connection))
 
     def take(self, host: Host, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Hold the lease of a host on an established connection; abort the connection if these leases are closed."""
@@ -200,7 +192,16 @@ class Leases:
         self.hosts[host.rank], self._holders[host.rank] = host, writer
         if not self.missing:
             self._all_held.set()
-        await self._until_end(reader, host)
+        try:
+            while line := await reader.readline():
+                if self._is_closed:
+                    continue
+                if line == ENDING:
+                    self._on_ending(host)
+                else:
+                    self._on_line(host, line)
+        except (OSError, ValueError, asyncio.CancelledError):  # the connection broke, a line is too long, or the loop closes
+            pass
         if not self._is_closed:
             self.lost.add(host.rank)
             self._on_lost(host)
@@ -218,17 +219,50 @@ class Leases:
         rank = int(words[1]) if words[1].isdecimal() else self._num_hosts
         return Host(rank=rank, node=words[2], name=words[3]) if rank in self.missing else None
 
-    async def _until_end(self, reader: asyncio.StreamReader, host: Host) -> None:
-        try:
-            while line := await reader.readline():
-                if self._is_closed:
-                    continue
-                if line == ENDING:
-                    self._on_ending(host)
-                else:
-                    self._on_line(host, line)
-        except (OSError, ValueError, asyncio.CancelledError):  # the connection broke, a line is too long, or the loop closes
-            return
+
+class LeasedHosts(ABC):
+    """Hosts that hold leases: the state that all their kinds share. See `Provider`."""
+
+    def __init__(self, num_hosts: int, leases: Leases | None = None) -> None:
+        """Hold nothing yet; `leases` replaces the leases that report lost hosts to the run."""
+        self.leases = leases or Leases(num_hosts, self._on_lost, self._on_ending, self._on_line)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.on_lost: OnLost = lambda name, cause: None
+        """Called when a host is lost."""
+        self.on_ending: Callable[[str], None] = lambda cause: None
+        """Called with the cause when the scheduler terminates the hosts, or is about to."""
+
+    def has_ended(self, rank: int) -> bool:
+        """Return True if a host exited or became unreachable."""
+        return rank in self.leases.lost
+
+    def close(self) -> None:
+        """Close the leases, and report nothing any more."""
+        self.leases.close()
+        for task in self._tasks:
+            task.cancel()
+
+    def _later(self, work: Coroutine[object, object, None]) -> None:
+        """Report a change in the background, after a query of the scheduler."""
+
+        async def report() -> None:
+            try:
+                await work
+            except TitanRLError as error:
+                logger.warning("%s", error)
+
+        task = asyncio.create_task(report())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    @abstractmethod
+    def _on_lost(self, host: Host) -> None: ...
+
+    @abstractmethod
+    def _on_ending(self, host: Host) -> None: ...
+
+    @abstractmethod
+    def _on_line(self, host: Host, line: bytes) -> None: ...
 
 
 async def hold_lease(controller: Controller, host: Host) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

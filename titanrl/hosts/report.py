@@ -44,13 +44,9 @@ _ECHO, _SINK = b"e", b"s"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportRequest:
-    """Request for a host's report.
-
-    Example: `ReportRequest(device="cpu", folders={"model.path": "/models/a"}, token_file="/runs/.doctor", token="6f1c")`
-    """
+    """Request for a host's report."""
 
     device: DeviceKind
-    """Kind of the run's devices."""
     folders: Mapping[str, str]
     """Files and folders that every host must see, by configuration key."""
     token_file: str
@@ -64,9 +60,7 @@ class HostReport:
     """State of one host."""
 
     name: str
-    """Host name, as reported by the machine."""
     versions: Mapping[str, str]
-    """Versions of Python and of the installed packages."""
     device_problem: str | None
     """Missing prerequisite of the device; None if there is none."""
     devices: Sequence[str]
@@ -131,30 +125,21 @@ def memory_limit() -> tuple[int, str]:
         limits[soft] = "ulimit -v, of each process"
     for line in (_content(Path("/proc/self/cgroup")) or "").splitlines():
         _, kinds, path = line.split(":", 2)
-        if kinds in ("", "memory"):
-            limits |= _cgroup_limits(path)
+        cgroup = Path(path.lstrip("/"))  # a container sees its own cgroup as the root
+        folders = [Path(root, folder) for root in _CGROUPS for folder in (cgroup, *cgroup.parents)]
+        for file in (Path(folder, name) for folder in folders for name in _LIMITS if kinds in ("", "memory")):
+            text = (_content(file) or "").strip()
+            if text.isdecimal():
+                limits[int(text)] = "the memory limit of its cgroup"
     lowest = min(limits)
     return lowest, limits[lowest]
-
-
-def _cgroup_limits(path: str) -> dict[int, str]:
-    """Return the memory limits of a cgroup and its parents. A container sees its own cgroup as the root."""
-    found = {}
-    parts = Path(path.lstrip("/"))
-    for root in _CGROUPS:
-        for folder in (parts, *parts.parents):
-            for name in _LIMITS:
-                text = (_content(Path(root, folder, name)) or "").strip()
-                if text.isdecimal():
-                    found[int(text)] = "the memory limit of its cgroup"
-    return found
 
 
 def digest_of(path: Path) -> str:
     """Return a digest of a file or folder, `missing` if it does not exist, or the error if it cannot be read."""
     try:
         if path.is_file():
-            return _digest(f"{path.stat().st_size}".encode())
+            return hashlib.sha256(f"{path.stat().st_size}".encode()).hexdigest()
         if not path.is_dir():
             return MISSING
         return _digest_of_files(path, "*", contents=False)
@@ -172,10 +157,6 @@ def _digest_of_files(folder: Path, pattern: str, *, contents: bool) -> str:
         if contents or (file.suffix in _DIGESTED and size < _MAX_DIGESTED_BYTES):
             found.update(file.read_bytes())
     return found.hexdigest()
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
 
 
 def _content(file: Path) -> str | None:

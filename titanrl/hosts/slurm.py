@@ -14,7 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from titanrl.base.errors import TitanRLError
 from titanrl.config.errors import BrokenRule
 from titanrl.config.schema import Config
 from titanrl.hosts.holder import CONNECT, CONTROLLER, MODULE, TOKEN
-from titanrl.hosts.leases import READY, START, Host, Leases, OnLost, Say
+from titanrl.hosts.leases import READY, START, Host, LeasedHosts, Leases, Say
 from titanrl.hosts.machine_rules import broken_by_name, broken_by_remote_hosts
 
 logger = logging.getLogger(__name__)
@@ -50,10 +50,7 @@ class SlurmError(TitanRLError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobStatus:
-    """State of a job, from `squeue`.
-
-    Example: `JobStatus(state="PENDING", reason="Resources", start="2026-01-05T10:00:00", left_s=3600.0, nodes="")`
-    """
+    """State of a job, from `squeue`."""
 
     state: str
     """Slurm's name of the state; empty if Slurm no longer knows the job."""
@@ -77,7 +74,6 @@ class JobStatus:
         return not self.is_waiting and self.state not in ("RUNNING", "SUSPENDED", "SIGNALING", "STOPPED", "RESIZING")
 
     def __str__(self) -> str:
-        """Return the state for display, such as `PENDING (Resources; expected start 2026-01-05T10:00:00)`."""
         details = [] if self.reason in ("", "None") else [self.reason]
         if self.is_waiting and self.start:
             details.append(f"expected start {self.start}")
@@ -229,7 +225,7 @@ def broken_by_slurm(config: Config) -> Iterator[BrokenRule]:
     yield from broken_by_name(config, "nodes", fix)
 
 
-class SlurmHosts:
+class SlurmHosts(LeasedHosts):
     """Hosts in a separate Slurm job, or in the allocation in which the controller runs (`titanrl submit`)."""
 
     def __init__(
@@ -241,28 +237,14 @@ class SlurmHosts:
         say: Say,
         leases: Leases | None = None,
     ) -> None:
-        """Request nothing yet.
-
-        Args:
-            config: configuration of the run.
-            device: kind of the hosts' devices.
-            num_hosts: number of nodes.
-            log_dir: folder for the job's output.
-            say: called with a message for the user about what startup is waiting for.
-            leases: leases that hold the hosts; by default, leases that report lost hosts to the run.
-        """
+        """Request nothing yet. The job writes its output to `log_dir`; `leases` are by default those of a run."""
+        super().__init__(num_hosts, leases)
         self._config, self._device, self._num_hosts, self._log_dir, self._say = config, device, num_hosts, log_dir, say
-        self._leases = leases or Leases(num_hosts, self._on_lost, self._on_ending, self._on_line)
         self._identities: Sequence[str] = ()
         self._job_id = ""
         self._is_inside = os.environ.get(IN_ALLOCATION) == "1"
         self._step: asyncio.subprocess.Process | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._notice: asyncio.TimerHandle | None = None
-        self.on_lost: OnLost = lambda name, cause: None
-        """Called when a host is lost."""
-        self.on_ending: Callable[[str], None] = lambda cause: None
-        """Called with the cause when Slurm terminates the job or is about to."""
+        self._is_ending = False
 
     async def start(self, identities: Sequence[str]) -> list[str]:
         """Request the hosts, and start Monarch's hosts on them. See `Provider`.
@@ -272,7 +254,7 @@ class SlurmHosts:
         """
         self._identities = identities
         await self.acquire()
-        hosts = [self._leases.hosts[rank] for rank in range(self._num_hosts)]
+        hosts = [self.leases.hosts[rank] for rank in range(self._num_hosts)]
         self._say(f"Slurm job {self._job_id}: {len(hosts)} hosts ({', '.join(host.node for host in hosts)})")
         return [self._address(host) for host in hosts]
 
@@ -282,35 +264,29 @@ class SlurmHosts:
         Raises:
             SlurmError: Slurm refused or ended the job, or the hosts did not start.
         """
-        address = await self._leases.open(socket.gethostname())
-        variables = {CONTROLLER: address, TOKEN: self._leases.token}
+        address = await self.leases.open(socket.gethostname())
+        variables = {CONTROLLER: address, TOKEN: self.leases.token}
         if self._is_inside:
-            await self._start_step(variables)
+            self._job_id = os.environ["SLURM_JOB_ID"]
+            environment = clean_environment() | variables
+            environment.pop(IN_ALLOCATION)
+            with (self._log_dir / "slurm_hosts.log").open("ab") as log:
+                self._step = await asyncio.create_subprocess_exec(
+                    *step_command(), stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, env=environment
+                )
         else:
             await self._submit(variables)
         await self._wait()
 
-    def kill(self) -> None:
+    async def kill(self) -> None:
         """Kill every process on the hosts, and release them. A second call does nothing."""
-        self._leases.end(0)
-        self._leases.close()
-        if self._notice is not None:
-            self._notice.cancel()
-        for task in self._tasks:
-            task.cancel()
+        self.leases.end(0)
+        self.close()
         job_id, self._job_id = self._job_id, ""
         if job_id and not self._is_inside and (problem := cancel_job(job_id)):
             logger.warning("scancel %s: %s; its hosts exit without it", job_id, problem)
         if self._step is not None and self._step.returncode is None:
             self._step.send_signal(signal.SIGTERM)  # srun would wait for nodes that do not answer
-
-    def has_ended(self, rank: int) -> bool:
-        """Return True if a host exited or became unreachable."""
-        return rank in self._leases.lost
-
-    def are_alive(self) -> bool:
-        """Return True if every host holds its lease."""
-        return bool(self._job_id) and not self._leases.lost
 
     async def _submit(self, variables: Mapping[str, str]) -> None:
         self._log_dir.mkdir(parents=True, exist_ok=True)
@@ -323,27 +299,18 @@ class SlurmHosts:
             self._job_id = await submitting
             raise
 
-    async def _start_step(self, variables: Mapping[str, str]) -> None:
-        """Start the hosts in the allocation in which this process runs."""
-        self._job_id = os.environ["SLURM_JOB_ID"]
-        with (self._log_dir / "slurm_hosts.log").open("ab") as log:
-            environment = clean_environment() | dict(variables)
-            environment.pop(IN_ALLOCATION)
-            self._step = await asyncio.create_subprocess_exec(
-                *step_command(), stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, env=environment
-            )
-
     async def _wait(self) -> None:
         """Wait in the queue and then for the hosts; inform the user whenever the job's state changes."""
-        loop, notice_s = asyncio.get_running_loop(), self._config.hosts.slurm.notice_s
-        held = asyncio.create_task(self._leases.all_held())
+        loop = asyncio.get_running_loop()
+        held = asyncio.create_task(self.leases.all_held())
         since, running_since, said = loop.time(), None, ""
         try:
             while True:
                 status = await self._status()
                 if str(status) != said:
                     said = str(status)
-                    self._say(f"waiting for Slurm job {self._job_id}: {said}{self._of_hosts(status)}")
+                    queued, running = f"; {self._num_hosts} nodes requested", f" on {status.nodes}; its hosts are starting"
+                    self._say(f"waiting for Slurm job {self._job_id}: {said}{queued if status.is_waiting else running}")
                 if status.state == "RUNNING" and running_since is None:
                     running_since = loop.time()
                 self._check(status, since, running_since)
@@ -352,7 +319,7 @@ class SlurmHosts:
         finally:
             held.cancel()
         if not self._is_inside and status.left_s is not None:
-            self._notice = loop.call_later(max(0.0, status.left_s - notice_s), self._notice_end)
+            self._later(self._notice_end(status.left_s))
 
     async def _status(self) -> JobStatus:
         """Return the job's state; retry, because Slurm's controller may be restarting."""
@@ -363,11 +330,6 @@ class SlurmHosts:
                 self._say(f"{error} Retrying.")
                 await asyncio.sleep(POLL_S)
         return await job_status(self._job_id)
-
-    def _of_hosts(self, status: JobStatus) -> str:
-        if status.is_waiting:
-            return f"; {self._num_hosts} nodes requested"
-        return f" on {status.nodes}; its hosts are starting"
 
     def _check(self, status: JobStatus, since: float, running_since: float | None) -> None:
         """Raise if the job ended, or if the hosts take too long."""
@@ -382,7 +344,7 @@ class SlurmHosts:
             )
         if running_since is not None and now - running_since > self._config.timeouts.start_s:
             raise SlurmError(
-                f"timeouts.start_s: hosts {', '.join(map(str, self._leases.missing))} of job {self._job_id} on {status.nodes} "
+                f"timeouts.start_s: hosts {', '.join(map(str, self.leases.missing))} of job {self._job_id} on {status.nodes} "
                 f"have not connected to {socket.gethostname()} (got {self._config.timeouts.start_s:g}). Read {logs}."
             )
 
@@ -391,7 +353,7 @@ class SlurmHosts:
 
     def _on_line(self, host: Host, line: bytes) -> None:
         if line == READY:  # Monarch starts while other hosts have not connected yet
-            self._leases.send(host.rank, f"{START} {self._address(host)}")
+            self.leases.send(host.rank, f"{START} {self._address(host)}")
 
     def _on_lost(self, host: Host) -> None:
         self._later(self._report_lost(host))
@@ -406,32 +368,18 @@ class SlurmHosts:
 
     def _on_ending(self, host: Host) -> None:
         """Report Slurm's termination signal once, although every host receives it."""
-        if not self._tasks:
+        if not self._is_ending:
+            self._is_ending = True
             self._later(self._report_ending())
 
     async def _report_ending(self) -> None:
         self.on_ending(f"Slurm terminates job {self._job_id} ({await job_status(self._job_id)})")
 
-    def _notice_end(self) -> None:
-        self._later(self._check_end())
-
-    async def _check_end(self) -> None:
-        """Report that the time limit is near, or check again later if it was extended."""
-        left_s, notice_s = (await job_status(self._job_id)).left_s, self._config.hosts.slurm.notice_s
-        if left_s is None:
-            return
-        if left_s > notice_s + 1:
-            self._notice = asyncio.get_running_loop().call_later(left_s - notice_s, self._notice_end)
-        else:
+    async def _notice_end(self, left_s: float | None) -> None:
+        """Report that the time limit is near, as soon as it is. It may be extended, also without a limit (None)."""
+        notice_s = self._config.hosts.slurm.notice_s
+        while left_s is not None and left_s > notice_s + 1:
+            await asyncio.sleep(left_s - notice_s)
+            left_s = (await job_status(self._job_id)).left_s
+        if left_s is not None:
             self.on_ending(f"the time limit of Slurm job {self._job_id} is {left_s:g} s away")
-
-    def _later(self, work: Coroutine[object, object, None]) -> None:
-        async def report() -> None:
-            try:
-                await work
-            except SlurmError as error:
-                logger.warning("%s", error)
-
-        task = asyncio.create_task(report())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)

@@ -9,7 +9,6 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from monarch.actor import ProcMesh
@@ -20,14 +19,12 @@ from titanrl.config.schema import Config
 from titanrl.config.sections import GeneratorConfig
 from titanrl.data.mixture import make_mixture
 from titanrl.generator.actor import Generator, GeneratorSetup
-from titanrl.launch.fleet import Fleet
+from titanrl.launch.fleet import Fleet, Hosts, acquire_hosts
 from titanrl.launch.generators import GeneratorMeshes, Replica
-from titanrl.launch.hosts import Hosts, acquire_hosts
 from titanrl.launch.parts import Part, SharedContext
 from titanrl.launch.roles import Roles, RunFiles, needed
 from titanrl.launch.rollouts import BufferClient, RolloutMesh, Worker
-from titanrl.launch.stalls import OnEvent, Watchdog
-from titanrl.launch.supervision import Supervisor
+from titanrl.launch.supervision import OnEvent, Supervisor, Watchdog
 from titanrl.launch.trainer_mesh import TrainerMesh
 from titanrl.models.directory import export_dtype, open_model
 from titanrl.models.vllm_limits import LOAD_FORMAT
@@ -54,8 +51,6 @@ from titanrl.weights.sync import WeightSync
 
 logger = logging.getLogger(__name__)
 
-EVALUATOR = "evaluator"
-"""Role of the generator that evaluates in the background."""
 GRACE_S = 2.0
 """Seconds that stopped processes have to exit before they are killed."""
 STOP_AFTER_DEATH_S = 4.0
@@ -128,7 +123,7 @@ class Parts:
 
 
 async def failures_of(*closing: Awaitable[None]) -> list[str]:
-    """Await all of them; return the messages of their exceptions."""
+    """Await all of them; return their errors."""
     results = await asyncio.gather(*closing, return_exceptions=True)
     return [str(result) for result in results if isinstance(result, BaseException)]
 
@@ -143,7 +138,7 @@ async def stop_processes(fleet: Fleet, supervisor: Supervisor, hosts: Hosts, tim
     killed = await supervisor.reap(GRACE_S)
     if killed:
         failures.append(f"killed because they did not exit: {', '.join(killed)}")
-    hosts.close()
+    await hosts.close()
     logger.info("stopped all processes")
     return failures
 
@@ -212,7 +207,6 @@ class Assembly:
     """Spawns the processes and actors of each role, both at startup and to replace dead ones."""
 
     def __init__(self, config: Config, device: Device, files: RunFiles, shared: SharedContext, hosts: Hosts) -> None:
-        """Spawn nothing yet."""
         self._reader: WeightReader | None = None
         self.rollouts: Rollouts | None = None
         self.config, self.device, self.files, self.shared, self.hosts = config, device, files, shared, hosts
@@ -226,7 +220,13 @@ class Assembly:
         template = await shared.fleet.template("store")
         cores = role_cores(config.placement.cpus.store, 0, 1)
         store_procs = shared.fleet.spawn("store", self.hosts.store, 1, worker_environment(), imports, template, cores)
-        trainer_procs = await self._trainer_processes() if roles.trainer else None
+        trainer_procs = None
+        if roles.trainer:
+            num_procs = config.trainer.parallelism.world_size // config.hosts.trainer_hosts
+            imports, template = ("titanrl.trainer.rank", "titanrl.weights.store"), await shared.fleet.template("trainer")
+            cores = role_cores(config.placement.cpus.trainer, 0, num_procs)
+            environment = trainer_environment(config, self.device)
+            trainer_procs = shared.fleet.spawn("trainer", self.hosts.trainer, num_procs, environment, imports, template, cores)
         replicas = range(config.generator.replicas if roles.generators else 0)
         store = await spawn_store(store_procs)
         self._reader = WeightReader(config.name, store, config.weights.verify) if roles.trainer else None
@@ -244,7 +244,24 @@ class Assembly:
             await shared.fleet.join_process_group(
                 trainer_procs, one_machine=not config.hosts.across_machines, interface=config.placement.interface
             )
-            setup = self._trainer_setup(store, transports(config) if roles.generators else ())
+            setup = TrainerSetup(
+                run=config.name,
+                seed=config.seed,
+                config=config.trainer,
+                algorithm=config.algorithm,
+                temperature=config.rollout.temperature,
+                generator_dtype=config.generator.dtype,
+                transports=transports(config) if roles.generators else (),
+                verify=config.weights.verify,
+                device=self.device,
+                checkpoint_dir=self.files.run_dir / "checkpoints",
+                keep_checkpoints=config.checkpoint.keep_last,
+                store=store,
+                export_dtype=export_dtype(config, self.files.model_dir),
+                family=config.model.family,
+                plugins=self.files.plugins,
+                faults=config.faults,
+            )
             trainer.mesh = trainer_procs.spawn("trainer", PolicyTrainer, setup)
         weights = WeightSync(
             partial(delete_watched, store, shared.supervisor, timeouts.sync_s),
@@ -272,21 +289,14 @@ class Assembly:
             await asyncio.gather(*(mesh.start_over(self._reader) for mesh in meshes))
             return kept.generators, kept.evaluator
         replicas = range(config.generator.replicas if roles.generators else 0)
-        spawns = {f"generator_{replica}": partial(self.spawn_generator, replica) for replica in replicas}
+        spawns = {f"generator_{replica}": partial(self._spawn_generator, replica=replica) for replica in replicas}
         generators, evaluator = GeneratorMeshes(spawns, shared, timeouts), None
         await generators.spawn()
         if roles.rollouts and config.num_evaluator_ranks:
-            evaluator = GeneratorMeshes({EVALUATOR: self.spawn_evaluator}, shared, timeouts)
+            first = generator_device(config, config.generator.replicas)  # its devices follow those of the generators
+            evaluator = GeneratorMeshes({"evaluator": partial(self._spawn_generator, first_device=first)}, shared, timeouts)
             await evaluator.spawn()
         return generators, evaluator
-
-    async def _trainer_processes(self) -> ProcMesh:
-        config, hosts = self.config, self.hosts
-        num_procs = config.trainer.parallelism.world_size // config.hosts.trainer_hosts
-        environment = trainer_environment(config, self.device)
-        imports, template = ("titanrl.trainer.rank", "titanrl.weights.store"), await self.shared.fleet.template("trainer")
-        cores = role_cores(config.placement.cpus.trainer, 0, num_procs)
-        return self.shared.fleet.spawn("trainer", hosts.trainer, num_procs, environment, imports, template, cores)
 
     def _rollouts(self, store_procs: ProcMesh, trainer: TrainerMesh, generators: GeneratorMeshes, first_index: int) -> Rollouts:
         """Spawn the buffer; return its client and the client of the workers, which are not spawned yet."""
@@ -317,6 +327,7 @@ class Assembly:
         template, cores = await fleet.template("rollout"), worker_cores(config, number)
         procs = fleet.spawn(part.role, host, 1, worker_environment(), imports, template, cores)
         shard = procs.spawn(f"{part.role}_shard", StorageShard, number, config.replay.shard_memory_bytes, files.run_dir)
+        save, replay = (None if path is None else path.resolve() for path in (config.rollout.save, config.rollout.replay))
         setup = WorkerSetup(
             number=number,
             life=part.num_lives,
@@ -327,22 +338,15 @@ class Assembly:
             generators=generators.serving,
             plugins=files.plugins,
             notes=None if self.rollouts is None else self.rollouts.workers.notes,
-            save=_absolute(config.rollout.save),
-            replay=_absolute(config.rollout.replay),
+            save=save,
+            replay=replay,
         )
         return Worker(procs.spawn(part.role, RolloutWorker, setup), shard)
 
-    async def spawn_generator(self, replica: int, part: Part) -> Replica:
-        """Spawn the processes and actors of a generator replica."""
+    async def _spawn_generator(self, part: Part, replica: int = 0, first_device: int | None = None) -> Replica:
+        """Spawn a generator replica, or with `first_device` the background evaluator, with the current source of weights."""
         setup = generator_setup(self.config, self.device, self.files, self.config.model.family, self._reader)
-        return await self._engine(part, self.config, setup, replica)
-
-    async def spawn_evaluator(self, part: Part) -> Replica:
-        """Spawn the background evaluator. Its devices follow those of the generators."""
-        setup = generator_setup(self.config, self.device, self.files, self.config.model.family, self._reader)
-        return await self._engine(
-            part, self.config, setup, first_device=generator_device(self.config, self.config.generator.replicas)
-        )
+        return await self._engine(part, self.config, setup, replica, first_device)
 
     async def _engine(
         self, part: Part, config: Config, setup: GeneratorSetup, replica: int = 0, first_device: int | None = None
@@ -380,32 +384,6 @@ class Assembly:
         await teacher.spawn()
         await teacher.start()
         return teacher
-
-    def _trainer_setup(self, store: WeightStore, offered: Sequence[TransportName]) -> TrainerSetup:
-        config, files = self.config, self.files
-        return TrainerSetup(
-            run=config.name,
-            seed=config.seed,
-            config=config.trainer,
-            algorithm=config.algorithm,
-            temperature=config.rollout.temperature,
-            generator_dtype=config.generator.dtype,
-            transports=offered,
-            verify=config.weights.verify,
-            device=self.device,
-            checkpoint_dir=files.run_dir / "checkpoints",
-            keep_checkpoints=config.checkpoint.keep_last,
-            store=store,
-            export_dtype=export_dtype(config, files.model_dir),
-            family=config.model.family,
-            plugins=files.plugins,
-            faults=config.faults,
-        )
-
-
-def _absolute(folder: Path | None) -> Path | None:
-    """Return the absolute path of a folder that other processes also use."""
-    return None if folder is None else folder.resolve()
 
 
 async def _push_nothing(version: int) -> Sequence[WeightManifest]:

@@ -1,33 +1,239 @@
-"""Process meshes of a run: spawned with the environment of their role, watched, and stopped together."""
+"""The hosts of a run, and the process meshes on them: spawned with the environment of their role, watched, stopped together.
+
+`acquire_hosts` returns `Hosts`, which maps roles to this machine, hosts emulated on it, Slurm nodes, hosts of a launcher, or
+Kubernetes pods.
+"""
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
+import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from monarch.actor import HostMesh, ProcMesh, default_bootstrap_cmd
+import monarch.actor
+from monarch._rust_bindings.monarch_hyperactor.config import reload_config_from_env
+from monarch._src.job.service_identity import allocate_service_proc_ids  # importing monarch.job would load a web server
+from monarch.actor import HostMesh, ProcMesh, attach_to_workers, default_bootstrap_cmd, enable_transport
+from monarch.config import configure
 from monarch.spmd import setup_torch_elastic_env_async
 from monarch.tools.network import AddrType
 
+from titanrl.base import terminal
+from titanrl.base.choices import DeviceKind
+from titanrl.base.errors import FaultError, TitanRLError
 from titanrl.base.ownership import receive_own
+from titanrl.config.schema import Config
 from titanrl.config.sections import FaultsConfig
+from titanrl.config.sizes import HostPlace, host_counts, replica_place, store_place, worker_place
+from titanrl.hosts.kubernetes import KubernetesHosts
+from titanrl.hosts.launcher import Crew, LauncherError, LauncherHosts, is_loopback
+from titanrl.hosts.leases import LOST_S, Say
+from titanrl.hosts.monarch_host import EmulatedHosts
+from titanrl.hosts.slurm import SlurmHosts
 from titanrl.launch.supervision import Supervisor
 from titanrl.processes.actors import ProcessVariables, set_up_process
 from titanrl.processes.bootstrap import ANNOUNCEMENTS, NAME, PARENT, TEMPLATE
 from titanrl.processes.children import RespawnLimitError, Respawns
 from titanrl.processes.machine import CORES, Cores
+from titanrl.processes.private_sockets import private_sockets
 from titanrl.processes.templates import Template, shared_template
 from titanrl.processes.temporary import private_folder
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
+
+POLL = "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY"
+"""Environment variable with the interval of torchmonarch's polls; `configure` does not know it."""
+POLL_S = 5
+"""Interval of the polls in seconds. A shorter one notices a dead process earlier, but each poll leaves 10 kB per mesh in the
+controller's memory."""
+
+
+class Provider(Protocol):
+    """A kind of hosts: how it gets Monarch's host onto machines. Ranks count the hosts of all meshes, in their order."""
+
+    async def start(self, identities: Sequence[str]) -> list[str]:
+        """Acquire the hosts, and start Monarch's hosts with these identities; return `identity@address` by rank.
+
+        The caller calls `kill` afterwards, even if this fails.
+        """
+
+    async def kill(self) -> None:
+        """Kill every process on the hosts, and release them. A second call does nothing."""
+
+    def has_ended(self, rank: int) -> bool:
+        """Return True if a host exited or became unreachable."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """Assignment of roles to the acquired hosts."""
+
+    config: Config
+    local: HostMesh
+    """The controller's host."""
+    provider: Provider | None
+    """The allocation; None if the run only uses this machine directly."""
+    meshes: Mapping[str, HostMesh] = field(default_factory=dict)
+    """Host meshes by name (`trainers`, `generators`); empty if the controller's host is the only one."""
+
+    @property
+    def trainer(self) -> HostMesh:
+        """Hosts of the trainer ranks."""
+        return self.meshes.get("trainers", self.local)
+
+    @property
+    def store(self) -> HostMesh:
+        """Host of the replay buffer and the weight store."""
+        return self._first_alive([store_place(self.config)], "store")
+
+    def of_generator(self, replica: int) -> HostMesh:
+        """Return the host for a replica's processes. If it is lost, return the host of the next replica."""
+        return self._first_alive(self._replica_places(replica), f"generator_{replica}")
+
+    def of_worker(self, worker: int) -> HostMesh:
+        """Return the host for a rollout worker's process. If it is lost, return the host of a generator replica."""
+        return self._first_alive([worker_place(self.config, worker), *self._replica_places(worker)], f"rollout_{worker}")
+
+    def _replica_places(self, first: int) -> list[HostPlace]:
+        count = self.config.generator.replicas if self.config.num_generator_ranks else 0
+        return [replica_place(self.config, (first + step) % count) for step in range(count)]
+
+    def _first_alive(self, places: Sequence[HostPlace | None], role: str) -> HostMesh:
+        """Return the first host that is not lost; raise `FaultError` if all are."""
+        for place in places:
+            if place is None or not self.meshes:
+                return self.local
+            mesh, number = place
+            ranks = [(name, index) for name, count in host_counts(self.config).items() for index in range(count)]
+            if self.provider is None or not self.provider.has_ended(ranks.index(place)):
+                return self.meshes[mesh].slice(hosts=number)
+        raise FaultError("all hosts for this role are lost", role)
+
+    def are_alive(self) -> bool:
+        """Return True if every host is known to be alive."""
+        ranks = range(sum(host_counts(self.config).values()))
+        return self.provider is None or not any(map(self.provider.has_ended, ranks))
+
+    async def close(self) -> None:
+        """Release the allocation, and kill torchmonarch's host processes, which would otherwise outlive the controller."""
+        if self.provider is not None:
+            await self.provider.kill()
+
+
+async def acquire_hosts(
+    config: Config, device: DeviceKind, log_dir: Path, supervisor: Supervisor, *, say: Say, warn: Say
+) -> Hosts:
+    """Acquire the hosts that a configuration requests; wait in the scheduler's queue if necessary.
+
+    The supervisor replaces the roles on a lost host, or fails the run. `say` is called with what startup is waiting for, `warn`
+    when the scheduler terminates the hosts.
+
+    Raises:
+        SlurmError: Slurm refused or ended the job.
+        LauncherError: A host of the launcher died, or no launcher started this process.
+        KubernetesError: The cluster refused a request, or the pods do not start.
+    """
+    hosts, meshes = config.hosts, host_counts(config)
+    if not hosts.across_machines:
+        wait_for_stopped_processes()
+        local = local_host()
+        if hosts.kind == "local":
+            return Hosts(config, local, None)
+        emulated = EmulatedHosts(meshes)
+        acquired = await start_hosts(emulated, meshes)
+        return Hosts(config, local, emulated, acquired)
+    provider: SlurmHosts | KubernetesHosts | LauncherHosts
+    if hosts.kind == "kubernetes":
+        provider = KubernetesHosts(config, device, meshes, say)
+    elif hosts.kind == "slurm":
+        provider = SlurmHosts(config, device, sum(meshes.values()), log_dir, say)
+    elif Crew.current is not None:
+        provider = LauncherHosts(Crew.current, config.timeouts.start_s, say)
+    else:
+        raise LauncherError(
+            "hosts.kind: only the commands train, sft and distill run under a launcher (got launcher). "
+            "Set it to local, process, slurm or kubernetes."
+        )
+    provider.on_ending = partial(_end_with_hosts, supervisor, hosts.kind, warn)
+    provider.on_lost = partial(supervisor.lose_host, is_replaceable=device == "cpu")  # other hosts have no free accelerators
+    try:
+        # Before the first use of Monarch. If all hosts are on this machine, none needs to listen on the network.
+        on_this_machine = isinstance(provider, LauncherHosts) and is_loopback(provider.crew.address)
+        enable_transport("ipc" if on_this_machine else "tcp")
+        match_timeouts_to_leases()
+        acquired = await start_hosts(provider, meshes)
+    except BaseException:  # including interrupts: no allocation may outlive a failed start
+        await provider.kill()
+        raise
+    return Hosts(config, local_host(), provider, acquired)
+
+
+async def start_hosts(provider: Provider, counts: Mapping[str, int]) -> dict[str, HostMesh]:
+    """Start the hosts, given their number per mesh; attach to them, and return the meshes, which are ranges in rank order."""
+    identities = [str(identity) for identity in allocate_service_proc_ids(sum(counts.values()))]  # as Monarch's job classes do
+    addresses, meshes = iter(await provider.start(identities)), {}
+    with private_sockets():
+        for name, count in counts.items():
+            workers = list(itertools.islice(addresses, count))
+            meshes[name] = attach_to_workers(name=name, ca="trust_all_connections", workers=workers)
+    return meshes
+
+
+def match_timeouts_to_leases() -> None:
+    """Make torchmonarch report a lost host as early as its lease does, and keep this process alive despite lost messages.
+
+    By default, torchmonarch reports a lost host a minute later, when its roles have already been replaced. It also terminates
+    this process 30 s after a message to a dead host, although the run has continued without that host.
+
+    Only torchmonarch notices the death of a process on another host, so it polls these processes.
+    """
+    configure(get_proc_state_max_idle=f"{LOST_S}s", get_actor_state_max_idle=f"{LOST_S}s", message_delivery_timeout="30d")
+    if os.environ.get(POLL) == "1h":  # the user has not set another interval than `titanrl` does
+        os.environ[POLL] = f"{POLL_S}s"
+        reload_config_from_env()
+
+
+def _end_with_hosts(supervisor: Supervisor, kind: str, warn: Say, cause: str) -> None:
+    """End the run like a signal, so that it can save. A session in another program has no signal handler, so it fails."""
+    if terminal.is_ending():  # most schedulers also signal this process, and a second signal would end it immediately
+        return
+    warn(cause)
+    if callable(signal.getsignal(signal.SIGTERM)):
+        signal.raise_signal(signal.SIGTERM)
+    else:
+        supervisor.fail(TitanRLError(f"hosts.{kind}: {cause}"))
+
+
+def wait_for_stopped_processes() -> None:
+    """Turn off torchmonarch's timeouts for suspended or busy processes; for runs on this machine only.
+
+    If all processes are suspended together (Ctrl-Z), each would conclude that the others are dead. On one machine the timeouts
+    are unnecessary: no process outlives the controller, and pidfds report exits. The watchdog reports a stopped process, which
+    torchmonarch would treat as crashed after 30 s.
+    """
+    patience = {"supervision_watchdog_timeout": "30d", "message_delivery_timeout": "30d", "get_actor_state_max_idle": "30d"}
+    configure(mesh_orphan_timeout="30d", **patience)
+
+
+def local_host() -> HostMesh:
+    """Return this machine as a host. Only the current user can connect to its processes.
+
+    Raises:
+        OpenSocketsError: The sockets cannot be made private, and the environment does not permit open ones.
+    """
+    with private_sockets():
+        return monarch.actor.this_host()
+
 
 _PROGRAM = "from titanrl.processes.bootstrap import main; main()"
 RETIRE_S = 5.0
@@ -60,8 +266,8 @@ class Fleet:
         Args:
             log_dir: folder of the processes' logs and pid files.
             supervisor: watches the processes.
-            faults: limit on replacements of templates.
-            warn: called with a message for the user about such a replacement.
+            faults: limit on replacements of templates, which are reported to `warn`.
+            warn: called with a message for the user.
             own_children: True if this process starts all processes, so that they are tied to its life.
             have_names: False if hosts cannot resolve each other's names, like Kubernetes pods.
         """
@@ -82,10 +288,7 @@ class Fleet:
     def prepare(self, kind: str, environment: Mapping[str, str], load: Callable[[], None]) -> None:
         """Start a template for processes of this machine, unless one is running or other hosts start the processes.
 
-        Args:
-            kind: name of the template, such as `generator`.
-            environment: variables that the packages read when they are imported.
-            load: function that imports the packages.
+        The packages that `load` imports read the variables of the environment.
         """
         template = self._templates.get(kind)
         if not self._parent or (template is not None and not template.has_ended):
@@ -182,10 +385,7 @@ class Fleet:
     async def join_process_group(self, procs: ProcMesh, *, one_machine: bool, interface: str | None = None) -> None:
         """Set the environment variables with which torch.distributed forms a process group.
 
-        Args:
-            procs: processes of the ranks.
-            one_machine: True if all ranks are on this machine; they then communicate over loopback only.
-            interface: network interface between hosts; None lets each library choose.
+        Ranks on one machine communicate over loopback only. Without an `interface` between hosts, each library chooses one.
         """
         if not one_machine:
             await setup_torch_elastic_env_async(procs, use_ipaddr=self._address)

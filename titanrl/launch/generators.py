@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from titanrl.carriers.types import GenerationStats
 from titanrl.config.sections import TimeoutsConfig
-from titanrl.launch.parts import Part, SharedContext
+from titanrl.launch.parts import Part, SharedContext, ask_each, start_request
 from titanrl.launch.supervision import PartDiedError
-from titanrl.launch.trainer_mesh import start_request
 from titanrl.processes.actors import ask_actor, ask_ranks
 from titanrl.weights.records import Commit
 
@@ -38,18 +37,11 @@ OnReplica = Callable[[int, Any | None], Awaitable[None]]
 
 
 class GeneratorMeshes:
-    """Client of all generator replicas, each a mesh of tensor-parallel ranks."""
+    """Client of all generator replicas, each a mesh of tensor-parallel ranks. `spawns` are functions that spawn them."""
 
     def __init__(
         self, spawns: Mapping[str, Callable[[Part], Awaitable[Replica]]], shared: SharedContext, timeouts: TimeoutsConfig
     ) -> None:
-        """Start nothing yet.
-
-        Args:
-            spawns: functions that spawn a replica's processes and return its actors, by role.
-            shared: objects that all parts share.
-            timeouts: limits of requests.
-        """
         self.parts = [Part(role, shared, spawn, self) for role, spawn in spawns.items()]
         self.supervisor, self.timeouts = shared.supervisor, timeouts
         self.listeners: list[OnReplica] = []
@@ -106,15 +98,10 @@ class GeneratorMeshes:
             reader: source of the weights from now on.
         """
         self._newest, self._pulled = -1, [-1] * len(self.parts)
-
-        async def start_over(part: Part) -> None:
-            if await part.survives():
-                with contextlib.suppress(PartDiedError):  # its replacement starts with the new reader
-                    await part.ask(
-                        f"{part.role}.start_over", lambda replica: replica.mesh.start_over.call(reader), self.timeouts.step_s
-                    )
-
-        await asyncio.gather(*map(start_over, self.parts))
+        survive = await asyncio.gather(*(part.survives() for part in self.parts))
+        alive = [part for part, survives in zip(self.parts, survive, strict=True) if survives]
+        # The replacement of a part that dies now starts with the new reader.
+        await ask_each(alive, "start_over", lambda replica: replica.mesh.start_over.call(reader), self.timeouts.step_s)
 
     async def on_lost(self, part: Part) -> None:
         """Announce the death of a replica, so that its callers resend their requests to other replicas or the replacement."""
@@ -153,16 +140,17 @@ class GeneratorMeshes:
 
     def take_stats(self) -> "asyncio.Task[GenerationStats]":
         """Request the statistics of all replicas since the last call. A dead replica's work is not included."""
-        return start_request(self._take_stats(), "take_stats")
 
-    async def _take_stats(self) -> GenerationStats:
-        stats = await self._each("stats", lambda replica: ask_actor(replica.leader.stats), self.timeouts.step_s)
-        return GenerationStats(
-            num_tokens=sum(stat.num_tokens for stat in stats),
-            busy_s=sum(stat.busy_s for stat in stats),
-            wall_s=sum(stat.wall_s for stat in stats),
-            num_replicas=len(stats),
-        )
+        async def take() -> GenerationStats:
+            stats = await self._each("stats", lambda replica: ask_actor(replica.leader.stats), self.timeouts.step_s)
+            return GenerationStats(
+                num_tokens=sum(stat.num_tokens for stat in stats),
+                busy_s=sum(stat.busy_s for stat in stats),
+                wall_s=sum(stat.wall_s for stat in stats),
+                num_replicas=len(stats),
+            )
+
+        return start_request(take(), "take_stats")
 
     async def abandon_round(self) -> None:
         """Drop the requests of an incomplete round."""
@@ -175,14 +163,7 @@ class GeneratorMeshes:
 
     async def _each(self, endpoint: str, call: Callable[[Replica], Awaitable[Any]], timeout_s: float) -> list[Any]:
         """Return the replies of the serving replicas, except those that die."""
-
-        async def reply(part: Part) -> list[Any]:
-            with contextlib.suppress(PartDiedError):
-                return [await part.ask(f"{part.role}.{endpoint}", call, timeout_s)]
-            return []
-
-        replies = await asyncio.gather(*(reply(self.parts[replica]) for replica in sorted(self._serving)))
-        return [value for values in replies for value in values]
+        return await ask_each((self.parts[replica] for replica in sorted(self._serving)), endpoint, call, timeout_s)
 
     async def _notify(self, replica: int, actor: Any | None) -> None:
         await asyncio.gather(*(listener(replica, actor) for listener in self.listeners))

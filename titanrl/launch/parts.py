@@ -1,28 +1,114 @@
-"""Replaceable parts of a run: a generator replica, or a rollout worker with its storage shard.
+"""Declare the requests of clients to their actors, each in one line (`Verb`), and replace parts of a run (`Part`).
 
-When a process of a part dies or hangs, the part is respawned while the run continues. Requests that were lost can be retried
-(`Part.until_done`).
+A part is a generator replica, or a rollout worker with its storage shard. When one of its processes dies or hangs, the part is
+respawned while the run continues. Requests that were lost can be retried (`Part.until_done`).
 """
 
 import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, Protocol, TypeVar, overload
 
 from titanrl.base.errors import TitanRLError
-from titanrl.launch.fleet import Fleet
-from titanrl.launch.stalls import Pace
-from titanrl.launch.supervision import ActorDiedError, PartDiedError, Replaceable, Supervisor
+from titanrl.launch.supervision import DISK_S, ActorDiedError, Pace, PartDiedError, Replaceable, Supervisor
+from titanrl.processes.actors import ask_ranks
 from titanrl.processes.children import Respawns
 
-T = TypeVar("T")
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from titanrl.launch.fleet import Fleet
 
-_PACE = Pace()
+logger = logging.getLogger(__name__)
+P = ParamSpec("P")
+T = TypeVar("T")
+R = TypeVar("R")
+M = TypeVar("M")
+
+Limit = Literal["start_s", "step_s", "sync_s"]
+"""Name of the longest wait in the section `timeouts`."""
+PACE, DISK = Pace(), Pace(min_s=DISK_S)
+"""Paces of requests, and of those that read or write files."""
+
+
+class Verb(Generic[P, R, M]):
+    """A request to the endpoint of the same name, as an attribute of a client's class. The endpoint's docstring describes it.
+
+    The client has `mesh`, the actors, and `ask`, which awaits their replies.
+
+    Example: `keep_weights = Verb(PolicyTrainer.keep_weights, agreed)`
+    """
+
+    def __init__(
+        self,
+        endpoint: Callable[Concatenate[Any, P], Awaitable[R]],
+        merge: Callable[[str, Sequence[R]], M],
+        *,
+        limit: Limit = "step_s",
+        pace: Pace = PACE,
+    ) -> None:
+        """Declare the request to an endpoint; a private attribute has its name after an underscore.
+
+        `merge` is a function of the name and of the ranks' replies, which returns the reply of the client.
+        """
+        self._merge, self._limit, self._pace = merge, limit, pace
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name.removeprefix("_")
+
+    @overload
+    def __get__(self, client: None, owner: type) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, M]]: ...
+    @overload
+    def __get__(self, client: object, owner: type) -> Callable[P, Coroutine[Any, Any, M]]: ...
+    def __get__(self, client: object, owner: type) -> Callable[..., Coroutine[Any, Any, M]]:
+        return self._request if client is None else partial(self._request, client)  # bound to the client like a method
+
+    async def _request(self, client: Any, /, *args: P.args, **kwargs: P.kwargs) -> M:
+        call = ask_ranks(getattr(client.mesh, self._name), *args, **kwargs)
+        return self._merge(self._name, await client.ask(self._name, call, self._limit, self._pace))
+
+
+def done(name: str, replies: Sequence[object]) -> None:
+    """Return nothing once all ranks have replied."""
+
+
+def only(name: str, replies: Sequence[R]) -> R:
+    """Return the reply of the only actor."""
+    (reply,) = replies
+    return reply
+
+
+def per_rank(name: str, replies: Sequence[R]) -> Sequence[R]:
+    """Return the replies in rank order."""
+    return replies
+
+
+def agreed(name: str, replies: Sequence[R]) -> R:
+    """Return the reply on which all ranks agree; different replies mean that the ranks have diverged."""
+    assert all(reply == replies[0] for reply in replies), f"ranks disagree after {name}: {replies}"
+    return replies[0]
+
+
+def start_request(request: Coroutine[Any, Any, T], name: str) -> "asyncio.Task[T]":
+    """Start a request as a task that may never be awaited, for example because the caller was interrupted."""
+    task = asyncio.create_task(request, name=name)
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())  # marks an exception as retrieved
+    return task
+
+
+async def ask_each(
+    parts: Iterable["Part"], endpoint: str, call: Callable[[Any], Awaitable[Any]], timeout_s: float
+) -> list[Any]:
+    """Send a request to some parts; return the replies, except those of parts that die."""
+
+    async def reply(part: Part) -> list[Any]:
+        with contextlib.suppress(PartDiedError):
+            return [await part.ask(f"{part.role}.{endpoint}", call, timeout_s)]
+        return []
+
+    return [value for values in await asyncio.gather(*map(reply, parts)) for value in values]
 
 
 class Recovery(Protocol):
@@ -42,7 +128,7 @@ class Recovery(Protocol):
 class SharedContext:
     """Objects that all parts of a run share."""
 
-    fleet: Fleet
+    fleet: "Fleet"
     supervisor: Supervisor
     respawns: Respawns
     warn: Callable[[str], None]
@@ -58,14 +144,6 @@ class Part:
     """
 
     def __init__(self, role: str, shared: SharedContext, spawn: Callable[["Part"], Awaitable[Any]], recovery: Recovery) -> None:
-        """Start nothing yet.
-
-        Args:
-            role: name prefix of the processes.
-            shared: objects that all parts share.
-            spawn: function that spawns the processes and returns their actors.
-            recovery: callbacks of the owner.
-        """
         self.role = role
         self.num_lives = 0
         """Number of times that the part was spawned."""
@@ -114,7 +192,7 @@ class Part:
             if not self._lost.done():
                 self._is_up.set()
 
-    async def ask(self, name: str, call: Callable[[Any], Awaitable[T]], timeout_s: float, pace: Pace = _PACE) -> T:
+    async def ask(self, name: str, call: Callable[[Any], Awaitable[T]], timeout_s: float, pace: Pace = PACE) -> T:
         """Return the reply to a request.
 
         Args:
@@ -138,7 +216,7 @@ class Part:
                 self.die(str(error))
             raise PartDiedError(str(error)) from None
 
-    async def until_done(self, name: str, call: Callable[[Any], Awaitable[T]], timeout_s: float, pace: Pace = _PACE) -> T:
+    async def until_done(self, name: str, call: Callable[[Any], Awaitable[T]], timeout_s: float, pace: Pace = PACE) -> T:
         """Return the reply to a request like `ask`, but resend it to the replacement whenever the part dies."""
         while True:
             await self.wait_until_up()

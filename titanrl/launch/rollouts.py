@@ -1,7 +1,6 @@
 """The controller's clients of the rollout workers and of the replay buffer. Workers that die or hang are replaced."""
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,11 +14,9 @@ from titanrl.carriers.tables import Table
 from titanrl.carriers.types import EvaluationResult
 from titanrl.config.sections import TimeoutsConfig
 from titanrl.launch.generators import GeneratorMeshes, Replica
-from titanrl.launch.parts import Part, SharedContext
-from titanrl.launch.stalls import Pace
-from titanrl.launch.supervision import DeadlineError, PartDiedError, Supervisor
-from titanrl.launch.trainer_mesh import TrainerMesh, start_request
-from titanrl.launch.verbs import DISK, PACE, Limit, Verb, done, only
+from titanrl.launch.parts import DISK, PACE, Limit, Part, SharedContext, Verb, ask_each, done, only, start_request
+from titanrl.launch.supervision import DeadlineError, Pace, PartDiedError, Supervisor
+from titanrl.launch.trainer_mesh import TrainerMesh
 from titanrl.processes.actors import ActorError, StoppedError, ask_actor, cause_of, resolve
 from titanrl.replay.buffer import RECORDS_FILE, GroupBuffer, ReplayBuffer
 from titanrl.replay.groups import Batch, Freshness, Restored, Saved, StarvationError, TrainedBatch
@@ -39,7 +36,7 @@ class Worker:
 
 
 class RolloutMesh:
-    """Client of all rollout workers, each with a storage shard.
+    """Client of all rollout workers, each with a storage shard. `spawns` are functions that spawn one, by role.
 
     When a worker dies, its unfinished groups are sampled again, and so are the finished groups stored in its shard. In
     synchronous training, the death of a worker or a generator rewinds to the last batch: everything after it is sampled again,
@@ -57,21 +54,10 @@ class RolloutMesh:
         generators: GeneratorMeshes,
         in_rounds: bool,
     ) -> None:
-        """Start nothing yet.
-
-        Args:
-            spawns: functions that spawn a worker's process and return its actors, by role.
-            shared: objects that all parts share.
-            timeouts: limits of requests.
-            buffer: client of the buffer.
-            trainer: client of the trainer, which reads the storage shards.
-            generators: client of the generators, which serve the workers.
-            in_rounds: True in synchronous training.
-        """
         self.parts = [Part(role, shared, spawn, self) for role, spawn in spawns.items()]
         self.supervisor, self.timeouts = shared.supervisor, timeouts
         self._buffer, self._trainer, self._generators = buffer, trainer, generators
-        self._in_rounds = in_rounds
+        self._in_rounds = in_rounds  # in synchronous training
         self._is_running = False
         self._rewinding = asyncio.Lock()
         self.num_rewound = 0
@@ -109,9 +95,9 @@ class RolloutMesh:
             f"{part.role}.announce_shard", lambda actors: self._trainer.use_shard(number, actors.shard), self.timeouts.step_s
         )
         for replica in range(len(self._generators.parts)):  # they may have changed since the worker was spawned
-            await self._notify(part, replica, self._generators.serving[replica])
+            await self._each("use_generator", replica, self._generators.serving[replica], parts=[part])
         if self._is_running:
-            await self._run(part)
+            await part.ask(f"{part.role}.run", lambda actors: actors.worker.run.call_one(), self.timeouts.step_s)
 
     async def on_lost(self, part: Part) -> None:
         """Sample again a dead worker's unfinished groups, and the finished ones stored in its shard."""
@@ -127,11 +113,16 @@ class RolloutMesh:
     async def run(self) -> None:
         """Start to generate."""
         self._is_running = True
-        await asyncio.gather(*(self._run_first(part) for part in self.parts))
+
+        async def run(part: Part) -> None:
+            await part.wait_until_up()
+            await self._each("run", parts=[part])  # if it dies, its replacement runs as soon as it is up
+
+        await asyncio.gather(*map(run, self.parts))
 
     async def use_generator(self, replica: int, actor: Any | None) -> None:
         """Announce a generator replica's new actor to all workers, or None while the replica is down."""
-        await asyncio.gather(*(self._notify(part, replica, actor) for part in self.parts if part.is_started))
+        await self._each("use_generator", replica, actor)
         if self._in_rounds and actor is None:
             await self._rewind()
 
@@ -186,13 +177,8 @@ class RolloutMesh:
 
     async def abandon_evaluation(self, replica: int, actor: Any | None) -> None:
         """Cancel the background evaluation if its generator died. This is a listener of that generator."""
-        part = self.parts[0]
-        if actor is None and part.is_started:
-            with contextlib.suppress(PartDiedError):
-                role, timeout_s = part.role, self.timeouts.step_s
-                await part.ask(
-                    f"{role}.abandon_evaluation", lambda actors: actors.worker.abandon_evaluation.call_one(), timeout_s
-                )
+        if actor is None and self.parts[0].is_started:
+            await self._each("abandon_evaluation", parts=self.parts[:1])
 
     async def release(self) -> None:
         """Replace no worker any more, and read no more messages."""
@@ -203,7 +189,7 @@ class RolloutMesh:
     async def close(self) -> None:
         """Stop the rollout loops and the scoring processes."""
         await self.release()
-        await self._each("close", self.timeouts.close_s / 4)
+        await self._each("close", timeout_s=self.timeouts.close_s / 4)
 
     async def _read_notes(self, receiver: PortReceiver[SandboxNote]) -> None:
         """Record each replacement of a sandbox like that of a process, and tell the user."""
@@ -214,39 +200,23 @@ class RolloutMesh:
             self.supervisor.record("respawn", part=part, cause=note.cause, seconds=round(note.seconds, 3))
             self._warn(f"{part}: {note.cause}; replaced after {note.seconds:.1f} s, and its groups are scored again")
 
-    async def _run_first(self, part: Part) -> None:
-        await part.wait_until_up()
-        with contextlib.suppress(PartDiedError):  # its replacement runs as soon as it is up
-            await self._run(part)
-
-    async def _run(self, part: Part) -> None:
-        await part.ask(f"{part.role}.run", lambda actors: actors.worker.run.call_one(), self.timeouts.step_s)
-
     async def _rewind(self, handles: Table | None = None) -> None:
         """Sample everything after the last batch again. No round may begin before all actors have dropped the current one."""
         async with self._rewinding:
             self.num_rewound += 1
             await self._buffer.hold_rounds()
-            await self._each("abandon_round", self.timeouts.step_s)
+            await self._each("abandon_round")
             await self._generators.abandon_round()
             await self._buffer.rewind(handles)
 
-    async def _notify(self, part: Part, replica: int, actor: Any | None) -> None:
-        with contextlib.suppress(PartDiedError):
-            await part.ask(
-                f"{part.role}.use_generator",
-                lambda actors: actors.worker.use_generator.call_one(replica, actor),
-                self.timeouts.step_s,
-            )
-
-    async def _each(self, endpoint: str, timeout_s: float) -> None:
-        """Call an endpoint of all workers that have started; ignore workers that die."""
-
-        async def call(part: Part) -> None:
-            with contextlib.suppress(PartDiedError):
-                await part.ask(f"{part.role}.{endpoint}", lambda actors: getattr(actors.worker, endpoint).call_one(), timeout_s)
-
-        await asyncio.gather(*(call(part) for part in self.parts if part.is_started))
+    async def _each(
+        self, endpoint: str, *args: Any, parts: Sequence[Part] | None = None, timeout_s: float | None = None
+    ) -> None:
+        """Call an endpoint of all workers that have started, or of some parts; ignore workers that die."""
+        if parts is None:
+            parts = [part for part in self.parts if part.is_started]
+        limit_s = timeout_s or self.timeouts.step_s
+        await ask_each(parts, endpoint, lambda actors: getattr(actors.worker, endpoint).call_one(*args), limit_s)
 
 
 @dataclass(slots=True)

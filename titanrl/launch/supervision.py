@@ -1,21 +1,318 @@
-"""Supervision of a session: requests with deadlines, and detection of dead, stopped and hanging processes."""
+"""Supervision of a session: requests with deadlines, and detection of dead, stopped and hanging processes.
+
+A learned deadline is a multiple of the slowest recent reply to requests of the same kind. States and stacks of processes are
+read from the outside, which works for any kind of hang.
+"""
 
 import asyncio
 import contextlib
 import logging
 import os
+import shutil
 import signal
+import sysconfig
 import threading
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections import defaultdict, deque
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 import monarch.actor
 
 from titanrl.base.errors import FaultError, TitanRLError
-from titanrl.launch.stalls import OnEvent, Pace, Process, Report, Stall, StallError, Stopped, Watchdog, suspects, works_on
-from titanrl.processes.actors import ActorError, SupervisionError, cause_of, resolve
+from titanrl.config.sections import FaultsConfig
+from titanrl.processes.actors import STACKS_SIGNAL, ActorError, SupervisionError, cause_of, resolve
+from titanrl.processes.machine import process_state
+
+logger = logging.getLogger(__name__)
+
+WINDOW = 100
+"""Number of recent replies per kind from which the deadline is computed."""
+WARM_UP = 3
+"""Replies of a kind before it has a learned deadline. They are included in it, because compilation can happen again."""
+DISK_S = 300.0
+"""Shortest learned deadline of requests that read or write files, because network file systems pause for minutes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """Parameters of a request's learned deadline."""
+
+    kind: str | None = None
+    """Requests of one kind take about the same time and share a deadline. By default, the name of the request."""
+    min_s: float = 0.0
+    """Shortest learned deadline in seconds, if the configured minimum is too short."""
+    since: float | None = None
+    """Start of the measured time, on the clock of `time.perf_counter`; by default, the start of the wait."""
+    progress: Callable[[], Awaitable[object]] | None = None
+    """Returns a value that changes as the work progresses. The deadline restarts whenever the value has changed."""
+
+
+DUMP_S = 10.0
+"""Limit for one dump of a process's stacks, in seconds."""
+_AT_ONCE = 4
+_STATES = {"R": "alive", "S": "alive", "D": "in the kernel", "T": "stopped by a signal", "t": "stopped by a debugger"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Process:
+    """A process of a run."""
+
+    name: str
+    """Role and rank, such as `trainer_0`."""
+    pid: int
+    host: str | None = None
+    """Name of its host; None for this machine."""
+
+    @property
+    def role(self) -> str:
+        """Name of its mesh, such as `generator_0`."""
+        return self.name.rpartition("_")[0]
+
+    @property
+    def rank(self) -> int:
+        """Rank in its mesh."""
+        return int(self.name.rpartition("_")[2])
+
+    def __str__(self) -> str:
+        """Return name and process id, such as `trainer_0 (process 77)`."""
+        return f"{self.name} (process {self.pid})"
+
+    def is_stopped(self) -> bool:
+        """Return True if a signal (SIGSTOP, SIGTSTP) has stopped the process."""
+        return self.host is None and process_state(self.pid) == "T"
+
+    def is_debugged(self) -> bool:
+        """Return True if a debugger or tracer is attached."""
+        return self.host is None and self._status("TracerPid") not in ("", "0")
+
+    def _status(self, key: str) -> str:
+        """Return a value of `/proc/<pid>/status`; empty if the process is dead."""
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
+                if line.startswith(f"{key}:"):
+                    return line.partition(":")[2].strip()
+        return ""
+
+    def handles(self, number: signal.Signals) -> bool:
+        """Return True if the process has a handler for a signal; without one, the signal would kill it."""
+        return bool(int(self._status("SigCgt") or "0", 16) >> (number - 1) & 1)
+
+
+async def describe(processes: Sequence[Process]) -> str:
+    """Return the states and stacks of processes as text. Each dump has a separate deadline."""
+    places = asyncio.Semaphore(_AT_ONCE)
+
+    async def section(process: Process) -> str:
+        state = f"on {process.host}"
+        if process.host is None:
+            letter = process_state(process.pid)  # before the dump, which stops the process; empty if the process is dead
+            state = _STATES.get(letter, letter or "exited")
+        async with places:
+            return f"== {process}, {state}\n{await _stacks(process)}\n"
+
+    return "\n".join(await asyncio.gather(*map(section, processes)))
+
+
+async def _stacks(process: Process) -> str:
+    """Return Python and native stacks of all threads. If py-spy fails, make the process write its Python stacks to its log.
+
+    py-spy can only suspend a running process. A stopped one is read without suspending it, and without native frames.
+    """
+    if process.host is not None:
+        return f"No stacks from another machine. There: py-spy dump --native --pid {process.pid}"
+    reasons: list[str] = []
+    # Reading native symbols can fail or take too long.
+    ways = [("--nonblocking",)] if process.is_stopped() else [("--native",), ()]
+    for options in ways:
+        text, reason = await _py_spy(process.pid, *options)
+        if text:
+            return "\n".join([*reasons, text])
+        reasons.append(f"py-spy dump {' '.join(options)}: {reason}".replace(" :", ":"))
+    if not process.handles(STACKS_SIGNAL):
+        return "\n".join([*reasons, "The process cannot write its stacks: it has not installed its signal handler yet."])
+    os.kill(process.pid, STACKS_SIGNAL)
+    when = "once it continues" if process.is_stopped() else "now"
+    return "\n".join([*reasons, f"The process appends the Python stacks of its threads to logs/{process.name}.log {when}."])
+
+
+async def _py_spy(pid: int, *options: str) -> tuple[str, str]:
+    """Run `py-spy dump`; return its output and an empty reason, or an empty output and the reason of the failure."""
+    program = shutil.which("py-spy", path=os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")]))
+    if program is None:
+        return "", "not installed"
+    dump = await asyncio.create_subprocess_exec(
+        program,
+        "dump",
+        *options,
+        "--pid",
+        str(pid),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        output, errors = await asyncio.wait_for(dump.communicate(), DUMP_S)
+    except TimeoutError:
+        return "", f"no result within {DUMP_S:g} s"
+    finally:
+        if dump.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                dump.kill()
+    if dump.returncode == 0:
+        return output.decode(errors="replace"), ""
+    lines = errors.decode(errors="replace").strip().splitlines()
+    return "", lines[-1] if lines else "failed without a message"
+
+
+_ROLES = {
+    "buffer": ("store",),
+    "buffer.take_batch": ("rollout", "generator", "store"),
+    "generator": ("generator", "teacher"),
+    "rollout.evaluate": ("rollout", "generator", "evaluator"),
+    "shards": ("rollout",),
+}
+"""Roles whose processes work on a request, by request name or by actor; by default, the role named like the actor."""
+
+
+class StallError(FaultError):
+    """A process of the run does not respond; the message names it and the file with its stacks."""
+
+
+class OnEvent(Protocol):
+    """Callback that records events such as faults and stalls."""
+
+    def __call__(self, kind: str, **fields: Any) -> None:
+        """Record one event."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stall:
+    """A request without a reply, or a process stopped by a signal."""
+
+    request: str
+    """Pending request, such as `trainer.forward_backward`; empty if there is none."""
+    seconds: float
+    """Seconds without a reply."""
+    suspects: tuple[Process, ...] = ()
+    """Processes that may be the cause."""
+    reason: str = ""
+    """Reason to call this a stall, as a clause."""
+    are_stopped: bool = False
+    """True if a signal has stopped the suspects."""
+
+    @property
+    def actor(self) -> str:
+        """Name of the actor that does not reply; for stopped processes, their role."""
+        return self.suspects[0].role if self.are_stopped else self.request.partition(".")[0]
+
+    @property
+    def endpoint(self) -> str:
+        """Endpoint that does not reply, prefixed with its actor if that differs from `actor`."""
+        actor, _, endpoint = self.request.partition(".")
+        return endpoint if actor == self.actor else self.request
+
+    def __str__(self) -> str:
+        """Return a description in one line."""
+        reason, seconds = f" ({self.reason})" if self.reason else "", f"{round(self.seconds, 1):g}"
+        if self.are_stopped:
+            waiting = f", while waiting for: {self.request}" if self.request else ""
+            verb = "was" if len(self.suspects) == 1 else "were"
+            return f"{_ranks(self.suspects)} {verb} stopped by a signal {seconds} s ago{reason}{waiting}"
+        return f"no reply to '{self.request}' for {seconds} s{reason} from {_ranks(self.suspects)}"
+
+
+def _ranks(processes: Iterable[Process]) -> str:
+    """Return the processes as text, such as `trainer rank 0, 1 and store rank 0`."""
+    by_role: dict[str, list[str]] = defaultdict(list)
+    for process in processes:
+        by_role[process.role].append(str(process.rank))
+    return " and ".join(f"{role} rank {', '.join(ranks)}" for role, ranks in by_role.items()) or "unknown processes"
+
+
+@dataclass(slots=True)
+class Stopped:
+    """State of a process that a signal has stopped. Times are on the event loop's clock."""
+
+    since: float
+    limit_s: float
+    """Seconds after which the process is reported; doubled by each report."""
+
+
+@dataclass(slots=True)
+class Report:
+    """Report of a stall."""
+
+    text: str
+    """Description of the stall in one line, with the path of its stacks."""
+    file: str
+    """Path of the stacks."""
+    time: float
+    """Time of the report, on the event loop's clock."""
+    is_shown: bool = False
+
+
+class Watchdog:
+    """Learns deadlines from earlier replies, and writes reports of stalls.
+
+    Example: With `stall_factor: 10` and `min_stall_s: 30`, replies after 0.4, 7 and 2 s give a deadline of 70 s. Three replies
+    after 0.4 s give 30 s.
+    """
+
+    def __init__(self, config: FaultsConfig, run_dir: Path, warn: Callable[[str], None] = logger.warning) -> None:
+        """Start without replies. Reports go to `logs` of `run_dir`; `warn` is called for stalls that do not end the run."""
+        self.config = config
+        self.warn = warn
+        self._run_dir = run_dir
+        self._seconds: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))  # of replies, by kind
+        self._last_fault = float("-inf")
+
+    def limit(self, name: str, pace: Pace, hard_s: float) -> float:
+        """Return the deadline of a request in seconds, at most `hard_s`; after too few replies of its kind, `hard_s`."""
+        seconds = self._seconds.get(pace.kind or name, ())
+        if len(seconds) < WARM_UP:
+            return hard_s
+        return min(hard_s, max(self.config.min_stall_s, pace.min_s, self.config.stall_factor * max(seconds)))
+
+    def note_reply(self, name: str, pace: Pace, started: float) -> None:
+        """Learn from a reply to a request that was sent at `started` on the clock of `time.perf_counter`."""
+        begun = started if pace.since is None else pace.since
+        if begun > self._last_fault:
+            self._seconds[pace.kind or name].append(time.perf_counter() - begun)
+
+    def note_fault(self) -> None:
+        """Learn nothing from requests that are pending now, because a fault or the following replacement delays them."""
+        self._last_fault = time.perf_counter()
+
+    def known(self, name: str, pace: Pace) -> str:
+        """Return a clause about earlier replies to a request; empty if there are none."""
+        seconds = self._seconds.get(pace.kind or name)
+        return f"the slowest of the last {len(seconds)} took {max(seconds):.2g} s" if seconds else ""
+
+    async def write(self, stall: Stall) -> Path:
+        """Write the states and stacks of the suspects to `logs/stall_<n>.txt`; return the path."""
+        text = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {stall}\n\n{await describe(stall.suspects)}"
+        logs, number = self._run_dir / "logs", 1
+        while (file := logs / f"stall_{number}.txt").exists():
+            number += 1
+        file.write_text(text, encoding="utf-8")
+        return file
+
+
+def works_on(role: str, request: str) -> bool:
+    """Return True if the processes of a role work on a request."""
+    actor = request.partition(".")[0]
+    roles = _ROLES.get(request, _ROLES.get(actor, (actor,)))
+    return any(f"{role}_".startswith(f"{worker}_") for worker in roles)
+
+
+def suspects(request: str, processes: Sequence[Process]) -> tuple[Process, ...]:
+    """Return the processes that work on a request, sorted by role and rank; all processes if none is known to."""
+    found = [process for process in processes if works_on(process.role, request)]
+    return tuple(sorted(found or processes, key=lambda process: (process.role, process.rank)))
+
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -143,7 +440,12 @@ class Supervisor:
             else:
                 await self._until_done(self._watchdog, task, name, timeout_s, pace, failures)
                 self._watchdog.note_reply(name, pace, started)
-            return _result_of(task)
+            try:
+                return task.result()
+            except ActorError as error:
+                raise cause_of(error) from error
+            except SupervisionError as error:
+                raise ActorDiedError(_one_line(error)) from error
         finally:
             del self._requests[task]
             task.cancel()
@@ -171,17 +473,22 @@ class Supervisor:
         self, watchdog: Watchdog, task: "asyncio.Future[Any]", name: str, timeout_s: float, pace: Pace, failures: "_Failures"
     ) -> None:
         """Wait for a reply under the learned deadline; handle each stall."""
-        limit_s, waited_s, seen = watchdog.limit(name, pace, timeout_s), 0.0, None
+        limit_s, waited_s = watchdog.limit(name, pace, timeout_s), 0.0
+        seen: object = None  # last progress value
         while not await self._is_done(task, name, min(limit_s, timeout_s - waited_s), failures):
             waited_s = min(timeout_s, waited_s + limit_s)
-            before, seen = seen, await progress_of(pace)
+            before, seen = seen, None
+            if pace.progress is not None:
+                with contextlib.suppress(TimeoutError, SupervisionError):
+                    seen = await asyncio.wait_for(resolve(pace.progress()), PROGRESS_S)
             if waited_s >= timeout_s and seen != before:
                 self._record_stall(Stall(request=name, seconds=timeout_s), None)
                 raise DeadlineError(f"no reply to '{name}' within {timeout_s:g} s")
             involved = suspects(name, [*self._pidfds.values(), *self._remote.values()])
             # `_look_at_states` reports stopped processes; a process in a debugger is not a stall.
             excused = seen != before or self._stopped or any(process.is_debugged() for process in involved)
-            excused = excused or self._waits_for_replacement(name)
+            for role, part in self._replaceable.items():  # a request to a role that is being replaced is not excused itself
+                excused = excused or (role != name.partition(".")[0] and works_on(role, name) and not part.is_up())
             if excused and waited_s < timeout_s:
                 continue
             reason = LAST if waited_s >= timeout_s else watchdog.known(name, pace)
@@ -196,11 +503,6 @@ class Supervisor:
             else:
                 await self._act_on_stall(watchdog, stall, report)
                 limit_s *= 2
-
-    def _waits_for_replacement(self, request: str) -> bool:
-        """Return True if a role that works on a request is being replaced. Requests to that role itself are not excused."""
-        actor = request.partition(".")[0]
-        return any(role != actor and works_on(role, request) and not part.is_up() for role, part in self._replaceable.items())
 
     def watch(self, name: str, pid: int) -> None:
         """Watch a process of this machine through a pidfd, which reports any kind of exit immediately.
@@ -224,14 +526,11 @@ class Supervisor:
     def attend(self, name: str, pid: int, on_fault: Callable[[str], None]) -> None:
         """Watch a process of this machine that works on no request, and whose death ends nothing, such as a template.
 
-        Args:
-            name: name and number, such as `template_generator_0`.
-            pid: process id.
-            on_fault: called once with the cause, when the process has exited or counts as stopped by a signal.
+        `on_fault` is called once with the cause, when the process has exited or counts as stopped by a signal.
         """
         pidfd = os.pidfd_open(pid)
         self._helpers[pidfd] = Process(name=name, pid=pid), on_fault
-        self._loop.add_reader(pidfd, self._on_helper_exit, pidfd)
+        self._loop.add_reader(pidfd, self._end_helper, pidfd)
 
     def watch_remote(self, name: str, pid: int, host: str) -> None:
         """Register a process of another machine. Only torchmonarch reports its death."""
@@ -408,16 +707,13 @@ class Supervisor:
         if pidfd not in self._expected_exits:
             self._handle_death(process.role, f"{process} exited")
 
-    def _on_helper_exit(self, pidfd: int) -> None:
-        process, _ = self._helpers[pidfd]
-        self._end_helper(pidfd, f"{process} exited")
-
-    def _end_helper(self, pidfd: int, cause: str) -> None:
+    def _end_helper(self, pidfd: int, cause: str = "") -> None:
+        """Stop watching a helper that has exited, or is stopped because of a cause."""
         self._loop.remove_reader(pidfd)
-        _, on_fault = self._helpers.pop(pidfd)
+        process, on_fault = self._helpers.pop(pidfd)
         os.close(pidfd)
         if not self._closing:
-            on_fault(cause)
+            on_fault(cause or f"{process} exited")
 
     def _on_guard_done(self, task: "asyncio.Task[None]") -> None:
         role = self._guards.pop(task)
@@ -473,27 +769,9 @@ def _send(number: signal.Signals, pidfds: Iterable[int]) -> None:
             signal.pidfd_send_signal(pidfd, number)
 
 
-def _result_of(task: "asyncio.Task[T]") -> T:
-    try:
-        return task.result()
-    except ActorError as error:
-        raise cause_of(error) from error
-    except SupervisionError as error:
-        raise ActorDiedError(_one_line(error)) from error
-
-
 def _one_line(text: object) -> str:
     """Return a report without line breaks, cut to 600 characters."""
     return " ".join(str(text).split())[:600]
-
-
-async def progress_of(pace: Pace) -> object:
-    """Return the progress value of a request; None if it is unknown."""
-    if pace.progress is None:
-        return None
-    with contextlib.suppress(TimeoutError, SupervisionError):
-        return await asyncio.wait_for(resolve(pace.progress()), PROGRESS_S)
-    return None
 
 
 async def responds(probe: Awaitable[object]) -> bool:

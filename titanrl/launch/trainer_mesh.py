@@ -1,7 +1,10 @@
-"""The controller's client of the trainer: sends each request to all ranks, and merges their replies."""
+"""The controller's client of the trainer: sends each request to all ranks, and merges their replies.
+
+`PastPolicies` decides which weights the trainer keeps, and when it computes log-probabilities with them.
+"""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
@@ -13,15 +16,19 @@ from titanrl.carriers.datums import Datum, ForwardBackwardOutput
 from titanrl.carriers.tables import MicroBatch
 from titanrl.carriers.types import AdamParams, LossSums, MeasuredCorrection, OptimUpdate
 from titanrl.config.sections import TimeoutsConfig
-from titanrl.launch.stalls import Pace, size_class
-from titanrl.launch.supervision import Supervisor
-from titanrl.launch.verbs import DISK, PACE, Limit, Verb, agreed, done, per_rank
+from titanrl.launch.parts import DISK, PACE, Limit, Verb, agreed, done, per_rank, start_request
+from titanrl.launch.supervision import Pace, Supervisor
 from titanrl.processes.actors import ask_ranks
 from titanrl.trainer.rank import PolicyTrainer
 from titanrl.weights.records import WeightManifest
 
 if TYPE_CHECKING:
     from titanrl.trainer.passes import DataResult
+from itertools import chain
+
+from titanrl.algorithms.batch_plan import correction_totals, without_rejected
+from titanrl.config.algorithm import AlgorithmConfig
+from titanrl.config.sections import CheckpointConfig
 
 T = TypeVar("T")
 
@@ -75,13 +82,6 @@ def merge_updates(name: str, replies: Sequence[OptimUpdate]) -> OptimUpdate:
     """Return the update on which all ranks agree, with the mean of their times of computation."""
     update = agreed(name, [replace(reply, busy_s=0.0) for reply in replies])
     return replace(update, busy_s=fmean(reply.busy_s for reply in replies))
-
-
-def start_request(request: Coroutine[Any, Any, T], name: str) -> "asyncio.Task[T]":
-    """Start a request as a task that may never be awaited, for example because the caller was interrupted."""
-    task = asyncio.create_task(request, name=name)
-    task.add_done_callback(lambda done: done.cancelled() or done.exception())  # marks an exception as retrieved
-    return task
 
 
 @dataclass(slots=True)
@@ -142,16 +142,17 @@ class TrainerMesh:
         """
         versions = proximal_version, reference_version
         requests = [ask_ranks(self.mesh.forward_backward, microbatch, *versions) for microbatch in microbatches]
-        return asyncio.create_task(self._passes(requests), name="forward_backward")
 
-    async def _passes(self, requests: Sequence[Awaitable[Any]]) -> LossSums:
-        try:
-            replies = await asyncio.gather(*(self.ask("forward_backward", request) for request in requests))
-        except BaseException:  # including interrupts
-            for task in self._queued:
-                task.cancel()
-            raise
-        return merge_losses(part for parts in replies for part in parts)
+        async def passes() -> LossSums:
+            try:
+                replies = await asyncio.gather(*(self.ask("forward_backward", request) for request in requests))
+            except BaseException:  # including interrupts
+                for task in self._queued:
+                    task.cancel()
+                raise
+            return merge_losses(part for parts in replies for part in parts)
+
+        return asyncio.create_task(passes(), name="forward_backward")
 
     def optim_step(
         self, params: AdamParams, after: Callable[[], Awaitable[None]] | None = None, *, completes: bool = True
@@ -163,17 +164,18 @@ class TrainerMesh:
             after: awaited before the request is sent, for example until a push has read the weights.
             completes: whether the step completes its batch and increments the version.
         """
-        task = start_request(self._step(params, after, completes), "optim_step")
+
+        async def step() -> OptimUpdate:
+            if after is not None:
+                await after()
+            update = await self._optim_step(params, completes)
+            self.version = update.version
+            return update
+
+        task = start_request(step(), "optim_step")
         self._queued.append(task)
         task.add_done_callback(self._queued.remove)
         return task
-
-    async def _step(self, params: AdamParams, after: Callable[[], Awaitable[None]] | None, completes: bool) -> OptimUpdate:
-        if after is not None:
-            await after()
-        update = await self._optim_step(params, completes)
-        self.version = update.version
-        return update
 
     async def run_data(
         self, data: Sequence[Datum], loss_fn: str | Plugin | None, loss_fn_config: Mapping[str, Any], *, backward: bool
@@ -189,8 +191,8 @@ class TrainerMesh:
         return await self._on_data("compute_data_logprobs", data, at_version)
 
     async def _on_data(self, name: str, data: Sequence[Datum], *args: Any, **options: Any) -> ForwardBackwardOutput:
-        """Send a request whose deadline is learned per size of the data."""
-        pace = Pace(kind=f"trainer.{name} {size_class(sum(len(datum.model_input) for datum in data))}")
+        """Send a request whose deadline is learned per size of the data, in powers of two."""
+        pace = Pace(kind=f"trainer.{name} {sum(len(datum.model_input) for datum in data).bit_length()}")
         call = ask_ranks(getattr(self.mesh, name), data, *args, **options)
         return merge_outputs(len(data), await self.ask(name, call, pace=pace))
 
@@ -237,3 +239,107 @@ class TrainerMesh:
     async def ask(self, name: str, call: Awaitable[list[Any]], limit: Limit = "step_s", pace: Pace = PACE) -> list[Any]:
         """Await a request to all ranks; return their replies in rank order."""
         return await self.supervisor.ask(f"trainer.{name}", call, getattr(self.timeouts, limit), pace)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PastVersions:
+    """Versions whose log-probabilities the trainer ranks have stored for a step's micro-batches."""
+
+    proximal: int | None = None
+    """Version of the proximal policy; None if the loss needs no extra pass for it."""
+    reference: int | None = None
+    """Version of the reference policy; None if the loss has no KL term."""
+
+
+class PastPolicies:
+    """Keeps past weights on the trainer, and computes the log-probabilities that the loss compares with."""
+
+    def __init__(
+        self,
+        trainer: TrainerMesh,
+        algorithm: AlgorithmConfig,
+        checkpoint: CheckpointConfig,
+        *,
+        epochs: int = 1,
+        num_minibatches: int = 1,
+    ) -> None:
+        """Keep no weights yet; `start` keeps the reference policy."""
+        self._trainer, self._algorithm, self._epochs = trainer, algorithm, epochs
+        self._several = epochs * num_minibatches > 1
+        self._is_ratio_start = algorithm.proximal == "interval_start"
+        saves_between = checkpoint.every_steps > 0 or checkpoint.on_interrupt
+        self._keeps_published = algorithm.updates_per_publish > 1 and (self._is_ratio_start or saves_between)
+        self._proximal: int | None = None  # the version kept as proximal policy
+        self._published: int | None = None  # the version whose publication started the interval
+
+    @property
+    def kept(self) -> int | None:
+        """Kept version, which is the last published one; None before the first step, or if it is not needed."""
+        return self._proximal
+
+    async def start(self) -> None:
+        """Keep the current weights as the reference policy, if the loss has a KL term with the initial policy."""
+        if self._algorithm.kl.coef and self._algorithm.kl.reference == "initial":
+            await self._trainer.keep_weights()
+
+    def resume(self, published: int) -> None:
+        """Continue in the middle of an interval: the trainer has loaded and kept the last published version."""
+        self._proximal = self._published = published
+
+    async def compute(self, microbatches: Sequence[MicroBatch], *, version: int, published: int) -> PastVersions:
+        """Compute the proximal and reference log-probabilities for a step's micro-batches.
+
+        Args:
+            microbatches: micro-batches of the step. If it takes several optimizer steps, pass those of its first epoch, before
+                the first optimizer step.
+            version: version of the current weights.
+            published: last published version, at which the current interval of `updates_per_publish` steps started.
+        """
+        proximal = await self._proximal_version(microbatches, version, published)
+        if not self._algorithm.kl.coef:
+            return PastVersions(proximal=proximal)
+        reference = self._algorithm.kl.reference_version
+        await self._compute(microbatches, reference)
+        return PastVersions(proximal=proximal, reference=reference)
+
+    async def with_correction_totals(self, microbatches: Sequence[MicroBatch], past: PastVersions) -> Sequence[MicroBatch]:
+        """Add the totals of the off-policy correction over the entire step, if the configuration needs them.
+
+        With `denominator: post`, the loss weights are those of a step without the rejected tokens.
+        """
+        if not self._algorithm.correction.is_measured:
+            return microbatches
+        measure = self._trainer.measure_correction
+        measured = [await measure(microbatch, proximal_version=past.proximal) for microbatch in microbatches]
+        totals = correction_totals(chain.from_iterable(measured))
+        if self._algorithm.correction.denominator == "post":
+            microbatches = without_rejected(microbatches, measured, self._algorithm.reduction)
+        return [replace(microbatch, correction=totals) for microbatch in microbatches]
+
+    async def _proximal_version(self, microbatches: Sequence[MicroBatch], version: int, published: int) -> int | None:
+        """Compute the proximal log-probabilities, unless the proximal weights are the current ones at every optimizer step.
+
+        With `interval_start`, the proximal weights are the last published ones. The first step after a publication needs no
+        pass, because these are its current weights. It keeps them for the following steps of the interval, and for checkpoints
+        between them. With several optimizer steps per batch, the first step also needs the pass, because the weights change
+        after its first optimizer step.
+        """
+        if published != self._published:
+            self._published, outdated = published, self._proximal
+            self._proximal = await self._trainer.keep_weights() if self._keeps_published else None
+            is_reference = outdated == self._algorithm.kl.reference_version and self._algorithm.kl.coef > 0
+            if outdated is not None and outdated != self._proximal and not is_reference:
+                await self._trainer.drop_weights(outdated)
+        start = version
+        if self._is_ratio_start and self._proximal is not None:
+            start = self._proximal
+        if self._algorithm.proximal == "sampler" or (start == version and not self._several):
+            return None
+        await self._compute(microbatches, start)
+        return start
+
+    async def _compute(self, microbatches: Sequence[MicroBatch], version: int) -> None:
+        for microbatch in microbatches:
+            await self._trainer.compute_logprobs(microbatch, at_version=version)
+        if self._epochs > 1 and len(microbatches[0].rows) > 1:
+            await self._trainer.share_logprobs(version)

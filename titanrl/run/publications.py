@@ -11,7 +11,7 @@ from pathlib import Path
 
 from titanrl.algorithms.replay import ReplaySchedule
 from titanrl.carriers.types import DoubleArray, OptimUpdate
-from titanrl.launch.past_policies import PastPolicies
+from titanrl.launch.trainer_mesh import PastPolicies
 from titanrl.replay.groups import Batch, Freshness, TrainedBatch, joined, versions_behind
 from titanrl.run.checkpoints import checkpoint_dir
 from titanrl.run.dump import Dump

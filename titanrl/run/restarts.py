@@ -60,7 +60,7 @@ class Restarts:
         """
         if isinstance(error, RespawnLimitError) or not self._config.max_respawns:
             return None
-        from titanrl.launch.stalls import StallError  # imports monarch
+        from titanrl.launch.supervision import StallError  # imports monarch
 
         fault = _first_fault(error) or ended_by
         return None if isinstance(fault, StallError) and self._config.on_stall == "abort" else fault

@@ -16,7 +16,7 @@ from titanrl.carriers.types import Completion, FinishReason, FloatArray, Generat
 from titanrl.config.schema import Config
 from titanrl.data.tokenizer import Tokenizer
 from titanrl.launch.generators import GeneratorMeshes
-from titanrl.launch.stalls import Pace, size_class
+from titanrl.launch.supervision import Pace
 from titanrl.rollout.group import derive_seed
 from titanrl.rollout.pool import GeneratorPool
 
@@ -66,14 +66,13 @@ class Sampler:
     """Sends the requests of all sampling clients to the generators of one model."""
 
     def __init__(self, generators: GeneratorMeshes, config: Config, tokenizer: Tokenizer) -> None:
-        """Use generators that have loaded their weights."""
         self.tokenizer = tokenizer
         self.config = config
         self.version = 0
         """Newest version that clients may be pinned to."""
         self._generators = generators
         self._pool = GeneratorPool(generators.actors, config.generator.max_num_seqs)
-        generators.listeners.append(self._use)
+        generators.listeners.append(self._use_generator)
         self._num_pinned = 0
         self._no_pinned = asyncio.Event()
         self._no_pinned.set()
@@ -95,7 +94,7 @@ class Sampler:
             num_tokens = sum(
                 len(request.token_ids) + request.sampling.max_new_tokens for requests in groups for request in requests
             )
-            pace = Pace(kind=f"generator.generate {size_class(num_tokens)}")
+            pace = Pace(kind=f"generator.generate {num_tokens.bit_length()}")  # learned per power of two
             completions = await self._generators.supervisor.ask("generator.generate", replies, timeouts.step_s, pace)
         finally:
             self._num_pinned -= pinned_to is not None
@@ -106,7 +105,7 @@ class Sampler:
                 self._check(pinned_to, int(completion.versions.max()))
         return completions
 
-    async def _use(self, replica: int, actor: Any | None) -> None:
+    async def _use_generator(self, replica: int, actor: Any | None) -> None:
         self._pool.use(replica, actor)
 
     async def advance(self, version: int) -> None:
@@ -131,12 +130,6 @@ class SamplingClient:
     """
 
     def __init__(self, sampler: Sampler, version: int | None = None) -> None:
-        """Use a sampler.
-
-        Args:
-            sampler: Client of the generators.
-            version: Version to pin this client to; None follows the newest version.
-        """
         self._sampler = sampler
         self.version = version
         """Policy version that samples every token; None uses the newest version at the time."""
@@ -213,10 +206,32 @@ class SamplingClient:
             stop=tuple(value for value in stop if isinstance(value, str)),
         )
         prompt_ids = self._all_token_ids("prompts", prompts)
-        groups = _requests(prompt_ids, sampling, num_samples, seed)
+        base = seed if seed is not None else int(np.random.default_rng().integers(2**62))
+        # Each request has a different seed, unless decoding is greedy.
+        seeds = [[derive_seed(base, p, n) for n in range(num_samples)] for p in range(len(prompt_ids))]
+        groups = [
+            [
+                GenerationRequest(
+                    token_ids=token_ids, sampling=replace(sampling, seed=seed) if sampling.temperature > 0 else sampling
+                )
+                for seed in group
+            ]
+            for token_ids, group in zip(prompt_ids, seeds, strict=True)
+        ]
         completions = await self._sampler.generate(groups, self.version)
         return [
-            [_sample(token_ids, completion, decode(completion.token_ids.tolist())) for completion in group]
+            [
+                Sample(
+                    prompt=np.asarray(token_ids, np.int64),
+                    tokens=completion.token_ids,
+                    logprobs=completion.logprobs,
+                    versions=completion.versions,
+                    text=decode(completion.token_ids.tolist()),
+                    finish_reason=completion.finish_reason,
+                    supports=completion.supports,
+                )
+                for completion in group
+            ]
             for token_ids, group in zip(prompt_ids, completions, strict=True)
         ]
 
@@ -249,50 +264,18 @@ class SamplingClient:
             for token_ids in self._all_token_ids("sequences", sequences)
         ]
         completions = await self._sampler.generate(requests, self.version)
-        return [_with_first(completion) for (completion,) in completions]
+        found = [completion.prompt_logprobs for (completion,) in completions]
+        first = np.full(1, np.nan, np.float32)
+        return [first if rest is None else np.concatenate([first, rest.astype(np.float32)]) for rest in found]
 
     def _all_token_ids(self, name: str, prompts: Sequence[PromptLike]) -> list[tuple[int, ...]]:
         fix = 'Use ["1 + 2 ="], also for one prompt.'
-        listed = check_list(name, prompts, "texts, lists of token ids, or prompts of a task", fix)
-        return [self._token_ids(f"{name}[{index}]", prompt) for index, prompt in enumerate(listed)]
-
-    def _token_ids(self, name: str, prompt: PromptLike) -> tuple[int, ...]:
-        if isinstance(prompt, Prompt):
-            return prompt.token_ids
-        if isinstance(prompt, str):
-            return tuple(self.tokenizer.encode_start(prompt))
-        return tuple(checked_tokens(name, prompt).tolist())
-
-
-def _sample(prompt: tuple[int, ...], completion: Completion, text: str) -> Sample:
-    return Sample(
-        prompt=np.asarray(prompt, np.int64),
-        tokens=completion.token_ids,
-        logprobs=completion.logprobs,
-        versions=completion.versions,
-        text=text,
-        finish_reason=completion.finish_reason,
-        supports=completion.supports,
-    )
-
-
-def _with_first(completion: Completion) -> FloatArray:
-    """Return the log-probabilities of a prompt, with NaN for its first token."""
-    first = np.full(1, np.nan, np.float32)
-    rest = completion.prompt_logprobs
-    return first if rest is None else np.concatenate([first, rest.astype(np.float32)])
-
-
-def _requests(
-    prompts: Sequence[tuple[int, ...]], sampling: SamplingParams, num_samples: int, seed: int | None
-) -> list[list[GenerationRequest]]:
-    """Return the requests of each prompt. Each has a different seed, unless decoding is greedy."""
-    base = seed if seed is not None else int(np.random.default_rng().integers(2**62))
-
-    def seeded(p: int, n: int) -> SamplingParams:
-        return replace(sampling, seed=derive_seed(base, p, n)) if sampling.temperature > 0 else sampling
-
-    return [
-        [GenerationRequest(token_ids=token_ids, sampling=seeded(p, n)) for n in range(num_samples)]
-        for p, token_ids in enumerate(prompts)
-    ]
+        found = list[tuple[int, ...]]()
+        for index, prompt in enumerate(check_list(name, prompts, "texts, lists of token ids, or prompts of a task", fix)):
+            if isinstance(prompt, Prompt):
+                found.append(prompt.token_ids)
+            elif isinstance(prompt, str):
+                found.append(tuple(self.tokenizer.encode_start(prompt)))
+            else:
+                found.append(tuple(checked_tokens(f"{name}[{index}]", prompt).tolist()))
+        return found

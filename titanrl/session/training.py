@@ -47,14 +47,7 @@ class TrainingClient:
     def __init__(
         self, trainer: TrainerMesh, folder: Path, weights: WeightSync | None = None, sampler: Sampler | None = None
     ) -> None:
-        """Use a trainer that has loaded its model.
-
-        Args:
-            trainer: client of the trainer ranks.
-            folder: absolute path under which `save_state` and `export` create their folders.
-            weights: weight transfer to the generators; None without generators.
-            sampler: client of the generators that receive the weights.
-        """
+        """Use a trainer that has loaded its model. States and exported models are written into `folder`."""
         self._trainer = trainer
         self._folder = folder
         self._weights, self._sampler = weights, sampler
@@ -116,7 +109,16 @@ class TrainingClient:
         check_data(data)
         if at_version is not None and at_version != "ema":
             check_count("at_version", at_version, 'Give a version from keep_weights, "ema" or None.', least=0)
-        return self._submit(lambda: self._logprobs(data, at_version))
+
+        async def compute() -> list[FloatArray]:
+            if at_version is None:
+                output = await self._trainer.run_data(data, None, {}, backward=False)
+            else:
+                version = AVERAGE if at_version == "ema" else at_version
+                output = await self._trainer.compute_data_logprobs(data, at_version=version)
+            return [values["logprobs"] for values in output.loss_fn_outputs]
+
+        return self._submit(compute)
 
     def optim_step(self, adam_params: AdamParams) -> asyncio.Task[OptimUpdate]:
         """Take an optimizer step with the accumulated gradient, then clear it. The options apply to this step only.
@@ -205,14 +207,6 @@ class TrainingClient:
         output = await self._trainer.run_data(linear, "cross_entropy", {}, backward=True)
         surrogate = output.metrics["loss:sum"]
         return replace(output, metrics={"loss:sum": value.item(), "surrogate_loss:sum": surrogate, **metrics})
-
-    async def _logprobs(self, data: Sequence[Datum], at_version: int | Literal["ema"] | None) -> list[FloatArray]:
-        if at_version is None:
-            output = await self._trainer.run_data(data, None, {}, backward=False)
-        else:
-            version = AVERAGE if at_version == "ema" else at_version
-            output = await self._trainer.compute_data_logprobs(data, at_version=version)
-        return [values["logprobs"] for values in output.loss_fn_outputs]
 
     async def _written(self, write: Callable[[Path], Awaitable[None]], folder: Path) -> Path:
         await write(folder)
