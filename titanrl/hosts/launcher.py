@@ -10,7 +10,6 @@ import ipaddress
 import os
 import queue
 import re
-import selectors
 import socket
 import subprocess
 import sys
@@ -379,7 +378,13 @@ class Crew:
             with contextlib.suppress(OSError):
                 connection.setblocking(False)
                 connection.sendall(f"{END} {code}\n".encode())
-        _wait_for_ends(connections, deadline)
+        for connection in connections:
+            with contextlib.suppress(OSError):  # the process was killed, or the time is over
+                while (left := deadline - time.monotonic()) > 0:
+                    connection.settimeout(left)
+                    if not connection.recv(4096):
+                        break
+            connection.close()
         if self._own_host is not None:
             self._own_host.kill()
             self._own_host.wait()
@@ -426,25 +431,6 @@ class Crew:
 
     def _name(self, rank: int) -> str:
         return f"{self._leases.hosts[rank].node} (rank {rank})"
-
-
-def _wait_for_ends(connections: list[socket.socket], deadline: float) -> None:
-    """Wait until the peers have closed their connections."""
-    with selectors.DefaultSelector() as selector:
-        for connection in connections:
-            selector.register(connection, selectors.EVENT_READ)
-        while selector.get_map() and (left := deadline - time.monotonic()) > 0:
-            for key, _ in selector.select(left):
-                assert isinstance(key.fileobj, socket.socket)
-                with contextlib.suppress(BlockingIOError):
-                    try:
-                        ended = not key.fileobj.recv(4096)
-                    except ConnectionError:
-                        ended = True
-                    if ended:
-                        selector.unregister(key.fileobj)
-    for connection in connections:
-        connection.close()
 
 
 class LauncherHosts(LeasedHosts):

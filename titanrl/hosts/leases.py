@@ -15,6 +15,7 @@ all kinds exchange the same lines:
 """
 
 import asyncio
+import contextlib
 import hmac
 import logging
 import secrets
@@ -178,10 +179,18 @@ class Leases:
     async def _hold(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Check the token of a connection, and hold the host's lease until the connection closes."""
         self._writers.add(writer)
+        words: list[str] = []
         try:
-            host = await self._greeted(reader)
-            if host is not None:
-                await self._keep(host, reader, writer)
+            with contextlib.suppress(
+                TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError
+            ):  # a stranger
+                async with asyncio.timeout(GREETING_S):  # Python 3.11's wait_for can lose a cancellation
+                    line = await reader.readuntil(b"\n")
+                words = line[:MAX_GREETING].decode(errors="replace").split()
+            if len(words) == 4 and hmac.compare_digest(words[0].encode(), self.token.encode()):
+                rank = int(words[1]) if words[1].isdecimal() else self._num_hosts
+                if rank in self.missing:
+                    await self._keep(Host(rank=rank, node=words[2], name=words[3]), reader, writer)
         finally:
             self._writers.discard(writer)
             writer.close()
@@ -205,19 +214,6 @@ class Leases:
         if not self._is_closed:
             self.lost.add(host.rank)
             self._on_lost(host)
-
-    async def _greeted(self, reader: asyncio.StreamReader) -> Host | None:
-        """Return the host that has connected; None if it does not belong to this allocation."""
-        try:
-            async with asyncio.timeout(GREETING_S):  # Python 3.11's wait_for can lose a cancellation
-                line = await reader.readuntil(b"\n")
-        except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            return None
-        words = line[:MAX_GREETING].decode(errors="replace").split()
-        if len(words) != 4 or not hmac.compare_digest(words[0].encode(), self.token.encode()):
-            return None
-        rank = int(words[1]) if words[1].isdecimal() else self._num_hosts
-        return Host(rank=rank, node=words[2], name=words[3]) if rank in self.missing else None
 
 
 class LeasedHosts(ABC):

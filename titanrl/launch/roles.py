@@ -4,11 +4,10 @@ This module must not import Monarch, because a fork would lack its threads. A mi
 """
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 from titanrl.base.plugins import Plugins
 from titanrl.config.device import Device
@@ -44,57 +43,32 @@ class Roles:
 
 def needed(config: Config, device: Device, roles: Roles) -> dict[str, tuple[dict[str, str], Callable[[], None]]]:
     """Return the templates that some roles need, by name: environment variables, and a function that imports the packages."""
-    templates: dict[str, tuple[dict[str, str], Callable[[], None]]] = {"store": (worker_environment(), import_for_store)}
+    store = ("torch.distributed.checkpoint", "torch.distributed.tensor", "titanrl.replay.memory")  # as torchstore does
+    templates: dict[str, tuple[dict[str, str], Callable[[], None]]] = {
+        "store": (worker_environment(), partial(import_modules, store))
+    }
     if roles.trainer:
-        templates["trainer"] = (trainer_environment(config, device), partial(import_for_trainer, device))
+        learner = ("agreement", "checkpoint", "collate", "passes", "hf", "snapshots", "learner", "model")
+        modules = ["torchtitan.trainer", "titanrl.data.mixture", "titanrl.models.directory", "titanrl.replay.groups"]
+        modules += [f"titanrl.trainer.{name}" for name in learner]
+        templates["trainer"] = (trainer_environment(config, device), partial(import_modules, modules, device))
     if roles.rollouts:
-        is_gym = any(task.source == "reasoning_gym" for task in config.data.tasks.values())
-        templates["rollout"] = (worker_environment(), partial(import_for_worker, is_gym=is_gym))
+        modules = [f"titanrl.{name}" for name in ("data.tokenizer", "models.directory", "replay.groups", "rollout.open_tasks")]
+        modules += ["reasoning_gym"] * any(task.source == "reasoning_gym" for task in config.data.tasks.values())
+        templates["rollout"] = (worker_environment(), partial(import_modules, modules))
     if roles.generators:
-        load = partial(import_for_generator, config.generator.model_impl, device)
-        templates["generator"] = (generator_environment(config, device, 0), load)
+        impl = config.generator.model_impl
+        modules = ["titanrl.generator.compat", "titanrl.generator.engine", f"titanrl.generator.{impl}"]
+        modules += ["torchtitan.trainer"] * (impl == "titan") + ["vllm.v1.worker.cpu_worker"] * (device.kind == "cpu")
+        templates["generator"] = (generator_environment(config, device, 0), partial(import_modules, modules, device))
     return templates
 
 
-def import_for_trainer(device: Device) -> None:
-    """Import torchtitan and the learner."""
-    _import_titan(device)
-    importlib.import_module("torchtitan.trainer")
-    _import("data.mixture", "models.directory", "replay.groups")
-    _import("trainer.agreement", "trainer.checkpoint", "trainer.collate", "trainer.passes", "trainer.hf", "trainer.snapshots")
-    _import("trainer.learner", "trainer.model")
+def import_modules(modules: Sequence[str], device: Device | None = None) -> None:
+    """Import modules, with `device` after the preparation of torchtitan for it."""
+    if device is not None:
+        from titanrl.models.titan import prepare_torchtitan
 
-
-def import_for_generator(model_impl: Literal["titan", "native"], device: Device) -> None:
-    """Import vLLM, and torchtitan if the engine runs its model."""
-    _import_titan(device)
-    _import("generator.compat", "generator.engine", f"generator.{model_impl}")
-    if model_impl == "titan":
-        importlib.import_module("torchtitan.trainer")
-    if device.kind == "cpu":
-        importlib.import_module("vllm.v1.worker.cpu_worker")
-
-
-def import_for_worker(*, is_gym: bool) -> None:
-    """Import tokenizer, environments and rewards, and reasoning-gym if the run uses its tasks."""
-    _import("data.tokenizer", "models.directory", "replay.buffer", "replay.payloads", "rollout.open_tasks")
-    if is_gym:
-        importlib.import_module("reasoning_gym")
-
-
-def import_for_store() -> None:
-    """Import torchstore's dependencies, except Monarch."""
-    importlib.import_module("torch.distributed.checkpoint")
-    importlib.import_module("torch.distributed.tensor")
-    _import("replay.buffer")
-
-
-def _import_titan(device: Device) -> None:
-    from titanrl.models.titan import prepare_torchtitan
-
-    prepare_torchtitan(device)
-
-
-def _import(*modules: str) -> None:
+        prepare_torchtitan(device)
     for module in modules:
-        importlib.import_module(f"titanrl.{module}")
+        importlib.import_module(module)
