@@ -1,8 +1,10 @@
 """Kubernetes: checks before a run, states of pods computed from API objects, and leases over loopback."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from titanrl.config import ConfigError, load_config
 from titanrl.hosts.holder import tcp
 from titanrl.hosts.kubernetes import (
+    Api,
     KubernetesError,
     PodState,
     broken_by_kubernetes,
@@ -269,6 +272,35 @@ def test_unreachable_pod_raises() -> None:
             await Held(1).hold()
 
     asyncio.run(work())
+
+
+def test_expired_token_of_a_login_is_renewed_during_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    login = tmp_path / "login"
+    login.write_text(f"""#!/bin/sh
+echo >> {tmp_path}/logins
+n=$(wc -l < {tmp_path}/logins)
+echo '{{"apiVersion": "client.authentication.k8s.io/v1", "kind": "ExecCredential", "status": \
+{{"token": "token-'$n'", "expirationTimestamp": "2026-01-01T00:00:00Z"}}}}'
+""")
+    login.chmod(0o700)
+    user = {"exec": {"apiVersion": "client.authentication.k8s.io/v1", "command": str(login), "interactiveMode": "Never"}}
+    content = {
+        "current-context": "lab",
+        "contexts": [{"name": "lab", "context": {"cluster": "lab", "user": "me", "namespace": "research"}}],
+        "clusters": [{"name": "lab", "cluster": {"server": "http://127.0.0.1:1"}}],
+        "users": [{"name": "me", "user": user}],
+    }
+    (tmp_path / "config").write_text(json.dumps(content))
+    monkeypatch.setattr("kubernetes.aio.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "config"))
+
+    async def work() -> list[str]:
+        api = await Api.open(None, None)
+        assert api.namespace == "research"
+        tokens = [await api._client.configuration.get_api_key_with_prefix("BearerToken") for _ in range(2)]
+        await api.close()
+        return [str(token) for token in tokens]
+
+    assert asyncio.run(work()) == ["Bearer token-2", "Bearer token-3"]
 
 
 def test_addresses_of_both_families_use_monarchs_notation() -> None:

@@ -707,7 +707,8 @@ class Api:
                 config.load_incluster_config(configuration)
                 default = (SERVICE_ACCOUNT / "namespace").read_text(encoding="utf-8").strip()
             else:
-                await config.load_kube_config(context=context, client_configuration=configuration)
+                loader = await config.load_kube_config(context=context, client_configuration=configuration)
+                configuration.refresh_api_key_hook = loader.load_and_set  # tokens of a login expire during a run
                 contexts, active = config.list_kube_config_contexts()
                 named: Mapping[str, Any] = next((one for one in contexts if one["name"] == context), active)
                 default = named["context"].get("namespace") or "default"
