@@ -31,17 +31,12 @@ BUILTIN_TOOLS = {
 }
 """Import paths of the built-in tools by name."""
 
-EXPECTED = """\
-class MyEnvironment:
-    async def reset(self, episode: Episode) -> Observation
-    async def step(self, message: Message) -> Observation | Done
-    async def close(self) -> None"""
-
 _METHODS = {
     "reset": "async def reset(self, episode: Episode) -> Observation",
     "step": "async def step(self, message: Message) -> Observation | Done",
     "close": "async def close(self) -> None",
 }
+EXPECTED = "\n    ".join(["class MyEnvironment:", *_METHODS.values()])
 _JUDGES = "async def judge_truncated(self, message: Message | None, limit: Limit) -> Done | None"
 
 
@@ -189,15 +184,14 @@ def tools(*, tools: list[str], **options: Any) -> Environment:
     """
     from titanrl.environments.tools import ToolEnvironment
 
-    return ToolEnvironment([_tool(name) for name in tools], **options)
-
-
-def _tool(name: str) -> object:
-    if ":" not in name and name not in BUILTIN_TOOLS:
-        fix = f"Choose one of {', '.join(BUILTIN_TOOLS)}, or write an import path."
-        raise ValueError(f"{KEY}.options.tools: no such tool (got {name!r}). {fix}")
-    loaded = import_object(BUILTIN_TOOLS.get(name, name), key=f"{KEY}.options.tools")
-    return loaded() if isinstance(loaded, type) else loaded
+    sources = []
+    for name in tools:
+        if ":" not in name and name not in BUILTIN_TOOLS:
+            fix = f"Choose one of {', '.join(BUILTIN_TOOLS)}, or write an import path."
+            raise ValueError(f"{KEY}.options.tools: no such tool (got {name!r}). {fix}")
+        loaded = import_object(BUILTIN_TOOLS.get(name, name), key=f"{KEY}.options.tools")
+        sources.append(loaded() if isinstance(loaded, type) else loaded)
+    return ToolEnvironment(sources, **options)
 
 
 def _environment_of(made: object) -> Any:

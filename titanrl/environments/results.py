@@ -48,9 +48,12 @@ def checked(result: object) -> Observation | Done:
                     raise _broken("rewards", f"the name {name} is reserved", result.rewards, "Rename it")
             return Done(rewards=rewards, reward=_number("reward", result.reward, InvalidReward), metrics=metrics)
         case Observation():
-            budget = _Budget()
+            budget, messages = _Budget(), _list("messages", result.messages, "message")
+            if len(messages) > MAX_MESSAGES:
+                rule = f"there must be at most {MAX_MESSAGES} (got {len(messages)})"
+                raise EnvironmentFailure(f"messages: {rule}. Return fewer.")
             return Observation(
-                messages=[_message(f"messages[{i}]", message, budget) for i, message in enumerate(_messages(result.messages))],
+                messages=[_message(f"messages[{i}]", message, budget) for i, message in enumerate(messages)],
                 tools=[_tool(f"tools[{i}]", tool, budget) for i, tool in enumerate(_list("tools", result.tools, "Tool"))],
                 reward=_number("reward", result.reward, InvalidReward),
                 replaces=_bool("replaces", result.replaces),
@@ -77,13 +80,6 @@ class _Budget:
         self._num_left -= size
         if self._num_left < 0:
             raise EnvironmentFailure(f"{key}: the observation has more than {MAX_CHARS} characters. Shorten it.")
-
-
-def _messages(value: object) -> Sequence[object]:
-    messages = _list("messages", value, "message")
-    if len(messages) > MAX_MESSAGES:
-        raise EnvironmentFailure(f"messages: there must be at most {MAX_MESSAGES} (got {len(messages)}). Return fewer.")
-    return messages
 
 
 def _message(key: str, value: object, budget: _Budget) -> dict[str, Any]:

@@ -227,7 +227,11 @@ class ToolEnvironment:
         except ToolError as error:
             self.counts.wrong += 1
             return str(error)
-        text = _text_of(name, result)
+        try:
+            text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=_as_text)
+        except (TypeError, ValueError, RecursionError) as error:
+            rule = f"its result cannot be written as JSON: {error} (got {shown(result)})"
+            raise EnvironmentFailure(f"tool {name}: {rule}") from error
         self.counts.succeeded += 1
         return text
 
@@ -281,21 +285,8 @@ def functions_of(source: object) -> list[Callable[..., Any]]:
     return functions
 
 
-def _text_of(name: str, result: object) -> str:
-    """Return the result of a tool as text: a string unchanged, and any other value as JSON.
-
-    Raises:
-        EnvironmentFailure: The result is, or contains, bytes, or it cannot be written as JSON.
-    """
-    if isinstance(result, str):
-        return result
-    try:
-        return json.dumps(result, ensure_ascii=False, default=_as_text)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise EnvironmentFailure(f"tool {name}: its result cannot be written as JSON: {error} (got {shown(result)})") from error
-
-
 def _as_text(value: object) -> str:
+    """Convert a part of a result that is no JSON value."""
     if isinstance(value, bytes | bytearray | memoryview):
         raise TypeError("bytes are not text; decode them")
     return str(value)

@@ -127,25 +127,19 @@ def python_paths() -> list[Path]:
     """Return the paths that this interpreter must be able to read: its libraries and the packages it has loaded."""
     libraries = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     system = ["/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo", "/etc/localtime", "/etc/ld.so.cache"]
-    paths: list[Path] = []
-    for path in map(
-        Path, chain(libraries, [f"{sys.base_prefix}/lib", "/dev/null", "/dev/urandom"], system, _loaded_packages())
-    ):
-        if path.exists() and not any(path.is_relative_to(known) for known in paths):
-            paths.append(path)
-    return paths
-
-
-def _loaded_packages() -> Iterable[str]:
+    packages: list[str] = []
     modules: dict[str, object] = dict(sys.modules)  # a few values, such as typing.io, are classes
     for name, module in modules.items():
         spec = module.__spec__ if isinstance(module, ModuleType) and "." not in name else None
-        if spec is None:
-            continue
-        if spec.submodule_search_locations is not None:
-            yield from spec.submodule_search_locations
-        elif spec.has_location and spec.origin is not None:
-            yield spec.origin
+        if spec is not None and spec.submodule_search_locations is not None:
+            packages += spec.submodule_search_locations
+        elif spec is not None and spec.has_location and spec.origin is not None:
+            packages.append(spec.origin)
+    paths: list[Path] = []
+    for path in map(Path, chain(libraries, [f"{sys.base_prefix}/lib", "/dev/null", "/dev/urandom"], system, packages)):
+        if path.exists() and not any(path.is_relative_to(known) for known in paths):
+            paths.append(path)
+    return paths
 
 
 class Confinement:

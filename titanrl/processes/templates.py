@@ -86,16 +86,13 @@ class Template:
                 stderr=output,
                 pass_fds=descriptors,
             )
+        self.pid = self._process.pid
+        """Process id."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError), self._process.stdin as order:
             pickle.dump(load, order)
         self._state.setblocking(False)
         self._imported = asyncio.create_task(asyncio.get_running_loop().sock_recv(self._state, 1), name="template")
-
-    @property
-    def pid(self) -> int:
-        """Process id."""
-        return self._process.pid
 
     @property
     def has_forked(self) -> bool:

@@ -5,7 +5,7 @@ An answer that this module can read is compared exactly. Expressions such as `2\
 
 import re
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -172,17 +172,11 @@ def _read_value(text: str, *, is_reference: bool, depth: int) -> Answer:
 def _cleaned(text: str) -> str:
     """Return an answer with plain notation in place of the spaces, text commands, fractions and signs of LaTeX."""
     text = _SPACE.sub(" ", _NO_WIDTH.sub("", text).replace("{,}", ","))
-    text = _FRACTION.sub(_plain_fraction, _TEXT.sub(r" \1 ", text))
+    text = _FRACTION.sub(r"\1 \2\3/\4\5", _TEXT.sub(r" \1 ", text))
     text = _DEGREE.sub(" degree ", text)
     for command, sign in _SIGNS.items():
         text = text.replace(command, sign)
     return " ".join(text.split()).replace(" ^", "^")
-
-
-def _plain_fraction(found: re.Match[str]) -> str:
-    whole, *parts = found.groups()
-    top, bottom = filter(None, parts)
-    return f"{whole or ''} {top}/{bottom}"
 
 
 def _number(text: str) -> Number | None:
@@ -362,12 +356,9 @@ def _same_items(right: Items, other: Items, is_equal: Callable[[str, str], bool]
         return False
     if not kinds <= {"", "{}"}:
         return all(equal(one, two, is_equal) for one, two in zip(right.items, other.items, strict=True))
-    return _same_in_any_order(right.items, [*other.items], is_equal)
-
-
-def _same_in_any_order(right: Sequence[Answer], others: list[Answer], is_equal: Callable[[str, str], bool]) -> bool:
-    for item in right:
-        found = next((index for index, other in enumerate(others) if equal(item, other, is_equal)), None)
+    others = [*other.items]  # in any order
+    for item in right.items:
+        found = next((index for index, one in enumerate(others) if equal(item, one, is_equal)), None)
         if found is None:
             return False
         del others[found]
