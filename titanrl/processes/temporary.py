@@ -28,7 +28,13 @@ class TemporaryFolder:
     def __init__(self, parent: str | None = None) -> None:
         """Create the folder, in the system's temporary folder by default."""
         parent = parent or tempfile.gettempdir()
-        _delete_abandoned(Path(parent))
+        # Delete folders whose owner was killed. Other users can create names in the parent, also links, FIFOs and folders.
+        for lock in Path(parent).glob(f"{PREFIX}*/{_LOCK}"):
+            if not is_private(lock.parent):
+                continue
+            with contextlib.suppress(OSError), open(open_regular(lock, os.O_RDONLY)) as file:  # still in use
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(lock.parent, ignore_errors=True)
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
         self._lock = (self.path / f"{_LOCK}.new").open("w")  # the kernel releases the lock even after a kill
         with contextlib.suppress(OSError):  # on a file system without locks, the folder is not deleted after a kill
@@ -55,13 +61,3 @@ def delete_all() -> None:
     """Delete all temporary folders of this process. Call it explicitly before an exit without exit handlers."""
     for folder in tuple(_FOLDERS):
         folder.delete()
-
-
-def _delete_abandoned(parent: Path) -> None:
-    """Delete folders whose owner was killed. Other users can create names in the parent, also links, FIFOs and folders."""
-    for lock in parent.glob(f"{PREFIX}*/{_LOCK}"):
-        if not is_private(lock.parent):
-            continue
-        with contextlib.suppress(OSError), open(open_regular(lock, os.O_RDONLY)) as file:  # still in use
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(lock.parent, ignore_errors=True)

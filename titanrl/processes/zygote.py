@@ -86,7 +86,12 @@ def main(control_fd: int, parent_pid: int, config_fd: int) -> None:
     ]
     if any(spec.is_custom for spec in config.rewards):
         sys.addaudithook(_network.note)
-    _check_memory(config.memory_bytes)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    if config.memory_bytes < used + _MIN_HEADROOM_BYTES:
+        raise ValueError(
+            f"sandbox.memory_bytes: too small for the loaded rewards, which map {used} bytes (got {config.memory_bytes}). "
+            f"Set it to at least {used + _MIN_HEADROOM_BYTES}."
+        )
     confinement = Confinement(python_paths(), config.memory_bytes, config.cpu_s)
     gc.collect()
     gc.freeze()  # otherwise garbage collection in a forked process would touch, and thus copy, every memory page
@@ -278,15 +283,6 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         seen.add(id(error))
         yield error
         error = error.__cause__ or error.__context__
-
-
-def _check_memory(memory_bytes: int) -> None:
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    if memory_bytes < used + _MIN_HEADROOM_BYTES:
-        raise ValueError(
-            f"sandbox.memory_bytes: too small for the loaded rewards, which map {used} bytes (got {memory_bytes}). "
-            f"Set it to at least {used + _MIN_HEADROOM_BYTES}."
-        )
 
 
 # Code snippets, instead of rewards

@@ -65,12 +65,10 @@ class Scoring:
 
     def __init__(self, config: Config, plugins: Plugins, on_respawn: OnRespawn = log_respawn) -> None:
         """Keep the settings; `start` loads the rewards. `on_respawn` is called after the sandbox died and was replaced."""
-        self._rewards, sandbox = config.data.reward_parts, config.sandbox
-        self._trusted = {name: _plugin(name, reward, plugins) for name, reward in self._rewards.items() if reward.trusted}
+        self._rewards, self._plugins, self._timeout_s = config.data.reward_parts, plugins, config.sandbox.timeout_s
         specs = reward_specs(config, plugins)
-        self._pool = ScoringPool(specs, sandbox, config.faults, on_respawn) if specs else None
+        self._pool = ScoringPool(specs, config.sandbox, config.faults, on_respawn) if specs else None
         self._confined = [spec.name for spec in specs]
-        self._timeout_s = sandbox.timeout_s
         self._parts: dict[str, ScorePart] = {}
         self._judges: list[Judge] = []
 
@@ -83,7 +81,19 @@ class Scoring:
         """
         if self._pool is not None:
             await self._pool.start()
-        self._parts = {name: self._part(name) for name in self._rewards}
+        for name, reward in self._rewards.items():
+            if reward.trusted:
+                function = custom(_plugin(name, reward, self._plugins))
+                self._parts[name] = TrustedReward(BoundReward(name, function), self._timeout_s).score
+            elif reward.function == "judge":
+                from titanrl.rewards.judge import Judge  # httpx is missing until `titanrl doctor --install`
+
+                judge = Judge(JudgeOptions.model_validate(reward.options), key=f"data.rewards.{name}")
+                self._judges.append(judge)
+                self._parts[name] = TrustedReward(BoundReward(name, judge), judge.limit_s).score
+            else:
+                assert self._pool is not None
+                self._parts[name] = partial(self._pool.score, reward=self._confined.index(name))
 
     async def score(self, answers: Answers) -> list[Scored]:
         """Score the answers to one prompt, in order."""
@@ -103,19 +113,6 @@ class Scoring:
         for judge in self._judges:
             await judge.close()
         self._judges.clear()
-
-    def _part(self, name: str) -> ScorePart:
-        if name in self._trusted:
-            return TrustedReward(BoundReward(name, custom(self._trusted[name])), self._timeout_s).score
-        if self._rewards[name].function == "judge":
-            from titanrl.rewards.judge import Judge  # httpx is missing until `titanrl doctor --install`
-
-            judge = Judge(JudgeOptions.model_validate(self._rewards[name].options), key=f"data.rewards.{name}")
-            self._judges.append(judge)
-            return TrustedReward(BoundReward(name, judge), judge.limit_s).score
-        pool, index = self._pool, self._confined.index(name)
-        assert pool is not None
-        return lambda answers: pool.score(answers, reward=index)
 
 
 def reward_specs(config: Config, plugins: Plugins) -> list[RewardSpec]:
