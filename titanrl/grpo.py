@@ -29,8 +29,7 @@ from titanrl.processes.actors import StoppedError
 from titanrl.replay.groups import Batch
 from titanrl.replay.shards import TokensLostError
 from titanrl.run import command
-from titanrl.run.dump import Dump, check_dump
-from titanrl.run.generation import Generation
+from titanrl.run.generation import Dump, Generation, check_dump
 from titanrl.run.publications import Publications
 from titanrl.run.recording import batch_metrics, record_advantages, record_drops
 from titanrl.run.run import Run
@@ -166,9 +165,12 @@ class GRPO(Run):
         Raises:
             TitanRLError: The error has another cause.
         """
+        from titanrl.trainer.agreement import RankError  # imports torch; a dry run does not need it
+
         workers = self.session.rollouts.workers
-        # Any trainer rank may report the error, also in the words of another rank.
-        if TokensLostError.__name__ not in f"{error!r}" or workers.num_deaths == self._num_deaths:
+        # Any trainer rank may report the error, also one that had its tokens.
+        has_lost_tokens = isinstance(error, TokensLostError) or (isinstance(error, RankError) and error.has_lost_tokens)
+        if not has_lost_tokens or workers.num_deaths == self._num_deaths:
             raise error
         self._num_deaths = workers.num_deaths
         await self.session.trainer.zero_grad()

@@ -13,9 +13,7 @@ from functools import partial
 
 from titanrl.algorithms.batch_plan import adam_params
 from titanrl.carriers.types import AdamParams, GenerationStats, OptimUpdate, StepMetrics
-from titanrl.checks.preflight import read_examples
 from titanrl.data.examples import Demonstration, mean_loss_data
-from titanrl.data.selection import check_recorded, record_data
 from titanrl.launch.roles import Roles
 from titanrl.metrics import steps as metrics_of
 from titanrl.run import command
@@ -36,15 +34,10 @@ class SFT(Run):
     purpose = "Fine-tune a model on examples."
 
     def prepare(self) -> None:
-        """Read the examples."""
+        """Take the examples that the check has read."""
         assert self.config.sft is not None
-        self._sft = self.config.sft
-        self.console.phase("read examples", str(self._sft.path))
-        self.examples = read_examples(self.config, self._source)
-        self._remarks: list[str] = []
-        if self._is_resumed:
-            accepts = self._accepts_changed_data
-            self._remarks = check_recorded(self.run_dir, self.examples.selections, accepts_changes=accepts)
+        assert self._found.examples is not None
+        self._sft, self.examples = self.config.sft, self._found.examples
 
     async def train_step(self) -> StepMetrics:
         """Train on the next batch, and report the metrics."""
@@ -88,8 +81,6 @@ class SFT(Run):
         """Print the summary of the examples, and load the checkpoint of a resumed run."""
         for name, text in self.examples.summary(self._sft.batch_size, self.config.num_steps).items():
             self.console.note(f"{name}: {text}")
-        self.report(self.examples.selections, self._remarks)
-        record_data(self.run_dir, self.examples.selections)
         await self.resume()
 
     def _report(

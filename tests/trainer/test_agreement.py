@@ -1,6 +1,7 @@
 """Agreement and replica checks: ranks that diverge, are late or fail, and replicas that drift, are named on every rank."""
 
 import json
+import pickle
 import shutil
 import threading
 import time
@@ -16,7 +17,8 @@ from torch.distributed import Store, TCPStore
 
 from tests.trainer import apart
 from tests.trainer.ranks import World
-from titanrl.trainer.agreement import Agreement, disagreement, lateness
+from titanrl.replay.shards import TokensLostError
+from titanrl.trainer.agreement import Agreement, RankError, disagreement, lateness
 from titanrl.trainer.replicas import Drift, describe, drifted
 
 Worlds = Callable[[int], World]
@@ -151,18 +153,25 @@ def test_rank_without_request_is_named(late: int, stores: list[Store]) -> None:
     ranks.close()
 
 
-def test_ranks_continue_after_a_failure_before_the_first_collective(stores: list[Store]) -> None:
+@pytest.mark.parametrize("failure", [ValueError, TokensLostError])
+def test_ranks_continue_after_a_failure_before_the_first_collective(stores: list[Store], failure: type[Exception]) -> None:
     ranks = Ranks(stores)
+    lost = []
 
     def work(rank: int, agreement: Agreement) -> None:
-        with agreement.phase("forward_backward") as together:
-            if rank == 2:
-                raise ValueError("no such rollout")
-            together(dict)
+        try:
+            with agreement.phase("forward_backward") as together:
+                if rank == 2:
+                    raise failure("no such rollout")
+                together(dict)
+        except RankError as error:
+            lost.append(pickle.loads(pickle.dumps(error)).has_lost_tokens)
+            raise
 
     errors, seconds = ranks.run(work)
-    text = "rank 2 failed in forward_backward: ValueError: no such rollout"
-    assert errors == ["ValueError: no such rollout" if rank == 2 else f"RankError: {text}" for rank in range(4)]
+    own = f"{failure.__name__}: no such rollout"
+    assert errors == [own if rank == 2 else f"RankError: rank 2 failed in forward_backward: {own}" for rank in range(4)]
+    assert lost == [failure is TokensLostError] * 3
     assert seconds < SOON_S
     assert ranks.run(lambda rank, agreement: agree(agreement, "optim_step"))[0] == [""] * 4
     ranks.close()

@@ -1,10 +1,11 @@
-"""Checkpoints of a run: the controller's state, when a checkpoint is written and complete, and which one a run resumes from."""
+"""Checkpoints of a run: the controller's state, when a checkpoint is complete, and when a run resumes or restarts from one."""
 
 import asyncio
 import contextlib
 import json
 import re
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -12,16 +13,20 @@ from typing import TYPE_CHECKING, ClassVar, Protocol, Self
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from titanrl.base.errors import FaultError
 from titanrl.base.files import DamagedError, Digests, check_folder, commit_folder, replace_text, uncommit_folder
 from titanrl.config import Config
 from titanrl.config.device import Device
 from titanrl.config.errors import ConfigError
+from titanrl.config.sections import FaultsConfig
+from titanrl.data.examples import Examples
 from titanrl.data.selection import Selection
-from titanrl.launch.supervision import PartDiedError
+from titanrl.launch.supervision import PartDiedError, StallError
 from titanrl.metrics.hooks import Hooks
 from titanrl.metrics.run_directory import JOB_SCRIPT
 from titanrl.metrics.steps import PhaseTimer
 from titanrl.metrics.trackers import Recorder
+from titanrl.processes.children import RespawnLimitError, Respawns
 
 if TYPE_CHECKING:
     from titanrl.session.session import Session
@@ -112,7 +117,9 @@ class Resumable:
     unusable: Mapping[str, str]
     """Reasons why newer checkpoints cannot be used (incomplete or damaged), by folder name."""
     selections: tuple[Selection, ...] = ()
-    """Rows of the run's prompts by use; fine-tuning reads its examples later."""
+    """Rows of the run's prompts or examples by use."""
+    examples: Examples | None = None
+    """Examples of a fine-tuning run."""
     remarks: tuple[str, ...] = ()
     """Accepted changes of the data since the run was started."""
 
@@ -249,6 +256,20 @@ def resumable(run_dir: Path) -> Resumable:
     raise ConfigError(f"--resume: no intact checkpoint (got {run_dir}{found}). Give the directory of a run that saved one.")
 
 
+def newest_checkpoint(run_dir: Path, *, had_one: bool) -> Resumable | None:
+    """Return the newest intact checkpoint of a run that restarts; None if it has never had one.
+
+    Raises:
+        DamagedError: The run had an intact checkpoint, but no longer has one.
+    """
+    try:
+        return resumable(run_dir)
+    except ConfigError as error:
+        if had_one:
+            raise DamagedError(f"restart: {str(error).removeprefix('--resume: ')}") from None
+        return None
+
+
 def set_aside(checkpoints: Path, after_step: int) -> list[str]:
     """Rename the checkpoints after a step to `unusable-<step>`; delete the ones that earlier calls renamed.
 
@@ -290,3 +311,82 @@ def _read_state(path: Path, step: int) -> RunState:
 def checkpoint_dir(checkpoints: Path, step: int) -> Path:
     """Return the folder of a step's checkpoint, as torchtitan's manager names it."""
     return checkpoints / f"step-{step}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restart:
+    """A restart in progress."""
+
+    fault: FaultError | None
+    """Fault that caused it; None if the user requested it."""
+    step: int
+    """Steps taken before the restart."""
+    from_step: int | None
+    """Step of the checkpoint that the run continues from; None if it starts from the beginning."""
+    started: float
+    """Start time, on the clock of `time.perf_counter`."""
+
+    def warning(self, budget: str) -> str:
+        """Return the message for the user. `budget` is the result of `Restarts.count`, or empty."""
+        cause = "restart requested" if self.fault is None else str(self.fault)
+        source = "from the beginning, as there is no checkpoint yet" if self.from_step is None else ""
+        source = source or f"from the checkpoint of step {self.from_step}"
+        return f"{cause}; at step {self.step}: continuing {source}" + (f" ({budget})" if budget else "")
+
+    def event(self) -> dict[str, object]:
+        """Return the fields of the restart's event; its duration ends now."""
+        return {
+            "part": None if self.fault is None else self.fault.part,
+            "cause": "requested" if self.fault is None else str(self.fault),
+            "step": self.step,
+            "from_step": self.from_step or 0,
+            "seconds": round(time.perf_counter() - self.started, 3),
+        }
+
+
+class Restarts:
+    """Decides whether a run restarts after an error."""
+
+    def __init__(self, config: FaultsConfig, respawns: Respawns) -> None:
+        """Start without restarts; `respawns` is shared with the replacements of single parts."""
+        self._config, self._respawns = config, respawns
+        self._furthest, self._num_fruitless = -1, 0
+
+    def fault_in(self, error: BaseException, ended_by: FaultError | None) -> FaultError | None:
+        """Return the fault that caused an error; None if the error is not recoverable by a restart.
+
+        Args:
+            error: exception of a step, an evaluation, or another action of the run.
+            ended_by: death or stall that failed all requests of the session.
+        """
+        if isinstance(error, RespawnLimitError) or not self._config.max_respawns:
+            return None
+        fault = _first_fault(error) or ended_by
+        return None if isinstance(fault, StallError) and self._config.on_stall == "abort" else fault
+
+    def count(self, fault: FaultError, step: int) -> str:
+        """Count a restart after a fault that followed `step` steps; return its number and the limit as text.
+
+        Raises:
+            RespawnLimitError: There were too many restarts within the window, or too many without progress.
+        """
+        limit = self._config.max_respawns
+        if step > self._furthest:
+            self._furthest, self._num_fruitless = step, 0
+        if self._num_fruitless >= limit:
+            raise RespawnLimitError(
+                f"faults.max_respawns: {self._num_fruitless} restarts did not get the run past step {step} (got {limit}). "
+                f"Last cause: {fault}"
+            )
+        self._respawns.add(fault.part, str(fault))
+        self._num_fruitless += 1
+        return f"{self._respawns.num_recent} of {limit} replacements"
+
+
+def _first_fault(error: BaseException | None) -> FaultError | None:
+    """Return the first `FaultError` among an error, its causes, and the exceptions of groups; None if there is none."""
+    while error is not None and not isinstance(error, FaultError):
+        if isinstance(error, BaseExceptionGroup):
+            return next(filter(None, map(_first_fault, error.exceptions)), None)
+        error = error.__cause__
+    return error

@@ -23,11 +23,10 @@ import rich.console
 
 from titanrl.base import terminal
 from titanrl.base.errors import describe
-from titanrl.checks.preflight import Checked, dry_run, parse_run, read_examples, source_of
+from titanrl.checks.preflight import Checked, dry_run, parse_run, source_of
 from titanrl.config import Config, ConfigError, Source
 from titanrl.config.errors import refusing
 from titanrl.config.load import check_program, validate
-from titanrl.data.selection import check_recorded
 from titanrl.hosts.launcher import run_launched, tell_failure
 from titanrl.launch.run_lock import check_idle, check_new_run
 from titanrl.metrics.console import Console
@@ -92,17 +91,14 @@ def check(kind: type[Run], config: Config, resume: Path | None, source: Source, 
     if resume is not None:
         check_idle(resume)
     found = kind.check(config, resume=resume, source=source, accepts_changed_data=accepts_changed_data)
-    selections, remarks, numbers = found.selections, list(found.remarks), dict[str, str]()
-    if config.sft is not None:
-        examples = read_examples(config, source)
-        selections, numbers = examples.selections, examples.summary(config.sft.batch_size, config.num_steps)
-        if resume is not None:
-            remarks = check_recorded(resume, selections, accepts_changes=accepts_changed_data)
+    numbers = dict[str, str]()
+    if found.examples is not None and config.sft is not None:
+        numbers = found.examples.summary(config.sft.batch_size, config.num_steps)
     if resume is None:
         check_new_run(config.run_dir)
-        return "", selections, numbers
+        return "", found.selections, numbers
     unusable = [f"{name} cannot be used: {reason}" for name, reason in found.unusable.items()]
-    return "; ".join([f"continuing after step {found.state.step}", *unusable, *remarks]), selections, numbers
+    return "; ".join([f"continuing after step {found.state.step}", *unusable, *found.remarks]), found.selections, numbers
 
 
 def run(kind: type[Run], config: Config, resume: Path | None, source: Source, *, accepts_changed_data: bool = False) -> int:

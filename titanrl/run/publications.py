@@ -14,7 +14,7 @@ from titanrl.carriers.types import DoubleArray, OptimUpdate
 from titanrl.launch.trainer_mesh import PastPolicies
 from titanrl.replay.groups import Batch, Freshness, TrainedBatch, joined, versions_behind
 from titanrl.run.checkpoints import checkpoint_dir
-from titanrl.run.dump import Dump
+from titanrl.run.generation import Dump
 from titanrl.run.run import Run
 
 GROUPS = "groups"

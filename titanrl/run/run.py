@@ -29,13 +29,13 @@ from titanrl.base.loading import loading
 from titanrl.base.plugins import Plugins
 from titanrl.carriers.types import AdamParams, DoubleArray, EvaluationResult, OptimUpdate, StepMetrics
 from titanrl.checks.extensions import plugins_of, with_declared_traits, with_objects
-from titanrl.checks.preflight import policy_notes, preflight
+from titanrl.checks.preflight import policy_notes, preflight, read_examples
 from titanrl.config import Config, ConfigError, Source
 from titanrl.config.device import resolve_device
 from titanrl.config.errors import BrokenRules
 from titanrl.config.load import check_program, explain_rule
 from titanrl.config.sizes import notes
-from titanrl.data.selection import Selection, check_recorded
+from titanrl.data.selection import check_recorded
 from titanrl.launch.roles import Roles
 from titanrl.launch.run_lock import RunLock, claim_new_run, claim_run
 from titanrl.metrics.console import Console
@@ -44,10 +44,9 @@ from titanrl.metrics.outcome import conclude, relative
 from titanrl.metrics.steps import PhaseTimer
 from titanrl.metrics.trackers import Recorder
 from titanrl.processes.children import Respawns
-from titanrl.run.checkpoints import FIRST, Checkpoints, Resumable, resumable
+from titanrl.run.checkpoints import FIRST, Checkpoints, Restart, Restarts, Resumable, newest_checkpoint, resumable
 from titanrl.run.evaluations import Evaluations, is_due
 from titanrl.run.recording import Kind, open_recorder
-from titanrl.run.restarts import Restart, Restarts, newest_checkpoint
 
 if TYPE_CHECKING:
     from titanrl.launch.assembly import Parts
@@ -119,6 +118,7 @@ class Run:
                 source=source,
                 plugins=self._plugins,
                 meanwhile=_import_heavy_packages,
+                on_phase=self.console.phase,
                 accepts_changed_data=accepts_changed_data,
             )
         except BaseException:  # including interrupts, because a live display hides the cursor
@@ -133,7 +133,7 @@ class Run:
         self.hooks = Hooks.of(self._plugins)
         """User-defined callbacks."""
         self.device = resolve_device(config.device)
-        self._source, self._is_resumed, self._accepts_changed_data = source, resume is not None, accepts_changed_data
+        self._is_resumed = resume is not None
         self._resume_step = self.state.step or None  # the first job of `titanrl submit` resumes a run without checkpoints
         self.checkpoints = Checkpoints(self)
         self.evaluations = Evaluations(self)
@@ -166,6 +166,7 @@ class Run:
         source: Source | None = None,
         plugins: Plugins | None = None,
         meanwhile: Callable[[], object] = lambda: None,
+        on_phase: Callable[[str, str], object] = lambda name, detail: None,
         accepts_changed_data: bool = False,
     ) -> Resumable:
         """Check that a run can start or be resumed, without starting or writing anything. A start and `--dry-run` both do this.
@@ -175,6 +176,7 @@ class Run:
         Args:
             plugins: User-defined objects; by default those named in the configuration.
             meanwhile: Function to call while child processes check data and user-defined objects.
+            on_phase: Called with name and detail of a phase that may take long.
 
         Returns:
             The state to continue from.
@@ -199,6 +201,10 @@ class Run:
             with_declared_traits(config, plugins)
         except BrokenRules as error:
             raise ConfigError(*(explain_rule(rule, source) for rule in error.broken)) from None
+        if config.sft is not None:
+            on_phase("read examples", str(config.sft.path))
+            found = replace(found, examples=(examples := read_examples(config, source)))
+            selections = examples.selections
         remarks = [] if resume is None else check_recorded(resume, selections, accepts_changes=accepts_changed_data)
         return replace(found, selections=selections, remarks=tuple(remarks))
 
@@ -310,13 +316,14 @@ class Run:
 
     async def start_and_train(self) -> None:
         """Execute the complete run: start, train, and export the model."""
-        await self.start()
-        await self._with_restarts(self._train_and_export)
 
-    async def _train_and_export(self) -> None:
-        await self.train()
-        if self.config.train and not self.is_ending:
-            await self.export()
+        async def train_and_export() -> None:
+            await self.train()
+            if self.config.train and not self.is_ending:
+                await self.export()
+
+        await self.start()
+        await self._with_restarts(train_and_export)
 
     async def save(self) -> Path:
         """Write a checkpoint that `--resume` can continue from, and return its folder.
@@ -397,18 +404,14 @@ class Run:
         _import_heavy_packages()
         for note in (*notes(self.config), *policy_notes(self.config)):
             self.console.note(note)
-        self.report(self._found.selections, self._found.remarks)
+        for found in self._found.selections:
+            for text in found.messages():
+                (self.console.warn if found.is_mostly_left_out else self.console.note)(text)
+        for remark in self._found.remarks:
+            self.console.warn(remark)
         self._open_recorder("resume" if self._is_resumed else "start")
         await self._with_restarts()
         return self
-
-    def report(self, selections: Sequence[Selection], remarks: Sequence[str]) -> None:
-        """Print the rows that are left out of the data, as a warning if they are most, and accepted changes of the data."""
-        for found in selections:
-            for text in found.messages():
-                (self.console.warn if found.is_mostly_left_out else self.console.note)(text)
-        for remark in remarks:
-            self.console.warn(remark)
 
     async def restart(self, cause: FaultError | None = None) -> None:
         """Restart the processes, and continue from the newest complete checkpoint, exactly as `--resume` does.
@@ -562,23 +565,24 @@ class Run:
         await self.evaluations.close()
         if self._session is not None:
             session, self._session = self._session, None
-            closing = self._stop_for_restart(session) if keeps_generators else session.close()
-            self._closing = asyncio.create_task(closing, name="close session")
+
+            async def stop() -> None:
+                self._kept = await session.stop_for_restart()
+
+            self._closing = asyncio.create_task(stop() if keeps_generators else session.close(), name="close session")
         if self._closing is not None:
             await asyncio.shield(self._closing)
             self._closing = None
         if self._kept is not None and not (keeps_generators and self._kept.can_keep_generators):
             kept, self._kept = self._kept, None
-            self._closing = asyncio.create_task(self._close_kept(kept), name="close generators")
+
+            async def close() -> None:
+                for problem in await kept.close(self.config.timeouts.close_s):
+                    self.console.warn(f"while closing: {problem}")
+
+            self._closing = asyncio.create_task(close(), name="close generators")
             await asyncio.shield(self._closing)
             self._closing = None
-
-    async def _stop_for_restart(self, session: "Session") -> None:
-        self._kept = await session.stop_for_restart()
-
-    async def _close_kept(self, kept: "Parts") -> None:
-        for problem in await kept.close(self.config.timeouts.close_s):
-            self.console.warn(f"while closing: {problem}")
 
     def summarize(self, *, code: int = 0, cause: str = "") -> None:
         """Write the report of a stopped run, and print its summary; `code` and `cause` are those of `stop`."""

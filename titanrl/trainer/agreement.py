@@ -23,12 +23,17 @@ import torch.distributed as dist
 from torch.distributed import DistNetworkError, DistStoreError, ProcessGroup, Store, TCPStore
 
 from titanrl.base.errors import FaultError, describe
+from titanrl.replay.shards import TokensLostError
 
 Facts = Mapping[str, int | list[str]]
 """Values that must be equal on all ranks, by a plural noun such as `micro-batches`: a count, or a list of names."""
 
 Post = Mapping[str, Any]
 """Post of a rank: `phase`, and either `facts` or, if the rank failed before its first collective, `error`."""
+Verdict = tuple[str, bool, bool]
+"""A message, empty if the ranks agree; whether the ranks cannot continue; whether a rank failed with a `TokensLostError`.
+
+They can continue after failures before the first collective of the same phase."""
 
 NUM_WAITS = 6
 """Number of waits into which the deadline of a late rank is divided. When the first wait expires, the rank is named in the log.
@@ -48,6 +53,9 @@ class RankError(FaultError):
 
     The trainer can continue only if a rank failed before the first collective of the phase.
     """
+
+    has_lost_tokens = False
+    """True if a rank failed with a `TokensLostError`."""
 
 
 class Agreement:
@@ -135,7 +143,8 @@ class Agreement:
                 self._report_failure(name, error)
             else:
                 agreed = True
-                self._exchange({"phase": name, "error": describe(error)[:MAX_TEXT]}, error=error)
+                failure = {"error": describe(error)[:MAX_TEXT], "has_lost_tokens": isinstance(error, TokensLostError)}
+                self._exchange({"phase": name, **failure}, error=error)
             raise
         self._store.set(self._key("at", self._rank), f"waiting for a request since {name}")
 
@@ -157,7 +166,7 @@ class Agreement:
             raise (error or RankError(self._alarm))
         number = self._number
         self._store.set(self._key(number, self._rank), json.dumps(post))
-        text, is_fatal = self._set_verdict(post) if self._rank == 0 else self._await_verdict(post)
+        text, is_fatal, has_lost_tokens = self._set_verdict(post) if self._rank == 0 else self._await_verdict(post)
         if is_fatal:
             self._alarm = text
         else:
@@ -165,31 +174,30 @@ class Agreement:
             if self._rank == 0 and number > 1:
                 self._store.delete_key(self._key(number - 1, "verdict"))  # all ranks have posted again, so they have read it
         if text:
-            raise (error or RankError(text)) from None
+            failure = RankError(text)
+            failure.has_lost_tokens = has_lost_tokens
+            raise (error or failure) from None
 
-    def _set_verdict(self, post: Post) -> tuple[str, bool]:
-        """Compare the posts of all ranks on rank 0; write and return the verdict.
-
-        The verdict is a message, empty if the ranks agree, and a flag that is True if the ranks cannot continue. They can
-        continue after failures before the first collective of the same phase.
-        """
+    def _set_verdict(self, post: Post) -> Verdict:
+        """Compare the posts of all ranks on rank 0; write and return the verdict."""
         number = self._number
         values = self._read([self._key(number, rank) for rank in range(self._size)], NUM_WAITS, post["phase"])
         if values is None:
-            return self._raise_alarm(self._describe_late(post["phase"])), True
+            return self._raise_alarm(self._describe_late(post["phase"])), True, False
         posts = [json.loads(value) for value in values] if len(set(values)) > 1 else []
         text = disagreement(posts) if posts else ""
         is_fatal = bool(text) and (len({each["phase"] for each in posts}) > 1 or not any("error" in each for each in posts))
-        self._store.set(self._key(number, "verdict"), json.dumps((text, is_fatal)))
-        return text, is_fatal
+        verdict = text, is_fatal, any(each.get("has_lost_tokens") for each in posts)
+        self._store.set(self._key(number, "verdict"), json.dumps(verdict))
+        return verdict
 
-    def _await_verdict(self, post: Post) -> tuple[str, bool]:
+    def _await_verdict(self, post: Post) -> Verdict:
         """Wait for the verdict of rank 0, for one wait longer than rank 0 waits for the posts."""
         values = self._read([self._key(self._number, "verdict")], NUM_WAITS + 1, post["phase"])
         if values is None:
-            return self._raise_alarm(self._describe_late(post["phase"])), True
-        text, is_fatal = json.loads(values[0])
-        return text, is_fatal
+            return self._raise_alarm(self._describe_late(post["phase"])), True, False
+        text, is_fatal, has_lost_tokens = json.loads(values[0])
+        return text, is_fatal, has_lost_tokens
 
     def _read(self, keys: list[str], num_waits: int, phase: str) -> list[bytes] | None:
         """Wait for keys and return their values; return None after an alarm or after `num_waits` waits."""
@@ -246,7 +254,7 @@ class Agreement:
                 logger.error("%s", text)
                 self._alarm = text
                 for key in self._awaited:
-                    store.set(key, json.dumps((text, True)))
+                    store.set(key, json.dumps((text, True, False)))
                 self._interrupt()
 
     def _key(self, *parts: object) -> str:
