@@ -14,7 +14,7 @@ from tests.algorithms.test_policy_loss import ALGORITHMS, example
 from titanrl.algorithms.contracts import LossInputs, bound_loss, check_loss, declared_traits, option_names, policy_loss
 from titanrl.algorithms.objective import ObjectiveInputs
 from titanrl.algorithms.objective import policy_loss as objective
-from titanrl.base.loading import import_object
+from titanrl.base.plugins import import_object
 from titanrl.config.algorithm import LOSS_KEYS, LOSSES, AlgorithmConfig, LossTraits
 from titanrl.config.errors import BrokenRules
 from titanrl.config.schema import Config

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from titanrl.base.loading import import_object
-from titanrl.base.plugins import plugin_of
+from titanrl.base.plugins import import_object, plugin_of
 from titanrl.carriers.types import AdamParams, EvaluationResult, StepMetrics
 from titanrl.grpo import GRPO
 from titanrl.metrics.hooks import Hook, HookError, Hooks, check_hook

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 
 from titanrl.algorithms.contracts import GroupRewards, option_names
-from titanrl.base.loading import import_object
+from titanrl.base.plugins import import_object
 from titanrl.carriers.tables import SPAN, RecordTable, Spans
 from titanrl.carriers.types import DoubleArray, IntArray
 from titanrl.config.algorithm import ADVANTAGES

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
-from titanrl.base.loading import import_object
-from titanrl.base.plugins import Plugin, Point, check_call, unwrapped
+from titanrl.base.plugins import Plugin, Point, check_call, import_object, unwrapped
 from titanrl.config.algorithm import ADVANTAGE_KEYS, LOSS_KEYS, LOSSES, AlgorithmConfig, LossTraits, Ratio
 from titanrl.config.errors import BrokenRule, BrokenRules
 

@@ -15,11 +15,6 @@ class FaultError(TitanRLError):
     """A component of a run died, hung, or diverged from its peers. The run can continue from its last checkpoint."""
 
     def __init__(self, text: str, part: str = "trainer") -> None:
-        """Create the error.
-
-        Args:
-            text: Message.
-            part: Name of the failed component, such as `trainer` or `generator_0`.
-        """
+        """Create the error; `part` is the name of the failed component, such as `trainer` or `generator_0`."""
         super().__init__(text)
         self.part = part

@@ -97,13 +97,7 @@ def why_not_writable(folder: Path) -> str | None:
 
 
 def replace_text(path: Path, text: str, *, durable: bool = False) -> None:
-    """Write a file atomically, so that readers see either the old or the new text.
-
-    Args:
-        path: File.
-        text: New content.
-        durable: True to also guarantee this after a power failure.
-    """
+    """Write a file atomically, so that readers see either the old or the new text; if `durable`, even after a power failure."""
     replace_lines(path, (text,), durable=durable)
 
 
@@ -167,9 +161,7 @@ def _digest(path: Path) -> str:
 def commit_folder(folder: Path, digests: Digests) -> None:
     """Mark a folder as complete by writing the list of its files, which must all be on disk.
 
-    Args:
-        folder: Folder.
-        digests: Known digests; the digests of the folder's other files are computed.
+    `digests` are the known ones; those of the folder's other files are computed.
     """
     others = [
         path for path in sorted(folder.rglob("*")) if path.is_file() and path.relative_to(folder).as_posix() not in digests
@@ -187,11 +179,7 @@ def uncommit_folder(folder: Path) -> None:
 
 
 def check_folder(folder: Path, *, needs: Iterable[str] = ()) -> None:
-    """Check that a folder is complete, and that every listed file is intact.
-
-    Args:
-        folder: Folder.
-        needs: Names of files that must be listed.
+    """Check that a folder is complete, and that every listed file is intact, among them the files that it `needs`.
 
     Raises:
         DamagedError: The folder is incomplete or damaged.
@@ -201,7 +189,15 @@ def check_folder(folder: Path, *, needs: Iterable[str] = ()) -> None:
         if name not in listed:
             raise DamagedError(f"{COMMIT_FILE} does not list {name}")
     for name, digest in listed.items():
-        _check_size(folder, name, digest.partition(":")[0])
+        expected = digest.partition(":")[0]
+        try:
+            size = (folder / name).stat().st_size
+        except FileNotFoundError:
+            raise DamagedError(f"{name} is missing") from None
+        except (OSError, ValueError) as error:
+            raise DamagedError(f"{name!a:.80} cannot be read: {error!a:.80}") from error
+        if str(size) != expected:
+            raise DamagedError(f"{name} has {size} bytes, but {expected:.30} were written")
     try:
         found = digests_of(folder, (folder / name for name in listed))
     except OSError as error:
@@ -233,14 +229,3 @@ def _is_below(name: str) -> bool:
     """Return True for a normalized relative path that does not leave the folder."""
     path = PurePosixPath(name)
     return bool(path.name) and not path.is_absolute() and ".." not in path.parts and path.as_posix() == name
-
-
-def _check_size(folder: Path, name: str, expected: str) -> None:
-    try:
-        size = (folder / name).stat().st_size
-    except FileNotFoundError:
-        raise DamagedError(f"{name} is missing") from None
-    except (OSError, ValueError) as error:
-        raise DamagedError(f"{name!a:.80} cannot be read: {error!a:.80}") from error
-    if str(size) != expected:
-        raise DamagedError(f"{name} has {size} bytes, but {expected:.30} were written")

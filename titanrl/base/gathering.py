@@ -16,11 +16,7 @@ class Gathering(Generic[PartT, ResultT]):
     """
 
     def __init__(self, run: Callable[[Mapping[int, PartT]], Coroutine[Any, Any, ResultT]]) -> None:
-        """Start without parts.
-
-        Args:
-            run: Function of all parts by number, in ascending order.
-        """
+        """Start without parts. `run` gets all parts by number, in ascending order."""
         self._run = run
         self._parts: dict[int, PartT] = {}
         self._result: asyncio.Future[ResultT] | None = None

@@ -107,11 +107,9 @@ def is_private(folder: Path) -> bool:
 def protect_monarch_log(parent: Path = Path("/tmp")) -> None:
     """Keep other users from choosing the file to which torchmonarch 0.7.0 appends its log.
 
-    Call this before Monarch is imported. The path of the log, `/tmp/<user>/monarch_log.log`, cannot be changed, except for a
-    suffix. If the folder is not this user's, the suffix is a random one, for which no user can have placed a link.
-
-    Args:
-        parent: Folder of `<user>`; another one in tests.
+    Call this before Monarch is imported. The path of the log, `/tmp/<user>/monarch_log.log` (`parent` is another folder in
+    tests), cannot be changed, except for a suffix. If the folder is not this user's, the suffix is a random one, for which no
+    user can have placed a link.
     """
     if SUFFIX in os.environ:
         return

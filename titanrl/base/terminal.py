@@ -26,9 +26,16 @@ def prepare() -> None:
     Exit with code 2 if the working directory was deleted, since relative paths and modules of the user are looked up in it.
     """
     exit_on_signals()
-    _open_standard_descriptors()
+    # Open /dev/null for closed standard descriptors. Otherwise the next opened file would receive all output.
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
     if sys.stdout is None or sys.stdout is sys.__stdout__:  # otherwise a caller has replaced it
-        sys.stdout = lasting_stream(1, lambda error: _warn(f"stdout: {error.strerror}; the command continues without it"))
+
+        def warn(error: OSError) -> None:
+            print(f"warning: stdout: {error.strerror}; the command continues without it", file=sys.stderr)
+
+        sys.stdout = lasting_stream(1, warn)
     if sys.stderr is None or sys.stderr is sys.__stderr__:
         sys.stderr = lasting_stream(2)
     try:
@@ -66,17 +73,14 @@ def announcing(text: str) -> Iterator[None]:
 
 def exit_on_signals() -> None:
     """Exit immediately with code 128 + signal number on a terminating signal. Use this while there is nothing to close."""
-    handle_ending(_exit)
+    handle_ending(lambda number, frame: os._exit(128 + number))
 
 
 def handle_ending(handler: Callable[[int, FrameType | None], None], *, is_ending: bool = False) -> None:
     """Install a handler for the signals that terminate a command. Under nohup, SIGHUP stays ignored.
 
-    SIGINT is handled even if it is ignored, as in a script's background job, which receives it only from `kill`.
-
-    Args:
-        handler: Signal handler.
-        is_ending: True if the command is already shutting down, and the handler is for a second signal.
+    SIGINT is handled even if it is ignored, as in a script's background job, which receives it only from `kill`. `is_ending` is
+    True if the command is already shutting down, and the handler is for a second signal.
     """
     global _is_ending
     _is_ending = is_ending
@@ -93,11 +97,8 @@ def is_ending() -> bool:
 def lasting_stream(descriptor: int, on_failure: Callable[[OSError], None] = lambda error: None) -> TextIO:
     """Return a text stream that discards all output after a failed write.
 
-    Characters that the encoding cannot represent are replaced.
-
-    Args:
-        descriptor: File descriptor; the stream does not close it.
-        on_failure: Called with the error of the first failed write, for example a closed pipe or a full disk.
+    Characters that the encoding cannot represent are replaced. The stream does not close the descriptor. `on_failure` gets the
+    error of the first failed write, for example of a closed pipe or a full disk.
     """
     file = _LastingFile(descriptor, on_failure)
     encoding = "utf-8" if sys.__stdout__ is None else sys.__stdout__.encoding
@@ -118,18 +119,3 @@ class _LastingFile(io.FileIO):
             os.close(nowhere)
             self._on_failure(error)
             return len(data)
-
-
-def _open_standard_descriptors() -> None:
-    """Open /dev/null for closed standard descriptors. Otherwise the next opened file would receive all output."""
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
-        os.set_inheritable(descriptor, True)
-    os.close(descriptor)
-
-
-def _exit(number: int, frame: FrameType | None) -> None:
-    os._exit(128 + number)
-
-
-def _warn(text: str) -> None:
-    print(f"warning: {text}", file=sys.stderr)

@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from titanrl.base.loading import import_object
-from titanrl.base.plugins import Plugin, Plugins, Point, check_call, name_of, plugin_of
+from titanrl.base.plugins import Plugin, Plugins, Point, check_call, import_object, name_of, plugin_of
 from titanrl.environments.interface import Done, Environment, Episode, JudgesTruncated, Limit, Message, Observation, opening
 
 KEY = "data.environment"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titanrl.base.gathering import Gathering
-from titanrl.base.loading import loading
+from titanrl.base.plugins import loading
 from titanrl.carriers.types import Admission, Completion, EngineLoad, GenerationRequest, GenerationStats
 from titanrl.config.device import Device
 from titanrl.config.sections import GeneratorConfig

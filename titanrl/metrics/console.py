@@ -129,16 +129,7 @@ class Console:
         err: rich.console.Console | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Prepare the console without printing anything.
-
-        Args:
-            mode: One of `auto`, `live`, `plain`, `off`.
-            total_steps: Number of the run's last step.
-            title: Title of the live display.
-            out: Destination of progress, stdout by default.
-            err: Destination of warnings, stderr by default.
-            clock: Function that returns the current time in seconds.
-        """
+        """Prepare the console without printing anything. Progress goes to `out` (stdout), warnings to `err` (stderr)."""
         self._mode = resolve(mode)
         self._out = out or _default_console(live=self._mode == "live", stderr=False)
         self._err = err or _default_console(live=self._mode == "live", stderr=True)
@@ -199,14 +190,7 @@ class Console:
         self._start_live()
 
     def evaluation(self, task: str, version: int, mean: float, failures: str = "") -> None:
-        """Show the mean reward of one evaluation set.
-
-        Args:
-            task: Name of the set.
-            version: Evaluated policy version.
-            mean: Mean reward.
-            failures: Description of the completions that are missing from the mean; empty if none are.
-        """
+        """Show the mean reward of one evaluation set. `failures` describes the completions that are missing from the mean."""
         first = self._evaluations.get(task, (mean, mean))[0]
         self._evaluations = {**self._evaluations, task: (first, mean)}
         self._failures = {**self._failures, task: failures}
@@ -263,7 +247,6 @@ class Console:
             self._out.print(text, soft_wrap=True)
 
     def _timed(self, text: str) -> None:
-        """Print a line of plain mode, prefixed with the time elapsed since the start."""
         self._shown_at = self._clock()
         self._print(Text(f"{duration(self._shown_at - self._started):>9}  {text}".rstrip()))
 

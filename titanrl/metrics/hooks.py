@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from titanrl.base.errors import TitanRLError
-from titanrl.base.plugins import Plugins, Point, check_call, plugins_under
+from titanrl.base.plugins import Plugins, Point, check_call
 from titanrl.carriers.types import EvaluationResult, StepMetrics
 
 EXPECTED = "class MyHook(titanrl.Hook)"
@@ -63,7 +63,7 @@ class Hooks:
             HookError: The constructor of a class raised.
         """
         hooks = []
-        for plugin in plugins_under(plugins, "hooks"):
+        for plugin in (plugin for key, plugin in plugins.items() if key.startswith("hooks.")):
             hook = plugin.load()
             with _named(plugin.name):
                 hooks.append((plugin.name, hook() if isinstance(hook, type) else hook))
@@ -96,13 +96,8 @@ class Hooks:
 def check_hook(candidate: object, *, key: str, name: str) -> None:
     """Check that an object is a `Hook` instance or subclass, and that its methods have known names and valid signatures.
 
-    Args:
-        candidate: Object to check.
-        key: Configuration key, for error messages.
-        name: Import path or name of the object.
-
     Raises:
-        ValueError: The object is not a usable hook.
+        ValueError: The object, which messages name, is not a usable hook.
     """
     kind = candidate if isinstance(candidate, type) else type(candidate)
     if not issubclass(kind, Hook):

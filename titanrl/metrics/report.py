@@ -185,15 +185,9 @@ def _largest(found: Mapping[str, Points]) -> str:
 def _lines(
     rows: Rows, title: str, labels: Mapping[str, str], headline: Headline, axis: Mapping[str, Any] | None = None, **style: Any
 ) -> Chart | None:
-    """Return a chart with one line per metric, whose vertical axis begins at 0.
+    """Return a chart with one line per metric of `labels`, whose vertical axis begins at 0.
 
-    Args:
-        rows: Metrics of the run.
-        title: Title of the chart.
-        labels: Labels of the lines, by metric name.
-        headline: Function that makes the headline.
-        axis: More properties of the vertical axis.
-        style: Properties of the lines.
+    `axis` and `style` are more plotly properties of the vertical axis and of the lines.
     """
     found = {label: points for name, label in labels.items() if (points := series(rows, name))}
     if not found:

@@ -123,10 +123,7 @@ class RunDirectory:
     def log_advantages(self, step: int, groups: Iterable[tuple[int, int, Sequence[float]]]) -> None:
         """Append one line per group to `advantages.jsonl`: `step`, `index`, `version` and `advantages`.
 
-        Args:
-            step: Step that trained on the groups.
-            groups: For each group, `index` and `version` as in its line in `rollouts.jsonl`, and the advantages of its
-                completions, without the completions whose reward failed.
+        A group has the index and version of its line in `rollouts.jsonl`, and no advantage of completions whose reward failed.
         """
         lines = [
             _encode({"step": step, "index": index, "version": version, "advantages": advantages}) + "\n"

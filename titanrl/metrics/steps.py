@@ -85,9 +85,7 @@ def episode_metrics(counts: Mapping[str, int]) -> dict[str, float]:
 def environment_metrics(by_task: Mapping[str, Mapping[str, tuple[float, int]]], *, is_mixture: bool) -> dict[str, float]:
     """Return the means of the metrics that environments reported, over all tasks and, in a mixture, also by task.
 
-    Args:
-        by_task: Sum and count of the values, by task and by metric name.
-        is_mixture: True if the run has several tasks.
+    `by_task` has sum and count of the values, by task and by metric name.
     """
     sums: dict[str, list[tuple[float, int]]] = {}
     for of_task in by_task.values():
@@ -122,13 +120,9 @@ def staleness_metrics(losses: LossSums) -> dict[str, float]:
 
 
 def replay_metrics(replayed: RecordTable, *, version: int, num_stored: int, num_evicted: int) -> dict[str, float]:
-    """Return the metrics of the replayed groups of a batch.
+    """Return the metrics of the replayed groups of a batch, which trains `version`.
 
-    Args:
-        replayed: Records of the groups, with their importance weights.
-        version: Policy version that the batch trains.
-        num_stored: Number of groups stored for replay.
-        num_evicted: Number of groups evicted for newer ones since the run began.
+    `num_stored` groups are stored for replay; `num_evicted` were evicted for newer ones since the run began.
     """
     groups = replayed.groups
     values = {"replay/groups": len(groups), "replay/stored": num_stored, "replay/evicted": num_evicted}
@@ -264,12 +258,7 @@ class PhaseTimer:
     def __init__(
         self, on_change: Callable[[str | None], object] = lambda name: None, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        """Start without a phase.
-
-        Args:
-            on_change: Called with the name of the innermost phase when it changes, and with None between phases.
-            clock: Function that returns the current time in seconds.
-        """
+        """Start without a phase. `on_change` gets the name of the innermost phase when it changes, and None between phases."""
         self._on_change = on_change
         self._clock = clock
         self._open: list[str] = []

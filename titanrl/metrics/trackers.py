@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from titanrl.base.files import replace_text
-from titanrl.base.loading import import_object
-from titanrl.base.plugins import Plugins, Point, check_call
+from titanrl.base.plugins import Plugins, Point, check_call, import_object
 from titanrl.carriers.types import EvaluationResult, StepMetrics
 from titanrl.config.sections import TRACKERS
 from titanrl.metrics.console import Console
@@ -157,13 +156,7 @@ class Trackers:
     """All trackers of a run. A tracker that raises is dropped with a warning, and the run continues."""
 
     def __init__(self, trackers: Mapping[str, Tracker], warn: Callable[[str], None], given: Collection[str] = ()) -> None:
-        """Keep the trackers.
-
-        Args:
-            trackers: Started trackers by name.
-            warn: Called with a message when a tracker is dropped.
-            given: Names of the trackers that the user passed in as objects.
-        """
+        """Keep started trackers by name, some of which the user has given as objects."""
         self._trackers = dict(trackers)
         self._warn = warn
         self._given = frozenset(given)
@@ -192,7 +185,7 @@ class Recorder:
     """Sends metrics to `metrics.jsonl`, the trackers and the console."""
 
     def __init__(self, directory: RunDirectory, trackers: Trackers, console: Console) -> None:
-        """Record to an open run directory and to trackers that have been started."""
+        """Record to an open run directory and to started trackers."""
         self.directory, self.console = directory, console
         self._trackers = trackers
         self._warned_of: set[str] = set()  # evaluation sets
@@ -242,9 +235,7 @@ class Recorder:
     def close(self, *, resumes: bool = False) -> None:
         """Flush and close the trackers and the run directory; the console stays open.
 
-        Args:
-            resumes: True if the run restarts and another recorder follows. Tracker objects that the user passed in stay open
-                for it.
+        If the run `resumes`, another recorder follows, for which tracker objects of the user stay open.
         """
         self._trackers.close(keep_given=resumes)
         self.directory.close()
@@ -263,12 +254,12 @@ def make_trackers(
     resume_step: int | None = None,
     plugins: Plugins | None = None,
 ) -> Trackers:
-    """Start the trackers of `logging.loggers`.
+    """Start the trackers of `logging.loggers`, with the arguments of `TrackerFactory`.
 
     Args:
         names: Names of built-in trackers, and import paths of custom ones.
-        run_dir: Run directory; its name is the run's name.
-        config: The configuration as plain values, recorded with the run.
+        run_dir: Run directory.
+        config: The configuration as plain values.
         warn: Called with a message when a tracker is dropped.
         resume_step: Step that the run resumes from; None for a new run.
         plugins: User-defined objects; those with keys under `logging.loggers` replace the entries of `names`.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from titanrl.base.choices import FileDtype
 from titanrl.base.files import in_shell, why_no_file, why_no_folder
-from titanrl.base.loading import import_object
+from titanrl.base.plugins import import_object
 from titanrl.config.device import Device
 from titanrl.config.errors import BrokenRule, BrokenRules
 from titanrl.config.load import did_you_mean

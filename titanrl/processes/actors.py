@@ -42,7 +42,7 @@ from monarch.actor import Channel
 from monarch.actor import current_rank as current_rank
 
 from titanrl.base.errors import TitanRLError
-from titanrl.base.loading import loading
+from titanrl.base.plugins import loading
 
 _log_file: Path | None = None  # of this process; None in the controller
 

@@ -27,8 +27,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from titanrl.base.loading import loading
 from titanrl.base.ownership import is_own_peer, is_private
+from titanrl.base.plugins import loading
 from titanrl.base.terminal import ENDING
 from titanrl.processes import bootstrap
 from titanrl.processes.bootstrap import Order, is_confirmed, receive_order, send_number

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titanrl.base.loading import import_object
+from titanrl.base.plugins import import_object
 from titanrl.carriers.rewards import DENIED, SEPARATOR, Answers, BoundReward, RewardSpec, encoded_score
 from titanrl.processes.confine import Confinement, end_with_parent, leaks, python_paths
 

@@ -11,8 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from titanrl.base.loading import loading
-from titanrl.base.plugins import Plugins, loaded
+from titanrl.base.plugins import Plugins, loaded, loading
 from titanrl.carriers.dumps import DumpReader, DumpWriter
 from titanrl.carriers.types import Completion, EvaluationResult, Group, GroupRecord, Rejection, Rollout
 from titanrl.config.schema import Config

@@ -225,10 +225,7 @@ class Checkpoints:
 def complete_checkpoint(checkpoints: Path, state: RunState, digests: Digests) -> None:
     """Write the controller's state and the list of files with digests, which completes a checkpoint; see `titanrl.base.files`.
 
-    Args:
-        checkpoints: Folder of all checkpoints.
-        state: State of the step that was saved.
-        digests: Digests of the trainer's files, which are on disk; the digests of other files are computed here.
+    `digests` are those of the trainer's files, which are on disk; the digests of other files are computed here.
     """
     folder = checkpoint_dir(checkpoints, state.step)
     replace_text(folder / STATE_FILE, json.dumps(asdict(state)), durable=True)
@@ -271,12 +268,9 @@ def newest_checkpoint(run_dir: Path, *, had_one: bool) -> Resumable | None:
 
 
 def set_aside(checkpoints: Path, after_step: int) -> list[str]:
-    """Rename the checkpoints after a step to `unusable-<step>`; delete the ones that earlier calls renamed.
+    """Rename the checkpoints after a step to `unusable-<step>`, return the new names, and delete the ones of earlier calls.
 
     A run that continues from the step would otherwise count them among its newest checkpoints, and delete intact ones instead.
-
-    Returns:
-        The new names.
     """
     for earlier in checkpoints.glob("unusable-*"):
         shutil.rmtree(earlier)
@@ -292,11 +286,6 @@ def _checkpoint_dirs(checkpoints: Path) -> Iterator[tuple[int, Path]]:
 
 
 def _read_state(path: Path, step: int) -> RunState:
-    """Read the state of a checkpoint.
-
-    Raises:
-        DamagedError: The file is not a valid state, or belongs to another step.
-    """
     try:
         state = _STATE.validate_json(path.read_bytes())
     except OSError as error:
@@ -353,11 +342,9 @@ class Restarts:
         self._furthest, self._num_fruitless = -1, 0
 
     def fault_in(self, error: BaseException, ended_by: FaultError | None) -> FaultError | None:
-        """Return the fault that caused an error; None if the error is not recoverable by a restart.
+        """Return the fault that caused an error of the run; None if the error is not recoverable by a restart.
 
-        Args:
-            error: exception of a step, an evaluation, or another action of the run.
-            ended_by: death or stall that failed all requests of the session.
+        `ended_by` is the death or stall that failed all requests of the session.
         """
         if isinstance(error, RespawnLimitError) or not self._config.max_respawns:
             return None

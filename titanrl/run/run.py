@@ -25,8 +25,7 @@ from titanrl.base.arguments import check_number, check_type
 from titanrl.base.choices import Program
 from titanrl.base.errors import FaultError, TitanRLError, describe
 from titanrl.base.files import DamagedError
-from titanrl.base.loading import loading
-from titanrl.base.plugins import Plugins
+from titanrl.base.plugins import Plugins, loading
 from titanrl.carriers.types import AdamParams, DoubleArray, EvaluationResult, OptimUpdate, StepMetrics
 from titanrl.checks.extensions import plugins_of, with_declared_traits, with_objects
 from titanrl.checks.preflight import policy_notes, preflight, read_examples
@@ -367,11 +366,7 @@ class Run:
         return params if rate is None else replace(params, learning_rate=rate)
 
     def count_skipped(self, update: OptimUpdate, rewards: DoubleArray | None = None) -> None:
-        """Count consecutive optimizer steps skipped because of non-finite gradients.
-
-        Args:
-            update: Result of the optimizer step.
-            rewards: Rewards of the step's batch, if it has any.
+        """Count consecutive optimizer steps skipped because of non-finite gradients. `rewards` are those of the step's batch.
 
         Raises:
             NonFiniteGradientError: More than `algorithm.max_skipped_steps` consecutive steps were skipped.
@@ -477,7 +472,6 @@ class Run:
         self.console.warn(self._restart.warning(budget))
 
     def _record_restart(self, *, has_failed: bool = False) -> None:
-        """Record the restart in progress, if any."""
         restart, self._restart = self._restart, None
         if restart is not None:
             self.recorder.directory.event("restart", **restart.event(), failed=has_failed)
@@ -490,7 +484,6 @@ class Run:
         return None if self._session is None else self._session.fault
 
     async def _open(self) -> None:
-        """Open a session, load the policy, and prepare the loop."""
         from titanrl.session.session import SessionSetup, open_session  # imports torch; a dry run does not need it
 
         config, console, roles = self.config, self.console, self.roles()
@@ -541,9 +534,7 @@ class Run:
     async def stop(self, *, code: int = 0, cause: str = "") -> None:
         """Stop all processes and close all files, in any state of the run. A second call does nothing.
 
-        Args:
-            code: Exit code of the run, for its last event.
-            cause: Reason for the end of the run, if the code is not 0.
+        The last event of the run has its exit code, and the cause of its end if the code is not 0.
         """
         await self.checkpoints.settle()
         await self._close_session()

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from titanrl.base.files import Digests
-from titanrl.base.loading import loading
-from titanrl.base.plugins import Plugin, Plugins, loaded
+from titanrl.base.plugins import Plugin, Plugins, loaded, loading
 from titanrl.carriers.datums import Datum
 from titanrl.carriers.tables import MicroBatch, Row
 from titanrl.carriers.types import AdamParams, GroupHandle, LossSums, MeasuredCorrection, OptimUpdate, Segment
