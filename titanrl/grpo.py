@@ -15,7 +15,7 @@ from pathlib import Path
 
 from titanrl.algorithms.batch_plan import StepPlan, adam_params, advantages_by_task, plan_batch, plan_step
 from titanrl.algorithms.replay import ReplaySchedule
-from titanrl.base.errors import TitanRLError
+from titanrl.base.errors import TitanRLError, TokensLostError
 from titanrl.base.plugins import loaded
 from titanrl.carriers.types import AdamParams, EvaluationResult, GenerationStats, LossSums, OptimUpdate, StepMetrics
 from titanrl.config import Config, ConfigError, Source
@@ -27,7 +27,6 @@ from titanrl.launch.trainer_mesh import PastPolicies, merge_losses
 from titanrl.metrics import steps as metrics_of
 from titanrl.processes.actors import StoppedError
 from titanrl.replay.groups import Batch
-from titanrl.replay.shards import TokensLostError
 from titanrl.run import command
 from titanrl.run.generation import Dump, Generation, check_dump
 from titanrl.run.publications import Publications

@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.endpoints import FakeEndpoint
+from titanrl.base.errors import TokensLostError
 from titanrl.carriers.types import GroupHandle
-from titanrl.replay.shards import Payloads, ShardDirectory, TokensLostError, shared_payloads
+from titanrl.replay.shards import Payloads, ShardDirectory, shared_payloads
 
 WANTED = [(GroupHandle(shard=1, slot=2, serial=3), 0)]
 

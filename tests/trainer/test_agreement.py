@@ -17,7 +17,7 @@ from torch.distributed import Store, TCPStore
 
 from tests.trainer import apart
 from tests.trainer.ranks import World
-from titanrl.replay.shards import TokensLostError
+from titanrl.base.errors import TokensLostError
 from titanrl.trainer.agreement import Agreement, RankError, disagreement, lateness
 from titanrl.trainer.replicas import Drift, describe, drifted
 

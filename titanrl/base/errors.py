@@ -18,3 +18,7 @@ class FaultError(TitanRLError):
         """Create the error; `part` is the name of the failed component, such as `trainer` or `generator_0`."""
         super().__init__(text)
         self.part = part
+
+
+class TokensLostError(TitanRLError):
+    """Tokens of a batch are lost because the rollout worker that held them died."""

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from titanrl.base.errors import TitanRLError
+from titanrl.base.errors import TokensLostError
 from titanrl.base.files import write_bytes
 from titanrl.base.pickling import read_saved
 from titanrl.carriers.types import GroupHandle, Segment
@@ -167,10 +167,6 @@ class StorageShard(Actor):
             for saved in missing.keys() & content.keys():
                 self._payloads.put(missing.pop(saved), content[saved])
         assert not missing, f"{folder} does not have the tokens of {list(missing)}"
-
-
-class TokensLostError(TitanRLError):
-    """Tokens of a batch are lost because the rollout worker that held them died."""
 
 
 class ShardDirectory:

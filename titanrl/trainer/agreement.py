@@ -22,8 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import DistNetworkError, DistStoreError, ProcessGroup, Store, TCPStore
 
-from titanrl.base.errors import FaultError, describe
-from titanrl.replay.shards import TokensLostError
+from titanrl.base.errors import FaultError, TokensLostError, describe
 
 Facts = Mapping[str, int | list[str]]
 """Values that must be equal on all ranks, by a plural noun such as `micro-batches`: a count, or a list of names."""
