@@ -145,7 +145,7 @@ class GRPO(Run):
         losses: list[LossSums] = []
         updates: list[OptimUpdate] = []
         for number, minibatch in enumerate(plan.updates, 1):
-            microbatches = await past_policies.with_correction_totals(minibatch.microbatches, past)
+            microbatches = await past_policies.with_correction(minibatch.microbatches, past)
             passes = trainer.forward_backward(microbatches, proximal_version=past.proximal, reference_version=past.reference)
             stepping = trainer.optim_step(params, after=weights.pushed, completes=number == len(plan.updates))
             if number == 1:  # while the trainer computes

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from titanrl.algorithms.batch_plan import correction_totals, sequence_weights, without_rejected
+from titanrl.algorithms.batch_plan import mean_correction_weight, sequence_weights, without_rejected
 from titanrl.algorithms.contracts import LossInputs
 from titanrl.algorithms.losses import ppo, weighted_sum
 from titanrl.algorithms.objective import ObjectiveInputs, measure_correction, policy_loss
@@ -127,7 +127,7 @@ def test_decoupled_ppo_with_all_terms_matches_definition() -> None:
         *(
             getattr(inputs, field.name).tolist()
             for field in fields(inputs)
-            if field.name not in ("correction", "support_sizes_N")
+            if field.name not in ("mean_weight", "support_sizes_N")
         ),
         strict=True,
     )
@@ -248,10 +248,10 @@ def measured(pieces: list[ObjectiveInputs], algorithm: AlgorithmConfig) -> list[
     """Return the micro-batches with the correction totals over all micro-batches."""
     sums = [measure_correction(piece, algorithm)[:2] for piece in pieces]
     counts = np.zeros((0, 2), np.int64)
-    totals = correction_totals(
+    mean_weight = mean_correction_weight(
         MeasuredCorrection(dp_rank=0, weight=weight.item(), num_weights=int(count), counts=counts) for weight, count in sums
     )
-    return [replace(piece, correction=totals) for piece in pieces]
+    return [replace(piece, mean_weight=mean_weight) for piece in pieces]
 
 
 def post_weighted(
@@ -284,7 +284,7 @@ def test_normalized_weights_have_mean_one_over_step(weight: str) -> None:
     by_sequence = [ratios[(sequence == SEQUENCE) & inputs.mask_N] for sequence in range(len(LENGTHS))]
     weights = torch.cat(by_sequence) if weight == "token" else torch.stack([d.sum() for d in by_sequence if len(d)])
     mean = weights.exp().clamp(max=1.1).mean().item()
-    assert pieces[0].correction.mean_weight == pytest.approx(mean)
+    assert pieces[0].mean_weight == pytest.approx(mean)
     normalized = sum(policy_loss(piece, algorithm)[0].item() for piece in pieces)
     unnormalized, _ = policy_loss(inputs, AlgorithmConfig(loss="reinforce", correction=plain))
     assert normalized == pytest.approx(unnormalized.item() / mean)

@@ -21,7 +21,9 @@ def supports_from(inside_NV: Tensor) -> TokenSupports:
     """Return supports from a dense mask."""
     vocab_size = inside_NV.shape[1]
     ids = [row.nonzero()[:, 0].numpy().astype(np.int32) for row in inside_NV]
-    return token_supports(supports_of([words_of(some, vocab_size) for some in ids], vocab_size))
+    made = token_supports([(0, supports_of([words_of(some, vocab_size) for some in ids], vocab_size))], len(ids))
+    assert made is not None
+    return made
 
 
 def reference(logits_NV: Tensor, labels_N: Tensor, inside_NV: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titanrl.carriers.supports import Supports, bitmap_words, join, supports_of, whole_vocabulary, words_of
+from titanrl.carriers.supports import Supports, bitmap_words, join, placed, supports_of, words_of
 
 
 def supports(ids: list[list[int]], vocab_size: int) -> Supports:
@@ -58,7 +58,7 @@ def test_slices_and_copies_have_the_same_ids(example: tuple[list[list[int]], int
     assert made.sizes_S().tolist() == [len(some) for some in ids]
     part = made[first:last]
     assert lists(part) == ids[first:last]
-    joined = join([whole_vocabulary(2, vocab_size), part, made])
+    joined = placed([(2, join([part, made]))], 2 + len(part) + len(made))
     assert lists(joined) == [list(range(vocab_size))] * 2 + ids[first:last] + ids
     assert lists(pickle.loads(pickle.dumps(joined))) == lists(joined)
     for entry in (0, vocab_size - 1, vocab_size, -1):

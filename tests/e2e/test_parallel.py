@@ -9,12 +9,11 @@ import torch
 import transformers
 
 from tests.e2e.conftest import SMALL, Finished
-from titanrl.carriers.types import Completion, Prompt
+from titanrl.carriers.types import Completion, GenerationRequest, Prompt, SamplingParams
 from titanrl.config import load_config
 from titanrl.data.streams import make_stream
 from titanrl.data.tokenizer import load_tokenizer
 from titanrl.grpo import GRPO
-from titanrl.rollout.group import greedy_request
 from titanrl.rollout.pool import GeneratorPool
 
 LAYOUTS = {
@@ -67,7 +66,8 @@ def test_exported_policy_of_two_ranks_equals_the_generators(
             assert [step.values["policy/kl_ref"] > 0 for step in metrics] == [False, True]
             exported = await run.export()
             prompts = make_stream(config.data, load_tokenizer(exported), config.seed).heldout(24)
-            requests = [greedy_request(prompt, config.rollout.max_new_tokens) for prompt in prompts]
+            greedy = SamplingParams(max_new_tokens=config.rollout.max_new_tokens, temperature=0.0, seed=None)
+            requests = [GenerationRequest(token_ids=prompt.token_ids, sampling=greedy) for prompt in prompts]
             completions = await GeneratorPool(run.session.generators.actors[-1:], config.generator.max_num_seqs).generate(
                 requests
             )

@@ -17,6 +17,8 @@ from titanrl.carriers.rewards import Answers, Scored
 from titanrl.carriers.tables import RecordTable
 from titanrl.carriers.types import Completion, GenerationRequest, Group, GroupHandle, GroupTokens, GroupTurns, Prompt
 from titanrl.config import Config
+from titanrl.config.algorithm import AlgorithmConfig
+from titanrl.config.data import DataConfig
 from titanrl.config.sections import RolloutConfig, TrainerConfig
 from titanrl.data.tokenizer import Tokenizer, load_tokenizer, write_tokenizer
 from titanrl.environments import (
@@ -31,7 +33,7 @@ from titanrl.environments import (
 )
 from titanrl.metrics.steps import episode_metrics, evaluation_metrics, part_means
 from titanrl.rollout.episodes import Episodes, start_episodes
-from titanrl.rollout.group import fit_to_rows, record_of, turns_differ
+from titanrl.rollout.group import credited_values_differ, fit_to_rows, record_of
 from titanrl.rollout.open_tasks import evaluation_result, evaluation_set
 from titanrl.rollout.renderers import PlainRenderer
 from titanrl.rollout.workers import RolloutWorker
@@ -186,8 +188,10 @@ def test_turns_of_a_truncated_segment_have_the_remaining_tokens(tokenizer: Token
 def test_turns_differ_where_sums_of_rewards_are_equal(tokenizer: Tokenizer) -> None:
     group, _ = play(tokenizer, ["1", "2", "1", "1"], in_round=True, environment={"weights": {"turns": 0.0}})
     assert not group.has_signal
-    assert not turns_differ(group, 1.0)
-    assert turns_differ(group, 0.5)  # the reward is one turn later
+    algorithm, data = AlgorithmConfig(credit="turn"), DataConfig()
+    assert not credited_values_differ(group, group, algorithm, data)
+    discounted = algorithm.model_copy(update={"turn_discount": 0.5})
+    assert credited_values_differ(group, group, discounted, data)  # the reward is one turn later
 
 
 @pytest.mark.parametrize("in_round", [True, False])

@@ -17,9 +17,9 @@ from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.config.data import DataConfig
 from titanrl.config.sections import RolloutConfig, TrainerConfig
 from titanrl.rollout.group import (
+    credited_values_differ,
     derive_seed,
     fit_to_rows,
-    parts_differ,
     record_of,
     roll_out,
     rollouts_of,
@@ -256,8 +256,12 @@ def test_only_parts_with_a_nonzero_weight_can_differ() -> None:
         scores = [Scored(reward=1.0, parts=values) for values in parts]
         return rolled_out([completion([7, 1])] * len(parts), scores)[0]
 
-    assert parts_differ(group_of({"right": 1.0, "seen": 0.0}, {"right": 0.0, "seen": 0.0}), data)
-    assert not parts_differ(group_of({"right": 1.0, "seen": 0.0}, {"right": 1.0, "seen": 1.0}), data)
+    gdpo = AlgorithmConfig(advantage="gdpo")
+    differing = group_of({"right": 1.0, "seen": 0.0}, {"right": 0.0, "seen": 0.0})
+    assert credited_values_differ(differing, differing, gdpo, data)
+    assert not credited_values_differ(differing, differing, AlgorithmConfig(), data)
+    equal = group_of({"right": 1.0, "seen": 0.0}, {"right": 1.0, "seen": 1.0})
+    assert not credited_values_differ(equal, equal, gdpo, data)
     record = record_of(truncated_group(), HANDLE, has_payload=True, num_overlong=0, parts_differ=True)
     assert replace(record, rewards=(1.0, 1.0)).has_signal
     assert not replace(record, rewards=(1.0, 1.0), parts_differ=False).has_signal

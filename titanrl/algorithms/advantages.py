@@ -269,12 +269,7 @@ def power_of_two_scale(values: Collection[float]) -> float:
 def checked_advantages(
     advantage: Callable[[GroupRewards], Iterable[Any]], group: GroupRewards, name: str
 ) -> tuple[Unit, list[list[float]]]:
-    """Call a user-defined advantage for one group and check the result.
-
-    Args:
-        advantage: Function of the group.
-        group: Rewards of the group.
-        name: Import path or name of the function, for error messages.
+    """Call a user-defined advantage for one group and check the result; `name` is for error messages.
 
     Returns:
         Granularity of the advantages, and for each completion the list of its advantages: one, or one per turn or token.

@@ -31,7 +31,7 @@ from titanrl.algorithms.packing import balance, pack, pack_sharing, row_costs
 from titanrl.base.choices import LearningRateDecay, Reduction
 from titanrl.base.plugins import Plugins, loaded
 from titanrl.carriers.tables import SEQUENCE, BatchPlan, MicroBatch, RecordTable, RowTable, Spans, Table
-from titanrl.carriers.types import AdamParams, BoolArray, CorrectionTotals, DoubleArray, IntArray, MeasuredCorrection
+from titanrl.carriers.types import AdamParams, BoolArray, DoubleArray, IntArray, MeasuredCorrection
 from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.config.data import TaskConfig
 from titanrl.config.schema import Config
@@ -432,11 +432,11 @@ def sequence_weights(
     return np.divide(1.0, denominators_N, out=np.zeros(len(counts_N)), where=counts_N > 0)
 
 
-def correction_totals(measured: Iterable[MeasuredCorrection]) -> CorrectionTotals:
+def mean_correction_weight(measured: Iterable[MeasuredCorrection]) -> float:
     """Return the mean correction weight of a step, over all micro-batches and ranks; 1 if there is no weight, or all are 0."""
     measured = list(measured)
     weight, num_weights = sum(each.weight for each in measured), sum(each.num_weights for each in measured)
-    return CorrectionTotals(mean_weight=weight / num_weights if weight and num_weights else 1.0)
+    return weight / num_weights if weight and num_weights else 1.0
 
 
 def without_rejected(

@@ -154,12 +154,7 @@ def loss_arguments(loss: Callable[..., Any], algorithm: AlgorithmConfig) -> dict
 
 
 def bound_loss(algorithm: AlgorithmConfig, custom: Callable[..., Any] | None = None) -> PolicyLoss:
-    """Return the loss of a configuration with its options bound.
-
-    Args:
-        algorithm: Name and options of the loss.
-        custom: User-defined loss; None selects the built-in loss of that name.
-    """
+    """Return the loss of a configuration, or a user-defined loss, with its options bound."""
     loss = import_object(LOSSES[algorithm.loss].path, key="algorithm.loss") if custom is None else custom
     bound: PolicyLoss = partial(loss, **loss_arguments(loss, algorithm))
     return bound if custom is None else partial(_named_in_errors, bound, algorithm.loss)
@@ -182,12 +177,7 @@ def check_loss(
 ) -> None:
     """Check that a user-defined object is a policy loss and takes the options in `algorithm.loss_options`.
 
-    Args:
-        loss: User-defined object.
-        name: Import path or name of the object.
-        algorithm: Configuration with the options of the loss.
-        key: Configuration key of the loss, for error messages.
-        options_key: Configuration key of the options, for error messages.
+    `name`, its import path or name, and the two configuration keys are for error messages.
 
     Raises:
         ValueError: The object is not callable or does not accept the arguments.
@@ -336,11 +326,7 @@ def custom_algorithm(
 ) -> AlgorithmConfig:
     """Return the configuration with which `policy_loss` computes a user-defined loss.
 
-    Args:
-        loss: User-defined loss.
-        traits: Declared traits of the loss.
-        name: Import path or name of the loss, for error messages.
-        loss_fn_config: Options of the loss: keys of `algorithm` by name, and others as in `algorithm.loss_options`.
+    The options are keys of `algorithm` by name, and others as in `algorithm.loss_options`.
 
     Raises:
         ValueError: The loss does not take one of the options.

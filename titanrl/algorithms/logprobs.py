@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from titanrl.carriers.supports import WORD_BITS, Supports, bitmap_words, join, whole_vocabulary
+from titanrl.carriers.supports import WORD_BITS, Supports, bitmap_words, placed
 
 CHUNK_ELEMENTS = {"cpu": 1 << 18}
 """Number of logits per chunk. Converting chunks avoids an fp32 copy of all logits. On a CPU, a chunk fits into the cache."""
@@ -110,30 +110,11 @@ class TokenSupports:
         )
 
 
-class CollatedSupports:
-    """Builder of the supports of packed rows. Sequences must be added in order of position."""
-
-    def __init__(self, num_tokens: int) -> None:
-        """Start with full supports for all `num_tokens` tokens."""
-        self._num_tokens = num_tokens
-        self._parts: list[Supports] = []
-        self._end = 0
-
-    def add(self, start: int, supports: Supports) -> None:
-        """Add the supports of consecutive tokens from position `start` on, which must not precede the end of the last ones."""
-        self._parts += whole_vocabulary(start - self._end, supports.vocab_size), supports
-        self._end = start + len(supports)
-
-    def collated(self) -> TokenSupports | None:
-        """Return the supports of all tokens; None if none were added."""
-        if not self._parts:
-            return None
-        rest = whole_vocabulary(self._num_tokens - self._end, self._parts[0].vocab_size)
-        return token_supports(join([*self._parts, rest]))
-
-
-def token_supports(supports: Supports) -> TokenSupports:
-    """Convert supports to tensors on the host."""
+def token_supports(parts: Sequence[tuple[int, Supports]], num_tokens: int) -> TokenSupports | None:
+    """Convert supports, placed like `carriers.supports.placed`, to tensors on the host; None without parts."""
+    if not parts:
+        return None
+    supports = placed(parts, num_tokens)
     counts = supports.counts_S.astype(np.int64)
     is_bitmap = supports.is_bitmap_S
     words_are_bitmaps = np.repeat(is_bitmap, counts)

@@ -25,7 +25,6 @@ from titanrl.algorithms.ratios import (
     weight_sums,
 )
 from titanrl.algorithms.segments import segment_to_go
-from titanrl.carriers.types import NOT_MEASURED, CorrectionTotals
 from titanrl.config.algorithm import AlgorithmConfig
 
 OLDEST = 4
@@ -54,8 +53,8 @@ class ObjectiveInputs:
     """True at loss tokens."""
     sequence_N: Tensor
     """Id of each token's sequence: int64, unique in the micro-batch, less than N."""
-    correction: CorrectionTotals = NOT_MEASURED
-    """Totals of the correction over the complete step, if `algorithm.correction` needs them."""
+    mean_weight: float = 1.0
+    """Mean correction weight of the complete step, if `algorithm.correction` needs it."""
     support_sizes_N: Tensor | None = None
     """Number of vocabulary entries in each token's support; None without truncated sampling."""
 
@@ -80,7 +79,7 @@ def policy_loss(
     if correction.weights_N is not None:
         loss_N = loss_N * correction.weights_N
     if algorithm.correction.batch_normalize:
-        loss_N = loss_N / inputs.correction.mean_weight
+        loss_N = loss_N / inputs.mean_weight
     weights_N = inputs.weights_N
     terms = {"loss/policy": weighted_sum(loss_N, weights_N, mask=correction.kept_N)}
     if algorithm.kl.coef and algorithm.kl.place == "loss":

@@ -8,7 +8,7 @@ from typing import TypeVar
 import numpy as np
 
 from titanrl.base.arguments import check_count, check_list, check_number, check_type, checked_numbers, checked_tokens
-from titanrl.carriers.supports import Supports, join, whole_vocabulary
+from titanrl.carriers.supports import Supports, placed
 from titanrl.carriers.types import FloatArray, IntArray
 
 T = TypeVar("T")
@@ -82,7 +82,7 @@ def sampled_datum(
     datum = _datum(prompt, tokens, {**inputs, "weights": np.full(len(tokens), weight, np.float32)})
     if supports is None:
         return datum
-    return replace(datum, supports=join((whole_vocabulary(len(prompt) - 1, supports.vocab_size), supports)))
+    return replace(datum, supports=placed([(len(prompt) - 1, supports)], len(prompt) - 1 + len(supports)))
 
 
 def supervised_datum(prompt: Sequence[int] | IntArray, tokens: Sequence[int] | IntArray, weight: float = 1.0) -> Datum:

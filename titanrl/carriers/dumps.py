@@ -63,12 +63,7 @@ class DumpWriter:
     """Writer of one worker's rollouts."""
 
     def __init__(self, folder: Path, worker: int) -> None:
-        """Create the folder if it does not exist.
-
-        Args:
-            folder: Folder of the dump.
-            worker: Index of the worker.
-        """
+        """Create the folder of the dump if it does not exist."""
         import pyarrow.parquet  # noqa: F401  # slow import, which must not delay the first delivery
 
         self._folder, self._worker = folder / ROLLOUTS, worker
@@ -136,13 +131,9 @@ class DumpBatches:
                 partial.replace(path)
 
     def add(self, step: int, version: int, groups: Sequence[int], replayed: Sequence[int]) -> None:
-        """Append the batch of a step.
+        """Append the batch of a step: the prompt indices of its groups, in batch order, and of those that were replayed.
 
-        Args:
-            step: Step number, from 1.
-            version: Weight version before the step.
-            groups: Prompt index of each group, in batch order.
-            replayed: Prompt indices of the groups of earlier batches that were trained on again.
+        `step` counts from 1; `version` is the one before the step.
         """
         line = {"step": step, "version": version, "groups": list(groups), "replayed": list(replayed)}
         path = self._folder / BATCHES
@@ -352,6 +343,9 @@ def rows_of(group: Group, status: str, sampled_at: int, worker: int) -> Iterator
 
 def _scored(rollout: Rollout) -> dict[str, Any]:
     segments, turns = rollout.segments, rollout.turns
+    # Either all segments of a rollout have supports, or, without truncated sampling, none has.
+    limited = [segment.supports for segment in segments if segment.supports is not None]
+    supports = join(limited) if limited else None
     return {
         "outcome": "ok",
         "error": None,
@@ -363,25 +357,14 @@ def _scored(rollout: Rollout) -> dict[str, Any]:
         "mask": np.concatenate([segment.mask for segment in segments]),
         "logprobs": np.concatenate([segment.logprobs for segment in segments]),
         "versions": np.concatenate([segment.versions for segment in segments]).astype(np.int32),
-        **_support_columns(segments),
+        "support_counts": [] if supports is None else supports.counts_S,
+        "support_words": [] if supports is None else supports.words_K,
+        "support_vocabulary": None if supports is None else supports.vocab_size,
         "segment_lengths": [len(segment.token_ids) for segment in segments],
         "turn_segments": [turn.segment for turn in turns],
         "turn_ends": [turn.end for turn in turns],
         "turn_rewards": [turn.reward for turn in turns],
         "token_rewards": rollout.token_rewards,
-    }
-
-
-def _support_columns(segments: Sequence[Segment]) -> dict[str, Any]:
-    """Return the columns of truncated sampling. Either all segments of a rollout have supports, or none has."""
-    supports = [segment.supports for segment in segments if segment.supports is not None]
-    if not supports:
-        return {"support_counts": [], "support_words": [], "support_vocabulary": None}
-    joined = join(supports)
-    return {
-        "support_counts": joined.counts_S,
-        "support_words": joined.words_K,
-        "support_vocabulary": joined.vocab_size,
     }
 
 

@@ -168,15 +168,13 @@ class Answers:
     def only(self, index: int) -> "Answers":
         """Return the answers reduced to one completion."""
         one = slice(index, index + 1)
-        return Answers(
-            entry=self.entry,
+        return replace(
+            self,
             completions=self.completions[one],
             num_tokens=self.num_tokens[one],
             finish_reasons=self.finish_reasons[one],
             token_ids=self.token_ids[one],
-            decode=self.decode,
             raw_completions=self.raw_completions[one],
-            decode_raw=self.decode_raw,
         )
 
 
@@ -237,9 +235,12 @@ class BoundReward:
     def call_group(self, answers: Answers) -> Any:
         """Call the function for all completions; the result may be awaitable."""
         options: dict[str, object]
-        options = {"num_tokens": list(answers.num_tokens), "finish_reasons": list(answers.finish_reasons)}
-        options["raw_completions"] = list(answers.raw_completions)
-        options["token_ids"] = list(map(list, answers.token_ids))
+        options = {
+            "num_tokens": list(answers.num_tokens),
+            "finish_reasons": list(answers.finish_reasons),
+            "raw_completions": list(answers.raw_completions),
+            "token_ids": list(map(list, answers.token_ids)),
+        }
         return self.function(list(answers.completions), answers.entry, **self._taken(options))
 
     def values(self, returned: object, num_completions: int) -> list[object]:
@@ -520,7 +521,11 @@ def _parse_result(encoded: bytes, spec: RewardSpec) -> Score:
         case {"parts": dict(parts)} if "tokens" not in result and spec.allows(parts):
             return Score(parts=parts, status="ok")
         case {"parts": dict(parts), "tokens": dict(tokens)} if spec.allows_tokens(tokens):
-            score = Score.of(parts | {part: _token_rewards(*rewards) for part, rewards in tokens.items()})
+            by_token = {
+                part: TokenRewards(whole=whole, tokens=own, steps=[(end, reward) for end, reward in steps])
+                for part, (whole, own, steps) in tokens.items()
+            }
+            score = Score.of(parts | by_token)
             if spec.allows(score.parts):  # sums recomputed here, because those in the reply cannot be trusted
                 return score
         case {"error": str(detail)}:
@@ -530,10 +535,6 @@ def _parse_result(encoded: bytes, spec: RewardSpec) -> Score:
     return Score(
         parts={}, status="error", detail=f"invalid score (got {encoded.decode()!a:.200}). The reward must return {expected}."
     )
-
-
-def _token_rewards(whole: float, tokens: list[float], steps: list[list[Any]]) -> TokenRewards:
-    return TokenRewards(whole=whole, tokens=tokens, steps=[(end, reward) for end, reward in steps])
 
 
 def _are_tokens(rewards: object) -> bool:

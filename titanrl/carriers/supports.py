@@ -5,7 +5,7 @@ Shape suffixes: S tokens, K words of all tokens, W words of a vocabulary bitmap,
 
 import copyreg
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -117,9 +117,15 @@ def words_of(ids: Int32Array, vocab_size: int) -> Int32Array:
     return np.packbits(bits, bitorder="little").view("<i4")
 
 
-def whole_vocabulary(num_tokens: int, vocab_size: int) -> Supports:
-    """Return full-vocabulary supports, for tokens that were not sampled or not truncated."""
-    return Supports(counts_S=np.zeros(num_tokens, np.int32), words_K=np.zeros(0, np.int32), vocab_size=vocab_size)
+def placed(parts: Sequence[tuple[int, Supports]], num_tokens: int) -> Supports:
+    """Place supports, each from the token at the given index, among tokens that support the whole vocabulary.
+
+    There must be at least one part, and parts must be in order and must not overlap.
+    """
+    counts_S = np.zeros(num_tokens, np.int32)
+    for start, supports in parts:
+        counts_S[start : start + len(supports)] = supports.counts_S
+    return replace(join(supports for _, supports in parts), counts_S=counts_S)
 
 
 def join(parts: Iterable[Supports]) -> Supports:

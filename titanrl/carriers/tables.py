@@ -19,8 +19,6 @@ import numpy.typing as npt
 
 from titanrl.base.pickling import pickle_fast
 from titanrl.carriers.types import (
-    NOT_MEASURED,
-    CorrectionTotals,
     DoubleArray,
     GroupHandle,
     GroupRecord,
@@ -458,25 +456,20 @@ class RowTable:
     def __iter__(self) -> Iterator[Row]:
         """Yield each row."""
         spans = iter(self.spans.tolist())
-        start, plans = (
-            0,
-            [
-                SequencePlan(
-                    handle=GroupHandle(shard=shard, slot=slot, serial=serial),
-                    segment=segment,
-                    length=length,
-                    advantage=advantage,
-                    weight=weight,
-                    num_shared=num_shared,
-                    spans=tuple(islice(spans, num_spans)),
-                )
-                for (
-                    shard,
-                    slot,
-                    serial,
-                ), _, segment, length, advantage, weight, num_shared, num_spans in self.sequences.tolist()
-            ],
-        )
+        plans = []
+        for handle, _, segment, length, advantage, weight, num_shared, num_spans in self.sequences.tolist():
+            shard, slot, serial = handle
+            plan = SequencePlan(
+                handle=GroupHandle(shard=shard, slot=slot, serial=serial),
+                segment=segment,
+                length=length,
+                advantage=advantage,
+                weight=weight,
+                num_shared=num_shared,
+                spans=tuple(islice(spans, num_spans)),
+            )
+            plans.append(plan)
+        start = 0
         for end in self.ends.tolist():
             yield tuple(plans[start:end])
             start = end
@@ -497,8 +490,8 @@ class MicroBatch:
 
     rows: tuple[RowTable, ...]
     """Rows by data-parallel rank."""
-    correction: CorrectionTotals = NOT_MEASURED
-    """Totals of the off-policy correction over the whole step, if the config measures them."""
+    mean_weight: float = 1.0
+    """Mean weight of the off-policy correction over the whole step, if the config measures it."""
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -332,18 +332,6 @@ class GroupRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CorrectionTotals:
-    """Effect of an off-policy correction on a complete step, over all ranks and micro-batches."""
-
-    mean_weight: float = 1.0
-    """Mean correction weight."""
-
-
-NOT_MEASURED = CorrectionTotals()
-"""Totals of a step whose correction does not need them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredCorrection:
     """Effect of an off-policy correction on one rank's rows of a micro-batch."""
 

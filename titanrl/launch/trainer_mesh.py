@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from titanrl.trainer.passes import DataResult
 from itertools import chain
 
-from titanrl.algorithms.batch_plan import correction_totals, without_rejected
+from titanrl.algorithms.batch_plan import mean_correction_weight, without_rejected
 from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.config.sections import CheckpointConfig
 
@@ -302,8 +302,8 @@ class PastPolicies:
         await self._compute(microbatches, reference)
         return PastVersions(proximal=proximal, reference=reference)
 
-    async def with_correction_totals(self, microbatches: Sequence[MicroBatch], past: PastVersions) -> Sequence[MicroBatch]:
-        """Add the totals of the off-policy correction over the entire step, if the configuration needs them.
+    async def with_correction(self, microbatches: Sequence[MicroBatch], past: PastVersions) -> Sequence[MicroBatch]:
+        """Add the mean weight of the off-policy correction over the entire step, if the configuration needs it.
 
         With `denominator: post`, the loss weights are those of a step without the rejected tokens.
         """
@@ -311,10 +311,10 @@ class PastPolicies:
             return microbatches
         measure = self._trainer.measure_correction
         measured = [await measure(microbatch, proximal_version=past.proximal) for microbatch in microbatches]
-        totals = correction_totals(chain.from_iterable(measured))
+        mean_weight = mean_correction_weight(chain.from_iterable(measured))
         if self._algorithm.correction.denominator == "post":
             microbatches = without_rejected(microbatches, measured, self._algorithm.reduction)
-        return [replace(microbatch, correction=totals) for microbatch in microbatches]
+        return [replace(microbatch, mean_weight=mean_weight) for microbatch in microbatches]
 
     async def _proximal_version(self, microbatches: Sequence[MicroBatch], version: int, published: int) -> int | None:
         """Compute the proximal log-probabilities, unless the proximal weights are the current ones at every optimizer step.

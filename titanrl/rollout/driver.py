@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from titanrl.base.errors import TitanRLError
-from titanrl.carriers.supports import Supports, join, whole_vocabulary
+from titanrl.carriers.supports import Supports, placed
 from titanrl.carriers.types import Completion, FinishReason, GenerationRequest, Outcome, SamplingParams, Segment, Turn
 from titanrl.data.tokenizer import MAX_TOKEN_CHARS
 from titanrl.environments import (
@@ -103,17 +103,8 @@ class _SegmentBuilder:
             mask=np.array(self.mask[:end], np.bool_),
             logprobs=np.array(self.logprobs[:end], np.float32),
             versions=np.array(self.versions[:end], np.int64),
-            supports=self._supports(end),
+            supports=placed(self.supports, len(self.token_ids))[:end] if self.supports else None,
         )
-
-    def _supports(self, end: int) -> Supports | None:
-        """Return the supports of the first `end` tokens. Tokens outside the policy's turns support the whole vocabulary."""
-        parts: list[Supports] = []
-        joined = 0
-        for start, supports in self.supports:
-            parts += whole_vocabulary(start - joined, supports.vocab_size), supports
-            joined = start + len(supports)
-        return join(parts)[:end] if parts else None
 
     def _pad(self) -> None:
         missing = len(self.token_ids) - len(self.mask)

@@ -20,7 +20,7 @@ from titanrl.data.tokenizer import Tokenizer
 from titanrl.environments import Environments, Episode, ProcessOptions
 from titanrl.rewards.scoring import in_turns
 from titanrl.rollout.driver import Conversation, EpisodeError, Limits
-from titanrl.rollout.group import Generate, ScoreAnswers, derive_seed
+from titanrl.rollout.group import Generate, ScoreAnswers, derive_seed, training_sampling
 from titanrl.rollout.renderers import Renderer, make_renderer
 
 NO_TOKENS = Completion(
@@ -78,22 +78,12 @@ class Episodes:
                 groups then make the same number of calls.
         """
         rollout = self.config.rollout
-        sampling = SamplingParams(
-            max_new_tokens=rollout.max_new_tokens,
-            temperature=rollout.temperature,
-            seed=self.config.seed,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            min_p=rollout.min_p,
-            supports=rollout.is_truncated,
-            stop=rollout.stop_texts,
-            stop_ids=(*self.renderer.stop_ids, *rollout.stop_ids),
-        )
+        sampling = training_sampling(rollout, seed=self.config.seed, stop_ids=self.renderer.stop_ids)
         slots = [_Slot(self, prompt, number, sampling, "training") for number in range(rollout.num_requests)]
         started, num_needed = time.perf_counter(), len(slots) - rollout.num_spare_completions
         try:
             if in_round:
-                await _run_in_lockstep(slots, generate, self.num_rounds)
+                await _run_in_lockstep(slots, generate, self.num_rounds, in_round=True)
             else:
                 await _run_independently(slots, generate, num_needed)
         finally:
@@ -113,15 +103,7 @@ class Episodes:
         """Play episodes of held-out prompts, in lockstep by turn, so that the engine's batches are reproducible.
 
         If environments run in processes, at most `num_processes` episodes are played at the same time, because an episode
-        occupies its process until it ends.
-
-        Args:
-            prompts: Held-out prompts.
-            generate: Function from requests to their completions.
-            num_samples: Number of episodes per prompt.
-            max_new_tokens: Maximum length of a turn, in tokens.
-            temperature: Sampling temperature; 0 is greedy.
-            seed: Seed of the completions.
+        occupies its process until it ends. `max_new_tokens` limits each turn.
         """
         sampling = SamplingParams(
             max_new_tokens=max_new_tokens,
@@ -136,7 +118,11 @@ class Episodes:
         num_concurrent = self.environment.num_processes or len(slots)
         for start in range(0, len(slots), num_concurrent):
             async with self.evaluation_lock:
-                await _play_in_lockstep(slots[start : start + num_concurrent], generate, self.num_rounds)
+                playing = slots[start : start + num_concurrent]
+                try:
+                    await _run_in_lockstep(playing, generate, self.num_rounds, in_round=False)
+                finally:
+                    await asyncio.gather(*(slot.close() for slot in playing))
         generate_s = time.perf_counter() - started
         grading = (self._graded(prompt, group, num_samples, generate_s) for prompt, group in zip(prompts, groups, strict=True))
         return list(await asyncio.gather(*grading))
@@ -358,12 +344,7 @@ async def start_episodes(
 ) -> Episodes:
     """Load the environment and the renderer, and start the first environment process if environments run in processes.
 
-    Args:
-        config: Configuration with an environment.
-        tokenizer: Tokenizer of the policy.
-        score: Function that scores the policy's last messages with the configured rewards.
-        plugins: User-defined objects.
-        log: File for the output of the processes; None for the standard error stream.
+    The processes write to `log`, or to the standard error stream.
 
     Raises:
         ValueError: The environment or the renderer cannot be used.
@@ -400,28 +381,19 @@ async def start_episodes(
     )
 
 
-async def _run_in_lockstep(slots: Sequence[_Slot], generate: Generate, num_rounds: int) -> None:
-    """Play the episodes in lockstep, with one `generate` call per turn; after the last turn, calls have no requests."""
+async def _run_in_lockstep(slots: Sequence[_Slot], generate: Generate, num_rounds: int, *, in_round: bool) -> None:
+    """Play episodes in lockstep, with one `generate` call per turn and prompt.
+
+    In a round, every turn has a call for its prompt; after the last turn of all episodes, calls have no requests.
+    """
     await asyncio.gather(*(slot.start() for slot in slots))
     for _ in range(num_rounds):
         waiting = [(slot, request) for slot in slots if (request := slot.request()) is not None]
-        completions = await generate([request for _, request in waiting])
-        taking = (slot.take(completion) for (slot, _), completion in zip(waiting, completions, strict=True))
-        await asyncio.gather(*taking)
-
-
-async def _play_in_lockstep(slots: Sequence[_Slot], generate: Generate, num_rounds: int) -> None:
-    """Play episodes of several prompts in lockstep, with one `generate` call per turn and prompt, and close them."""
-    try:
-        await asyncio.gather(*(slot.start() for slot in slots))
-        for _ in range(num_rounds):
-            waiting = [(slot, request) for slot in slots if (request := slot.request()) is not None]
-            by_prompt = [list(group) for _, group in groupby(waiting, lambda pair: pair[0].prompt.index)]
-            turns = await asyncio.gather(*(generate([request for _, request in group]) for group in by_prompt))
-            completions = (completion for turn in turns for completion in turn)
-            await asyncio.gather(*(slot.take(completion) for (slot, _), completion in zip(waiting, completions, strict=True)))
-    finally:
-        await asyncio.gather(*(slot.close() for slot in slots))
+        by_prompt = [list(group) for _, group in groupby(waiting, lambda pair: pair[0].prompt.index)]
+        calls = by_prompt or ([[]] if in_round else [])
+        turns = await asyncio.gather(*(generate([request for _, request in call]) for call in calls))
+        completions = (completion for turn in turns for completion in turn)
+        await asyncio.gather(*(slot.take(completion) for (slot, _), completion in zip(waiting, completions, strict=True)))
 
 
 async def _run_independently(slots: Sequence[_Slot], generate: Generate, num_needed: int) -> None:

@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,10 +16,9 @@ import numpy.typing as npt
 from titanrl.algorithms.advantages import returns_differ, token_returns_differ
 from titanrl.base.plugins import Point
 from titanrl.carriers.rewards import Answers, Scored
-from titanrl.carriers.supports import join, whole_vocabulary
+from titanrl.carriers.supports import placed
 from titanrl.carriers.tables import RecordTable
 from titanrl.carriers.types import (
-    BoolArray,
     Completion,
     DoubleArray,
     FinishReason,
@@ -39,6 +37,7 @@ from titanrl.carriers.types import (
     ScorerFailure,
     Segment,
 )
+from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.config.data import DataConfig
 from titanrl.config.sections import RolloutConfig, TrainerConfig
 from titanrl.data.tokenizer import Tokenizer
@@ -98,30 +97,27 @@ async def roll_out(
 
 def sampling_requests(prompt: Prompt, config: RolloutConfig, seed: int) -> list[GenerationRequest]:
     """Return the requests of a training group. Their seeds depend only on the run's seed, the prompt and the position."""
-    sampling = partial(
-        SamplingParams,
+    return [
+        GenerationRequest(
+            token_ids=prompt.token_ids, sampling=training_sampling(config, seed=derive_seed(seed, prompt.index, g))
+        )
+        for g in range(config.num_requests)
+    ]
+
+
+def training_sampling(config: RolloutConfig, *, seed: int, stop_ids: tuple[int, ...] = ()) -> SamplingParams:
+    """Return the sampling options of training groups; `stop_ids` end a completion in addition to those of the configuration."""
+    return SamplingParams(
         max_new_tokens=config.max_new_tokens,
         temperature=config.temperature,
+        seed=seed,
         top_p=config.top_p,
         top_k=config.top_k,
         min_p=config.min_p,
         supports=config.is_truncated,
         stop=config.stop_texts,
-        stop_ids=config.stop_ids,
+        stop_ids=(*stop_ids, *config.stop_ids),
     )
-    return [
-        GenerationRequest(token_ids=prompt.token_ids, sampling=sampling(seed=derive_seed(seed, prompt.index, g)))
-        for g in range(config.num_requests)
-    ]
-
-
-def greedy_request(prompt: Prompt, max_new_tokens: int, config: RolloutConfig | None = None) -> GenerationRequest:
-    """Return a request with temperature 0, for evaluation, with the stop texts of `config`."""
-    config = config or RolloutConfig()
-    sampling = SamplingParams(
-        max_new_tokens=max_new_tokens, temperature=0.0, seed=None, stop=config.stop_texts, stop_ids=config.stop_ids
-    )
-    return GenerationRequest(token_ids=prompt.token_ids, sampling=sampling)
 
 
 def derive_seed(*parts: int) -> int:
@@ -153,7 +149,7 @@ def rollouts_of(prompt: Prompt, completions: Sequence[Completion], scores: Seque
         assert scored.reward is not None
         sequence, supports = slice(end, end := end + num_prompt + length), completion.supports
         if supports is not None:
-            supports = join((whole_vocabulary(num_prompt, supports.vocab_size), supports))
+            supports = placed([(num_prompt, supports)], num_prompt + length)
         rollouts.append(
             Rollout(
                 segments=(
@@ -210,13 +206,32 @@ def without_truncated(group: Group) -> Group:
     return replace(group, rollouts=rollouts)
 
 
-def parts_differ(group: Group, data: DataConfig) -> bool:
-    """Return True if a reward part with a nonzero weight has different values within the group."""
-    values: dict[str, set[float]] = {}
-    for rollout in group.rollouts:
-        for part, value in rollout.reward_parts.items():
-            values.setdefault(part, set()).add(value)
-    return any(len(different) > 1 and data.weight_of(part) != 0.0 for part, different in values.items())
+def credited_values_differ(group: Group, trained: Group, algorithm: AlgorithmConfig, data: DataConfig) -> bool:
+    """Return True if the advantage compares other values than rewards, and at least one of them differs within the group.
+
+    These are reward parts with a nonzero weight, or the discounted returns of turns or tokens.
+
+    Args:
+        group: Group as sampled.
+        trained: Group with the tokens to train on.
+        algorithm: Advantage and credit.
+        data: Weights of the reward parts.
+    """
+    if algorithm.advantage_traits.compares_parts:
+        values: dict[str, set[float]] = {}
+        for rollout in group.rollouts:
+            for part, value in rollout.reward_parts.items():
+                values.setdefault(part, set()).add(value)
+        if any(len(different) > 1 and data.weight_of(part) != 0.0 for part, different in values.items()):
+            return True
+    if algorithm.credit == "turn":
+        rewards = [[turn.reward for turn in rollout.turns] or [rollout.reward] for rollout in group.rollouts]
+        return returns_differ(rewards, algorithm.turn_discount)
+    if algorithm.credit == "token":
+        nowhere = GroupHandle(shard=0, slot=0, serial=0)
+        record = record_of(trained, nowhere, has_payload=False, num_overlong=0, whole=group)
+        return token_returns_differ(RecordTable.of([record]), algorithm.token_discount)
+    return False
 
 
 def record_of(
@@ -230,7 +245,7 @@ def record_of(
     num_generated: int = 0,
     whole: Group | None = None,
 ) -> GroupRecord:
-    """Summarize a group for the controller, without its tokens.
+    """Summarize a group for the controller, without its tokens; `GroupRecord` describes the arguments.
 
     Args:
         group: Group with the tokens to train on.
@@ -238,32 +253,32 @@ def record_of(
         has_payload: True if the tokens are stored for training.
         num_overlong: Number of rollouts longer than a row.
         rejection: Reason why the group must not be trained on.
-        parts_differ: True if the advantage compares other values than the rewards, and these differ within the group.
+        parts_differ: Result of `credited_values_differ`.
         num_generated: Number of tokens sampled for the group.
         whole: Group as sampled, if some of its tokens are not trained on.
     """
     rollouts = group.rollouts
     segments = [segment for rollout in rollouts for segment in rollout.segments]
-    num_sampled, num_nonfinite, min_version, max_version = _token_counts(segments)
+    num_sampled = tuple(int(np.count_nonzero(segment.mask & np.isfinite(segment.logprobs))) for segment in segments)
+    num_masked = sum(int(np.count_nonzero(segment.mask)) for segment in segments)
+    versions = np.concatenate([np.zeros(0, np.int64), *(segment.versions for segment in segments)])
+    versions = versions[versions >= 0]
     return GroupRecord(
         index=group.prompt.index,
         task=group.prompt.task,
         handle=handle,
         has_payload=has_payload,
         rewards=tuple(rollout.reward for rollout in rollouts),
-        reward_parts={
-            part: tuple(rollout.reward_parts.get(part, math.nan) for rollout in rollouts)
-            for part in dict.fromkeys(part for rollout in rollouts for part in rollout.reward_parts)
-        },
+        reward_parts=_parts_of(rollouts),
         prompt_len=prompt_len(group),
         num_segments=tuple(len(rollout.segments) for rollout in rollouts),
         lengths=tuple(len(segment.token_ids) for segment in segments),
         num_sampled=num_sampled,
         num_truncated=sum(rollout.finish_reason == "length" for rollout in rollouts),
         num_overlong=num_overlong,
-        num_nonfinite=num_nonfinite,
-        min_version=min_version,
-        max_version=max_version,
+        num_nonfinite=num_masked - sum(num_sampled),
+        min_version=int(versions.min()) if segments else -1,
+        max_version=int(versions.max()) if segments else -1,
         generate_s=group.generate_s,
         score_s=group.score_s,
         num_errors=len(group.failures),
@@ -276,6 +291,12 @@ def record_of(
         tokens=_group_tokens(rollouts, (whole or group).rollouts),
         metrics=summed_metrics([group]),
     )
+
+
+def _parts_of(rollouts: Sequence[Rollout]) -> dict[str, tuple[float, ...]]:
+    """Return the rewards by part; NaN where a rollout lacks the part."""
+    parts = dict.fromkeys(part for rollout in rollouts for part in rollout.reward_parts)
+    return {part: tuple(rollout.reward_parts.get(part, math.nan) for rollout in rollouts) for part in parts}
 
 
 def summed_metrics(groups: Sequence[Group]) -> dict[str, tuple[float, int]]:
@@ -312,7 +333,11 @@ def _group_tokens(trained: Sequence[Rollout], sampled: Sequence[Rollout]) -> Gro
         return None
     num_rewards, positions, rewards = [], [], []
     for kept, whole in zip(trained, sampled, strict=True):
-        counts = [_counted(*segments) for segments in zip(kept.segments, whole.segments, strict=True)]
+        counts = []  # for each sampled token of a segment, whether it counts in the loss
+        for trained_segment, segment in zip(kept.segments, whole.segments, strict=True):
+            counts_S = np.zeros(len(segment.mask), np.bool_)
+            counts_S[: len(trained_segment.mask)] = trained_segment.mask & np.isfinite(trained_segment.logprobs)
+            counts.append(counts_S[segment.mask])
         counted_until: IntArray = np.cumsum(np.concatenate(counts))
         if whole.token_rewards is None:
             counted_until, values = _at_turn_ends(counted_until, whole)
@@ -325,14 +350,6 @@ def _group_tokens(trained: Sequence[Rollout], sampled: Sequence[Rollout]) -> Gro
     return GroupTokens(num_rewards=tuple(num_rewards), positions=tuple(positions), rewards=tuple(rewards))
 
 
-def _counted(kept: Segment, whole: Segment) -> BoolArray:
-    """Return for each sampled token of a segment whether it counts in the loss. `kept` is the possibly truncated segment."""
-    counts = np.zeros(len(whole.mask), np.bool_)
-    counts[: len(kept.mask)] = kept.mask & np.isfinite(kept.logprobs)
-    counted: BoolArray = counts[whole.mask]
-    return counted
-
-
 def _at_turn_ends(counted_until: IntArray, whole: Rollout) -> tuple[IntArray, DoubleArray]:
     """Return the number of loss tokens up to the end of each turn, and the rewards of the turns."""
     if not whole.turns:
@@ -341,24 +358,6 @@ def _at_turn_ends(counted_until: IntArray, whole: Rollout) -> tuple[IntArray, Do
     ends = [int(before[turn.segment] + np.count_nonzero(whole.segments[turn.segment].mask[: turn.end])) for turn in whole.turns]
     until = np.concatenate([[0], counted_until])[ends]
     return until, np.array([turn.reward for turn in whole.turns])
-
-
-def tokens_differ(trained: Group, whole: Group, discount: float) -> bool:
-    """Return True if the discounted returns of tokens differ within a group.
-
-    Args:
-        trained: Group with the tokens to train on.
-        whole: Group as sampled.
-        discount: Discount per token.
-    """
-    nowhere = GroupHandle(shard=0, slot=0, serial=0)
-    record = record_of(trained, nowhere, has_payload=False, num_overlong=0, whole=whole)
-    return token_returns_differ(RecordTable.of([record]), discount)
-
-
-def turns_differ(group: Group, discount: float) -> bool:
-    """Return True if the discounted returns of turns differ within a group."""
-    return returns_differ([[turn.reward for turn in rollout.turns] or [rollout.reward] for rollout in group.rollouts], discount)
 
 
 def prompt_len(group: Group) -> int:
@@ -377,22 +376,6 @@ def num_generated(group: Group) -> int:
     """Return the number of tokens that the generators sampled for a group, including completions without a reward."""
     sampled = sum(int(np.count_nonzero(segment.mask)) for rollout in group.rollouts for segment in rollout.segments)
     return sampled + sum(len(failure.completion.token_ids) for failure in group.failures)
-
-
-def _token_counts(segments: Sequence[Segment]) -> tuple[tuple[int, ...], int, int, int]:
-    """Count the tokens of segments.
-
-    Returns:
-        Number of tokens of each segment that count in the loss, total number of sampled tokens with a nonfinite
-        log-probability, and the lowest and highest policy version.
-    """
-    if not segments:
-        return (), 0, -1, -1
-    num_sampled = sum(int(np.count_nonzero(segment.mask)) for segment in segments)
-    num_counted = tuple(int(np.count_nonzero(segment.mask & np.isfinite(segment.logprobs))) for segment in segments)
-    versions = np.concatenate([segment.versions for segment in segments])
-    versions = versions[versions >= 0]
-    return num_counted, num_sampled - sum(num_counted), int(versions.min()), int(versions.max())
 
 
 def readable_group(prompt: Prompt, version: int, completions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -481,13 +464,7 @@ FILTER = Point(key="rollout.group_filter", argument="group_filter", protocol=Gro
 
 
 def keeps(group_filter: Callable[[ScoredGroup], object], group: Group, decode: Callable[[list[int]], str], name: str) -> bool:
-    """Return True if a filter keeps a group.
-
-    Args:
-        group_filter: User-defined filter.
-        group: Group with at least one reward.
-        decode: Function from token ids to their text.
-        name: Import path or name of the filter, for error messages.
+    """Return True if a filter keeps a group with at least one reward; `name` is for error messages.
 
     Raises:
         ValueError: The filter raised, or returned neither True nor False.
@@ -515,10 +492,7 @@ def scored_group(group: Group, decode: Callable[[list[int]], str]) -> ScoredGrou
         entry=prompt.entry,
         completions=tuple(map(decode, sampled)),
         rewards=tuple(rollout.reward for rollout in rollouts),
-        parts={
-            part: tuple(rollout.reward_parts.get(part, math.nan) for rollout in rollouts)
-            for part in dict.fromkeys(part for rollout in rollouts for part in rollout.reward_parts)
-        },
+        parts=_parts_of(rollouts),
         num_tokens=tuple(map(len, sampled)),
         finish_reasons=tuple(rollout.finish_reason for rollout in rollouts),
         num_errors=len(group.failures),

@@ -13,7 +13,7 @@ import numpy as np
 from titanrl.algorithms.evaluation import evaluation_statistics
 from titanrl.base.plugins import Plugins, plugins_of_data, plugins_within
 from titanrl.carriers.rewards import scorer_failed
-from titanrl.carriers.types import EvaluationResult, GenerationRequest, Group, Prompt
+from titanrl.carriers.types import EvaluationResult, GenerationRequest, Group, Prompt, SamplingParams
 from titanrl.config.data import EvaluationSet
 from titanrl.config.errors import BrokenRules, within
 from titanrl.config.schema import Config
@@ -24,21 +24,35 @@ from titanrl.data.tokenizer import Tokenizer
 from titanrl.processes.sandbox import OnRespawn, log_respawn
 from titanrl.rewards.scoring import Scoring
 from titanrl.rollout.episodes import TRUNCATED, Episodes, start_episodes
-from titanrl.rollout.group import Generate, derive_seed, greedy_request, roll_out, summed_metrics
+from titanrl.rollout.group import Generate, derive_seed, roll_out, summed_metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OpenTask:
-    """A task with its prompts loaded and its rewards and environment started."""
+class OpenData:
+    """Prompts, rewards and environment of a task or an evaluation set, loaded and started."""
+
+    stream: PromptStream
+    """Prompts; in a task, those of the first level."""
+    scoring: Scoring
+    """Rewards."""
+    episodes: Episodes | None
+    """Plays the episodes; None without an environment."""
+
+    async def close(self) -> None:
+        """Stop the processes."""
+        await self.scoring.close()
+        if self.episodes is not None:
+            await self.episodes.environments.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenTask(OpenData):
+    """A task of a run."""
 
     config: Config
     """Configuration that applies to the groups of the task."""
     prompts: LeveledPrompts
     """Training prompts by level, and held-out prompts."""
-    scoring: Scoring
-    """Rewards of the task."""
-    episodes: Episodes | None
-    """Plays the episodes; None without an environment."""
 
     def prompt(self, index: int, draw: Draw) -> Prompt:
         """Return the prompt of the group at a position of the run."""
@@ -48,12 +62,6 @@ class OpenTask:
     def num_calls(self) -> int:
         """Number of generator calls that each group of the task makes in a round."""
         return 1 if self.episodes is None else self.episodes.num_rounds
-
-    async def close(self) -> None:
-        """Stop the processes of the task."""
-        await self.scoring.close()
-        if self.episodes is not None:
-            await self.episodes.environments.close()
 
 
 async def open_tasks(
@@ -91,7 +99,7 @@ async def open_tasks(
                 episodes = await start_episodes(own, tokenizer, scoring.score, of_task, log)
         except BrokenRules as error:
             raise within(error, section) from None
-        opened[name] = OpenTask(config=own, prompts=leveled, scoring=scoring, episodes=episodes)
+        opened[name] = OpenTask(config=own, prompts=leveled, stream=leveled.stream, scoring=scoring, episodes=episodes)
     return opened
 
 
@@ -110,38 +118,25 @@ class EvaluationSets:
         tasks: Mapping[str, OpenTask],
         on_respawn: OnRespawn = log_respawn,
     ) -> None:
-        """Keep the arguments without loading anything.
-
-        Args:
-            config: Configuration of the run.
-            tokenizer: Tokenizer of the policy.
-            plugins: User-defined objects.
-            tasks: Tasks of the run, used by sets that do not define their own data.
-            on_respawn: Called after the sandbox of a set died and was replaced.
-        """
+        """Keep the arguments without loading anything. Sets that do not define their own data use the `tasks` of the run."""
         self._on_respawn = on_respawn
         self._config, self._tokenizer, self._plugins = config, tokenizer, plugins
         self._decode = partial(tokenizer.decode_completion, stop=config.rollout.stop, keep_stop=config.rollout.keep_stop)
-        self._of_run = {name: _Opened(task.prompts.stream, task.scoring, task.episodes) for name, task in tasks.items()}
-        self._own: dict[str, _Opened] = {}
+        self._of_run = tasks
+        self._own: dict[str, OpenData] = {}
         self._prompts: dict[tuple[str, int], list[Prompt]] = {}
         self._opening = asyncio.Lock()
 
-    def named(self, name: str | None) -> EvaluationSet:
-        """Return a set by name. None means the first set, which is the default set unless `num_prompts` is 0.
-
-        Raises:
-            ValueError: There is no such set.
-        """
-        return evaluation_set(self._config, name)
-
-    async def evaluate(self, subset: EvaluationSet, generate: Generate) -> EvaluationResult:
-        """Sample and score completions for the prompts of a set.
+    async def evaluate(self, name: str | None, generate: Generate, num_prompts: int | None = None) -> EvaluationResult:
+        """Sample and score completions for the prompts of a set, by default its `num_prompts`.
 
         Raises:
             ScorerError: The reward failed on every completion.
-            ValueError: The data or rewards of the set cannot be used.
+            ValueError: There is no set of this name, or its data or rewards cannot be used.
         """
+        subset = evaluation_set(self._config, name)
+        if num_prompts is not None:
+            subset = replace(subset, num_prompts=num_prompts)
         opened = await self._open(subset)
         prompts = await self._prompts_of(subset, opened.stream)
         seed = derive_seed(self._config.seed, zlib.crc32(subset.name.encode()))
@@ -167,9 +162,7 @@ class EvaluationSets:
     async def close(self) -> None:
         """Stop the processes of sets that have their own data."""
         for opened in self._own.values():
-            await opened.scoring.close()
-            if opened.episodes is not None:
-                await opened.episodes.environments.close()
+            await opened.close()
         self._own.clear()
 
     async def _prompts_of(self, subset: EvaluationSet, stream: PromptStream) -> list[Prompt]:
@@ -183,7 +176,7 @@ class EvaluationSets:
             self._prompts[key] = prompts
         return self._prompts[key]
 
-    async def _open(self, subset: EvaluationSet) -> "_Opened":
+    async def _open(self, subset: EvaluationSet) -> OpenData:
         if not subset.has_own_data:
             return self._of_run[subset.task]
         async with self._opening:
@@ -200,21 +193,12 @@ class EvaluationSets:
                 episodes = None
                 if subset.data.environment is not None:
                     episodes = await start_episodes(config, self._tokenizer, scoring.score, plugins)
-                self._own[subset.name] = _Opened(stream, scoring, episodes)
+                self._own[subset.name] = OpenData(stream=stream, scoring=scoring, episodes=episodes)
         return self._own[subset.name]
 
 
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    """Prompts and rewards of an evaluation set, and its episodes if it has an environment."""
-
-    stream: PromptStream
-    scoring: Scoring
-    episodes: Episodes | None
-
-
 def evaluation_set(config: Config, name: str | None = None) -> EvaluationSet:
-    """Return an evaluation set by name; None means the first set.
+    """Return an evaluation set by name; None means the first set, which is the default set unless `num_prompts` is 0.
 
     Raises:
         ValueError: There is no such set.
@@ -254,16 +238,18 @@ def evaluation_requests(
     prompt: Prompt, subset: EvaluationSet, seed: int, rollout: RolloutConfig | None = None
 ) -> list[GenerationRequest]:
     """Return the requests for one prompt of a set, with the stop texts of `rollout`. They are the same in every evaluation."""
-    greedy = greedy_request(prompt, subset.max_new_tokens, rollout)
+    rollout = rollout or RolloutConfig()
+    sampling = SamplingParams(
+        max_new_tokens=subset.max_new_tokens,
+        temperature=subset.temperature,
+        seed=None,
+        stop=rollout.stop_texts,
+        stop_ids=rollout.stop_ids,
+    )
     if subset.temperature == 0:
-        return [greedy]
-    return [
-        GenerationRequest(
-            token_ids=prompt.token_ids,
-            sampling=replace(greedy.sampling, temperature=subset.temperature, seed=derive_seed(seed, prompt.index, n)),
-        )
-        for n in range(subset.num_samples)
-    ]
+        return [GenerationRequest(token_ids=prompt.token_ids, sampling=sampling)]
+    seeds = (derive_seed(seed, prompt.index, n) for n in range(subset.num_samples))
+    return [GenerationRequest(token_ids=prompt.token_ids, sampling=replace(sampling, seed=own)) for own in seeds]
 
 
 def evaluation_result(subset: EvaluationSet, groups: Sequence[Group]) -> EvaluationResult:

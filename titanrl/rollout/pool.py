@@ -58,11 +58,7 @@ class Router:
     def assign(self, num_requests: int, session: SessionKey, fixed: int | None = None) -> ReplicaState:
         """Assign the next turn of a session to a replica that is up. The caller must call `finished` or `failed` afterwards.
 
-        Args:
-            num_requests: Number of requests in the turn.
-            session: Session of the turn.
-            fixed: Index of the replica, if the caller has chosen it; None keeps the replica of the session, or chooses the
-                least loaded one.
+        It is the replica with index `fixed` if given, that of the session's last turn, or the least loaded one.
         """
         usable = self.usable() if fixed is None else [self._replicas[fixed]]
         if session.replica not in usable:
@@ -159,11 +155,9 @@ class GeneratorPool:
     """
 
     def __init__(self, replicas: Sequence[Any | None], max_num_seqs: int) -> None:
-        """Start with idle replicas.
+        """Start with idle replicas: generator actors, or None for one that is unavailable until `use` sets it.
 
-        Args:
-            replicas: Generator actors, one per replica; None for a replica that is unavailable until `use` sets it.
-            max_num_seqs: Maximum number of requests that a replica decodes at the same time, if its KV cache has room.
+        A replica decodes up to `max_num_seqs` requests at the same time, if its KV cache has room.
         """
         self._router = Router(len(replicas))
         self._replicas = [_Replica(actor, state, max_num_seqs) for actor, state in zip(replicas, self._router, strict=True)]
@@ -313,12 +307,8 @@ class Session:
     ) -> list[Completion]:
         """Generate the completions of one turn, like `GeneratorPool.generate`.
 
-        The session moves to another replica only if its replica failed, or if it waits for weights and another does not.
-
-        Args:
-            requests: Requests of the turn.
-            num_kept: Number of completions to return; None returns all.
-            place: Position of the group in a round. The turn then waits for the other groups of the round.
+        The session moves to another replica only if its replica failed, or if it waits for weights and another does not. A turn
+        with a `place` waits for the other groups of the round.
         """
         return await self.pool._generate(requests, num_kept, self.key, place=place)
 

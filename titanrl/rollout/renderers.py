@@ -116,11 +116,7 @@ class TemplateRenderer:
     """
 
     def __init__(self, tokenizer: Tokenizer, options: Mapping[str, Any]) -> None:
-        """Check the template.
-
-        Args:
-            tokenizer: Tokenizer of the policy.
-            options: Variables of the chat template, such as `enable_thinking`.
+        """Check the template; `options` are variables of the chat template, such as `enable_thinking`.
 
         Raises:
             ValueError: The tokenizer has no chat template, or the template does not use an option or rejects a short chat.
@@ -171,12 +167,7 @@ class LibraryRenderer:
     """Renderer from the package `renderers`, which supports the chat templates of many model families."""
 
     def __init__(self, tokenizer: Tokenizer, name: str, options: Mapping[str, Any]) -> None:
-        """Load the renderer.
-
-        Args:
-            tokenizer: Tokenizer of the policy.
-            name: Name of the renderer in the package, such as `glm-5`.
-            options: Options of the renderer, such as `enable_thinking`.
+        """Load a renderer of the package, such as `glm-5`, with its options, such as `enable_thinking`.
 
         Raises:
             ValueError: The package is missing or has no such renderer or option, or the tokenizer lacks a required token.
@@ -296,12 +287,9 @@ class _LibraryTokenizer:
 
 
 def make_renderer(tokenizer: Tokenizer, name: str, options: Mapping[str, Any]) -> Renderer:
-    """Create a renderer by name. `auto` selects the renderer of the model's family, or `plain` without a chat template.
+    """Create a renderer by name: `auto`, `plain`, `template`, or a name from the package `renderers`.
 
-    Args:
-        tokenizer: Tokenizer of the policy.
-        name: `auto`, `plain`, `template`, or a name from the package `renderers`.
-        options: Options of the renderer.
+    `auto` selects the renderer of the model's family, or `plain` without a chat template.
 
     Raises:
         ValueError: The renderer cannot be used with the model.

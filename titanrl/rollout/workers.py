@@ -5,7 +5,7 @@ import gc
 import math
 import pickle
 import traceback
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,17 +31,15 @@ from titanrl.processes.sandbox import log_respawn
 from titanrl.replay.groups import Reservation
 from titanrl.replay.shards import Payloads, shared_payloads
 from titanrl.rollout.group import (
+    credited_values_differ,
     fit_to_rows,
     keeps,
     num_generated,
-    parts_differ,
     readable_completion,
     readable_group,
     record_of,
     roll_out,
     sampling_requests,
-    tokens_differ,
-    turns_differ,
     without_truncated,
 )
 from titanrl.rollout.pool import GeneratorPool, InRound
@@ -183,7 +181,7 @@ class RolloutWorker(Actor):
             task = self._start_task(self._evaluate(name), EVALUATION)
         else:
             pool = GeneratorPool((evaluator,), self._setup.config.generator.max_num_seqs)
-            task = self._start_task(self._sets.evaluate(self._sets.named(name), pool.generate), IN_BACKGROUND)
+            task = self._start_task(self._sets.evaluate(name, pool.generate), IN_BACKGROUND)
         try:
             return await task
         except asyncio.CancelledError:  # another endpoint cancelled the task
@@ -204,7 +202,7 @@ class RolloutWorker(Actor):
         # Groups of other workers may still be decoding the last round.
         generate = partial(self._pool.generate, when_drained=self._setup.config.max_staleness == 0)
         async with self._turn:  # in asynchronous training, rollouts never hold this lock
-            return await self._sets.evaluate(self._sets.named(name), generate)
+            return await self._sets.evaluate(name, generate)
 
     @endpoint
     async def close(self) -> None:
@@ -304,9 +302,7 @@ class RolloutWorker(Actor):
         config = self._setup.config if self._recorded else self._tasks_of_run[reservation.draw.task].config
         counted = without_truncated(group) if config.algorithm.mask_truncated else group
         trained, num_overlong = fit_to_rows(counted, config.trainer)
-        differs = config.algorithm.advantage_traits.compares_parts and parts_differ(group, config.data)
-        differs |= config.algorithm.credit == "turn" and turns_differ(group, config.algorithm.turn_discount)
-        differs |= config.algorithm.credit == "token" and tokens_differ(trained, group, config.algorithm.token_discount)
+        differs = credited_values_differ(group, trained, config.algorithm, config.data)
         has_signal = group.has_signal or differs or (config.trains_on_equal_rewards and bool(group.rollouts))
         has_tokens = any(segment.mask.any() for rollout in trained.rollouts for segment in rollout.segments)
         record = record_of(
@@ -339,7 +335,10 @@ class RolloutWorker(Actor):
         try:
             await (self._run() if self._setup.config.max_staleness else self._run_in_rounds())
         except* Exception as errors:  # top level of a background task: any failure must reach the controller
-            first = located(cause_of(next(leaves(errors))))
+            error: BaseException = errors
+            while isinstance(error, BaseExceptionGroup):
+                error = error.exceptions[0]
+            first = located(cause_of(error))
             await self._setup.buffer.fail.call_one("".join(traceback.format_exception_only(first)).strip())
             raise
 
@@ -373,28 +372,12 @@ class RolloutWorker(Actor):
         return readable_completion(self._tokenizer, text, completion.token_ids, completion.logprobs, completion.finish_reason)
 
 
-def leaves(errors: BaseExceptionGroup[Exception]) -> Iterator[Exception]:
-    """Yield the exceptions in an exception group, flattening nested groups."""
-    for error in errors.exceptions:
-        if isinstance(error, BaseExceptionGroup):
-            yield from leaves(error)
-        else:
-            yield error
-
-
 MAX_HELD = 8
 """Number of queued groups at which they are sent without waiting for an older one. This bounds the size of a message."""
 
 
 _Finished = tuple[GroupRecord, tuple[Rollout, ...], Group | None]
 Dump = Callable[[Sequence[tuple[Group, str]]], object]
-
-
-def status_of(record: GroupRecord) -> str:
-    """Return the status of a group for a dump: `kept`, or the reason why it is not trained on."""
-    if not record.rewards:
-        return "no reward"
-    return record.rejection or ("kept" if record.has_payload else "no signal")
 
 
 class Outbox:
@@ -412,7 +395,8 @@ class Outbox:
             payloads: Storage of the tokens, from which the worker's `StorageShard` reads.
             buffer: The `ReplayBuffer` actor.
             in_order: True if batches keep the order of prompts.
-            dump: Function that writes groups and their statuses to disk before they are delivered.
+            dump: Function that writes groups to disk before they are delivered, each with the status `kept`, or the reason why
+                it is not trained on.
         """
         self._payloads, self._buffer, self._in_order, self._dump = payloads, buffer, in_order, dump
         self._unfinished: dict[int, None] = {}  # prompt indices, oldest first
@@ -434,18 +418,14 @@ class Outbox:
         self._due.clear()
 
     async def deliver(self, record: GroupRecord, rollouts: tuple[Rollout, ...], whole: Group | None = None) -> None:
-        """Queue a finished group and wait until the buffer has its record.
-
-        Args:
-            record: Summary of the group.
-            rollouts: Rollouts to train on.
-            whole: The group as sampled, for a dump.
-        """
+        """Queue a finished group and wait until the buffer has its record; `whole` is the group as sampled, for a dump."""
         self._unfinished.pop(record.index, None)
         if not self._pending:
             self._next = asyncio.create_task(self._deliver_pending(), name="deliver groups")
         self._pending.append((record, rollouts, whole))
-        if self._is_due():
+        oldest_unfinished = next(iter(self._unfinished), math.inf)
+        oldest = min(queued.index for queued, _, _ in self._pending)
+        if not self._in_order or oldest < oldest_unfinished or len(self._pending) >= MAX_HELD:  # else no batch can use them yet
             self._due.set()
         await asyncio.shield(self._next)
 
@@ -456,15 +436,13 @@ class Outbox:
             groups, self._pending = self._pending, []
             await self._send(groups)
 
-    def _is_due(self) -> bool:
-        """Return True if a batch can use one of the queued groups, or if many groups are queued."""
-        oldest_unfinished = next(iter(self._unfinished), math.inf)
-        oldest = min(record.index for record, _, _ in self._pending)
-        return not self._in_order or oldest < oldest_unfinished or len(self._pending) >= MAX_HELD
-
     async def _send(self, groups: Sequence[_Finished]) -> None:
         if self._dump is not None:
-            whole = [(group, status_of(record)) for record, _, group in groups if group is not None]
+            whole: list[tuple[Group, str]] = []
+            for record, _, group in groups:
+                status = record.rejection or ("kept" if record.has_payload else "no signal")
+                if group is not None:
+                    whole.append((group, status if record.rewards else "no reward"))
             await asyncio.to_thread(self._dump, whole)
         # Store the tokens first: the trainer may fetch them as soon as the buffer has the record.
         for record, rollouts, _ in groups:

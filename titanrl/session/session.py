@@ -147,10 +147,7 @@ class Task:
             ScorerError: The reward failed on every completion.
             ValueError: There is no such set, or its data cannot be used.
         """
-        subset = self._sets.named(name)
-        if num_prompts is not None:
-            subset = replace(subset, num_prompts=num_prompts)
-        return await self._sets.evaluate(subset, client.generate)
+        return await self._sets.evaluate(name, client.generate, num_prompts)
 
     async def close(self) -> None:
         """Stop the reward processes."""

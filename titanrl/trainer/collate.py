@@ -12,7 +12,8 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from titanrl.algorithms.logprobs import CollatedSupports, TokenSupports
+from titanrl.algorithms.logprobs import TokenSupports, token_supports
+from titanrl.carriers.supports import Supports
 from titanrl.carriers.tables import Row
 from titanrl.carriers.types import GroupHandle, Segment
 from titanrl.models.attention import sequence_starts
@@ -110,7 +111,7 @@ def collate(rows: Sequence[Row], payload: Mapping[GroupHandle, Mapping[int, Segm
     versions = np.zeros((num_rows, row_tokens), np.int64)
     mask = np.zeros((num_rows, row_tokens), np.bool_)
     logprobs, advantages, weights = (np.zeros((num_rows, row_tokens), np.float32) for _ in range(3))
-    supports = CollatedSupports(num_rows * row_tokens)
+    supports: list[tuple[int, Supports]] = []
     for b in range(num_rows):
         end = 0
         for sequence, place in zip(rows[b], places(rows[b]), strict=True) if rows else ():
@@ -135,7 +136,7 @@ def collate(rows: Sequence[Row], payload: Mapping[GroupHandle, Mapping[int, Segm
             if segment.supports is not None:
                 limited = segment.supports[predicted].where(trained)
                 assert limited.contains_S(segment.token_ids[predicted]).all(), "a sampled token is not in its support"
-                supports.add(b * row_tokens + start, limited)
+                supports.append((b * row_tokens + start, limited))
         positions[b, end:] = np.arange(row_tokens - end)
     return PackedRows(
         tokens_BL=torch.from_numpy(tokens),
@@ -146,6 +147,6 @@ def collate(rows: Sequence[Row], payload: Mapping[GroupHandle, Mapping[int, Segm
         versions_BL=torch.from_numpy(versions),
         advantages_BL=torch.from_numpy(advantages),
         weights_BL=torch.from_numpy(weights),
-        supports=supports.collated(),
+        supports=token_supports(supports, num_rows * row_tokens),
         shares_prompts=any(sequence.num_shared for row in rows for sequence in row),
     )

@@ -25,7 +25,7 @@ from titanrl.algorithms.losses import LossMetrics, cross_entropy, weighted_sum
 from titanrl.algorithms.objective import ObjectiveInputs, lag_metrics, measure_correction, policy_loss
 from titanrl.base.errors import TitanRLError
 from titanrl.carriers.tables import Row
-from titanrl.carriers.types import NOT_MEASURED, AdamParams, CorrectionTotals, LossSums, MeasuredCorrection, OptimUpdate
+from titanrl.carriers.types import AdamParams, LossSums, MeasuredCorrection, OptimUpdate
 from titanrl.config.algorithm import AVERAGE, AlgorithmConfig
 from titanrl.models.attention import PackedAttention, packed_block_mask, packed_mask
 from titanrl.trainer.collate import PackedRows, empty_rows, places
@@ -114,10 +114,10 @@ class Learner:
         parameters = self.model.module.named_parameters()
         return [canonical_fqn(name) for name, value in parameters if value.requires_grad and value.grad is None]
 
-    def forward_backward(self, rows: PackedRows, correction: CorrectionTotals = NOT_MEASURED) -> LossSums:
+    def forward_backward(self, rows: PackedRows, mean_weight: float = 1.0) -> LossSums:
         """Add the gradient of the policy objective over some rows; return the sums of its metrics."""
         version = self.version + min(self.num_ahead, 1)  # between two versions, no token was sampled by the current weights
-        policy = partial(policy_objective, algorithm=self._algorithm, loss=self._loss, correction=correction, version=version)
+        policy = partial(policy_objective, algorithm=self._algorithm, loss=self._loss, mean_weight=mean_weight, version=version)
         return self.run(rows, policy).sums
 
     def measure_correction(self, rows: PackedRows, plan: Sequence[Row]) -> MeasuredCorrection:
@@ -389,11 +389,11 @@ def policy_objective(
     *,
     algorithm: AlgorithmConfig,
     loss: PolicyLoss,
-    correction: CorrectionTotals = NOT_MEASURED,
+    mean_weight: float = 1.0,
     version: int | None = None,
 ) -> tuple[Tensor, LossMetrics]:
     """Compute the policy objective. If `version`, the version being trained, is given, add metrics by lag of each token."""
-    inputs = replace(_inputs(rows, logprobs_N, entropy_N), correction=correction)
+    inputs = replace(_inputs(rows, logprobs_N, entropy_N), mean_weight=mean_weight)
     total, metrics = policy_loss(inputs, algorithm, loss)
     if version is None:
         return total, metrics

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from titanrl.algorithms.contracts import bound_loss, custom_algorithm, declared_traits, tinker_algorithm
-from titanrl.algorithms.logprobs import CollatedSupports
+from titanrl.algorithms.logprobs import token_supports
 from titanrl.algorithms.losses import LossMetrics
 from titanrl.algorithms.packing import balance, pack, row_costs
 from titanrl.base.plugins import Plugin, plugin_of
 from titanrl.carriers.datums import Datum
+from titanrl.carriers.supports import Supports
 from titanrl.carriers.types import FloatArray, LossSums
 from titanrl.trainer.agreement import Facts
 from titanrl.trainer.collate import PackedRows, empty_rows, row_length
@@ -238,7 +239,7 @@ def build_rows(data: Sequence[Datum], locations: Sequence[Location], sizes: RowS
     """Build the packed rows of one micro-batch."""
     length = row_length((location.tokens.stop for location in locations), sizes.row_tokens, sizes.multiple)
     rows = empty_rows(1 + max((location.row for location in locations), default=0), length)
-    supports = CollatedSupports(rows.tokens_BL.numel())
+    supports: list[tuple[int, Supports]] = []
     for location in locations:
         datum, row = data[location.index], location.row
         rows.tokens_BL[row, location.tokens] = torch.from_numpy(np.asarray(datum.model_input))
@@ -251,8 +252,8 @@ def build_rows(data: Sequence[Datum], locations: Sequence[Location], sizes: RowS
         rows.logprobs_BL[row, location.tokens] = logprobs.nan_to_num()
         rows.advantages_BL[row, location.tokens] = _input(datum, "advantages", 0.0)
         if datum.supports is not None:
-            supports.add(row * length + location.tokens.start, datum.supports)
-    return replace(rows, supports=supports.collated())
+            supports.append((row * length + location.tokens.start, datum.supports))
+    return replace(rows, supports=token_supports(supports, rows.tokens_BL.numel()))
 
 
 def _input(datum: Datum, name: str, default: float) -> Tensor:

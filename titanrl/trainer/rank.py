@@ -193,7 +193,7 @@ class PolicyTrainer(Actor):
             _, packed = await self._rows(microbatch, proximal_version, reference_version)
             agree(lambda: {**self.progress(num_passes=1), **microbatch.sizes})
             with self._computing():
-                return self._learner.forward_backward(packed, microbatch.correction)
+                return self._learner.forward_backward(packed, microbatch.mean_weight)
 
     @endpoint
     async def measure_correction(self, microbatch: MicroBatch, proximal_version: int | None = None) -> MeasuredCorrection:
