@@ -58,9 +58,7 @@ class PromptStream:
     """Training prompts by index, shuffled every epoch, and a fixed list of held-out prompts. Created by `make_stream`."""
 
     def __init__(self, source: "_GymSource | _ListSource", seed: int, heldout_fraction: float) -> None:
-        self._source = source
-        self._seed = seed
-        self._heldout_fraction = heldout_fraction
+        self._source, self._seed, self._heldout_fraction = source, seed, heldout_fraction
 
     @property
     def num_prompts(self) -> int:
@@ -70,7 +68,7 @@ class PromptStream:
     @property
     def selection(self) -> Selection:
         """Rows of the source by use. For a reasoning-gym task, the items that were tried so far."""
-        return self._source.selection()
+        return self._source.selection
 
     def __getitem__(self, index: int) -> Prompt:
         """Return the training prompt at `index`, counted from 0 over all epochs.
@@ -300,12 +298,11 @@ class _GymSource:
 
     def __init__(self, config: DataConfig, selector: _Selector, seed: int) -> None:
         self.num_prompts = config.num_prompts
-        self._config = config
-        self._selector = selector
-        self._seed = seed
+        self._config, self._selector, self._seed = config, selector, seed
         self._datasets: dict[int, ProceduralDataset] = {}
         self._dataset(0)
 
+    @property
     def selection(self) -> Selection:
         counts = self._selector.counts
         left_out = {_too_long(self._selector.longest): counts[TOO_LONG]} if counts[TOO_LONG] else {}
@@ -342,18 +339,15 @@ class _ListSource:
     training: Sequence[Prompt]
     heldout: Sequence[Prompt]
     all: Sequence[Prompt]
-    selected: Selection
+    selection: Selection
 
     @property
     def num_prompts(self) -> int:
         return len(self.training)
 
-    def selection(self) -> Selection:
-        return self.selected
-
     def training_prompt(self, item: int) -> Prompt:
         if not self.training:
-            found = self.selected
+            found = self.selection
             counts = "; ".join(filter(None, [f"{found.num_heldout:,} held out", found.reasons()]))
             raise _broken(
                 {found.key: found.source},

@@ -32,7 +32,6 @@ from titanrl.replay.groups import (
     DropReason,
     Finished,
     Freshness,
-    LastBatch,
     Replayed,
     Reservation,
     Restored,
@@ -139,7 +138,8 @@ class GroupBuffer:
         self._usage: dict[int, ShardUsage] = {}  # by shard
         self._memory = memory
         self._taken: dict[int, Finished] = {}  # groups of unreleased batches by slot
-        self._last = LastBatch()
+        self._before_last: tuple[Sequence[Finished], Counter[DropReason]] = ((), Counter())
+        """Groups discarded before the last batch, and their number by reason, kept in case the batch is returned."""
         self._dynamic_sampling = dynamic_sampling
         self._window = window
         self._next_index = first_index
@@ -342,7 +342,7 @@ class GroupBuffer:
         used = {handle for handles, _ in trained for handle in handles_of(handles)}
         held = [group for group in self._taken.values() if group.record.handle in used]
         waiting = [group for group in self._taken.values() if group.record.handle not in used]
-        last = self._last if waiting else LastBatch()
+        discarded, drops = self._before_last if waiting else ((), Counter[DropReason]())
         indices = {group.record.index for group in waiting}
         lost = [group.record.index for group in waiting if group.record.handle in self._lost]
         ready = [*self._ready.values(), *(group for group in waiting if group.record.handle not in self._lost)]
@@ -353,8 +353,8 @@ class GroupBuffer:
             held=tuple(group.without_tokens() if group.record.handle in self._lost else group for group in held),
             trained=tuple(trained),
             overtakers=frozenset(index for index in self._overtakers - indices if index > self._oldest_unfinished),
-            discarded=(*last.discarded, *self._discarded),
-            drops=dict(Counter(last.drops or {}) + self._drops),
+            discarded=(*discarded, *self._discarded),
+            drops=dict(drops + self._drops),
             has_scored=self._has_scored,
             memory=memory,
         )
@@ -449,9 +449,9 @@ class GroupBuffer:
                 self._free(handle)
             else:
                 self._ready[group.record.index] = group
-        self._discarded = [*self._last.discarded, *self._discarded]
-        self._drops = Counter(self._last.drops or {}) + self._drops
-        self._last = LastBatch()
+        discarded, drops = self._before_last
+        self._discarded, self._drops = [*discarded, *self._discarded], drops + self._drops
+        self._before_last = ((), Counter())
         return lost
 
     def _release(self, handles: Table, priorities: DoubleArray | None) -> None:
@@ -535,15 +535,35 @@ class GroupBuffer:
         self._overtakers |= {index for index in picked if index > oldest_in_flight}
         groups = [self._ready.pop(index) for index in picked]
         self._taken |= {group.record.handle.slot: group for group in groups}
-        self._last = LastBatch(self._discarded, self._drops)
+        self._before_last = discarded, drops = self._discarded, self._drops
         self.mixture.train(picked)
         settled = (group.record.index for group in (*self._taken.values(), *self._discarded))
         self.mixture.keep(self._in_flight, self._ready, self._again, settled)
         self._discarded, self._drops = [], Counter()
-        return Batch.of(
-            groups,
-            self._last,
-            list(self._usage.values()),
+        tried = [group.record for group in (*groups, *discarded)]
+        environment: dict[str, dict[str, tuple[float, int]]] = {}
+        for record in sorted(tried, key=lambda record: record.index):  # so that the sums are reproducible
+            for name, (total, num) in record.metrics.items():
+                of_task = environment.setdefault(record.task, {})
+                earlier = of_task.get(name, (0.0, 0))
+                of_task[name] = earlier[0] + total, earlier[1] + num
+        failed = [record for record in tried if record.num_errors]
+        return Batch(
+            records=RecordTable.join([group.packed for group in groups]),
+            num_tried=len(tried),
+            num_without_signal=sum(bool(group.record.rewards) and not group.has_signal for group in (*groups, *discarded)),
+            num_tried_rollouts=sum(len(record.rewards) + record.num_errors for record in tried),
+            num_tried_tokens=sum(record.num_generated for record in tried),
+            num_errors=sum(record.num_errors for record in failed),
+            first_error=min(failed, key=lambda record: record.index).first_error if failed else "",
+            drops=dict(drops),
+            counts=sum((Counter(record.counts) for record in tried), Counter[str]()),
+            usage=ShardUsage(
+                num_bytes=sum(usage.num_bytes for usage in self._usage.values()),
+                num_spilled_bytes=sum(usage.num_spilled_bytes for usage in self._usage.values()),
+            ),
+            drops_by_task=Counter(group.record.task for group in discarded),
+            environment=environment,
             next_index=min([oldest_in_flight, *self._ready]),
             num_in_flight=len(self._in_flight),
             num_ready=len(self._ready),

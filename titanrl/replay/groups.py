@@ -7,10 +7,9 @@ interval, or after an additional publication by the user.
 """
 
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import numpy as np
 
@@ -81,16 +80,6 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
-class LastBatch:
-    """State that the last batch reset, kept in case the batch is returned."""
-
-    discarded: Sequence[Finished] = ()
-    """Groups discarded before the batch."""
-    drops: Mapping[DropReason, int] | None = None
-    """Number of these groups by reason."""
-
-
-@dataclass(frozen=True, slots=True)
 class Replayed:
     """Groups of earlier batches that were drawn for another batch."""
 
@@ -142,43 +131,6 @@ class Batch:
     """Metrics of prompt selection, with a mixture or a curriculum."""
     drops_by_task: Mapping[str, int] = field(default_factory=dict)
     """Number of groups discarded since the previous batch, by task."""
-
-    @classmethod
-    def of(
-        cls,
-        groups: Sequence[Finished],
-        last: LastBatch,
-        usage: Sequence[ShardUsage],
-        **numbers: Any,
-    ) -> Self:
-        """Build a batch from groups in prompt order. `usage` has the size of each shard, and `numbers` the other fields."""
-        tried = [*groups, *last.discarded]
-        # By task and name: sum, and number of rollouts. Prompt order makes the sums reproducible.
-        environment: dict[str, dict[str, tuple[float, int]]] = {}
-        for record in sorted((group.record for group in tried), key=lambda record: record.index):
-            for name, (total, num) in record.metrics.items():
-                of_task = environment.setdefault(record.task, {})
-                earlier = of_task.get(name, (0.0, 0))
-                of_task[name] = earlier[0] + total, earlier[1] + num
-        failed = [group.record for group in tried if group.record.num_errors]
-        return cls(
-            records=RecordTable.join([group.packed for group in groups]),
-            num_tried=len(tried),
-            num_without_signal=sum(bool(group.record.rewards) and not group.has_signal for group in tried),
-            num_tried_rollouts=sum(len(group.record.rewards) + group.record.num_errors for group in tried),
-            num_tried_tokens=sum(group.record.num_generated for group in tried),
-            num_errors=sum(record.num_errors for record in failed),
-            first_error=min(failed, key=lambda record: record.index).first_error if failed else "",
-            drops=dict(last.drops or {}),
-            counts=sum((Counter(group.record.counts) for group in tried), Counter[str]()),
-            usage=ShardUsage(
-                num_bytes=sum(shard.num_bytes for shard in usage),
-                num_spilled_bytes=sum(shard.num_spilled_bytes for shard in usage),
-            ),
-            drops_by_task=Counter(group.record.task for group in last.discarded),
-            environment=environment,
-            **numbers,
-        )
 
     @property
     def all_records(self) -> RecordTable:
@@ -280,11 +232,6 @@ class Freshness:
     bound: int
     """Largest age of a token when it is trained on, in published versions."""
 
-    def holds(self, group: Finished, num_before: int) -> bool:
-        """Return True if a group can be trained on within the bound after `num_before` other groups that hold slots."""
-        age = versions_behind(self.published, group.record.min_version)
-        return age + num_before // self.groups_per_publish <= self.bound
-
 
 def split_by_freshness(state: BufferState, freshness: Freshness, num_slots: int) -> tuple[list[Finished], list[int]]:
     """Return the finished groups to keep and the positions to sample again, both oldest first.
@@ -295,10 +242,13 @@ def split_by_freshness(state: BufferState, freshness: Freshness, num_slots: int)
     kept, again = [], []
     for rank, (index, group) in enumerate(sorted(by_index.items(), key=lambda item: item[0])):
         num_before = len(state.held) + rank
-        if group is not None and num_before < num_slots and freshness.holds(group, num_before):
-            kept.append(group)
-        else:
-            again.append(index)
+        if group is not None and num_before < num_slots:
+            # The groups that hold slots are trained on before it.
+            age = versions_behind(freshness.published, group.record.min_version) + num_before // freshness.groups_per_publish
+            if age <= freshness.bound:
+                kept.append(group)
+                continue
+        again.append(index)
     return kept, again
 
 
