@@ -204,24 +204,16 @@ class _Reader:
 
     def __init__(self, config: Config, sft: SFTConfig, tokenizer: Tokenizer, path: Path, key: str) -> None:
         make_encoder(config.data, tokenizer)  # rejects a system prompt without a chat template
-        self.num_truncated = 0
         self._left_out: Counter[str] = Counter()
-        self._longest = 0
         self._unused: dict[str, None] = {}
-        self._config, self._columns, self._path, self._key = config.data, sft.columns, path, key
-        self._tokenizer, self._train_on, self._overlong = tokenizer, sft.train_on, sft.overlong
+        self._longest = self.num_truncated = 0
+        self._config, self._sft, self._tokenizer, self._path, self._key = config.data, sft, tokenizer, path, key
         self._max_tokens = sft.max_example_tokens or config.trainer.row_tokens
-        self._control_tokens = config.data.control_tokens
-        self._is_chat = config.data.chat_template == "auto" and tokenizer.chat_template
         self._template = chat_format(config.data, tokenizer) if tokenizer.chat_template else None
         self._kind = format_of(data_file(path))
 
     def read(self) -> Iterator[tuple[str, Demonstration]]:
-        """Yield the examples that are not left out, each with the text that assigns it to a split.
-
-        Raises:
-            BrokenRules: The file cannot be read, or a row is invalid.
-        """
+        """Yield the examples that are not left out, each with the text that assigns it to a split."""
         for row in read_rows(self._path, self._key, self._kind):
             if row.is_blank:
                 self._left_out[BLANK] += 1
@@ -250,9 +242,10 @@ class _Reader:
 
     def _converted(self, row: Mapping[str, Any]) -> tuple[str, Demonstration]:
         """Return the text that assigns a row to a split, and its example."""
-        names = {name: self._columns.get(name, name) for name in ("prompt", "completion", "messages", "tools")}
-        is_chat = "messages" in self._columns or ("prompt" not in self._columns and not is_missing(row.get("messages")))
-        if not is_chat and not self._columns and not is_missing(row.get("conversations")) and is_missing(row.get("prompt")):
+        columns = self._sft.columns
+        names = {name: columns.get(name, name) for name in ("prompt", "completion", "messages", "tools")}
+        is_chat = "messages" in columns or ("prompt" not in columns and not is_missing(row.get("messages")))
+        if not is_chat and not columns and not is_missing(row.get("conversations")) and is_missing(row.get("prompt")):
             is_chat, names["messages"] = True, "conversations"
         asked_names = {names["messages"]} if is_chat else {names["prompt"], names["completion"]}
         used = asked_names | {name.split(".")[0] for name in asked_names} | {names["tools"], OPTIONS_COLUMN}
@@ -264,7 +257,8 @@ class _Reader:
             messages = read_messages(value_of(row, names["messages"]), has_fillers=has_fillers)
             return _question(messages), self._conversation(messages, tools, options)
         asked, reply = value_of(row, names["prompt"]), value_of(row, names["completion"])
-        if self._is_chat or any(isinstance(value, Sequence) and not isinstance(value, str) for value in (asked, reply)):
+        is_rendered = self._config.chat_template == "auto" and self._tokenizer.chat_template
+        if is_rendered or any(isinstance(value, Sequence) and not isinstance(value, str) for value in (asked, reply)):
             turns = _turns(asked, names["prompt"], "user", has_fillers)
             whole = [*turns, *_turns(reply, names["completion"], "assistant", has_fillers)]
             return _question(turns), self._conversation(whole, tools, options, num_prompt=len(turns))
@@ -294,7 +288,7 @@ class _Reader:
         return render_conversation(
             self._template,
             whole,
-            self._train_on,
+            self._sft.train_on,
             tools=tools,
             options=options,
             num_prompt=num_prompt + len(whole) - len(messages) if num_prompt else 0,
@@ -302,28 +296,29 @@ class _Reader:
 
     def _texts(self, prompt: str, completion: str) -> Demonstration:
         """Tokenize prompt and completion without a chat template, with an end-of-sequence token after the completion."""
-        encode, eos_id = partial(self._tokenizer.encode_start, control_tokens=self._control_tokens), self._tokenizer.eos_ids[0]
+        tokenizer, control_tokens = self._tokenizer, self._config.control_tokens
         try:
-            prompt_ids, token_ids = encode(prompt), encode(prompt + completion)
+            prompt_ids = tokenizer.encode_start(prompt, control_tokens=control_tokens)
+            token_ids = tokenizer.encode_start(prompt + completion, control_tokens=control_tokens)
             if token_ids[: len(prompt_ids)] != prompt_ids:  # a token would span the end of the prompt
-                token_ids = prompt_ids + self._tokenizer.encode(completion, control_tokens=self._control_tokens)
+                token_ids = prompt_ids + tokenizer.encode(completion, control_tokens=control_tokens)
         except ValueError as error:
             raise BadRow(str(error), "correct the row") from error
-        if token_ids[-1:] != [eos_id]:
-            token_ids.append(eos_id)
-        first = 0 if self._train_on == "all" else len(prompt_ids)
+        if token_ids[-1:] != [tokenizer.eos_ids[0]]:
+            token_ids.append(tokenizer.eos_ids[0])
+        first = 0 if self._sft.train_on == "all" else len(prompt_ids)
         return Demonstration(token_ids=np.array(token_ids, np.int64), mask=np.arange(len(token_ids)) >= first)
 
     def _limited(self, example: Demonstration) -> Demonstration | None:
         """Return an example within the length limit, or None if it is left out."""
         length, limit = len(example.token_ids), self._max_tokens
         self._longest = max(self._longest, length)
-        if length > limit and self._overlong == "error":
+        if length > limit and self._sft.overlong == "error":
             raise BadRow(
                 f"the example has {length} tokens, more than the limit of {limit}",
                 "shorten it, raise sft.max_example_tokens and trainer.row_tokens, or set sft.overlong to truncate or skip",
             )
-        if length > limit and self._overlong == "skip":
+        if length > limit and self._sft.overlong == "skip":
             self._left_out[_TOO_LONG] += 1
             return None
         kept = Demonstration(token_ids=example.token_ids[:limit], mask=example.mask[:limit])

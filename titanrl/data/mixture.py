@@ -110,23 +110,24 @@ class SuccessRate:
         if len(self._rates) < config.window:
             return
         if self._rate >= config.raise_at and self._level + 1 < config.num_levels:
-            self._move(1)
+            change = 1
         elif self._rate <= config.lower_at and self._level:
-            self._move(-1)
+            change = -1
+        else:
+            return
+        self._level += change
+        self._num_moves += 1
+        self._rates.clear()
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the level, the number of moves, and the success rate if the window is not empty."""
+        """Return the level, the number of moves, and the success rate if there is one."""
         values = {"level": float(self._level), "moves": float(self._num_moves)}
         return values | ({"success_rate": self._rate} if self._rates else {})
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return the level, the window and the counters."""
-        return {
-            "level": self._level,
-            "rates": list(self._rates),
-            "num_choices": self._num_choices,
-            "num_moves": self._num_moves,
-        }
+        counts = {"num_choices": self._num_choices, "num_moves": self._num_moves}
+        return {"level": self._level, "rates": list(self._rates), **counts}
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
         """Restore a state. If the run now has fewer levels, continue at the last one."""
@@ -137,11 +138,6 @@ class SuccessRate:
     @property
     def _rate(self) -> float:
         return sum(self._rates) / len(self._rates)
-
-    def _move(self, change: int) -> None:
-        self._level += change
-        self._num_moves += 1
-        self._rates.clear()
 
 
 def make_sampler(config: CurriculumConfig, seed: int, plugin: Plugin | None, *, key: str) -> Sampler:

@@ -168,7 +168,7 @@ def _read_jsonl(path: Path, key: str) -> Iterator[Row]:
 
 def _parse(line: bytes) -> dict[str, Any]:
     nesting = BadRow(f"must not be nested deeper than {_MAX_NESTING} levels", "flatten the object")
-    one_object = "write one JSON object per line"
+    fix, for_lists = "write one JSON object per line", ", for example with: jq -c '.[]' FILE"
     try:
         content = json.loads(line, object_pairs_hook=_object)
     except RecursionError:
@@ -176,11 +176,10 @@ def _parse(line: bytes) -> dict[str, Any]:
     except BadRow:
         raise
     except ValueError as error:
-        is_list = line.lstrip().startswith(b"[")
-        fix = f"{one_object}, for example with: jq -c '.[]' FILE" if is_list else one_object
+        fix += for_lists if line.lstrip().startswith(b"[") else ""
         raise BadRow(f"must be valid JSON ({error})", fix) from error
     if not isinstance(content, dict):
-        fix = f"{one_object}, for example with: jq -c '.[]' FILE" if isinstance(content, list) else one_object
+        fix += for_lists if isinstance(content, list) else ""
         raise BadRow(f"must be a JSON object, got {type(content).__name__}", fix)
     if _is_nested(content, _MAX_NESTING):
         raise nesting
@@ -210,8 +209,7 @@ def _read_table(file: Path, key: str, kind: Format) -> Iterator[Row]:
     except ModuleNotFoundError as error:
         raise _broken(file, key, f"the package {error.name} must be installed to read it", "pip install pyarrow") from error
     try:
-        rows = _parquet_rows(file) if kind == "parquet" else _arrow_rows(file)
-        for number, content in enumerate(rows):
+        for number, content in enumerate(_table_rows(file, kind)):
             yield Row(content=content, values={key: str(file)}, place=f"row {number}")
     except pyarrow.ArrowException as error:
         what = "a Parquet file" if kind == "parquet" else "an Arrow file"
@@ -219,27 +217,22 @@ def _read_table(file: Path, key: str, kind: Format) -> Iterator[Row]:
         raise _broken(file, key, f"must be {what} ({inline(str(error))})", source) from error
 
 
-def _parquet_rows(file: Path) -> Iterator[dict[str, Any]]:
-    import pyarrow.parquet
-
-    with pyarrow.parquet.ParquetFile(file) as opened:
-        for batch in opened.iter_batches(_BATCH_ROWS):
-            yield from batch.to_pylist()
-
-
-def _arrow_rows(file: Path) -> Iterator[dict[str, Any]]:
+def _table_rows(file: Path, kind: Format) -> Iterator[dict[str, Any]]:
     import pyarrow
     import pyarrow.ipc
+    import pyarrow.parquet
 
+    if kind == "parquet":
+        with pyarrow.parquet.ParquetFile(file) as opened:
+            for batch in opened.iter_batches(_BATCH_ROWS):
+                yield from batch.to_pylist()
+        return
     with pyarrow.memory_map(str(file)) as mapped:
         is_file = mapped.read(6) == b"ARROW1"
         mapped.seek(0)
-        batches: Any
+        batches: Any = pyarrow.ipc.open_file(mapped) if is_file else pyarrow.ipc.open_stream(mapped)
         if is_file:
-            opened = pyarrow.ipc.open_file(mapped)
-            batches = (opened.get_batch(index) for index in range(opened.num_record_batches))
-        else:
-            batches = pyarrow.ipc.open_stream(mapped)
+            batches = map(batches.get_batch, range(batches.num_record_batches))
         for batch in batches:
             for start in range(0, batch.num_rows, _BATCH_ROWS):
                 yield from batch.slice(start, _BATCH_ROWS).to_pylist()
