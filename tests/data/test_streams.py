@@ -134,13 +134,6 @@ def test_file_is_split_and_epochs_contain_each_question_once(tmp_path: Path, tok
     assert stream[5].task == "sums"
 
 
-def test_other_keys_of_a_line_become_metadata(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    config = write_jsonl(tmp_path / "one.jsonl", {"prompt": "1 + 2 =", "answer": "3", "level": 3})
-    prompt = make_stream(config, tokenizer, seed=0)[4]
-    assert prompt.index == 4
-    assert prompt.entry == {"question": "1 + 2 =", "answer": "3", "metadata": {"level": 3}}
-
-
 def test_duplicate_and_long_questions_are_dropped(tmp_path: Path, tokenizer: Tokenizer) -> None:
     lines = [{"prompt": "1 + 2 =", "answer": "3"}, {"prompt": "1 + 2 =", "answer": "4"}, {"prompt": "1" * 65, "answer": "0"}]
     config = write_jsonl(tmp_path / "four.jsonl", *lines, lines[0])

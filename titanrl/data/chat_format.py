@@ -29,7 +29,6 @@ class Chat:
     messages: Sequence[Message]
     """The messages, with the keys and roles that the template knows."""
     tools: Sequence[Mapping[str, Any]] | None = None
-    """JSON schemas of the tools."""
     options: Mapping[str, Any]
     """Variables of the template."""
 

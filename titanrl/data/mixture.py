@@ -206,7 +206,6 @@ class MixedTask:
     sampler: Sampler | None = None
     """Sampler that chooses the level; None if there is only one."""
     num_levels: int = 1
-    """Number of levels."""
 
 
 class Mixture:

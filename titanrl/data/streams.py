@@ -483,7 +483,6 @@ class LeveledPrompts:
     """Prompts of a task by difficulty level. A task without a curriculum has one level."""
 
     name: str
-    """Name of the task."""
     stream: PromptStream
     """Prompts of the task without levels, including the held-out ones."""
     levels: Sequence[PromptStream]

@@ -390,12 +390,9 @@ class Tokenizer:
         return frozenset(starts), frozenset(ends), max(map(len, starts | ends), default=0)
 
     def _find_eos_ids(self, tokenizer_config: Mapping[str, Any]) -> tuple[int, ...]:
-        found: dict[int, None] = {}
-        for file in ("generation_config.json", "config.json"):
-            ids = _read_json(self.path / file).get("eos_token_id")
-            found.update(dict.fromkeys([] if ids is None else [ids] if isinstance(ids, int) else ids))
-        eos_id = self._id_of(tokenizer_config.get("eos_token"))
-        found.update({} if eos_id is None else {eos_id: None})
+        given = [_read_json(self.path / file).get("eos_token_id") for file in ("generation_config.json", "config.json")]
+        listed = [ids if isinstance(ids, list) else [ids] for ids in (*given, self._id_of(tokenizer_config.get("eos_token")))]
+        found = dict.fromkeys(token_id for ids in listed for token_id in ids if token_id is not None)
         if not found:
             raise ValueError(
                 f"{self.path}: no end-of-sequence token is defined. Set eos_token_id in generation_config.json or config.json, "

@@ -189,9 +189,8 @@ class Field:
     shape: tuple[int, ...]
     """Shape of an item."""
     row_bytes: int
-    """Bytes per item."""
+    """Bytes of an item."""
     is_tensor: bool
-    """True for a torch tensor, False for a numpy array."""
 
 
 Layout = tuple[Field, ...]

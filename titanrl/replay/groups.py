@@ -193,12 +193,10 @@ class BufferState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """Subset of a buffer's state for the controller."""
+    """Subset of a `BufferState` for the controller."""
 
     next_index: int
-    """First position of the prompt stream that was not admitted."""
     in_flight: tuple[int, ...]
-    """Earlier positions that a resumed run samples again."""
     num_held: int
     """Slots of groups trained on since the last publication."""
     payloads: list[GroupHandle]

@@ -221,7 +221,6 @@ class ShardLocation:
     """Location of a shard. Clients on its host map the file; other clients call its server."""
 
     host: str
-    """Name of the host."""
     path: str
     """File on that host; empty until it is created."""
     address: Address | None
@@ -233,13 +232,10 @@ class OwnerSettings:
     """Settings of an owner process."""
 
     capacity: int
-    """Number of slots."""
     options: ReplayOptions
-    """Options of the index."""
     layout: bytes
     """Pickled layout of the columns. The owner does not read it."""
     shard_bytes: int
-    """Size of each shard's file in bytes."""
     spare: int
     """Rows in addition to those of a full buffer."""
     num_work: int
