@@ -75,6 +75,15 @@ def test_override_creates_removes_and_extends_a_section(tmp_path: Path) -> None:
     }
 
 
+def test_stop_texts_and_ids_are_told_apart() -> None:
+    stops = load_config("quickstart", ['rollout.stop=["</answer>", 5]', "rollout.keep_stop=true"]).rollout
+    assert (stops.stop_texts, stops.stop_ids) == (("</answer>",), (5,))
+
+
+def test_replayed_groups_are_a_share_of_the_batch() -> None:
+    assert load_config("quickstart", ["replay.fraction=0.5"]).replay.num_replayed(8) == 8
+
+
 def test_override_may_contain_an_equals_sign(tmp_path: Path) -> None:
     path = write(tmp_path, "name: a\nnum_steps: 3\n")
     assert load_config(path, ["data.system_prompt=a=b"]).data.system_prompt == "a=b"

@@ -19,12 +19,6 @@ def loaded(folder: Path, text: str, *overrides: str) -> Config:
     return load_config(path, overrides)
 
 
-def complaint(folder: Path, text: str, *overrides: str) -> str:
-    with pytest.raises(ConfigError) as raised:
-        loaded(folder, text, *overrides)
-    return str(raised.value)
-
-
 def test_tasks_inherit_the_keys_of_data(tmp_path: Path) -> None:
     config = loaded(tmp_path, TWO)
     sums, words = config.data.mixture["sums"], config.data.mixture["words"]
@@ -68,32 +62,6 @@ def test_reward_weights_are_set_per_task() -> None:
     }
     config = Config.model_validate({"name": "a", "num_steps": 1, "data": {"mixture": mixture}})
     assert [config.data.weight_of("r", task) for task in (0, 1)] == [2.0, 5.0]
-
-
-@pytest.mark.parametrize(
-    ("mixture", "override", "text"),
-    [
-        ("{a: {temperature: 0.5}}", "seed=0", "all tasks share this key"),
-        ("{a: {weight: 0}}", "seed=0", "data.mixture.a.weight=0"),
-        ("{a/b: {}}", "seed=0", "the name of a task must consist of letters"),
-        ("{a: {pass_k: 2}}", "seed=0", "pass_k is required when advantage is pass_at_k, and allowed only then"),
-        ("{a: {advantage: pass_at_k, pass_k: 9}}", "seed=0", "group_size must be at least pass_k"),
-        ("{a: {max_new_tokens: 5000}}", "seed=0", "data.mixture.a.max_new_tokens=5000"),
-        ("{a: {}, b: {}}", "evaluation.sets={c: {num_samples: 1}}", "a set must select one of them"),
-        ("{a: {}, b: {}}", "evaluation.sets={c: {task: d}}", "must be a task of data.mixture"),
-        ("{a: {}, b: {}}", "evaluation.sets={a: {task: b}}", "this name is taken by the default set"),
-        ("{a: {}}", "evaluation.sets={c: {task: a, data: {}}}", "uses the prompts either of task or of data"),
-        (
-            "{a: {}}",
-            "evaluation.sets={c: {data: {curriculum: {levels: 2}}}}",
-            "an evaluation set does not support a curriculum",
-        ),
-        ("{a: {curriculum: {levels: 2}}}", "distill={teacher: {path: x}}", "do not support a curriculum"),
-        ("{a: {}}", "sft={path: x.jsonl}", "supervised fine-tuning does not support a mixture"),
-    ],
-)
-def test_wrong_mixtures_are_errors(tmp_path: Path, mixture: str, override: str, text: str) -> None:
-    assert text in complaint(tmp_path, f"{START}data: {{mixture: {mixture}}}\n", override)
 
 
 def test_python_objects_are_rejected_with_several_tasks(tmp_path: Path) -> None:

@@ -1,12 +1,8 @@
 """Placement of each role on hosts, the rows of the dry run, and errors for invalid placements."""
 
-from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.config.test_dry_run import dry_run_text, make_config, placement
-from tests.config.test_wrong_configs import GOOD, complaint
 from titanrl.config import Config
 from titanrl.config.schema import device_shortage
 from titanrl.config.sizes import (
@@ -104,45 +100,6 @@ def test_cpu_cores_are_assigned_on_each_host() -> None:
     assert "cores split" in text
     cores = [worker_cores(config, worker) for worker in range(4)]
     assert [each.text(0) for each in cores if each is not None] == ["split 0 2", "split 0 2", "split 1 2", "split 1 2"]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (
-            ("placement.replicas_per_host=[3,1,1]", "hosts={kind: process, generator_hosts: 2}", "generator.replicas=4"),
-            "  rule: needs one number for each of the 2 hosts, but has 3\n  fix:  write 2 numbers, or null",
-        ),
-        (
-            ("placement.workers_per_host=[3,1]", "hosts={kind: process, generator_hosts: 2}", "generator.replicas=2"),
-            "placement.workers_per_host=[3, 1], rollout.num_workers=1 (default)\n"
-            "  rule: the numbers must add up to 1, but add up to 4\n"
-            "  fix:  correct them, or set rollout.num_workers to 4",
-        ),
-        (
-            ("placement.generator=trainers", "hosts={kind: process, generator_hosts: 2}", "generator.replicas=2"),
-            "  rule: with placement.generator: trainers, generator_hosts must not exceed trainer_hosts\n"
-            "  fix:  set hosts.generator_hosts to 1, or placement.generator to generators",
-        ),
-        (
-            ("hosts={kind: process, generator_hosts: 2}", "generator.replicas=3"),
-            "  fix:  set hosts.generator_hosts to 1, or placement.replicas_per_host",
-        ),
-        (
-            ("weights.transport=arena", "hosts.kind=process"),
-            "arena is shared memory of one host, so it requires hosts.kind: local",
-        ),
-        (
-            ("placement.workers_per_host=[1,1]", "placement.rollout=controller", "rollout.num_workers=2"),
-            "  rule: needs one number for each of the 1 hosts",
-        ),
-        (("placement.cpus.trainer=all",), "placement.cpus.trainer"),
-        (("placement.rollout=everywhere",), "placement.rollout"),
-        (("placement.interface=eth0/24",), "placement.interface"),
-    ],
-)
-def test_invalid_placement_is_an_error_with_a_fix(tmp_path: Path, overrides: tuple[str, ...], message: str) -> None:
-    assert message in complaint(tmp_path, GOOD, *overrides)
 
 
 def test_uneven_replicas_need_devices_for_the_fullest_host() -> None:

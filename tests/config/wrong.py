@@ -16,9 +16,3 @@ def complaint(folder: Path, text: str, *overrides: str) -> str:
         load_config(path, overrides)
     assert len(raised.value.messages) == 1, str(raised.value)
     return str(raised.value).replace(str(folder), "configs")
-
-
-def load_config_text(folder: Path, text: str) -> bool:
-    path = folder / "run.yaml"
-    path.write_text(text, encoding="utf-8")
-    return load_config(path).name == "a"
