@@ -20,7 +20,7 @@ import numpy as np
 
 from titanrl.algorithms.batch_plan import adam_params
 from titanrl.carriers.rewards import Scored
-from titanrl.carriers.types import EvaluationResult, FloatArray, GenerationStats, OptimUpdate, Prompt, StepMetrics
+from titanrl.carriers.types import EvaluationResult, FloatArray, Prompt, StepMetrics
 from titanrl.launch.roles import Roles
 from titanrl.metrics import steps as metrics_of
 from titanrl.metrics.run_directory import append_line
@@ -29,7 +29,7 @@ from titanrl.run import command
 from titanrl.run.run import Run
 
 if TYPE_CHECKING:
-    from titanrl.carriers.datums import Datum, ForwardBackwardOutput
+    from titanrl.carriers.datums import Datum
     from titanrl.session.sampling import Sample, SamplingClient
     from titanrl.session.session import Task
 
@@ -76,8 +76,11 @@ class Distill(Run):
         with self.timer.phase("optim"):
             update = await stepping
             generated = await self.session.generators.take_stats()
+        self.count_skipped(update)
         with self.timer.phase("sync"):
-            await self._publish(update)
+            if not update.skipped:
+                await self.training.publish()
+                self.recorder.directory.event("publication", version=update.version)
         samples = list(chain(*batch.groups))
         num_tokens = sum(len(sample.tokens) for sample in samples)
         counts = self.state.counts.plus(
@@ -93,10 +96,20 @@ class Distill(Run):
             next_index=self.state.next_index + len(batch.prompts),
             counts=counts,
         )
+        reported = {name.rpartition(":")[0]: value for name, value in output.metrics.items()}
         values = {
             **batch_metrics(batch),
             **metrics_of.optimizer_metrics([update], params.learning_rate),
-            **self._computed(output, data, update, generated, time.perf_counter() - started),
+            **{name: value for name, value in reported.items() if "/" in name},
+            "loss/policy": reported["loss"],
+            **metrics_of.speed_metrics(
+                trained_tokens=sum(len(datum.model_input) for datum in data),
+                generated=generated,
+                trainer_busy_s=update.busy_s,
+                step_s=time.perf_counter() - started,
+            ),
+            **self.session.weights.take_metrics(),
+            **self.timer.take(),
             **counts.metrics(),
         }
         return self._report(batch, values)
@@ -152,34 +165,6 @@ class Distill(Run):
         divergences = [sample.logprobs - values[len(sample.prompt) :] for sample, values in zip(samples, logprobs, strict=True)]
         return Batch(prompts=prompts, groups=groups, scores=scores, divergences=divergences)
 
-    async def _publish(self, update: OptimUpdate) -> None:
-        """Publish the weights of an optimizer step, unless it was skipped."""
-        self.count_skipped(update)
-        if not update.skipped:
-            await self.training.publish()
-            self.recorder.directory.event("publication", version=update.version)
-
-    def _computed(
-        self,
-        output: "ForwardBackwardOutput",
-        data: "Sequence[Datum]",
-        update: OptimUpdate,
-        generated: GenerationStats,
-        step_s: float,
-    ) -> dict[str, float]:
-        """Return the metrics of loss, speed and weight sync."""
-        reported = {name.rpartition(":")[0]: value for name, value in output.metrics.items()}
-        num_tokens = sum(len(datum.model_input) for datum in data)
-        return {
-            **{name: value for name, value in reported.items() if "/" in name},
-            "loss/policy": reported["loss"],
-            **metrics_of.speed_metrics(
-                trained_tokens=num_tokens, generated=generated, trainer_busy_s=update.busy_s, step_s=step_s
-            ),
-            **self.session.weights.take_metrics(),
-            **self.timer.take(),
-        }
-
     def _report(self, batch: Batch, values: dict[str, float]) -> StepMetrics:
         """Record metrics, scorer errors and rollouts of a step."""
         metrics = StepMetrics(step=self.state.step, version=self.state.version, values=values)
@@ -187,11 +172,7 @@ class Distill(Run):
         errors = [score.error for group in batch.scores for score in group if score.reward is None]
         if errors:
             self.recorder.scorer_errors(self.state.step, len(errors), sum(map(len, batch.scores)), errors[0])
-        self._record_groups(batch)
-        return metrics
-
-    def _record_groups(self, batch: Batch) -> None:
-        """Write the first groups of a step to `rollouts.jsonl`, and log the mean advantage of each of their completions."""
+        # The first groups of a step, and the mean advantage of each of their completions.
         directory, tokenizer = self.recorder.directory, self.session.tokenizer
         means = iter([-float(divergence.mean()) for divergence in batch.divergences])
         shown = list(zip(batch.prompts, batch.groups, batch.scores, strict=True))[: self.config.logging.rollouts_per_step]
@@ -212,6 +193,7 @@ class Distill(Run):
             ]
             rows.append((prompt.index, version, advantages))
         directory.log_advantages(self.state.step, rows)
+        return metrics
 
 
 def distillation_data(samples: "Sequence[Sample]", divergences: Sequence[FloatArray], discount: float) -> "list[Datum]":

@@ -71,13 +71,7 @@ class RunningCheck:
     """A running check in a child process."""
 
     def __init__(self, check: Callable[[], Sequence[Finding] | None], values: Mapping[str, object], limit_s: float) -> None:
-        """Start the check.
-
-        Args:
-            check: Function to call; it raises `ValueError` if a rule is broken, and may return warnings.
-            values: Checked keys with their values, for error messages.
-            limit_s: Time limit in seconds.
-        """
+        """Start the check, which raises `ValueError` if a rule is broken. `values` are the checked keys with their values."""
         self._values, self._limit_s = values, limit_s
         self.warnings: Sequence[str] = ()
         """Warnings of the check; set by `result`."""
@@ -162,13 +156,9 @@ def _is_busy() -> bool:
 
 
 def start_checks(config: Config, plugins: Plugins, *, with_data: bool, has_tokenizer: bool) -> list[RunningCheck]:
-    """Start the checks of prompts, rewards, and user-defined objects given by import path.
+    """Start the checks of prompts (`with_data`), rewards, and user-defined objects given by import path.
 
-    Args:
-        config: Configuration.
-        plugins: User-defined objects.
-        with_data: True to check the prompts.
-        has_tokenizer: False if `model.path` has no usable tokenizer; the lengths of prompts are then not checked.
+    Without a usable tokenizer in `model.path`, the lengths of prompts are not checked.
     """
     checks: list[RunningCheck] = []
     if with_data:
@@ -217,13 +207,7 @@ def check_plugins(plugins: Iterable[Plugin], config: Config) -> None:
 
 
 def check_data(config: Config, plugins: Plugins, name: str | None = None, *, has_tokenizer: bool = True) -> list[Finding]:
-    """Read, split and tokenize the prompts of a training task as a rollout worker does, and try its rewards.
-
-    Args:
-        config: Configuration.
-        plugins: User-defined objects.
-        name: Name of the task; None for the first one.
-        has_tokenizer: False to skip the check of prompt lengths.
+    """Read, split and tokenize the prompts of a task as a rollout worker does, and try its rewards; by default the first task.
 
     Raises:
         ValueError: The data cannot be used.
@@ -270,15 +254,7 @@ def check_set(config: Config, plugins: Plugins, subset: EvaluationSet, *, has_to
 def _selection(
     data: DataConfig, stream: PromptStream, section: str, notes: Sequence[str], split: Split | None = None
 ) -> Selection:
-    """Return the rows of a source by use, with the digest of its files.
-
-    Args:
-        data: Section of the source.
-        stream: Its prompts.
-        section: Path of the section.
-        notes: Further notes.
-        split: Split that an evaluation set takes; None for a training task.
-    """
+    """Return the rows of a source by use, with the digest of its files. `split` is None for a training task."""
     found = stream.selection
     key = found.key.replace("data", section, 1)
     heldout = found.num_heldout + (found.num_training if split == "all" else 0)
@@ -379,15 +355,9 @@ def policy_tokenizer(config: Config) -> Tokenizer:
 
 
 def try_rewards(config: Config, plugins: Plugins, entry: Mapping[str, Any], section: str) -> list[str]:
-    """Call each user-defined reward of a task once, with two completions, and return warnings.
+    """Call each user-defined reward of `config.data` once, with two completions, and return warnings.
 
-    Rewards that cannot be loaded in time are skipped: another check names them.
-
-    Args:
-        config: Configuration whose section `data` has the rewards.
-        plugins: User-defined objects by key relative to this configuration.
-        entry: Data of a prompt.
-        section: Configuration section with the rewards, for messages.
+    Rewards that cannot be loaded in time are skipped: another check names them. `section` is the section in messages.
 
     Raises:
         BrokenRules: A reward returned something else than a reward, or needs what the sandbox denies.
@@ -422,9 +392,7 @@ def try_rewards(config: Config, plugins: Plugins, entry: Mapping[str, Any], sect
 def sample_answers(entry: Mapping[str, Any], *, with_tokens: bool = True) -> Answers:
     """Return a right and a wrong completion of a prompt. Each character is a token.
 
-    Args:
-        entry: Data of the prompt.
-        with_tokens: False in an environment, where tokens cannot be located in the text.
+    Without tokens, as in an environment, they cannot be located in the text.
     """
     texts = (f"<answer>{entry.get('answer') or 'a sample'}</answer>", "I do not know.")
     return Answers(

@@ -60,11 +60,9 @@ def config_of(key: str, config: Config) -> Config:
 
 
 def plugins_of(config: Config, objects: Mapping[str, object]) -> dict[str, Plugin]:
-    """Return the plugins of a run by full key. Python objects take precedence over the configuration.
+    """Return the plugins of a run by full key. Python objects, by argument of `GRPO`, take precedence over the configuration.
 
-    Args:
-        config: Configuration that records the objects; see `with_objects`.
-        objects: Objects by argument of `GRPO`.
+    The configuration records the objects; see `with_objects`.
 
     Raises:
         ValueError: An object cannot be pickled, or does not fit its extension point.
@@ -147,14 +145,10 @@ def _list(argument: object) -> list[object]:
 
 
 def with_objects(config: Config, objects: Mapping[str, object]) -> Config:
-    """Return the configuration with Python objects recorded, as it is saved in the run directory.
+    """Return the configuration with Python objects (by argument of `GRPO`) recorded, as it is saved in the run directory.
 
     The result has the options of each object, and `object:NAME` in place of an import path. To resume the run, pass the objects
     again.
-
-    Args:
-        config: Configuration.
-        objects: Objects by argument of `GRPO`.
 
     Raises:
         TypeError: An argument does not exist.

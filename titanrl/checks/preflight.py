@@ -175,12 +175,7 @@ Checked = tuple[str, Sequence[Selection], Mapping[str, str]]
 
 
 def dry_run(config: Config, source: Source | None, check: Callable[[], Checked]) -> None:
-    """Print the report of `--dry-run`, then check what the start of the run checks.
-
-    Args:
-        config: Configuration.
-        source: Source of the configuration, which lets messages name lines and overrides.
-        check: Function that makes the checks of a start.
+    """Print the report of `--dry-run`, then call `check` for what the start of the run checks.
 
     Raises:
         ConfigError: The run cannot start.
@@ -270,14 +265,7 @@ def _device_bytes(device: DeviceKind) -> int | None:
 
 
 def broken_by_packages(config: Config, device: str, *, training: bool = True, sampling: bool = True) -> Iterator[BrokenRule]:
-    """Yield the rules that missing or mismatched packages break for a run on this device type.
-
-    Args:
-        config: Configuration.
-        device: Device type.
-        training: True if the run has a trainer.
-        sampling: True if the run has generators; ignored for a configuration without generators.
-    """
+    """Yield the rules that missing or mismatched packages break for a run on this device type."""
     if wrong := devices.problems(device, sampling=sampling and config.num_generator_ranks > 0):
         rule = f"a run on {device} requires the tested package versions, but {', '.join(wrong)}"
         yield config.broken("device", rule, f"titanrl doctor {device} --install")

@@ -5,6 +5,7 @@ import asyncio
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -178,63 +179,35 @@ def check_imports(device: DeviceKind) -> Finding:
 
 def check_machine(device: DeviceKind) -> Iterator[Finding]:
     """Yield the findings about the machine: device, cores, memory, sandbox and copy extension."""
-    yield check_device(device)
-    yield Finding(name="cores", found=str(len(os.sched_getaffinity(0))))
-    yield Finding(name="memory", found=f"{gigabytes(host_bytes())}, {gigabytes(available_bytes())} available")
-    yield check_shared_memory()
-    yield check_sandbox()
-    yield check_copy_extension()
-
-
-def check_device(device: DeviceKind) -> Finding:
-    """Check the device, and list its GPUs if nvidia-smi is available."""
     missing = missing_for(device)
     if missing is not None:
-        return Finding(name="device", found=missing, required=device, status="error", fix="name another device, such as cpu")
-    if device != "cuda" or shutil.which("nvidia-smi") is None:
-        return Finding(name="device", found=device)
-    command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
-    listed = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False).stdout.strip().splitlines()
-    return Finding(name="device", found=f"{len(listed)} x {listed[0]}" if listed else device)
-
-
-def available_bytes() -> int:
-    """Return the memory that processes can still allocate, in bytes; 0 if unknown."""
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    return 0
-
-
-def check_shared_memory() -> Finding:
-    """Check /dev/shm, where torch and vLLM keep semaphores and buffers shared between processes."""
-    folder = Path("/dev/shm")
-    if not os.access(folder, os.W_OK):
+        yield Finding(name="device", found=missing, required=device, status="error", fix="name another device, such as cpu")
+    else:
+        gpus: list[str] = []
+        if device == "cuda" and shutil.which("nvidia-smi") is not None:
+            command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
+            gpus = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False).stdout.strip().splitlines()
+        yield Finding(name="device", found=f"{len(gpus)} x {gpus[0]}" if gpus else device)
+    yield Finding(name="cores", found=str(len(os.sched_getaffinity(0))))
+    free = re.search(r"^MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"), re.MULTILINE)
+    available = gigabytes(int(free[1]) << 10 if free else 0)
+    yield Finding(name="memory", found=f"{gigabytes(host_bytes())}, {available} available")
+    if os.access("/dev/shm", os.W_OK):  # torch and vLLM keep semaphores and shared buffers there
+        yield Finding(name="/dev/shm", found=f"{gigabytes(shutil.disk_usage('/dev/shm').free)} free")
+    else:
         fix = "mount a tmpfs on /dev/shm; in a container, use `--shm-size` or `--ipc=host`"
-        return Finding(name="/dev/shm", found="not writable", required="a writable tmpfs", status="error", fix=fix)
-    return Finding(name="/dev/shm", found=f"{gigabytes(shutil.disk_usage(folder).free)} free")
-
-
-def check_sandbox() -> Finding:
-    """Check the kernel features that the reward sandbox needs."""
-    missing = missing_features()
-    if missing:
-        return Finding(
-            name="sandbox",
-            found="incomplete",
-            required="Landlock, seccomp",
-            status="error",
-            fix=f"enable {' and '.join(missing)}",
-        )
-    return Finding(name="sandbox", found=f"Landlock {landlock_abi()}, seccomp")
-
-
-def check_copy_extension() -> Finding:
-    """Check that the C extension for copying weights is built."""
-    if importlib.util.find_spec("titanrl.weights._stream") is not None:
-        return Finding(name="titanrl.weights._stream", found="built")
-    fix = "to copy weights faster, install a C compiler and Python's headers, then reinstall TitanRL"
-    return Finding(name="titanrl.weights._stream", found="not built", required="a C compiler", status="slower", fix=fix)
+        yield Finding(name="/dev/shm", found="not writable", required="a writable tmpfs", status="error", fix=fix)
+    if features := missing_features():
+        fix = f"enable {' and '.join(features)}"
+        yield Finding(name="sandbox", found="incomplete", required="Landlock, seccomp", status="error", fix=fix)
+    else:
+        yield Finding(name="sandbox", found=f"Landlock {landlock_abi()}, seccomp")
+    extension = "titanrl.weights._stream"
+    if importlib.util.find_spec(extension) is not None:
+        yield Finding(name=extension, found="built")
+    else:
+        fix = "to copy weights faster, install a C compiler and Python's headers, then reinstall TitanRL"
+        yield Finding(name=extension, found="not built", required="a C compiler", status="slower", fix=fix)
 
 
 # The hosts of a configuration

@@ -80,10 +80,8 @@ def parse(argv: Sequence[str] | None, *, prog: str) -> argparse.Namespace:
 def evaluated_model(folder: Path, config_file: Path | None, overrides: Sequence[str]) -> tuple[Path, Config, Source]:
     """Return the directory of the model, and the configuration and source to evaluate it with.
 
-    Args:
-        folder: Hugging Face model directory, or a run directory, whose exported model is evaluated.
-        config_file: Configuration file; None uses the run directory's.
-        overrides: Overrides of the configuration.
+    The folder is a Hugging Face directory, or a run directory: then its exported model is evaluated, by default with the run's
+    configuration.
 
     Raises:
         ConfigError: The model or the configuration is missing, or the configuration has no prompts.

@@ -74,11 +74,7 @@ def check(config: Config, source: Source) -> None:
 def objects(config: Config, text: str, resume: str | None = None, only: str | None = None) -> list[Json]:
     """Return the Kubernetes objects of a run: one MonarchMesh per role, and the controller's objects.
 
-    Args:
-        config: Configuration.
-        text: The configuration as written; its relative paths refer to files in the pods.
-        resume: Run directory in the pods that the controller continues; None starts a new run.
-        only: `meshes` or `controller`, to return only these objects.
+    `text` is the configuration as written; its relative paths, and `resume`, refer to files in the pods.
     """
     device = device_kind(config.device)
     namespace = namespace_of(config)

@@ -79,10 +79,6 @@ def prepare(config: Config, resume: Path | None) -> Path:
 
     The script always resumes the run, so that a requeued job continues where it stopped.
 
-    Args:
-        config: Configuration.
-        resume: Directory of the run to continue; None creates a new one.
-
     Raises:
         ConfigError: Another process uses the run directory.
     """

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from titanrl.base import terminal
 from titanrl.config.errors import inline
-from titanrl.config.keys import Node, SectionKeys, json_schema, sections, type_text
+from titanrl.config.keys import SectionKeys, json_schema, sections, type_text
 
 _INTRODUCTION = """\
 # Configuration
@@ -71,15 +71,10 @@ def _section_lines(section: SectionKeys) -> Iterator[str]:
         "|---|---|---|---|",
     )
     for key, node in section.keys.items():
-        cells = (f"`{key}`", type_text(node), _default_text(node), node.get("description", ""))
+        default = "required" if "default" not in node else "see below" if "$ref" in node else f"`{inline(node['default'])}`"
+        cells = (f"`{key}`", type_text(node), default, node.get("description", ""))
         yield f"| {' | '.join(cell.replace('|', chr(92) + '|').replace(chr(10), ' ') for cell in cells)} |"
     yield ""
-
-
-def _default_text(node: Node) -> str:
-    if "default" not in node:
-        return "required"
-    return "see below" if "$ref" in node else f"`{inline(node['default'])}`"
 
 
 if __name__ == "__main__":

@@ -827,13 +827,7 @@ class EvaluationSet:
 def evaluation_sets(
     evaluation: EvaluationConfig, tasks: Mapping[str, DataConfig], max_new_tokens: Mapping[str, int]
 ) -> Mapping[str, EvaluationSet]:
-    """Return the evaluation sets of a run by name, the default sets first.
-
-    Args:
-        evaluation: Section `evaluation`.
-        tasks: Prompts and rewards by task.
-        max_new_tokens: Maximum completion length by task, in tokens.
-    """
+    """Return the evaluation sets of a run by name, the default sets first. Lengths in tokens are by task, too."""
     sections = {name: (f"{SETS}.{name}", section) for name, section in evaluation.sets.items()}
     if evaluation.num_prompts:
         sections = {

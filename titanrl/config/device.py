@@ -78,13 +78,9 @@ def missing_for(kind: DeviceKind) -> str | None:
 
 
 def num_threads(num_processes: int, *, num_taken: int = 0) -> int:
-    """Return the number of CPU threads per process, at least 1, for processes that share the available cores.
+    """Return the number of CPU threads per process, at least 1, for processes that share all but `num_taken` cores.
 
     With more threads than cores, OpenMP barriers spin against each other, which costs far more than extra threads gain.
-
-    Args:
-        num_processes: Number of processes that share the cores.
-        num_taken: Number of cores to leave to other processes.
     """
     return max(1, (len(os.sched_getaffinity(0)) - num_taken) // num_processes)
 

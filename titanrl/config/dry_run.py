@@ -52,13 +52,8 @@ def print_dry_run(
 ) -> None:
     """Print the report of a dry run. Tables have a frame only on a terminal.
 
-    Args:
-        config: Configuration.
-        console: Destination.
-        source: Source of the configuration. If given, warnings name the lines and overrides.
-        shape: Dimensions of the policy model; None if unknown.
-        device: Device type of the run.
-        device_bytes: Memory of one accelerator in bytes; None assumes `DEVICE_BYTES`.
+    With the source, warnings name lines and overrides. `device_bytes` is the memory of one accelerator; None assumes
+    `DEVICE_BYTES`. A shape that is None is unknown.
     """
     sizes = derive(config, shape)
     print_table(console, "Keys that differ from the defaults", ("key", "value", "default"), changed_keys(config))
@@ -71,13 +66,7 @@ def print_dry_run(
 
 
 def changed_keys(section: BaseModel, defaults: BaseModel | None = None, path: str = "") -> Iterator[tuple[str, str, str]]:
-    """Yield key, value and default of every key whose value differs from its default.
-
-    Args:
-        section: Section to compare.
-        defaults: Values to compare with; None compares with the defaults of the fields.
-        path: Prefix of the keys.
-    """
+    """Yield key, value and default of every changed key; without `defaults`, those of the fields. `path` is a prefix."""
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         default = field.get_default() if defaults is None else getattr(defaults, name)

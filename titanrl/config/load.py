@@ -145,10 +145,7 @@ def _messages(error: ValidationError, source: Source) -> Iterator[str]:
 def explain_rule(broken: BrokenRule, source: Source | None = None, section: Location = ()) -> str:
     """Format a broken rule. The message starts with the location of the first key that was set; other keys add their own.
 
-    Args:
-        broken: Rule and values.
-        source: Source of the configuration. Without it, the message contains no line numbers.
-        section: Path of the section that the keys are relative to.
+    Without a source, it contains no line numbers. `section` is the path of the section that the keys are relative to.
     """
     paths: dict[Location, object] = {}
     for key, value in broken.values.items():

@@ -148,17 +148,15 @@ class Section(BaseModel):
             return {name: child.model_dump() if isinstance(child, BaseModel) else child for name, child in value.items()}
         return value.model_dump() if isinstance(value, BaseModel) else value
 
-    def _broken_by_paths(self) -> Iterator[BrokenRule]:
+    @model_validator(mode="after")
+    def _check_rules(self) -> Self:
+        broken = []
         for name, path in self:
             if isinstance(path, Path) and (problem := _path_problem(path)):
                 expanded = os.path.expandvars(os.path.expanduser(path))
                 fix = "shorten or correct it" if expanded == str(path) else f"write {expanded}"
-                yield BrokenRule({name: str(path)}, problem, fix)
-
-    @model_validator(mode="after")
-    def _check_rules(self) -> Self:
+                broken.append(BrokenRule({name: str(path)}, problem, fix))
         # Other rules look for files, which would raise for a path that is too long.
-        broken = tuple(self._broken_by_paths()) or tuple(self._broken_rules())
-        if broken:
+        if broken := broken or list(self._broken_rules()):
             raise BrokenRules(*broken)
         return self

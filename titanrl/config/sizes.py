@@ -303,10 +303,7 @@ def _activations(config: "Config", shape: ModelShape, num_rows: int) -> int:
 def cpu_bytes(config: "Config", memory: Memory, trainer_rank_bytes: int) -> int:
     """Return the total memory of all processes and published weights on one machine without accelerators.
 
-    Args:
-        config: "Config"uration.
-        memory: Memory sizes of the model.
-        trainer_rank_bytes: Bytes of tensors per trainer rank: `memory.trainer.cpu_total`, or only what is always allocated.
+    `trainer_rank_bytes` counts the tensors of a trainer rank: `memory.trainer.cpu_total`, or only what is always allocated.
     """
     generator = config.generator
     libraries = sum(number * LIBRARY_BYTES[role] for role, number in _processes(config).items())

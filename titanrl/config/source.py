@@ -90,14 +90,18 @@ def read_source(path: str | Path, overrides: Sequence[str] = ()) -> Source:
         raise TypeError(f"load_config: expected a path and a list of overrides, such as ['seed=1'] (got {given})")
     path = config_file(path)
     values, node = _read_mapping(path)
-    parsed = [_parse_override(text) for text in overrides]
-    broken = [override for override in parsed if isinstance(override, str)]
-    if broken:
-        raise ConfigError(*broken)
-    good = tuple(override for override in parsed if isinstance(override, Override))
-    for override in good:
+    parsed: list[Override] = []
+    mistakes: list[str] = []
+    for text in overrides:
+        try:
+            parsed.append(_parse_override(text))
+        except ConfigError as error:
+            mistakes += error.messages
+    if mistakes:
+        raise ConfigError(*mistakes)
+    for override in parsed:
         values = _with_value(values, override.path, override.value)
-    return Source(path=path, node=node, overrides=good, values=values)
+    return Source(path=path, node=node, overrides=tuple(parsed), values=values)
 
 
 def config_of_run(run_dir: Path) -> Path:
@@ -122,64 +126,56 @@ def config_of_run(run_dir: Path) -> Path:
 
 
 def _read_mapping(path: Path) -> tuple[dict[str, Any], yaml.Node]:
+    def refusal(rule: str, fix: str, line: str = "", what: str = "configuration file") -> ConfigError:
+        return ConfigError(message(f"{path}{line}", what, rule, fix))
+
     found = why_no_file(path)
     if found is not None:
         rule = f"must be a YAML file, but it {found} (current directory: {Path.cwd()})"
-        fix = "give the path of a YAML file, or a name from `titanrl configs`, such as quickstart"
-        raise ConfigError(message(str(path), "configuration file", rule, fix))
+        raise refusal(rule, "give the path of a YAML file, or a name from `titanrl configs`, such as quickstart")
     try:
         if (size := path.stat().st_size) > MAX_FILE_BYTES:
             rule = f"must not be larger than {MAX_FILE_BYTES:,} bytes, but has {size:,}"
-            raise ConfigError(
-                message(str(path), "configuration file", rule, "give the path of the configuration, not of a data file")
-            )
+            raise refusal(rule, "give the path of the configuration, not of a data file")
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            message(
-                str(path),
-                "configuration file",
-                f"must be a readable UTF-8 file: {error}",
-                "correct its permissions, or save it as UTF-8",
-            )
-        ) from None
+        rule = f"must be a readable UTF-8 file: {error}"
+        raise refusal(rule, "correct its permissions, or save it as UTF-8") from None
     try:
         values, node = parse(text)
     except yaml.YAMLError as error:
         line, shown, rule, fix = explain_yaml_error(error, text)
-        raise ConfigError(message(f"{path}:{line}", shown or "configuration file", rule, fix)) from None
+        raise refusal(rule, fix, f":{line}", shown or "configuration file") from None
     if node is None or not isinstance(values, dict):
         rule = f"must be a mapping of keys, but it {'is empty' if node is None else f'contains {inline(values)}'}"
-        raise ConfigError(message(f"{path}:1", "configuration file", rule, "write `key: value` lines; see docs/config.md"))
+        raise refusal(rule, "write `key: value` lines; see docs/config.md", ":1")
     return values, node
 
 
-def _parse_override(text: str) -> Override | str:
-    """Parse an override, or return an error message."""
+def _parse_override(text: str) -> Override:
+    def refusal(what: str, rule: str, fix: str) -> ConfigError:
+        return ConfigError(message(f"override {text}", what, rule, fix))
+
     try:
         text = os.fsencode(text).decode()  # in an ASCII locale, Python decodes arguments to surrogates
     except UnicodeError:
-        return message(f"override {text}", inline(text), "must be valid UTF-8", "correct the encoding of the argument")
+        raise refusal(inline(text), "must be valid UTF-8", "correct the encoding of the argument") from None
     key, equals, value = text.partition("=")
     path = tuple(key.split("."))
     if not equals or not all(path) or len(path) > MAX_DEPTH:
         rule = "must have the form key.path=value, with no empty name in the path"
-        return message(f"override {text}", inline(text), rule, "write it like rollout.group_size=16")
+        raise refusal(inline(text), rule, "write it like rollout.group_size=16")
     if re.search(r"^-|\s|[\[\]]", key):
-        rule = "a key must have no spaces, brackets or leading dashes"
-        return message(
-            f"override {text}", inline(key), rule, "write it like rollout.group_size=16, or algorithm.betas=[0.9, 0.95]"
-        )
+        fix = "write it like rollout.group_size=16, or algorithm.betas=[0.9, 0.95]"
+        raise refusal(inline(key), "a key must have no spaces, brackets or leading dashes", fix)
     if not value.strip():
         fix = f"write {key}=null for no value, or {key}='\"\"' for an empty text"
-        return message(f"override {text}", f"{key}=", "an override must have a value", fix)
+        raise refusal(f"{key}=", "an override must have a value", fix)
     try:
         return Override(text=text, path=path, value=parse(value)[0])
     except yaml.YAMLError as error:
-        _, _, rule, _ = explain_yaml_error(error, value)
-        return message(
-            f"override {text}", f"{key}={value}", f"the value {rule}", f"quote strings with special characters: {key}='\"...\"'"
-        )
+        rule = f"the value {explain_yaml_error(error, value)[2]}"
+        raise refusal(f"{key}={value}", rule, f"quote strings with special characters: {key}='\"...\"'") from None
 
 
 def _with_value(values: dict[str, Any], path: tuple[str, ...], value: Any) -> dict[str, Any]:
