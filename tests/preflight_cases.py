@@ -35,8 +35,9 @@ def data_problem(text: str = "", *overrides: str) -> str:
     path = Path("run.yaml")
     path.write_text(GOOD + text, encoding="utf-8")
     source = read_source(path, overrides)
+    config = validate(source)
     with pytest.raises(BrokenRules) as raised:
-        check_data(validate(source), {})
+        _ = [check_data(config, {}, name) for name in config.data.tasks]
     (rule,) = raised.value.broken
     return explain_rule(rule, source)
 
