@@ -122,7 +122,6 @@ class ChatFormat:
             return None
 
     def _uses(self, chat: Chat, index: int, key: str, text: str, reply_follows: bool) -> bool:
-        """Return True if the template uses a key of a message."""
         message = chat.messages[index]
         part, value, empty = (message["role"], key), message[key], {"content": ""} if key == "content" else {}
         if key == "content" and (not value.strip() or (part in self._known and value.strip() in text)):

@@ -335,7 +335,6 @@ def _question(messages: Sequence[Message]) -> str:
 
 
 def _turns(value: Any, name: str, role: str, has_fillers: bool) -> list[Message]:
-    """Return the messages of a prompt or a completion. Text is one message."""
     if isinstance(value, Sequence) and not isinstance(value, str):
         return read_messages(value, has_fillers=has_fillers)
     return [{"role": role, "content": _text(value, name)}]

@@ -87,7 +87,6 @@ class SuccessRate:
     """
 
     def __init__(self, config: CurriculumConfig, seed: int) -> None:
-        """Start at `start_level`."""
         self._config, self._seed = config, seed
         self._level = config.start_level
         self._rates: deque[float] = deque(maxlen=config.window)
@@ -216,7 +215,6 @@ class Mixture:
     """
 
     def __init__(self, tasks: Sequence[MixedTask] = (MixedTask(name=""),)) -> None:
-        """Start before the first prompt."""
         self._tasks = tasks
         self._numbers = {task.name: number for number, task in enumerate(tasks)}
         self._num_trained = [0] * len(tasks)  # groups put into batches
@@ -347,7 +345,6 @@ class Mixture:
             self._num_outstanding[self._draws[index].task] += 1
 
     def _next(self) -> Draw:
-        """Choose the next prompt."""
         for index in sorted(self._outcomes):  # groups finish in any order
             task, outcome = self._outcomes[index]
             if (sampler := self._tasks[task].sampler) is not None:

@@ -125,11 +125,7 @@ def _files_in(folder: Path, key: str, kind: Format) -> list[Path]:
 
 
 def data_digest(path: Path, key: str, kind: Format) -> str:
-    """Return a digest of the contents of the files that a path refers to, in reading order.
-
-    Raises:
-        BrokenRules: A file cannot be read.
-    """
+    """Return a digest of the contents of the files that a path refers to. Raise `BrokenRules` if one cannot be read."""
     files = data_files(path, key, kind)
     try:
         digests = digests_of(Path("/"), [file.absolute() for file in files])
@@ -139,11 +135,7 @@ def data_digest(path: Path, key: str, kind: Format) -> str:
 
 
 def check_unicode(content: Any) -> None:
-    """Refuse values with lone surrogates, which no encoding and no tokenizer accepts.
-
-    Raises:
-        BadRow: A string contains one.
-    """
+    """Raise `BadRow` for a string with a lone surrogate, which no encoding and no tokenizer accepts."""
     try:
         json.dumps(content, ensure_ascii=False, default=str, skipkeys=True).encode()
     except UnicodeEncodeError as error:

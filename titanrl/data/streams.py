@@ -334,8 +334,6 @@ class _GymSource:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _ListSource:
-    """A list of questions."""
-
     training: Sequence[Prompt]
     heldout: Sequence[Prompt]
     all: Sequence[Prompt]
@@ -463,11 +461,7 @@ def make_encoder(config: DataConfig, tokenizer: Tokenizer) -> Encode:
 
 
 def chat_format(config: DataConfig, tokenizer: Tokenizer) -> ChatFormat:
-    """Return the chat template of a tokenizer, as the section `data` configures it.
-
-    Raises:
-        BrokenRules: The template has no such variable.
-    """
+    """Return the chat template of a tokenizer, as the section `data` configures it."""
     return ChatFormat(tokenizer, config.chat_template_kwargs, control_tokens=config.control_tokens)
 
 
@@ -498,8 +492,7 @@ def open_prompts(
 ) -> LeveledPrompts:
     """Open the prompts of the task `name` by level. The other arguments are those of `open_stream`.
 
-    Raises:
-        ValueError: The source is invalid, a level has no prompts, or the task does not have these levels.
+    Raise `ValueError` if the source is invalid, a level has no prompts, or the task does not have these levels.
     """
     stream, curriculum = open_stream(config, encode, seed, plugins), config.curriculum
     if curriculum is None:
@@ -561,7 +554,6 @@ def _groups(prompts: Sequence[Prompt], curriculum: CurriculumConfig, field: str)
 
 
 def _levels_of(found: Sequence[Any], curriculum: CurriculumConfig, field: str) -> list[int]:
-    """Return the level of each value of the field."""
     if curriculum.values:
         unknown = next((value for value in found if str(value) not in curriculum.values), None)
         if unknown is not None:

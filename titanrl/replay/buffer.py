@@ -505,7 +505,6 @@ class GroupBuffer:
             self._ready[record.index] = group
 
     def _discard(self, group: Finished, reason: DropReason) -> None:
-        """Free the slot of a group that will not be trained on, so that another prompt replaces it."""
         self._discarded.append(group)
         self._drops[reason] += 1
         self.mixture.release([group.record.index])

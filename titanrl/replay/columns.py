@@ -32,11 +32,7 @@ class Columns:
         return sum(int(column.nbytes) for column in self._columns.values())
 
     def check(self, payload: Any) -> int:
-        """Validate a payload and return its number of items.
-
-        Raises:
-            ValueError: The leaves differ in length or do not match the columns.
-        """
+        """Return the number of items. Raise `ValueError` if the leaves differ in length or do not match the columns."""
         leaves = dict(leaves_of(payload))
         lengths = {path: len(leaf) for path, leaf in leaves.items()}
         if len(set(lengths.values())) != 1:

@@ -43,7 +43,6 @@ class Rows:
     """
 
     def __init__(self, capacity: int, num_shards: int, spare: int) -> None:
-        """Create the rows, all of them free."""
         self.per_shard = rows_per_shard(capacity, num_shards, spare)
         self._capacity = capacity
         self._num_shards = num_shards
@@ -159,7 +158,6 @@ class WorkList:
     """Indices from 0, each of which is available, reserved, or committed, even if writers die. The caller must hold a lock."""
 
     def __init__(self, num_items: int) -> None:
-        """Create a list in which all indices are available."""
         self._num_items = num_items
         self._next = 0
         self._returned: list[int] = []  # a heap of indices whose reservation ended without a commit

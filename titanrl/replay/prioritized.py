@@ -51,7 +51,6 @@ class PriorityTree:
     """
 
     def __init__(self, capacity: int) -> None:
-        """Create a tree of zeros."""
         self._capacity = capacity
         self._sums_NF = [np.zeros((-(-capacity // FANOUT), FANOUT))]  # leaves first; the last level is the root
         while self._sums_NF[-1].size > MAX_ROOT:
@@ -65,7 +64,6 @@ class PriorityTree:
         self._minimum: float | None = None
 
     def __getitem__(self, index_B: Integers | slice) -> Floats:
-        """Return leaves."""
         return _select(self._leaves, index_B)
 
     def __setitem__(self, index_B: Integers | slice, values_B: Floats | float) -> None:
@@ -115,7 +113,6 @@ class PriorityTree:
         return nodes_B
 
     def _refresh(self) -> None:
-        """Recompute the nodes that updates have outdated."""
         if self._outdated:
             self._recompute(np.concatenate(self._outdated))
             self._outdated, self._num_outdated = [], 0
@@ -148,7 +145,6 @@ def _parents(nodes: Nodes) -> Nodes:
 
 
 def _positive(values: Floats) -> Floats:
-    """Replace zeros by infinity."""
     return np.where(values > 0.0, values, np.inf)
 
 
@@ -504,7 +500,6 @@ class ReplayIndex:
             done += count
 
     def _claim(self, slots: slice) -> Integers:
-        """Assign new sequence numbers to slots and return the numbers."""
         numbers = np.arange(self.next, self.next + slots.stop - slots.start)
         self._num_items -= int(np.count_nonzero(self._owners[slots] >= 0))
         self._owners[slots] = _reserved(numbers)

@@ -134,11 +134,7 @@ class StorageShard(Actor):
 
     @concurrent_endpoint
     async def get(self, wanted: Sequence[tuple[GroupHandle, int]]) -> list[bytes]:
-        """Return segments by handle and index among the group's segments.
-
-        Raises:
-            KeyError: A slot now holds another group, or none.
-        """
+        """Return segments by handle and index in the group. Raise `KeyError` if a slot now holds another group, or none."""
         return [bytes(self._payloads.get(handle)[segment]) for handle, segment in wanted]
 
     @concurrent_endpoint
@@ -173,7 +169,6 @@ class ShardDirectory:
     """The `StorageShard` actors by number, shared by all actors of a process, which run on different event loops."""
 
     def __init__(self) -> None:
-        """Start without shards."""
         self._lock = threading.Lock()
         self._shards: dict[int, Any] = {}
         self._fetches: dict[asyncio.Future[None], int] = {}
@@ -192,11 +187,7 @@ class ShardDirectory:
             died.get_loop().call_soon_threadsafe(finish, died)
 
     async def fetch(self, number: int, wanted: Sequence[tuple[GroupHandle, int]]) -> list[Segment]:
-        """Fetch segments from a shard, by handle and index among the group's segments.
-
-        Raises:
-            TokensLostError: The process that held them died.
-        """
+        """Fetch segments by handle and index in the group. Raise `TokensLostError` if the process that held them died."""
         lost = TokensLostError(f"the storage shard that held {wanted[0][0]} died")
         died = asyncio.get_running_loop().create_future()
         with self._lock:

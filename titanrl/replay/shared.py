@@ -398,9 +398,7 @@ class Storage:
 def _start(settings: OwnerSettings) -> tuple["subprocess.Popen[bytes]", Address, list[Path]]:
     """Start the owner. Return its process, its address and the folders of its files.
 
-    Raises:
-        ValueError: An option is invalid, or there is not enough space for the files.
-        ReplayClosedError: The owner exited, or did not start within `START_S` seconds.
+    Raise `ValueError` if it cannot create the files or listen, and `ReplayClosedError` if it exits or is not ready in time.
     """
     process = subprocess.Popen(
         [sys.executable, "-c", "from titanrl.replay.owner import main; main()"],
