@@ -33,33 +33,13 @@ POINT = Point(
 )
 
 
-def mean_advantage(group: GroupRewards, advantages: DoubleArray) -> float:
-    """Return the mean absolute advantage of the group's rollouts."""
-    return float(np.abs(advantages).mean())
-
-
-def reward_variance(group: GroupRewards, advantages: DoubleArray) -> float:
-    """Return the variance of the rewards."""
-    return float(np.var(group.rewards))
-
-
-def mean_reward(group: GroupRewards, advantages: DoubleArray) -> float:
-    """Return the mean reward."""
-    return float(np.mean(group.rewards))
-
-
-def constant(group: GroupRewards, advantages: DoubleArray) -> float:
-    """Return 1, because the priority of `recency` depends only on the time of the draw."""
-    return 1.0
-
-
 PRIORITIES: dict[str, Priority] = {
-    "advantage": mean_advantage,
-    "variance": reward_variance,
-    "reward": mean_reward,
-    "recency": constant,
+    "advantage": lambda group, advantages: float(np.abs(advantages).mean()),
+    "variance": lambda group, advantages: float(np.var(group.rewards)),
+    "reward": lambda group, advantages: float(np.mean(group.rewards)),
+    "recency": lambda group, advantages: 1.0,  # the priority depends only on the time of the draw
 }
-"""Values of `replay.priority`."""
+"""Values of `replay.priority`: the mean absolute advantage, and the variance and mean of the rewards."""
 
 
 @dataclass(frozen=True, slots=True)

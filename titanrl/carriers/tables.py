@@ -225,11 +225,6 @@ class PackedRecord(NamedTuple):
     tokens: PackedColumns | None = None
     """Token rewards; None if no reward returned any."""
 
-    @property
-    def no_part(self) -> bytes:
-        """Values of a reward part that this group lacks: NaN as float64, `[G]`."""
-        return _NAN * (len(self.rewards) // len(_NAN))
-
     def with_weight(self, weight: float) -> Self:
         """Return the record with an importance weight, which multiplies the group's loss weights."""
         return self._replace(group=self.group[:_WEIGHT_START] + _WEIGHT_STRUCT.pack(weight))
@@ -313,7 +308,9 @@ class RecordTable:
             lengths=np.frombuffer(b"".join([record.lengths for record in packed]), "<i8"),
             num_sampled=np.frombuffer(b"".join([record.num_sampled for record in packed]), "<i8"),
             reward_parts={
-                part: np.frombuffer(b"".join([record.reward_parts.get(part) or record.no_part for record in packed]), "<f8")
+                part: np.frombuffer(
+                    b"".join([record.reward_parts.get(part) or _NAN * (len(record.rewards) // 8) for record in packed]), "<f8"
+                )
                 for part in parts
             },
             tasks=np.array([record.task for record in packed], np.int64),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from titanrl.base.errors import TitanRLError
-from titanrl.carriers.types import Admission, Completion, EngineLoad, GenerationRequest
+from titanrl.carriers.types import Admission, Completion, GenerationRequest
 from titanrl.processes.actors import SupervisionError, ask_actor, open_replies
 
 T = TypeVar("T")
@@ -135,14 +135,6 @@ class _Replica:
     queued: list[_Call] = field(default_factory=list)
     flushes: "set[asyncio.Task[None]]" = field(default_factory=set)
     """Messages to the generator without a complete reply."""
-
-    def update_limit(self, load: EngineLoad, max_limit: int) -> None:
-        """Lower the limit to this worker's share of the decoding requests if requests queue; otherwise raise it by one."""
-        decoding = load.num_requests - load.num_queued
-        if load.num_queued:
-            self.limit = max(1, self.state.num_running * decoding // load.num_requests)
-        else:
-            self.limit = min(max_limit, self.limit + 1)
 
 
 class GeneratorPool:
@@ -273,7 +265,11 @@ class GeneratorPool:
                     for place, completions in finished:
                         calls[place].completions.set_result(completions)
                         self._router.finished(replica.state, len(calls[place].requests), admits=load.admits)
-                    replica.update_limit(load, self._max_num_seqs)
+                    if load.num_queued:  # this worker's share of the decoding requests
+                        decoding = load.num_requests - load.num_queued
+                        replica.limit = max(1, replica.state.num_running * decoding // load.num_requests)
+                    else:
+                        replica.limit = min(self._max_num_seqs, replica.limit + 1)
                     self._load_changed.set()
                 await done
             except asyncio.CancelledError:

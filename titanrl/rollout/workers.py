@@ -434,21 +434,18 @@ class Outbox:
             await self._due.wait()
             self._due.clear()
             groups, self._pending = self._pending, []
-            await self._send(groups)
-
-    async def _send(self, groups: Sequence[_Finished]) -> None:
-        if self._dump is not None:
-            whole: list[tuple[Group, str]] = []
-            for record, _, group in groups:
-                status = record.rejection or ("kept" if record.has_payload else "no signal")
-                if group is not None:
-                    whole.append((group, status if record.rewards else "no reward"))
-            await asyncio.to_thread(self._dump, whole)
-        # Store the tokens first: the trainer may fetch them as soon as the buffer has the record.
-        for record, rollouts, _ in groups:
-            if record.has_payload:
-                self._payloads.put(record.handle, packed(rollouts))
-        await ask_actor(self._buffer.commit, [record for record, _, _ in groups], self._payloads.usage)
+            if self._dump is not None:
+                whole: list[tuple[Group, str]] = []
+                for record, _, group in groups:
+                    status = record.rejection or ("kept" if record.has_payload else "no signal")
+                    if group is not None:
+                        whole.append((group, status if record.rewards else "no reward"))
+                await asyncio.to_thread(self._dump, whole)
+            # Store the tokens first: the trainer may fetch them as soon as the buffer has the record.
+            for record, rollouts, _ in groups:
+                if record.has_payload:
+                    self._payloads.put(record.handle, packed(rollouts))
+            await ask_actor(self._buffer.commit, [record for record, _, _ in groups], self._payloads.usage)
 
 
 def packed(rollouts: Iterable[Rollout]) -> tuple[bytes, ...]:
