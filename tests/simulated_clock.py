@@ -1,4 +1,4 @@
-"""An event loop whose clock jumps to the next timer, so that simulations with sleeps are fast and repeatable."""
+"""Clocks: one that a test moves, and an event loop whose clock jumps to the next timer, for fast and repeatable simulations."""
 
 import asyncio
 import selectors
@@ -6,6 +6,16 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
+
+
+class Clock:
+    """A clock that only the test moves."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 class _JumpingSelector(selectors.DefaultSelector):

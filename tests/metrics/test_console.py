@@ -6,6 +6,7 @@ import pytest
 import rich.console
 import rich.text
 
+from tests.simulated_clock import Clock
 from titanrl.carriers.types import StepMetrics
 from titanrl.metrics.console import Console, resolve
 from titanrl.metrics.steps import PhaseTimer
@@ -35,16 +36,6 @@ SUPERVISED = {
     "perf/train_tokens_per_s": 34_000.0,
     "time/train_s": 0.25,
 }
-
-
-class Clock:
-    """A clock that only the test moves."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def step(number: int, **changes: float) -> StepMetrics:

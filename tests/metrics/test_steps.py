@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.records import make_record
+from tests.simulated_clock import Clock
 from titanrl.carriers.tables import RecordTable, pack_record
 from titanrl.carriers.types import EvaluationResult, GenerationStats, GroupHandle, GroupRecord, LossSums
 from titanrl.config.data import CurriculumConfig, DataConfig
@@ -186,16 +187,6 @@ def test_metrics_of_a_task_cover_only_its_groups() -> None:
         "task/games/dropped": 2.0,
     }
     assert task_metrics(table, {"sums": DataConfig()}, {}) == {}
-
-
-class Clock:
-    """A clock that only the test moves."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

@@ -9,15 +9,17 @@ import json
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from titanrl.base.files import replace_text
 from titanrl.base.plugins import Plugins, Point, check_call, import_object
 from titanrl.carriers.types import EvaluationResult, StepMetrics
 from titanrl.config.sections import TRACKERS
-from titanrl.metrics.console import Console
-from titanrl.metrics.run_directory import RunDirectory
 from titanrl.metrics.steps import evaluation_metrics
+
+if TYPE_CHECKING:  # checks in child processes need only the protocols
+    from titanrl.metrics.console import Console
+    from titanrl.metrics.run_directory import RunDirectory
 
 PROJECT = "titanrl"
 """Project name for runs in W&B and trackio."""
@@ -184,7 +186,7 @@ class Trackers:
 class Recorder:
     """Sends metrics to `metrics.jsonl`, the trackers and the console."""
 
-    def __init__(self, directory: RunDirectory, trackers: Trackers, console: Console) -> None:
+    def __init__(self, directory: "RunDirectory", trackers: Trackers, console: "Console") -> None:
         """Record to an open run directory and to started trackers."""
         self.directory, self.console = directory, console
         self._trackers = trackers

@@ -72,7 +72,7 @@ class EvaluatedRun(SavedRun, Protocol):
 
 
 class Evaluations:
-    """Evaluates a run when its sets are due, keeps the best policy, and decides whether training ends early.
+    """Evaluates a run when its sets are due, keeps the best policy, and counts the evaluations since it.
 
     All sets are due before the first step and at the end. In asynchronous training, sets due in between run beside training
     (`Run.sample_beside_training`); otherwise training waits for them (`Run.evaluate`).
@@ -83,12 +83,6 @@ class Evaluations:
         self._run = run
         self._background: _Background | None = None
         self._warned_of_skip = False
-
-    @property
-    def is_exhausted(self) -> bool:
-        """True if `evaluation.patience` evaluations in a row have not improved on the best policy."""
-        patience = self._run.config.evaluation.patience
-        return patience is not None and self._run.state.num_without_better >= patience
 
     async def run_due(self, *, is_last: bool) -> None:
         """Record finished evaluations, and evaluate the sets that are due, unless a resumed run has already done so."""

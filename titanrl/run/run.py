@@ -254,8 +254,9 @@ class Run:
 
     @property
     def ends_early(self) -> bool:
-        """True if training should stop before its last step."""
-        return self.evaluations.is_exhausted
+        """True if training should stop before its last step: the last `evaluation.patience` evaluations were no better."""
+        patience = self.config.evaluation.patience
+        return patience is not None and self.state.num_without_better >= patience
 
     # Steps
 
