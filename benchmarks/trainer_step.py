@@ -44,10 +44,10 @@ from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.config.sections import TrainerConfig
 from titanrl.config.sizes import ModelShape
 from titanrl.models.directory import open_model, published_shapes
-from titanrl.trainer import head
+from titanrl.trainer import model as policy_model
 from titanrl.trainer.collate import PackedRows, collate
 from titanrl.trainer.learner import Learner, new_optimizer
-from titanrl.trainer.model import PolicyModel, build_model
+from titanrl.trainer.model import PolicyModel, ScoringHead, build_model
 
 ADAM = AdamParams(learning_rate=1e-5, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, max_grad_norm=1.0)
 
@@ -223,7 +223,7 @@ def loss_figures() -> dict[str, float]:
     num_tokens, dim, vocab = 4096, 64, 32_768
     device = torch.device(DEVICE.kind)
     lm_head = torch.nn.Linear(dim, vocab, bias=False, device=device)
-    scorer = head.ScoringHead(lm_head, vocab)
+    scorer = ScoringHead(lm_head, vocab)
     hidden_BLD = torch.randn(1, num_tokens, dim, device=device)
     targets_BL = torch.randint(0, vocab, (1, num_tokens), device=device)
 
@@ -238,12 +238,12 @@ def loss_figures() -> dict[str, float]:
         logits_NV.float().log_softmax(-1).gather(-1, targets_BL[0, :, None]).sum().backward()
         lm_head.weight.grad = hidden_BLD.grad = None
 
-    limit = head.LOGITS_AT_ONCE
-    head.LOGITS_AT_ONCE = num_tokens * vocab // 8
+    limit = policy_model.LOGITS_AT_ONCE
+    policy_model.LOGITS_AT_ONCE = num_tokens * vocab // 8
     chunked = peak_bytes(score, device)
-    head.LOGITS_AT_ONCE = num_tokens * vocab
+    policy_model.LOGITS_AT_ONCE = num_tokens * vocab
     at_once = peak_bytes(score, device)
-    head.LOGITS_AT_ONCE = limit
+    policy_model.LOGITS_AT_ONCE = limit
     return {
         "chunked_peak_bytes": chunked,
         "unchunked_peak_bytes": at_once,

@@ -28,8 +28,7 @@ from titanrl.run.checkpoints import (
     resumable,
     set_aside,
 )
-from titanrl.trainer.agreement import RankError
-from titanrl.trainer.replicas import DriftError
+from titanrl.trainer.agreement import DriftError, RankError
 
 
 def state_of(step: int) -> RunState:

@@ -16,11 +16,10 @@ from tests.trainer import checks, variants
 from titanrl.algorithms.losses import LossMetrics
 from titanrl.config.device import DEVICES
 from titanrl.models.directory import open_model
-from titanrl.trainer.agreement import Agreement, RankError, agreement_of
+from titanrl.trainer.agreement import Agreement, DriftError, RankError, agreement_of, check_replicas, named_tensors
 from titanrl.trainer.checkpoint import Checkpoints
 from titanrl.trainer.collate import PackedRows
 from titanrl.trainer.learner import Learner
-from titanrl.trainer.replicas import DriftError, check_replicas, named_tensors
 from titanrl.weights.layout import local_part
 
 Plan = dict[str, Any]

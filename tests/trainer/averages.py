@@ -13,10 +13,10 @@ from tests.trainer import checks, variants
 from titanrl.algorithms.losses import LossMetrics
 from titanrl.carriers.types import AdamParams
 from titanrl.config.algorithm import AVERAGE, AlgorithmConfig, KLConfig
+from titanrl.trainer.agreement import check_replicas
 from titanrl.trainer.checkpoint import Checkpoints
 from titanrl.trainer.collate import PackedRows
 from titanrl.trainer.learner import Learner, PhaseError
-from titanrl.trainer.replicas import check_replicas
 
 Trainer = dict[str, Any]
 DECAY = 0.75

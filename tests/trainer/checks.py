@@ -22,8 +22,8 @@ from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.config.device import DEVICES
 from titanrl.config.sections import TrainerConfig
 from titanrl.models.directory import open_model
+from titanrl.trainer.checkpoint import load_model
 from titanrl.trainer.collate import PackedRows, collate
-from titanrl.trainer.hf import load_model
 from titanrl.trainer.learner import Learner
 
 ROW_TOKENS = 32

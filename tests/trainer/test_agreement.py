@@ -18,8 +18,7 @@ from torch.distributed import Store, TCPStore
 from tests.trainer import apart
 from tests.trainer.ranks import World
 from titanrl.base.errors import TokensLostError
-from titanrl.trainer.agreement import Agreement, RankError, disagreement, lateness
-from titanrl.trainer.replicas import Drift, describe, drifted
+from titanrl.trainer.agreement import Agreement, Drift, RankError, disagreement, drift_text, drifted, lateness
 
 Worlds = Callable[[int], World]
 FSDP_4, HSDP, REPLICAS = {"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2}, {"dp_replicate": 4}
@@ -271,7 +270,7 @@ def test_different_shards_are_not_compared() -> None:
     assert drifted([[7, 1], [8, 1], [7, 1]], [[0, 0], [1, 0], [0, 0]]) == []
     found = drifted([[7, 1], [8, 1], [9, 2]], [[0, 0], [1, 0], [0, 0]])
     assert found == [Drift(0, (2,), (0,)), Drift(1, (2,), (0, 1))]
-    text = describe(found, ["head", "norm"], 5)
+    text = drift_text(found, ["head", "norm"], 5)
     assert text.startswith("the trainer's replicas differ at version 5: head on rank 2 differs from rank 0 and 1 more.")
 
 

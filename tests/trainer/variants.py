@@ -17,10 +17,9 @@ from titanrl.config.algorithm import AlgorithmConfig, KLConfig
 from titanrl.config.device import DEVICES
 from titanrl.config.sections import TrainerConfig
 from titanrl.models.directory import open_model
-from titanrl.trainer import head
-from titanrl.trainer.checkpoint import Checkpoints
+from titanrl.trainer import model as policy_model
+from titanrl.trainer.checkpoint import Checkpoints, export_hf, load_hf, load_model
 from titanrl.trainer.collate import PackedRows, collate, empty_rows
-from titanrl.trainer.hf import export_hf, load_hf, load_model
 from titanrl.trainer.learner import Learner, PhaseError
 from titanrl.trainer.model import build_model
 from titanrl.weights.layout import local_part
@@ -130,9 +129,9 @@ def chunked_gradient_is_equal(model_dir: Path, trainer: Plan) -> bool:
     learner.run(batch, checks.everything)
     at_once = checks.gradients(learner)
     learner.zero_grad()
-    limit, head.LOGITS_AT_ONCE = head.LOGITS_AT_ONCE, 5 * batch.tokens_BL.shape[0] * checks.VOCAB
+    limit, policy_model.LOGITS_AT_ONCE = policy_model.LOGITS_AT_ONCE, 5 * batch.tokens_BL.shape[0] * checks.VOCAB
     logprobs_BL = learner.run(batch, checks.everything).logprobs_BL
-    head.LOGITS_AT_ONCE = limit
+    policy_model.LOGITS_AT_ONCE = limit
     assert torch.equal(logprobs_BL, learner.logprobs(batch))
     for name, value in checks.gradients(learner).items():
         np.testing.assert_allclose(value, at_once[name], atol=1e-6)

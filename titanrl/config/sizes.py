@@ -30,7 +30,8 @@ LIBRARY_BYTES: Mapping[str, int] = {
 """Private memory of a CPU process without its model, by role, as measured by `python -m benchmarks.full_size`."""
 
 LOGITS_AT_ONCE = 1 << 27
-"""Maximum number of logits in memory on a trainer rank."""
+"""Maximum number of logits in memory on a trainer rank, 883 tokens for a vocabulary size of 151 936. They take 256 MiB in
+bfloat16, and their gradient as much again."""
 
 
 HostPlace = tuple[str, int]

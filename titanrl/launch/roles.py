@@ -48,7 +48,7 @@ def needed(config: Config, device: Device, roles: Roles) -> dict[str, tuple[dict
         "store": (worker_environment(), partial(import_modules, store))
     }
     if roles.trainer:
-        learner = ("agreement", "checkpoint", "collate", "passes", "hf", "snapshots", "learner", "model")
+        learner = ("agreement", "checkpoint", "collate", "passes", "snapshots", "learner", "model")
         modules = ["torchtitan.trainer", "titanrl.data.mixture", "titanrl.models.directory", "titanrl.replay.groups"]
         modules += [f"titanrl.trainer.{name}" for name in learner]
         templates["trainer"] = (trainer_environment(config, device), partial(import_modules, modules, device))

@@ -1,4 +1,5 @@
-"""Consistency checks between trainer ranks: a rank that diverges, is late or fails is named in an error on every rank.
+"""Consistency checks between trainer ranks: errors on every rank name a rank that diverges, is late or fails, or a replicated
+tensor that differs between ranks.
 
 A phase is a piece of work that contains collectives, such as a pass or an optimizer step. Before the first collective of a
 phase, each rank writes a post to a store: the phase and some facts about it. Rank 0 compares the posts and writes the verdict.
@@ -6,23 +7,32 @@ A phase therefore costs each rank two round trips to the store, and rank 0 reads
 
 Ranks that already wait in a collective are interrupted by an alarm: a thread on each rank waits for an alarm key in the store,
 and then aborts the process groups.
+
+Shape suffixes: R ranks, T tensors.
 """
 
 import json
 import logging
 import os
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import DistNetworkError, DistStoreError, ProcessGroup, Store, TCPStore
+from torch.distributed.tensor import DTensor
 
 from titanrl.base.errors import FaultError, TokensLostError, describe
+from titanrl.weights.layout import local_part
+
+if TYPE_CHECKING:
+    from titanrl.trainer.learner import Learner
 
 Facts = Mapping[str, int | list[str]]
 """Values that must be equal on all ranks, by a plural noun such as `micro-batches`: a count, or a list of names."""
@@ -43,6 +53,8 @@ GRACE_S = 2.0
 """Seconds within which all ranks must fail in the collective part of a phase for the failure to be common to all ranks."""
 MAX_TEXT = 300
 """Maximum length of the description of an exception, in characters."""
+
+T = TypeVar("T", str, int)
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +129,7 @@ class Agreement:
             RankError: A rank is in a different phase, has different facts, is late, or failed.
         """
         if self._size == 1:
-            yield _agree_alone
+            yield lambda facts: None
             return
         if self._alarm is not None:
             raise RankError(self._alarm)
@@ -315,8 +327,8 @@ def disagreement(posts: Sequence[Post]) -> str:
     return f"{usual}: {'; '.join(texts)}" if texts else ""
 
 
-def split(values: Sequence[str]) -> tuple[str, list[int]]:
-    """Return the most frequent value (the first one in a tie) and the ranks that have a different value."""
+def split(values: Sequence[T]) -> tuple[T, list[int]]:
+    """Return the most frequent value (the first one in a tie) and the places of the values that differ from it."""
     usual = Counter(values).most_common(1)[0][0]
     return usual, [rank for rank, value in enumerate(values) if value != usual]
 
@@ -353,5 +365,124 @@ def _counts(post: Post) -> str:
     return f" ({', '.join(counts)})" if counts else ""
 
 
-def _agree_alone(facts: Callable[[], Facts]) -> None:
-    """Do nothing: in a world of one rank there is nothing to compare."""
+_BLOCK = 1 << 13
+"""Number of words in a block, whose sum is one term of a digest."""
+_WORD = 8
+"""Size of a word in bytes."""
+
+
+class DriftError(FaultError):
+    """Replicated weights or optimizer state differ between ranks; the message names the tensor and the ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """Tensor that differs between ranks that hold the same shard."""
+
+    tensor: int
+    """Index of the tensor."""
+    ranks: tuple[int, ...]
+    """Ranks that differ from the majority. In a tie, the value of the lowest rank is taken as that of the majority."""
+    others: tuple[int, ...]
+    """Ranks of the majority."""
+
+
+def check_replicas(learner: "Learner") -> None:
+    """Compare all replicated tensors. This is a collective; either all ranks return or all ranks raise.
+
+    Raises:
+        DriftError: A tensor differs between two ranks.
+    """
+    if dist.get_world_size() == 1:
+        return
+    named = dict(named_tensors(learner))
+    shards = torch.tensor([shard_of(tensor) for tensor in named.values()], device=learner.model.device)
+    digests = torch.stack([digest(tensor).to(shards.device) for tensor in named.values()])
+    local_2T = torch.stack([digests, shards])
+    all_R2T = [torch.empty_like(local_2T) for _ in range(dist.get_world_size())]
+    dist.all_gather(all_R2T, local_2T)
+    digests_RT, shards_RT = torch.stack(all_R2T).unbind(dim=1)
+    found = drifted(digests_RT.tolist(), shards_RT.tolist())
+    if found:
+        raise DriftError(drift_text(found, list(named), learner.version))
+
+
+def named_tensors(learner: "Learner") -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters, persistent buffers, optimizer state and moving averages by name, in the same order on all ranks."""
+    from torchtitan.components.checkpointer.utils import canonical_fqn  # not at the top: the controller unpickles `RankError`
+
+    learner.model.reshard()
+    module = learner.model.module
+    names = {parameter: canonical_fqn(name) for name, parameter in module.named_parameters()}
+    yield from ((name, parameter.detach()) for parameter, name in names.items())
+    persistent = module.state_dict().keys()
+    buffers = ((canonical_fqn(name), buffer) for name, buffer in module.named_buffers())
+    yield from ((name, buffer) for name, buffer in buffers if name in persistent)
+    for optimizer in learner.optimizers:
+        for parameter, state in optimizer.state.items():
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    yield f"{names[parameter]} ({key})", value
+    if learner.average is not None:
+        yield from ((f"{name} (moving average)", value) for name, value in learner.average.tensors.items())
+
+
+def shard_of(tensor: Tensor) -> int:
+    """Return the index of this rank's shard of a tensor; ranks with the same index hold equal bytes."""
+    index = 0
+    if isinstance(tensor, DTensor):
+        coordinate = tensor.device_mesh.get_coordinate()
+        assert coordinate is not None, "this rank is not part of the tensor's device mesh"
+        for i, size, placement in zip(coordinate, tensor.device_mesh.shape, tensor.placements, strict=True):
+            index = index if placement.is_replicate() else index * size + i
+    return index
+
+
+def digest(tensor: Tensor) -> Tensor:
+    """Return a 64-bit digest of this rank's shard of a tensor, 0-dim, on the device of the tensor.
+
+    The digest is the sum of block sums, each multiplied by a different odd weight. A block sum is the sum of the words of a
+    block, so any single changed bit changes the digest.
+    """
+    data = local_part(tensor).detach().contiguous().flatten().view(torch.uint8)
+    if data.storage_offset() % _WORD:
+        data = data.clone()
+    num_words = data.numel() // _WORD
+    num_blocks = num_words // _BLOCK
+    words = data[: num_words * _WORD].view(torch.int64)
+    sums = torch.cat(
+        [
+            words[: num_blocks * _BLOCK].view(num_blocks, _BLOCK).sum(dim=1),
+            words[num_blocks * _BLOCK :].sum(dim=0, keepdim=True),
+            data[num_words * _WORD :].to(torch.int64),
+        ]
+    )
+    return (sums * torch.arange(1, 2 * len(sums), 2, device=sums.device)).sum()
+
+
+def drifted(digests_RT: Sequence[Sequence[int]], shards_RT: Sequence[Sequence[int]]) -> list[Drift]:
+    """Return the tensors whose digests differ between ranks with the same shard."""
+    found = []
+    for tensor, (digests_R, shards_R) in enumerate(
+        zip(zip(*digests_RT, strict=True), zip(*shards_RT, strict=True), strict=True)
+    ):
+        replicas = defaultdict(list)  # ranks by shard
+        for rank, shard in enumerate(shards_R):
+            replicas[shard].append(rank)
+        for ranks in replicas.values():
+            _, places = split([digests_R[rank] for rank in ranks])
+            if places:
+                odd = tuple(ranks[place] for place in places)
+                found.append(Drift(tensor, odd, tuple(rank for rank in ranks if rank not in odd)))
+    return found
+
+
+def drift_text(found: Sequence[Drift], names: Sequence[str], version: int) -> str:
+    """Return an error message with the first tensor, its ranks, and the number of other tensors that differ."""
+    first = found[0]
+    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    odd, others = (f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" for ranks in (first.ranks, first.others))
+    return (
+        f"the trainer's replicas differ at version {version}: {names[first.tensor]} on {odd} differs from {others}{more}. Look "
+        "for code that changes weights on one rank; continue from the last checkpoint."
+    )

@@ -1,24 +1,210 @@
-"""Checkpoints of model, optimizer, moving average, policy version and random-number state.
+"""Files of the trainer: checkpoints to resume from, and Hugging Face directories. Each rank reads and writes only its shards.
 
-They are written with `torch.distributed.checkpoint` (DCP): each rank writes its own shards, and a run with any other parallel
-layout can load them.
+Checkpoints hold model, optimizer, moving average, policy version and random-number state. They are written with
+`torch.distributed.checkpoint` (DCP), so a run with any other parallel layout can load them.
 """
 
+import json
+import logging
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.stateful import Stateful
 from torchtitan.components.checkpoint import CheckpointManager, ModelWrapper
+from torchtitan.components.optimizer.utils import init_optim_state
 
+from titanrl.base.choices import FileDtype
+from titanrl.base.errors import TitanRLError, describe
 from titanrl.base.files import Digests, digests_of, uncommit_folder
+from titanrl.config.device import Device
+from titanrl.config.sections import TrainerConfig
+from titanrl.data.tokenizer import export_stop_ids
+from titanrl.models.directory import ModelDirectory
 from titanrl.trainer.learner import Learner
-from titanrl.trainer.storage import storage_errors
+from titanrl.trainer.model import MARKS, PolicyModel, build_model, checkpoint_state, torch_dtype, unwritten
 
 AVERAGE_KEY = "average"
 """Prefix of the names of the moving averages in a checkpoint."""
+NEARLY_FULL = 64 << 20
+"""Free space in bytes below which an error message mentions the free space."""
+MAX_TEXT = 300
+"""Maximum length of the description of the cause, in characters."""
+COPIED = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tekken.json",
+    "*.tiktoken",
+    "spiece.model",
+    "chat_template.json",
+    "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
+    "*.py",
+    "LICENSE*",
+    "NOTICE*",
+    "USE_POLICY*",
+)
+"""Files of the base that an export contains, as glob patterns: tokenizer, generation defaults, chat templates, code."""
+
+logger = logging.getLogger(__name__)
+
+
+class StorageError(TitanRLError):
+    """Files of the trainer cannot be written or read; the message names the folder and the cause."""
+
+
+@contextmanager
+def storage_errors(what: str, folder: Path) -> Iterator[None]:
+    """Convert I/O errors and torch's `CheckpointException` in the body to `StorageError`.
+
+    torch raises `CheckpointException` on all ranks if any rank fails. It is not a subclass of `Exception`, so it would kill the
+    actor, and its message begins with a traceback.
+
+    Args:
+        what: Action for the message, such as `save a checkpoint`.
+        folder: Folder that is written or read.
+    """
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
+        raise StorageError(f"cannot {what} in {folder}: {describe(cause)[:MAX_TEXT]} on rank {rank}{_free(folder)}") from error
+    except (OSError, RuntimeError) as error:  # torch's archive writer raises RuntimeError
+        raise StorageError(f"cannot {what} in {folder}: {describe(error)[:MAX_TEXT]}{_free(folder)}") from error
+
+
+def on_first_rank(what: str, folder: Path, action: Callable[[], None]) -> None:
+    """Run an action on the first rank, and raise its `StorageError` on every rank, so that no rank waits for a failed one.
+
+    This is a collective. The other ranks return when the action has ended.
+
+    Args:
+        what: Action for the message; see `storage_errors`.
+        folder: Folder that is written or read.
+        action: Function that writes or reads files.
+    """
+    failed: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            with storage_errors(what, folder):
+                action()
+        except StorageError as error:
+            failed = [str(error)]
+    dist.broadcast_object_list(failed)
+    if failed[0] is not None:
+        raise StorageError(failed[0])
+
+
+def _free(folder: Path) -> str:
+    """Return a remark on the free space of the folder's file system if it is nearly full, else an empty string."""
+    existing = next((path for path in (folder, *folder.parents) if path.exists()), None)
+    free = NEARLY_FULL if existing is None else shutil.disk_usage(existing).free
+    return f" ({free:,} bytes are free there)" if free < NEARLY_FULL else ""
+
+
+class _ChosenFiles(FileSystem):
+    """File system that lists only the chosen weight files; torch's reader merges every safetensors file that it lists."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._files = files
+
+    def ls(self, path: object) -> list[str]:
+        """Return the chosen files."""
+        return [str(file) for file in self._files]
+
+
+def load_model(source: ModelDirectory, config: TrainerConfig, device: Device, *, seed: int = 0) -> PolicyModel:
+    """Build the model and load the weights of its directory, without random initialization. `seed` is that of LoRA adapters.
+
+    Raises:
+        ValueError: As in `load_hf`.
+    """
+    model = build_model(source, config, device, seed=seed, random_weights=False)
+    load_hf(model, source)
+    return model
+
+
+def load_hf(model: PolicyModel, source: ModelDirectory) -> None:
+    """Load the weights of a directory into the parameters. Each rank reads only its shards; adapters are not changed.
+
+    Raises:
+        ValueError: The weight files cannot be read, or do not fit the model.
+    """
+    model.reshard()
+    state = checkpoint_state(model.module)
+    hf_state = model.adapter.to_hf(state)
+    found = source.weight_files({name: tuple(value.shape) for name, value in hf_state.items()})
+    reader = model.adapter.get_hf_storage_reader(str(source.path))
+    reader.fs = _ChosenFiles(found.files)
+    with storage_errors("load the model", source.path):
+        dcp.load(hf_state, storage_reader=reader)
+    loaded = model.adapter.from_hf(hf_state)
+    model.module.load_state_dict(loaded, strict=False)
+    unnamed = [name for name, value in state.items() if value.dtype not in MARKS and name not in loaded]
+    if left := unwritten(checkpoint_state(model.module)) + unnamed:
+        raise ValueError(
+            f"model.path: {len(left)} tensors were not loaded completely, such as {left[0]} (got {source.path}). "
+            "Give a directory whose config.json and weights belong together."
+        )
+
+
+def export_hf(model: PolicyModel, model_dir: Path, target: Path, dtype: FileDtype) -> None:
+    """Export the policy as a Hugging Face directory: safetensors with merged adapters, config.json, and the files of `COPIED`.
+
+    `generation_config.json` names the token that ends a turn, so that other programs stop where the policy does.
+
+    `target` appears only when it is complete. This is a collective.
+
+    Args:
+        model: Policy.
+        model_dir: Directory of the base, whose config.json and tokenizer the export gets.
+        target: Directory to write.
+        dtype: Dtype of the weights, also in config.json.
+    """
+    partial, what = target.with_name(target.name + ".partial"), "export the model"
+
+    def begin() -> None:
+        if partial.exists():
+            shutil.rmtree(partial)  # torch would merge the shards of an earlier attempt into the model
+
+    def complete() -> None:
+        shutil.rmtree(partial / "sharded", ignore_errors=True)
+        copied = {path for pattern in COPIED for path in model_dir.glob(pattern) if path.is_file()}
+        for path in copied:
+            place = partial / path.relative_to(model_dir)
+            place.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, place)
+        left = sorted(path.name for path in model_dir.iterdir() if path.is_file() and path not in copied)
+        logger.info("export: %d files of %s are not part of the exported model: %s", len(left), model_dir, ", ".join(left))
+        config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+        kept = {key: value for key, value in config.items() if key not in ("torch_dtype", "transformers_weights")}
+        text = json.dumps(kept | {"dtype": dtype}, indent=2, ensure_ascii=False)
+        (partial / "config.json").write_text(text + "\n", encoding="utf-8")
+        export_stop_ids(partial)
+        shutil.rmtree(target, ignore_errors=True)
+        partial.rename(target)
+
+    on_first_rank(what, target, begin)
+    with storage_errors(what, target):
+        writer = HuggingFaceStorageWriter(path=str(partial), save_distributed=True, enable_consolidation=True)
+        weights = {name: value.to(torch_dtype(dtype)) for name, value in model.adapter.to_hf(model.weights()).items()}
+        dcp.save(weights, storage_writer=writer)
+    on_first_rank(what, target, complete)
 
 
 class _Progress(Stateful):
@@ -28,7 +214,6 @@ class _Progress(Stateful):
         self._learner = learner
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the version and the state of the random-number generators."""
         random = {"cpu": torch.get_rng_state()}
         kind = self._learner.model.device.type
         if kind != "cpu":
@@ -36,7 +221,6 @@ class _Progress(Stateful):
         return {"version": self._learner.version, "random": random}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the version and the state of the random-number generators."""
         self._learner.version = state_dict["version"]
         for kind, state in state_dict["random"].items():
             (torch if kind == "cpu" else torch.get_device_module(kind)).set_rng_state(state)
@@ -175,9 +359,14 @@ class Checkpoints:
         self._manager.close()
 
     def _prepare(self, what: str) -> None:
+        """Create the optimizer state at step 0 if there is none, so that it can be saved or loaded."""
         self._learner.require_settled(what)
         self._learner.model.reshard()
-        self._learner.materialize_optimizer()
+        for optimizer in self._learner.optimizers:
+            if not optimizer.state:
+                init_optim_state(optimizer)
+                for state in optimizer.state.values():
+                    state["step"].zero_()
 
     @property
     def _average(self) -> dict[str, Stateful]:

@@ -35,9 +35,9 @@ class TensorwiseLinear(Float8Linear):
         """Configuration with the fields of torchtitan's float8 linear layer."""
 
     def __init__(self, config: Config) -> None:
-        """Build the layer. `WeightScales.refresh` must set its scale before the first pass."""
         super().__init__(config)
         self.weight_scale: Tensor | None = None
+        """Scale that `WeightScales.refresh` must set before the first pass."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply the layer, with input and weight rounded to float8."""
@@ -109,12 +109,7 @@ def float8_projections(model: Module.Config, recipe: Recipe, *, emulate: bool, c
     # With emulation, torchtitan would ignore the recipe.
     converter.torchao_config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
     model = converter.convert(model)
-    return with_cached_scales(model) if recipe == "tensorwise" else model
-
-
-def with_cached_scales(model: Module.Config) -> Module.Config:
-    """Replace each torchtitan float8 linear layer in a model config with a `TensorwiseLinear`."""
-    for _, linear, parent, attribute in model.traverse(Float8Linear.Config):
+    for _, linear, parent, attribute in model.traverse(Float8Linear.Config) if recipe == "tensorwise" else ():
         cached = TensorwiseLinear.Config(**{field.name: getattr(linear, field.name) for field in fields(linear) if field.init})
         if isinstance(parent, list):
             parent[attribute] = cached

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.optimizer import OptimizersContainer, default_adamw
-from torchtitan.components.optimizer.utils import init_optim_state
 from torchtitan.distributed import utils as dist_utils
 
 from titanrl.algorithms.contracts import PolicyLoss, bound_loss
@@ -29,8 +28,7 @@ from titanrl.carriers.types import AdamParams, LossSums, MeasuredCorrection, Opt
 from titanrl.config.algorithm import AVERAGE, AlgorithmConfig
 from titanrl.models.attention import PackedAttention, packed_block_mask, packed_mask
 from titanrl.trainer.collate import PackedRows, empty_rows, places
-from titanrl.trainer.head import ScoringHead
-from titanrl.trainer.model import PolicyModel
+from titanrl.trainer.model import PolicyModel, ScoringHead
 from titanrl.trainer.snapshots import MovingAverage, Snapshots, check_recoverable, trainable_tensors
 from titanrl.weights.layout import LiveState, local_part
 
@@ -93,7 +91,8 @@ class Learner:
         self._head = ScoringHead(model.module.lm_head, model.module.config.vocab_size)
         self._state = LiveState(model.module)
         self._merged: dict[str, Tensor] = {}
-        self._num_pending = 0
+        self.num_pending = 0
+        """Number of backward passes since the last optimizer step."""
         self._failed_pass = False
         self._loss_is_finite = torch.ones((), dtype=torch.bool, device=model.device)
         self.weights_changed()
@@ -102,11 +101,6 @@ class Learner:
     def version_in_use(self) -> int:
         """Version of the weights that a forward pass currently uses."""
         return self.version if self.snapshots.current is None else self.snapshots.current
-
-    @property
-    def num_pending(self) -> int:
-        """Number of backward passes since the last optimizer step."""
-        return self._num_pending
 
     def without_gradient(self) -> list[str]:
         """Return the names of the trainable parameters that have no gradient."""
@@ -152,7 +146,7 @@ class Learner:
             loss, metrics = objective(rows, logprobs_BL.flatten(), entropy_BL.flatten())
         if backward:
             loss.backward()
-            self._num_pending += 1
+            self.num_pending += 1
             self._loss_is_finite &= loss.detach().isfinite()
         return RowsResult(logprobs_BL.detach(), self._reported(metrics))
 
@@ -185,15 +179,20 @@ class Learner:
             raise PhaseError("optim_step: a backward pass since the last step failed; step skipped, all gradients discarded")
         self.model.reshard()
         parameters = [parameter for parameter in self.model.module.parameters() if parameter.requires_grad]
-        if self._num_pending:
+        if self.num_pending:
             for parameter in parameters:
                 if parameter.grad is None:  # unused in this step: FSDP sets zeros, and all layouts must give the same result
                     parameter.grad = torch.zeros_like(parameter)
         max_norm = params.max_grad_norm or math.inf
         grad_norm = float(dist_utils.clip_grad_norm_(parameters, max_norm, foreach=True))
-        finite = self._every_loss_is_finite() and math.isfinite(grad_norm)
+        losses_are_finite = self._loss_is_finite.to(torch.int32)
+        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            torch.distributed.all_reduce(losses_are_finite, torch.distributed.ReduceOp.MIN)
+        finite = bool(losses_are_finite) and math.isfinite(grad_norm)
         if finite and grad_norm:
-            self._set_params(params)
+            for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
+                group["lr"], group["eps"], group["weight_decay"] = params.learning_rate, params.eps, params.weight_decay
+                group["betas"] = (params.beta1, params.beta2)
             self.optimizers.step()
             self.weights_changed()
             if self.average is not None:
@@ -207,7 +206,7 @@ class Learner:
     def zero_grad(self) -> None:
         """Discard the gradients accumulated since the last optimizer step."""
         self.optimizers.zero_grad()
-        self._num_pending = 0
+        self.num_pending = 0
         self._failed_pass = False
         self._loss_is_finite.fill_(True)
 
@@ -321,16 +320,8 @@ class Learner:
             PhaseError: A snapshot replaces the live weights, they are between two versions, or gradients are pending.
         """
         self._require_version(what)
-        if self._num_pending:
-            raise PhaseError(f"{what}: gradients of {self._num_pending} backward passes are pending; call optim_step first")
-
-    def materialize_optimizer(self) -> None:
-        """Create the optimizer state at step 0, so that it can be saved or loaded."""
-        for optimizer in self.optimizers:
-            if not optimizer.state:
-                init_optim_state(optimizer)
-                for state in optimizer.state.values():
-                    state["step"].zero_()
+        if self.num_pending:
+            raise PhaseError(f"{what}: gradients of {self.num_pending} backward passes are pending; call optim_step first")
 
     def _require_live_weights(self, what: str) -> None:
         if self.snapshots.current is not None:
@@ -340,13 +331,6 @@ class Learner:
         self._require_live_weights(what)
         if self.num_ahead:
             raise PhaseError(f"{what}: the weights are between two versions; more optimizer steps on this batch must follow")
-
-    def _every_loss_is_finite(self) -> bool:
-        """Return True if all losses since the last step were finite, on all ranks. This is a collective."""
-        finite = self._loss_is_finite.to(torch.int32)
-        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-            torch.distributed.all_reduce(finite, torch.distributed.ReduceOp.MIN)
-        return bool(finite)
 
     def _score(self, rows: PackedRows) -> tuple[Tensor, Tensor]:
         """Compute the log-probability of each target and the entropy of each prediction, `[B, L]` each."""
@@ -374,12 +358,6 @@ class Learner:
             sums=dict(zip(metrics.sums, numbers, strict=False)),
             maxima=dict(zip(metrics.maxima, numbers[len(metrics.sums) :], strict=True)),
         )
-
-    def _set_params(self, params: AdamParams) -> None:
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"], group["eps"], group["weight_decay"] = params.learning_rate, params.eps, params.weight_decay
-                group["betas"] = (params.beta1, params.beta2)
 
 
 def policy_objective(

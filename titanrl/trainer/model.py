@@ -1,35 +1,53 @@
-"""The policy model of one rank, built and parallelized by torchtitan."""
+"""The policy model of one rank: built and parallelized by torchtitan, with LoRA adapters and chunked scoring.
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+Shape suffixes: B rows, L tokens of a row, C tokens of a chunk, D hidden size, V vocabulary entries on this rank, N tokens,
+O output features and I input features of a linear layer, R rank of its adapter.
+"""
+
+import math
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torchtitan.config as titan_config
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils.checkpoint import checkpoint
+from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig, FullAC, SelectiveAC
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.module import Module
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 from torchtitan.tools.utils import get_local_device, set_default_dtype
 
+from titanrl.algorithms.logprobs import TokenSupports, logprobs_and_entropy
 from titanrl.config.device import Device
 from titanrl.config.sections import LoraConfig, TrainerConfig
+from titanrl.config.sizes import LOGITS_AT_ONCE as LOGITS_AT_ONCE
 from titanrl.models.directory import ModelDirectory
 from titanrl.models.family import Projections
 from titanrl.models.initial_values import WithoutDraws
-from titanrl.trainer.lora import init_adapters, is_adapter, merged
 from titanrl.trainer.snapshots import reshard
-from titanrl.trainer.storage import mark
+from titanrl.weights.layout import local_part
 
 if TYPE_CHECKING:
     from titanrl.trainer.float8 import WeightScales
+
+# torchtitan's default, `spmd_types`, requires a torch version newer than 2.13 if FSDP has more than one rank.
+SPMD_BACKEND = "partial_dtensor"
+A, B = ".lora_a.weight", ".lora_b.weight"
+MARKS = {torch.float32: (torch.int32, 0x7FA5A5A5), torch.bfloat16: (torch.int16, 0x7FA5)}
+"""Integer dtype and bit pattern of the marker that `mark` writes, by dtype of the weights. It is a NaN with a payload that no
+arithmetic produces, so checkpoints that contain NaNs can be loaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +61,6 @@ class PolicyModel:
     adapter: BaseStateDictAdapter
     """Converter between the state dicts of torchtitan and Hugging Face."""
     device: torch.device
-    """Device of the parameters."""
     lora: LoraConfig | None
     """LoRA settings; None trains all parameters."""
     scales: "WeightScales | None"
@@ -87,7 +104,7 @@ class PolicyModel:
         self.reshard()
         # state_dict() takes a fraction of the time of torch's get_model_state_dict() and returns the same tensors.
         state = {name: value for name, value in self.module.state_dict().items() if isinstance(value, Tensor)}
-        return state if self.lora is None else merged(state, self.lora.alpha, self.lora.rank)
+        return state if self.lora is None else _merged(state, self.lora.alpha, self.lora.rank)
 
 
 def build_model(
@@ -103,65 +120,71 @@ def build_model(
         random_weights: Initialize the weights randomly. False marks them as unwritten instead, for a call of `load_hf` that
             follows. Adapters and non-persistent buffers are initialized in both cases.
     """
-    spec, parallelism = source.spec(device, config.row_tokens), titan_parallelism(config)
+    spec, plan = source.spec(device, config.row_tokens), config.parallelism
+    parallelism = titan_config.ParallelismConfig(
+        data_parallel_replicate_degree=plan.dp_replicate,
+        data_parallel_shard_degree=plan.dp_shard,
+        tensor_parallel_degree=plan.tp,
+        fsdp_reshard_after_forward=plan.fsdp_reshard_after_forward,
+        spmd_backend=SPMD_BACKEND,
+    )
     dist_utils.set_spmd_backend(SPMD_BACKEND)
-    parallel_dims = ParallelDims.from_config(parallelism, config.parallelism.world_size)
+    parallel_dims = ParallelDims.from_config(parallelism, plan.world_size)
     where = torch.device("cpu") if device.kind == "cpu" else get_local_device()
-    debug = titan_debug(config, seed)
-    if debug is not None:
+    if config.deterministic != "off" or config.detect_anomaly:
+        debug = titan_config.DebugConfig(
+            seed=seed,
+            deterministic=config.deterministic != "off",
+            deterministic_warn_only=config.deterministic == "warn",
+            detect_anomaly=config.detect_anomaly,
+        )
         dist_utils.set_determinism(parallel_dims, where, debug, distinct_seed_mesh_dims=[])
-    model_config = converted(spec.model, config, device, source.family.lora_targets)
+    model_config = _converted(spec.model, config, device, source.family.lora_targets)
     model_config.update_from_config(config=SimpleNamespace(parallelism=parallelism))
     with torch.device("meta"), set_default_dtype(torch_dtype(config.dtype)):
         module = model_config.build()
     module = spec.parallelize_fn(
         module,
         parallel_dims=parallel_dims,
-        training=titan_training(config),
+        # By default, torchtitan reduces gradients in float32.
+        training=titan_config.TrainingConfig(
+            seq_len=config.row_tokens, dtype=config.dtype, mixed_precision_param=config.compute_dtype
+        ),
         parallelism=parallelism,
         compile_config=titan_config.CompileConfig(enable=config.compile, components=["model"]),
-        ac_config=activation_checkpointing(config),
+        ac_config={"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}[config.activation_checkpointing],
         dump_folder="",
         # On one data-parallel rank FSDP only adds copies, so it is used for mixed precision only.
-        skip_dp=config.parallelism.dp_size == 1 and config.dtype == config.compute_dtype,
+        skip_dp=plan.dp_size == 1 and config.dtype == config.compute_dtype,
     )
-    sum_gradients(module)
+    _sum_gradients(module)
     module.to_empty(device=where)
     with torch.no_grad(), nullcontext() if random_weights else WithoutDraws():
         module.init_weights(buffer_device=None)
     if not random_weights:
         mark(checkpoint_state(module))
-    init_adapters(module, seed)
+    _init_adapters(module, seed)
+    scales = None
+    if config.float8 == "tensorwise":
+        from titanrl.trainer.float8 import WeightScales
+
+        scales = WeightScales(module, torch_dtype(config.compute_dtype))
     assert spec.state_dict_adapter is not None
-    # With a path, torchtitan would parse the numbers of weight files in the index, and fail for names without one.
-    adapter = spec.state_dict_adapter(model_config, None)
     return PolicyModel(
         module=module,
         parallel_dims=parallel_dims,
-        adapter=adapter,
+        # With a path, torchtitan would parse the numbers of weight files in the index, and fail for names without one.
+        adapter=spec.state_dict_adapter(model_config, None),
         device=where,
         lora=config.lora,
-        scales=weight_scales(module, config),
+        scales=scales,
     )
 
 
 def checkpoint_state(module: Decoder) -> dict[str, Tensor]:
     """Return the parameters and persistent buffers by name, without adapters: the tensors that a checkpoint contains."""
     state = module.state_dict()
-    return {name: value for name, value in state.items() if isinstance(value, Tensor) and not is_adapter(name)}
-
-
-def weight_scales(module: Decoder, config: TrainerConfig) -> "WeightScales | None":
-    """Return the weight scales for tensor-wise float8; None for other recipes."""
-    if config.float8 != "tensorwise":
-        return None
-    from titanrl.trainer.float8 import WeightScales
-
-    return WeightScales(module, torch_dtype(config.compute_dtype))
-
-
-# torchtitan's default, `spmd_types`, requires a torch version newer than 2.13 if FSDP has more than one rank.
-SPMD_BACKEND = "partial_dtensor"
+    return {name: value for name, value in state.items() if isinstance(value, Tensor) and not name.endswith((A, B))}
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -169,45 +192,7 @@ def torch_dtype(name: str) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
 
 
-def titan_parallelism(config: TrainerConfig) -> titan_config.ParallelismConfig:
-    """Translate the parallel degrees."""
-    plan = config.parallelism
-    return titan_config.ParallelismConfig(
-        data_parallel_replicate_degree=plan.dp_replicate,
-        data_parallel_shard_degree=plan.dp_shard,
-        tensor_parallel_degree=plan.tp,
-        fsdp_reshard_after_forward=plan.fsdp_reshard_after_forward,
-        spmd_backend=SPMD_BACKEND,
-    )
-
-
-def titan_training(config: TrainerConfig) -> titan_config.TrainingConfig:
-    """Translate row length and dtypes. By default, torchtitan reduces gradients in float32."""
-    return titan_config.TrainingConfig(
-        seq_len=config.row_tokens, dtype=config.dtype, mixed_precision_param=config.compute_dtype
-    )
-
-
-def titan_debug(config: TrainerConfig, seed: int) -> titan_config.DebugConfig | None:
-    """Translate `deterministic` and `detect_anomaly`; None if both are off."""
-    if config.deterministic == "off" and not config.detect_anomaly:
-        return None
-    return titan_config.DebugConfig(
-        seed=seed,
-        deterministic=config.deterministic != "off",
-        deterministic_warn_only=config.deterministic == "warn",
-        detect_anomaly=config.detect_anomaly,
-    )
-
-
-def activation_checkpointing(config: TrainerConfig) -> ActivationCheckpointingConfig | None:
-    """Translate `activation_checkpointing`."""
-    choices = {"none": None, "selective": SelectiveAC.Config, "full": FullAC.Config}
-    chosen = choices[config.activation_checkpointing]
-    return None if chosen is None else chosen()
-
-
-def converted(
+def _converted(
     model: Module.Config, config: TrainerConfig, device: Device, lora_targets: Mapping[Projections, Sequence[str]]
 ) -> Module.Config:
     """Convert the linear layers to float8 and add LoRA adapters, as configured.
@@ -228,7 +213,7 @@ def converted(
     return model
 
 
-def sum_gradients(module: nn.Module) -> None:
+def _sum_gradients(module: nn.Module) -> None:
     """Make FSDP sum gradients over ranks instead of averaging them, because the loss weights contain the global counts.
 
     torchtitan sets the divide factor to 1, which FSDP2 implements with PREMUL_SUM. gloo does not support PREMUL_SUM, so this
@@ -239,3 +224,142 @@ def sum_gradients(module: nn.Module) -> None:
         if isinstance(child, FSDPModule):
             child.set_force_sum_reduction_for_comms(True)
             child.set_reduce_scatter_unused_params(True, recurse=False)
+
+
+def mark(state: Mapping[str, Tensor]) -> None:
+    """Fill this rank's shard of each tensor with the marker of `MARKS`. Tensors of other dtypes are skipped."""
+    for tensor in state.values():
+        if tensor.dtype in MARKS:
+            kind, bits = MARKS[tensor.dtype]
+            local_part(tensor.detach()).view(kind).fill_(bits)
+
+
+def unwritten(state: Mapping[str, Tensor]) -> list[str]:
+    """Return the sorted names of the tensors whose shard on this rank still contains the marker.
+
+    A comparison of tensor names would miss a slice of a tensor that no file contains.
+    """
+    found = []
+    for name, tensor in state.items():
+        kind, bits = MARKS.get(tensor.dtype, (None, 0))
+        if kind is not None and (local_part(tensor.detach()).view(kind) == bits).any():
+            found.append(name)
+    return sorted(found)
+
+
+@torch.no_grad()
+def _init_adapters(module: nn.Module, seed: int) -> None:
+    """Draw the A of each LoRA adapter with a generator that is seeded with `seed` and its name, and set each B to zero.
+
+    The values depend neither on the layout nor on the number of ranks. With torch's initialization of a sharded tensor they
+    would depend on both, because each rank draws its shard separately.
+    """
+    for wrapped, parameter in module.named_parameters():
+        name = canonical_fqn(wrapped)
+        if name.endswith(B):
+            parameter.zero_()
+        elif name.endswith(A):
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+            bound = 1 / math.sqrt(parameter.shape[1])  # kaiming_uniform_ with a = sqrt(5), as in torchtitan
+            values_RI = torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator)
+            local_part(parameter).copy_(values_RI[_local_block(parameter)])
+
+
+@torch.no_grad()
+def _merged(state: Mapping[str, Tensor], alpha: float, rank: int) -> dict[str, Tensor]:
+    """Return the state without adapters, in which each adapted W is replaced by W + (alpha / rank) * B A (arXiv:2106.09685).
+
+    W is not modified. This is a collective: it gathers the adapters, which are small, and each rank adds the block of the
+    product that belongs to its shard of W.
+    """
+    plain = {}
+    for name, value in state.items():
+        stem = name.removesuffix(".weight")
+        if name.endswith((A, B)):
+            continue
+        if stem + A not in state:
+            plain[name] = value
+            continue
+        adapter = (state[stem + A], state[stem + B])
+        a_RI, b_OR = (part.full_tensor() if isinstance(part, DTensor) else part for part in adapter)
+        rows, columns = _local_block(value)
+        plain[name] = torch.addmm(local_part(value), b_OR[rows], a_RI[:, columns], alpha=alpha / rank)
+        if isinstance(value, DTensor):
+            plain[name] = DTensor.from_local(
+                plain[name], value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
+            )
+    return plain
+
+
+def _local_block(matrix: Tensor) -> tuple[slice, slice]:
+    """Return the rows and columns of a matrix that this rank holds."""
+    shape: tuple[int, ...] = tuple(matrix.shape)
+    offset: tuple[int, ...] = (0, 0)
+    if isinstance(matrix, DTensor):
+        shape, offset = compute_local_shape_and_global_offset(matrix.shape, matrix.device_mesh, matrix.placements)
+    return slice(offset[0], offset[0] + shape[0]), slice(offset[1], offset[1] + shape[1])
+
+
+class ScoringHead:
+    """Replacement of `lm_head.forward` in torchtitan's model that can return log-probabilities instead of logits.
+
+    Inside the context `scoring`, the model returns the log-probabilities of given targets and the entropies, `[B, L]` each.
+    Rows longer than a chunk are scored in chunks, and the backward pass recomputes the logits of each chunk, so all logits
+    never exist at a time. Because the chunks run inside one call of the module, its FSDP and TP hooks run once.
+    """
+
+    def __init__(self, lm_head: nn.Module, vocab_size: int) -> None:
+        """Wrap the current `forward` of the output layer, including its tensor parallelism."""
+        self._logits: Callable[[Tensor], Tensor] = lm_head.forward
+        self._vocab_size = vocab_size
+        self._targets_BL: Tensor | None = None
+        self._supports: TokenSupports | None = None
+        self._temperature = 1.0
+        lm_head.forward = self
+
+    @contextmanager
+    def scoring(self, targets_BL: Tensor, temperature: float, supports: TokenSupports | None = None) -> Iterator[None]:
+        """Make the model score targets inside the context. `supports` are those of the flattened targets."""
+        self._targets_BL, self._temperature, self._supports = targets_BL, temperature, supports
+        try:
+            yield
+        finally:
+            self._targets_BL = self._supports = None
+
+    def __call__(self, hidden_BLD: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the logits, `[B, L, V]`; inside `scoring`, return log-probabilities and entropies, `[B, L]` each."""
+        if self._targets_BL is None:
+            return self._logits(hidden_BLD)
+        targets_BL, temperature, supports = self._targets_BL, self._temperature, self._supports
+        num_rows, length = targets_BL.shape
+        width = max(1, LOGITS_AT_ONCE // (num_rows * self._vocab_size))
+        if length <= width:
+            return self._score(hidden_BLD, targets_BL, temperature, supports)
+        chunks = [
+            checkpoint(
+                self._score,
+                hidden_BLD[:, start : start + width],
+                targets_BL[:, start : start + width],
+                temperature,
+                None if supports is None else supports.columns(num_rows, start, min(start + width, length)),
+                use_reentrant=False,
+                preserve_rng_state=False,
+            )
+            for start in range(0, length, width)
+        ]
+        logprobs, entropies = zip(*chunks, strict=True)
+        return torch.cat(logprobs, dim=1), torch.cat(entropies, dim=1)
+
+    def _score(
+        self, hidden_BCD: Tensor, targets_BC: Tensor, temperature: float, supports: TokenSupports | None
+    ) -> tuple[Tensor, Tensor]:
+        logits_BCV = self._logits(hidden_BCD)
+        shard: dict[str, Any] = {"group": None}
+        if isinstance(logits_BCV, DTensor):  # tensor parallelism: this rank holds some columns of the logits
+            mesh, logits_BCV = logits_BCV.device_mesh, logits_BCV.to_local()
+            start = -(-self._vocab_size // mesh.size()) * mesh.get_local_rank()
+            shard = {"group": mesh.get_group(), "vocab_start": min(self._vocab_size, start)}
+        logprobs_N, entropy_N = logprobs_and_entropy(
+            logits_BCV.flatten(0, 1), targets_BC.flatten(), temperature=temperature, supports=supports, **shard
+        )
+        return logprobs_N.view(targets_BC.shape), entropy_N.view(targets_BC.shape)

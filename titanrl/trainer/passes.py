@@ -8,7 +8,7 @@ Shape suffixes: B rows, L tokens of a row, S tokens of a sequence, N tokens of a
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +26,8 @@ from titanrl.trainer.agreement import Facts
 from titanrl.trainer.collate import PackedRows, empty_rows, row_length
 from titanrl.trainer.learner import Learner, Objective, policy_objective, supervised_objective
 from titanrl.trainer.model import PolicyModel
+
+T = TypeVar("T")
 
 CustomLoss = Callable[[list[Datum], list[Tensor]], tuple[Tensor, Mapping[str, float]]]
 """User-defined loss. It takes data and the log-probabilities of their targets, `[S]` each, and returns the loss summed over the
@@ -267,38 +269,28 @@ def _custom_objective(function: CustomLoss, data: Sequence[Datum], locations: Se
     """Wrap a `CustomLoss` as the objective of one micro-batch."""
 
     def objective(rows: PackedRows, logprobs_N: Tensor, entropy_N: Tensor) -> tuple[Tensor, LossMetrics]:
-        logprobs_BL = logprobs_N.view(rows.tokens_BL.shape)
-        loss = logprobs_N.sum() * 0.0
-        metrics: Mapping[str, float] = {}
-        failure: Exception | None = None
-        if locations:
-            try:
-                selected = [data[location.index] for location in locations]
-                loss, metrics = function(selected, [logprobs_BL[location.row, location.tokens] for location in locations])
-            except Exception as error:  # user-defined code may raise anything, and the other ranks would wait in backward
-                failure = error
-        _fail_together(failure)
+        def compute() -> tuple[Tensor, Mapping[str, float]]:
+            logprobs_BL = logprobs_N.view(rows.tokens_BL.shape)
+            selected = [data[location.index] for location in locations]
+            return function(selected, [logprobs_BL[location.row, location.tokens] for location in locations])
+
+        loss, metrics = _on_all_ranks(compute if locations else lambda: (logprobs_N.sum() * 0.0, {}))
         sums = {name: torch.tensor(float(value)) for name, value in metrics.items()}
         return loss, LossMetrics(sums={"loss/policy": loss.detach().cpu(), **sums}, maxima={})
 
     return objective
 
 
-def _on_all_ranks(objective: Objective, rows: PackedRows, logprobs_N: Tensor, entropy_N: Tensor) -> tuple[Tensor, LossMetrics]:
-    """Compute an objective that calls user-defined code; if it raises on one rank, raise on all ranks before backward."""
+def _on_all_ranks(compute: Callable[..., T], *args: Any) -> T:
+    """Call user-defined code; if it raises on one rank, raise on all ranks before backward. This is a collective.
+
+    A rank that failed raises its own exception.
+    """
     failure: Exception | None = None
-    result: tuple[Tensor, LossMetrics] | None = None
     try:
-        result = objective(rows, logprobs_N, entropy_N)
+        result = compute(*args)
     except Exception as error:  # user-defined code may raise anything, and the other ranks would wait in backward
         failure = error
-    _fail_together(failure)
-    assert result is not None
-    return result
-
-
-def _fail_together(failure: Exception | None) -> None:
-    """Raise on all ranks if any rank failed; a rank that failed raises its own exception. This is a collective."""
     failures: list[str | None] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(failures, None if failure is None else repr(failure))
     if failure is not None:
@@ -306,3 +298,4 @@ def _fail_together(failure: Exception | None) -> None:
     for rank, text in enumerate(failures):
         if text is not None:
             raise RuntimeError(f"loss_fn: the loss raised on trainer rank {rank} (got {text}). Correct the loss.")
+    return result

@@ -94,7 +94,7 @@ class PolicyTrainer(Actor):
     """One rank of the trainer. The controller calls each endpoint on all ranks, in the same order."""
 
     def __init__(self, setup: TrainerSetup) -> None:
-        """Store the settings. `start` and `load_model` initialize the rank."""
+        """Store the settings; `start` and `load_model` initialize the rank."""
         self._setup = setup
         self._closing: list[Callable[[], None]] = []
         self._busy_s = 0.0
@@ -130,48 +130,44 @@ class PolicyTrainer(Actor):
         """Build the policy from a Hugging Face directory, at version 0."""
         with self.agreement.phase("load_model") as agree:
             agree(dict)
-            await self._load(model_dir)
+            import torch
+
+            from titanrl.models.directory import open_model
+            from titanrl.trainer.checkpoint import Checkpoints, load_model
+            from titanrl.trainer.learner import Learner
+            from titanrl.trainer.model import torch_dtype
+            from titanrl.trainer.snapshots import KeptLogprobs
+            from titanrl.weights.publish import WeightPublisher
+
+            setup, rank = self._setup, current_rank().rank
+            torch.manual_seed(setup.seed)
+            model = load_model(open_model(model_dir, setup.family), setup.config, setup.device, seed=setup.seed)
+            self._groups += model.groups
+            self._model_dir = model_dir
+            self._learner = Learner(
+                model,
+                setup.algorithm,
+                setup.temperature,
+                custom_loss=loaded(setup.plugins, "algorithm.loss"),
+                snapshots_on_device=setup.config.snapshots_on_device,
+            )
+            self._kept = KeptLogprobs()
+            self._held: Mapping[GroupHandle, Mapping[int, Segment]] = {}
+            # Each new row length would recompile compiled code, including FlexAttention.
+            is_fixed = setup.config.compile or setup.device.attention == "flex"
+            self._row_multiple = setup.config.row_tokens if is_fixed else ROW_MULTIPLE * setup.config.parallelism.tp
+            self._learner.check_snapshots(self._row_multiple)  # the shortest possible row: a long one would take seconds
+            self._checkpoints = Checkpoints(
+                self._learner, setup.checkpoint_dir, setup.keep_checkpoints, in_background=setup.device.kind != "cpu"
+            )
+            self._closing.append(self._checkpoints.close)
+            self._publisher = WeightPublisher(
+                setup.run, rank, setup.store, torch_dtype(setup.generator_dtype), setup.transports, setup.verify
+            )
+            # Allocate the memory for publishing now. Otherwise page faults would make the first pushes ten times slower.
+            if setup.transports:
+                await self._publisher.prepare(self._learner.weights(), self._learner.buffer_names)
             self._check_replicas()
-
-    async def _load(self, model_dir: Path) -> None:
-        import torch
-
-        from titanrl.models.directory import open_model
-        from titanrl.trainer.checkpoint import Checkpoints
-        from titanrl.trainer.hf import load_model
-        from titanrl.trainer.learner import Learner
-        from titanrl.trainer.model import torch_dtype
-        from titanrl.trainer.snapshots import KeptLogprobs
-        from titanrl.weights.publish import WeightPublisher
-
-        setup, rank = self._setup, current_rank().rank
-        torch.manual_seed(setup.seed)
-        model = load_model(open_model(model_dir, setup.family), setup.config, setup.device, seed=setup.seed)
-        self._groups += model.groups
-        self._model_dir = model_dir
-        self._learner = Learner(
-            model,
-            setup.algorithm,
-            setup.temperature,
-            custom_loss=loaded(setup.plugins, "algorithm.loss"),
-            snapshots_on_device=setup.config.snapshots_on_device,
-        )
-        self._kept = KeptLogprobs()
-        self._held: Mapping[GroupHandle, Mapping[int, Segment]] = {}
-        # Each new row length would recompile compiled code, including FlexAttention.
-        is_fixed = setup.config.compile or setup.device.attention == "flex"
-        self._row_multiple = setup.config.row_tokens if is_fixed else ROW_MULTIPLE * setup.config.parallelism.tp
-        self._learner.check_snapshots(self._row_multiple)  # the shortest possible row: a long one would take seconds
-        self._checkpoints = Checkpoints(
-            self._learner, setup.checkpoint_dir, setup.keep_checkpoints, in_background=setup.device.kind != "cpu"
-        )
-        self._closing.append(self._checkpoints.close)
-        self._publisher = WeightPublisher(
-            setup.run, rank, setup.store, torch_dtype(setup.generator_dtype), setup.transports, setup.verify
-        )
-        # Allocate the memory for publishing now. Otherwise page faults would make the first pushes ten times slower.
-        if setup.transports:
-            await self._publisher.prepare(self._learner.weights(), self._learner.buffer_names)
 
     # Passes over planned rows, whose rollouts are fetched from the storage shards
 
@@ -369,7 +365,7 @@ class PolicyTrainer(Actor):
     @collective
     async def export_model(self, target: Path, dtype: "FileDtype | None" = None) -> None:
         """Write the policy as a Hugging Face directory, by default in the dtype of exported weights."""
-        from titanrl.trainer.hf import export_hf
+        from titanrl.trainer.checkpoint import export_hf
 
         self._learner.require_settled("export_model")
         export_hf(self._learner.model, self._model_dir, target, dtype or self._setup.export_dtype)
@@ -425,7 +421,7 @@ class PolicyTrainer(Actor):
 
     def _check_replicas(self) -> None:
         """Compare the replicated tensors of all ranks, unless `faults.check_replicas_every` is 0. This is a collective."""
-        from titanrl.trainer.replicas import check_replicas
+        from titanrl.trainer.agreement import check_replicas
 
         if self._setup.faults.check_replicas_every:
             check_replicas(self._learner)

@@ -23,6 +23,7 @@ from torchtitan.components.checkpointer.utils import canonical_fqn
 from titanrl.base.errors import TitanRLError
 from titanrl.carriers.tables import Row
 from titanrl.carriers.types import GroupHandle
+from titanrl.trainer.collate import places
 from titanrl.weights.layout import local_part
 
 
@@ -43,7 +44,6 @@ class TensorLayout:
     local_shape: tuple[int, ...]
     """Shape of this rank's shard."""
     dtype: torch.dtype
-    """Dtype of the elements."""
     placements: tuple[Any, ...] | None
     """DTensor placements over `mesh`; None for a plain tensor."""
     mesh: Any
@@ -55,7 +55,6 @@ class Entry:
     """Tensor of a snapshot."""
 
     layout: TensorLayout
-    """Layout at the time of the copy."""
     data: Tensor
     """Copy of this rank's shard."""
 
@@ -129,7 +128,7 @@ class Snapshots:
     def _copy(self, *, on_device: bool) -> Mapping[str, Entry]:
         reshard(self._module)
         return {
-            name: Entry(layout_of(tensor), copy_of(local_part(tensor), on_device=on_device))
+            name: Entry(layout_of(tensor), _copy_of(local_part(tensor), on_device=on_device))
             for name, tensor in changing_tensors(self._module).items()
         }
 
@@ -173,7 +172,7 @@ def layout_of(tensor: Tensor) -> TensorLayout:
     return TensorLayout(tuple(tensor.shape), tuple(local_part(tensor).shape), tensor.dtype, *sharding)
 
 
-def copy_of(tensor: Tensor, *, on_device: bool) -> Tensor:
+def _copy_of(tensor: Tensor, *, on_device: bool) -> Tensor:
     """Copy a tensor to new memory: on its device, or in pinned host memory."""
     if on_device or tensor.device.type == "cpu":  # on a CPU, `.cpu()` would return the tensor itself
         return tensor.clone()
@@ -273,7 +272,6 @@ class KeptLogprobs:
     """Log-probabilities by version and sequence. If a storage slot is reused, the values of the new group replace the old."""
 
     def __init__(self) -> None:
-        """Start with an empty cache."""
         self._values: dict[tuple[int, int, int, int], tuple[int, Tensor]] = {}
 
     def put(self, version: int, rows: Sequence[Row], logprobs_BL: Tensor) -> None:
@@ -319,7 +317,5 @@ class KeptLogprobs:
 def _sequences(rows: Sequence[Row]) -> Iterator[tuple[int, GroupHandle, int, slice]]:
     """Yield row index, group handle, rollout and tokens of each sequence."""
     for index, row in enumerate(rows):
-        start = 0
-        for sequence in row:
-            yield index, sequence.handle, sequence.segment, slice(start, start + sequence.num_placed)
-            start += sequence.num_placed
+        for sequence, tokens in zip(row, places(row), strict=True):
+            yield index, sequence.handle, sequence.segment, tokens

@@ -9,7 +9,7 @@ import torch
 from tests.trainer import full_disk
 from tests.trainer.ranks import World
 from titanrl.base.files import digests_of
-from titanrl.trainer.storage import mark, unwritten
+from titanrl.trainer.model import mark, unwritten
 
 
 @pytest.mark.parametrize("in_background", [False, True], ids=["waiting", "in background"])
