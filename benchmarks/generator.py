@@ -159,7 +159,7 @@ class Bare:
 
 def serve_bare(config: Config, model_dir: Path) -> None:
     """Build vLLM's engine as the generator does, and time batches on it."""
-    from titanrl.models.titan import prepare_torchtitan
+    from titanrl.models.preparation import prepare_torchtitan
 
     prepare_torchtitan(DEVICES["cpu"])
     from vllm.sampling_params import RequestOutputKind

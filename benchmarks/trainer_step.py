@@ -23,7 +23,7 @@ os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR":
 
 from benchmarks.machine import write_result
 from titanrl.config.device import DEVICES, missing_for
-from titanrl.models.titan import prepare_torchtitan
+from titanrl.models.preparation import prepare_torchtitan
 
 DEVICE = DEVICES["cpu" if missing_for("cuda") else "cuda"]
 prepare_torchtitan(DEVICE)  # before any other import of torchtitan

@@ -34,11 +34,10 @@ from titanrl.processes.actors import Actor, endpoint
 from titanrl.processes.variables import worker_environment
 from titanrl.weights.copying import Copies
 from titanrl.weights.layout import LiveState, local_part
-from titanrl.weights.publish import WeightPublisher
-from titanrl.weights.pull import WeightReader
 from titanrl.weights.records import Commit, WeightManifest
 from titanrl.weights.store import WeightStore, spawn_store
 from titanrl.weights.sync import WeightSync
+from titanrl.weights.transfer import WeightPublisher, WeightReader
 
 DTYPES = {"bf16->bf16": torch.bfloat16, "fp32->bf16": torch.float32}
 PUBLISHED = torch.bfloat16

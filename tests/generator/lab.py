@@ -24,10 +24,9 @@ from titanrl.models.recipe import create_model
 from titanrl.processes.actors import resolve
 from titanrl.processes.variables import generator_environment, worker_environment
 from titanrl.rollout.pool import GeneratorPool
-from titanrl.weights.publish import WeightPublisher
-from titanrl.weights.pull import WeightReader
 from titanrl.weights.records import Commit
 from titanrl.weights.store import WeightStore, spawn_store
+from titanrl.weights.transfer import WeightPublisher, WeightReader
 
 PROMPTS = [tuple(2 + (7 * i + j) % 90 for j in range(5 + i)) for i in range(8)]
 RECIPE = RecipeConfig(init_std=0.2)  # large weights, so that greedy sampling has no near-ties

@@ -29,8 +29,8 @@ from titanrl.generator.compat import (
     temporary_rendezvous,
 )
 from titanrl.generator.engine import Engine
-from titanrl.models.initial_values import WithoutDraws
-from titanrl.models.vllm_limits import CPU_HEAD_DIMS
+from titanrl.models.family import CPU_HEAD_DIMS
+from titanrl.models.preparation import WithoutDraws
 
 
 def test_patches_match_the_installed_vllm_version() -> None:

@@ -25,15 +25,15 @@ from titanrl.launch.fleet import Fleet
 from titanrl.launch.roles import Roles
 from titanrl.launch.supervision import Supervisor
 from titanrl.launch.trainer_mesh import TrainerMesh
-from titanrl.models.vllm_limits import LOAD_FORMAT
+from titanrl.models.family import LOAD_FORMAT
 from titanrl.processes.actors import resolve
 from titanrl.processes.variables import generator_environment, trainer_environment, worker_environment
 from titanrl.rollout.pool import GeneratorPool
 from titanrl.session.training import TrainingClient
 from titanrl.trainer.rank import PolicyTrainer, TrainerSetup
-from titanrl.weights.pull import WeightReader
 from titanrl.weights.records import Commit
 from titanrl.weights.store import spawn_store
+from titanrl.weights.transfer import WeightReader
 
 IMPLEMENTATIONS = ("titan", "native")
 PROMPTS = [tuple(2 + (7 * i + j) % 90 for j in range(5 + i)) for i in range(4)]

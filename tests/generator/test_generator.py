@@ -23,10 +23,9 @@ from titanrl.data.tokenizer import load_tokenizer
 from titanrl.processes.actors import resolve
 from titanrl.processes.variables import worker_environment
 from titanrl.rollout.pool import GeneratorPool, InRound
-from titanrl.weights.publish import WeightPublisher
-from titanrl.weights.pull import WeightReader
 from titanrl.weights.records import Commit
 from titanrl.weights.store import spawn_store
+from titanrl.weights.transfer import WeightPublisher, WeightReader
 
 
 @pytest.fixture(scope="module")

@@ -33,11 +33,10 @@ from titanrl.models.recipe import create_model
 from titanrl.processes.children import Respawns
 from titanrl.processes.variables import generator_environment, worker_environment
 from titanrl.rollout.pool import GeneratorPool
-from titanrl.weights.publish import WeightPublisher
-from titanrl.weights.pull import WeightReader
 from titanrl.weights.records import WeightManifest
 from titanrl.weights.store import WeightStore, spawn_store
 from titanrl.weights.sync import WeightSync
+from titanrl.weights.transfer import WeightPublisher, WeightReader
 
 MAX_LEN = 1024
 PROMPT = tuple(range(2, 12))

@@ -7,7 +7,7 @@ from torchtitan.models.common.rope import CosSinRoPE
 
 from titanrl.config.device import DEVICES
 from titanrl.generator.titan import half_width, rms_norm, rotate
-from titanrl.models.titan import prepare_torchtitan
+from titanrl.models.preparation import prepare_torchtitan
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 

@@ -17,8 +17,8 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
 from titanrl.carriers.supports import Supports, supports_of
-from titanrl.generator import truncation
-from titanrl.generator.truncation import SupportRecording, encoded, support_words, with_supports
+from titanrl.generator import compat
+from titanrl.generator.compat import SupportRecording, encoded, support_words, with_supports
 
 VOCAB_SIZE = 100
 
@@ -71,7 +71,7 @@ def sampler(monkeypatch: pytest.MonkeyPatch) -> tuple[Sampler, SupportRecording]
         model_executor=SimpleNamespace(driver_worker=SimpleNamespace(worker=SimpleNamespace(model_runner=SimpleNamespace())))
     )
     core.model_executor.driver_worker.worker.model_runner.sampler = made
-    monkeypatch.setattr(truncation, "engine_core", lambda engine: core)
+    monkeypatch.setattr(compat, "engine_core", lambda engine: core)
     engine: Any = None
     return made, SupportRecording(engine, VOCAB_SIZE)
 

@@ -6,7 +6,7 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"  # set before torch is imported, or forked ranks inherit a thread pool without threads
 
 from titanrl.config.device import DEVICES
-from titanrl.models.titan import prepare_torchtitan
+from titanrl.models.preparation import prepare_torchtitan
 
 prepare_torchtitan(DEVICES["cpu"])
 

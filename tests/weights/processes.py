@@ -14,10 +14,9 @@ from titanrl.processes.actors import Actor, current_rank, endpoint
 from titanrl.processes.machine import HOST_FOLDER
 from titanrl.weights.fanout import HostTransport
 from titanrl.weights.layout import PartOf
-from titanrl.weights.publish import WeightPublisher
-from titanrl.weights.pull import WeightReader
 from titanrl.weights.records import Commit, RdmaHandle, WeightManifest, WeightMismatchError, overwritten
 from titanrl.weights.store import WeightStore
+from titanrl.weights.transfer import WeightPublisher, WeightReader
 
 
 class MemoryStore:

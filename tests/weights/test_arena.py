@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from tests.shared_memory import abandoned
-from titanrl.weights.arena import Arena, MappedArena
 from titanrl.weights.records import ArenaHandle, WeightMismatchError
+from titanrl.weights.transport import Arena, MappedArena
 
 OWNER = """
 import sys, torch
-from titanrl.weights.arena import Arena
+from titanrl.weights.transport import Arena
 arena = Arena(6)
 with arena.writing() as data:
     data.copy_(torch.arange(6, dtype=torch.uint8))
@@ -135,7 +135,7 @@ def test_failed_write_keeps_the_odd_sequence_number() -> None:
 
 NON_ROOT_READER = """
 import ctypes, os, pickle, signal
-from titanrl.weights.arena import Arena, MappedArena
+from titanrl.weights.transport import Arena, MappedArena
 from titanrl.weights.records import WeightMismatchError
 if os.getuid() == 0:
     os.setgid(65534)

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from tests.weights.processes import MemoryStore
 from titanrl.weights import _stream, copying
 from titanrl.weights.copying import Copies, CopyOut, as_rows, copy_in, one_thread
-from titanrl.weights.publish import WeightPublisher
-from titanrl.weights.pull import WeightReader
 from titanrl.weights.records import Commit
+from titanrl.weights.transfer import WeightPublisher, WeightReader
 
 
 def test_copy_casts_blocks_of_any_stride() -> None:

@@ -26,9 +26,9 @@ from titanrl.launch.supervision import Supervisor
 from titanrl.processes.temporary import private_folder
 from titanrl.processes.variables import worker_environment
 from titanrl.weights.fanout import HostTransport
-from titanrl.weights.pull import WeightReader
 from titanrl.weights.records import ArenaHandle, Commit, RdmaHandle, WeightManifest
 from titanrl.weights.store import spawn_store
+from titanrl.weights.transfer import WeightReader
 
 TIMEOUT_S = 60
 

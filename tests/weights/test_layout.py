@@ -36,13 +36,11 @@ from titanrl.weights.layout import (
     held_pieces,
     index_runs,
     local_part,
-    local_parts,
     plan_copies,
     plan_pack,
 )
-from titanrl.weights.publish import WeightPublisher
-from titanrl.weights.pull import CopyPlan, WeightReader
 from titanrl.weights.records import Box, ByteLayout, Commit, Piece, ShardEntry, WeightMismatchError, make_layout, whole
+from titanrl.weights.transfer import CopyPlan, WeightPublisher, WeightReader
 
 VALUE = torch.arange(21.0).view(7, 3)
 
@@ -170,7 +168,7 @@ def publish_on_rank(folder: str) -> None:
 def pack_to_file(state: dict[str, torch.Tensor], rank: int, path: str) -> None:
     plan = plan_pack(state, rank, torch.bfloat16, keep={"buffer"})
     data = torch.zeros(plan.layout.num_bytes, dtype=torch.uint8)
-    Copies(plan.targets(data), plan.local_blocks(local_parts(state))).run()
+    Copies(plan.targets(data), plan.local_blocks(state)).run()
     torch.save((plan.layout, data), path)
 
 
@@ -226,7 +224,7 @@ def test_square_matrix_and_its_transposed_view_are_not_tied() -> None:
     plan = plan_pack(state, 0, torch.float32)
     assert [entry.name for entry in plan.layout.entries] == ["w", "transposed"]
     data = torch.zeros(plan.layout.num_bytes, dtype=torch.uint8)
-    Copies(plan.targets(data), plan.local_blocks(local_parts(state))).run()
+    Copies(plan.targets(data), plan.local_blocks(state)).run()
     assert entry_view(data, plan.layout.entries[1]).tolist() == [[0, 2], [1, 3]]
 
 
@@ -235,7 +233,7 @@ def test_values_are_cast_and_entries_are_aligned_to_cache_lines() -> None:
     plan = plan_pack(state, 0, torch.bfloat16)
     assert [entry.byte_offset for entry in plan.layout.entries] == [0, 64]
     data = torch.zeros(plan.layout.num_bytes, dtype=torch.uint8)
-    Copies(plan.targets(data), plan.local_blocks(local_parts(state))).run()
+    Copies(plan.targets(data), plan.local_blocks(state)).run()
     assert entry_view(data, plan.layout.entries[0]).tolist() == [1.0, 1.0]
 
 

@@ -17,9 +17,9 @@ from titanrl.launch.fleet import Fleet
 from titanrl.launch.roles import Roles
 from titanrl.launch.supervision import Supervisor
 from titanrl.processes.variables import worker_environment
-from titanrl.weights.pull import WeightReader
 from titanrl.weights.records import ArenaHandle, Commit, RdmaHandle, StoreHandle, rank_key
 from titanrl.weights.store import spawn_store
+from titanrl.weights.transfer import WeightReader
 
 STATE = {"w": torch.randn(40, 30), "b": torch.randn(7), "scale": torch.tensor(0.3), "buffer": torch.randn(5)}
 KEEP = ["buffer"]

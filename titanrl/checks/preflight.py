@@ -43,7 +43,7 @@ from titanrl.hosts.launcher import broken_by_launcher
 from titanrl.hosts.machine_rules import broken_by_cores
 from titanrl.hosts.slurm import broken_by_slurm
 from titanrl.models.directory import ModelDirectory, model_shape, open_model, read_model, recipe_model
-from titanrl.models.vllm_limits import vllm_problems
+from titanrl.models.family import vllm_problems
 from titanrl.processes import caches
 
 PROCESSES_PER_CORE = 100

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from titanrl.generator.engine import Engine
     from titanrl.generator.lockstep import Follower, Leader
-    from titanrl.weights.pull import Targets, WeightReader
+    from titanrl.weights.transfer import Targets, WeightReader
 
 Reply = tuple[list[tuple[int, list[Completion]]], EngineLoad]
 """Finished groups of a `generate` call as (index in the call, completions) pairs, and the engine's load."""
@@ -82,7 +82,7 @@ class Generator(Actor):
     @endpoint
     async def start(self) -> None:
         """Import vLLM and build the engine; return when it is ready to pull weights."""
-        from titanrl.models.titan import prepare_torchtitan
+        from titanrl.models.preparation import prepare_torchtitan
 
         prepare_torchtitan(self._setup.device)
         if self._rank == 0:
@@ -113,11 +113,16 @@ class Generator(Actor):
         All requests of a call join the batch at the same decoding step, as soon as `admission` allows it. Once a group is
         complete, the engine aborts its remaining requests. The call returns when every group has been sent.
         """
-        finished: asyncio.Queue[tuple[int, asyncio.Future[list[Completion]]]] = asyncio.Queue()
-
+        admission = admission or Admission()
         await self._up_to_date.wait()
-        results = [asyncio.wrap_future(result) for result in await self._submit(groups, num_kept, admission or Admission())]
-        for index, result in enumerate(results):
+        if admission.round_size:
+            parts = dict(zip(admission.indices, zip(groups, num_kept, strict=True), strict=True))
+            of_round = await self._rounds.add(parts, admission.round_size)
+            results = [of_round[index] for index in admission.indices]
+        else:
+            results = await self._loop.submit(groups, num_kept, when_drained=admission.when_drained)
+        finished: asyncio.Queue[tuple[int, asyncio.Future[list[Completion]]]] = asyncio.Queue()
+        for index, result in enumerate(map(asyncio.wrap_future, results)):
             result.add_done_callback(lambda result, index=index: finished.put_nowait((index, result)))  # type: ignore[misc]
         num_sent = 0
         while num_sent < len(groups):
@@ -125,15 +130,6 @@ class Generator(Actor):
             load = replace(self._loop.load, admits=self._loop.load.admits and self._up_to_date.is_set())
             replies.send(([(index, result.result()) for index, result in ready], load))
             num_sent += len(ready)
-
-    async def _submit(
-        self, groups: Sequence[Sequence[GenerationRequest]], num_kept: Sequence[int], admission: Admission
-    ) -> "list[Future[list[Completion]]]":
-        if not admission.round_size:
-            return await self._loop.submit(groups, num_kept, when_drained=admission.when_drained)
-        parts = dict(zip(admission.indices, zip(groups, num_kept, strict=True), strict=True))
-        results = await self._rounds.add(parts, admission.round_size)
-        return [results[index] for index in admission.indices]
 
     async def _submit_round(self, parts: Mapping[int, GroupRequest]) -> "dict[int, Future[list[Completion]]]":
         groups, num_kept = zip(*parts.values(), strict=True)
@@ -184,13 +180,15 @@ class Generator(Actor):
                 raise
 
         async with self._pulling:
-            fill, fetched = await self._fetch(commit)
+            reader = self._setup.reader
+            assert reader is not None, "a frozen model pulls no weights"
+            fill, fetched = await self._fetch(commit, reader)
             if self._follower is not None:
                 await asyncio.wrap_future(self._follower.swap(fill))
-                return self._take_received()
+                return reader.take_received()
             try:
                 await self._loop.call(update, when_drained=fetched and on_update == "drain")
-                return self._take_received()
+                return reader.take_received()
             finally:
                 self._pulled = max(self._pulled, commit.version)
                 if self._pulled >= self._expected:
@@ -259,14 +257,13 @@ class Generator(Actor):
         (leader,) = connect(self._rank, self._setup.config.tp)
         return engine, leader
 
-    async def _fetch(self, commit: Commit) -> "tuple[Callable[[torch.nn.Module], None], bool]":
+    async def _fetch(self, commit: Commit, reader: "WeightReader") -> "tuple[Callable[[torch.nn.Module], None], bool]":
         """Fetch a version; return a function that writes it into the model, and whether the fetch succeeded.
 
         A fetch fails if the run restarts. After a failed fetch, the returned function raises the error. So every pull is one
         weight swap on every rank, and all ranks fail at the same step.
         """
-        assert self._setup.reader is not None, "a frozen model pulls no weights"
-        fetching = asyncio.create_task(self._setup.reader.fetch(commit))
+        fetching = asyncio.create_task(reader.fetch(commit))
         restarting = asyncio.create_task(self._restarting.wait())
         try:
             await asyncio.wait({fetching, restarting}, return_when=asyncio.FIRST_COMPLETED)
@@ -279,10 +276,6 @@ class Generator(Actor):
             fetching.cancel()
             restarting.cancel()
         return lambda model: fetched.copy_into(self._weight_targets(model)), True
-
-    def _take_received(self) -> int:
-        assert self._setup.reader is not None, "a frozen model pulls no weights"
-        return self._setup.reader.take_received()
 
     def _weight_targets(self, model: "torch.nn.Module") -> "Targets":
         """Map the trainer's names to the model's tensors. The mapping is cached, so that the reader can reuse its copy plan."""

@@ -23,6 +23,7 @@ from titanrl.config.sections import GeneratorConfig
 from titanrl.data.tokenizer import Tokenizer, load_tokenizer
 from titanrl.generator.compat import (
     EngineCoreOutput,
+    SupportRecording,
     abort_requests,
     add_request,
     engine_model,
@@ -31,12 +32,12 @@ from titanrl.generator.compat import (
     prepare_vllm,
     reset_prefix_cache,
     step_core,
+    support_words,
     temporary_rendezvous,
 )
 from titanrl.generator.native import register_loader
-from titanrl.generator.truncation import SupportRecording, support_words
 from titanrl.models.directory import ModelDirectory
-from titanrl.models.vllm_limits import CPU_BLOCK_TOKENS
+from titanrl.models.family import CPU_BLOCK_TOKENS
 
 FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 """vLLM's finish reasons mapped to ours. Aborted requests have none."""
@@ -122,7 +123,7 @@ class Engine:
 
     @property
     def num_running(self) -> int:
-        """Unfinished requests."""
+        """Number of unfinished requests."""
         return len(self._running)
 
     @property
@@ -235,11 +236,9 @@ def build_engine(source: ModelDirectory, config: GeneratorConfig, device: Device
     with temporary_rendezvous():
         engine = LLMEngine.from_engine_args(EngineArgs(**engine_args(source.path, config, device, max_len)))
     if config.model_impl == "titan" and config.tp == 1:
-        from titanrl.generator.titan import unwrap_forward, use_cpu_kernels
+        from titanrl.generator.titan import speed_up
 
-        unwrap_forward(engine_model(engine))
-        if device.kind == "cpu":
-            use_cpu_kernels(engine_model(engine))
+        speed_up(engine_model(engine), device)
     return engine
 
 

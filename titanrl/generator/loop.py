@@ -180,21 +180,19 @@ class EngineLoop:
         self, engine: "Engine | Leader", groups: Sequence[Sequence[GenerationRequest]], num_kept: Sequence[int]
     ) -> list[Future[list[Completion]]]:
         before = set(self._waiting)
+        results = []
         try:
-            return [self._add_group(engine, *group) for group in zip(groups, num_kept, strict=True)]
+            for requests, num_missing in zip(groups, num_kept, strict=True):
+                group = _Group(Future(), [None] * len(requests), num_missing)
+                if not requests:  # a group that needs no more turns in this round
+                    group.result.set_result([])
+                for index, request in enumerate(requests):
+                    self._waiting[engine.add(request)] = (group, index)
+                results.append(group.result)
         except Exception:  # raised to the caller, after removing the requests that were already added
             self._abort(engine, self._waiting.keys() - before)
             raise
-
-    def _add_group(
-        self, engine: "Engine | Leader", requests: Sequence[GenerationRequest], num_kept: int
-    ) -> Future[list[Completion]]:
-        group = _Group(Future(), [None] * len(requests), num_kept)
-        if not requests:  # a group that needs no more turns in this round
-            group.result.set_result([])
-        for index, request in enumerate(requests):
-            self._waiting[engine.add(request)] = (group, index)
-        return group.result
+        return results
 
     def _deliver(self, engine: "Engine | Leader", finished: "Finished") -> None:
         """Store a completion in its group; the last one needed resolves the group's future and aborts the spare requests."""

@@ -18,8 +18,7 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from titanrl.config.sizes import ModelShape
 from titanrl.models.directory import ModelDirectory
-from titanrl.models.family import VllmName
-from titanrl.models.vllm_limits import LOAD_FORMAT
+from titanrl.models.family import LOAD_FORMAT, VllmName
 from titanrl.weights.layout import PartOf, local_part
 
 

@@ -36,10 +36,12 @@ def register_titan_model(source: ModelDirectory, device: Device, max_len: int, t
     )
 
 
-def unwrap_forward(model: torch.nn.Module) -> None:
-    """Remove torchtitan's wrappers around `forward`, which redistribute tensors over ranks, from the model and its modules.
+def speed_up(model: nn.Module, device: Device) -> None:
+    """Remove torchtitan's wrappers around `forward` from an unsharded model, and on a CPU use vLLM's kernels.
 
-    A single rank has nothing to redistribute, and the wrappers take a sixth of a decoding step of a tiny model.
+    The wrappers redistribute tensors over ranks. A single rank has nothing to redistribute, and they take a sixth of a decoding
+    step of a tiny model. A kernel of vLLM for a norm or a rotary embedding replaces six or ten calls of torch; calls dominate a
+    decoding step of a small model. In float32 the results differ only by rounding.
     """
     assert "spmd_context" in vars(model), "torchtitan no longer enters a mesh context in its forward pass"
     vars(model)["spmd_context"] = contextlib.nullcontext
@@ -47,24 +49,8 @@ def unwrap_forward(model: torch.nn.Module) -> None:
     assert wrapped, "torchtitan no longer replaces the forward of parallelized modules"
     for module in wrapped:
         del vars(module)["forward"]
-
-
-def weight_targets(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Map the trainer's state-dict names to the model's tensors: DTensors if it is sharded, tied tensors only once."""
-    held = {name.removeprefix("model."): parameter.data for name, parameter in model.named_parameters()}
-    assert isinstance(model, VLLMModelWrapper)
-    targets: dict[str, torch.Tensor] = plain_tensor_to_dtensor_state_dict(
-        held, state_dict_layouts=model.get_state_dict_layouts(), parallel_dims=model.parallel_dims
-    )
-    return targets
-
-
-def use_cpu_kernels(model: nn.Module) -> None:
-    """Run every norm and rotary embedding of an unsharded model in vLLM's CPU kernels.
-
-    One call each replaces six or ten of torch; calls dominate a decoding step of a small model. In float32 the results differ
-    only by rounding.
-    """
+    if device.kind != "cpu":
+        return
     norms = [module for module in model.modules() if isinstance(module, RMSNorm)]
     ropes = [module for module in model.modules() if isinstance(module, CosSinRoPE)]
     assert norms, "the model has no RMSNorm of torchtitan"
@@ -73,6 +59,16 @@ def use_cpu_kernels(model: nn.Module) -> None:
         vars(norm)["forward"] = partial(rms_norm, norm)
     for rope in ropes:
         vars(rope)["forward"] = partial(rotate, half_width(rope.cache))
+
+
+def weight_targets(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Map the trainer's state-dict names to the model's tensors: DTensors if it is sharded, tied tensors only once."""
+    held = {name.removeprefix("model."): parameter.data for name, parameter in model.named_parameters()}
+    assert isinstance(model, VLLMModelWrapper)
+    targets: dict[str, torch.Tensor] = plain_tensor_to_dtensor_state_dict(
+        held, state_dict_layouts=model.get_state_dict_layouts(), parallel_dims=model.parallel_dims
+    )
+    return targets
 
 
 def rms_norm(norm: RMSNorm, values: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from titanrl.launch.rollouts import BufferClient, RolloutMesh, Worker
 from titanrl.launch.supervision import OnEvent, Supervisor, Watchdog
 from titanrl.launch.trainer_mesh import TrainerMesh
 from titanrl.models.directory import export_dtype, open_model
-from titanrl.models.vllm_limits import LOAD_FORMAT
+from titanrl.models.family import LOAD_FORMAT
 from titanrl.processes.children import Respawns
 from titanrl.processes.variables import (
     generator_cores,
@@ -44,10 +44,10 @@ from titanrl.replay.memory import ReplayMemory
 from titanrl.replay.shards import ShardNews, StorageShard
 from titanrl.rollout.workers import RolloutWorker, WorkerSetup
 from titanrl.trainer.rank import PolicyTrainer, TrainerSetup
-from titanrl.weights.pull import WeightReader
 from titanrl.weights.records import WeightManifest
 from titanrl.weights.store import WeightStore, spawn_store
 from titanrl.weights.sync import WeightSync
+from titanrl.weights.transfer import WeightReader
 
 logger = logging.getLogger(__name__)
 
@@ -356,7 +356,7 @@ class Assembly:
         environment = generator_environment(config, self.device, replica)
         if first_device is not None:
             environment |= visible(self.device, range(first_device, first_device + tp))
-        imports, host = ("titanrl.weights.pull", "titanrl.generator.actor"), self.hosts.of_generator(replica)
+        imports, host = ("titanrl.weights.transfer", "titanrl.generator.actor"), self.hosts.of_generator(replica)
         template, cores = await fleet.template("generator"), generator_cores(self.config, replica)
         procs = fleet.spawn(part.role, host, tp, environment, imports, template, cores)
         if tp > 1:

@@ -14,7 +14,7 @@ from titanrl.processes.actors import ask_actor, ask_ranks
 from titanrl.weights.records import Commit
 
 if TYPE_CHECKING:
-    from titanrl.weights.pull import WeightReader
+    from titanrl.weights.transfer import WeightReader
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,7 @@ def needed(config: Config, device: Device, roles: Roles) -> dict[str, tuple[dict
 def import_modules(modules: Sequence[str], device: Device | None = None) -> None:
     """Import modules, with `device` after the preparation of torchtitan for it."""
     if device is not None:
-        from titanrl.models.titan import prepare_torchtitan
+        from titanrl.models.preparation import prepare_torchtitan
 
         prepare_torchtitan(device)
     for module in modules:

@@ -73,8 +73,7 @@ class PackedAttention(Module):
         """Configuration without options."""
 
     def __init__(self, config: Config) -> None:
-        """Build the module, which has no state: the mask is an argument of `forward`."""
-        super().__init__()
+        super().__init__()  # without state: the mask is an argument of `forward`
 
     def forward(
         self,

@@ -1,4 +1,4 @@
-"""Build torchtitan's dense decoder from any config.json that `titanrl.models.hf_config` accepts.
+"""Build torchtitan's dense decoder from any config.json that `titanrl.models.dense` accepts.
 
 torchtitan 0.3.0 builds only models of published sizes, by name. Its Qwen3 block implements all dense families, with or without
 QK norm and biases. Module names, parallelization and state-dict adapter are therefore those of torchtitan's Qwen3.
@@ -7,6 +7,7 @@ Shape suffixes: L positions, H head dimension.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,7 +25,6 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 
 from titanrl.models.family import HFConfig
-from titanrl.models.hf_config import rope_parameters
 
 _NORMAL = {"weight": partial(nn.init.normal_, std=0.02), "bias": nn.init.zeros_}
 _ONES = {"weight": nn.init.ones_}
@@ -60,7 +60,6 @@ class DenseStateDictAdapter(Qwen3StateDictAdapter):
     """torchtitan's Qwen3 adapter, extended by the biases of the query, key and value projections."""
 
     def __init__(self, model_config: Qwen3Model.Config, hf_assets_path: str | None) -> None:
-        """Build the adapter and add the names of the biases."""
         super().__init__(model_config, hf_assets_path)
         self.from_hf_map |= {
             f"model.layers.{{}}.self_attn.{name}_proj.bias": f"layers.{{}}.attention.qkv_linear.w{name}.bias" for name in "qkv"
@@ -68,37 +67,46 @@ class DenseStateDictAdapter(Qwen3StateDictAdapter):
 
 
 def decoder_spec(
-    name: str, hf: HFConfig, attention: Module.Config, max_positions: int, *, qk_norm: bool, qkv_bias: bool
+    name: str,
+    hf: HFConfig,
+    rope: Mapping[str, Any],
+    attention: Module.Config,
+    max_positions: int,
+    *,
+    qk_norm: bool,
+    qkv_bias: bool,
 ) -> ModelSpec:
-    """Return the spec with which torchtitan builds, parallelizes, loads and saves the model of a config.json."""
-    return ModelSpec(
-        name=name,
-        flavor="",
-        model=decoder_config(hf, attention, max_positions, qk_norm=qk_norm, qkv_bias=qkv_bias),
-        parallelize_fn=parallelize_qwen3,
-        pipelining_fn=None,
-        post_optimizer_build_fn=None,
-        state_dict_adapter=DenseStateDictAdapter,
-    )
-
-
-def decoder_config(
-    hf: HFConfig, attention: Module.Config, max_positions: int, *, qk_norm: bool, qkv_bias: bool
-) -> Qwen3Model.Config:
-    """Convert a Hugging Face config to torchtitan's model config.
+    """Return the spec with which torchtitan builds, parallelizes, loads and saves the model of a config.json.
 
     The query, key and value projections are not fused. With torchtitan's fused projection, `state_dict()` is a collective that
     replicates the weights, and the parameter names differ from those of the checkpoint.
 
     Args:
+        name: Name of the spec.
         hf: Contents of config.json.
+        rope: RoPE parameters of the config.
         attention: Config of the inner attention of each layer.
         max_positions: Maximum number of positions in the run. Each layer stores a RoPE table of that length.
         qk_norm: Apply RMSNorm to each query and key head.
         qkv_bias: Add biases to the query, key and value projections.
     """
     dim, head_dim, vocab = hf["hidden_size"], hf["head_dim"], hf["vocab_size"]
-    rope = rope_config(hf, max_positions)
+    sizes: dict[str, Any] = {
+        "dim": head_dim,
+        "max_seq_len": min(max_positions, hf["max_position_embeddings"]),
+        "theta": float(rope["rope_theta"]),
+    }
+    if rope["rope_type"] == "default":
+        rotary = CosSinRoPE.Config(**sizes)
+    else:
+        rotary = Llama3RoPE.Config(
+            **sizes,
+            scaling="llama",
+            scaling_factor=rope["factor"],
+            low_freq_factor=rope["low_freq_factor"],
+            high_freq_factor=rope["high_freq_factor"],
+            original_max_position_embeddings=rope["original_max_position_embeddings"],
+        )
 
     def norm(width: int) -> RMSNorm.Config:
         return RMSNorm.Config(normalized_shape=width, eps=hf["rms_norm_eps"], param_init=_ONES)
@@ -113,7 +121,7 @@ def decoder_config(
             wo_param_init=_NORMAL,
             inner_attention=attention,
             fuse_qkv=False,
-            rope=rope,
+            rope=rotary,
             qk_norm=norm(head_dim) if qk_norm else None,
         )
         assert isinstance(gqa.qkv_linear, QKVLinear.Config)
@@ -125,7 +133,7 @@ def decoder_config(
             attention_norm=norm(dim), ffn_norm=norm(dim), attention=gqa, feed_forward=feed_forward
         )
 
-    return Qwen3Model.Config(
+    model = Qwen3Model.Config(
         vocab_size=vocab,
         dim=dim,
         norm=norm(dim),
@@ -134,23 +142,12 @@ def decoder_config(
         lm_head=Linear.Config(in_features=dim, out_features=vocab, param_init=_NORMAL),
         layers=[block() for _ in range(hf["num_hidden_layers"])],
     )
-
-
-def rope_config(hf: HFConfig, max_positions: int) -> CosSinRoPE.Config:
-    """Convert the RoPE parameters of a Hugging Face config to torchtitan's config."""
-    parameters = rope_parameters(hf)
-    sizes: dict[str, Any] = {
-        "dim": hf["head_dim"],
-        "max_seq_len": min(max_positions, hf["max_position_embeddings"]),
-        "theta": float(parameters["rope_theta"]),
-    }
-    if parameters["rope_type"] == "default":
-        return CosSinRoPE.Config(**sizes)
-    return Llama3RoPE.Config(
-        **sizes,
-        scaling="llama",
-        scaling_factor=parameters["factor"],
-        low_freq_factor=parameters["low_freq_factor"],
-        high_freq_factor=parameters["high_freq_factor"],
-        original_max_position_embeddings=parameters["original_max_position_embeddings"],
+    return ModelSpec(
+        name=name,
+        flavor="",
+        model=model,
+        parallelize_fn=parallelize_qwen3,
+        pipelining_fn=None,
+        post_optimizer_build_fn=None,
+        state_dict_adapter=DenseStateDictAdapter,
     )

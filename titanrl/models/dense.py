@@ -5,13 +5,11 @@ QK norm, in biases, and in the defaults of transformers. Importing this module d
 """
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from titanrl.config.sections import RecipeConfig
-from titanrl.config.sizes import ModelShape
+from titanrl.config.sizes import RECIPE_VOCAB_SIZE, ModelShape
 from titanrl.models.family import HFConfig, ModelFamily, VllmName
-from titanrl.models.hf_config import option_problems, recipe_config, rope_problems
 
 if TYPE_CHECKING:
     from torchtitan.protocols.model_spec import ModelSpec
@@ -25,6 +23,9 @@ OPTIONS: Mapping[str, Any] = {
     "quantization_config": None,
 }
 """Supported value of each option in config.json. A missing or null option is also supported."""
+ROPE_TYPES = ("default", "llama3")
+ROPE_FACTORS = ("factor", "low_freq_factor", "high_freq_factor")
+"""Required parameters of the rope type `llama3`."""
 
 VLLM_NAMES: Mapping[str, VllmName] = {
     "norm.weight": VllmName("model.norm.weight"),
@@ -78,38 +79,68 @@ def dense_family(
     """
     options, defaults = options or {}, defaults or {}
     recipe_options = {**options, "sliding_window": None} if "sliding_window" in defaults else options
+
+    def problems(hf: HFConfig) -> list[str]:
+        further = further_problems(hf) if further_problems is not None else []
+        return [*_option_problems(hf, {**OPTIONS, **options}), *_rope_problems(hf), *further]
+
+    def shape(hf: HFConfig) -> ModelShape:
+        return ModelShape(
+            hidden_size=hf["hidden_size"],
+            num_layers=hf["num_hidden_layers"],
+            num_heads=hf["num_attention_heads"],
+            num_kv_heads=hf["num_key_value_heads"],
+            head_dim=hf["head_dim"],
+            intermediate_size=hf["intermediate_size"],
+            vocab_size=hf["vocab_size"],
+            max_positions=hf["max_position_embeddings"],
+            tied_embeddings=bool(hf["tie_word_embeddings"]),
+            qk_norm=qk_norm,
+            qkv_bias=qkv_bias,
+        )
+
+    def spec(hf: HFConfig, attention: "Module.Config", max_positions: int) -> "ModelSpec":
+        from titanrl.models.decoder import decoder_spec
+
+        rope = _rope_parameters(hf)
+        return decoder_spec(model_type, hf, rope, attention, max_positions, qk_norm=qk_norm, qkv_bias=qkv_bias)
+
+    def recipe(sizes: RecipeConfig) -> dict[str, Any]:
+        return {
+            "architectures": [architecture],
+            "model_type": model_type,
+            "vocab_size": RECIPE_VOCAB_SIZE,
+            "hidden_size": sizes.hidden_size,
+            "intermediate_size": sizes.intermediate_size,
+            "num_hidden_layers": sizes.num_layers,
+            "num_attention_heads": sizes.num_heads,
+            "num_key_value_heads": sizes.num_kv_heads,
+            "head_dim": sizes.head_dim,
+            "hidden_act": "silu",
+            **recipe_options,
+            "attention_dropout": 0.0,
+            "max_position_embeddings": sizes.max_positions,
+            "initializer_range": sizes.init_std,
+            "rms_norm_eps": 1e-6,
+            # transformers 5 writes rope_parameters instead, but also reads this key.
+            "rope_theta": 10_000.0,
+            "tie_word_embeddings": True,
+            "use_cache": True,
+            "dtype": "float32",
+        }
+
     return ModelFamily(
         model_type=model_type,
-        problems=partial(_problems, supported={**OPTIONS, **options}, further=further_problems),
-        shape=partial(_shape, qk_norm=qk_norm, qkv_bias=qkv_bias),
-        spec=partial(_spec, name=model_type, qk_norm=qk_norm, qkv_bias=qkv_bias),
+        problems=problems,
+        shape=shape,
+        spec=spec,
         vllm_names={**VLLM_NAMES, **(QK_NORM_NAMES if qk_norm else {}), **(QKV_BIAS_NAMES if qkv_bias else {})},
-        tensors=partial(_tensors, qk_norm=qk_norm, qkv_bias=qkv_bias),
+        tensors=lambda hf: weight_shapes(shape(hf)),
         lora_targets={"attention": ("wq", "wkv", "wo"), "mlp": ("w1", "w2", "w3")},
         renderer=renderer,
         defaults=defaults,
-        recipe=partial(_recipe, model_type=model_type, architecture=architecture, options=recipe_options),
+        recipe=recipe,
         published=published or {},
-    )
-
-
-def _problems(hf: HFConfig, *, supported: Mapping[str, Any], further: Callable[[HFConfig], list[str]] | None) -> list[str]:
-    return [*option_problems(hf, supported), *rope_problems(hf), *(further(hf) if further is not None else [])]
-
-
-def _shape(hf: HFConfig, *, qk_norm: bool, qkv_bias: bool) -> ModelShape:
-    return ModelShape(
-        hidden_size=hf["hidden_size"],
-        num_layers=hf["num_hidden_layers"],
-        num_heads=hf["num_attention_heads"],
-        num_kv_heads=hf["num_key_value_heads"],
-        head_dim=hf["head_dim"],
-        intermediate_size=hf["intermediate_size"],
-        vocab_size=hf["vocab_size"],
-        max_positions=hf["max_position_embeddings"],
-        tied_embeddings=bool(hf["tie_word_embeddings"]),
-        qk_norm=qk_norm,
-        qkv_bias=qkv_bias,
     )
 
 
@@ -142,17 +173,70 @@ def weight_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _tensors(hf: HFConfig, *, qk_norm: bool, qkv_bias: bool) -> dict[str, tuple[int, ...]]:
-    return weight_shapes(_shape(hf, qk_norm=qk_norm, qkv_bias=qkv_bias))
+def _option_problems(hf: HFConfig, supported: Mapping[str, Any]) -> list[str]:
+    """Return an error message for each option of a config.json that has an unsupported value."""
+    problems = []
+    for key, value in supported.items():
+        if hf.get(key) not in (value, None):
+            fix = f"with {value}" if value else "that is not quantized" if key == "quantization_config" else "without it"
+            problems.append(f"{key}: not supported (got {hf[key]!r:.200}). Use a checkpoint {fix}.")
+    if not isinstance(tied := hf.get("tie_word_embeddings"), bool | None):
+        problems.append(f"tie_word_embeddings: must be true or false (got {tied!r:.200}). Correct config.json.")
+    if not _is_positive(eps := hf.get("rms_norm_eps")):
+        problems.append(f"rms_norm_eps: must be a number above 0 (got {eps!r:.200}). Correct config.json.")
+    kinds = hf.get("layer_types") or []
+    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
+        kinds = sorted(set(map(str, kinds))) if isinstance(kinds, list) else kinds
+        problems.append(f"layer_types: not supported (got {kinds!r:.200}). Use a checkpoint with full attention only.")
+    window, positions = hf.get("sliding_window"), hf["max_position_embeddings"]
+    if "use_sliding_window" not in hf and isinstance(window, int) and window < positions:
+        problems.append(
+            f"sliding_window: must be null, or at least max_position_embeddings, {positions} (got {window}). Use a checkpoint "
+            "without a sliding window, or lower max_position_embeddings in config.json to the window."
+        )
+    return problems
 
 
-def _spec(
-    hf: HFConfig, attention: "Module.Config", max_positions: int, *, name: str, qk_norm: bool, qkv_bias: bool
-) -> "ModelSpec":
-    from titanrl.models.decoder import decoder_spec
+def _rope_problems(hf: HFConfig) -> list[str]:
+    """Return error messages for unsupported properties of the rotary embedding, at most one."""
+    key = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
+    if not isinstance(hf.get(key) or {}, Mapping):
+        return [f"{key}: must be an object (got {hf[key]!r:.200}). Correct config.json."]
+    rope = _rope_parameters(hf)
+    if nested := [name for name, value in rope.items() if isinstance(value, Mapping)]:
+        return [
+            f"{key}: must be the same for all layers (got separate ones for {', '.join(nested):.200}). Use another checkpoint."
+        ]
+    if not _is_positive(rope["rope_theta"]):
+        return [f"rope_theta: must be a number above 0 (got {rope['rope_theta']!r:.200}). Correct config.json."]
+    if rope["rope_type"] not in ROPE_TYPES:
+        return [
+            f"{key}: not supported (got rope_type {rope['rope_type']!r:.200}). Use a checkpoint with {' or '.join(ROPE_TYPES)}."
+        ]
+    factor = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))
+    if factor not in (1.0, None):
+        return [
+            f"partial_rotary_factor: not supported (got {factor!r:.200}). Use a checkpoint that rotates all head dimensions."
+        ]
+    if rope["rope_type"] == "llama3":
+        missing = [name for name in ROPE_FACTORS if not _is_positive(rope.get(name))]
+        if missing:
+            return [f"{key}: must contain the numbers {', '.join(missing)} (got {rope!r:.200}). Add them to config.json."]
+    return []
 
-    return decoder_spec(name, hf, attention, max_positions, qk_norm=qk_norm, qkv_bias=qkv_bias)
+
+def _rope_parameters(hf: HFConfig) -> dict[str, Any]:
+    """Return the RoPE parameters like transformers, from `rope_scaling` and `rope_theta` or from `rope_parameters`."""
+    rope = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
+    rope.setdefault("rope_type", rope.get("type", "default"))
+    if rope.get("rope_theta") is None:
+        rope["rope_theta"] = hf.get("rope_theta") or 10_000.0
+    if (original := hf.get("original_max_position_embeddings")) is not None:  # transformers prefers it to the parameter
+        rope["original_max_position_embeddings"] = original
+    rope.setdefault("original_max_position_embeddings", hf["max_position_embeddings"])
+    return rope
 
 
-def _recipe(sizes: RecipeConfig, *, model_type: str, architecture: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    return {"architectures": [architecture], "model_type": model_type, **recipe_config(sizes, options)}
+def _is_positive(value: object) -> bool:
+    """Return True if a value of config.json is a number above 0."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0

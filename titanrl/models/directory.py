@@ -37,8 +37,6 @@ SUPPORTED = ", ".join(FAMILIES)
 ADD_FAMILY = "use a model of one of these types, or set model.family to a custom family (docs/howto/model_families.md)"
 MODELS_IN = ("*", "checkpoints/final", "snapshots/*")
 """Places of model directories in a parent folder, a run directory, and the hub's cache."""
-VARIANTS = ("-Base", "-Instruct")
-"""Suffixes of model names whose models have the sizes of the model without the suffix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,9 +44,7 @@ class ModelDirectory:
     """Hugging Face model directory with a supported family."""
 
     path: Path
-    """Path of the directory."""
     family: ModelFamily
-    """Family of the model."""
     hf: HFConfig
     """Contents of config.json, completed with the family's defaults."""
 
@@ -176,32 +172,25 @@ def chosen_family(path: str) -> ModelFamily | BrokenRule:
     return BrokenRule({"model.family": path}, rule, "build one with titanrl.models.dense.dense_family")
 
 
-def recipe_family(model: ModelConfig) -> ModelFamily | BrokenRule:
-    """Return the family of the tiny model in `model.recipe`, or the rule that the configuration breaks."""
+def recipe_model(model: ModelConfig, path: Path = Path()) -> ModelDirectory | BrokenRule:
+    """Return the tiny model of `model.recipe` as if it was already in the directory `path`, or the broken rule."""
     if model.family is not None:
-        found = chosen_family(model.family)
+        family = chosen_family(model.family)
     elif model.recipe.family is None:
-        found = next(iter(FAMILIES.values()))
+        family = next(iter(FAMILIES.values()))
     elif model.recipe.family in FAMILIES:
-        found = FAMILIES[model.recipe.family]
+        family = FAMILIES[model.recipe.family]
     else:
         return BrokenRule(
             {"model.recipe.family": model.recipe.family},
             f"must be one of the supported model types {SUPPORTED}",
             did_you_mean(model.recipe.family, FAMILIES) or "choose one of them",
         )
-    if isinstance(found, ModelFamily) and found.recipe is None:
-        rule = f"the family {found.model_type} has no recipe for a tiny model"
-        return BrokenRule({"model.family": model.family}, rule, "set model.path to a checkpoint")
-    return found
-
-
-def recipe_model(model: ModelConfig, path: Path = Path()) -> ModelDirectory | BrokenRule:
-    """Return the tiny model of `model.recipe` as if it was already in the directory `path`, or the broken rule."""
-    family = recipe_family(model)
     if isinstance(family, BrokenRule):
         return family
-    assert family.recipe is not None
+    if family.recipe is None:
+        rule = f"the family {family.model_type} has no recipe for a tiny model"
+        return BrokenRule({"model.family": model.family}, rule, "set model.path to a checkpoint")
     return ModelDirectory(path=path, family=family, hf=family.completed(family.recipe(model.recipe)))
 
 
@@ -221,18 +210,15 @@ def model_shape(config: Config) -> ModelShape | None:
     found = recipe_model(model) if model.path is None else read_model(model.path, model.family)
     if isinstance(found, ModelDirectory):
         return found.shape
-    return None if model.path is None else published_shapes().get(_without_variant(model.path.name))
+    # The variants of a model have its sizes.
+    return (
+        None if model.path is None else published_shapes().get(model.path.name.removesuffix("-Base").removesuffix("-Instruct"))
+    )
 
 
 def published_shapes() -> dict[str, ModelShape]:
     """Return the sizes of the published models by hub name without the organization."""
     return {hub_id.partition("/")[2]: shape for family in FAMILIES.values() for hub_id, shape in family.published.items()}
-
-
-def _without_variant(name: str) -> str:
-    for ending in VARIANTS:
-        name = name.removesuffix(ending)
-    return name
 
 
 def _not_a_directory(path: Path, why: str) -> BrokenRule:

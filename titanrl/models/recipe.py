@@ -52,7 +52,11 @@ def create_model(directory: Path, recipe: RecipeConfig, seed: int, family: str |
             weights = _random_weights(model.shape, recipe.init_std, seed)
             save_file(weights, created / "model.safetensors", metadata={"format": "pt"})
             (created / _STAMP).write_text(stamp, encoding="utf-8")
-            _move(created, directory)
+            try:
+                os.replace(created, directory)
+            except OSError:
+                if not directory.is_dir():  # another process created it first
+                    raise
     if not (directory / _STAMP).is_file() or (directory / _STAMP).read_text(encoding="utf-8") != stamp:
         raise ValueError(f"{directory}: not the model of this recipe and seed {seed}. Move or delete the directory.")
 
@@ -61,15 +65,6 @@ def write_model_config(directory: Path, hf: Mapping[str, Any]) -> None:
     """Write `config.json` and `generation_config.json`."""
     _write_json(directory / "config.json", {**hf, **_SPECIAL_IDS})
     _write_json(directory / "generation_config.json", _SPECIAL_IDS)
-
-
-def _move(source: Path, target: Path) -> None:
-    """Rename a directory; keep the target if another process created it first."""
-    try:
-        os.replace(source, target)
-    except OSError:
-        if not target.is_dir():
-            raise
 
 
 def _random_weights(shape: ModelShape, std: float, seed: int) -> dict[str, FloatArray]:

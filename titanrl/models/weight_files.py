@@ -59,15 +59,12 @@ class StoredTensor:
     """A tensor in a weight file."""
 
     file: Path
-    """File that contains it."""
     dtype: str
     """Dtype in the words of the format, such as BF16."""
     shape: tuple[int, ...]
-    """Shape."""
     start: int
     """Position of its first byte in the file."""
     num_bytes: int
-    """Length in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +72,6 @@ class WeightFiles:
     """Weight files of a model directory, and the tensors in them."""
 
     path: Path
-    """Model directory."""
     files: tuple[Path, ...]
     """Files to read."""
     tensors: Mapping[str, StoredTensor]

@@ -43,12 +43,11 @@ class PhaseError(TitanRLError):
 
 @dataclass(frozen=True, slots=True)
 class RowsResult:
-    """Result of a pass over some rows."""
+    """Log-probabilities and metrics of a pass over some rows."""
 
     logprobs_BL: Tensor
     """Log-probability of each position's target, without gradient."""
     sums: LossSums
-    """Metrics of the rows."""
 
 
 class Learner:

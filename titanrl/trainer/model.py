@@ -35,7 +35,7 @@ from titanrl.config.sections import LoraConfig, TrainerConfig
 from titanrl.config.sizes import LOGITS_AT_ONCE as LOGITS_AT_ONCE
 from titanrl.models.directory import ModelDirectory
 from titanrl.models.family import Projections
-from titanrl.models.initial_values import WithoutDraws
+from titanrl.models.preparation import WithoutDraws
 from titanrl.trainer.snapshots import reshard
 from titanrl.weights.layout import local_part
 

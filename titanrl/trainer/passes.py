@@ -39,7 +39,6 @@ class Location:
     """Location of a datum in a micro-batch."""
 
     index: int
-    """Index of the datum."""
     row: int
     """Index of the row in the micro-batch."""
     tokens: slice
@@ -53,19 +52,16 @@ class DataResult:
     logprobs: Mapping[int, FloatArray]
     """Log-probabilities of the targets by index of the datum, `[S]` each."""
     sums: tuple[LossSums, ...]
-    """Metrics of each micro-batch."""
     version: int
     """Policy version of the weights that were used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSizes:
-    """Sizes of rows and micro-batches."""
+    """Maximum sizes of rows and of a rank's micro-batch."""
 
     row_tokens: int
-    """Maximum length of a row in tokens."""
     rows_per_microbatch: int
-    """Maximum number of rows in a rank's micro-batch."""
     multiple: int
     """Multiple to which the length of shorter rows is rounded up."""
 
@@ -75,7 +71,6 @@ class ChosenLoss:
     """Loss of a pass over data."""
 
     name: str
-    """Name or import path."""
     inputs: tuple[str, ...]
     """Required keys of `loss_fn_inputs`."""
     objective: Callable[[Sequence[Datum], Sequence[Location]], Objective]
@@ -89,7 +84,6 @@ class DataPass:
     data: Sequence[Datum]
     """All data, the same on every rank."""
     sizes: RowSizes
-    """Sizes of rows and micro-batches."""
     loss: ChosenLoss | None
     """Loss of the pass; None only computes log-probabilities."""
     microbatches: Sequence[Sequence[Location]]

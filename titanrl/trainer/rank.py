@@ -105,7 +105,7 @@ class PolicyTrainer(Actor):
     async def start(self) -> None:
         """Import torchtitan and join the process group."""
         with loading():
-            from titanrl.models.titan import prepare_torchtitan
+            from titanrl.models.preparation import prepare_torchtitan
 
             prepare_torchtitan(self._setup.device)
             import torch
@@ -137,7 +137,7 @@ class PolicyTrainer(Actor):
             from titanrl.trainer.learner import Learner
             from titanrl.trainer.model import torch_dtype
             from titanrl.trainer.snapshots import KeptLogprobs
-            from titanrl.weights.publish import WeightPublisher
+            from titanrl.weights.transfer import WeightPublisher
 
             setup, rank = self._setup, current_rank().rank
             torch.manual_seed(setup.seed)

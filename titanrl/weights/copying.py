@@ -29,14 +29,11 @@ _SHORTEST_ROW_BYTES = 512
 
 
 class Rows(NamedTuple):
-    """A copy of equally long, contiguous rows. The fields match `Copy` in `_stream.c`."""
+    """A copy of equally long, contiguous rows, from address to address. The fields match `Copy` in `_stream.c`."""
 
     target: int
-    """Address of the first target row."""
     source: int
-    """Address of the first source row."""
     num_rows: int
-    """Number of rows."""
     length: int
     """Elements per row."""
     target_stride: int
@@ -129,7 +126,6 @@ class CopyOut:
     """Runner of copies from a device or from this process's memory into shared memory."""
 
     def __init__(self) -> None:
-        """Create no stream yet; the first copy from a device does."""
         self._stream: Any = None
 
     async def run(self, copies: Copies) -> None:

@@ -29,9 +29,8 @@ import torch
 
 from titanrl.base.ownership import is_own_peer
 from titanrl.processes.machine import HOST_FOLDER
-from titanrl.weights.arena import Arena, MappedArena, OwnerExitedError
 from titanrl.weights.records import VERSIONS_HELD, ArenaHandle, RdmaHandle, TransportHandle, WeightManifest
-from titanrl.weights.transport import Payload, RdmaTransport
+from titanrl.weights.transport import Arena, MappedArena, OwnerExitedError, Payload, RdmaTransport
 
 _SIZE = struct.Struct("Q")
 _BACKLOG = 128
@@ -66,7 +65,6 @@ class Receiver:
     """Cache of the last versions, each received once for any number of requesting processes."""
 
     def __init__(self, network: Network) -> None:
-        """Start empty; `network` reads the bytes."""
         self._network = network
         self._copies: defaultdict[int, dict[int, tuple[Arena, asyncio.Task[HostCopy]]]] = defaultdict(dict)
         """By trainer rank and version."""

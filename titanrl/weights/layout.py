@@ -39,7 +39,6 @@ class Split:
     """One split of a dimension into `factor` parts, each of which is split into `num_chunks`; the rank holds one per part."""
 
     num_chunks: int
-    """Ranks that share the dimension."""
     index: int
     """Index of the chunk that this rank holds."""
     factor: int = 1
@@ -106,13 +105,12 @@ class PartOf:
     local: torch.Tensor
     """The block, as a view of the memory to write."""
     shape: tuple[int, ...]
-    """Shape of the full tensor."""
     offset: tuple[int, ...]
     """First index of the block in each dimension."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Element type."""
+        """Dtype of the block."""
         return self.local.dtype
 
 
@@ -169,7 +167,6 @@ class PackPlan:
     """A rank's byte layout and the source of each of its entries."""
 
     layout: ByteLayout
-    """Offsets of the entries in the rank's bytes."""
     sources: tuple[tuple[str, Box | None], ...]
     """Name and block of the local tensor for each entry; None selects the entire local tensor."""
 
@@ -177,8 +174,9 @@ class PackPlan:
         """Return the entries as views of a byte tensor."""
         return [entry_view(arena, entry) for entry in self.layout.entries]
 
-    def local_blocks(self, parts: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Return the blocks of the local tensors that fill the entries."""
+    def local_blocks(self, state: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Return the blocks of this rank's shards that fill the entries."""
+        parts = {name: local_part(value) for name, value in state.items()}
         with torch.no_grad():
             return [parts[name] if block is None else parts[name][block.slices] for name, block in self.sources]
 
@@ -229,11 +227,6 @@ def first_names(state: Mapping[str, torch.Tensor]) -> list[str]:
     return names
 
 
-def local_parts(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return this rank's shard of every tensor in a state dict, without copying."""
-    return {name: local_part(value) for name, value in state.items()}
-
-
 def entry_view(arena: torch.Tensor, entry: ShardEntry) -> torch.Tensor:
     """Return an entry as a view of a byte tensor."""
     dtype = TORCH_DTYPES[entry.dtype]
@@ -254,7 +247,6 @@ class LiveState:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        """Store the module; `tensors` reads it later."""
         self._module = module
         self._slots = [slot for part in module.modules() for slot in (part._parameters, part._buffers)]
         self._held: list[torch.Tensor | None] = []
@@ -275,7 +267,6 @@ class TensorFingerprint:
     """Record of the identity and memory of named tensors. While it matches, their views and addresses stay valid."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor | PartOf]) -> None:
-        """Record the current state of the tensors."""
         self._names, self._tensors = list(tensors), list(tensors.values())
         self._locals = [local_part(tensor) for tensor in self._tensors]
         self._wrappers = [pair for pair in zip(self._tensors, self._locals, strict=True) if pair[0] is not pair[1]]
@@ -305,27 +296,19 @@ class Target:
     """A parameter to fill, described by the blocks that this reader holds."""
 
     global_shape: tuple[int, ...]
-    """Shape of the full tensor."""
     dtype: str
-    """Element type, such as `torch.bfloat16`."""
     pieces: tuple[Piece, ...]
-    """Blocks that this reader holds."""
 
 
 @dataclass(frozen=True, slots=True)
 class SliceCopy:
-    """A copy from a slice of a published box to a slice of a target."""
+    """A copy from a slice of a box that a trainer rank published to a slice of a target's local tensor."""
 
     name: str
-    """Tensor name."""
     rank: int
-    """Trainer rank that published the box."""
     entry: ShardEntry
-    """Published box."""
     source: tuple[slice, ...]
-    """Slices of the published box."""
     destination: tuple[slice, ...]
-    """Slices of the target's local tensor."""
 
 
 def plan_copies(layouts: Sequence[ByteLayout], targets: Mapping[str, Target]) -> tuple[SliceCopy, ...]:
@@ -342,35 +325,27 @@ def plan_copies(layouts: Sequence[ByteLayout], targets: Mapping[str, Target]) ->
     missing, extra = sorted(needed - published.keys()), sorted(published.keys() - targets.keys())
     if missing or extra:
         raise WeightMismatchError(f"tensors not published: {missing}; tensors published but not expected: {extra}")
-    return tuple(copy for name, target in targets.items() for copy in fill(name, target, published[name]))
+    copies = []
+    for name, target in targets.items():
+        for _, entry in published[name]:
+            if (entry.global_shape, entry.dtype) != (target.global_shape, target.dtype):
+                raise WeightMismatchError(
+                    f"{name}: published as {entry.dtype}{list(entry.global_shape)}, "
+                    f"expected as {target.dtype}{list(target.global_shape)}"
+                )
+        for piece in target.pieces:
+            covered: list[Box] = []
+            for rank, entry in published[name]:
+                common = entry.box.intersection(piece.box)
+                if common is not None:
+                    covered.append(common)
+                    inside = common.moved(piece.box.offset, piece.local.offset)
+                    copies.append(SliceCopy(name, rank, entry, common.slices_within(entry.box), inside.slices))
+            _check_covered(name, piece.box, covered)
+    return tuple(copies)
 
 
-def fill(name: str, target: Target, sources: Sequence[tuple[int, ShardEntry]]) -> list[SliceCopy]:
-    """Return the copies that fill one target."""
-    for _, entry in sources:
-        if (entry.global_shape, entry.dtype) != (target.global_shape, target.dtype):
-            raise WeightMismatchError(
-                f"{name}: published as {entry.dtype}{list(entry.global_shape)}, "
-                f"expected as {target.dtype}{list(target.global_shape)}"
-            )
-    return [copy for piece in target.pieces for copy in fill_piece(name, piece, sources)]
-
-
-def fill_piece(name: str, piece: Piece, sources: Sequence[tuple[int, ShardEntry]]) -> list[SliceCopy]:
-    """Return the copies that fill one block of a target."""
-    copies: list[SliceCopy] = []
-    covered: list[Box] = []
-    for rank, entry in sources:
-        common = entry.box.intersection(piece.box)
-        if common is not None:
-            covered.append(common)
-            inside = common.moved(piece.box.offset, piece.local.offset)
-            copies.append(SliceCopy(name, rank, entry, common.slices_within(entry.box), inside.slices))
-    check_covered(name, piece.box, covered)
-    return copies
-
-
-def check_covered(name: str, wanted: Box, covered: Sequence[Box]) -> None:
+def _check_covered(name: str, wanted: Box, covered: Sequence[Box]) -> None:
     """Check that boxes within another box fill it exactly: they do not overlap, and their sizes add up.
 
     Raises:

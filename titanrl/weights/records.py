@@ -17,12 +17,10 @@ class WeightMismatchError(TitanRLError):
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A contiguous block of a tensor, in coordinates of the full tensor."""
+    """A contiguous block of a tensor: its first index and its size in each dimension."""
 
     offset: tuple[int, ...]
-    """First index of each dimension."""
     shape: tuple[int, ...]
-    """Size of each dimension."""
 
     @property
     def numel(self) -> int:
@@ -58,12 +56,10 @@ def whole(shape: tuple[int, ...]) -> Box:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A block of a tensor, in coordinates of the full tensor and of a process's local tensor."""
+    """A block of a tensor, as a box of the full tensor and of a process's local tensor."""
 
     box: Box
-    """The block in coordinates of the full tensor."""
     local: Box
-    """The same block in coordinates of the local tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,23 +71,19 @@ class ShardEntry:
     dtype: str
     """Element type as text, such as `torch.bfloat16`."""
     global_shape: tuple[int, ...]
-    """Shape of the full tensor."""
     box: Box
-    """Block of the full tensor."""
     byte_offset: int
     """Offset of the box in the rank's bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class ByteLayout:
-    """Offsets of all boxes in a rank's bytes. The layout depends on the sharding, not on the version."""
+    """Offsets of all boxes in a trainer rank's bytes. The layout depends on the sharding, not on the version."""
 
     rank: int
-    """Trainer rank."""
     entries: tuple[ShardEntry, ...]
     """Boxes in byte order."""
     num_bytes: int
-    """Length of the rank's bytes."""
     layout_id: str
     """Hash of the other fields; equal ids mean equal layouts."""
 
@@ -109,7 +101,6 @@ class ArenaHandle:
     host: str
     """Boot id and process namespace of the owner."""
     pid: int
-    """Process that owns the arena."""
     started: int
     """Start of the owner in clock ticks since boot. It distinguishes the owner from a later process with the same pid."""
     fd: int
@@ -127,7 +118,6 @@ class RdmaHandle:
     data: Any
     """`RDMABuffer` of the contents."""
     num_bytes: int
-    """Size of the contents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +125,6 @@ class StoreHandle:
     """A tensor in torchstore, for readers on any host."""
 
     key: str
-    """Key of the tensor."""
 
 
 TransportHandle = ArenaHandle | RdmaHandle | StoreHandle
@@ -148,21 +137,17 @@ class Digest:
     kind: str
     """`full`, or `sampled` followed by the number of the page that was read."""
     value: int
-    """Checksum."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightManifest:
-    """Description of one rank's bytes of one version."""
+    """Description of a trainer rank's bytes of one version."""
 
     version: int
-    """Policy version."""
     rank: int
-    """Trainer rank."""
     layout_id: str
     """Id of the byte layout. The layout is in the store under `layout_key`."""
     num_bytes: int
-    """Length of the rank's bytes."""
     digest: Digest | None
     """Checksum of the bytes; None with `verify: off`."""
     sequence: int
@@ -181,12 +166,10 @@ def overwritten(manifest: WeightManifest, found: int, expected: int) -> WeightMi
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Record of a complete version. The controller creates it after every rank has published."""
+    """Record of a complete version: the manifests of all ranks. The controller creates it after every rank has published."""
 
     version: int
-    """Policy version."""
     manifests: tuple[WeightManifest, ...]
-    """Manifests, one per rank."""
 
     @property
     def num_bytes(self) -> int:

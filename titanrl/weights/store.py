@@ -19,7 +19,6 @@ class StoreController(Actor):
     """torchstore's key index, with async endpoints only."""
 
     def __init__(self) -> None:
-        """Start without keys and volumes."""
         self._index = Controller()
 
     @endpoint
@@ -45,12 +44,10 @@ class StoreController(Actor):
 
 @dataclass(frozen=True)
 class WeightStore:
-    """Client of the store. It can be pickled to any process."""
+    """Client of the store, whose index is the `StoreController` of an actor mesh. It can be pickled to any process."""
 
     controller: Any
-    """Actor mesh of the `StoreController`."""
     strategy: TorchStoreStrategy
-    """Assignment of keys to storage volumes."""
 
     async def put(self, key: str, value: object) -> None:
         """Store an object or a tensor under a key. Objects replace the previous value; tensors need a new key."""

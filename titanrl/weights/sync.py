@@ -20,7 +20,6 @@ class Leases:
     """Reader leases on versions. A leased version is neither overwritten nor deleted."""
 
     def __init__(self) -> None:
-        """Start without leases."""
         self._held: Counter[int] = Counter()
         self._returned = asyncio.Condition()
 
@@ -45,18 +44,14 @@ class Leases:
 
 @dataclass(frozen=True, slots=True)
 class _Pushed:
-    """A version that every trainer rank has pushed and that the replicas are pulling."""
+    """A version that every trainer rank has pushed, the times of `time.perf_counter` around the push, and the running pulls."""
 
     commit: Commit
-    """Commit record of the version."""
     overwritten: Sequence[Commit]
     """Commit records of the versions that it replaced, which have no readers."""
     pulls: Sequence["asyncio.Task[None]"]
-    """Running pulls, one per replica."""
     started: float
-    """Start of the push, in seconds of `time.perf_counter`."""
     ended: float
-    """End of the push, on the same clock."""
 
 
 class WeightSync:

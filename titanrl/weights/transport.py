@@ -5,19 +5,30 @@
 | `arena` | on the writer's host | none: the reader maps the writer's memory |
 | `rdma` | anywhere | one hop: InfiniBand or EFA if Monarch finds ibverbs, otherwise TCP; once per host (`fanout.py`) |
 | `store` | anywhere | two hops through torchstore's process |
+
+An arena is shared memory: a trainer rank writes weights once, and every generator on the same host maps them without a copy. It
+is a memfd. It has no name, so it leaves nothing in /dev/shm even if its owner crashes, and the size of the /dev/shm mount does
+not matter. Its size is sealed, so readers never get SIGBUS. Its pages are allocated at creation, because page faults would
+dominate the first write. The header holds a sequence number that is odd while the arena is being written. A reader compares it
+with the manifest's number before and after copying, to detect that the arena was overwritten.
 """
 
+import fcntl
+import mmap
+import os
+import struct
+import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from titanrl.base.choices import TransportName
-from titanrl.processes.machine import host_id
-from titanrl.weights.arena import Arena, MappedArena, sequence_in
+from titanrl.processes.machine import host_id, process_start
 from titanrl.weights.records import (
     ArenaHandle,
     RdmaHandle,
@@ -32,8 +43,116 @@ from titanrl.weights.records import (
 if TYPE_CHECKING:
     from titanrl.weights.store import WeightStore
 
+_HEADER_BYTES = mmap.PAGESIZE
+_SEQUENCE = struct.Struct("Q")
+_F_ADD_SEALS, _F_SEAL_SHRINK, _F_SEAL_GROW = 1033, 2, 4  # linux/fcntl.h; Python names them from 3.13 on
 _SLOWEST_BYTES_PER_S = 50e6
 _SHORTEST_TIMEOUT_S = 60
+
+
+class Arena:
+    """Shared memory that this process writes."""
+
+    def __init__(self, num_bytes: int) -> None:
+        """Create the arena and allocate all its pages.
+
+        Raises:
+            OSError: Not enough memory.
+        """
+        size = _HEADER_BYTES + max(num_bytes, 1)  # neither a torch view nor an RDMA buffer can be empty
+        self._fd = os.memfd_create("titanrl-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.posix_fallocate(self._fd, 0, size)
+        fcntl.fcntl(self._fd, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW)
+        self._map = mmap.mmap(self._fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        self.sequence = 0
+        self.handle = ArenaHandle(host_id(), os.getpid(), process_start("self"), self._fd, num_bytes)
+
+    @cached_property
+    def header(self) -> torch.Tensor:
+        """Bytes of the sequence number."""
+        return torch.frombuffer(self._map, dtype=torch.uint8, count=_SEQUENCE.size)
+
+    @cached_property
+    def storage(self) -> torch.Tensor:
+        """All bytes after the header (at least one)."""
+        return torch.frombuffer(self._map, dtype=torch.uint8, offset=_HEADER_BYTES)
+
+    @cached_property
+    def data(self) -> torch.Tensor:
+        """Contents, as a tensor that shares the arena's memory."""
+        return self.storage[: self.handle.num_bytes]
+
+    @contextmanager
+    def writing(self) -> Iterator[torch.Tensor]:
+        """Mark the arena as being written while the body fills it, then advance to the next even sequence number.
+
+        If the body raises, the arena stays marked until a later write succeeds.
+        """
+        self._set_sequence(self.sequence + 1 + self.sequence % 2)  # the number is already odd if the previous body raised
+        yield self.data
+        self._set_sequence(self.sequence + 1)
+
+    def close(self) -> None:
+        """Close this process's descriptor. Existing mappings in other processes stay valid."""
+        os.close(self._fd)
+
+    def _set_sequence(self, sequence: int) -> None:
+        self.sequence = sequence
+        _SEQUENCE.pack_into(self._map, 0, sequence)
+
+
+class OwnerExitedError(WeightMismatchError):
+    """The process that owns an arena has exited, or runs as another user."""
+
+
+class MappedArena:
+    """A read-only mapping of an arena that another process on this host writes."""
+
+    def __init__(self, handle: ArenaHandle) -> None:
+        """Map an arena.
+
+        Raises:
+            OwnerExitedError: The owner has exited, or runs as another user.
+            WeightMismatchError: The owner is on another host.
+        """
+        if handle.host != host_id():
+            raise WeightMismatchError(f"weights.transport: the arena is on another host (got {handle.host}). Set it to auto.")
+        fd = _open_arena(handle)
+        try:
+            self._map = mmap.mmap(fd, os.fstat(fd).st_size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
+        finally:
+            os.close(fd)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")
+            self.data = torch.frombuffer(self._map, dtype=torch.uint8, offset=_HEADER_BYTES)[: handle.num_bytes]
+
+    @property
+    def sequence(self) -> int:
+        """Current sequence number in the header."""
+        return sequence_in(self._map)
+
+
+def _open_arena(handle: ArenaHandle) -> int:
+    """Open an arena through its owner's file descriptor.
+
+    Raises:
+        OwnerExitedError: The owner has exited, or runs as another user.
+    """
+    try:
+        if process_start(str(handle.pid)) != handle.started:
+            raise ProcessLookupError
+        return os.open(f"/proc/{handle.pid}/fd/{handle.fd}", os.O_RDONLY | os.O_CLOEXEC)
+    except (FileNotFoundError, ProcessLookupError):
+        reason = "is gone"
+    except PermissionError:  # root owns the descriptors of an exiting process
+        reason = "is gone or runs as another user"
+    raise OwnerExitedError(f"process {handle.pid}, which published the weights, {reason}")
+
+
+def sequence_in(header: Any) -> int:
+    """Return the sequence number stored in a header."""
+    (sequence,) = _SEQUENCE.unpack_from(header, 0)
+    return int(sequence)
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -41,7 +160,6 @@ class Payload:
     """One rank's bytes of one version in this process. They never change while the payload exists, unless `mapped` is set."""
 
     data: torch.Tensor
-    """The bytes."""
     mapped: MappedArena | None = None
     """Arena of another process that holds the bytes and may overwrite them; None if this process holds them."""
     sequence: int | None = None
@@ -91,7 +209,6 @@ class ArenaTransport:
     num_received = 0
 
     def __init__(self) -> None:
-        """Start with no mappings."""
         self._mapped: dict[ArenaHandle, MappedArena] = {}
 
     async def offer(self, version: int, arena: Arena) -> ArenaHandle:
@@ -114,11 +231,9 @@ class RdmaTransport:
     """One-sided reads by Monarch. Arenas are registered once. Receive buffers are reused after their payload is collected."""
 
     def __init__(self) -> None:
-        """Start with no registered arenas or receive buffers."""
         self._registered: dict[int, RdmaHandle] = {}
         self._unused: defaultdict[tuple[int, int], list[torch.Tensor]] = defaultdict(list)
         self.num_received = 0
-        """Bytes that this process has read."""
 
     async def offer(self, version: int, arena: Arena) -> RdmaHandle:
         """Register the arena, unless it is already registered."""
@@ -191,13 +306,3 @@ class StoreTransport:
         assert isinstance(data, torch.Tensor), type(data)
         self.num_received += data.numel()
         return Payload(data)
-
-
-def make_transports(names: Sequence[TransportName], run: str, rank: int, store: "WeightStore") -> list[Transport]:
-    """Build the named transports, in the given order."""
-    transports: dict[TransportName, Transport] = {
-        "arena": ArenaTransport(),
-        "rdma": RdmaTransport(),
-        "store": StoreTransport(run, rank, store),
-    }
-    return [transports[name] for name in names]

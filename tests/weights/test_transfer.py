@@ -15,11 +15,10 @@ import torch
 from tests.shared_memory import abandoned
 from tests.weights.processes import MemoryStore, publish_versions
 from titanrl.base.choices import Verify
-from titanrl.weights.arena import MappedArena
 from titanrl.weights.layout import PartOf
-from titanrl.weights.publish import WeightPublisher
-from titanrl.weights.pull import Targets, WeightReader
 from titanrl.weights.records import ArenaHandle, Commit, WeightManifest, WeightMismatchError
+from titanrl.weights.transfer import Targets, WeightPublisher, WeightReader
+from titanrl.weights.transport import MappedArena
 
 STATE = {"norm.weight": torch.arange(6.0).view(2, 3), "head.weight": torch.ones(2)}
 

@@ -1,16 +1,17 @@
-"""`WeightReader`: fetches committed weights and copies them into the tensors of a generator rank."""
+"""The two ends of a transfer: `WeightPublisher` publishes the shards of a trainer rank, and `WeightReader` fetches committed
+weights and copies them into the tensors of a generator rank.
+"""
 
 import asyncio
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
-from titanrl.base.choices import Verify
-from titanrl.weights.arena import MappedArena
-from titanrl.weights.copying import Copies, copy_in, pin, unpin
+from titanrl.base.choices import TransportName, Verify
+from titanrl.weights.copying import Copies, CopyOut, copy_in, pin, unpin
 from titanrl.weights.fanout import HostTransport
 from titanrl.weights.layout import (
     PartOf,
@@ -22,22 +23,118 @@ from titanrl.weights.layout import (
     held_pieces,
     local_part,
     plan_copies,
+    plan_pack,
 )
-from titanrl.weights.records import (
-    VERSIONS_HELD,
-    ByteLayout,
-    Commit,
-    WeightManifest,
-    WeightMismatchError,
-    layout_key,
+from titanrl.weights.records import VERSIONS_HELD, ByteLayout, Commit, WeightManifest, WeightMismatchError, layout_key
+from titanrl.weights.transport import (
+    Arena,
+    ArenaTransport,
+    MappedArena,
+    Payload,
+    RdmaTransport,
+    Source,
+    StoreTransport,
+    Transport,
 )
-from titanrl.weights.transport import ArenaTransport, Payload, RdmaTransport, Source, StoreTransport
 
 if TYPE_CHECKING:
     from titanrl.weights.store import WeightStore
 
 Targets = Mapping[str, torch.Tensor | PartOf]
 """Tensors to fill, by the trainer's tensor names."""
+
+
+class WeightPublisher:
+    """Publisher of this rank's shards of each version, cast to the generators' dtype."""
+
+    def __init__(
+        self,
+        run: str,
+        rank: int,
+        store: "WeightStore",
+        dtype: torch.dtype,
+        transports: Sequence[TransportName],
+        verify: Verify = "sampled",
+    ) -> None:
+        """Prepare to publish under the name of a run.
+
+        Args:
+            run: Prefix of the store's keys.
+            rank: This trainer rank.
+            store: Store for layouts, and for the bytes with the `store` transport.
+            dtype: Dtype to cast parameters to.
+            transports: Transports to offer, in order of preference.
+            verify: Portion of the bytes that the digest covers.
+        """
+        self._run, self._rank, self._store = run, rank, store
+        self._dtype, self._verify = dtype, verify
+        known: dict[TransportName, Transport] = {
+            "arena": ArenaTransport(),
+            "rdma": RdmaTransport(),
+            "store": StoreTransport(run, rank, store),
+        }
+        self._transports = [known[name] for name in transports]
+        self._copy_out = CopyOut()
+        self._planned: TensorFingerprint | None = None
+        self._layout: ByteLayout
+        self._arenas: list[Arena] = []
+        self._copies: list[Copies] = []
+        self._num_published = 0
+
+    async def prepare(self, state: Mapping[str, torch.Tensor], keep: Collection[str] = ()) -> None:
+        """Plan the layout of a state dict and allocate all memory. Without this call, the first `publish` does so.
+
+        Args:
+            state: The model's state dict. The plan is reused as long as the dict holds the same tensors in the same memory.
+                Pass the module's own tensors, because `state_dict()` detaches them unless `keep_vars=True`.
+            keep: Names of tensors that keep their dtype (buffers).
+
+        Raises:
+            ValueError: A tensor cannot be published, or the total size has changed; the message names the cause.
+            OSError: Not enough memory.
+        """
+        if self._planned is not None and self._planned.matches(state):
+            return
+        planned, plan = TensorFingerprint(state), plan_pack(state, self._rank, self._dtype, keep)
+        if not self._arenas:
+            self._arenas = [Arena(plan.layout.num_bytes) for _ in range(VERSIONS_HELD)]
+            device = next((local_part(value).device for value in state.values()), torch.device("cpu"))
+            for arena in self._arenas:
+                pin(arena.storage, device, read_only=False)
+        allocated = self._arenas[0].handle.num_bytes
+        if plan.layout.num_bytes != allocated:
+            raise ValueError(
+                f"weights: the size of trainer rank {self._rank}'s shards must stay {allocated} bytes during a run "
+                f"(got {plan.layout.num_bytes}). Start a new run for a model of a different size."
+            )
+        blocks = plan.local_blocks(state)
+        copies = [Copies(plan.targets(arena.data), blocks) for arena in self._arenas]
+        key = layout_key(self._run, plan.layout.layout_id)
+        if not await self._store.exists(key):
+            await self._store.put(key, plan.layout)
+        self._layout, self._copies, self._planned = plan.layout, copies, planned
+
+    async def publish(self, version: int, state: Mapping[str, torch.Tensor], keep: Collection[str] = ()) -> WeightManifest:
+        """Copy the weights into an arena; the caller may change them afterwards. The last two publications stay readable.
+
+        Raises:
+            ValueError, OSError: See `prepare`.
+        """
+        await self.prepare(state, keep)
+        slot = self._num_published % VERSIONS_HELD  # counts publications, because versions may skip numbers
+        arena, layout = self._arenas[slot], self._layout
+        with arena.writing() as data:
+            await self._copy_out.run(self._copies[slot])
+        self._num_published += 1
+        return WeightManifest(
+            version=version,
+            rank=self._rank,
+            layout_id=layout.layout_id,
+            num_bytes=layout.num_bytes,
+            digest=digest(data, self._verify, version),
+            sequence=arena.sequence,
+            handles=tuple([await transport.offer(version, arena) for transport in self._transports]),
+        )
 
 
 class CopyPlan:
@@ -89,6 +186,7 @@ class WeightReader:
         self._layouts: dict[str, ByteLayout] = {}
         self._pinned: dict[int, weakref.finalize[..., MappedArena]] = {}
         self.plan: CopyPlan | None = None
+        """Plan of the last copy, which is reused while layouts and targets stay the same."""
 
     async def fetch(self, commit: Commit) -> "FetchedWeights":
         """Make all bytes of a version accessible. Bytes in arenas on this host are mapped instead of copied.
@@ -108,12 +206,6 @@ class WeightReader:
         total = sum(source.num_received for source in self._sources)
         received, self._num_reported = total - self._num_reported, total
         return received
-
-    def plan_for(self, layouts: Sequence[ByteLayout], targets: Targets) -> CopyPlan:
-        """Return the copy plan for these layouts and targets. It is cached until one of them changes."""
-        if self.plan is None or not self.plan.fits([layout.layout_id for layout in layouts], targets):
-            self.plan = CopyPlan(layouts, targets)
-        return self.plan
 
     def verify(self, manifest: WeightManifest, payload: Payload) -> None:
         """Check the length and digest of one rank's bytes.
@@ -191,15 +283,14 @@ class FetchedWeights:
             WeightMismatchError: A tensor is missing, unexpected, or has another shape or dtype; the bytes do not match their
                 digest; or the writer overwrote them during the copy, and the targets now hold a mixture of versions.
         """
-        plan = self.reader.plan_for(self.layouts, targets)
-        for manifest, payload in self._ranks():
-            self.reader.verify(manifest, payload)
+        reader, ranks = self.reader, list(zip(self.commit.manifests, self.payloads, strict=True))
+        if reader.plan is None or not reader.plan.fits([layout.layout_id for layout in self.layouts], targets):
+            reader.plan = CopyPlan(self.layouts, targets)
+        for manifest, payload in ranks:
+            reader.verify(manifest, payload)
         device = next((local_part(target).device for target in targets.values()), torch.device("cpu"))
-        for _, payload in self._ranks():
-            self.reader.pin(payload, device)
-        plan.run({manifest.rank: payload.data for manifest, payload in self._ranks()})
-        for manifest, payload in self._ranks():
+        for payload in self.payloads:
+            reader.pin(payload, device)
+        reader.plan.run({manifest.rank: payload.data for manifest, payload in ranks})
+        for manifest, payload in ranks:
             payload.check(manifest)
-
-    def _ranks(self) -> list[tuple[WeightManifest, Payload]]:
-        return list(zip(self.commit.manifests, self.payloads, strict=True))

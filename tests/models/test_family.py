@@ -7,8 +7,8 @@ import pytest
 
 from titanrl.config.sections import RecipeConfig
 from titanrl.models.directory import open_model
+from titanrl.models.family import vllm_problems
 from titanrl.models.recipe import create_model
-from titanrl.models.vllm_limits import vllm_problems
 
 CPU: dict[str, Any] = {"device": "cpu", "dtype": "float32", "tp": 1, "kv_cache_bytes": 64 << 20, "max_len": 256}
 
