@@ -99,7 +99,8 @@ class Agreement:
             name: Prefix of the keys, unique among the agreements that share a store.
         """
         self._rank, self._size, self._name = rank, size, name
-        self._number = 0
+        self.num_phases = 0
+        """Number of phases so far, which is the same on all ranks."""
         self._alarm: str | None = None
         self._awaited: list[str] = []
         self._interrupt = interrupt
@@ -111,11 +112,6 @@ class Agreement:
         self._store.set(self._key("at", rank), "in start")
         self._listener = threading.Thread(target=self._listen, args=(connect(),), name="alarm of the ranks", daemon=True)
         self._listener.start()
-
-    @property
-    def num_phases(self) -> int:
-        """Number of phases so far, which is the same on all ranks."""
-        return self._number
 
     @contextmanager
     def phase(self, name: str) -> Iterator[Callable[[Callable[[], Facts]], None]]:
@@ -133,7 +129,7 @@ class Agreement:
             return
         if self._alarm is not None:
             raise RankError(self._alarm)
-        self._number += 1
+        self.num_phases += 1
         self._store.set(self._key("at", self._rank), f"in {name}")
         agreed = False
 
@@ -175,7 +171,7 @@ class Agreement:
         """
         if self._alarm is not None:
             raise (error or RankError(self._alarm))
-        number = self._number
+        number = self.num_phases
         self._store.set(self._key(number, self._rank), json.dumps(post))
         text, is_fatal, has_lost_tokens = self._set_verdict(post) if self._rank == 0 else self._await_verdict(post)
         if is_fatal:
@@ -191,7 +187,7 @@ class Agreement:
 
     def _set_verdict(self, post: Post) -> Verdict:
         """Compare the posts of all ranks on rank 0; write and return the verdict."""
-        number = self._number
+        number = self.num_phases
         values = self._read([self._key(number, rank) for rank in range(self._size)], NUM_WAITS, post["phase"])
         if values is None:
             return self._raise_alarm(self._describe_late(post["phase"])), True, False
@@ -204,7 +200,7 @@ class Agreement:
 
     def _await_verdict(self, post: Post) -> Verdict:
         """Wait for the verdict of rank 0, for one wait longer than rank 0 waits for the posts."""
-        values = self._read([self._key(self._number, "verdict")], NUM_WAITS + 1, post["phase"])
+        values = self._read([self._key(self.num_phases, "verdict")], NUM_WAITS + 1, post["phase"])
         if values is None:
             return self._raise_alarm(self._describe_late(post["phase"])), True, False
         text, is_fatal, has_lost_tokens = json.loads(values[0])
@@ -226,7 +222,7 @@ class Agreement:
         """Describe the ranks that have not posted, with the last activity of each; after an alarm, return its message."""
         if self._alarm is not None:
             return self._alarm
-        late = [rank for rank in range(self._size) if not self._store.check([self._key(self._number, rank)])]
+        late = [rank for rank in range(self._size) if not self._store.check([self._key(self.num_phases, rank)])]
         return lateness(phase, {rank: self._store.get(self._key("at", rank)).decode() for rank in late})
 
     def _report_failure(self, phase: str, error: Exception) -> None:
@@ -237,8 +233,8 @@ class Agreement:
         """
         if self._store.check([self._key("alarm", self._rank)]):
             raise RankError(self._store.get(self._key("alarm", self._rank)).decode()) from error
-        self._store.set(self._key(self._number, f"failed/{self._rank}"), "")
-        keys = [self._key(self._number, f"failed/{rank}") for rank in range(self._size)]
+        self._store.set(self._key(self.num_phases, f"failed/{self._rank}"), "")
+        keys = [self._key(self.num_phases, f"failed/{rank}") for rank in range(self._size)]
         self._store.set_timeout(timedelta(seconds=GRACE_S))
         try:
             self._store.multi_get(keys)
@@ -377,14 +373,12 @@ class DriftError(FaultError):
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """Tensor that differs between ranks that hold the same shard."""
+    """Index of a tensor that differs between ranks that hold the same shard, and these ranks."""
 
     tensor: int
-    """Index of the tensor."""
     ranks: tuple[int, ...]
     """Ranks that differ from the majority. In a tie, the value of the lowest rank is taken as that of the majority."""
     others: tuple[int, ...]
-    """Ranks of the majority."""
 
 
 def check_replicas(learner: "Learner") -> None:

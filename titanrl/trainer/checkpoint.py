@@ -91,12 +91,7 @@ def storage_errors(what: str, folder: Path) -> Iterator[None]:
 def on_first_rank(what: str, folder: Path, action: Callable[[], None]) -> None:
     """Run an action on the first rank, and raise its `StorageError` on every rank, so that no rank waits for a failed one.
 
-    This is a collective. The other ranks return when the action has ended.
-
-    Args:
-        what: Action for the message; see `storage_errors`.
-        folder: Folder that is written or read.
-        action: Function that writes or reads files.
+    This is a collective: the other ranks return when the action has ended. See `storage_errors` for `what` and `folder`.
     """
     failed: list[str | None] = [None]
     if dist.get_rank() == 0:
@@ -140,7 +135,7 @@ def load_model(source: ModelDirectory, config: TrainerConfig, device: Device, *,
 
 
 def load_hf(model: PolicyModel, source: ModelDirectory) -> None:
-    """Load the weights of a directory into the parameters. Each rank reads only its shards; adapters are not changed.
+    """Load the weights of a directory into the parameters. Adapters are not changed.
 
     Raises:
         ValueError: The weight files cannot be read, or do not fit the model.
@@ -166,15 +161,9 @@ def load_hf(model: PolicyModel, source: ModelDirectory) -> None:
 def export_hf(model: PolicyModel, model_dir: Path, target: Path, dtype: FileDtype) -> None:
     """Export the policy as a Hugging Face directory: safetensors with merged adapters, config.json, and the files of `COPIED`.
 
-    `generation_config.json` names the token that ends a turn, so that other programs stop where the policy does.
-
-    `target` appears only when it is complete. This is a collective.
-
-    Args:
-        model: Policy.
-        model_dir: Directory of the base, whose config.json and tokenizer the export gets.
-        target: Directory to write.
-        dtype: Dtype of the weights, also in config.json.
+    `model_dir` is the directory of the base, whose config.json and tokenizer the export gets. `generation_config.json` names
+    the token that ends a turn, so that other programs stop where the policy does. `target` appears only when it is complete.
+    This is a collective.
     """
     partial, what = target.with_name(target.name + ".partial"), "export the model"
 
@@ -229,7 +218,8 @@ class _Progress(Stateful):
 class Checkpoints:
     """Checkpoints of a run: `step-<n>` folders, of which only the latest are kept, and states in folders of any name.
 
-    All methods except `finish` must be called on all ranks.
+    All methods except `finish` must be called on all ranks. Methods that read or replace the state raise `PhaseError` if
+    gradients are pending, or if a snapshot replaces the live weights.
     """
 
     def __init__(self, learner: Learner, folder: Path, keep_last: int, *, in_background: bool = False) -> None:
@@ -267,9 +257,6 @@ class Checkpoints:
         Args:
             step: Step, which is part of the name of the folder.
             published: Version of a snapshot whose weights are also written, always before this method returns.
-
-        Raises:
-            PhaseError: Gradients are pending, or a snapshot replaces the live weights.
         """
         self._prepare("save_checkpoint")
         with storage_errors("save a checkpoint", self._folder):
@@ -290,11 +277,7 @@ class Checkpoints:
             return _own_digests(self._folder / f"step-{step}")
 
     def load_published(self, step: int, version: int) -> None:
-        """Load the weights of the snapshot that `save` wrote, and keep them as a snapshot that `load` does not drop.
-
-        Raises:
-            PhaseError: Gradients are pending, or a snapshot replaces the live weights.
-        """
+        """Load the weights of the snapshot that `save` wrote, and keep them as a snapshot that `load` does not drop."""
         self._prepare("load_published")
         with storage_errors("load a checkpoint", self._folder):
             dcp.load(self._weights(), checkpoint_id=str(self._published(step)))
@@ -308,7 +291,6 @@ class Checkpoints:
 
         Raises:
             ValueError: The checkpoint does not exist, or it has no moving average although one is configured.
-            PhaseError: Gradients are pending, or a snapshot replaces the live weights.
         """
         self._prepare("load_checkpoint")
         with storage_errors("load a checkpoint", self._folder):
@@ -321,11 +303,7 @@ class Checkpoints:
         self._learner.weights_changed()
 
     def save_state(self, folder: Path) -> Digests:
-        """Save the state to a folder; return the digests of this rank's files.
-
-        Raises:
-            PhaseError: Gradients are pending, or a snapshot replaces the live weights.
-        """
+        """Save the state to a folder; return the digests of this rank's files."""
         self._prepare("save_state")
         with storage_errors("save a state", folder):
             if dist.get_rank() == 0:
@@ -338,7 +316,6 @@ class Checkpoints:
 
         Raises:
             ValueError: The folder has no complete state, or the state has no moving average although one is configured.
-            PhaseError: Gradients are pending, or a snapshot replaces the live weights.
         """
         if not (folder / ".metadata").is_file():
             raise ValueError(f"load_state: no complete state in this folder (got {folder}). Give the path from save_state.")

@@ -91,13 +91,12 @@ def like(scale: Tensor, weight: Tensor) -> Tensor:
 
 
 def float8_projections(model: Module.Config, recipe: Recipe, *, emulate: bool, compiled: bool) -> Module.Config:
-    """Convert all linear layers of a model config to float8, except the output layer.
+    """Convert all linear layers of a model config to float8, except the output layer. The config is modified.
 
     Args:
-        model: torchtitan's model config, which is modified.
+        model: torchtitan's model config.
         recipe: Name of torchao's recipe.
-        emulate: Emulate float8 with operands that are rounded to float8 and multiplied in higher precision, on a device
-            without float8 support.
+        emulate: Round operands to float8 and multiply them in higher precision, on a device without float8 support.
         compiled: True if the transformer blocks are compiled.
 
     Raises:
@@ -122,12 +121,7 @@ class WeightScales:
     """Weight scales of all `TensorwiseLinear` layers of a model."""
 
     def __init__(self, module: nn.Module, compute_dtype: torch.dtype) -> None:
-        """Collect the layers.
-
-        Args:
-            module: Parallelized model.
-            compute_dtype: Dtype of the gathered weights.
-        """
+        """Collect the layers of a parallelized model, whose gathered weights have the compute dtype."""
         self._linears = [child for child in module.modules() if isinstance(child, TensorwiseLinear)]
         self._compute_dtype = compute_dtype
 

@@ -53,7 +53,9 @@ class RowsResult:
 class Learner:
     """Model, optimizer and policy version of one rank.
 
-    The version is the number of steps, without the skipped ones. A step is one or more optimizer steps on one batch.
+    The version is the number of steps, without the skipped ones. A step is one or more optimizer steps on one batch. Methods
+    raise `PhaseError` if they would mix weights or gradients of different versions: while a snapshot replaces the live weights,
+    between the optimizer steps of one batch, and, except for passes and optimizer steps, while gradients are pending.
     """
 
     def __init__(
@@ -133,9 +135,6 @@ class Learner:
         """Compute an objective over some rows; with `backward`, accumulate its gradient.
 
         All ranks of a tensor-parallel group compute the same values, so only the first rank reports metrics.
-
-        Raises:
-            PhaseError: A snapshot replaces the live weights, and `backward` is True.
         """
         if backward:
             self._require_live_weights("forward_backward")
@@ -169,8 +168,7 @@ class Learner:
                 steps since the last increment were skipped.
 
         Raises:
-            PhaseError: A snapshot replaces the live weights, or a pass since the last step failed. In the second case all
-                gradients are discarded.
+            PhaseError: Also if a pass since the last step failed. All gradients are then discarded.
         """
         self._require_live_weights("optim_step")
         if self._failed_pass:
@@ -219,11 +217,7 @@ class Learner:
             raise
 
     def start_over(self) -> None:
-        """Reset version, optimizer state, moving average and snapshots, but keep the weights; used between warm start and RL.
-
-        Raises:
-            PhaseError: A snapshot replaces the live weights, or gradients are pending.
-        """
+        """Reset version, optimizer state, moving average and snapshots between warm start and RL, but keep the weights."""
         self.require_settled("start_over")
         self.reset_optimizer()
         self.version = 0
@@ -252,9 +246,6 @@ class Learner:
 
         Without adapters, these are the model's own tensors, so the caller must not modify them. Merged weights are updated in
         place after each step, so this is not a collective.
-
-        Raises:
-            PhaseError: A snapshot replaces the live weights, or they are between two versions.
         """
         self._require_version("reading the weights")
         if self.model.lora is not None:
@@ -273,11 +264,7 @@ class Learner:
                 local_part(merged).copy_(local_part(value))
 
     def keep_weights(self) -> int:
-        """Take a snapshot of the live weights and return their version.
-
-        Raises:
-            PhaseError: A snapshot replaces the live weights, or they are between two versions.
-        """
+        """Take a snapshot of the live weights and return their version."""
         self._require_version("keep_weights")
         self.snapshots.take(self.version)
         return self.version
@@ -292,7 +279,6 @@ class Learner:
             ValueError: The learner has no moving average.
             KeyError: The version has no snapshot.
             SnapshotMismatchError: The snapshot does not match the live parameters.
-            PhaseError: Gradients are pending, or another version is already in use.
         """
         self.require_settled(f"weights_at({version})")
         if version == AVERAGE and self.average is None:
@@ -313,11 +299,7 @@ class Learner:
         check_recoverable(self.model.module, lambda: self.logprobs(empty_rows(1, row_tokens)))
 
     def require_settled(self, what: str) -> None:
-        """Check that the live weights are in use and have a version, and that no gradients are pending.
-
-        Raises:
-            PhaseError: A snapshot replaces the live weights, they are between two versions, or gradients are pending.
-        """
+        """Raise `PhaseError` unless the live weights are in use and have a version, and no gradients are pending."""
         self._require_version(what)
         if self.num_pending:
             raise PhaseError(f"{what}: gradients of {self.num_pending} backward passes are pending; call optim_step first")

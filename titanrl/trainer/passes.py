@@ -85,7 +85,6 @@ class DataPass:
     """All data, the same on every rank."""
     sizes: RowSizes
     loss: ChosenLoss | None
-    """Loss of the pass; None only computes log-probabilities."""
     microbatches: Sequence[Sequence[Location]]
     """This rank's micro-batches. All ranks have the same number of them."""
 
@@ -101,14 +100,7 @@ class DataPass:
 def plan_pass(
     model: PolicyModel, data: Sequence[Datum], sizes: RowSizes, loss: str | Plugin | None, config: Mapping[str, Any]
 ) -> DataPass:
-    """Validate the data and plan this rank's micro-batches.
-
-    Args:
-        model: Model of this rank.
-        data: All data, the same on every rank.
-        sizes: Sizes of rows and micro-batches.
-        loss: Name, import path or object of the loss; None only computes log-probabilities.
-        config: Options of the loss.
+    """Validate all data and plan this rank's micro-batches. Without a loss, the pass only computes log-probabilities.
 
     Raises:
         ValueError: A datum is too long or lacks an input of the loss, or the loss or one of its options is unknown.

@@ -40,18 +40,14 @@ ROW_MULTIPLE = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSetup:
-    """Settings of a trainer rank."""
+    """Settings of a trainer rank, most of them from the configuration."""
 
     run: str
     """Name of the run, which is the prefix of its weight keys."""
     seed: int
-    """Seed of all random numbers of the trainer."""
     config: TrainerConfig
-    """Parallelism, dtypes and row size."""
     algorithm: AlgorithmConfig
-    """Definition of the objective."""
     temperature: float
-    """Sampling temperature."""
     generator_dtype: str
     """Dtype of published weights."""
     transports: "Sequence[TransportName]"
@@ -59,21 +55,15 @@ class TrainerSetup:
     verify: "Verify"
     """Coverage of the digest of published weights."""
     device: Device
-    """Device of the trainer."""
     checkpoint_dir: Path
-    """Folder of the checkpoints."""
     keep_checkpoints: int
-    """Number of checkpoints to keep."""
     store: "WeightStore"
-    """Store of published weights."""
     export_dtype: "FileDtype" = "float32"
-    """Dtype of exported weights."""
     family: str | None = None
     """`model.family` of the configuration."""
     plugins: Plugins = field(default_factory=dict)
     """User-defined objects that replace built-in ones."""
     faults: FaultsConfig = field(default_factory=FaultsConfig)
-    """Settings of the agreement and of the replica check."""
 
 
 def collective(

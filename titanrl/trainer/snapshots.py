@@ -68,10 +68,8 @@ class Snapshots:
     def __init__(self, module: nn.Module, *, on_device: bool = False) -> None:
         """Start without snapshots.
 
-        Args:
-            module: Parallelized model.
-            on_device: Keep snapshots on the device of the parameters, which makes swaps fast. Otherwise they are in pinned
-                host memory.
+        With `on_device`, snapshots are on the device of the parameters, which makes swaps fast. Otherwise they are in pinned
+        host memory.
         """
         self._module = module
         self._on_device = on_device
@@ -91,11 +89,7 @@ class Snapshots:
             self._held[version] = self._copy(on_device=self._on_device)
 
     def drop(self, version: int) -> None:
-        """Discard the snapshot of a version.
-
-        Raises:
-            KeyError: The version has no snapshot.
-        """
+        """Discard the snapshot of a version; raise `KeyError` if it has none."""
         del self._held[self._known(version)]
 
     @contextmanager
@@ -141,11 +135,7 @@ def reshard(module: nn.Module) -> None:
 
 
 def trainable_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return the detached trainable parameters by name.
-
-    Raises:
-        GatheredParameterError: A parameter is gathered; call `reshard` first.
-    """
+    """Return the detached trainable parameters by name; raise `GatheredParameterError` if `reshard` was not called."""
     parameters = {canonical_fqn(name): value.detach() for name, value in module.named_parameters() if value.requires_grad}
     if isinstance(module, FSDPModule):
         for name, value in parameters.items():
@@ -155,11 +145,7 @@ def trainable_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def changing_tensors(module: nn.Module) -> Mapping[str, Tensor]:
-    """Return all tensors that training changes, by name: trainable parameters and persistent buffers.
-
-    Raises:
-        GatheredParameterError: A parameter is gathered; call `reshard` first.
-    """
+    """Return all tensors that training changes, by name: trainable parameters, as above, and persistent buffers."""
     parameters = trainable_tensors(module)  # first: `state_dict` reshards
     persistent = module.state_dict().keys()
     buffers = {canonical_fqn(name): buffer for name, buffer in module.named_buffers()}
@@ -229,13 +215,7 @@ class MovingAverage(Stateful):
     """
 
     def __init__(self, weights: Mapping[str, Tensor], decay: float) -> None:
-        """Initialize the averages with the weights.
-
-        Args:
-            weights: Detached, sharded trainable parameters by name. `update` reads these tensors again, so their storage must
-                not be replaced.
-            decay: Decay factor of the average, between 0 and 1.
-        """
+        """Initialize the averages with detached, sharded weights by name. Their storage must not be replaced later."""
         self._weights, self._decay = weights, decay
         self.tensors = {name: torch.empty_like(value, dtype=torch.float32) for name, value in weights.items()}
         """The averages, sharded like the weights."""
