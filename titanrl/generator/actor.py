@@ -43,9 +43,7 @@ class GeneratorSetup:
     model_dir: Path
     """Hugging Face directory. The generator reads only its config, unless `reader` is None."""
     config: GeneratorConfig
-    """Engine options."""
     device: Device
-    """Kind of device the engine runs on."""
     max_len: int
     """Longest prompt plus completion, in tokens."""
     stop_ids: tuple[int, ...]
@@ -67,7 +65,6 @@ class Generator(Actor):
     """
 
     def __init__(self, setup: GeneratorSetup) -> None:
-        """Store the setup; `start` loads vLLM."""
         self._setup = setup
         self._rank = current_rank().rank  # 0 on any other thread
         self._targets: Targets = {}

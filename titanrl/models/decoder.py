@@ -81,14 +81,8 @@ def decoder_spec(
     The query, key and value projections are not fused. With torchtitan's fused projection, `state_dict()` is a collective that
     replicates the weights, and the parameter names differ from those of the checkpoint.
 
-    Args:
-        name: Name of the spec.
-        hf: Contents of config.json.
-        rope: RoPE parameters of the config.
-        attention: Config of the inner attention of each layer.
-        max_positions: Maximum number of positions in the run. Each layer stores a RoPE table of that length.
-        qk_norm: Apply RMSNorm to each query and key head.
-        qkv_bias: Add biases to the query, key and value projections.
+    `attention` configures the inner attention of each layer. Each layer stores a RoPE table of `max_positions` positions, or as
+    many as the model has.
     """
     dim, head_dim, vocab = hf["hidden_size"], hf["head_dim"], hf["vocab_size"]
     sizes: dict[str, Any] = {

@@ -64,10 +64,7 @@ class ModelDirectory:
         return None if self.family.tensors is None else self.family.tensors(self.hf)
 
     def weight_files(self, shapes: Mapping[str, tuple[int, ...]] | None = None) -> WeightFiles:
-        """Choose the weight files and compare their headers with the model; see `read_weight_files`.
-
-        Args:
-            shapes: Tensors of the model; by default those that the family knows.
+        """Choose the weight files and compare their headers with the tensors of the model, by default those of the family.
 
         Raises:
             BrokenRules: The weights cannot be read, or do not fit.
@@ -91,11 +88,7 @@ class ModelDirectory:
 
 
 def open_model(path: Path, family: str | None = None) -> ModelDirectory:
-    """Read a model directory for use by the trainer or a generator.
-
-    Args:
-        path: Hugging Face directory; only its config.json is read.
-        family: Import path in `model.family`; None selects the family by model type.
+    """Read config.json of a model directory for the trainer or a generator. Without `family`, the model type selects it.
 
     Raises:
         ValueError: The directory cannot be read, or its model type or one of its options is not supported.

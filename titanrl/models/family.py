@@ -99,13 +99,7 @@ def vllm_problems(
 ) -> list[str]:
     """Return an error message for each reason why vLLM cannot serve a model. Only the CPU backend has such limits.
 
-    Args:
-        hf_config: Contents of `config.json`, completed with the family's defaults.
-        device: Device kind of the generators.
-        dtype: `generator.dtype`.
-        tp: `generator.tp`.
-        kv_cache_bytes: `generator.kv_cache_bytes`, the total over the ranks of a replica.
-        max_len: Maximum length of prompt plus completion, in tokens.
+    `kv_cache_bytes` is the total over the ranks of a replica, and `max_len` the longest prompt plus completion, in tokens.
     """
     if device != "cpu":
         return []

@@ -25,13 +25,8 @@ _STAMP = "recipe.json"
 def create_model(directory: Path, recipe: RecipeConfig, seed: int, family: str | None = None) -> None:
     """Write a model directory with random weights, unless it already exists with the same recipe and seed.
 
-    The directory is created atomically, even if several processes create it concurrently.
-
-    Args:
-        directory: Hugging Face directory to write.
-        recipe: Sizes and family of the model.
-        seed: Seed of the weights.
-        family: Import path in `model.family`, for a user-defined family.
+    The directory is created atomically, even if several processes create it concurrently. `family` is the import path of a
+    user-defined family.
 
     Raises:
         ValueError: The family has no recipe, or the directory exists with a different recipe or seed.

@@ -107,9 +107,7 @@ class WeightFiles:
 def read_weight_files(path: Path, named: object = None) -> WeightFiles:
     """Choose the weight files of a model directory as transformers does, and read their headers.
 
-    Args:
-        path: Model directory.
-        named: `transformers_weights` of config.json: the name of the file or index to read.
+    `named` is `transformers_weights` of config.json: the name of the file or index to read.
 
     Raises:
         BrokenRules: There is no choice, more than one, or a file is missing, damaged or outside of the directory.
@@ -204,11 +202,7 @@ def _fix_of_missing(stored: WeightFiles, missing: Sequence[str]) -> str | None:
 
 
 def _weight_map(path: Path, index: str) -> dict[str, str]:
-    """Return the file of each tensor in an index.
-
-    Raises:
-        BrokenRules: The file is not an index, or names a missing file or one outside of the directory.
-    """
+    """Return the file of each tensor in an index, all of which must exist in the directory."""
     try:
         if (path / index).stat().st_size > MAX_JSON_BYTES:
             raise ValueError(f"it has more than {MAX_JSON_BYTES:,} bytes")
@@ -243,11 +237,7 @@ def _inside(path: Path, name: object, where: str) -> str:
 
 
 def _read_header(path: Path, file: Path) -> dict[str, StoredTensor]:
-    """Read the header of a safetensors file.
-
-    Raises:
-        BrokenRules: The file is missing, or not a complete safetensors file.
-    """
+    """Read the header of a safetensors file, which must be complete."""
     name = file.relative_to(path).as_posix()
     rule, fix = f"{name} must be a complete safetensors file", "complete the download"
     if not file.is_file():
@@ -276,11 +266,7 @@ def _read_header(path: Path, file: Path) -> dict[str, StoredTensor]:
 
 
 def _tensor(file: Path, entry: Any, data_start: int) -> StoredTensor:
-    """Convert an entry of a header.
-
-    Raises:
-        ValueError: Its length is not that of its shape and dtype.
-    """
+    """Convert an entry of a header, whose length must be that of its shape and dtype."""
     dtype, shape, (start, end) = str(entry["dtype"]), tuple(map(int, entry["shape"])), map(int, entry["data_offsets"])
     bits = 8 * DTYPES[dtype][0] if dtype in DTYPES else OTHER_DTYPE_BITS.get(dtype)
     fits = bits is None or 8 * (end - start) == bits * math.prod(shape)
@@ -290,7 +276,6 @@ def _tensor(file: Path, entry: Any, data_start: int) -> StoredTensor:
 
 
 def _is_same(one: StoredTensor, other: StoredTensor) -> bool:
-    """Return True if two tensors have the same dtype, shape and bytes."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     with one.file.open("rb") as first, other.file.open("rb") as second:

@@ -50,13 +50,7 @@ class Copies:
     def __init__(
         self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], streamed_from_bytes: int = _STREAMED_FROM_BYTES
     ) -> None:
-        """Plan the copies. The plan keeps the tensors alive; their memory must not be reallocated.
-
-        Args:
-            targets: Tensors to fill.
-            sources: Tensors with the same shapes and any dtypes.
-            streamed_from_bytes: Minimum total size of the targets for copies that bypass the caches.
-        """
+        """Plan the copies. The plan keeps the tensors alive; their memory must not be reallocated."""
         self._targets, self._sources = list(targets), list(sources)
         pairs = list(zip(self._targets, self._sources, strict=True))
         is_large = sum(target.nbytes for target in targets) >= streamed_from_bytes

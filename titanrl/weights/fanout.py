@@ -54,11 +54,7 @@ class Network(Protocol):
         """Bytes that this process has read."""
 
     async def read(self, manifest: WeightManifest, handle: RdmaHandle, buffer: torch.Tensor) -> None:
-        """Read the bytes into a buffer of the registered size.
-
-        Raises:
-            WeightMismatchError: The writer has overwritten the bytes.
-        """
+        """Read the bytes into a buffer of the registered size; raise `WeightMismatchError` if they were overwritten."""
 
 
 class Receiver:
@@ -70,11 +66,7 @@ class Receiver:
         """By trainer rank and version."""
 
     async def receive(self, manifest: WeightManifest) -> HostCopy:
-        """Return the copy of a trainer rank's bytes. Receive them first, unless they have arrived or are being received.
-
-        Raises:
-            WeightMismatchError: The writer has overwritten the bytes.
-        """
+        """Return the copy of a trainer rank's bytes. Receive them first, unless they have arrived or are being received."""
         copies = self._copies[manifest.rank]
         if manifest.version not in copies:
             arena = self._unused(copies, manifest.num_bytes)
@@ -116,11 +108,7 @@ class HostTransport:
     """RDMA transport that sends each rank's bytes over the network once per host. It can be pickled before its first use."""
 
     def __init__(self, network: Network | None = None) -> None:
-        """Create a transport to pickle to the processes of a host. They share the bytes that one of them receives.
-
-        Args:
-            network: Access to bytes on other hosts; RDMA by default.
-        """
+        """Create a transport to pickle to the processes of a host. They share the bytes that one of them receives."""
         self._name = secrets.token_hex(4)
         self._network = network or RdmaTransport()
         self._term = 0
@@ -233,11 +221,7 @@ def _listen(path: Path) -> socket.socket | None:
 
 
 def _check_peer(writer: asyncio.StreamWriter) -> None:
-    """Check who is at the other end, because messages are unpickled.
-
-    Raises:
-        ConnectionError: A process of another user.
-    """
+    """Refuse a process of another user at the other end, because messages are unpickled."""
     if not is_own_peer(writer.get_extra_info("socket")):
         writer.close()
         raise ConnectionRefusedError("a process of another user is at the other end")

@@ -184,11 +184,7 @@ class PackPlan:
 def plan_pack(state: Mapping[str, torch.Tensor], rank: int, dtype: torch.dtype, keep: Collection[str] = ()) -> PackPlan:
     """Plan the bytes that this rank publishes: the first replica of each shard, tied tensors once, and no empty shards.
 
-    Args:
-        state: The model's state dict.
-        rank: This trainer rank.
-        dtype: Dtype to cast tensors to.
-        keep: Names of tensors that keep their dtype (buffers).
+    Tensors are cast to `dtype`, except for those in `keep` (buffers).
 
     Raises:
         ValueError: A tensor is a partial sum or has an unsupported placement.
@@ -346,11 +342,7 @@ def plan_copies(layouts: Sequence[ByteLayout], targets: Mapping[str, Target]) ->
 
 
 def _check_covered(name: str, wanted: Box, covered: Sequence[Box]) -> None:
-    """Check that boxes within another box fill it exactly: they do not overlap, and their sizes add up.
-
-    Raises:
-        WeightMismatchError: Some boxes overlap, or elements are missing.
-    """
+    """Raise `WeightMismatchError` unless boxes within another box fill it exactly: no overlap, and their sizes add up."""
     if len(covered) > 1 and wanted.offset:
         low = np.array([box.offset for box in covered])
         high = low + np.array([box.shape for box in covered])

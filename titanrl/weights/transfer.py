@@ -56,15 +56,9 @@ class WeightPublisher:
         transports: Sequence[TransportName],
         verify: Verify = "sampled",
     ) -> None:
-        """Prepare to publish under the name of a run.
+        """Prepare to publish parameters, cast to `dtype`, under the name of a run, which is the prefix of the store's keys.
 
-        Args:
-            run: Prefix of the store's keys.
-            rank: This trainer rank.
-            store: Store for layouts, and for the bytes with the `store` transport.
-            dtype: Dtype to cast parameters to.
-            transports: Transports to offer, in order of preference.
-            verify: Portion of the bytes that the digest covers.
+        The manifests offer `transports` in this order. `verify` is the portion of the bytes that the digest covers.
         """
         self._run, self._rank, self._store = run, rank, store
         self._dtype, self._verify = dtype, verify
@@ -173,13 +167,7 @@ class WeightReader:
     """Reader of committed versions into tensors of this process. It can be pickled before its first use."""
 
     def __init__(self, run: str, store: "WeightStore", verify: Verify = "sampled") -> None:
-        """Prepare to read the versions published under the name of a run.
-
-        Args:
-            run: Prefix of the store's keys.
-            store: Store of layouts, and of bytes that are not in arenas.
-            verify: `off` ignores published digests; any other value checks them.
-        """
+        """Prepare to read the versions published under the name of a run. `off` ignores their digests."""
         self._run, self._store, self._verify = run, store, verify
         self._sources: list[Source] = [ArenaTransport(), HostTransport(), RdmaTransport(), StoreTransport(run, 0, store)]
         self._num_reported = 0
@@ -275,9 +263,7 @@ class FetchedWeights:
     def copy_into(self, targets: Targets) -> None:
         """Fill every target. All checks that are possible in advance run before the first write.
 
-        Args:
-            targets: Tensors, DTensors or `PartOf` blocks by the trainer's names. The plan is reused as long as they are the
-                same objects in the same memory.
+        The plan is reused as long as the targets are the same objects in the same memory.
 
         Raises:
             WeightMismatchError: A tensor is missing, unexpected, or has another shape or dtype; the bytes do not match their

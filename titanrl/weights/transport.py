@@ -133,11 +133,7 @@ class MappedArena:
 
 
 def _open_arena(handle: ArenaHandle) -> int:
-    """Open an arena through its owner's file descriptor.
-
-    Raises:
-        OwnerExitedError: The owner has exited, or runs as another user.
-    """
+    """Open an arena through its owner's file descriptor."""
     try:
         if process_start(str(handle.pid)) != handle.started:
             raise ProcessLookupError
@@ -166,11 +162,7 @@ class Payload:
     """Sequence number of the arena while it holds the bytes; None for the writer's arena, whose number is in the manifest."""
 
     def check(self, manifest: WeightManifest) -> None:
-        """Check that the bytes still match the manifest.
-
-        Raises:
-            WeightMismatchError: The writer has overwritten the bytes.
-        """
+        """Raise `WeightMismatchError` if the writer has overwritten the bytes."""
         if self.mapped is None:
             return
         expected, found = manifest.sequence if self.sequence is None else self.sequence, self.mapped.sequence
@@ -259,11 +251,7 @@ class RdmaTransport:
         return payload
 
     async def read(self, manifest: WeightManifest, handle: RdmaHandle, buffer: torch.Tensor) -> None:
-        """Read the bytes into a buffer of the registered size.
-
-        Raises:
-            WeightMismatchError: The writer has overwritten the bytes.
-        """
+        """Read the bytes into a buffer of the registered size; raise `WeightMismatchError` if they were overwritten."""
         size = handle.data.size()
         await self._check(manifest, handle)
         await handle.data.read_into(buffer, timeout=_SHORTEST_TIMEOUT_S + int(size / _SLOWEST_BYTES_PER_S))
