@@ -6,7 +6,6 @@ Importing this module does not import torch. Processes that only call generators
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -268,7 +267,12 @@ class Generator(Actor):
                 raise StoppedError("the run restarts")
             fetched = fetching.result()
         except Exception as error:  # whatever the error, the engine must stop serving older weights
-            return partial(_raise, error), False
+            failure = error
+
+            def fail(model: "torch.nn.Module") -> None:
+                raise failure
+
+            return fail, False
         finally:
             fetching.cancel()
             restarting.cancel()
@@ -287,7 +291,3 @@ class Generator(Actor):
                 source = open_model(self._setup.model_dir, self._setup.family)
                 self._targets = native.weight_targets(model, source, self._rank, self._setup.config.tp)
         return self._targets
-
-
-def _raise(error: Exception, model: "torch.nn.Module") -> None:
-    raise error

@@ -42,7 +42,10 @@ class TensorwiseLinear(Float8Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Apply the layer, with input and weight rounded to float8."""
         assert self.weight_scale is not None, "WeightScales.refresh was not called after the weights were loaded"
-        scale, grad_dtype = like(self.weight_scale, self.weight), self.config.cast_config_grad_output.target_dtype
+        scale, grad_dtype = self.weight_scale, self.config.cast_config_grad_output.target_dtype
+        if isinstance(self.weight, DTensor):  # torchao then expects a replicated DTensor
+            mesh = self.weight.device_mesh
+            scale = DTensor.from_local(scale, mesh, [Replicate()] * mesh.ndim, run_check=False)
         output: Tensor = Float8Matmul.apply(  # type: ignore[no-untyped-call]
             input, self.weight.t(), scale, self.linear_mm_config, grad_dtype
         )
@@ -80,14 +83,6 @@ def rounded(values: Tensor, dtype: torch.dtype, mm_config: LinearMMConfig, role:
     """Round a tensor to float8 with a dynamic scale, and flatten all dimensions but the last."""
     float8: Tensor = hp_tensor_to_float8_dynamic(values, dtype, mm_config, gemm_input_role=role)
     return float8.reshape(-1, values.shape[-1])
-
-
-def like(scale: Tensor, weight: Tensor) -> Tensor:
-    """Return the scale in the form that torchao expects for this weight: a replicated DTensor if the weight is a DTensor."""
-    if not isinstance(weight, DTensor):
-        return scale
-    mesh = weight.device_mesh
-    return DTensor.from_local(scale, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def float8_projections(model: Module.Config, recipe: Recipe, *, emulate: bool, compiled: bool) -> Module.Config:

@@ -316,18 +316,16 @@ class Learner:
     def _score(self, rows: PackedRows) -> tuple[Tensor, Tensor]:
         """Compute the log-probability of each target and the entropy of each prediction, `[B, L]` each."""
         module, positions_BL = self.model.module, rows.positions_BL
-        with self._head.scoring(rows.targets_BL, self.temperature, rows.supports):
-            scores: tuple[Tensor, Tensor] = module(rows.tokens_BL, positions=positions_BL, attention_masks=self._mask(rows))
-        return scores
-
-    def _mask(self, rows: PackedRows) -> object:
-        module = self.model.module
         attention = module.config.layers[0].attention.inner_attention
         if isinstance(attention, PackedAttention.Config):
-            return packed_mask(rows.positions_BL)
-        if rows.shares_prompts:
-            return packed_block_mask(rows.positions_BL, attention.block_size)
-        return module.get_attention_masks(rows.positions_BL)  # faster to build than `packed_block_mask`
+            mask: object = packed_mask(positions_BL)
+        elif rows.shares_prompts:
+            mask = packed_block_mask(positions_BL, attention.block_size)
+        else:
+            mask = module.get_attention_masks(positions_BL)  # faster to build than `packed_block_mask`
+        with self._head.scoring(rows.targets_BL, self.temperature, rows.supports):
+            scores: tuple[Tensor, Tensor] = module(rows.tokens_BL, positions=positions_BL, attention_masks=mask)
+        return scores
 
     def _reported(self, metrics: LossMetrics) -> LossSums:
         """Copy the metrics to the host in one transfer; return no metrics unless this is the first tensor-parallel rank."""
