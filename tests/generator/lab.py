@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file
 
 from tests.forks import fork, prepare_templates
-from tests.generator.weights import titan_names
 from titanrl.carriers.types import Completion, GenerationRequest, SamplingParams
 from titanrl.config import load_config
 from titanrl.config.device import DEVICES
@@ -32,12 +31,37 @@ PROMPTS = [tuple(2 + (7 * i + j) % 90 for j in range(5 + i)) for i in range(8)]
 RECIPE = RecipeConfig(init_std=0.2)  # large weights, so that greedy sampling has no near-ties
 
 
+RENAMES = {
+    "model.embed_tokens": "tok_embeddings",
+    "model.": "",
+    "self_attn.q_proj": "attention.qkv_linear.wq",
+    "self_attn.k_proj": "attention.qkv_linear.wk",
+    "self_attn.v_proj": "attention.qkv_linear.wv",
+    "self_attn.o_proj": "attention.wo",
+    "self_attn.": "attention.",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.up_proj": "feed_forward.w3",
+    "mlp.down_proj": "feed_forward.w2",
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+"""Parts of Hugging Face names, and of the names under which the trainer publishes."""
 IMPLEMENTATIONS = {
     "titan": {"model_impl": "titan", "on_update": "continue"},
     "native": {"model_impl": "native", "on_update": "restart"},
     "titan-tp2": {"model_impl": "titan", "on_update": "continue", "tp": 2},
     "native-tp2": {"model_impl": "native", "on_update": "restart", "tp": 2},
 }
+
+
+def titan_names(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Rename the tensors of a Hugging Face state dict as the trainer publishes them."""
+    renamed = {}
+    for name, value in state.items():
+        for theirs, ours in RENAMES.items():
+            name = name.replace(theirs, ours)
+        renamed[name] = value
+    return renamed
 
 
 @dataclass

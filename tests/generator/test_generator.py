@@ -16,8 +16,7 @@ import transformers
 from safetensors.torch import load_file
 
 from tests.forks import fork
-from tests.generator.lab import IMPLEMENTATIONS, PROMPTS, Lab, requests_of, running_lab
-from tests.generator.weights import titan_names
+from tests.generator.lab import IMPLEMENTATIONS, PROMPTS, Lab, requests_of, running_lab, titan_names
 from titanrl.carriers.types import Completion, GenerationRequest, SamplingParams
 from titanrl.data.tokenizer import load_tokenizer
 from titanrl.processes.actors import resolve

@@ -18,7 +18,7 @@ import transformers
 from safetensors.torch import load_file
 
 from tests.forks import fork, prepare_templates
-from tests.generator.weights import titan_names
+from tests.generator.lab import titan_names
 from titanrl.carriers.types import Completion, GenerationRequest, SamplingParams
 from titanrl.config import load_config
 from titanrl.config.device import DEVICES

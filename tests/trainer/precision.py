@@ -8,19 +8,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.trainer import checks
-from titanrl.trainer.collate import PackedRows, collate
+from tests.trainer import checks, variants
+from titanrl.trainer.collate import collate
 from titanrl.trainer.learner import Learner
 
 Plan = dict[str, Any]
 
 
-def batches(learner: Learner) -> list[PackedRows]:
-    return checks.microbatches(learner, checks.plan_rows(checks.sequences()[0], packed=True), 2)
-
-
 def gradient(learner: Learner) -> checks.Arrays:
-    for batch in batches(learner):
+    for batch in variants.batches_of(learner):
         learner.run(batch, checks.everything)
     found = checks.gradients(learner)
     learner.zero_grad()
@@ -67,9 +63,7 @@ def scales_follow_the_weights(model_dir: Path, plan: Plan, folder: Path) -> bool
     learner.keep_weights()
     checkpoints = Checkpoints(learner, folder / "checkpoints", 2)
     checkpoints.save_state(folder / "state")
-    for batch in batches(learner):
-        learner.run(batch, checks.everything)
-    learner.optim_step(checks.ADAM)
+    variants.train(learner)
     second = scales(learner)
     assert second != first
     np.testing.assert_allclose(second, expected_scales(learner), rtol=1e-6)

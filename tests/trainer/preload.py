@@ -15,7 +15,6 @@ for module in (
     "titanrl.trainer.passes",
     "titanrl.models.decoder",
     "tests.trainer.apart",
-    "tests.trainer.families",
     "tests.trainer.swaps",
     "tests.trainer.variants",
 ):

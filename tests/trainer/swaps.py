@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.trainer import checks
+from tests.trainer import checks, variants
 from titanrl.trainer.learner import Learner, PhaseError
 from titanrl.trainer.snapshots import (
     GatheredParameterError,
@@ -21,13 +21,7 @@ Plan = dict[str, object]
 
 def make(model_dir: Path, plan: Plan) -> tuple[Learner, list[checks.PackedRows]]:
     learner = checks.make_learner(model_dir, parallelism=plan)
-    return learner, checks.microbatches(learner, checks.plan_rows(checks.sequences()[0], packed=True), 2)
-
-
-def step(learner: Learner, batches: list[checks.PackedRows]) -> None:
-    for batch in batches:
-        learner.run(batch, checks.everything)
-    assert not learner.optim_step(checks.ADAM).skipped
+    return learner, variants.batches_of(learner)
 
 
 def scores(learner: Learner, batches: list[checks.PackedRows]) -> list[bytes]:
@@ -40,8 +34,8 @@ def swap_and_restore(model_dir: Path, plan: Plan) -> bool:
     learner.check_snapshots(checks.ROW_TOKENS)
     at_0 = scores(learner, batches)  # leaves parameters gathered
     assert learner.keep_weights() == 0
-    step(learner, batches)
-    step(learner, batches)
+    variants.train(learner)
+    variants.train(learner)
     live, at_2 = checks.local_bytes(learner), scores(learner, batches)
     assert at_2 != at_0
     with learner.weights_at(0):
@@ -50,11 +44,11 @@ def swap_and_restore(model_dir: Path, plan: Plan) -> bool:
     assert learner.version_in_use == 2
     assert checks.local_bytes(learner) == live
     assert scores(learner, batches) == at_2
-    step(learner, batches)
+    variants.train(learner)
     if "fsdp_reshard_after_forward" not in plan:
         undisturbed, batches = make(model_dir, plan)
         for _ in range(3):
-            step(undisturbed, batches)
+            variants.train(undisturbed)
         assert checks.local_bytes(learner) == checks.local_bytes(undisturbed)
     return True
 
@@ -63,7 +57,7 @@ def refused_calls(model_dir: Path, plan: Plan) -> bool:
     """Check that every use that would mix versions is refused and changes nothing."""
     learner, batches = make(model_dir, plan)
     learner.keep_weights()
-    step(learner, batches)
+    variants.train(learner)
     live = checks.local_bytes(learner)
 
     def untouched() -> None:
@@ -144,7 +138,7 @@ def torch_without_reshard(model_dir: Path) -> bool:
 
 def interval_logprobs(model_dir: Path, plan: Plan) -> bool:
     """Check that the log-probabilities of the interval's start do not change over its three steps."""
-    learner, batches = make(model_dir, plan)
+    learner, _ = make(model_dir, plan)
     plans, payload = checks.sequences()
     rows = [checks.collate([row], payload, checks.ROW_TOKENS) for row in checks.plan_rows(plans[:3], packed=False)]
     before = scores(learner, rows)
@@ -152,5 +146,5 @@ def interval_logprobs(model_dir: Path, plan: Plan) -> bool:
     for k in range(3):
         with learner.weights_at(start):
             assert learner.logprobs(rows[k]).numpy().tobytes() == before[k]
-        step(learner, batches)
+        variants.train(learner)
     return True

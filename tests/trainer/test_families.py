@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 from tests.docs.blocks import ROOT, blocks_of
 from tests.models.tiny import FAMILIES, write_model
-from tests.trainer import checks, families, variants
+from tests.trainer import checks, variants
 from tests.trainer.ranks import World
 
 Worlds = Callable[[int], World]
@@ -30,7 +30,7 @@ def assert_same_logits(model: Path, world: Worlds, family: str | None = None) ->
     policy = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with torch.no_grad():
         expected = policy(torch.from_numpy(token_ids)[None]).logits[0].numpy()
-    (found,) = world(1).run(families.logits, model, token_ids, family)
+    (found,) = world(1).run(variants.logits, model, token_ids, family)
     assert np.abs(expected).max() > 1
     np.testing.assert_allclose(found, expected, atol=2e-5, rtol=0)
 

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from tests.models.tiny import FAMILIES, LLAMA3_ROPE, add_changed_weights, change_config, change_weights, shard, write_model
-from tests.trainer import checks, families
+from tests.trainer import checks, variants
 from tests.trainer.ranks import World
 from titanrl.models.directory import open_model
 
@@ -120,7 +120,7 @@ def test_loaded_directory_has_the_logits_of_transformers(kind: str, world: World
     policy = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with torch.no_grad():
         expected = policy(torch.from_numpy(token_ids)[None]).logits[0].numpy()
-    (found,) = world(1).run(families.logits, model, token_ids)
+    (found,) = world(1).run(variants.logits, model, token_ids)
     assert expected.std() > 0.3
     np.testing.assert_allclose(found, expected, atol=1e-5, rtol=0)
 

@@ -16,6 +16,7 @@ from titanrl.base.choices import FileDtype
 from titanrl.config.algorithm import AlgorithmConfig, KLConfig
 from titanrl.config.device import DEVICES
 from titanrl.config.sections import TrainerConfig
+from titanrl.models.attention import packed_mask
 from titanrl.models.directory import open_model
 from titanrl.trainer import model as policy_model
 from titanrl.trainer.checkpoint import Checkpoints, export_hf, load_hf, load_model
@@ -36,6 +37,15 @@ def train(learner: Learner, num_steps: int = 1) -> None:
         for batch in batches_of(learner):
             learner.run(batch, checks.everything)
         assert not learner.optim_step(checks.ADAM).skipped
+
+
+def logits(model_dir: Path, token_ids: np.ndarray, family: str | None = None) -> np.ndarray:
+    """Return the logits of one sequence, `[L, V]`."""
+    module = checks.make_learner(model_dir, family=family, row_tokens=len(token_ids)).model.module
+    tokens, positions = torch.from_numpy(token_ids)[None], torch.arange(len(token_ids))[None]
+    with torch.no_grad():
+        found: np.ndarray = module(tokens, positions=positions, attention_masks=packed_mask(positions))[0].numpy()
+    return found
 
 
 def gradient_and_loss(model_dir: Path, trainer: Plan) -> tuple[checks.Arrays, float] | None:
