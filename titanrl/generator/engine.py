@@ -99,12 +99,8 @@ class Engine:
     ) -> None:
         """Build the engine with placeholder weights. It accepts requests after the first `update_weights`.
 
-        Args:
-            source: Hugging Face directory. Only its config is read, unless `generator.vllm` sets `load_format`.
-            config: Engine options.
-            device: Device to run on.
-            max_len: Longest prompt plus completion, in tokens.
-            stop_ids: Tokens that end a completion. The completion includes them.
+        Only the config of the model directory is read, unless `generator.vllm` sets `load_format`. `max_len` is the longest
+        prompt plus completion, in tokens. `stop_ids` end a completion, which includes them.
         """
         self._engine = build_engine(source, config, device, max_len)
         self._max_len, self._vocab_size = max_len, self._engine.model_config.get_vocab_size()

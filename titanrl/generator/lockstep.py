@@ -130,8 +130,7 @@ class Follower:
     def __init__(self, build: Callable[[], tuple[Engine, Connection]]) -> None:
         """Start the thread. The future `started` resolves when the engine is built, `stopped` when the thread exits.
 
-        Args:
-            build: Returns the engine and the connection to rank 0; called on the thread.
+        The thread calls `build`, which returns the engine and the connection to rank 0.
         """
         self.started: Future[None] = Future()
         self.stopped: Future[None] = Future()

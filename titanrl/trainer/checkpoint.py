@@ -73,11 +73,7 @@ def storage_errors(what: str, folder: Path) -> Iterator[None]:
     """Convert I/O errors and torch's `CheckpointException` in the body to `StorageError`.
 
     torch raises `CheckpointException` on all ranks if any rank fails. It is not a subclass of `Exception`, so it would kill the
-    actor, and its message begins with a traceback.
-
-    Args:
-        what: Action for the message, such as `save a checkpoint`.
-        folder: Folder that is written or read.
+    actor, and its message begins with a traceback. `what` is the action for the message, such as `save a checkpoint`.
     """
     try:
         yield
@@ -225,11 +221,8 @@ class Checkpoints:
     def __init__(self, learner: Learner, folder: Path, keep_last: int, *, in_background: bool = False) -> None:
         """Build torchtitan's checkpoint manager.
 
-        Args:
-            learner: Learner to save and restore.
-            folder: Absolute path of the parent of the `step-<n>` folders.
-            keep_last: Number of `step-<n>` folders to keep.
-            in_background: Return from `save` after the state is copied, and write it to disk while training continues.
+        `folder` is the absolute path of the parent of the `step-<n>` folders, of which the last `keep_last` are kept. With
+        `in_background`, `save` returns after the state is copied, and training continues while it is written to disk.
         """
         self._learner, self._folder = learner, folder
         self._kept: tuple[int, ...] = (0,)  # versions whose snapshots stay valid when a checkpoint is loaded
@@ -254,9 +247,7 @@ class Checkpoints:
     def save(self, step: int, published: int | None = None) -> None:
         """Save the state of a step. `.metadata` appears in its folder when the checkpoint is complete.
 
-        Args:
-            step: Step, which is part of the name of the folder.
-            published: Version of a snapshot whose weights are also written, always before this method returns.
+        The weights of the snapshot `published` are also written, always before this method returns.
         """
         self._prepare("save_checkpoint")
         with storage_errors("save a checkpoint", self._folder):

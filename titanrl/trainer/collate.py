@@ -97,12 +97,8 @@ def empty_rows(num_rows: int, row_tokens: int) -> PackedRows:
 def collate(rows: Sequence[Row], payload: Mapping[GroupHandle, Mapping[int, Segment]], row_tokens: int) -> PackedRows:
     """Collate planned rows and their segments into tensors.
 
-    Without rows, return one empty row, because all ranks must run the model in each micro-batch.
-
-    Args:
-        rows: Plans of the sequences of each row.
-        payload: Segments of the rollouts, by group and index of the segment.
-        row_tokens: Length of a row, L.
+    Without rows, return one empty row, because all ranks must run the model in each micro-batch. `payload` has the segments of
+    the rollouts by group and index of the segment.
     """
     num_rows = max(1, len(rows))
     tokens = np.zeros((num_rows, row_tokens), np.int64)

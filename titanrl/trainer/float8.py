@@ -88,11 +88,8 @@ def rounded(values: Tensor, dtype: torch.dtype, mm_config: LinearMMConfig, role:
 def float8_projections(model: Module.Config, recipe: Recipe, *, emulate: bool, compiled: bool) -> Module.Config:
     """Convert all linear layers of a model config to float8, except the output layer. The config is modified.
 
-    Args:
-        model: torchtitan's model config.
-        recipe: Name of torchao's recipe.
-        emulate: Round operands to float8 and multiply them in higher precision, on a device without float8 support.
-        compiled: True if the transformer blocks are compiled.
+    `emulate` rounds operands to float8 and multiplies them in higher precision, for a device without float8 support. `compiled`
+    is True if the transformer blocks are compiled.
 
     Raises:
         ValueError: The device does not support float8.

@@ -69,12 +69,8 @@ class Learner:
     ) -> None:
         """Start at version 0 with empty optimizer state.
 
-        Args:
-            model: Policy on this rank.
-            algorithm: Definition of the objective.
-            temperature: Sampling temperature of the generator, by which the logits are divided.
-            custom_loss: User-defined loss; None selects the built-in loss that `algorithm` names.
-            snapshots_on_device: Keep snapshots of the weights on the device instead of in host memory.
+        The logits are divided by `temperature`, the sampling temperature of the generator. Without `custom_loss`, the loss is
+        the built-in one that `algorithm` names.
         """
         self.model = model
         self.optimizers = new_optimizer(model)
@@ -162,13 +158,9 @@ class Learner:
         The step is skipped if a loss or the gradient norm is not finite on any rank. All ranks make the same decision, because
         the gradient norm is global and the ranks all-reduce a flag for finite losses.
 
-        Args:
-            params: Hyperparameters of the optimizer.
-            completes: False if more optimizer steps on the same batch follow. Otherwise the version is incremented, unless all
-                steps since the last increment were skipped.
-
-        Raises:
-            PhaseError: Also if a pass since the last step failed. All gradients are then discarded.
+        `completes` is False if more optimizer steps on the same batch follow. Otherwise the version is incremented, unless all
+        steps since the last increment were skipped. If a pass since the last step failed, all gradients are discarded before
+        `PhaseError` is raised.
         """
         self._require_live_weights("optim_step")
         if self._failed_pass:

@@ -115,7 +115,7 @@ def build_model(
     Args:
         source: Hugging Face directory; only its config is read.
         config: Parallelism, dtypes and model converters.
-        device: Device of the model.
+        device: Kind of device.
         seed: Seed of the LoRA adapters, the same on all ranks. With `deterministic` or `detect_anomaly`, it also seeds torch.
         random_weights: Initialize the weights randomly. False marks them as unwritten instead, for a call of `load_hf` that
             follows. Adapters and non-persistent buffers are initialized in both cases.

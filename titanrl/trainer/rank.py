@@ -170,10 +170,7 @@ class PolicyTrainer(Actor):
     ) -> LossSums:
         """Run forward and backward on this rank's rows of a micro-batch; return the sums of the metrics.
 
-        Args:
-            microbatch: Rows of all ranks.
-            proximal_version: Version of the proximal policy, whose log-probabilities `compute_logprobs` kept.
-            reference_version: Version of the reference policy, whose log-probabilities `compute_logprobs` kept.
+        `compute_logprobs` has kept the log-probabilities of the versions of the proximal and the reference policy.
         """
         with self.agreement.phase("forward_backward") as agree, self._learner.required_pass():
             _, packed = await self._rows(microbatch, proximal_version, reference_version)

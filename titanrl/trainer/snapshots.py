@@ -96,9 +96,7 @@ class Snapshots:
     def using(self, version: int, parameters: Mapping[str, Entry] | None = None) -> Iterator[None]:
         """Replace the live weights with those of a version inside the context, and restore them on exit.
 
-        Args:
-            version: Version to use.
-            parameters: Trainable parameters of the version, which are combined with the live buffers; None uses the snapshot.
+        If given, `parameters` are the trainable parameters of the version, which are combined with the live buffers.
 
         Raises:
             KeyError: The version has no snapshot.
