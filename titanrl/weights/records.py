@@ -132,7 +132,7 @@ TransportHandle = ArenaHandle | RdmaHandle | StoreHandle
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """A checksum of a rank's bytes; see `weights.digest`."""
+    """A checksum of a rank's bytes; see `layout.digest`."""
 
     kind: str
     """`full`, or `sampled` followed by the number of the page that was read."""
