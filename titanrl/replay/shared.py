@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Unpack
@@ -236,12 +236,12 @@ class SharedReplay:
     def sample(self, batch_size: int, *, timeout_s: float = REPLY_S) -> ReplayBatch:
         """Draw items like `PrioritizedReplay.sample`."""
         shards = self._shards()
-        drawn: ReplayBatch
         drawn, ticket = self._link.call("draw", batch_size, timeout_s, wait_s=timeout_s)
         try:
-            return replace(drawn, payload=shards.read(drawn.payload))
+            payload = shards.read(drawn.payload)
         finally:
             self._link.send("done", ticket)
+        return ReplayBatch(payload, drawn.handles, drawn.weights, drawn.probabilities, drawn.versions)
 
     def update_priorities(self, handles: npt.ArrayLike, priorities: npt.ArrayLike) -> int:
         """Set priorities like `PrioritizedReplay.update_priorities`. Return the number of handles without an item."""
