@@ -21,7 +21,6 @@ from pydantic import (
 from pydantic_core import CoreSchema, core_schema
 
 from titanrl.config.errors import BrokenRule, BrokenRules
-from titanrl.config.shipped import FOLDER
 
 # Sections are strict: a string is not accepted for a number, nor a number for a boolean. YAML has neither paths nor tuples, so
 # pydantic converts only these, from strings and lists.
@@ -41,6 +40,8 @@ Tokens = Annotated[int, Field(ge=1, le=10_000_000)]
 Bytes = Annotated[int, Field(ge=1, le=10**15)]
 Seconds = Annotated[float, Field(gt=0.0, le=10_000_000.0)]
 
+FOLDER = Path(__file__).parents[1] / "configs"
+"""Directory of the shipped configurations. In a checkout, a link to `configs/`."""
 MAX_PATH_BYTES = 3_000
 """Maximum length of a path. Linux allows 4,096 bytes; the rest is for files below the path."""
 MAX_NAME_BYTES = 255

@@ -8,9 +8,7 @@ from pathlib import Path
 
 from titanrl.base import terminal
 from titanrl.base.files import in_shell
-
-FOLDER = Path(__file__).parents[1] / "configs"
-"""Directory of the shipped configurations. In a checkout, a link to `configs/`."""
+from titanrl.config.section import FOLDER
 
 
 def shipped_configs() -> dict[str, Path]:
