@@ -9,13 +9,11 @@ the models have the shapes of Qwen3-0.6B and 1.7B, and the result includes the m
 # ruff: noqa: E402 - the device must be set before torchtitan is imported
 
 import argparse
-import json
 import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,6 @@ from titanrl.models.preparation import prepare_torchtitan
 DEVICE = DEVICES["cpu" if missing_for("cuda") else "cuda"]
 prepare_torchtitan(DEVICE)  # before any other import of torchtitan
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -37,37 +34,16 @@ from torchtitan.distributed.utils import clip_grad_norm_, init_distributed
 from torchtitan.tools.utils import get_peak_flops
 
 from benchmarks.memory import peak_bytes
+from benchmarks.packed_rollouts import ADAM, SMALL, Case, long_tailed, model_of, rl_batches
 from titanrl.algorithms.packing import pack
-from titanrl.carriers.tables import SequencePlan
-from titanrl.carriers.types import AdamParams, GroupHandle, Segment
 from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.config.sections import TrainerConfig
 from titanrl.config.sizes import ModelShape
-from titanrl.models.directory import open_model, published_shapes
+from titanrl.models.directory import published_shapes
 from titanrl.trainer import model as policy_model
-from titanrl.trainer.collate import PackedRows, collate
 from titanrl.trainer.learner import Learner, new_optimizer
-from titanrl.trainer.model import PolicyModel, ScoringHead, build_model
+from titanrl.trainer.model import PolicyModel, ScoringHead
 
-ADAM = AdamParams(learning_rate=1e-5, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, max_grad_norm=1.0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """A model and its batch."""
-
-    shape: ModelShape
-    trainer: TrainerConfig
-    num_microbatches: int
-    """Micro-batches per optimizer step."""
-    median_tokens: int
-    """Median sequence length; lengths are log-normal with sigma 0.8, truncated at the row length."""
-
-
-SMALL = ModelShape(
-    hidden_size=128, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32, intermediate_size=384, vocab_size=1024,
-    tied_embeddings=True, max_positions=4096,
-)  # fmt: skip
 ON_CUDA = TrainerConfig(
     compute_dtype="bfloat16", row_tokens=8192, rows_per_microbatch=1, activation_checkpointing="selective", compile=True
 )
@@ -103,8 +79,8 @@ def main() -> None:
 def step_figures(case: Case, folder: Path, num_steps: int) -> dict[str, Any]:
     """Measure the tokens per second of both loops and their ratio."""
     rows, num_tokens, efficiency = rl_batches(case)
-    learner = Learner(model_of(case, folder), AlgorithmConfig(), temperature=1.0)
-    bare = BareLoop(model_of(case, folder), case)
+    learner = Learner(model_of(case, folder, DEVICE), AlgorithmConfig(), temperature=1.0)
+    bare = BareLoop(model_of(case, folder, DEVICE), case)
 
     def rl_step() -> None:
         for batch in rows:
@@ -158,42 +134,6 @@ class BareLoop:
         from titanrl.models.attention import packed_mask
 
         return packed_mask(self._positions_BL)
-
-
-def rl_batches(case: Case) -> tuple[list[PackedRows], int, float]:
-    """Return random micro-batches that fill a step's rows, their number of real tokens, and their packing efficiency."""
-    config = case.trainer
-    num_rows = case.num_microbatches * config.rows_per_microbatch
-    lengths = long_tailed(num_rows * config.row_tokens, case.median_tokens, config.row_tokens, seed=1)
-    while len(packed := pack(lengths, config.row_tokens)) > num_rows:
-        lengths.pop()
-    payload = {}
-    random = np.random.default_rng(2)
-    plans = []
-    for slot, length in enumerate(lengths):
-        mask = np.arange(length) >= max(1, length // 4)
-        segment = Segment(
-            token_ids=random.integers(0, case.shape.vocab_size, length),
-            mask=mask,
-            logprobs=np.where(mask, -np.log(case.shape.vocab_size), 0.0).astype(np.float32),
-            versions=np.where(mask, 0, -1),
-        )
-        handle = GroupHandle(shard=0, slot=slot, serial=0)
-        payload[handle] = {0: segment}
-        plans.append(SequencePlan(handle=handle, segment=0, length=length, advantage=float(random.normal()), weight=1e-4))
-    rows = [tuple(plans[i] for i in row) for row in packed]
-    step = config.rows_per_microbatch
-    batches = [collate(rows[start : start + step], payload, config.row_tokens) for start in range(0, len(rows), step)]
-    return batches, sum(lengths), sum(lengths) / (len(rows) * config.row_tokens)
-
-
-def long_tailed(total: int, median: int, longest: int, seed: int) -> list[int]:
-    """Draw log-normal lengths, clipped to `longest`, that sum to about `total` tokens."""
-    random = np.random.default_rng(seed)
-    lengths: list[int] = []
-    while sum(lengths) < total:
-        lengths.append(int(np.clip(random.lognormal(np.log(median), 0.8), 4, longest)))
-    return lengths
 
 
 def packing_figures() -> dict[str, Mapping[str, float]]:
@@ -259,25 +199,11 @@ def state_dict_figures(folder: Path) -> dict[str, float]:
         tied_embeddings=True, max_positions=512,
     )  # fmt: skip
     trainer = TrainerConfig(compute_dtype="bfloat16")  # enables FSDP even on one rank
-    model = model_of(Case(shape=shape, trainer=trainer, num_microbatches=1, median_tokens=1), folder)
+    model = model_of(Case(shape=shape, trainer=trainer, num_microbatches=1, median_tokens=1), folder, DEVICE)
     seconds = alternate({"state_dict": model.weights, "get_model_state_dict": lambda: get_model_state_dict(model.module)}, 20)
     return {f"{name}_s": value for name, value in seconds.items()} | {
         "ratio": seconds["state_dict"] / seconds["get_model_state_dict"]
     }
-
-
-def model_of(case: Case, folder: Path) -> PolicyModel:
-    """Build a model of the case's shape with random weights."""
-    shape = case.shape
-    hf = {
-        "model_type": "qwen3", "vocab_size": shape.vocab_size, "hidden_size": shape.hidden_size, "head_dim": shape.head_dim,
-        "num_hidden_layers": shape.num_layers, "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads, "intermediate_size": shape.intermediate_size,
-        "tie_word_embeddings": shape.tied_embeddings, "max_position_embeddings": shape.max_positions,
-        "rope_theta": 1e6, "rms_norm_eps": 1e-6, "hidden_act": "silu",
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(hf))
-    return build_model(open_model(folder), case.trainer, DEVICE)
 
 
 def alternate(works: Mapping[str, Callable[[], object]], num_times: int) -> dict[str, float]:
