@@ -136,8 +136,9 @@ def check(parts: Sequence[Part], folder: Path, arguments: argparse.Namespace, *,
             limit_s = min(left_s, sum(part.limit_s for part in group) + START_S)
             why = "no time is left" if left_s < SHORTEST_S else finish(process, limit_s)
             end(process)
+            last = errors_file(folder, group[0].name).read_text(errors="replace").strip()[-1000:]
             for part in group:
-                result["parts"][part.name] = found = read(folder / records_file(part.name), why)
+                result["parts"][part.name] = found = read(folder / records_file(part.name), f"{why}: {last}" if last else why)
                 result["ran_on_gpu"] |= any(figure["device"] == "cuda" for figure in found["figures"])
                 print(f"{part.name}: {found['status']} {found.get('why', '')}", flush=True)
             write(arguments.json, result)
@@ -170,7 +171,8 @@ def start(parts: Sequence[Part], folder: Path, environment: dict[str, str], *, o
     """Start a process that imports the packages of some parts and waits."""
     kind = "cuda" if on_cuda and not parts[0].on_cpu else "cpu"
     command = [sys.executable, "-m", "benchmarks.gpu_parts", kind, str(folder), *(part.name for part in parts)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True)
+    with errors_file(folder, parts[0].name).open("wb") as errors:
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stderr=errors, env=environment, start_new_session=True)
 
 
 def finish(process: "subprocess.Popen[bytes]", limit_s: float) -> str:
@@ -194,6 +196,11 @@ def end(process: "subprocess.Popen[bytes]") -> None:
 def records_file(name: str) -> str:
     """Return the name of the file with a part's figures, one JSON object per line."""
     return "".join(character if character.isalnum() else "_" for character in name) + ".jsonl"
+
+
+def errors_file(folder: Path, name: str) -> Path:
+    """Return the file with the standard error of a process, by its first part."""
+    return folder / f"{records_file(name)}.err"
 
 
 def write(file: Path, result: Mapping[str, Any]) -> None:
