@@ -22,7 +22,10 @@ FAMILIES = "buffer|correction|curriculum|eval|grad|group|loss|mismatch|optim|per
 
 @PARAMETERS
 def test_named_configuration_keys_exist(page: Path) -> None:
-    named = re.findall(r"`([a-z_]+(?:\.[a-z_0-9]+)+)(?:[:=][^`]*)?`", page.read_text())
+    text = page.read_text()
+    if page.name == "coming_from.md":
+        text = re.sub("^[|][^|]*[|]", "|", text, flags=re.MULTILINE)  # the first column has the keys of other programs
+    named = re.findall(r"`([a-z_]+(?:\.[a-z_0-9]+)+)(?:[:=][^`]*)?`", text)
     known = {name for name in named if name.split(".")[0] in {section.split(".")[0] for section in SECTIONS}}
     files = re.compile(r"\.(?:yaml|jsonl?|html|py|md|safetensors)$")
     free = re.compile(r"(?:generator\.vllm|data\.task_config)\.")

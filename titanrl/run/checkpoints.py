@@ -15,9 +15,9 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from titanrl.base.errors import FaultError
 from titanrl.base.files import DamagedError, Digests, check_folder, commit_folder, replace_text, uncommit_folder
-from titanrl.config import Config
 from titanrl.config.device import Device
 from titanrl.config.errors import ConfigError
+from titanrl.config.schema import Config
 from titanrl.config.sections import FaultsConfig
 from titanrl.data.examples import Examples
 from titanrl.data.selection import Selection

@@ -24,9 +24,10 @@ import rich.console
 from titanrl.base import terminal
 from titanrl.base.errors import describe
 from titanrl.checks.preflight import Checked, dry_run, parse_run, source_of
-from titanrl.config import Config, ConfigError, Source
-from titanrl.config.errors import refusing
+from titanrl.config.errors import ConfigError, refusing
 from titanrl.config.load import check_program, validate
+from titanrl.config.schema import Config
+from titanrl.config.source import Source
 from titanrl.hosts.launcher import run_launched, tell_failure
 from titanrl.launch.run_lock import check_idle, check_new_run
 from titanrl.metrics.console import Console

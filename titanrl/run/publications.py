@@ -8,14 +8,17 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from titanrl.algorithms.replay import ReplaySchedule
 from titanrl.carriers.types import DoubleArray, OptimUpdate
 from titanrl.launch.trainer_mesh import PastPolicies
 from titanrl.replay.groups import Batch, Freshness, TrainedBatch, joined, versions_behind
 from titanrl.run.checkpoints import checkpoint_dir
-from titanrl.run.generation import Dump
 from titanrl.run.run import Run
+
+if TYPE_CHECKING:
+    from titanrl.run.generation import Dump
 
 GROUPS = "groups"
 """Folder of a checkpoint with the state of the buffer."""
@@ -24,7 +27,7 @@ GROUPS = "groups"
 class Publications:
     """Takes batches from the buffer, and publishes the versions trained on them. Created when a session begins."""
 
-    def __init__(self, run: Run, past: PastPolicies, replay: ReplaySchedule, dump: Dump) -> None:
+    def __init__(self, run: Run, past: PastPolicies, replay: ReplaySchedule, dump: "Dump") -> None:
         """Publish nothing yet. The run's session is open; one of the past policies can be the last published version."""
         self._run, self._past, self._replay, self._dump = run, past, replay, dump
         self._session, self._config = run.session, run.config

@@ -9,7 +9,8 @@ import numpy as np
 from titanrl.base.files import replace_text
 from titanrl.base.plugins import Plugins
 from titanrl.carriers.types import DoubleArray
-from titanrl.config import Config, recorded_config
+from titanrl.config.load import recorded_config
+from titanrl.config.schema import Config
 from titanrl.data.selection import record_data
 from titanrl.metrics import steps as metrics_of
 from titanrl.metrics.console import Console

@@ -29,11 +29,12 @@ from titanrl.base.plugins import Plugins, loading
 from titanrl.carriers.types import AdamParams, DoubleArray, EvaluationResult, OptimUpdate, StepMetrics
 from titanrl.checks.extensions import plugins_of, with_declared_traits, with_objects
 from titanrl.checks.preflight import policy_notes, preflight, read_examples
-from titanrl.config import Config, ConfigError, Source
 from titanrl.config.device import resolve_device
-from titanrl.config.errors import BrokenRules
+from titanrl.config.errors import BrokenRules, ConfigError
 from titanrl.config.load import check_program, explain_rule
+from titanrl.config.schema import Config
 from titanrl.config.sizes import notes
+from titanrl.config.source import Source
 from titanrl.data.selection import check_recorded
 from titanrl.launch.roles import Roles
 from titanrl.launch.run_lock import RunLock, claim_new_run, claim_run

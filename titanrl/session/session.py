@@ -18,9 +18,11 @@ from titanrl.carriers.rewards import Answers, Scored, scorer_failed
 from titanrl.carriers.types import EvaluationResult, Prompt
 from titanrl.checks.extensions import plugins_of, with_declared_traits
 from titanrl.checks.preflight import policy_notes, preflight
-from titanrl.config import Config, GeneratorConfig, recorded_config
 from titanrl.config.device import resolve_device
 from titanrl.config.errors import BrokenRules
+from titanrl.config.load import recorded_config
+from titanrl.config.schema import Config
+from titanrl.config.sections import GeneratorConfig
 from titanrl.data.mixture import Draw, make_mixture
 from titanrl.data.streams import make_encoder, open_prompts
 from titanrl.data.tokenizer import Tokenizer, load_tokenizer
