@@ -260,7 +260,7 @@ def measure(folder: Path, name: str, minutes: float, overrides: Sequence[str], c
         "heldout_first": heldout[0],
         "heldout_last": heldout[-1] if code == 0 else None,
         "staleness_max": max(row["staleness/max"] for row in steps),
-        "staleness_violations": sum(row["staleness/max"] > config.worst_staleness for row in steps),
+        "staleness_violations": sum(row["staleness/max"] > config.staleness_bound for row in steps),
         **sample_figures(subject.run_dir, last if code == 0 else None),
     }
 

@@ -68,7 +68,7 @@ class Distill(Run):
         assert config.distill is not None
         batch = await self._sample()
         data = distillation_data(list(chain(*batch.groups)), batch.divergences, config.distill.discount)
-        params = self.steered(adam_params(config.algorithm, self.training.version, config.num_steps))
+        params = adam_params(config.algorithm, self.training.version, config.num_steps, rate=self.state.learning_rate)
         with self.timer.phase("train"):
             passes = self.training.forward_backward(data, config.distill.loss)
             stepping = self.training.optim_step(params)

@@ -1,10 +1,11 @@
-"""GRPO on a policy mesh and a generator mesh: the loop, and the command `python -m titanrl.grpo --config FILE`.
+"""GRPO with a trainer, generators and rollout workers: the loop, and the command `python -m titanrl.grpo --config FILE`.
 
 How the default objective differs from the GRPO paper (arXiv:2402.03300):
 1. Advantages are centred but not divided by the group's standard deviation (Dr. GRPO, arXiv:2503.20783).
 2. Tokens are averaged over the whole batch, not first within each completion (DAPO, arXiv:2503.14476).
 3. There is no KL term to a reference model.
-4. The old log-probabilities are the generator's own; their distance to the trainer's is measured at every step.
+4. The ratio starts from the generator's own log-probabilities (`algorithm.proximal: sampler`). Their distance to the trainer's
+   is measured at every step.
 """
 
 import time
@@ -78,9 +79,13 @@ class GRPO(Run):
         self._advantage = loaded(self._plugins, "algorithm.advantage")
         self._advantages_by_task = advantages_by_task(self.config, self._plugins)
         priority = loaded(self._plugins, "replay.priority")
-        self._replay = ReplaySchedule(self.config.replay, self.config.num_steps, priority)
+        self._replay_schedule = ReplaySchedule(self.config.replay, self.config.num_steps, priority)
         self._past: PastPolicies
         self._publications: Publications
+
+    def roles(self) -> Roles:
+        """Return the roles to start: all, except generators if a dump is the source of the batches."""
+        return Roles(generators=not self._dump.is_source, rollouts=True)
 
     async def begin(self) -> None:
         """Publish the policy to the generators and start the rollouts."""
@@ -90,13 +95,16 @@ class GRPO(Run):
         self._past = PastPolicies(self.session.trainer, self.config.algorithm, self.config.checkpoint, **passes)
         await self._past.start()  # keeps the reference policy, before a checkpoint replaces the weights
         self._num_deaths = 0
-        self._publications = Publications(self, self._past, self._replay, self._dump)
-        await self._publications.begin(self._resume_step)
+        self._publications = Publications(self, self._past, self._replay_schedule, self._dump)
+        await self._publications.begin(self._resume_step)  # calls `self.resume` if there is a checkpoint
 
     async def train_step(self) -> StepMetrics:
         """Take a batch, plan it, train on it, publish the weights, report."""
         started = time.perf_counter()
-        params = self.steered(adam_params(self.config.algorithm, self.session.trainer.version, self.config.num_steps))
+        # Counted in batches, so that all optimizer steps of a batch have one learning rate.
+        params = adam_params(
+            self.config.algorithm, self.session.trainer.version, self.config.num_steps, rate=self.state.learning_rate
+        )
         while True:
             with self.timer.phase("rollout"):
                 batch = await self._publications.take()
@@ -110,7 +118,7 @@ class GRPO(Run):
         for update in trained.updates:
             self.count_skipped(update, batch.records.rewards)
         await self._publications.publish(batch, plan.advantages_N, trained.updates)
-        self.session.rollouts.buffer.prefetch()
+        self.session.rollouts.buffer.prefetch()  # the next batch is sent while this one is reported, evaluated and saved
         return self._report(batch, plan, trained, params, time.perf_counter() - started)
 
     def _plan(self, batch: Batch) -> StepPlan:
@@ -140,7 +148,8 @@ class GRPO(Run):
         trainer, weights, past_policies = self.session.trainer, self.session.weights, self._past
         ages = self._publications.ages(batch)
         if self.config.trainer.max_optimizer_steps > 1:
-            await trainer.hold_rollouts(plan.microbatches)  # no tokens can be lost after the first optimizer step
+            # After an optimizer step the batch cannot be returned, so fetch its tokens first.
+            await trainer.hold_rollouts(plan.microbatches)
         past = await past_policies.compute(plan.first_epoch, version=trainer.version, published=weights.versions[-1])
         losses: list[LossSums] = []
         updates: list[OptimUpdate] = []
@@ -153,7 +162,7 @@ class GRPO(Run):
                 of_batch = batch_metrics(batch, ages, trainer.version, self.config)
             losses.append(await passes)
             with self.timer.phase("sync"):
-                await weights.pushed()  # the last push still reads the weights
+                await weights.pushed()  # the step waits for this, too: the last push still reads the weights
             with self.timer.phase("optim"):
                 updates.append(await stepping)
         return Trained(losses=losses, updates=updates, generated=await generated, batch_metrics=of_batch)
@@ -204,13 +213,9 @@ class GRPO(Run):
 
     # Evaluations and checkpoints, which the run calls between steps
 
-    def roles(self) -> Roles:
-        """Return all roles, except generators in a replay."""
-        return Roles(generators=not self._dump.is_replay, rollouts=True)
-
     @property
     def ends_early(self) -> bool:
-        """True if evaluations have stopped improving, or if all batches of the replayed dump are used."""
+        """True if evaluations have stopped improving, or if all batches of the dump are used."""
         num_steps = self._dump.num_steps
         return super().ends_early or (num_steps is not None and self.state.step >= num_steps)
 

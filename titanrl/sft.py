@@ -43,7 +43,7 @@ class SFT(Run):
         """Train on the next batch, and report the metrics."""
         started, training = time.perf_counter(), self.training
         batch = self.examples.batch(self.state.next_index, self._sft.batch_size, self.config.seed)
-        params = self.steered(adam_params(self._sft, training.version, self.config.num_steps))
+        params = adam_params(self._sft, training.version, self.config.num_steps, rate=self.state.learning_rate)
         with self.timer.phase("train"):
             passes = training.forward_backward(mean_loss_data(batch), "cross_entropy")
             stepping = training.optim_step(params)

@@ -39,7 +39,7 @@ def test_ages_stay_bounded_when_the_caller_publishes_between_steps(plain_run: Fi
             after = [await run.step() for _ in range(2)]
             assert [metrics.version for metrics in before] == [1, 2, 3]
             assert [metrics.version for metrics in after] == [7, 8]
-            assert max(metrics.values["staleness/max"] for metrics in before + after) <= config.worst_staleness
+            assert max(metrics.values["staleness/max"] for metrics in before + after) <= config.staleness_bound
             assert all(metrics.values["mismatch/numeric/logprob_abs_max"] < 1e-4 for metrics in after)
             assert all(1.0 < metrics.values["tokens/support_size_mean"] <= 20.0 for metrics in after)
             folder = run.run_dir

@@ -138,7 +138,7 @@ def test_slow_replica_delays_no_slot_and_no_batch_beyond_the_window(
     assert 0 < max(overtaken.values()) <= config.window_groups - 1 == 7
     assert all(batch == sorted(batch) for batch in batches)
     assert len({index for batch in batches for index in batch}) == sum(map(len, batches))
-    assert max(ages) <= config.worst_staleness
+    assert max(ages) <= config.staleness_bound
 
 
 class TracedRequests:
@@ -196,7 +196,7 @@ def test_thirty_publications_under_drain_succeed_and_idle_fractions_match_a_trac
     step_s = sum(step["time/step_s"] for step in steps)
     reported_s = sum(step["time/step_s"] * (1.0 - step["perf/trainer_idle_frac"]) for step in steps)
     assert reported_s / step_s == pytest.approx(busy_s / step_s, abs=0.05)
-    assert max(step["staleness/max"] for step in steps) <= config.worst_staleness
+    assert max(step["staleness/max"] for step in steps) <= config.staleness_bound
 
 
 def test_killed_generator_rank_ends_the_run_and_is_named(start_run: Start, plain_run: Finished) -> None:

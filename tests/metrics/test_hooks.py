@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from titanrl.algorithms.batch_plan import adam_params
 from titanrl.base.plugins import import_object, plugin_of
-from titanrl.carriers.types import AdamParams, EvaluationResult, StepMetrics
+from titanrl.carriers.types import EvaluationResult, StepMetrics
+from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.grpo import GRPO
 from titanrl.metrics.hooks import Hook, HookError, Hooks, check_hook
 from titanrl.run.checkpoints import RunState, complete_checkpoint, resumable
@@ -126,16 +128,15 @@ def test_learning_rate_must_be_finite(rate: float) -> None:
 
 
 def test_step_uses_the_learning_rate_that_was_set(tmp_path: Path) -> None:
-    run, params = object.__new__(GRPO), AdamParams(learning_rate=1e-3)
-    run.state = RunState(step=3, version=3, next_index=24)
-    assert run.steered(params) == params
-    run.state = replace(run.state, learning_rate=1e-5)
-    assert run.steered(params) == AdamParams(learning_rate=1e-5)
+    algorithm = AlgorithmConfig(learning_rate=1e-3)
+    assert adam_params(algorithm, 3, 10).learning_rate == 1e-3
+    state = RunState(step=3, version=3, next_index=24, learning_rate=1e-5)
+    assert adam_params(algorithm, 3, 10, rate=state.learning_rate).learning_rate == 1e-5
     folder = tmp_path / "checkpoints" / "step-3"
     folder.mkdir(parents=True)
     (folder / ".metadata").touch()
-    complete_checkpoint(folder.parent, run.state, {})
-    assert resumable(tmp_path).state == run.state
+    complete_checkpoint(folder.parent, state, {})
+    assert resumable(tmp_path).state == state
 
 
 def test_example_hook_lowers_learning_rate_once() -> None:

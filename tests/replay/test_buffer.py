@@ -287,7 +287,7 @@ async def train(config: Config, seed: int, *, num_steps: int) -> Oldest:
             publishing, held = asyncio.create_task(publish(trained, held)), []
     admitting.cancel()
     await asyncio.gather(admitting, publishing, return_exceptions=True)
-    return Oldest(ages, config.worst_staleness)
+    return Oldest(ages, config.staleness_bound)
 
 
 def simulated(max_staleness: int, *overrides: str, seed: int = 0) -> Oldest:

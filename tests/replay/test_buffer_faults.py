@@ -45,13 +45,13 @@ async def test_groups_of_a_dead_worker_are_reserved_before_later_ones() -> None:
 
 async def test_dead_worker_gets_none_of_the_slots_it_freed() -> None:
     groups = buffer(2)
-    await groups.reserve(2, shard=0, worker=1)
-    waiting = asyncio.create_task(groups.reserve(2, shard=0, worker=1))
+    await groups.reserve(2, shard=0, life=1)
+    waiting = asyncio.create_task(groups.reserve(2, shard=0, life=1))
     await asyncio.sleep(0)
-    await groups.lose_shard(0, worker=1)
+    await groups.lose_shard(0, life=1)
     assert await waiting == []
-    assert await groups.reserve(2, shard=0, worker=1) == []
-    assert indices(await groups.reserve(2, shard=0, worker=2)) == [0, 1]
+    assert await groups.reserve(2, shard=0, life=1) == []
+    assert indices(await groups.reserve(2, shard=0, life=2)) == [0, 1]
 
 
 async def test_returned_batch_keeps_groups_whose_tokens_exist() -> None:
@@ -88,7 +88,7 @@ async def test_rewound_buffer_repeats_the_rounds_since_the_last_batch() -> None:
     batch = await groups.take_batch(4)
     assert batch.records.groups["index"].tolist() == [4, 6, 7, 8]
     assert batch.drops == {"no signal": 1}
-    await groups.lose_shard(0, worker=-1)
+    await groups.lose_shard(0, life=-1)
     assert await groups.rewind(batch.records.handles) == [4, 5, 6, 7, 8]  # the trainer could not fetch it
 
 
@@ -200,7 +200,7 @@ def test_every_prompt_is_trained_once_within_the_bound_despite_deaths(overrides:
         state = world.groups.state()
         untrained = [*state.in_flight, *(group.record.index for group in state.ready)]
         assert sorted([*world.trained, *untrained]) == list(range(state.next_index)), "a prompt was lost or repeated"
-        assert 0 <= min(world.ages) <= max(world.ages) <= config.worst_staleness
+        assert 0 <= min(world.ages) <= max(world.ages) <= config.staleness_bound
         num_deaths, num_given_back = num_deaths + world.num_deaths, num_given_back + world.num_given_back
     assert num_deaths > 100
     assert num_given_back > 5

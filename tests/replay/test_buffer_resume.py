@@ -158,7 +158,7 @@ class Resumes(RuleBasedStateMachine):
 
     @rule(shard=st.integers(0, 2))
     def lose_shard(self, shard: int) -> None:
-        self.now(self.buffer.lose_shard(shard, worker=-1))
+        self.now(self.buffer.lose_shard(shard, life=-1))
         self.in_flight = [each for each in self.in_flight if each[0].handle.shard != shard]
         self.known.tokens = {handle: index for handle, index in self.known.tokens.items() if handle.shard != shard}
 

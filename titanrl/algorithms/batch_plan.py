@@ -493,7 +493,7 @@ def advantages_by_task(config: Config, plugins: Plugins) -> list[TaskAdvantage]:
 
 
 def learning_rate(step: int, *, peak: float, num_warmup_steps: int, decay: LearningRateDecay, num_steps: int) -> float:
-    """Return the learning rate of optimizer step `step`, counted from 0.
+    """Return the learning rate of training step `step`, counted from 0; it may take several optimizer steps.
 
     During warm-up the rate increases linearly to `peak`. Then it stays constant or decreases linearly to 0 at step `num_steps`.
     """
@@ -504,9 +504,12 @@ def learning_rate(step: int, *, peak: float, num_warmup_steps: int, decay: Learn
     return peak * max(num_steps - step, 0) / max(num_steps - num_warmup_steps, 1)
 
 
-def adam_params(options: AlgorithmConfig | SFTConfig, step: int, num_steps: int) -> AdamParams:
-    """Return the hyperparameters of optimizer step `step` of `num_steps`, counted from 0."""
-    rate = learning_rate(
+def adam_params(options: AlgorithmConfig | SFTConfig, step: int, num_steps: int, *, rate: float | None = None) -> AdamParams:
+    """Return the hyperparameters of training step `step` of `num_steps`, counted from 0.
+
+    `rate` replaces the learning rate of the schedule.
+    """
+    scheduled = learning_rate(
         step,
         peak=options.learning_rate,
         num_warmup_steps=options.num_warmup_steps,
@@ -514,7 +517,7 @@ def adam_params(options: AlgorithmConfig | SFTConfig, step: int, num_steps: int)
         num_steps=num_steps,
     )
     return AdamParams(
-        learning_rate=rate,
+        learning_rate=scheduled if rate is None else rate,
         beta1=options.betas[0],
         beta2=options.betas[1],
         eps=options.eps,

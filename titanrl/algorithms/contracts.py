@@ -326,7 +326,7 @@ def custom_algorithm(
 ) -> AlgorithmConfig:
     """Return the configuration with which `policy_loss` computes a user-defined loss.
 
-    The options are keys of `algorithm` by name, and others as in `algorithm.loss_options`.
+    Options that are keys of `algorithm` set these keys. The others become `algorithm.loss_options`.
 
     Raises:
         ValueError: The loss does not take one of the options.

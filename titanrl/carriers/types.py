@@ -394,7 +394,8 @@ class OptimUpdate:
     grad_norm: float
     """Global gradient norm before clipping."""
     skipped: bool
-    """True if a loss or the gradient was not finite. Weights and version are then unchanged."""
+    """True if a loss or the gradient was not finite. The weights are then unchanged. The version still increases if this step
+    completes a batch of which an earlier step was not skipped."""
     is_empty: bool = False
     """True if the gradient was 0. Weights and optimizer state are then unchanged, but the step counts."""
     busy_s: float = field(default=0.0, compare=False)

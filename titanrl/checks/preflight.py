@@ -38,10 +38,8 @@ from titanrl.config.source import Source, config_of_run, read_source
 from titanrl.data import examples
 from titanrl.data.selection import FLAG, Selection
 from titanrl.data.tokenizer import load_tokenizer
-from titanrl.hosts.kubernetes import broken_by_kubernetes
-from titanrl.hosts.launcher import broken_by_launcher
+from titanrl.hosts.kinds import broken_by_hosts
 from titanrl.hosts.machine_rules import broken_by_cores
-from titanrl.hosts.slurm import broken_by_slurm
 from titanrl.models.directory import ModelDirectory, model_shape, open_model, read_model, recipe_model
 from titanrl.models.family import vllm_problems
 from titanrl.processes import caches
@@ -212,10 +210,8 @@ def _broken_by_device(config: Config) -> Iterator[BrokenRule]:
     if missing is not None:
         rule = f"the device must be usable on this machine, but it is not: {missing}"
         yield config.broken("device", rule, "set device to auto or cpu")
-    yield from broken_by_slurm(config)
-    yield from broken_by_launcher(config)
+    yield from broken_by_hosts(config)
     yield from broken_by_cores(config)
-    yield from broken_by_kubernetes(config)
 
 
 def _broken_by_machine(config: Config) -> Iterator[BrokenRule]:

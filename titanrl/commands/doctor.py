@@ -31,10 +31,9 @@ from titanrl.config.sizes import derive, gigabytes, host_bytes
 from titanrl.config.source import Source, read_source
 from titanrl.hosts.checkup import Checkup, Examined, Link, examine
 from titanrl.hosts.holder import serve
-from titanrl.hosts.kubernetes import broken_by_kubernetes
+from titanrl.hosts.kinds import broken_by_hosts
 from titanrl.hosts.launcher import (
     World,
-    broken_by_launcher,
     broken_by_world,
     drop_variables,
     find,
@@ -42,7 +41,7 @@ from titanrl.hosts.launcher import (
     tell_failure,
     world_of,
 )
-from titanrl.hosts.slurm import IN_ALLOCATION, broken_by_slurm
+from titanrl.hosts.slurm import IN_ALLOCATION
 from titanrl.models.directory import model_shape
 from titanrl.processes.confine import landlock_abi, missing_features
 
@@ -250,7 +249,7 @@ def _world(config: Config, source: Source) -> World | None:
     Raises:
         ConfigError: The hosts cannot be acquired from here.
     """
-    broken, world = [*broken_by_slurm(config), *broken_by_launcher(config), *broken_by_kubernetes(config)], None
+    broken, world = [*broken_by_hosts(config)], None
     if config.hosts.kind == "launcher":
         try:
             world = world_of(os.environ)

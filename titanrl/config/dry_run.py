@@ -128,7 +128,7 @@ def _step_rows(config: Config, sizes: Sizes) -> Iterator[Sequence[str]]:
     yield "micro-batches per step", f"up to {sizes.max_microbatches}"
     if config.program == "train":
         yield "buffer slots", str(config.num_slots)
-        yield "maximum staleness", f"{config.worst_staleness} versions"
+        yield "maximum staleness", f"{config.staleness_bound} versions"
 
 
 def _memory_rows(config: Config, memory: Memory | None) -> Iterator[Sequence[str]]:

@@ -219,7 +219,8 @@ class Config(Section):
 
     @property
     def num_slots(self) -> int:
-        """Number of buffer slots. A slot holds a group that is in flight or waits to be trained on."""
+        """Number of buffer slots. A slot holds a group that is in flight, waits to be trained on,
+        or was trained on and is not yet published."""
         return (self.max_staleness + 1) * self.groups_per_publish
 
     @property
@@ -233,8 +234,8 @@ class Config(Section):
         return max(1, int(self.rollout.window * self.num_slots))
 
     @property
-    def worst_staleness(self) -> int:
-        """Maximum staleness of a token in published versions; `replay/buffer.py` derives the formula."""
+    def staleness_bound(self) -> int:
+        """Maximum staleness of a token in published versions; docs/async.md proves the formula."""
         return (self.num_slots + self.window_groups - 2) // self.groups_per_publish
 
 

@@ -218,7 +218,7 @@ def describe_staleness(config: "Config") -> str:
         return f"synchronous: {config.num_slots} groups at a time, trained on with the weights that sampled them"
     return (
         f"B={config.num_slots} slots, window W={config.window_groups}, P={config.groups_per_publish} groups per publication: "
-        f"no token older than (B + W - 2) // P = {config.worst_staleness} published versions"
+        f"no token older than (B + W - 2) // P = {config.staleness_bound} published versions"
     )
 
 

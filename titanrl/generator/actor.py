@@ -54,10 +54,11 @@ class GeneratorSetup:
 
 
 class Generator(Actor):
-    """One vLLM engine shared by many callers. It refuses requests unless its weights are complete.
+    """One vLLM engine shared by many callers. While a pull is announced, new requests wait; without complete weights, they are
+    refused.
 
-    With `generator.tp` > 1, a replica is a mesh of this actor, one per tensor-parallel rank. Call `start`, `pull_weights` and
-    `close` on all ranks, `follow` on all ranks except 0, and every other endpoint on rank 0.
+    With `generator.tp` > 1, a replica is a mesh of this actor, one per tensor-parallel rank. Call `start`, `pull_weights`,
+    `start_over`, `probe` and `close` on all ranks, `follow` on all ranks except 0, and the others on rank 0.
 
     All endpoints used during a run are concurrent. Monarch starts no concurrent endpoint while a plain one runs, and a pull
     may wait for running requests to finish (`on_update: drain`).
@@ -65,13 +66,13 @@ class Generator(Actor):
 
     def __init__(self, setup: GeneratorSetup) -> None:
         self._setup = setup
-        self._rank = current_rank().rank  # 0 on any other thread
+        self._rank = current_rank().rank  # read here: on the engine's thread Monarch has no context, and it would be 0
         self._targets: Targets = {}
         self._leader: Leader | None = None
         self._follower: Follower | None = None
         self._rounds = Gathering(self._submit_round)
         self._pulling, self._restarting = asyncio.Lock(), asyncio.Event()
-        self._expected = self._pulled = -1
+        self._expected = self._attempted = -1  # versions
         self._up_to_date = asyncio.Event()
         self._up_to_date.set()
 
@@ -83,7 +84,7 @@ class Generator(Actor):
         prepare_torchtitan(self._setup.device)
         if self._rank == 0:
             self._loop = EngineLoop(self._build_engine if self._setup.config.tp == 1 else self._build_leader)
-            await self._loop.call(lambda engine: None)
+            await self._loop.call(lambda engine: None)  # returns once the engine is built
         else:
             from titanrl.generator.lockstep import Follower
 
@@ -106,8 +107,10 @@ class Generator(Actor):
     ) -> None:
         """Sample completions and send each group to `replies` as soon as `num_kept` of its requests have finished.
 
-        All requests of a call join the batch at the same decoding step, as soon as `admission` allows it. Once a group is
-        complete, the engine aborts its remaining requests. The call returns when every group has been sent.
+        All requests of a call join the batch at the same decoding step, as soon as `admission` allows it. In synchronous
+        training, the groups between two publications are a *round*: all workers' requests join together, so that results are
+        reproducible. Once a group is complete, the engine aborts its remaining requests. The call returns when every group has
+        been sent.
         """
         admission = admission or Admission()
         await self._up_to_date.wait()
@@ -148,7 +151,7 @@ class Generator(Actor):
     async def expect_weights(self, version: int) -> None:
         """Hold back new requests until the pull of `version` has finished; running requests continue."""
         self._expected = max(self._expected, version)
-        if self._expected > self._pulled:  # the pull may have finished before this call arrived
+        if self._expected > self._attempted:  # the pull may have finished before this call arrived
             self._up_to_date.clear()
 
     @concurrent_endpoint
@@ -186,8 +189,8 @@ class Generator(Actor):
                 await self._loop.call(update, when_drained=fetched and on_update == "drain")
                 return reader.take_received()
             finally:
-                self._pulled = max(self._pulled, commit.version)
-                if self._pulled >= self._expected:
+                self._attempted = max(self._attempted, commit.version)
+                if self._attempted >= self._expected:  # also after a failure: the requests must then be refused, not wait
                     self._up_to_date.set()
 
     @concurrent_endpoint
@@ -205,7 +208,7 @@ class Generator(Actor):
             if self._setup.reader is not None:
                 self._setup.reader.close()
             self._setup = replace(self._setup, reader=reader)
-            self._expected = self._pulled = -1
+            self._expected = self._attempted = -1
             self._up_to_date.set()
 
     @concurrent_endpoint
@@ -256,8 +259,8 @@ class Generator(Actor):
     async def _fetch(self, commit: Commit, reader: "WeightReader") -> "tuple[Callable[[torch.nn.Module], None], bool]":
         """Fetch a version; return a function that writes it into the model, and whether the fetch succeeded.
 
-        A fetch fails if the run restarts. After a failed fetch, the returned function raises the error. So every pull is one
-        weight swap on every rank, and all ranks fail at the same step.
+        A fetch fails if the run restarts. After a failed fetch, the returned function raises the error: in the swap and not
+        here, because all ranks must take part in every swap, and then fail at the same step.
         """
         fetching = asyncio.create_task(reader.fetch(commit))
         restarting = asyncio.create_task(self._restarting.wait())

@@ -37,11 +37,10 @@ from titanrl.config.sizes import (
     worker_place,
 )
 from titanrl.hosts.holder import CONNECT, CONTROLLER, MODULE, TOKEN
-from titanrl.hosts.kubernetes import KubernetesHosts
+from titanrl.hosts.kinds import KINDS, Order
 from titanrl.hosts.launcher import World, own_address, publish
 from titanrl.hosts.leases import FAILED, READY, Controller, Host, Leases, Say
 from titanrl.hosts.report import CHOSEN, MISSING, HostReport, ReportRequest, connect
-from titanrl.hosts.slurm import SlurmHosts
 
 REPLY_S = 60.0
 """Limit for a probe's reply, in seconds. Listing a large model's files on a slow disk takes longest."""
@@ -216,9 +215,9 @@ async def examine(config: Config, sizes: Sizes, device: DeviceKind, world: World
 
 async def _query_hosts(config: Config, probes: Probes, request: ReportRequest, needs: Sequence[Needs]) -> Checkup:
     reports = await asyncio.gather(*(probes.query(host.rank, "report", **asdict(request)) for host in probes.hosts))
-    ports = {}
-    if config.hosts.kind in ("slurm", "kubernetes"):
-        port = config.hosts.slurm.port if config.hosts.kind == "slurm" else config.hosts.kubernetes.port
+    ports, kind = {}, KINDS.get(config.hosts.kind)
+    if kind is not None and kind.port is not None:
+        port = kind.port(config)
         ports[f"port {port} (hosts.{config.hosts.kind}.port)"] = port
     listening = [await probes.query(host.rank, "listen", ports=ports) for host in probes.hosts]
     clocks = [await _clock(probes, host.rank) for host in probes.hosts]
@@ -234,7 +233,7 @@ async def _query_hosts(config: Config, probes: Probes, request: ReportRequest, n
         )
         for (source, target), reply in zip(pairs, replies, strict=True):
             links.append(Link(source=names[source], target=names[target], **reply))
-    if config.hosts.kind in ("slurm", "kubernetes"):  # then the controller may be on another machine
+    if kind is not None and kind.make is not None:  # then the controller may be on another machine
         here = socket.gethostname()
         for host, reply in zip(probes.hosts, listening, strict=True):
             if host.name != here:
@@ -253,11 +252,9 @@ async def _started(
 ) -> AsyncIterator[Probes]:
     """Start the probes on the hosts that a run would get; release the hosts afterwards."""
     probes, start_s = Probes(num_hosts), config.timeouts.start_s
-    if config.hosts.kind in ("slurm", "kubernetes"):
-        if config.hosts.kind == "slurm":
-            provider: SlurmHosts | KubernetesHosts = SlurmHosts(config, device, num_hosts, folder, say, probes.leases)
-        else:
-            provider = KubernetesHosts(config, device, host_counts(config), say, probes.leases, keep=True)
+    kind = KINDS.get(config.hosts.kind)
+    if kind is not None and kind.make is not None:
+        provider = kind.make(Order(config, device, folder, say, probes.leases))
         try:
             await provider.acquire()
             yield probes

@@ -26,7 +26,7 @@ from titanrl.config.schema import Config
 from titanrl.config.sections import KubernetesConfig
 from titanrl.config.sizes import host_counts
 from titanrl.hosts.holder import BUSY, LISTEN, MODULE, POD_IP, SERVING, TOKEN, tcp
-from titanrl.hosts.leases import START, Host, LeasedHosts, Leases, Say
+from titanrl.hosts.leases import START, AcquiredHosts, Host, Leases, Say
 from titanrl.hosts.machine_rules import broken_by_name, broken_by_remote_hosts
 
 if TYPE_CHECKING:
@@ -435,7 +435,7 @@ def _is_going(pod: Object) -> bool:
 # The hosts
 
 
-class KubernetesHosts(LeasedHosts):
+class KubernetesHosts(AcquiredHosts):
     """Pods of MonarchMesh resources. Existing resources with the names of `titanrl manifest` are used; others are created."""
 
     def __init__(

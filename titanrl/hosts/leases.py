@@ -21,7 +21,7 @@ import logging
 import secrets
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 
 from titanrl.base.errors import TitanRLError
@@ -252,6 +252,14 @@ class LeasedHosts(ABC):
         task.add_done_callback(self._tasks.discard)
 
     @abstractmethod
+    async def start(self, identities: Sequence[str]) -> list[str]:
+        """Acquire the hosts, and start Monarch's hosts. See `Provider`."""
+
+    @abstractmethod
+    async def kill(self) -> None:
+        """Kill every process on the hosts, and release them. A second call does nothing."""
+
+    @abstractmethod
     def _on_lost(self, host: Host) -> None: ...
 
     @abstractmethod
@@ -259,6 +267,14 @@ class LeasedHosts(ABC):
 
     @abstractmethod
     def _on_line(self, host: Host, line: bytes) -> None: ...
+
+
+class AcquiredHosts(LeasedHosts):
+    """Hosts that the controller requests from a scheduler."""
+
+    @abstractmethod
+    async def acquire(self) -> None:
+        """Request the hosts, and wait until they hold their leases. The caller must call `kill`, even if this fails."""
 
 
 async def hold_lease(controller: Controller, host: Host) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

@@ -23,7 +23,7 @@ from titanrl.base.errors import TitanRLError
 from titanrl.config.errors import BrokenRule
 from titanrl.config.schema import Config
 from titanrl.hosts.holder import CONNECT, CONTROLLER, MODULE, TOKEN
-from titanrl.hosts.leases import READY, START, Host, LeasedHosts, Leases, Say
+from titanrl.hosts.leases import READY, START, AcquiredHosts, Host, Leases, Say
 from titanrl.hosts.machine_rules import broken_by_name, broken_by_remote_hosts
 
 logger = logging.getLogger(__name__)
@@ -225,7 +225,7 @@ def broken_by_slurm(config: Config) -> Iterator[BrokenRule]:
     yield from broken_by_name(config, "nodes", fix)
 
 
-class SlurmHosts(LeasedHosts):
+class SlurmHosts(AcquiredHosts):
     """Hosts in a separate Slurm job, or in the allocation in which the controller runs (`titanrl submit`)."""
 
     def __init__(

@@ -19,6 +19,7 @@ from titanrl.config.schema import Config
 from titanrl.config.sections import GeneratorConfig
 from titanrl.data.mixture import make_mixture
 from titanrl.generator.actor import Generator, GeneratorSetup
+from titanrl.hosts.kinds import KINDS
 from titanrl.launch.fleet import Fleet, Hosts, acquire_hosts
 from titanrl.launch.generators import GeneratorMeshes, Replica
 from titanrl.launch.parts import Part, SharedContext
@@ -182,7 +183,7 @@ async def assemble(
                 faults=config.faults,
                 warn=warn,
                 own_children=kind == "local",
-                have_names=kind != "kubernetes",
+                have_names=kind not in KINDS or KINDS[kind].have_names,
             ),
             supervisor=supervisor,
             respawns=respawns or Respawns(config.faults),
@@ -268,7 +269,7 @@ class Assembly:
             push=trainer.push_weights if roles.generators else _push_nothing,
             expect=generators.expect_weights,
             pulls=[partial(generators.pull_weights, replica) for replica in replicas],
-            num_listed=config.worst_staleness + 100,
+            num_listed=config.staleness_bound + 100,
         )
         generators.catch_up = weights.catch_up if roles.trainer else None
         return Parts(

@@ -34,11 +34,10 @@ from titanrl.base.ownership import receive_own
 from titanrl.config.schema import Config
 from titanrl.config.sections import FaultsConfig
 from titanrl.config.sizes import HostPlace, host_counts, replica_place, store_place, worker_place
-from titanrl.hosts.kubernetes import KubernetesHosts
+from titanrl.hosts.kinds import KINDS, Order
 from titanrl.hosts.launcher import Crew, LauncherError, LauncherHosts, is_loopback
-from titanrl.hosts.leases import LOST_S, Say
+from titanrl.hosts.leases import LOST_S, LeasedHosts, Say
 from titanrl.hosts.monarch_host import EmulatedHosts
-from titanrl.hosts.slurm import SlurmHosts
 from titanrl.launch.supervision import Supervisor
 from titanrl.processes.actors import ProcessVariables, set_up_process
 from titanrl.processes.bootstrap import ANNOUNCEMENTS, NAME, PARENT, TEMPLATE
@@ -152,11 +151,9 @@ async def acquire_hosts(
         emulated = EmulatedHosts(meshes)
         acquired = await start_hosts(emulated, meshes)
         return Hosts(config, local, emulated, acquired)
-    provider: SlurmHosts | KubernetesHosts | LauncherHosts
-    if hosts.kind == "kubernetes":
-        provider = KubernetesHosts(config, device, meshes, say)
-    elif hosts.kind == "slurm":
-        provider = SlurmHosts(config, device, sum(meshes.values()), log_dir, say)
+    provider: LeasedHosts
+    if (make := KINDS[hosts.kind].make) is not None:
+        provider = make(Order(config, device, log_dir, say))
     elif Crew.current is not None:
         provider = LauncherHosts(Crew.current, config.timeouts.start_s, say)
     else:

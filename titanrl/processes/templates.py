@@ -134,7 +134,10 @@ def shared_template(environment: Mapping[str, str], load: Callable[[], None]) ->
 
 
 def digest_of_imports(environment: Mapping[str, str], load: Callable[[], None]) -> str:
-    """Return a digest of what a template's imports depend on. It changes when TitanRL is edited or a package is installed."""
+    """Return a digest of what a template's imports depend on; processes with equal digests can be forked from one template.
+
+    It covers TitanRL's files, the installed packages, the environment, the working directory and the CPU affinity.
+    """
     inherited = {name: value for name, value in os.environ.items() if name not in _NOT_READ}
     variables = {**inherited, **environment, "OMP_NUM_THREADS": "1"}  # a template imports with one thread
     sources = [(str(file), file.stat().st_mtime_ns) for file in sorted(PACKAGE.rglob("*.py"))]

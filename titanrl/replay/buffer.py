@@ -1,7 +1,10 @@
 """The run's buffer: it reserves slots, collects finished groups and selects the next batch; and its actor.
 
-A slot is reserved when a prompt is admitted. It is freed only after the generators have pulled the weights trained on its
-group. With B slots, P groups between two publications and a window of W, no token is trained on more than (B + W - 2) // P
+The prompts of a run have *positions*, counted from 0. A rollout worker admits the prompt of a position by reserving a slot, and
+keeps the finished group's tokens (its *payload*) in its *shard*; only the record of the group comes here. A slot is freed once
+no new request can get weights older than those trained on its group (`WeightSync`, stage 4).
+
+With B slots, P groups between two publications and a window of W, no token is trained on more than (B + W - 2) // P
 publications after it was sampled; docs/async.md proves it. Unless `discard` is called, no group is dropped because of its age,
 so long completions are as likely to be trained on as short ones.
 
@@ -51,7 +54,11 @@ PROMPTS_FILE = "prompts.pkl"
 
 
 class Slots:
-    """A limited number of slots, and additional payload locations for groups that were moved out of their slot."""
+    """A limited number of slots, and additional payload locations for groups that were moved out of their slot.
+
+    `GroupHandle.slot` numbers a location. `reserve` claims a location and uses up a slot; `leave` frees the slot, `recycle`
+    the location, `free` both.
+    """
 
     def __init__(self, num_slots: int, num_others: int = 0) -> None:
         """Create free slots and `num_others` additional locations."""
@@ -109,7 +116,11 @@ class Slots:
 
 
 class GroupBuffer:
-    """Slots and records of groups. All methods run on one event loop."""
+    """Slots and records of groups. All methods run on one event loop.
+
+    Here, a group has a *signal* if it has tokens to train on (`GroupRecord.has_payload`). `has_signal` says less: its rewards
+    differ, but for example all of its completions can be masked.
+    """
 
     def __init__(
         self,
@@ -138,7 +149,7 @@ class GroupBuffer:
         self._usage: dict[int, ShardUsage] = {}  # by shard
         self._memory = memory
         self._taken: dict[int, Finished] = {}  # groups of unreleased batches by slot
-        self._before_last: tuple[Sequence[Finished], Counter[DropReason]] = ((), Counter())
+        self._discarded_before_batch: tuple[Sequence[Finished], Counter[DropReason]] = ((), Counter())
         """Groups discarded before the last batch, and their number by reason, kept in case the batch is returned."""
         self._dynamic_sampling = dynamic_sampling
         self._window = window
@@ -153,18 +164,18 @@ class GroupBuffer:
         self._oldest_version = -1  # groups with an older token are discarded
         self._abandoned: set[GroupHandle] = set()  # groups whose commit is ignored
         self._lost: set[GroupHandle] = set()  # groups of unreleased batches whose tokens are gone
-        self._dead: dict[int, int] = {}  # last dead worker by shard
+        self._dead: dict[int, int] = {}  # life of the last worker that died, by shard
         self._failure: str | None = None
         self._changed = asyncio.Condition()
 
-    async def reserve(self, limit: int, shard: int = 0, worker: int = 0) -> list[Reservation]:
+    async def reserve(self, limit: int, shard: int = 0, life: int = 0) -> list[Reservation]:
         """Wait until a slot is free, then reserve up to `limit` slots for groups whose payloads a shard will store.
 
-        `worker` is the number of workers that the shard had before. A worker that has died in the meantime gets no slots.
+        `life` is the number of workers that the shard had before this one. A worker that died in the meantime gets no slots.
         """
         async with self._changed:
-            await self._changed.wait_for(lambda: self._slots.room() or self.has_died(shard, worker))
-            room = 0 if self.has_died(shard, worker) else self._slots.room()
+            await self._changed.wait_for(lambda: self._slots.room() or self.has_died(shard, life))
+            room = 0 if self.has_died(shard, life) else self._slots.room()
             return [self._reserve(shard) for _ in range(min(limit, room))]
 
     async def reserve_round(self, num_shards: int) -> list[Reservation]:
@@ -174,9 +185,9 @@ class GroupBuffer:
             room = self._slots.room()
             return [self._reserve(i * num_shards // room) for i in range(room)]
 
-    def has_died(self, shard: int, worker: int) -> bool:
+    def has_died(self, shard: int, life: int) -> bool:
         """Return True if `lose_shard` was called for this worker of a shard, or for a later one."""
-        return worker <= self._dead.get(shard, -1)
+        return life <= self._dead.get(shard, -1)
 
     def take_dropped(self, shard: int) -> list[GroupHandle]:
         """Return the groups of a shard that were dropped since the last call, so that it can delete their payloads."""
@@ -278,20 +289,20 @@ class GroupBuffer:
 
         Args:
             handles: Groups of batches, as a table of `HANDLE`.
-            priorities: Replay priority of each group, NaN for a group without one; None if the groups were not trained on and
-                must not be replayed again.
+            priorities: Replay priority of each group, NaN for a group without one. None moves no group to the memory, and a
+                replayed group keeps its priority.
         """
         async with self._changed:
             self._release(handles, priorities)
             self._changed.notify_all()
 
-    async def lose_shard(self, shard: int, worker: int = 0) -> list[int]:
+    async def lose_shard(self, shard: int, life: int = 0) -> list[int]:
         """Schedule resampling of the groups that a dead shard held or was going to hold; return their positions, ascending.
 
         Groups in batches stay, because the trainer may already have their tokens. If not, `return_batch` resamples them.
         """
         async with self._changed:
-            self._dead[shard] = worker
+            self._dead[shard] = life
             in_flight = [index for index, handle in self._in_flight.items() if handle.shard == shard]
             held = [index for index, group in self._ready.items() if group.has_tokens_in(shard)]
             self._sample_again([*in_flight, *held])
@@ -342,7 +353,7 @@ class GroupBuffer:
         used = {handle for handles, _ in trained for handle in handles_of(handles)}
         held = [group for group in self._taken.values() if group.record.handle in used]
         waiting = [group for group in self._taken.values() if group.record.handle not in used]
-        discarded, drops = self._before_last if waiting else ((), Counter[DropReason]())
+        discarded, drops = self._discarded_before_batch if waiting else ((), Counter[DropReason]())
         indices = {group.record.index for group in waiting}
         lost = [group.record.index for group in waiting if group.record.handle in self._lost]
         ready = [*self._ready.values(), *(group for group in waiting if group.record.handle not in self._lost)]
@@ -449,9 +460,9 @@ class GroupBuffer:
                 self._free(handle)
             else:
                 self._ready[group.record.index] = group
-        discarded, drops = self._before_last
+        discarded, drops = self._discarded_before_batch
         self._discarded, self._drops = [*discarded, *self._discarded], drops + self._drops
-        self._before_last = ((), Counter())
+        self._discarded_before_batch = ((), Counter())
         return lost
 
     def _release(self, handles: Table, priorities: DoubleArray | None) -> None:
@@ -534,7 +545,7 @@ class GroupBuffer:
         self._overtakers |= {index for index in picked if index > oldest_in_flight}
         groups = [self._ready.pop(index) for index in picked]
         self._taken |= {group.record.handle.slot: group for group in groups}
-        self._before_last = discarded, drops = self._discarded, self._drops
+        self._discarded_before_batch = discarded, drops = self._discarded, self._drops
         self.mixture.train(picked)
         settled = (group.record.index for group in (*self._taken.values(), *self._discarded))
         self.mixture.keep(self._in_flight, self._ready, self._again, settled)
@@ -572,7 +583,7 @@ class GroupBuffer:
 
 
 class ReplayBuffer(GroupBuffer, Actor):
-    """Actor with the slots and records of groups. Tokens never pass through it."""
+    """Actor of the run's buffer, with or without a replay memory. Tokens never pass through it."""
 
     def __init__(
         self,
@@ -594,18 +605,18 @@ class ReplayBuffer(GroupBuffer, Actor):
             memory=memory,
             mixture=prompts(),
         )
-        reserve_round = super().reserve_round
+        reserve_round = super().reserve_round  # the endpoint of this name hides it; workers of all shards call that one
         self._rounds: Gathering[None, list[Reservation]] = Gathering(lambda workers: reserve_round(len(workers)))
         self._may_begin = asyncio.Event()
         self._may_begin.set()
 
     @concurrent_endpoint
-    async def reserve(self, limit: int, shard: int, worker: int) -> tuple[list[Reservation], list[GroupHandle]]:
+    async def reserve(self, limit: int, shard: int, life: int) -> tuple[list[Reservation], list[GroupHandle]]:
         """Reserve slots for payloads in a shard. Also return the groups whose payloads the shard may delete."""
-        return await super().reserve(limit, shard, worker), self.take_dropped(shard)
+        return await super().reserve(limit, shard, life), self.take_dropped(shard)
 
     @concurrent_endpoint
-    async def reserve_round(self, shard: int, num_shards: int, worker: int) -> tuple[list[Reservation], list[GroupHandle]]:
+    async def reserve_round(self, shard: int, num_shards: int, life: int) -> tuple[list[Reservation], list[GroupHandle]]:
         """Wait until the workers of all shards have called and a slot is free, then reserve all free slots.
 
         Returns:
@@ -615,7 +626,7 @@ class ReplayBuffer(GroupBuffer, Actor):
             StoppedError: A worker or generator died; call again.
         """
         await self._may_begin.wait()
-        if self.has_died(shard, worker):
+        if self.has_died(shard, life):
             return [], []
         return await self._rounds.add({shard: None}, num_shards), self.take_dropped(shard)
 

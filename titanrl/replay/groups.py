@@ -93,7 +93,7 @@ class Replayed:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The groups of one optimizer step, in prompt order."""
+    """The groups of one training step, in prompt order."""
 
     records: RecordTable
     """Records of the new groups. With `dynamic_sampling`, every group has a signal."""
@@ -108,7 +108,7 @@ class Batch:
     num_ready: int
     """Finished groups that remain for a later batch."""
     num_held: int
-    """Slots of earlier batches that are not freed yet, because the generators have not pulled the new weights."""
+    """Slots of earlier batches that are not freed yet, because new requests could still get older weights."""
     num_tried_rollouts: int
     """Rollouts of the tried groups, including those whose reward failed."""
     num_tried_tokens: int

@@ -225,11 +225,10 @@ def rewards_by_token(rewards: TokenRewards, answers: Answers, index: int) -> lis
 def in_turns(
     rewards: Sequence[float], turns: Sequence[Turn], segments: Sequence[Segment]
 ) -> tuple[DoubleArray, tuple[Turn, ...]]:
-    """Combine the rewards of an episode's sampled tokens with those of its turns, which exclude the tokens.
+    """Add the reward of each turn of an episode to its last sampled token, and the rewards of its tokens to the turn.
 
     Returns:
-        Rewards of all sampled tokens, where the last token of each turn includes the reward of the turn, and the turns with
-        rewards that include their tokens.
+        Rewards of all sampled tokens, and the turns with their new rewards.
     """
     sampled = [np.cumsum(segment.mask) for segment in segments]
     before = np.cumsum([0, *(int(counts[-1]) for counts in sampled)])

@@ -18,7 +18,6 @@ from titanrl.config.data import EvaluationSet
 from titanrl.config.errors import BrokenRules, within
 from titanrl.config.schema import Config
 from titanrl.config.sections import RolloutConfig
-from titanrl.data.mixture import Draw
 from titanrl.data.streams import LeveledPrompts, PromptStream, make_encoder, make_stream, open_prompts
 from titanrl.data.tokenizer import Tokenizer
 from titanrl.processes.sandbox import OnRespawn, log_respawn
@@ -53,10 +52,6 @@ class OpenTask(OpenData):
     """Configuration that applies to the groups of the task."""
     prompts: LeveledPrompts
     """Training prompts by level, and held-out prompts."""
-
-    def prompt(self, index: int, draw: Draw) -> Prompt:
-        """Return the prompt of the group at a position of the run."""
-        return self.prompts.prompt(index, draw.level, draw.stream_index)
 
     @property
     def num_calls(self) -> int:

@@ -286,7 +286,8 @@ class RolloutWorker(Actor):
     async def _sample(self, reservation: Reservation, place: InRound | None) -> Group:
         task = self._tasks_of_run[reservation.draw.task]
         config = task.config
-        prompt = task.prompt(reservation.index, reservation.draw)
+        draw = reservation.draw
+        prompt = task.prompts.prompt(reservation.index, draw.level, draw.stream_index)
         with self._pool.session() as session:
             if task.episodes is None:
                 requests = sampling_requests(prompt, config.rollout, config.seed)

@@ -35,7 +35,7 @@ class Dump:
         self._replayed = None if replay is None else DumpReader(replay.resolve())
 
     @property
-    def is_replay(self) -> bool:
+    def is_source(self) -> bool:
         """True if the run trains on a dump instead of sampling."""
         return self._replayed is not None
 

@@ -1,7 +1,8 @@
 """Batches and published versions of a run: which batch is trained on next, how old it may be, and when its slots are freed.
 
-A published version reaches the generators in the background (`titanrl.weights.sync`). The slots of the batches that it was
-trained on are freed after that, so no sample is stale before it is generated. Every batch is asserted to keep the bound.
+A published version reaches the generators in the background (`titanrl.weights.sync`). Then the slots of the batches that it was
+trained on are freed, so a prompt admitted to a freed slot is sampled with this version or a newer one. That bounds staleness
+(docs/async.md); `Publications.ages` asserts the bound on every batch.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -28,11 +29,11 @@ class Publications:
     """Takes batches from the buffer, and publishes the versions trained on them. Created when a session begins."""
 
     def __init__(self, run: Run, past: PastPolicies, replay: ReplaySchedule, dump: "Dump") -> None:
-        """Publish nothing yet. The run's session is open; one of the past policies can be the last published version."""
+        """Publish nothing yet. The session is open; `past` tells whether the trainer has kept the last published weights."""
         self._run, self._past, self._replay, self._dump = run, past, replay, dump
         self._session, self._config = run.session, run.config
         self._buffer, self._versions = run.session.rollouts.buffer, run.session.weights.versions
-        self._last_published = -1  # version that the loop published last, or that it has seen published by custom code
+        self._last_published = -1  # newest version that a batch was checked against, or that the loop published
         self._unpublished: list[TrainedBatch] = []
 
     async def begin(self, resume_step: int | None) -> None:
@@ -45,15 +46,17 @@ class Publications:
 
     async def take(self) -> Batch:
         """Take a batch and the groups to replay with it. Discard batches that became too old because user code published."""
-        bound = self._config.worst_staleness
+        bound = self._config.staleness_bound
         while True:
             batch = await self._session.weights.unless_failed(self._buffer.take_batch())
+            # The slots guarantee the bound, unless user code has published since the last batch.
             if self._versions[-1] == self._last_published or versions_behind(self._versions, batch.oldest_version) <= bound:
                 break
             groups = len(batch.records.groups)
             self._run.state = replace(self._run.state, counts=self._run.state.counts.plus(**batch.work))
             await self._buffer.discard(batch.records.handles, before_version=self._versions[-1 - bound])
             self._run.recorder.directory.event("drop", step=self._run.state.step + 1, groups=groups, reason="too old")
+        self._last_published = self._versions[-1]
         if not self._config.replay.fraction:
             return batch
         version = self._session.trainer.version
@@ -63,11 +66,10 @@ class Publications:
         """Return, for each group, the versions published since its oldest token was sampled; assert the staleness bound."""
         versions = batch.records.groups["min_version"].tolist()
         age_of = {version: versions_behind(self._versions, version) for version in set(versions)}
-        ages, bound = [age_of[version] for version in versions], self._config.worst_staleness
-        assert self._dump.is_replay or max(ages) <= bound, (
+        ages, bound = [age_of[version] for version in versions], self._config.staleness_bound
+        assert self._dump.is_source or max(ages) <= bound, (
             f"step {self._run.state.step + 1} got a token {max(ages)} publications old, the bound is {bound}"
         )
-        self._last_published = self._versions[-1]
         return ages
 
     async def publish(self, batch: Batch, advantages_N: DoubleArray, updates: Sequence[OptimUpdate]) -> None:
@@ -92,14 +94,16 @@ class Publications:
         """Write the trainer's state, the last published weights if they are older, and the buffer's groups.
 
         Synchronous training samples all groups between two publications in one round, and a resumed run must repeat the round.
-        A checkpoint right after a publication holds no groups, so the round is sampled again. A later one holds all of them.
+        A checkpoint right after a publication holds no groups, so the round is sampled again. One between two publications
+        holds all groups of the round. With replay, or if the data choose the prompts, the buffer's other state is saved, too.
         """
         run, state = self._run, self._run.state
         await self._session.rollouts.workers.wait_until_up()
-        published = self._versions[-2 - self._config.worst_staleness :]
-        in_interval = published[-1] != state.version and self._past.kept == published[-1]
-        kept = published[-1] if in_interval else None
-        if published[-1] != state.version and not in_interval:  # after optimizer steps of custom code
+        # A token within the bound may be this many versions old, and the versions count from the one before it.
+        published = self._versions[-2 - self._config.staleness_bound :]
+        keeps_published = published[-1] != state.version and self._past.kept == published[-1]
+        kept = published[-1] if keeps_published else None
+        if published[-1] != state.version and not keeps_published:  # after optimizer steps of custom code
             published.append(state.version)
         run.state = replace(state, published=tuple(published), in_flight=(), num_held=0)
         from_index = None
@@ -122,25 +126,25 @@ class Publications:
         published = list(state.published or (state.version,))
         num_updates, groups_per_step = state.version - published[-1], config.rollout.groups_per_step
         is_unchanged = state.num_held == num_updates * groups_per_step  # False if the batch size was changed
-        in_interval = 0 < num_updates < config.algorithm.updates_per_publish and is_unchanged
-        if in_interval:
+        continues_interval = 0 < num_updates < config.algorithm.updates_per_publish and is_unchanged
+        if continues_interval:
             await session.trainer.load_published(step, published[-1])
             self._past.resume(published[-1])
         else:  # publish now: the interval is complete, or the configuration was changed
             published += [] if published[-1] == state.version else [state.version]
             await self._run.resume()
-        self._versions[:] = published[:-1]
+        self._versions[:] = published[:-1]  # the list of `WeightSync`, to which publishing appends the last
         trained = await self._load_groups(step, published)
-        self._unpublished = trained if in_interval else []
+        self._unpublished = trained if continues_interval else []
 
         async def run() -> None:
-            if trained and not in_interval:
+            if trained and not continues_interval:
                 await self._buffer.release(*joined(trained))
             await session.rollouts.workers.run()
 
         self._publish_version(published[-1], then=run)
         await session.weights.ready()
-        if in_interval:
+        if continues_interval:  # the generators have the older weights; now load the newer ones
             await self._run.resume()
 
     async def _load_groups(self, step: int, published: Sequence[int]) -> list[TrainedBatch]:
@@ -149,7 +153,7 @@ class Publications:
         folder = checkpoint_dir(directory.checkpoints, step) / GROUPS
         if not folder.exists():
             return []
-        per_publish, bound = self._config.groups_per_publish, self._config.worst_staleness
+        per_publish, bound = self._config.groups_per_publish, self._config.staleness_bound
         freshness = Freshness(published=tuple(published), groups_per_publish=per_publish, bound=bound)
         restored = await self._buffer.load(folder, freshness)
         counts = {"ready": restored.num_ready, "in_flight": restored.num_in_flight, "too_old": len(restored.too_old)}
@@ -159,7 +163,7 @@ class Publications:
         return restored.trained
 
     def _publish_version(self, version: int, then: Callable[[], Awaitable[None]]) -> None:
-        """Start to publish a version. `then` is awaited once no generator serves requests with an older version."""
+        """Start to publish a version. `then` is awaited once no new request can get an older version."""
         directory = self._run.recorder.directory
 
         async def published() -> None:

@@ -26,7 +26,7 @@ from titanrl.base.choices import Program
 from titanrl.base.errors import FaultError, TitanRLError, describe
 from titanrl.base.files import DamagedError
 from titanrl.base.plugins import Plugins, loading
-from titanrl.carriers.types import AdamParams, DoubleArray, EvaluationResult, OptimUpdate, StepMetrics
+from titanrl.carriers.types import DoubleArray, EvaluationResult, OptimUpdate, StepMetrics
 from titanrl.checks.extensions import plugins_of, with_declared_traits, with_objects
 from titanrl.checks.preflight import policy_notes, preflight, read_examples
 from titanrl.config.device import resolve_device
@@ -361,11 +361,6 @@ class Run:
         self.note(learning_rate=learning_rate, num_rates=self.state.num_rates + 1)
         state = self.state
         self.recorder.directory.event("learning_rate", step=state.step, value=learning_rate, number=state.num_rates)
-
-    def steered(self, params: AdamParams) -> AdamParams:
-        """Return the options of an optimizer step, with the learning rate of `set_learning_rate` applied, if set."""
-        rate = self.state.learning_rate
-        return params if rate is None else replace(params, learning_rate=rate)
 
     def count_skipped(self, update: OptimUpdate, rewards: DoubleArray | None = None) -> None:
         """Count consecutive optimizer steps skipped because of non-finite gradients. `rewards` are those of the step's batch.

@@ -111,6 +111,8 @@ class WeightPublisher:
     async def publish(self, version: int, state: Mapping[str, torch.Tensor], keep: Collection[str] = ()) -> WeightManifest:
         """Copy the weights into an arena; the caller may change them afterwards. The last two publications stay readable.
 
+        `WeightSync` publishes only when no replica reads the version to be overwritten; the sequence number detects a read.
+
         Raises:
             ValueError, OSError: See `prepare`.
         """
@@ -156,7 +158,7 @@ class CopyPlan:
         """Copy from the bytes of each trainer rank, given by rank, into the targets."""
         where = tuple(data[rank].data_ptr() for rank in sorted(data))
         if where not in self._copies:
-            if len(self._copies) >= VERSIONS_HELD:  # publishers reuse this many arenas; other addresses do not recur
+            if len(self._copies) >= VERSIONS_HELD:  # publishers reuse this many arenas; received copies have new addresses
                 self._copies.clear()
             sources = [entry_view(data[part.rank], part.entry)[part.source] for part in self._slices]
             self._copies[where] = Copies(self._filled, sources)
@@ -167,10 +169,13 @@ class WeightReader:
     """Reader of committed versions into tensors of this process. It can be pickled before its first use."""
 
     def __init__(self, run: str, store: "WeightStore", verify: Verify = "sampled") -> None:
-        """Prepare to read the versions published under the name of a run. `off` ignores their digests."""
+        """Prepare to read the versions published under the name of a run. `verify="off"` ignores their digests; otherwise the
+        publisher has chosen what they cover.
+        """
         self._run, self._store, self._verify = run, store, verify
+        # In the order in which they are tried: on a host with a publisher's folder, `HostTransport` maps what RDMA would copy.
         self._sources: list[Source] = [ArenaTransport(), HostTransport(), RdmaTransport(), StoreTransport(run, 0, store)]
-        self._num_reported = 0
+        self._bytes_reported = 0
         self._layouts: dict[str, ByteLayout] = {}
         self._pinned: dict[int, weakref.finalize[..., MappedArena]] = {}
         self.plan: CopyPlan | None = None
@@ -192,7 +197,7 @@ class WeightReader:
     def take_received(self) -> int:
         """Return the bytes that this process has received since the previous call, not counting shared memory."""
         total = sum(source.num_received for source in self._sources)
-        received, self._num_reported = total - self._num_reported, total
+        received, self._bytes_reported = total - self._bytes_reported, total
         return received
 
     def verify(self, manifest: WeightManifest, payload: Payload) -> None:
