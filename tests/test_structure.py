@@ -11,15 +11,15 @@ import pytest
 from tests.size import PACKAGE, figures
 
 CEILINGS = {
-    "lines": 48_600,
-    "modules": 195,
+    "lines": 48_700,
+    "modules": 196,
     "small modules": 6,
     "modules with a shared name": 4,
     "rooms": 26,
     "arrows": 165,
     "floors": 12,
-    "modules reached by the loop": 106,
-    "functions with one mention": 0.357,
+    "modules reached by the loop": 107,
+    "functions with one mention": 0.359,
 }
 """Largest figures of `tests.size`. Lower them with the code. A change that needs a higher one says why in its message."""
 
