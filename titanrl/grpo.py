@@ -233,7 +233,7 @@ class GRPO(Run):
         return await self.evaluations.measure(name, sample)
 
     async def sample_beside_training(self, names: Sequence[str], version: int, results: list[EvaluationResult]) -> None:
-        """Evaluate sets on the separate evaluation generator, which keeps `version` until then; append each result."""
+        """Evaluate `version` on the separate evaluation generator while training continues; append the result of each set."""
         session = self.session
         (part,) = session.evaluator.parts
         await part.wait_until_up()  # before the pull takes its lease, because publications wait for leases

@@ -63,7 +63,7 @@ class ReplaySchedule:
     def priorities(
         self, records: RecordTable, advantages_N: DoubleArray, weight_of: WeightOf = lambda part, task: 1.0
     ) -> DoubleArray:
-        """Return the priority of each group of a batch, `[P]`.
+        """Return the priority of each group of a batch.
 
         Args:
             records: Groups of the batch, in prompt order.

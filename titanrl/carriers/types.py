@@ -226,14 +226,14 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupHandle:
-    """Location of a group's payload; stale once the slot is reserved again."""
+    """Location of a group's payload; stale once the location is claimed again."""
 
     shard: int
     """Rank of the storage shard."""
     slot: int
-    """Slot in the buffer."""
+    """Number of the location, which a group keeps when its slot is freed for replay."""
     serial: int
-    """Number of reservations of the slot, including this one, which distinguishes successive groups in a slot."""
+    """Number of claims of the location, including this one, which distinguishes successive groups."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

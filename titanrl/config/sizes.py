@@ -174,9 +174,9 @@ class Sizes:
     processes: Mapping[str, int]
     """Number of processes by role."""
     sequences_per_step: int
-    """Number of completions or examples per optimizer step."""
+    """Number of completions or examples per step."""
     max_tokens_per_step: int
-    """Number of tokens per optimizer step if all sequences have maximum length."""
+    """Number of tokens per step if all sequences have maximum length."""
     max_microbatches: int
     """Number of micro-batches per step if all sequences have maximum length."""
     memory: Memory | None

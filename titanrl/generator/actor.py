@@ -40,7 +40,8 @@ class GeneratorSetup:
     """Everything a generator needs to start."""
 
     model_dir: Path
-    """Hugging Face directory. The generator reads only its config, unless `reader` is None."""
+    """Hugging Face directory. The generator reads its config, its tokenizer for stop texts, and its weights if
+    `reader` is None."""
     config: GeneratorConfig
     device: Device
     max_len: int
@@ -166,6 +167,7 @@ class Generator(Actor):
 
         Raises:
             WeightMismatchError: The version no longer exists, or does not match this model.
+            StoppedError: The run restarts.
         """
         on_update = self._setup.config.on_update
 

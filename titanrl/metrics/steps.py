@@ -28,7 +28,7 @@ def rollout_metrics(
     Args:
         records: Groups of the batch.
         num_tried: Number of groups in the batch and groups discarded since the previous batch.
-        num_without_signal: Number of tried groups that have rewards but no gradient, because all rewards are equal.
+        num_without_signal: Number of tried groups that have rewards, all of them equal.
         num_tried_rollouts: Number of rollouts in the tried groups, including rollouts without a reward.
         num_errors: Number of rollouts in the tried groups whose reward failed.
         of_turns: True if an environment inserts tokens between the policy's turns, so that lengths count sampled tokens only.

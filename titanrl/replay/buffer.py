@@ -65,7 +65,7 @@ class Slots:
         self._num_slots = num_slots
         self._free = deque(range(num_slots + num_others))
         self._serials = [0] * len(self._free)
-        self._reserved: dict[int, GroupHandle] = {}  # by slot
+        self._reserved: dict[int, GroupHandle] = {}  # by location
         self._dropped: dict[int, list[GroupHandle]] = defaultdict(list)  # by shard
 
     @property
@@ -155,7 +155,7 @@ class GroupBuffer:
         self._window = window
         self._next_index = first_index
         self._again: deque[int] = deque()  # earlier positions to sample again, ascending; reserved first
-        self._in_flight: dict[int, GroupHandle] = {}  # by prompt index, oldest first
+        self._in_flight: dict[int, GroupHandle] = {}  # by position, in the order of the reservations
         self._ready: dict[int, Finished] = {}
         self._overtakers: set[int] = set()  # taken while an older group was in flight
         self._discarded: list[Finished] = []  # since the last batch
@@ -251,7 +251,7 @@ class GroupBuffer:
         tried = [group.record for group in (*self._ready.values(), *self._discarded)]
         in_flight = f"groups in flight: {len(self._in_flight)}"
         if self._in_flight:
-            in_flight += f", the oldest for prompt {next(iter(self._in_flight))}"
+            in_flight += f", the oldest for prompt {min(self._in_flight)}"
         if not tried:
             return (
                 f"rollout.starvation_timeout_s: no group finished in {waited_s:g} s; {in_flight}. "
@@ -661,7 +661,7 @@ class ReplayBuffer(GroupBuffer, Actor):
 
     @concurrent_endpoint
     async def save(self, path: Path, trained: Sequence[TrainedBatch], from_index: int | None) -> Saved:
-        """Write the state to a file and return the subset that the controller needs; see `GroupBuffer.state`."""
+        """Write the state, and that of prompt selection; return what the controller needs. See `GroupBuffer.state`."""
         state = self.state(trained, from_index)
         prompts = self.prompts_state(trained, from_index)
         # Pickle before the first await, because later calls change the objects that the state refers to.

@@ -19,8 +19,8 @@ from titanrl.carriers.types import DoubleArray, GroupHandle, GroupRecord
 from titanrl.data.mixture import Draw
 
 DropReason = Literal["no signal", "no reward", "filtered", "too small", "too old"]
-"""Reason for discarding a group: equal rewards, no completion with a reward, `rollout.group_filter`, fewer completions with a
-reward than `rollout.min_group_size`, or its age."""
+"""Reason for discarding a group: no tokens to train on, no completion with a reward, `rollout.group_filter`, fewer completions
+with a reward than `rollout.min_group_size`, or its age."""
 TrainedBatch = tuple[Table, DoubleArray | None]
 """Handles of the groups in a batch that was trained on, and their replay priorities."""
 Move = tuple[GroupHandle, GroupHandle]
@@ -160,7 +160,7 @@ class BufferState:
     next_index: int
     """First position of the prompt stream that was not admitted."""
     in_flight: tuple[int, ...] = ()
-    """Earlier positions whose groups were being generated, oldest first."""
+    """Earlier positions to sample again, in any order: their groups were being generated, or lost their tokens."""
     ready: tuple[Finished, ...] = ()
     """Finished groups waiting for a batch, oldest first."""
     held: tuple[Finished, ...] = ()

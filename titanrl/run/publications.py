@@ -99,11 +99,11 @@ class Publications:
         """
         run, state = self._run, self._run.state
         await self._session.rollouts.workers.wait_until_up()
-        # A token within the bound may be this many versions old, and the versions count from the one before it.
+        # Ages up to the bound need the last bound + 1 versions; one more is kept as a margin.
         published = self._versions[-2 - self._config.staleness_bound :]
         keeps_published = published[-1] != state.version and self._past.kept == published[-1]
         kept = published[-1] if keeps_published else None
-        if published[-1] != state.version and not keeps_published:  # after optimizer steps of custom code
+        if published[-1] != state.version and not keeps_published:  # no copy is kept, or custom code took steps
             published.append(state.version)
         run.state = replace(state, published=tuple(published), in_flight=(), num_held=0)
         from_index = None
@@ -115,7 +115,8 @@ class Publications:
         if from_index is None or self._config.replay.fraction or self._config.data.chooses_prompts:
             saved = await self._buffer.save(folder / GROUPS, self._unpublished, from_index)
             run.state = replace(run.state, next_index=saved.next_index, in_flight=saved.in_flight, num_held=saved.num_held)
-        await self._session.trainer.save_checkpoint(state.step, kept)  # last, because `buffer.save` restarts if a shard dies
+        # Last: if a shard dies, `buffer.save` fails and all is written again.
+        await self._session.trainer.save_checkpoint(state.step, kept)
 
     async def _continue(self, step: int) -> None:
         """Restore versions, groups and trainer of a checkpoint, which may lie between two publications.

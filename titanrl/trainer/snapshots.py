@@ -254,8 +254,8 @@ class KeptLogprobs:
 
     def put(self, version: int, rows: Sequence[Row], logprobs_BL: Tensor) -> None:
         """Store the log-probabilities of the sequences of some rows."""
-        for row, handle, rollout, tokens in _sequences(rows):
-            key = (version, handle.shard, handle.slot, rollout)
+        for row, handle, segment, tokens in _sequences(rows):
+            key = (version, handle.shard, handle.slot, segment)
             self._values[key] = (handle.serial, logprobs_BL[row, tokens].clone())
 
     def get(self, version: int, rows: Sequence[Row], row_tokens: int) -> Tensor:
@@ -267,10 +267,10 @@ class KeptLogprobs:
             KeyError: A sequence has no stored values for this version.
         """
         kept_BL = torch.zeros(max(1, len(rows)), row_tokens)
-        for row, handle, rollout, tokens in _sequences(rows):
-            serial, values_S = self._values.get((version, handle.shard, handle.slot, rollout), (None, None))
+        for row, handle, segment, tokens in _sequences(rows):
+            serial, values_S = self._values.get((version, handle.shard, handle.slot, segment), (None, None))
             if values_S is None or serial != handle.serial:
-                raise KeyError(f"no log-probabilities of version {version} are kept for rollout {rollout} of {handle}")
+                raise KeyError(f"no log-probabilities of version {version} are kept for segment {segment} of {handle}")
             num_tokens = min(len(values_S), tokens.stop - tokens.start)
             kept_BL[row, tokens.stop - num_tokens : tokens.stop] = values_S[len(values_S) - num_tokens :]
         return kept_BL
@@ -293,7 +293,7 @@ class KeptLogprobs:
 
 
 def _sequences(rows: Sequence[Row]) -> Iterator[tuple[int, GroupHandle, int, slice]]:
-    """Yield row index, group handle, rollout and tokens of each sequence."""
+    """Yield row index, group handle, segment and tokens of each sequence."""
     for index, row in enumerate(rows):
         for sequence, tokens in zip(row, places(row), strict=True):
             yield index, sequence.handle, sequence.segment, tokens

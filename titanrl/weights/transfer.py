@@ -111,7 +111,8 @@ class WeightPublisher:
     async def publish(self, version: int, state: Mapping[str, torch.Tensor], keep: Collection[str] = ()) -> WeightManifest:
         """Copy the weights into an arena; the caller may change them afterwards. The last two publications stay readable.
 
-        `WeightSync` publishes only when no replica reads the version to be overwritten; the sequence number detects a read.
+        `WeightSync` publishes only when no replica reads the version to be overwritten; a reader without a lease
+        detects by the sequence number that its bytes were overwritten.
 
         Raises:
             ValueError, OSError: See `prepare`.
@@ -173,7 +174,7 @@ class WeightReader:
         publisher has chosen what they cover.
         """
         self._run, self._store, self._verify = run, store, verify
-        # In the order in which they are tried: on a host with a publisher's folder, `HostTransport` maps what RDMA would copy.
+        # Tried in this order for each offered handle. Over several hosts, `HostTransport` maps what RDMA would copy per rank.
         self._sources: list[Source] = [ArenaTransport(), HostTransport(), RdmaTransport(), StoreTransport(run, 0, store)]
         self._bytes_reported = 0
         self._layouts: dict[str, ByteLayout] = {}
