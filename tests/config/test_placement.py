@@ -55,7 +55,7 @@ def test_default_runs_workers_on_generator_hosts_and_store_with_controller() -> 
         ("generator hosts (2)", "generator rank", "2"),
         ("generator hosts (2)", "rollout", "2"),
         ("generator hosts (2)", "sandbox", "16"),
-        ("this machine", "buffer", "1"),
+        ("this machine", "store", "1"),
         ("this machine", "controller", "1"),
     }
 
@@ -78,7 +78,7 @@ def test_replicas_and_workers_per_host_make_blocks() -> None:
         ("generator host 1", "generator rank", "1"),
         ("trainer host 0", "rollout", "1"),
         ("trainer host 1", "rollout", "3"),
-        ("generator host 0", "buffer", "1"),
+        ("generator host 0", "store", "1"),
     }
 
 

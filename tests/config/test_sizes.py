@@ -60,7 +60,7 @@ def test_missing_model_is_recognized_by_its_name() -> None:
 
 def test_sizes_of_the_default_recipe() -> None:
     sizes = derive(make_config(rollout={"num_workers": 3}, trainer={"row_tokens": 200, "rows_per_microbatch": 4}))
-    assert sizes.processes == {"controller": 1, "trainer": 1, "generator": 1, "rollout": 3, "buffer": 1, "sandbox": 24}
+    assert sizes.processes == {"controller": 1, "trainer": 1, "generator": 1, "rollout": 3, "store": 1, "sandbox": 24}
     assert sizes.sequences_per_step == 64
     assert sizes.max_tokens_per_step == 64 * (64 + 26)
     # Two sequences of 90 tokens fit a row of 200, so 32 rows, four at once.
@@ -283,6 +283,6 @@ def test_run_without_training_needs_no_trainer_rank() -> None:
     assert (config.num_trainer_ranks, alone.num_trainer_ranks) == (1, 0)
     assert "a host needs one accelerator per trainer rank and generator rank" in str(next(device_shortage(config)))
     assert list(device_shortage(alone)) == []
-    assert derive(alone).processes == {"controller": 1, "generator": 1, "rollout": 1, "buffer": 1, "sandbox": 8}
+    assert derive(alone).processes == {"controller": 1, "generator": 1, "rollout": 1, "store": 1, "sandbox": 8}
     replayed = config.model_copy(update={"rollout": RolloutConfig(replay=Path("dump"))})
     assert (replayed.num_generator_ranks, replayed.evaluates, alone.evaluates) == (0, False, False)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 
+from tests.chat import render_chat
 from tests.data.conftest import REPLY, TURNS, with_template
 from titanrl.base.choices import TrainOn
 from titanrl.data.chat_format import ChatFormat
@@ -63,7 +64,7 @@ def test_each_reply_follows_the_prompt_of_its_generation(chat: Tokenizer, conten
     expected = []
     for index, message in enumerate(messages):
         if message["role"] == "assistant":
-            prompt = chat.render_chat(messages[:index])
+            prompt = render_chat(chat, messages[:index])
             expected += [False] * (len(prompt) - len(expected)) + [True] * (len(message["content"]) + 1)
             assert example.token_ids[: len(expected)].tolist() == [*prompt, *chat.encode(message["content"]), EOS_ID]
     assert example.mask.tolist() == expected

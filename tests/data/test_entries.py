@@ -14,6 +14,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from tests.chat import render_chat
 from titanrl.config.data import DataConfig
 from titanrl.config.errors import BrokenRules, ConfigError
 from titanrl.config.load import load_config
@@ -228,7 +229,7 @@ def test_conversation_gets_the_chat_template(tmp_path: Path, chat: Tokenizer) ->
     rows = [{"messages": [user(f"{i} + 2 ="), assistant("4"), user("3 + 3 =")], "answer": "6"} for i in range(9)]
     stream = make_stream(written(tmp_path / "a.parquet", rows, system_prompt="1 + 1", max_prompt_tokens=512), chat, seed=0)
     prompt = stream[0]
-    assert list(prompt.token_ids) == chat.render_chat([{"role": "system", "content": "1 + 1"}, *prompt.entry["messages"]])
+    assert list(prompt.token_ids) == render_chat(chat, [{"role": "system", "content": "1 + 1"}, *prompt.entry["messages"]])
     assert prompt.text.endswith("assistant: 4\n\nuser: 3 + 3 =")
 
 

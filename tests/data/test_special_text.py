@@ -7,6 +7,7 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
+from tests.chat import render_chat
 from tests.data.conftest import CHATML, byte_level, write_model_dir
 from titanrl.data.chat_format import ChatFormat
 from titanrl.data.examples import render_conversation
@@ -41,7 +42,7 @@ def controls(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
     ],
 )
 def test_message_cannot_write_control_tokens(chatml: Tokenizer, message: dict[str, str]) -> None:
-    ids = chatml.render_chat([message])
+    ids = render_chat(chatml, [message])
     assert controls(chatml, ids) == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
     content = message["content"].split("</think>")[-1].strip()
     assert chatml._backend.decode(ids, skip_special_tokens=False) == (
@@ -60,7 +61,7 @@ def test_text_cannot_write_control_tokens(chatml: Tokenizer) -> None:
 
 def test_tools_and_names_cannot_write_control_tokens(chatml: Tokenizer) -> None:
     tools = [{"type": "function", "function": {"name": "f", "description": ATTACK, "parameters": {"<|im_end|>": "<|im_end|>"}}}]
-    ids = chatml.render_chat([{"role": "user", "content": "Hi"}], tools=tools)
+    ids = render_chat(chatml, [{"role": "user", "content": "Hi"}], tools=tools)
     assert controls(chatml, ids) == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
     assert '"<|im_end|>": "<|im_end|>"' in chatml.decode(ids)
 
@@ -72,7 +73,7 @@ def test_joined_strings_cannot_form_a_control_token(tmp_path: Path, parts: tuple
     joined = "{% for part in m.content %}{{ part.text | trim }}{% endfor %}"
     template = f"{{% for m in messages %}}<|im_start|>{joined}><|im_end|>{{% endfor %}}"
     tokenizer = load_tokenizer(write_model_dir(tmp_path, byte_level(), eos="<|im_end|>", chat_template=template))
-    ids = tokenizer.render_chat([{"role": "user", "content": [{"type": "text", "text": part} for part in parts]}])
+    ids = render_chat(tokenizer, [{"role": "user", "content": [{"type": "text", "text": part} for part in parts]}])
     assert controls(tokenizer, ids) == ["<|im_start|>", "<|im_end|>"]
     assert tokenizer.decode(ids) == "".join(parts).strip() + ">"
 
@@ -82,19 +83,19 @@ def test_template_may_compose_a_control_token_from_the_role(tmp_path: Path) -> N
     backend = byte_level(("<|user|>", "<|end|>"))
     tokenizer = load_tokenizer(write_model_dir(tmp_path, backend, eos="<|end|>", chat_template=template))
     for content in ("Hi", "<|end|>"):
-        ids = tokenizer.render_chat([{"role": "user", "content": content}])
+        ids = render_chat(tokenizer, [{"role": "user", "content": content}])
         assert controls(tokenizer, ids) == ["<|user|>", "<|end|>"]
 
 
 def test_owner_of_the_data_may_write_control_tokens(chatml: Tokenizer) -> None:
-    ids = chatml.render_chat([{"role": "user", "content": "1<|im_end|>2"}], control_tokens=True)
+    ids = render_chat(chatml, [{"role": "user", "content": "1<|im_end|>2"}], control_tokens=True)
     assert controls(chatml, ids) == ["<|im_start|>", "<|im_end|>", "<|im_end|>", "<|im_start|>"]
 
 
 def test_tokens_that_are_not_special_keep_their_meaning(chatml: Tokenizer) -> None:
     token = chatml.vocabulary["<tool_call>"]
     assert chatml.encode("<tool_call>") == [token]
-    assert token in chatml.render_chat([{"role": "assistant", "content": "<tool_call>{}"}])
+    assert token in render_chat(chatml, [{"role": "assistant", "content": "<tool_call>{}"}])
 
 
 def test_replies_of_a_conversation_are_marked_around_special_text(chatml: Tokenizer) -> None:
@@ -108,9 +109,9 @@ def test_replies_of_a_conversation_are_marked_around_special_text(chatml: Tokeni
 def test_template_that_rewrites_special_text_is_refused(tmp_path: Path) -> None:
     template = CHATML.replace("m.content", "m.content | upper")
     tokenizer = load_tokenizer(write_model_dir(tmp_path, byte_level(), eos="<|im_end|>", chat_template=template))
-    assert "HI" in tokenizer.decode(tokenizer.render_chat([{"role": "user", "content": "hi"}]))
+    assert "HI" in tokenizer.decode(render_chat(tokenizer, [{"role": "user", "content": "hi"}]))
     with pytest.raises(ValueError, match="changes the text of special tokens"):
-        tokenizer.render_chat([{"role": "user", "content": ATTACK}])
+        render_chat(tokenizer, [{"role": "user", "content": ATTACK}])
 
 
 def test_vocabulary_with_the_special_text_as_an_entry_keeps_it_text(tmp_path: Path) -> None:
@@ -134,7 +135,7 @@ def test_other_text_is_encoded_as_by_transformers(chatml: Tokenizer, text: str) 
     assert chatml.encode_start(text) == reference(text).input_ids
     for given in (None, tools):
         expected = reference.apply_chat_template(messages, tools=given, add_generation_prompt=True, return_dict=False)
-        assert chatml.render_chat(messages, tools=given) == expected
+        assert render_chat(chatml, messages, tools=given) == expected
 
 
 def test_options_reach_the_template(tmp_path: Path) -> None:
@@ -142,11 +143,11 @@ def test_options_reach_the_template(tmp_path: Path) -> None:
     directory = write_model_dir(tmp_path, byte_level(plain=("<think>",)), eos="<|im_end|>", chat_template=template)
     tokenizer = load_tokenizer(directory)
     messages = [{"role": "user", "content": "Hi"}]
-    plain = tokenizer.render_chat(messages)
-    assert tokenizer.render_chat(messages, options={"enable_thinking": False}) == [*plain, tokenizer.vocabulary["<think>"]]
+    plain = render_chat(tokenizer, messages)
+    assert render_chat(tokenizer, messages, options={"enable_thinking": False}) == [*plain, tokenizer.vocabulary["<think>"]]
     assert tokenizer.unknown_options({"enable_thinking": False, "enable_thoughts": True}) == ["enable_thoughts"]
     with pytest.raises(ValueError, match="tokenize is not an option of a chat template"):
-        tokenizer.render_chat(messages, options={"tokenize": False})
+        render_chat(tokenizer, messages, options={"tokenize": False})
 
 
 def test_lone_surrogate_is_a_clear_error(chatml: Tokenizer) -> None:
@@ -154,4 +155,4 @@ def test_lone_surrogate_is_a_clear_error(chatml: Tokenizer) -> None:
         with pytest.raises(ValueError, match="not valid Unicode"):
             chatml.encode(text)
         with pytest.raises(ValueError, match="not valid Unicode"):
-            chatml.render_chat([{"role": "user", "content": text}])
+            render_chat(chatml, [{"role": "user", "content": text}])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.chat import render_chat
 from titanrl.config.sizes import RECIPE_VOCAB_SIZE
 from titanrl.data.tokenizer import ALPHABET, EOS_ID, PHRASES, VOCAB_SIZE, Tokenizer, load_tokenizer, write_tokenizer
 
@@ -76,7 +77,7 @@ def test_chat_rendering_agrees_with_transformers(directory: Path) -> None:
     tokenizer = load_tokenizer(directory)
     assert tokenizer.chat_template
     messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1 + 2 ="}]
-    ids = tokenizer.render_chat(messages)
+    ids = render_chat(tokenizer, messages)
     assert tokenizer.decode(ids) == "[system] Add. [user] 1 + 2 = [assistant] "
     reference = AutoTokenizer.from_pretrained(directory)
     assert ids == reference.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
@@ -86,7 +87,7 @@ def test_chat_template_in_a_separate_file_is_found(directory: Path) -> None:
     (directory / "chat_template.jinja").write_text(TEMPLATE)
     tokenizer = load_tokenizer(directory)
     assert tokenizer.chat_template
-    assert tokenizer.decode(tokenizer.render_chat([{"role": "user", "content": "Hi"}])) == "[user] Hi [assistant] "
+    assert tokenizer.decode(render_chat(tokenizer, [{"role": "user", "content": "Hi"}])) == "[user] Hi [assistant] "
 
 
 def test_older_files_without_tokenizer_json_are_converted(tmp_path: Path) -> None:

@@ -186,14 +186,14 @@ def placements(config: Config, sizes: Sizes, device: DeviceKind) -> Iterator[Pla
     yield from _rank_placements(config, sizes, device)
     cores = config.placement.cpus
     workers = list(_counts(config, rollout_group(config), worker_hosts(config)))
-    for role in ("rollout", "sandbox", "buffer", "store", "controller"):
+    for role in ("rollout", "sandbox", "store", "controller"):
         number = sizes.processes.get(role)
         if number is None:
             continue
         if role in ("rollout", "sandbox") and "rollout" in sizes.processes:
             per_worker, choice = number // config.rollout.num_workers, cores.rollout
             hosts = [(host, count * per_worker) for host, count in workers]
-        elif role in ("buffer", "store"):
+        elif role == "store":
             hosts, choice = [(_host(config, store_group(config), 0), number)], cores.store
         else:
             hosts, choice = [(HERE, number)], None

@@ -23,7 +23,6 @@ LIBRARY_BYTES: Mapping[str, int] = {
     "teacher": 650_000_000,
     "evaluator": 650_000_000,
     "rollout": 170_000_000,
-    "buffer": 270_000_000,
     "store": 270_000_000,
     "sandbox": 20_000_000,
 }
@@ -208,7 +207,7 @@ def _processes(config: "Config") -> dict[str, int]:
     workers = config.rollout.num_workers
     if config.num_evaluator_ranks:
         processes["evaluator"] = config.num_evaluator_ranks
-    processes |= {"rollout": workers, "buffer": 1}
+    processes |= {"rollout": workers, "store": 1}
     return processes if config.rollout.replay else processes | {"sandbox": workers * config.sandbox.num_processes}
 
 

@@ -182,20 +182,6 @@ class Tokenizer:
         text: str = self._backend.decode([token_id], skip_special_tokens=False)
         return text
 
-    def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        reply_follows: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        options: Mapping[str, Any] = MappingProxyType({}),
-        control_tokens: bool = False,
-    ) -> list[int]:
-        """Return the token ids of a conversation in the chat template. The arguments are those of `chat_text`."""
-        return self.encode_chat(
-            self.chat_text(messages, reply_follows=reply_follows, tools=tools, options=options, control_tokens=control_tokens)
-        )
-
     def encode_chat(self, text: str) -> list[int]:
         """Return the token ids of a text from `chat_text`, or of its start.
 
