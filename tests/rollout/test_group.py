@@ -192,6 +192,13 @@ def test_truncate_cuts_and_counts_overlong_sequences() -> None:
     assert record.rewards == (1.0, 0.0)
 
 
+def test_truncate_may_cut_every_sampled_token_of_a_group() -> None:
+    group, num_overlong = fit_to_rows(overlong_group(), TrainerConfig(row_tokens=1, overlong="truncate"))
+    record = record_of(group, HANDLE, has_payload=False, num_overlong=num_overlong)
+    assert (record.lengths, record.num_sampled, record.num_overlong) == ((1, 1), (0, 0), 2)
+    assert (record.min_version, record.max_version) == (-1, -1)
+
+
 def test_skip_masks_and_counts_overlong_sequences() -> None:
     group, num_overlong = fit_to_rows(overlong_group(), TrainerConfig(row_tokens=5, overlong="skip"))
     record = record_of(group, HANDLE, has_payload=True, num_overlong=num_overlong)

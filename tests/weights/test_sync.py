@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from titanrl.weights.records import Commit, StoreHandle, WeightManifest, rank_key
-from titanrl.weights.sync import Leases, WeightSync
+from titanrl.weights.sync import ReaderLeases, WeightSync
 
 
 class World:
@@ -160,7 +160,7 @@ def test_cancelled_wait_does_not_cancel_the_publication() -> None:
 
 def test_lease_ends_when_its_reader_raises() -> None:
     async def scenario() -> None:
-        leases = Leases()
+        leases = ReaderLeases()
         with pytest.raises(RuntimeError, match="reader died"):
             async with leases.lease(1):
                 raise RuntimeError("reader died")
@@ -215,6 +215,9 @@ def test_failed_publication_ends_other_waits() -> None:
             await world.sync.unless_failed(asyncio.Event().wait())
         with pytest.raises(RuntimeError, match="the generator is gone"):
             await world.sync.pushed()
+        with pytest.raises(RuntimeError, match="the generator is gone"):
+            world.sync.publish(2, then=world.free)
+        assert "push 2" not in world.log
 
     asyncio.run(scenario())
 
@@ -231,6 +234,21 @@ def test_every_waiter_gets_the_error_of_a_publication() -> None:
         waiting = await asyncio.gather(world.sync.ready(), world.sync.ready(), return_exceptions=True)
         assert [str(error) for error in waiting] == ["the generator is gone"] * 2
         assert "free" not in world.log
+
+    asyncio.run(scenario())
+
+
+def test_additional_reader_gets_the_error_of_the_push_that_it_waits_for() -> None:
+    async def scenario() -> None:
+        world = World()
+
+        async def fail(version: int) -> list[WeightManifest]:
+            raise RuntimeError("the trainer is gone")
+
+        sync = WeightSync(world.delete, push=fail, expect=world.expect, pulls=[])
+        sync.publish(1, then=world.free)
+        with pytest.raises(RuntimeError, match="the trainer is gone"):
+            await sync.pull_held(1, world.pulls[0])
 
     asyncio.run(scenario())
 

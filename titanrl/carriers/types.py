@@ -297,7 +297,7 @@ class GroupRecord:
     num_nonfinite: int
     """Sampled tokens without a finite log-probability; they are excluded from all counts."""
     min_version: int
-    """Oldest policy version among the sampled tokens."""
+    """Oldest policy version among the sampled tokens; -1 if there are none."""
     max_version: int
     """Newest policy version among the sampled tokens."""
     generate_s: float
@@ -305,7 +305,7 @@ class GroupRecord:
     score_s: float
     """Seconds of scoring."""
     num_errors: int = 0
-    """Rollouts excluded because their reward failed (exception, timeout or crash)."""
+    """Rollouts excluded because they have no reward: it failed (exception, timeout, crash), or nothing was sampled."""
     first_error: str = ""
     """Error of the first of these rollouts; empty if there is none."""
     rejection: Rejection | None = None

@@ -1,13 +1,14 @@
 """Host leases: one TCP connection between each host and the controller, open as long as both are alive.
 
 The kernel reports when the peer dies or its machine loses power or network, so neither side polls. A host stops serving when
-it loses its controller, so no allocation outlives a killed controller. Who connects depends on the kind of hosts; from then on,
-all kinds exchange the same lines:
+it loses its controller, so no allocation outlives a killed controller. Who connects depends on the kind of hosts: a host that
+connects first sends `token rank node name`; one that listens first receives its controller's greeting. From then on, all kinds
+exchange the same lines:
 
 | sender | line | meaning |
 |---|---|---|
-| host | `ready`, or `failed` with a reason | first line |
-| controller | `start` with identity and address | start Monarch's host; the reply is `up` with both |
+| host | `ready`, or `failed` with a reason | first of these lines |
+| controller | `start identity[@address]` | start Monarch's host; the host replies `up identity@address` |
 | controller | `stop` | kill Monarch's host |
 | controller | a request of `titanrl doctor` as JSON | the reply is a line of JSON (`titanrl.hosts.report`) |
 | controller | `end` with an exit code | stop serving |
@@ -169,7 +170,7 @@ class Leases:
         return [rank for rank in range(self._num_hosts) if rank not in self.hosts]
 
     def close(self) -> None:
-        """Close every lease, so that the hosts exit. `on_lost` is not called for them."""
+        """Close every lease, so that the hosts exit, but for duplicates from `connection`. `on_lost` is not called for them."""
         self._is_closed = True
         if self._server is not None:
             self._server.close()
@@ -177,7 +178,10 @@ class Leases:
             writer.transport.abort()
 
     async def _hold(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Check the token of a connection, and hold the host's lease until the connection closes."""
+        """Check the token of a connection, and hold the host's lease until the connection closes.
+
+        A wrong token, or a rank that already had a lease, even if it was lost, closes the connection without a reply.
+        """
         self._writers.add(writer)
         words: list[str] = []
         try:
@@ -217,10 +221,10 @@ class Leases:
 
 
 class LeasedHosts(ABC):
-    """Hosts that hold leases: the state that all their kinds share. See `Provider`."""
+    """Hosts that hold leases: the state that all their kinds share. See `titanrl.launch.fleet.Provider`."""
 
     def __init__(self, num_hosts: int, leases: Leases | None = None) -> None:
-        """Hold nothing yet; `leases` replaces the leases that report lost hosts to the run."""
+        """Hold nothing yet; `leases` is given by a check before the run, which reports lost hosts itself."""
         self.leases = leases or Leases(num_hosts, self._on_lost, self._on_ending, self._on_line)
         self._tasks: set[asyncio.Task[None]] = set()
         self.on_lost: OnLost = lambda name, cause: None
@@ -239,7 +243,7 @@ class LeasedHosts(ABC):
             task.cancel()
 
     def _later(self, work: Coroutine[object, object, None]) -> None:
-        """Report a change in the background, after a query of the scheduler."""
+        """Await a report in the background, and log its `TitanRLError`."""
 
         async def report() -> None:
             try:
@@ -278,13 +282,14 @@ class AcquiredHosts(LeasedHosts):
 
 
 async def hold_lease(controller: Controller, host: Host) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connect a host to its controller, and authenticate it.
+    """Connect a host to its controller, and send what it needs to grant a lease; it closes the connection if it refuses.
 
     Raises:
         OSError: The controller cannot be reached.
     """
     name, _, port = controller.address.rpartition(":")
-    reader, writer = await asyncio.wait_for(asyncio.open_connection(name, int(port)), GREETING_S)
+    async with asyncio.timeout(GREETING_S):
+        reader, writer = await asyncio.open_connection(name, int(port))
     keep_alive(writer.get_extra_info("socket"), CONTROLLER_LOST_S)
     writer.write(f"{controller.token} {host.rank} {host.node} {host.name}\n".encode())
     await writer.drain()

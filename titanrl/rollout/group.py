@@ -64,6 +64,7 @@ async def roll_out(
     """Sample and score completions of a prompt.
 
     Completions whose reward failed, and those that were cancelled or have no token, become `failures` instead of rollouts.
+    `decode_raw` decodes with the special tokens.
     """
     started = time.perf_counter()
     sampled = await generate(requests)
@@ -106,7 +107,10 @@ def sampling_requests(prompt: Prompt, config: RolloutConfig, seed: int) -> list[
 
 
 def training_sampling(config: RolloutConfig, *, seed: int, stop_ids: tuple[int, ...] = ()) -> SamplingParams:
-    """Return the sampling options of training groups; `stop_ids` end a completion in addition to those of the configuration."""
+    """Return the sampling options of training groups; `stop_ids` end a completion in addition to those of the configuration.
+
+    If top-p, top-k or min-p is set, each token's support, the tokens that it was sampled from, is returned as well.
+    """
     return SamplingParams(
         max_new_tokens=config.max_new_tokens,
         temperature=config.temperature,
@@ -173,7 +177,8 @@ def rollouts_of(prompt: Prompt, completions: Sequence[Completion], scores: Seque
 def fit_to_rows(group: Group, config: TrainerConfig) -> tuple[Group, int]:
     """Apply `trainer.overlong` to segments longer than a row; return the group and the number of affected rollouts.
 
-    `truncate` drops the end of the segment. `skip` also masks its remaining tokens. `error` changes nothing, so packing fails.
+    `truncate` drops the end of the segment, which may be all of its sampled tokens. `skip` also masks its remaining tokens.
+    `error` changes nothing, so packing fails.
     """
     limit = config.row_tokens
     is_overlong = [any(len(segment.token_ids) > limit for segment in rollout.segments) for rollout in group.rollouts]
@@ -245,7 +250,7 @@ def record_of(
     num_generated: int = 0,
     whole: Group | None = None,
 ) -> GroupRecord:
-    """Summarize a group for the controller, without its tokens; `GroupRecord` describes the arguments.
+    """Summarize a group for the controller, without its tokens; `GroupRecord` describes the fields.
 
     Args:
         group: Group with the tokens to train on.
@@ -260,7 +265,7 @@ def record_of(
     rollouts = group.rollouts
     segments = [segment for rollout in rollouts for segment in rollout.segments]
     num_sampled = tuple(int(np.count_nonzero(segment.mask & np.isfinite(segment.logprobs))) for segment in segments)
-    num_masked = sum(int(np.count_nonzero(segment.mask)) for segment in segments)
+    num_in_mask = sum(int(np.count_nonzero(segment.mask)) for segment in segments)
     versions = np.concatenate([np.zeros(0, np.int64), *(segment.versions for segment in segments)])
     versions = versions[versions >= 0]
     return GroupRecord(
@@ -276,9 +281,9 @@ def record_of(
         num_sampled=num_sampled,
         num_truncated=sum(rollout.finish_reason == "length" for rollout in rollouts),
         num_overlong=num_overlong,
-        num_nonfinite=num_masked - sum(num_sampled),
-        min_version=int(versions.min()) if segments else -1,
-        max_version=int(versions.max()) if segments else -1,
+        num_nonfinite=num_in_mask - sum(num_sampled),
+        min_version=int(versions.min()) if versions.size else -1,
+        max_version=int(versions.max()) if versions.size else -1,
         generate_s=group.generate_s,
         score_s=group.score_s,
         num_errors=len(group.failures),
@@ -328,6 +333,7 @@ def _group_tokens(trained: Sequence[Rollout], sampled: Sequence[Rollout]) -> Gro
     """Return the token rewards of a group; None if it has none.
 
     The reward of a token that does not count in the loss is assigned to the last earlier token that does, if there is one.
+    A rollout without token rewards has the rewards of its turns at their ends, or else its reward at its last loss token.
     """
     if all(rollout.token_rewards is None for rollout in sampled):
         return None
@@ -399,7 +405,7 @@ def readable_group(prompt: Prompt, version: int, completions: Sequence[Mapping[s
 def readable_completion(
     tokenizer: Tokenizer, text: str, token_ids: IntArray, logprobs: FloatArray, finish_reason: FinishReason
 ) -> dict[str, Any]:
-    """Return the text of a completion as rewards receive it, that of each token, and log-probabilities of four decimals."""
+    """Return a completion's text as rewards receive it, its tokens' texts, and log-probabilities of four decimals."""
     ids = token_ids.tolist()
     return {
         "text": text,
@@ -417,7 +423,7 @@ FILTER_EXPECTED = "def keep(group: ScoredGroup) -> bool"
 class ScoredGroup:
     """The completions of one prompt and their rewards. Sequences have one value per completion, `[G]`.
 
-    Completions whose reward failed are left out.
+    Completions without a reward are left out.
 
     Example: `ScoredGroup(index=3, task="chain_sum", entry={"question": "2 + 2 =", "answer": "4", "metadata": {}},
     completions=("4", "5"), rewards=(1.0, 0.0), parts={"answer": (1.0, 0.0)}, num_tokens=(2, 2),
@@ -435,13 +441,13 @@ class ScoredGroup:
     rewards: Sequence[float]
     """Total rewards of the completions."""
     parts: Mapping[str, Sequence[float]]
-    """DoubleArray of each reward part; NaN if a completion does not have the part."""
+    """Values of each reward part; NaN if a completion does not have the part."""
     num_tokens: Sequence[int]
     """Numbers of sampled tokens."""
     finish_reasons: Sequence[str]
     """Reasons why the completions ended: `stop` or `length`."""
     num_errors: int
-    """Number of completions whose reward failed."""
+    """Number of completions without a reward: it failed, or the completion was cancelled or is empty."""
 
 
 class GroupFilter(Protocol):

@@ -249,7 +249,7 @@ class LibraryRenderer:
         return _without_space(str(self._backend.decode(list(token_ids), skip_special_tokens=False)))
 
     def parse(self, completion_ids: Sequence[int], tools: Sequence[Tool]) -> dict[str, Any]:
-        """Parse a completion in the model's format."""
+        """Parse a completion in the model's format into an assistant message; see `Renderer.parse`."""
         try:
             parsed = self._renderer.parse_response(list(completion_ids), tools=_specs(tools))
         except Exception:  # the library parses what the policy wrote, for example JSON that is nested too deeply

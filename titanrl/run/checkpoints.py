@@ -142,7 +142,7 @@ class SavedRun(Protocol):
         """Files and trackers."""
 
     async def save_parts(self, folder: Path) -> None:
-        """Start writing the files of the trainer and of the loop."""
+        """Start writing the files of the trainer, and those of the loop, such as the buffer's groups."""
 
     async def finish_parts(self) -> None:
         """Wait until the files of the loop are on disk."""

@@ -2,7 +2,7 @@
 
 A published version reaches the generators in the background (`titanrl.weights.sync`). Then the slots of the batches that it was
 trained on are freed, so a prompt admitted to a freed slot is sampled with this version or a newer one. That bounds staleness
-(docs/async.md); `Publications.ages` asserts the bound on every batch.
+(docs/async.md); `Publications.ages` asserts the bound on every batch of this run's own rollouts.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -67,6 +67,7 @@ class Publications:
         versions = batch.records.groups["min_version"].tolist()
         age_of = {version: versions_behind(self._versions, version) for version in set(versions)}
         ages, bound = [age_of[version] for version in versions], self._config.staleness_bound
+        # A dump may have been recorded with another bound.
         assert self._dump.is_source or max(ages) <= bound, (
             f"step {self._run.state.step + 1} got a token {max(ages)} publications old, the bound is {bound}"
         )
@@ -75,7 +76,11 @@ class Publications:
     async def publish(self, batch: Batch, advantages_N: DoubleArray, updates: Sequence[OptimUpdate]) -> None:
         """Publish after `updates_per_publish` steps, which frees their slots; free the slots of a skipped step immediately.
 
-        The advantages determine the priorities of groups that are kept to be replayed.
+        Args:
+            batch: Batch that was trained on.
+            advantages_N: Advantage of each rollout, in the order of their prompts; the priorities of replayed groups depend on
+            it.
+            updates: Results of the optimizer steps on this batch.
         """
         records, priorities = batch.all_records, None
         if all(update.skipped for update in updates):
@@ -104,7 +109,7 @@ class Publications:
         keeps_published = published[-1] != state.version and self._past.kept == published[-1]
         kept = published[-1] if keeps_published else None
         if published[-1] != state.version and not keeps_published:  # no copy is kept, or custom code took steps
-            published.append(state.version)
+            published.append(state.version)  # a resumed run publishes it first
         run.state = replace(state, published=tuple(published), in_flight=(), num_held=0)
         from_index = None
         if self._config.max_staleness == 0:

@@ -329,8 +329,8 @@ class Run:
     async def save(self) -> Path:
         """Write a checkpoint that `--resume` can continue from, and return its folder.
 
-        On an accelerator, the files are written while training continues. The checkpoint is then completed, and hooks are
-        called, before a later step, at the latest before the next checkpoint.
+        On an accelerator, the files are written while training continues. The checkpoint is complete, and hooks are called,
+        only before a later step, at the latest before the next checkpoint; until then, do not read the folder.
         """
         return await self.checkpoints.save()
 

@@ -54,8 +54,8 @@ class Learner:
     """Model, optimizer and policy version of one rank.
 
     The version is the number of steps, without the skipped ones. A step is one or more optimizer steps on one batch. Methods
-    raise `PhaseError` if they would mix weights or gradients of different versions: while a snapshot replaces the live weights,
-    between the optimizer steps of one batch, and, except for passes and optimizer steps, while gradients are pending.
+    raise `PhaseError` if they would mix weights or gradients of different versions: while a snapshot replaces the live weights
+    or between the optimizer steps of one batch; those that use other weights or start over, also while gradients are pending.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Learner:
         """Start at version 0 with empty optimizer state.
 
         The logits are divided by `temperature`, the sampling temperature of the generator. Without `custom_loss`, the loss is
-        the built-in one that `algorithm` names.
+        the built-in one that `algorithm` names. Snapshots are on the device, or else in pinned host memory.
         """
         self.model = model
         self.optimizers = new_optimizer(model)
@@ -106,13 +106,19 @@ class Learner:
         return [canonical_fqn(name) for name, value in parameters if value.requires_grad and value.grad is None]
 
     def forward_backward(self, rows: PackedRows, mean_weight: float = 1.0) -> LossSums:
-        """Add the gradient of the policy objective over some rows; return the sums of its metrics."""
+        """Add the gradient of the policy objective over some rows; return the sums of its metrics.
+
+        The objective is divided by `mean_weight`, the mean weight of the off-policy correction over the whole batch.
+        """
         version = self.version + min(self.num_ahead, 1)  # between two versions, no token was sampled by the current weights
         policy = partial(policy_objective, algorithm=self._algorithm, loss=self._loss, mean_weight=mean_weight, version=version)
         return self.run(rows, policy).sums
 
     def measure_correction(self, rows: PackedRows, plan: Sequence[Row]) -> MeasuredCorrection:
-        """Run a forward pass over some rows, and return the effect of the off-policy correction on their sequences."""
+        """Run a forward pass over some rows, and return the effect of the off-policy correction on their sequences.
+
+        The results are in the order of `plan`, the sequences of each row.
+        """
         rows = rows.to(self.model.device)
         with torch.no_grad():
             logprobs_BL, entropy_BL = self._score(rows)
@@ -224,7 +230,7 @@ class Learner:
 
     @property
     def buffer_names(self) -> frozenset[str]:
-        """Names of the buffers in `weights`."""
+        """Names of all buffers, also of those that are not persistent and so not in `weights`."""
         return frozenset(name for name, _ in self.model.module.named_buffers())
 
     def drop_snapshots(self, *, keep: Collection[int] = ()) -> None:
@@ -252,6 +258,7 @@ class Learner:
             return
         for name, value in self.model.weights().items():
             merged = self._merged.setdefault(name, value)
+            # The tensors without an adapter are the model's own.
             if local_part(merged).data_ptr() != local_part(value).data_ptr():
                 local_part(merged).copy_(local_part(value))
 
@@ -265,7 +272,8 @@ class Learner:
     def weights_at(self, version: int) -> Iterator[None]:
         """Use the weights of a version inside the context, and restore the live weights bit for bit on exit.
 
-        The live version needs no snapshot and no copy. The version `AVERAGE` selects the moving average.
+        The live version needs no snapshot; if it has one, the snapshot counts, as user code may have changed the weights since.
+        The version `AVERAGE` selects the moving average.
 
         Raises:
             ValueError: The learner has no moving average.

@@ -1,4 +1,8 @@
-"""`WeightSync`: coordinates how a new version of the weights moves from the trainer to the generators."""
+"""`WeightSync`: coordinates how a new version of the weights moves from the trainer to the generators.
+
+Each trainer rank holds the last two versions, each in shared memory of its own, an arena, or as keys of the store
+(docs/weights.md).
+"""
 
 import asyncio
 import time
@@ -13,10 +17,10 @@ from titanrl.weights.records import VERSIONS_HELD, Commit, StoreHandle, WeightMa
 T = TypeVar("T")
 
 Pull = Callable[[Commit], Awaitable[int]]
-"""Pulls a version into one generator replica; returns the bytes that the replica received, not counting shared memory."""
+"""Pulls a version into one reader, usually a generator replica; returns the bytes received, not counting shared memory."""
 
 
-class Leases:
+class ReaderLeases:
     """Reader leases on versions. A leased version is neither overwritten nor deleted."""
 
     def __init__(self) -> None:
@@ -57,16 +61,17 @@ class _Pushed:
 class WeightSync:
     """Publisher of versions, one after another. Each publication has four stages.
 
-    1. Wait until no replica reads the version that the new one overwrites, then push the shards of every trainer rank.
+    1. Wait until no reader holds a lease on the version that the new one overwrites, then push the shards of every trainer
+       rank.
     2. Create the commit record. `pushed()` returns, and the trainer may change its weights.
     3. Every replica pulls the version and continues independently.
-    4. Once one replica has pulled, and the others hold back new requests until they have pulled, call `then` to free slots.
-       All later requests get the new weights, and a slow replica delays only itself. Then delete the bytes of older versions
-       from the store, if they are in it.
+    4. Once one replica has pulled, and the others hold back new requests until they have pulled, call `then` to free slots
+       of the replay buffer. All later requests get the new weights, and a slow replica does not delay the slots. Once all
+       replicas have pulled, delete the bytes of older versions from the store, if they are in it.
 
     The next version can be published while replicas still pull this one, because it goes into the other arena. `ready()`
-    returns when all stages of all versions are complete. `pushed()` and `ready()` raise the first error of any version; after
-    an error, nothing more is published.
+    returns when all stages of all versions are complete. `publish()`, `pushed()` and `ready()` raise the first error of any
+    version, so nothing is published after it.
     """
 
     def __init__(
@@ -89,7 +94,7 @@ class WeightSync:
         """
         self._num_listed = num_listed
         self._delete, self._push, self._expect, self._pulls = delete, push, expect, pulls
-        self._leases = Leases()
+        self._leases = ReaderLeases()
         self._pull_locks = [asyncio.Lock() for _ in pulls]
         self._last_freed: asyncio.Future[None] | None = None
         self._pushing: asyncio.Task[_Pushed] | None = None
@@ -103,7 +108,8 @@ class WeightSync:
         """Versions published so far, including running publications; only the last `num_listed` of them."""
 
     def publish(self, version: int, then: Callable[[], Awaitable[None]]) -> None:
-        """Start publishing a version. Await `pushed()` for the previous version first."""
+        """Start publishing a version. Await `pushed()` for the previous version first; raise the first error of any version."""
+        self._raise_failure()
         assert self._pushing is None or self._pushing.done(), "publish() called before pushed() returned"
         self.versions.append(version)
         del self.versions[: -self._num_listed]  # a run can publish any number of versions
@@ -145,12 +151,14 @@ class WeightSync:
     async def pull_held(self, version: int, pull: Pull) -> bool:
         """Pull one of the last two versions for a reader that is not a replica; return False if it has been overwritten.
 
-        Only the publication after the next one waits for this pull, because it would overwrite the version.
+        Only the publication that overwrites the version waits for this pull.
+
+        Raises:
+            Exception: The first error of any version, if the version is still being pushed.
         """
         async with self._leases.lease(version):
             if self._pushing is not None and version == self.versions[-1]:
-                await asyncio.wait({self._pushing})
-                self._raise_failure()
+                await self.pushed()
             commit = next((commit for commit in self._held if commit.version == version), None)
             if commit is not None:
                 received = await pull(commit)  # await first: other pulls update the sum in the meantime
@@ -160,7 +168,9 @@ class WeightSync:
     def take_metrics(self) -> Mapping[str, float]:
         """Return `sync/*` metrics of the last version that reached every replica: seconds, bytes and bandwidth.
 
-        Each version's metrics are returned once; the mapping is empty if there are none.
+        `sync/network_bytes` counts all pulls since the last report, also those by `catch_up` and `pull_held`; `sync/gb_per_s`
+        is one copy of the weights per second from the start of the push to the end of the slowest pull. Each version's metrics
+        are returned once; the mapping is empty if there are none.
         """
         metrics, self._metrics = self._metrics, {}
         return metrics
