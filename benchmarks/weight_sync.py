@@ -2,7 +2,8 @@
 
 Writers and readers are separate Monarch processes with real FSDP2 and TP shards. Each repetition copies the same number of
 bytes with memcpy (one thread, warm pages, in a separate process) and publishes one version as in a run. Machines are noisy, so
-only ratios within a repetition are meaningful. Push and pull times are those of the slowest process. The end-to-end time is
+only ratios within a repetition are meaningful. Writers and readers copy with as many threads as in a synchronous run: writers
+share the cores, then readers. Push and pull times are those of the slowest process. The end-to-end time is
 measured in the controller, from `publish` until slots are freed, and includes calls. For comparison, torchstore's
 `put_state_dict` and `get_state_dict` move the same weights once.
 """
@@ -28,11 +29,13 @@ from torch.distributed.tensor import distribute_tensor
 from benchmarks.machine import describe_machine
 from benchmarks.payloads import PAYLOADS, build_module, constant, tp_placement
 from titanrl.base.choices import Verify
+from titanrl.config.device import num_threads
 from titanrl.launch.fleet import Fleet, local_host
 from titanrl.launch.supervision import Supervisor
 from titanrl.processes.actors import Actor, endpoint
+from titanrl.processes.machine import THREADS
 from titanrl.processes.variables import worker_environment
-from titanrl.weights.copying import Copies
+from titanrl.weights.copying import TEAM, Copies
 from titanrl.weights.layout import LiveState, local_part
 from titanrl.weights.records import Commit, WeightManifest
 from titanrl.weights.store import WeightStore, spawn_store
@@ -83,6 +86,10 @@ class Case:
     torchstore_ratio: float | None
     copy_ratio: float
     """Time of a push's copies, divided by the time of torch's copies between the same tensors."""
+    push_threads: int
+    """Threads of a writer's copies."""
+    pull_threads: int
+    """Threads of a reader's copies."""
     state_dict_ratio: float | None
     """Time to list the model's tensors, divided by the time of `get_model_state_dict`; None without FSDP."""
 
@@ -129,6 +136,11 @@ class Writer(Actor):
     async def seconds(self) -> float:
         """Return the seconds of the last push."""
         return self._seconds
+
+    @endpoint
+    async def threads(self) -> int:
+        """Return the number of threads of the copies."""
+        return TEAM.num_threads or 1
 
     @endpoint
     async def torchstore_put(self, key: str) -> None:
@@ -224,6 +236,11 @@ class Reader(Actor):
         return self._seconds
 
     @endpoint
+    async def threads(self) -> int:
+        """Return the number of threads of the copies."""
+        return TEAM.num_threads or 1
+
+    @endpoint
     async def check(self) -> None:
         """Verify that the weights have arrived, and reset the tensors to zero."""
         with torch.no_grad():
@@ -256,7 +273,8 @@ class Bench:
         layout, imports = LAYOUTS[self.layout], ("titanrl.weights.store", "benchmarks.weight_sync")
         sizes = {"store": 1, "copier": 1, "writers": layout.fsdp * layout.tp, "readers": layout.reader_tp}
         procs = {
-            role: self._fleet.spawn(role, local_host(), size, worker_environment(), imports) for role, size in sizes.items()
+            role: self._fleet.spawn(role, local_host(), size, worker_environment() | {THREADS: str(num_threads(size))}, imports)
+            for role, size in sizes.items()
         }
         for role in ("writers", "readers"):
             await self._fleet.join_process_group(procs[role], one_machine=True)
@@ -301,6 +319,8 @@ class Bench:
             torchstore_s=torchstore_s,
             torchstore_ratio=None if torchstore_s is None else torchstore_s / memcpy_s,
             copy_ratio=copy_ratio,
+            push_threads=max(await replies(self.writers.threads.call())),
+            pull_threads=max(await replies(self.readers.threads.call())),
             state_dict_ratio=state_dict_ratio,
         )
 
@@ -350,7 +370,9 @@ async def replies(call: Any) -> list[Any]:
 
 async def run_all(arguments: argparse.Namespace) -> None:
     """Measure every case, with new processes for each set of weights; rewrite the file after each case."""
-    result: dict[str, Any] = {"benchmark": "weight_sync", "machine": describe_machine(), "cases": []}
+    machine = describe_machine()
+    print(f"{machine['cores']} cores of {machine['processor']}", flush=True)
+    result: dict[str, Any] = {"benchmark": "weight_sync", "machine": machine, "cases": []}
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
     chosen = list(itertools.product(arguments.payloads, arguments.layouts, arguments.dtypes))
     for number, (payload, layout, dtype) in enumerate(chosen, start=1):
@@ -391,7 +413,7 @@ def summary(case: Case) -> str:
     other = "" if case.torchstore_ratio is None else f"   torchstore x{case.torchstore_ratio:.0f}"
     return (
         f"{case.name:40} memcpy {case.memcpy_s * 1e3:6.1f} ms   push x{case.push_ratio:.2f}   pull x{case.pull_ratio:.2f}   "
-        f"copies x{case.copy_ratio:.2f} of torch's   "
+        f"threads {case.push_threads} and {case.pull_threads}   copies x{case.copy_ratio:.2f} of torch's   "
         f"end to end {case.e2e_s * 1e3:6.1f} ms x{case.e2e_ratio:.2f}   first push {case.first_push_s:.2f} s{other}"
     )
 

@@ -11,7 +11,7 @@ import pytest
 from tests.size import PACKAGE, figures
 
 CEILINGS = {
-    "lines": 48_700,
+    "lines": 48_850,
     "modules": 196,
     "small modules": 6,
     "modules with a shared name": 4,

@@ -6,6 +6,7 @@ import pytest
 
 from titanrl.config import Config
 from titanrl.config.device import DEVICES
+from titanrl.processes.machine import THREADS
 from titanrl.processes.variables import generator_environment, trainer_environment
 
 BEHIND = {"hosts": {"devices_per_host": 16}}
@@ -36,3 +37,20 @@ def test_trainer_leaves_cores_to_concurrent_generators(
     trainer, generator = {"parallelism": {"dp_shard": 2}}, {"replicas": 3}
     config = Config(name="a", num_steps=1, trainer=trainer, generator=generator, max_staleness=max_staleness)
     assert trainer_environment(config, DEVICES["cpu"])["OMP_NUM_THREADS"] == threads
+
+
+@pytest.mark.parametrize(
+    ("sections", "threads"),
+    [
+        ({}, "2"),  # the trainer waits
+        ({"max_staleness": 1}, "1"),
+        ({"max_staleness": 1, "hosts": {"kind": "slurm", "generator_hosts": 2}}, "4"),  # two replicas on a host of their own
+        ({"max_staleness": 1, "hosts": {"kind": "slurm"}, "placement": {"generator": "trainers"}}, "1"),
+    ],
+)
+def test_generators_use_the_cores_that_no_trainer_needs(
+    sections: dict[str, Any], threads: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
+    config = Config(name="a", num_steps=1, generator={"replicas": 4}, **sections)
+    assert generator_environment(config, DEVICES["cpu"], 0)[THREADS] == threads

@@ -1,6 +1,8 @@
 """Copies that cast in the same pass: by torch, by `_stream` (bypassing the caches), and on a GPU."""
 
 import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -10,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.weights.processes import MemoryStore
+from titanrl.processes.machine import THREADS
 from titanrl.weights import _stream, copying
-from titanrl.weights.copying import Copies, CopyOut, as_rows, copy_in, one_thread
+from titanrl.weights.copying import Copies, CopyOut, Team, as_rows, copy_in, fastest, one_thread, split
 from titanrl.weights.records import Commit
 from titanrl.weights.transfer import WeightPublisher, WeightReader
 
@@ -23,6 +26,8 @@ def test_copy_casts_blocks_of_any_stride() -> None:
     assert target.tolist() == [[4, 6], [8, 10]]
     copy_in(Copies([], []))
 
+
+POOL = ThreadPoolExecutor(3)
 
 TYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.float64]
 
@@ -55,8 +60,66 @@ def test_streamed_copies_write_the_same_bytes_as_torch(data: st.DataObject) -> N
         by_torch = whole.clone()
         by_torch.as_strided(shape, target.stride(), target.storage_offset()).copy_(source)
         targets, sources, wholes, expected = [*targets, target], [*sources, source], [*wholes, whole], [*expected, by_torch]
-    Copies(targets, sources, streamed_from_bytes=0).run()
+    team = Team()
+    team.num_threads, team.pool = 3, POOL
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(copying, "TEAM", team)
+        patch.setattr(copying, "PIECE_BYTES", data.draw(st.integers(16, 2000)))
+        patch.setattr(copying, "PART_PIECES", data.draw(st.integers(1, 3)))
+        Copies(targets, sources, streamed_from_bytes=0).run()
     assert all(map(torch.equal, wholes, expected))
+
+
+def test_pieces_are_no_larger_than_asked_and_rows_stay_together_where_they_fit() -> None:
+    columns = torch.zeros(32, 1024, dtype=torch.bfloat16)[:, 512:]
+    row = as_rows(torch.zeros(32, 512, dtype=torch.bfloat16), columns)
+    assert row is not None
+    whole = list(split(row, 3 * 1024))
+    assert [piece.num_rows for piece in whole] == [3] * 10 + [2]
+    assert whole[1].target - row.target == 3 * 512 * 2
+    assert whole[1].source - row.source == 3 * 1024 * 2
+    assert [piece.length for piece in split(row, 1000)][:2] == [500, 12]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "most", "chosen"),
+    [
+        ({1: 8.0}, 1, 1),
+        ({1: 8.0, 2: 7.9}, 2, 1),  # one thread already fills the memory's bandwidth
+        ({1: 8.0, 2: 4.0, 4: 3.0, 6: 2.0}, 6, 6),
+        ({1: 8.0, 2: 4.0, 4: 3.9}, 16, 2),
+    ],
+)
+def test_number_of_threads_grows_while_more_help(seconds: dict[int, float], most: int, chosen: int) -> None:
+    assert fastest(seconds.__getitem__, most) == chosen
+
+
+def test_no_further_number_of_threads_is_tried_after_the_time_for_it() -> None:
+    now = iter([0.0, 0.0, 0.03, 0.06])
+    assert fastest({1: 8.0, 2: 4.0}.__getitem__, 8, budget_s=0.04, clock=lambda: next(now)) == 2
+
+
+@pytest.mark.parametrize(("share", "most"), [("1", None), ("3", 3), ("8", 4)])  # of 4 cores
+def test_first_copy_finds_the_number_of_threads(share: str, most: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def fastest(seconds: Callable[[int], float], most: int) -> int:
+        tried.append(most)
+        assert seconds(most) > 0
+        return most
+
+    monkeypatch.setattr(copying, "TEAM", Team())
+    monkeypatch.setattr(copying, "fastest", fastest)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(4)))
+    monkeypatch.setenv(THREADS, share)
+    source, target = torch.arange(1 << 22), torch.zeros(1 << 22, dtype=torch.int64)
+    copies = Copies([target], [source])
+    for _ in range(2):
+        target.zero_()
+        copies.run()
+        assert torch.equal(target, source)
+    assert tried == ([most] if most else [])
+    assert copying.TEAM.num_threads == (most or 1)
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -92,7 +155,7 @@ def test_torch_copies_small_weights_or_without_the_extension(monkeypatch: pytest
     Copies([torch.zeros(1 << 20)], [source]).run()
     assert calls == []
     Copies([torch.zeros(1 << 22), torch.zeros(1)], [torch.ones(1 << 22), torch.ones(1)]).run()
-    assert calls == [1]
+    assert sum(calls) == 16  # of 1 MB
     monkeypatch.setattr(copying, "_stream", None)
     target = torch.zeros(1 << 20)
     Copies([target], [source], streamed_from_bytes=0).run()

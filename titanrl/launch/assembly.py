@@ -30,6 +30,7 @@ from titanrl.launch.trainer_mesh import TrainerMesh
 from titanrl.models.directory import export_dtype, open_model
 from titanrl.models.family import LOAD_FORMAT
 from titanrl.processes.children import Respawns
+from titanrl.processes.machine import THREADS
 from titanrl.processes.variables import (
     generator_cores,
     generator_device,
@@ -357,6 +358,7 @@ class Assembly:
         environment = generator_environment(config, self.device, replica)
         if first_device is not None:
             environment |= visible(self.device, range(first_device, first_device + tp))
+            environment[THREADS] = "1"  # evaluates while the other processes run
         imports, host = ("titanrl.weights.transfer", "titanrl.generator.actor"), self.hosts.of_generator(replica)
         template, cores = await fleet.template("generator"), generator_cores(self.config, replica)
         procs = fleet.spawn(part.role, host, tp, environment, imports, template, cores)

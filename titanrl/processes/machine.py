@@ -12,6 +12,9 @@ HOST_FOLDER = "TITANRL_HOST_FOLDER"
 Emulated hosts that share a machine have different folders."""
 CORES = "TITANRL_CORES"
 """Environment variable with the cores of a new process, from `Cores.text`; unset if the process is not bound."""
+THREADS = "TITANRL_THREADS"
+"""Environment variable with the number of cores that a process can use while it works, because no other process of the run
+needs them then; 1 if unset."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from titanrl.config.device import Device, num_threads
 from titanrl.config.schema import Config
 from titanrl.config.sizes import replica_hosts, replica_slot, worker_hosts
 from titanrl.processes import caches
-from titanrl.processes.machine import Cores
+from titanrl.processes.machine import THREADS, Cores
 from titanrl.processes.temporary import TemporaryFolder
 
 # Without these, glibc maps and unmaps memory for each short-lived tensor: about a thousand page faults in a tiny step.
@@ -58,7 +58,7 @@ def trainer_environment(config: Config, device: Device) -> dict[str, str]:
     threads = num_threads(ranks_per_host, num_taken=decoding) if device.kind == "cpu" else 1
     # Spinning OpenMP threads make a step tens of times slower when another process uses one of the cores.
     openmp = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
-    return {**_COMMON, **_KEEP_MEMORY, **openmp, **visible(device, range(ranks_per_host))}
+    return {**_COMMON, **_KEEP_MEMORY, **openmp, THREADS: str(threads), **visible(device, range(ranks_per_host))}
 
 
 def generator_environment(config: Config, device: Device, replica: int) -> dict[str, str]:
@@ -70,6 +70,7 @@ def generator_environment(config: Config, device: Device, replica: int) -> dict[
         **_COMMON,
         **_KEEP_MEMORY,
         "OMP_NUM_THREADS": "1",
+        THREADS: str(generator_threads(config, replica)),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "INFO",
         "VLLM_NO_USAGE_STATS": "1",
@@ -79,6 +80,19 @@ def generator_environment(config: Config, device: Device, replica: int) -> dict[
         environment["TORCHDYNAMO_DISABLE"] = "1"
     first, tp = generator_device(config, replica), config.generator.tp
     return environment | visible(device, range(first, first + tp))
+
+
+def generator_threads(config: Config, replica: int) -> int:
+    """Return the number of cores that each rank of a replica can use.
+
+    The ranks of a host share its cores in synchronous training, in which trainer and generators wait for each other, and on a
+    host without a trainer. Otherwise each rank has one core, which `trainer_environment` leaves to it.
+    """
+    is_beside_trainer = not config.hosts.across_machines or config.placement.generator == "trainers"
+    if config.max_staleness and is_beside_trainer:
+        return 1
+    replicas = replica_hosts(config)
+    return num_threads(replicas.count(replicas[replica % len(replicas)]) * config.generator.tp)
 
 
 def worker_environment() -> dict[str, str]:

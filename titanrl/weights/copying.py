@@ -1,19 +1,26 @@
-"""Batched tensor copies that cast in the same pass, on one CPU thread or on a device stream.
+"""Batched tensor copies that cast in the same pass, on the CPU threads that help or on a device stream.
 
-Large copies bypass the CPU caches (`_stream.c`); docs/weights.md describes the effect. More threads do not speed up a copy, and
-OpenMP's barriers make it ten times slower when other processes are busy. On CUDA, host memory is pinned once per arena, so that
-copies overlap with computation. The device code is written for CUDA and NPU, but has not been run on either.
+Large copies bypass the CPU caches (`_stream.c`); docs/weights.md describes the effect. The first large copy of a process finds
+out how many threads help, up to `THREADS`. Threads take the next part when they have finished one, so that a thread whose core
+is busy delays a copy by at most one part; OpenMP's barriers make a copy ten times slower then. On CUDA, host memory is pinned
+once per arena, so that copies overlap with computation. The device code is written for CUDA and NPU, but has not been run on
+either.
 """
 
 import asyncio
 import logging
+import os
+import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+
+from titanrl.processes.machine import THREADS
 
 try:
     from titanrl.weights import _stream
@@ -26,6 +33,16 @@ _STREAMED_FROM_BYTES = 8 << 20
 """Minimum total size of copies that bypass the caches. Smaller copies stay cached for the process that reads them next."""
 _SHORTEST_ROW_BYTES = 512
 """Minimum length of streamed rows. The partial cache lines at the ends of a row are always stored normally."""
+PIECE_BYTES = 1 << 20
+"""Size of the pieces into which copies are split."""
+PART_PIECES = 4
+"""Pieces of the parts that threads take: at most 4 MB, under a millisecond."""
+_SAMPLE_PARTS = 12
+"""Parts that are copied with different numbers of threads; of large tensors 48 MB, more than most caches hold."""
+_PROBE_S = 0.04
+"""Seconds after which no further number of threads is tried."""
+_LEAST_GAIN = 0.1
+"""Part of the time that twice the threads must save."""
 
 
 class Rows(NamedTuple):
@@ -55,7 +72,8 @@ class Copies:
         pairs = list(zip(self._targets, self._sources, strict=True))
         is_large = sum(target.nbytes for target in targets) >= streamed_from_bytes
         rows = [as_rows(*pair) if is_large and _stream is not None else None for pair in pairs]
-        self._streamed = np.array([row for row in rows if row is not None], dtype=np.int64)
+        pieces = [piece for row in rows if row is not None for piece in split(row, PIECE_BYTES)]
+        self._parts = [np.array(pieces[i : i + PART_PIECES], np.int64) for i in range(0, len(pieces), PART_PIECES)]
         self._others = [pair for pair, row in zip(pairs, rows, strict=True) if row is None]
 
     @property
@@ -66,8 +84,8 @@ class Copies:
 
     def run(self) -> None:
         """Copy each source into its target. Copies on a device are only queued."""
-        if len(self._streamed):
-            _stream.run(self._streamed)
+        if self._parts:
+            TEAM.run(self._parts)
         if self._others:
             targets, sources = map(list, zip(*self._others, strict=True))
             with torch.no_grad(), one_thread():
@@ -103,6 +121,83 @@ def merged_dims(target: torch.Tensor, source: torch.Tensor) -> list[tuple[int, i
         elif size != 1:
             dims.append((size, to, of))
     return dims or [(1, 1, 1)]
+
+
+def split(row: Rows, most_bytes: int) -> Iterator[Rows]:
+    """Split a copy into copies of at most `most_bytes` written bytes."""
+    written, read = (row.item, row.item) if row.item else (torch.bfloat16.itemsize, torch.float32.itemsize)
+    length = min(row.length, most_bytes // written)
+    num_rows = max(1, most_bytes // (length * written))
+    for first_row in range(0, row.num_rows, num_rows):
+        for first in range(0, row.length, length):
+            yield row._replace(
+                target=row.target + first_row * row.target_stride + first * written,
+                source=row.source + first_row * row.source_stride + first * read,
+                num_rows=min(num_rows, row.num_rows - first_row),
+                length=min(length, row.length - first),
+            )
+
+
+Table = np.ndarray[Any, np.dtype[np.int64]]
+"""Part of a copy: `Rows` for `_stream`."""
+
+
+class Team:
+    """The threads that run the copies of this process. The first copy finds out how many help."""
+
+    def __init__(self) -> None:
+        """Start no thread yet, because the process may still fork."""
+        self.num_threads: int | None = None
+        self.pool: ThreadPoolExecutor
+
+    def run(self, parts: Sequence[Table]) -> None:
+        """Run all parts of a copy. The first call finds out how many threads help, up to this process's share of the cores."""
+
+        def seconds(num_threads: int) -> float:
+            started = time.perf_counter()
+            self._run(parts[:_SAMPLE_PARTS], num_threads)
+            return time.perf_counter() - started
+
+        if self.num_threads is None:
+            most = min(int(os.environ.get(THREADS, "1")), len(os.sched_getaffinity(0)))
+            self.num_threads = 1
+            if most > 1:
+                self.pool = ThreadPoolExecutor(most - 1, thread_name_prefix="copy")
+                seconds(most)  # the first writes into fresh pages are slow
+                self.num_threads = fastest(seconds, most)
+        self._run(parts, self.num_threads)
+
+    def _run(self, parts: Sequence[Table], num_threads: int) -> None:
+        """Let each thread, one of them the caller's, take the next part until none is left."""
+        left = iter(parts)
+
+        def run_parts() -> None:
+            for part in left:
+                _stream.run(part)
+
+        helpers = [self.pool.submit(run_parts) for _ in range(num_threads - 1)]
+        run_parts()
+        for helper in helpers:
+            helper.result()
+
+
+TEAM = Team()
+
+
+def fastest(
+    seconds: Callable[[int], float], most: int, budget_s: float = _PROBE_S, clock: Callable[[], float] = time.perf_counter
+) -> int:
+    """Measure 1, 2, 4, ... threads up to `most`, each twice; return the number from which more no longer help."""
+    started = clock()
+    chosen, least = 1, float("inf")
+    num_threads = 1
+    while num_threads <= most and clock() - started < budget_s:
+        measured = min(seconds(num_threads), seconds(num_threads))
+        if measured > (1 - _LEAST_GAIN) * least:
+            break
+        chosen, least = num_threads, measured
+        num_threads = most if num_threads < most < 2 * num_threads else 2 * num_threads
+    return chosen
 
 
 @contextmanager
