@@ -216,8 +216,118 @@ def bytes_text(case: Mapping[str, Any], name: str) -> str:
     return f"{case[name]:,.0f}" if name in case else "-"
 
 
+def peers_table(result: Mapping[str, Any]) -> str:
+    """Return the comparison with other programs, one column per system."""
+    summary, names = result["summary"], peer_names(result)
+    lines = [f"| | {' | '.join(names.values())} |", "|---|" + "---|" * len(names)]
+    for label, (payload, key, unit) in PEERS_ROWS.items():
+        found = [summary.get(payload, {}).get(system, {}).get(key) for system in names]
+        if any(value is not None for value in found):
+            lines.append(f"| {label} | {' | '.join(peer_cells(found, unit, baseline=list(names).index('TRL')))} |")
+    return "\n".join(lines) + f"\n\n`python -m benchmarks.peers --json FILE`, {where(result['machine'])}."
+
+
+PEERS_ROWS = {
+    "quick start: seconds per step": ("quickstart", "step_s", ".3f"),
+    "quick start: first step after launch, s": ("quickstart", "first_step_s", ".1f"),
+    "quick start: held-out score 0.8 after launch, s": ("score", "time_to_score_s", ".1f"),
+    "10M parameters, long-tailed: tokens/s": ("10M", "tokens_per_s", ".0f"),
+    "96M parameters, long-tailed: tokens/s": ("100M", "tokens_per_s", ".0f"),
+}
+"""Payload, figure and format of each row."""
+
+
+def peer_names(result: Mapping[str, Any]) -> dict[str, str]:
+    """Return the columns of the systems, in their order, with TRL's version."""
+    systems = dict.fromkeys(system for payload in result["summary"].values() for system in payload)
+    titles = {"TRL": f"TRL {result['peer_packages']['trl']}", "PyTorch": "plain PyTorch loop"}
+    return {system: titles.get(system, system) for system in ("TitanRL", "TitanRL, asynchronous", *titles) if system in systems}
+
+
+def peer_cells(values: Sequence[float | None], unit: str, *, baseline: int) -> list[str]:
+    """Return the values with their ratio to that of the baseline, which has none; a dash for a missing value."""
+    base = values[baseline]
+    return [
+        "-"
+        if value is None
+        else f"{value:{unit}}"
+        if base is None or number == baseline
+        else f"{value:{unit}} (x{value / base:.2f})"
+        for number, value in enumerate(values)
+    ]
+
+
+def peers_details(result: Mapping[str, Any]) -> str:
+    """Return one table per payload with the phases, CPU seconds, memory and settings of every system."""
+    names, lines = peer_names(result), []
+    for payload, systems in result["summary"].items():
+        rows = SCORE_ROWS if payload == "score" else DETAIL_ROWS
+        shown = [system for system in names if system in systems]
+        turns = max(systems[system]["turns"] for system in shown)
+        lines += [f"**{payload}**, medians of {turns} runs, in brackets the least and the most:", ""]
+        lines += [f"| | {' | '.join(names[system] for system in shown)} |", "|---|" + "---|" * len(shown)]
+        for label, (key, scale, unit) in rows.items():
+            cells = (peer_spread(result, payload, system, key, scale, unit) for system in shown)
+            lines.append(f"| {label} | {' | '.join(cells)} |")
+        if payload != "score":
+            lines.append(
+                f"| CPU ms per token | {' | '.join(cpu_text(systems[system]['cpu_ms_per_token']) for system in shown)} |"
+            )
+        lines += [f"| setting | {' | '.join(setting_text(systems[system]['setting']) for system in shown)} |", ""]
+    packages = ", ".join(f"{name} {version}" for name, version in result["peer_packages"].items())
+    return "\n".join([*lines, f"`python -m benchmarks.peers --json FILE`, {where(result['machine'])}. Peers: {packages}."])
+
+
+DETAIL_ROWS = {
+    "tokens/s": ("tokens_per_s", 1, ".0f"),
+    "step, s": ("step_s", 1, ".3f"),
+    "of it: generate, score, s": ("generate_s", 1, ".3f"),
+    "of it: forward, backward, optimizer, s": ("train_s", 1, ".3f"),
+    "tokens of completions per second of the latter": ("train_tokens_per_s", 1, ".0f"),
+    "tokens per step": ("tokens_per_step", 1, ".0f"),
+    "first step after launch, s": ("first_step_s", 1, ".1f"),
+    "CPU seconds until then": ("first_step_cpu_s", 1, ".1f"),
+    "peak memory, GB": ("peak_bytes", 1e-9, ".2f"),
+}
+"""Figure, scale and format of each row."""
+SCORE_ROWS = {
+    "held-out score 0.8 after launch, s": ("time_to_score_s", 1, ".1f"),
+    "first step after launch, s": ("first_step_s", 1, ".1f"),
+    "score before": ("score_first", 1, ".3f"),
+    "score at the end": ("score_last", 1, ".3f"),
+}
+
+
+def peer_spread(result: Mapping[str, Any], payload: str, system: str, key: str, scale: float, unit: str) -> str:
+    """Return the median of a figure over the turns, with the smallest and the largest; a dash if a turn lacks it."""
+    runs = (run for run in result["runs"] if (run["payload"], run["system"]) == (payload, system) and run["turn"] is not None)
+    values = [run["figures"][key] for run in runs]
+    if None in values:
+        return "-"
+    spread = "" if len(values) == 1 else f" ({min(values) * scale:{unit}} to {max(values) * scale:{unit}})"
+    return f"{result['summary'][payload][system][key] * scale:{unit}}{spread}"
+
+
+def cpu_text(by_role: Mapping[str, float]) -> str:
+    """Return the CPU time per token, and that of the roles that use at least 2 % of it, largest first."""
+    total = sum(by_role.values())
+    roles = sorted((item for item in by_role.items() if item[1] >= 0.02 * total), key=lambda item: -item[1])
+    parts = "" if len(roles) == 1 else ": " + ", ".join(f"{role} {value:.2f}" for role, value in roles)
+    return f"{total:.2f}{parts}"
+
+
+def setting_text(setting: Mapping[str, Any] | None) -> str:
+    """Return the setting of a peer."""
+    if setting is None:
+        return "defaults"
+    batching = ", continuous batching" if setting["continuous_batching"] else ""
+    return f"{setting['threads']} threads, device batch {setting['device_batch']}{batching}"
+
+
 TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
-    "README.md": ("quickstart.json", quickstart_table),
+    "README.md": ("peers.json", peers_table),
+    "docs/comparison.md": ("peers.json", peers_details),
+    "docs/first_run.md": ("quickstart.json", quickstart_table),
     "docs/weights.md": ("weight_sync.json", weight_sync_tables),
     "docs/async.md": ("async_reward.json", reward_table),
     "docs/faults.md": ("chaos.json", chaos_table),

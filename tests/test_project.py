@@ -158,16 +158,17 @@ def test_figures_in_docs_match_the_baselines() -> None:
 
 def test_wrong_figure_is_reported_and_corrected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "benchmarks/baselines").mkdir(parents=True)
+    (tmp_path / "docs").mkdir()
     shutil.copy(ROOT / "benchmarks/baselines/quickstart.json", tmp_path / "benchmarks/baselines")
-    text = (ROOT / "README.md").read_text()
-    (tmp_path / "README.md").write_text(text.replace("| step, median |", "| step, guessed |"))
+    text = (ROOT / "docs/first_run.md").read_text()
+    (tmp_path / "docs/first_run.md").write_text(text.replace("| step, median |", "| step, guessed |"))
     monkeypatch.setattr(table, "ROOT", tmp_path)
     monkeypatch.setattr(sys, "argv", ["table", "--check"])
-    with pytest.raises(SystemExit, match=r"README\.md: the figures are outdated"):
+    with pytest.raises(SystemExit, match=r"docs/first_run\.md: the figures are outdated"):
         table.main()
     monkeypatch.setattr(sys, "argv", ["table"])
     table.main()
-    assert (tmp_path / "README.md").read_text() == text
+    assert (tmp_path / "docs/first_run.md").read_text() == text
 
 
 def layers() -> dict[str, int]:

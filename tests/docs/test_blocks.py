@@ -18,7 +18,7 @@ from titanrl import cli, load_config
 from titanrl.checks.preflight import parse_run
 
 COMMANDS = [(block, line) for block in all_blocks("sh") for line in shell_lines(block)]
-TRAINS = re.compile(r"(\.venv/bin/)?(python -m titanrl\.grpo|titanrl (?P<name>train|sft|distill)) ")
+TRAINS = re.compile(r"(\.venv/bin/)?titanrl (?P<name>train|sft|distill) ")
 COPIES = re.compile(r"titanrl configs\b")
 GENERATES = re.compile(r"\.venv/bin/python (.+) > (\S+)")
 KNOWN = re.compile(
@@ -82,7 +82,7 @@ def program_of(line: str) -> str:
     """Return the subcommand that a training command runs."""
     match = TRAINS.match(line)
     assert match
-    return match["name"] or "train"
+    return match["name"]
 
 
 @pytest.mark.parametrize(("block", "line"), training_commands(is_dry=True), ids=str)

@@ -17,7 +17,7 @@ _INTRODUCTION = """\
 A run is configured by one YAML file; `configs/` has examples. Arguments of the form `key.path=value` override individual keys:
 
 ```sh
-python -m titanrl.grpo --config configs/quickstart.yaml algorithm.learning_rate=2e-5 rollout.group_size=16
+titanrl train --config quickstart algorithm.learning_rate=2e-5 rollout.group_size=16
 ```
 
 Scalars follow YAML 1.2: `1e-5` is a number, `off` and `12:00:00` are strings. Unknown keys, duplicate keys, tags and anchors

@@ -1,0 +1,69 @@
+"""Sample CPU time and memory of a command and its descendants from /proc."""
+
+import os
+import re
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from benchmarks.resident import descendants, proportional_bytes, roles
+
+INTERVAL_S = 0.5
+"""Seconds between two samples of CPU time."""
+SAMPLES_PER_SUM = 4
+"""Samples between two sums of memory, which are expensive: the kernel walks all pages."""
+
+
+class Watch:
+    """Context manager that samples in a thread.
+
+    Example: `with Watch(process.pid, run_dir) as watch: process.wait(); watch.peak_bytes`
+    """
+
+    def __init__(self, pid: int, run_dir: Path) -> None:
+        """Prepare to sample a command; the pid files in the run directory name the roles."""
+        self.cpu_s: list[tuple[float, Mapping[str, float]]] = []
+        """Times, and the CPU seconds used until then by role. Processes that have exited count with their last sample."""
+        self.peak_bytes = 0
+        """Peak sum over all processes of anonymous and shared memory; memory that several of them share is counted once."""
+        self._pid, self._run_dir, self._closed = pid, run_dir, threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> "Watch":
+        """Start sampling."""
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Stop sampling."""
+        self._closed.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        seen: dict[int, tuple[str, float]] = {}
+        while not self._closed.wait(INTERVAL_S):
+            names, pids = roles(self._run_dir), list(descendants(self._pid))
+            for pid in pids:
+                if (seconds := cpu_seconds(pid)) is not None:
+                    seen[pid] = (role_of(pid, names, self._pid), seconds)
+            totals: dict[str, float] = {}
+            for role, seconds in seen.values():
+                totals[role] = totals.get(role, 0.0) + seconds
+            self.cpu_s.append((time.time(), totals))
+            if len(self.cpu_s) % SAMPLES_PER_SUM == 1:
+                self.peak_bytes = max(self.peak_bytes, sum(map(proportional_bytes, pids)))
+
+
+def role_of(pid: int, names: Mapping[int, str], command: int) -> str:
+    """Return `main` for the command itself, the name of its log without numbers, or `others`."""
+    return "main" if pid == command else re.sub(r"(_\d+)+$", "", names.get(pid, "others"))
+
+
+def cpu_seconds(pid: int) -> float | None:
+    """Return the CPU seconds of a process with its threads; None if it has exited."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
