@@ -198,7 +198,8 @@ def state_dict_figures(folder: Path) -> dict[str, float]:
         hidden_size=64, num_layers=28, num_heads=2, num_kv_heads=2, head_dim=32, intermediate_size=96, vocab_size=256,
         tied_embeddings=True, max_positions=512,
     )  # fmt: skip
-    trainer = TrainerConfig(compute_dtype="bfloat16")  # enables FSDP even on one rank
+    plan = {"fsdp_reshard_after_forward": "always"}  # with mixed precision, this uses FSDP even on one rank
+    trainer = TrainerConfig.model_validate({"compute_dtype": "bfloat16", "parallelism": plan})
     model = model_of(Case(shape=shape, trainer=trainer, num_microbatches=1, median_tokens=1), folder, DEVICE)
     seconds = alternate({"state_dict": model.weights, "get_model_state_dict": lambda: get_model_state_dict(model.module)}, 20)
     return {f"{name}_s": value for name, value in seconds.items()} | {

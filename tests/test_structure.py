@@ -11,8 +11,8 @@ import pytest
 from tests.size import PACKAGE, figures
 
 CEILINGS = {
-    "lines": 48_850,
-    "modules": 196,
+    "lines": 49_050,
+    "modules": 197,
     "small modules": 6,
     "modules with a shared name": 4,
     "rooms": 26,

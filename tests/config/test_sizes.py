@@ -75,7 +75,7 @@ def test_sizes_of_the_default_recipe() -> None:
             gathered=0,  # on one rank nothing is sharded
             # 4 rows of 200 tokens; 2 layers kept and one at work, each 4 x (128 + 128 + 64 + 384) numbers; logits twice.
             activations=800 * (3 * 4 * 704 + 2 * 112) * 4,
-            unreduced=0,
+            unreduced=3 * 4 * 112 * 128,
         ),
         replica_weights=408_320 * 4,
         generator_rank_weights=408_320 * 4,
@@ -166,7 +166,8 @@ def test_export_sets_the_peak_memory_of_a_large_model_on_cpu() -> None:
     assert memory is not None
     assert memory.trainer.activations < 2 * 596_049_920 * 4
     assert memory.trainer.cpu_total == 596_049_920 * (16 + 8)
-    assert memory.trainer.total == memory.trainer.state + memory.trainer.activations
+    # At the end of a backward pass: the gradients of embedding and output layer, which are one matrix, and their sum.
+    assert memory.trainer.total == memory.trainer.state + 3 * 4 * 151_936 * 1024
 
 
 def test_rank_larger_than_a_device_is_reported() -> None:
@@ -256,19 +257,33 @@ def test_gathered_bytes_depend_on_resharding() -> None:
     assert gathered(dp_shard=8) < 8_190_735_360
 
 
-def test_unreduced_gradients_count_only_with_fsdp() -> None:
+def test_mixed_precision_on_one_rank_holds_a_copy_of_the_parameters() -> None:
+    def gathered(**trainer: Any) -> int:
+        memory = derive(make_config(model={"path": "nowhere/Qwen3-0.6B"}, trainer=trainer)).memory
+        assert memory is not None
+        return memory.trainer.gathered
+
+    assert gathered(dtype="bfloat16", compute_dtype="bfloat16") == 0
+    assert gathered(compute_dtype="bfloat16") == 596_049_920 * 2
+    assert gathered(compute_dtype="bfloat16", parallelism={"tp": 2}) == 596_049_920
+    # FSDP instead gathers two layers, and embedding and output layer, which are one matrix.
+    always = {"fsdp_reshard_after_forward": "always"}
+    assert gathered(compute_dtype="bfloat16", parallelism=always) == 2 * (2 * 15_730_944 + 151_936 * 1024)
+    assert gathered(parallelism=always) == 0
+
+
+def test_last_gradients_of_a_pass() -> None:
     def trainer(name: str, **trainer: Any) -> TrainerMemory:
         memory = derive(make_config(model={"path": f"nowhere/{name}"}, trainer=trainer)).memory
         assert memory is not None
         return memory.trainer
 
     embedding = 151_936 * 1024
-    assert trainer("Qwen3-0.6B").unreduced == 0
-    # Gathered parameters, the gradients of embedding and output layer, and their sum.
-    mixed = trainer("Qwen3-0.6B", dtype="bfloat16")
-    assert mixed.unreduced == (4 - 1) * 4 * embedding
+    # The gradients of embedding and output layer, and their sum.
+    mixed = trainer("Qwen3-0.6B", compute_dtype="bfloat16")
+    assert mixed.unreduced == 3 * 2 * embedding
     assert mixed.cpu_total == mixed.state + mixed.gathered + mixed.activations + mixed.unreduced
-    # The reduction in float32 holds three copies, the gathered parameters in bfloat16 are freed.
+    # FSDP's reduction in float32 holds three copies; the gathered parameters in bfloat16 are freed.
     sharded = {"compute_dtype": "bfloat16", "parallelism": {"dp_shard": 8}}
     assert trainer("Qwen3-0.6B", **sharded).unreduced == (3 * 4 - 2) * embedding
     assert trainer("Qwen3-0.6B", **sharded, lora={}).unreduced == 0  # the embedding has no gradient

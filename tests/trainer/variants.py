@@ -231,6 +231,38 @@ def load_and_continue(model_dir: Path, plan: Plan, folder: Path, step: int) -> t
     return version, checks.local_bytes(learner), checks.parameters(learner)
 
 
+def mixed_precision(model_dir: Path, trainer: Plan, folder: Path) -> tuple[checks.Arrays, checks.Arrays]:
+    """Check that passes follow every change of the weights; return the first gradient and the weights after two steps.
+
+    A checkpoint is written after one step, and if there is already one, it is loaded instead.
+    """
+    learner = checks.make_learner(model_dir, **trainer)
+    assert learner.model.module.tok_embeddings.weight.dtype == getattr(torch, trainer["dtype"])
+    first, *_ = batches_of(learner)
+    for batch in batches_of(learner):
+        learner.run(batch, checks.everything)
+    gradient = checks.gradients(learner)
+    learner.zero_grad()
+    learner.keep_weights()
+    at_start = learner.logprobs(first)
+    checkpoints = Checkpoints(learner, folder, 2)
+    if any(folder.glob("*")):
+        checkpoints.load(1)
+    else:
+        train(learner)
+        checkpoints.save(1)
+    checkpoints.close()
+    now = learner.logprobs(first)
+    assert not torch.equal(now, at_start)
+    if learner.snapshots.held:  # a checkpoint replaces the weights, and drops the snapshots
+        with learner.weights_at(0):
+            assert torch.equal(learner.logprobs(first), at_start)
+    assert torch.equal(learner.logprobs(first), now)
+    train(learner)
+    assert learner.version == 2
+    return gradient, checks.parameters(learner)
+
+
 def kl_to_start(model_dir: Path, plan: Plan) -> list[float]:
     """Return the KL term before and after a step, with the reference in a snapshot, on rank 0."""
     learner = checks.make_learner(model_dir, parallelism=plan)

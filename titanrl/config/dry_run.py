@@ -149,13 +149,13 @@ def _memory_rows(config: Config, memory: Memory | None) -> Iterator[Sequence[str
 
 
 def _trainer_text(config: Config, trainer: TrainerMemory) -> str:
-    last = "activations (estimate)" if trainer.activations >= trainer.unreduced else "last gradients before FSDP reduces them"
+    last = "activations (estimate)" if trainer.activations >= trainer.unreduced else "last gradients of a pass"
     sizes = {
         f"parameters in {config.trainer.dtype}": trainer.parameters,
         "gradients": trainer.gradients,
         "AdamW moments": trainer.optimizer,
         "moving average": trainer.average,
-        f"gathered in {config.trainer.compute_dtype}": trainer.gathered,
+        f"parameters in {config.trainer.compute_dtype} for the passes": trainer.gathered,
         last: max(trainer.activations, trainer.unreduced),
     }
     listed = ", ".join(f"{gigabytes(size)} {name}" for name, size in sizes.items() if size)

@@ -247,7 +247,9 @@ class ParallelismConfig(Section):
     """Tensor-parallel degree, with sequence parallelism; must divide the number of attention heads."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """FSDP's policy for parameters gathered in the forward pass: `always` frees them, which saves memory; `never` keeps them
-    for the backward pass, which saves communication; `default` is torchtitan's choice."""
+    for the backward pass, which saves communication; `default` is torchtitan's choice. On one data-parallel rank, only `always`
+    uses FSDP, if `trainer.dtype` and `trainer.compute_dtype` differ: it casts layer by layer, slowly, but saves a copy of the
+    parameters."""
 
     @property
     def world_size(self) -> int:
@@ -279,7 +281,7 @@ class TrainerConfig(Section):
     dtype: Dtype = "float32"
     """Data type of parameters, gradients and optimizer state."""
     compute_dtype: Dtype = "float32"
-    """Data type that FSDP casts parameters to for the forward and backward pass."""
+    """Data type of the parameters in the forward and backward pass."""
     row_tokens: Tokens = 256
     """Length in tokens of a row, into which several sequences are packed. The longest prompt plus completion must fit, unless
     `overlong` allows otherwise."""
@@ -315,6 +317,12 @@ class TrainerConfig(Section):
     """Train low-rank adapters instead of all weights; null trains all weights."""
     snapshots_on_device: bool = False
     """Keep the weight snapshots for proximal and reference log-probabilities in device memory instead of host memory."""
+
+    @property
+    def uses_fsdp(self) -> bool:
+        """True if FSDP shards, casts and reduces. On one data-parallel rank it would only copy."""
+        plan = self.parallelism
+        return plan.dp_size > 1 or (self.dtype != self.compute_dtype and plan.fsdp_reshard_after_forward == "always")
 
     @property
     def max_optimizer_steps(self) -> int:

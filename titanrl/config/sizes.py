@@ -125,11 +125,12 @@ class TrainerMemory:
     average: int
     """Moving average of the trainable parameters in float32, sharded like them; 0 without `algorithm.ema_decay`."""
     gathered: int
-    """Parameters that FSDP gathers at a time: two layers, embedding and output layer, in `trainer.compute_dtype`."""
+    """Parameters in `trainer.compute_dtype`: two layers, embedding and output layer, which FSDP gathers at a time, or
+    a copy of all parameters on one data-parallel rank; 0 if that is their dtype anyway."""
     activations: int
     """Estimated activations of the largest micro-batch, with full rows, including logits."""
     unreduced: int
-    """Gradients of embedding and output layer at the end of a backward pass, until FSDP has reduced them to shards."""
+    """Gradients of embedding and output layer at the end of a backward pass, until they are added up or reduced."""
 
     @property
     def state(self) -> int:
@@ -260,31 +261,24 @@ def _trainer_memory(config: "Config", shape: ModelShape, num_rows: int) -> Train
     if trainer.lora is not None:
         trained = trainer.lora.rank * shape.adapter_width(trainer.lora.targets)
     held = shape.num_parameters + (0 if trainer.lora is None else trained)
-    gathered = unreduced = 0
-    if plan.dp_size > 1 or trainer.dtype != trainer.compute_dtype:
+    # A tied matrix has two gradients, of embedding and output layer, and their sum.
+    gathered, unreduced = 0, (3 if shape.tied_embeddings else 1) * compute_bytes * shape.embedding_parameters
+    if trainer.uses_fsdp:
         at_once = shape.num_layers if plan.fsdp_reshard_after_forward == "never" else 2
-        gathered = (at_once * shape.layer_parameters + shape.embedding_parameters) * compute_bytes // plan.tp
-        unreduced = 0 if trainer.lora is not None else _unreduced(shape, compute_bytes) // plan.tp
+        gathered = (at_once * shape.layer_parameters + shape.embedding_parameters) * compute_bytes
+        # FSDP frees the gathered parameters first. The reduction holds input and output, and a copy of the input in float32.
+        unreduced = max(unreduced, (3 * DTYPE_BYTES["float32"] - compute_bytes) * shape.embedding_parameters)
+    elif trainer.dtype != trainer.compute_dtype:
+        gathered = held * compute_bytes
     return TrainerMemory(
         parameters=int(held * share),
         gradients=int(trained * share),
         optimizer=int(2 * trained * share),
         average=0 if config.algorithm.ema_decay is None else trained * DTYPE_BYTES["float32"] // (plan.dp_shard * plan.tp),
-        gathered=gathered,
+        gathered=gathered // plan.tp,
         activations=_activations(config, shape, num_rows),
-        unreduced=unreduced,
+        unreduced=0 if trainer.lora is not None else unreduced // plan.tp,
     )
-
-
-def _unreduced(shape: ModelShape, compute_bytes: int) -> int:
-    """Return the bytes that the last gradients need beyond the gathered parameters, which are freed before the reduction.
-
-    A tied matrix has two gradients, of embedding and output layer, and their sum. The reduction holds its input, its output and
-    a copy of the input in float32.
-    """
-    gradients = (3 if shape.tied_embeddings else 1) * compute_bytes
-    reduction = 3 * DTYPE_BYTES["float32"] - compute_bytes
-    return max(gradients, reduction) * shape.embedding_parameters
 
 
 def _activations(config: "Config", shape: ModelShape, num_rows: int) -> int:

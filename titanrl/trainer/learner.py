@@ -120,7 +120,7 @@ class Learner:
         The results are in the order of `plan`, the sequences of each row.
         """
         rows = rows.to(self.model.device)
-        with torch.no_grad():
+        with torch.no_grad(), self.model.computing():
             logprobs_BL, entropy_BL = self._score(rows)
             inputs = _inputs(rows, logprobs_BL.flatten(), entropy_BL.flatten())
             weight, num_weights, before_N, after_N = measure_correction(inputs, self._algorithm)
@@ -141,18 +141,19 @@ class Learner:
         if backward:
             self._require_live_weights("forward_backward")
         rows = rows.to(self.model.device)
-        with torch.set_grad_enabled(backward):
+        with torch.set_grad_enabled(backward), self.model.computing():
             logprobs_BL, entropy_BL = self._score(rows)
             loss, metrics = objective(rows, logprobs_BL.flatten(), entropy_BL.flatten())
+            if backward:
+                loss.backward()
         if backward:
-            loss.backward()
             self.num_pending += 1
             self._loss_is_finite &= loss.detach().isfinite()
         return RowsResult(logprobs_BL.detach(), self._reported(metrics))
 
     def logprobs(self, rows: PackedRows) -> Tensor:
         """Compute the log-probability of each position's target under the weights in use, `[B, L]`, without gradient."""
-        with torch.no_grad():
+        with torch.no_grad(), self.model.computing():
             return self._score(rows.to(self.model.device))[0]
 
     def optim_step(self, params: AdamParams, *, completes: bool = True) -> OptimUpdate:
@@ -252,8 +253,8 @@ class Learner:
         return self._state.tensors()
 
     def weights_changed(self) -> None:
-        """Update float8 scales and merged weights. Call this after any change of the weights. This is a collective."""
-        self.model.refresh_scales()
+        """Update what is computed from the weights. Call this after any change of them. This is a collective."""
+        self.model.weights_changed()
         if self.model.lora is None:
             return
         for name, value in self.model.weights().items():
@@ -289,10 +290,10 @@ class Learner:
             return
         try:
             with self.snapshots.using(version, average):
-                self.model.refresh_scales()
+                self.model.weights_changed()
                 yield
         finally:
-            self.model.refresh_scales()
+            self.model.weights_changed()
 
     def check_snapshots(self, row_tokens: int) -> None:
         """Check that snapshots work after a forward pass of one empty row; see `check_recoverable`."""

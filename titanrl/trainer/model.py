@@ -7,7 +7,7 @@ O output features and I input features of a linear layer, R rank of its adapter.
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,7 @@ from titanrl.config.sizes import LOGITS_AT_ONCE as LOGITS_AT_ONCE
 from titanrl.models.directory import ModelDirectory
 from titanrl.models.family import Projections
 from titanrl.models.preparation import WithoutDraws
+from titanrl.trainer.mixed import CastParameters
 from titanrl.trainer.snapshots import reshard
 from titanrl.weights.layout import local_part
 
@@ -65,6 +66,8 @@ class PolicyModel:
     """LoRA settings; None trains all parameters."""
     scales: "WeightScales | None"
     """Weight scales of tensor-wise float8; None without it."""
+    cast: CastParameters | None
+    """Parameters in the dtype of the passes; None if it is their own, or if FSDP casts them."""
 
     @property
     def dp_rank(self) -> int:
@@ -93,11 +96,17 @@ class PolicyModel:
         """Reshard all parameters. Call this before any access to parameters outside of forward and backward."""
         reshard(self.module)
 
-    def refresh_scales(self) -> None:
-        """Recompute the float8 weight scales. Call this after any change of the weights. This is a collective."""
+    def weights_changed(self) -> None:
+        """Update what is computed from the weights. Call this after any change of them. This is a collective."""
+        if self.cast is not None:
+            self.cast.weights_changed()
         if self.scales is not None:
             self.reshard()
             self.scales.refresh()
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Return the context for passes: inside of it, the parameters have the dtype of the passes."""
+        return nullcontext() if self.cast is None else self.cast.in_use()
 
     def weights(self) -> dict[str, Tensor]:
         """Return the sharded parameters by name, with adapters merged. With LoRA this is a collective."""
@@ -154,8 +163,7 @@ def build_model(
         compile_config=titan_config.CompileConfig(enable=config.compile, components=["model"]),
         ac_config={"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}[config.activation_checkpointing],
         dump_folder="",
-        # On one data-parallel rank FSDP only adds copies, so it is used for mixed precision only.
-        skip_dp=plan.dp_size == 1 and config.dtype == config.compute_dtype,
+        skip_dp=not config.uses_fsdp,
     )
     _sum_gradients(module)
     module.to_empty(device=where)
@@ -169,6 +177,7 @@ def build_model(
         from titanrl.trainer.float8 import WeightScales
 
         scales = WeightScales(module, torch_dtype(config.compute_dtype))
+    casts = not config.uses_fsdp and config.dtype != config.compute_dtype
     assert spec.state_dict_adapter is not None
     return PolicyModel(
         module=module,
@@ -178,6 +187,7 @@ def build_model(
         device=where,
         lora=config.lora,
         scales=scales,
+        cast=CastParameters(module, torch_dtype(config.compute_dtype)) if casts else None,
     )
 
 
