@@ -20,7 +20,7 @@ from benchmarks.machine import write_result
 from benchmarks.quickstart import run_command
 from titanrl.config import load_config
 from titanrl.grpo import GRPO
-from titanrl.metrics.run_directory import read_metrics
+from titanrl.metrics.reading import read_metrics
 from titanrl.metrics.series import by_step, first_and_last_five, series
 
 BALANCED = (

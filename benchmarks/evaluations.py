@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.machine import write_result
 from benchmarks.quickstart import run_command
-from titanrl.metrics.run_directory import read_metrics
+from titanrl.metrics.reading import read_metrics
 
 NUM_PROMPTS = 200
 """Prompts per evaluation, with one completion each."""

@@ -28,7 +28,7 @@ from titanrl.config.schema import Config
 from titanrl.config.sections import RecipeConfig
 from titanrl.config.sizes import ModelShape, Sizes, cpu_bytes, derive
 from titanrl.data.tokenizer import write_tokenizer
-from titanrl.metrics.run_directory import read_metrics
+from titanrl.metrics.reading import read_metrics
 from titanrl.models.dense import weight_shapes
 from titanrl.models.directory import model_shape, published_shapes
 from titanrl.models.families import QWEN3

@@ -25,7 +25,7 @@ from benchmarks.quickstart import median
 from tests.cluster.slurm import CONTROLLER, NODES, PREFIX, Cluster, missing
 from titanrl.carriers.types import StepMetrics
 from titanrl.metrics.hooks import Hook
-from titanrl.metrics.run_directory import read_metrics
+from titanrl.metrics.reading import read_metrics
 
 REPO = Path(__file__).parents[1]
 FIRST = 5

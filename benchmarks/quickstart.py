@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import write_result
-from titanrl.metrics.run_directory import read_metrics
+from titanrl.metrics.reading import read_metrics
 from titanrl.metrics.series import by_step, first_and_last_five, series
 
 TARGET_SCORE = 0.8

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.machine import write_result
 from benchmarks.quickstart import run_command
-from titanrl.metrics.run_directory import read_metrics
+from titanrl.metrics.reading import read_metrics
 
 CORRECTION = ("algorithm.proximal=step_start", "algorithm.correction={preset: token_tis}")
 REPLAY = ("replay.fraction=0.5", "replay.capacity=64", "replay.max_age=8")

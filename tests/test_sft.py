@@ -17,7 +17,7 @@ from titanrl.config.shipped import FOLDER
 from titanrl.data.streams import is_heldout
 from titanrl.data.tokenizer import load_tokenizer
 from titanrl.grpo import GRPO
-from titanrl.metrics.run_directory import read_metrics
+from titanrl.metrics.reading import read_metrics
 from titanrl.run import command
 from titanrl.session.starting_model import prepare_starting_model
 from titanrl.sft import SFT

@@ -11,15 +11,15 @@ import pytest
 from tests.size import PACKAGE, figures
 
 CEILINGS = {
-    "lines": 49_050,
-    "modules": 197,
+    "lines": 50_100,
+    "modules": 200,
     "small modules": 6,
     "modules with a shared name": 4,
     "rooms": 26,
     "arrows": 165,
     "floors": 12,
-    "modules reached by the loop": 107,
-    "functions with one mention": 0.359,
+    "modules reached by the loop": 109,
+    "functions with one mention": 0.366,
 }
 """Largest figures of `tests.size`. Lower them with the code. A change that needs a higher one says why in its message."""
 

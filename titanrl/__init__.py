@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from titanrl.distill import Distill
     from titanrl.grpo import GRPO
     from titanrl.metrics.hooks import Hook
+    from titanrl.metrics.reading import RunRecord, open_run
     from titanrl.rollout.group import ScoredGroup
     from titanrl.session.session import Session, connect
     from titanrl.sft import SFT
@@ -55,6 +56,7 @@ _MODULES = {
     "LossInputs": "algorithms.contracts",
     "Outcome": "data.mixture",
     "Reward": "carriers.rewards",
+    "RunRecord": "metrics.reading",
     "SFT": "sft",
     "ScoredGroup": "rollout.group",
     "Session": "session.session",
@@ -65,6 +67,7 @@ _MODULES = {
     "group_advantages": "algorithms.advantages",
     "group_reward": "carriers.rewards",
     "load_config": "config",
+    "open_run": "metrics.reading",
     "policy_loss": "algorithms.contracts",
     "sampled_datum": "carriers.datums",
     "supervised_datum": "carriers.datums",
@@ -84,6 +87,7 @@ __all__ = [
     "LossInputs",
     "Outcome",
     "Reward",
+    "RunRecord",
     "ScoredGroup",
     "Session",
     "TitanRLError",
@@ -93,6 +97,7 @@ __all__ = [
     "group_advantages",
     "group_reward",
     "load_config",
+    "open_run",
     "policy_loss",
     "sampled_datum",
     "supervised_datum",

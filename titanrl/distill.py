@@ -20,11 +20,11 @@ import numpy as np
 
 from titanrl.algorithms.batch_plan import adam_params
 from titanrl.carriers.rewards import Scored
-from titanrl.carriers.types import EvaluationResult, FloatArray, Prompt, StepMetrics
+from titanrl.carriers.types import Completion, EvaluationResult, FloatArray, Group, Prompt, ScorerFailure, StepMetrics
 from titanrl.launch.roles import Roles
 from titanrl.metrics import steps as metrics_of
-from titanrl.metrics.run_directory import append_line
-from titanrl.rollout.group import derive_seed, readable_completion, readable_group
+from titanrl.rollout.group import derive_seed, rollouts_of
+from titanrl.rollout.recorded import GroupRecorder, newest_version
 from titanrl.run import command
 from titanrl.run.run import Run
 
@@ -61,6 +61,7 @@ class Distill(Run):
     with_data = True
     _teacher: "SamplingClient"
     _task: "Task"
+    _record: GroupRecorder
 
     async def train_step(self) -> StepMetrics:
         """Sample, compute the teacher's log-probabilities, train, publish the weights, and report."""
@@ -122,7 +123,8 @@ class Distill(Run):
 
     async def evaluate(self, name: str | None = None) -> EvaluationResult:
         """Evaluate the newest weights, and record the result; see `Evaluations.measure`."""
-        return await self.evaluations.measure(name, lambda name: self._task.evaluate(self.sampling, name=name))
+        record = self._record.evaluation
+        return await self.evaluations.measure(name, lambda name: self._task.evaluate(self.sampling, name=name, record=record))
 
     async def evaluate_teacher(self) -> EvaluationResult:
         """Sample greedy completions of held-out prompts from the teacher, and score them."""
@@ -140,6 +142,7 @@ class Distill(Run):
         """Publish the policy to the generators, and start the teacher and the reward processes."""
         assert self.config.distill is not None
         teacher = self.config.distill.teacher
+        self._record = GroupRecorder(self.run_dir, "controller", self.config, self.session.tokenizer)
         await self.resume()
         self.console.phase("start", f"teacher x{teacher.tp}")
         engine = self.config.generator.model_copy(update={"replicas": 1, **teacher.model_dump(exclude={"path"})})
@@ -173,27 +176,37 @@ class Distill(Run):
         if errors:
             self.recorder.scorer_errors(self.state.step, len(errors), sum(map(len, batch.scores)), errors[0])
         # The first groups of a step, and the mean advantage of each of their completions.
-        directory, tokenizer = self.recorder.directory, self.session.tokenizer
+        rollout = self.config.rollout
+        decode = partial(self.session.tokenizer.decode_completion, stop=rollout.stop, keep_stop=rollout.keep_stop)
         means = iter([-float(divergence.mean()) for divergence in batch.divergences])
         shown = list(zip(batch.prompts, batch.groups, batch.scores, strict=True))[: self.config.logging.rollouts_per_step]
         rows = []
         for prompt, group, scores in shown:
-            version = int(max(sample.versions.max() for sample in group))
-            completions = [
-                {
-                    **readable_completion(tokenizer, sample.text, sample.tokens, sample.logprobs, sample.finish_reason),
-                    "reward": score.reward,
-                    **({"reward_parts": score.parts} if score.reward is not None else {"error": score.error}),
-                }
-                for sample, score in zip(group, scores, strict=True)
-            ]
-            append_line(directory.rollouts, readable_group(prompt, version, completions))
+            recorded = recorded_group(prompt, group, scores)
+            version = newest_version(recorded)
+            self._record.rollouts(recorded, decode, status="kept", version=version)
             advantages = [
                 mean for mean, score in zip(islice(means, len(group)), scores, strict=True) if score.reward is not None
             ]
             rows.append((prompt.index, version, advantages))
-        directory.log_advantages(self.state.step, rows)
+        self.recorder.directory.log_advantages(self.state.step, rows)
         return metrics
+
+
+def recorded_group(prompt: Prompt, samples: "Sequence[Sample]", scores: Sequence[Scored]) -> Group:
+    """Return the samples of a prompt as a group, those without a reward as failures."""
+    pairs = [
+        (Completion(token_ids=s.tokens, logprobs=s.logprobs, versions=s.versions, finish_reason=s.finish_reason), score)
+        for s, score in zip(samples, scores, strict=True)
+    ]
+    scored = [(completion, score) for completion, score in pairs if score.reward is not None]
+    return Group(
+        prompt=prompt,
+        rollouts=rollouts_of(prompt, [completion for completion, _ in scored], [score for _, score in scored]),
+        failures=tuple(ScorerFailure(completion=each, error=score.error) for each, score in pairs if score.reward is None),
+        generate_s=0.0,
+        score_s=0.0,
+    )
 
 
 def distillation_data(samples: "Sequence[Sample]", divergences: Sequence[FloatArray], discount: float) -> "list[Datum]":

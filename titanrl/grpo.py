@@ -18,6 +18,7 @@ from titanrl.algorithms.batch_plan import StepPlan, adam_params, advantages_by_t
 from titanrl.algorithms.replay import ReplaySchedule
 from titanrl.base.errors import TitanRLError, TokensLostError
 from titanrl.base.plugins import loaded
+from titanrl.carriers.tables import RecordedGroups
 from titanrl.carriers.types import AdamParams, EvaluationResult, GenerationStats, LossSums, OptimUpdate, StepMetrics
 from titanrl.config import Config, ConfigError, Source
 from titanrl.config.errors import BrokenRule
@@ -31,7 +32,7 @@ from titanrl.replay.groups import Batch
 from titanrl.run import command
 from titanrl.run.generation import Dump, Generation, check_dump
 from titanrl.run.publications import Publications
-from titanrl.run.recording import batch_metrics, record_advantages, record_drops
+from titanrl.run.recording import batch_metrics, record_advantages, record_drops, recorded_groups
 from titanrl.run.run import Run
 
 
@@ -153,8 +154,12 @@ class GRPO(Run):
         past = await past_policies.compute(plan.first_epoch, version=trainer.version, published=weights.versions[-1])
         losses: list[LossSums] = []
         updates: list[OptimUpdate] = []
+        recorded = recorded_groups(batch, self.config)
         for number, minibatch in enumerate(plan.updates, 1):
             microbatches = await past_policies.with_correction(minibatch.microbatches, past)
+            if recorded:
+                groups = RecordedGroups(step=self.state.step + 1, update=number - 1, indices=recorded)
+                microbatches = [replace(microbatch, recorded=groups) for microbatch in microbatches]
             passes = trainer.forward_backward(microbatches, proximal_version=past.proximal, reference_version=past.reference)
             stepping = trainer.optim_step(params, after=weights.pushed, completes=number == len(plan.updates))
             if number == 1:  # while the trainer computes

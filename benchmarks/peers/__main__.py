@@ -31,7 +31,7 @@ from titanrl.config.device import TORCH_CPU, TORCH_CPU_INDEX
 from titanrl.config.sections import RecipeConfig
 from titanrl.data.streams import make_stream
 from titanrl.data.tokenizer import load_tokenizer
-from titanrl.metrics.run_directory import read_metrics
+from titanrl.metrics.reading import read_metrics
 from titanrl.models.recipe import create_model
 from titanrl.session.starting_model import prepare_starting_model
 

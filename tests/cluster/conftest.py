@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.slurm import CONTROLLER, Cluster, missing
-from titanrl.metrics.run_directory import read_metrics
+from titanrl.metrics.reading import read_metrics
 
 REPO = Path(__file__).parents[2]
 SMALL = (

@@ -19,7 +19,7 @@ from tests.cluster.conftest import SMALL
 from tests.cluster.containers import API_ADDRESS, API_PORT, REPO, Machines
 from tests.cluster.kubernetes import Kubernetes, make_certificate
 from tests.cluster.network import Network
-from titanrl.metrics.run_directory import read_metrics
+from titanrl.metrics.reading import read_metrics
 
 DESK, DESK_ADDRESS = "desk", "10.78.0.2"
 """A machine outside the cluster that can reach its pods."""

@@ -16,7 +16,7 @@ import pytest
 from tests.cluster.conftest import REPO, SMALL, Start, assert_nothing_left
 from tests.cluster.slurm import CONTROLLER, Cluster
 from tests.cluster.test_slurm import NAMED_S, TWO_TRAINERS, curve
-from titanrl.metrics.run_directory import read_metrics
+from titanrl.metrics.reading import read_metrics
 
 LAUNCHER = ("hosts.kind=launcher", "hosts.trusted_network=true")
 LIMIT_S = 240.0

@@ -19,7 +19,7 @@ from filelock import FileLock
 
 from tests.listeners import exposed, family
 from tests.workers import common_folder
-from titanrl.metrics.run_directory import read_metrics
+from titanrl.metrics.reading import open_run, read_metrics
 from titanrl.processes.templates import SHARED
 
 REPO = Path(__file__).parents[2]
@@ -64,7 +64,7 @@ class Finished:
 
     def rollouts(self) -> list[dict[str, Any]]:
         """Return the recorded groups."""
-        return [json.loads(line) for line in (self.run_dir / "rollouts.jsonl").read_text().splitlines()]
+        return [group.model_dump() for group in open_run(self.run_dir).groups()]
 
 
 class Command:

@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 from tests.e2e.conftest import Finished
+from titanrl.metrics.reading import open_run
 from titanrl.replay.groups import BufferState
 
 OVERLAPPING = (
@@ -59,9 +60,11 @@ def check_every_prompt_once(run: Finished) -> None:
 def check_files(run: Finished) -> None:
     """Check that no line is missing, torn or duplicated."""
     assert [row["step"] for row in run.steps] == list(range(1, len(run.steps) + 1))
-    for name in ("metrics", "advantages", "rollouts", "events"):
+    for name in ("metrics", "advantages", "events"):
         for line in (run.run_dir / f"{name}.jsonl").read_text().splitlines():
             json.loads(line)
+    for group in open_run(run.run_dir).groups():
+        group.tokens()
     once = [event for event in run.events() if event["kind"] in ("publication", "checkpoint", "drop")]
     keys = [(event["kind"], event.get("step", event.get("version")), event.get("reason")) for event in once]
     assert len(set(keys)) == len(keys)

@@ -14,7 +14,7 @@ from titanrl.algorithms.batch_plan import StepPlan
 from titanrl.carriers.types import LossSums, OptimUpdate, StepMetrics
 from titanrl.config import Config
 from titanrl.grpo import Trained
-from titanrl.metrics.run_directory import read_metrics
+from titanrl.metrics.reading import read_metrics
 from titanrl.replay.groups import Batch
 
 TIMES = ("time/", "perf/", "sync/", "group/generate_s", "group/score_s")

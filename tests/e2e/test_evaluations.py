@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.conftest import REPO, Finished, Start
 from tests.e2e.test_async import check_overlap
-from titanrl.metrics.run_directory import read_metrics
+from titanrl.metrics.reading import read_metrics
 
 KILLER = f"hooks=[{REPO}/tests/e2e/killer.py:Killer]"
 EVERY_STEP = ("evaluation.every_steps=1", "evaluation.num_prompts=16")

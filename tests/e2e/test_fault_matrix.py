@@ -21,7 +21,7 @@ from benchmarks.victims import NewEvents, Victim, is_recovery, victims
 from tests.e2e.conftest import REPO, Command, Finished, Start
 from tests.e2e.fault_matrix import Cell, cells
 from titanrl.launch.supervision import WARM_UP
-from titanrl.metrics.run_directory import read_metrics
+from titanrl.metrics.reading import read_metrics
 
 INJECTION = Path(__file__).parent / "injection"
 COMMON = (

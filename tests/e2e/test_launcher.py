@@ -15,7 +15,7 @@ import pytest
 
 from tests.e2e.conftest import REPO, SMALL, Finished, shared_folder
 from tests.ports import free_port
-from titanrl.metrics.run_directory import read_lines, read_metrics
+from titanrl.metrics.reading import read_lines, read_metrics
 
 LAUNCHER = ("hosts.kind=launcher", "hosts.trusted_network=true", "device=cpu")
 PLATFORM = "platform"

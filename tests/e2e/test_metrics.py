@@ -5,7 +5,7 @@ import re
 
 from tests.documented import TEXT, undocumented
 from tests.e2e.conftest import Finished
-from titanrl.metrics.run_directory import read_lines, read_metrics
+from titanrl.metrics.reading import read_lines, read_metrics
 
 
 def test_every_metric_of_a_run_is_documented(plain_run: Finished) -> None:

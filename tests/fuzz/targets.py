@@ -18,7 +18,9 @@ from random import Random
 from rich.console import Console
 
 from tests.fuzz.mutations import changed_bytes, json_value, scalar
-from titanrl.base.files import COMMIT_FILE, digests_of
+from tests.recorded import record, record_group, recorded
+from titanrl.base.files import COMMIT_FILE, DamagedError, digests_of
+from titanrl.carriers.record import FOLDER
 from titanrl.carriers.types import StepMetrics
 from titanrl.checks.child_checks import check_data, policy_tokenizer
 from titanrl.checks.preflight import broken_rules
@@ -30,7 +32,8 @@ from titanrl.config.sections import RecipeConfig
 from titanrl.config.shipped import shipped_configs
 from titanrl.data.examples import read_examples
 from titanrl.metrics.outcome import conclude
-from titanrl.metrics.run_directory import RunDirectory, append_line, read_lines, read_metrics
+from titanrl.metrics.reading import open_run, read_metrics
+from titanrl.metrics.run_directory import RunDirectory
 from titanrl.models.directory import model_shape
 from titanrl.models.recipe import create_model
 from titanrl.models.weight_files import read_weight_files
@@ -127,9 +130,33 @@ def checkpoints(rng: Random, folder: Path) -> int:
         return 1 if str(run_dir) in str(error) else refused("")
     set_aside(run_dir / "checkpoints", found.state.step)
     steps = [row["step"] for row in read_metrics(directory.metrics)]
-    if max(steps) != found.state.step + 1 or any(row["index"] >= found.state.next_index for row in rows_of(directory.rollouts)):
+    if max(steps) != found.state.step + 1 or any(index >= found.state.next_index for index in recorded(run_dir, "rollouts")):
         raise Failed("lines of later steps remain")
     return 0
+
+
+def records(rng: Random, folder: Path) -> int:
+    """Read the damaged record of a run."""
+    run_dir = folder / "run"
+    shutil.copytree(whole_run(folder), run_dir)
+    files = sorted((run_dir / FOLDER).iterdir())
+    for path in rng.sample(files, rng.randrange(1, len(files) + 1)):
+        content = path.read_bytes()
+        path.write_bytes(rng.choice((changed_bytes(rng, content), content[: rng.randrange(len(content))], content + b"{")))
+    run = open_run(run_dir)
+    read: list[object] = [run.evaluations(), run.spans(), run.processes(), run.starts(), run.dropped(), run.advantages()]
+    damaged = 0
+    for group in run.groups():
+        try:
+            read.append([run.token_texts(each["token_ids"]) for segments in group.tokens() for each in segments])
+        except DamagedError:
+            damaged = 1
+    for segment in run.trained():
+        try:
+            read.append(segment.columns())
+        except DamagedError:
+            damaged = 1
+    return damaged
 
 
 def commands(rng: Random, folder: Path) -> int:
@@ -157,7 +184,7 @@ def commands(rng: Random, folder: Path) -> int:
 
 
 TARGETS: dict[str, Callable[[Random, Path], int]] = {
-    function.__name__: function for function in (overrides, files, jsonl, models, checkpoints, commands)
+    function.__name__: function for function in (overrides, files, jsonl, models, checkpoints, records, commands)
 }
 
 
@@ -211,9 +238,17 @@ def _whole_run(parent: Path) -> Path:
             directory.log(StepMetrics(step=step, version=step, values={"reward/mean": step / 10}))
             directory.log_advantages(step, [(8 * step, step - 1, (0.5, -0.5))])
             for index in range(8 * step, 8 * step + 2):
-                append_line(
-                    directory.rollouts, {"index": index, "version": step, "task": "sums", "prompt": "1 =", "completions": []}
+                record_group(
+                    run_dir,
+                    {
+                        "index": index,
+                        "version": step,
+                        "task": "sums",
+                        "prompt": "1 =",
+                        "completions": [{"text": "1", "reward": 1.0, "num_tokens": 3}],
+                    },
                 )
+            record(run_dir, "evaluations", {"set": "sums", "version": step, "index": 0, "completions": []})
         directory.event("start", step=0)
     for step in (2, 4, 6):
         folder = directory.checkpoints / f"step-{step}"
@@ -310,7 +345,3 @@ def command(*arguments: str) -> int:
 
 def bytes_below(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != COMMIT_FILE}
-
-
-def rows_of(path: Path) -> list[dict[str, int]]:
-    return list(read_lines(path)) if path.is_file() else []

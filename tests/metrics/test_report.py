@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
+from tests.recorded import record_group
 from titanrl.carriers.types import StepMetrics
 from titanrl.config import Config, dump_config
 from titanrl.metrics import report as report_module
 from titanrl.metrics.report import MAX_POINTS, thin, write_report
-from titanrl.metrics.run_directory import RunDirectory, append_line
+from titanrl.metrics.run_directory import RunDirectory
 from titanrl.metrics.series import by_step, phase_seconds
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -66,9 +67,7 @@ class Page(HTMLParser):
 
 
 def completion(text: str, reward: float, num_tokens: int = 2) -> dict[str, Any]:
-    tokens, logprobs = ["a"] * num_tokens, [-0.12345] * num_tokens
-    parts = {"text": text, "reward": reward, "num_tokens": num_tokens, "finish_reason": "stop"}
-    return {**parts, "tokens": tokens, "logprobs": logprobs}
+    return {"text": text, "reward": reward, "num_tokens": num_tokens, "finish_reason": "stop"}
 
 
 def group(version: int, index: int, *completions: dict[str, Any], prompt: str = "1 + 1 =") -> dict[str, Any]:
@@ -132,7 +131,7 @@ def test_finished_run_has_every_chart_and_figure(run: RunDirectory) -> None:
 
 def test_page_loads_no_external_resources(run: RunDirectory) -> None:
     run.log(step_metrics(1))
-    append_line(run.rollouts, group(0, 0, completion("2", 1.0)))
+    record_group(run.path, group(0, 0, completion("2", 1.0)))
     text = write_report(run.path, {}).read_text()
     assert re.findall(r"(?i)\b(?:https?|ftp|file):|url\((?!#)|@import", text) == []
     for tag, attributes in Page(text).tags:
@@ -143,7 +142,7 @@ def test_page_loads_no_external_resources(run: RunDirectory) -> None:
 
 
 def test_markup_in_run_data_stays_text(run: RunDirectory) -> None:
-    append_line(run.rollouts, group(0, 0, completion(ATTACK, 1.0), completion("3", 0.0), prompt=ATTACK))
+    record_group(run.path, group(0, 0, completion(ATTACK, 1.0), completion("3", 0.0), prompt=ATTACK))
     run.config.write_text(dump_config(Config.model_validate({"name": "quickstart", "num_steps": 1, "data": {"task": ATTACK}})))
     page = Page(write_report(run.path, {"outcome": ATTACK, ATTACK: ATTACK}).read_text())
     assert page.count("script") == 2  # the samples and their browser
@@ -158,7 +157,7 @@ def test_markup_in_run_data_stays_text(run: RunDirectory) -> None:
 
 def test_report_shows_recorded_advantages_of_the_newest_step(run: RunDirectory) -> None:
     for index in range(3):
-        append_line(run.rollouts, group(0, index, completion("2", 1.0), completion("3", 0.0)))
+        record_group(run.path, group(0, index, completion("2", 1.0), completion("3", 0.0)))
     run.log_advantages(1, [(0, 0, (0.9, -0.9)), (1, 0, (0.5,))])  # group 1 lost a rollout
     run.log_advantages(2, [(0, 0, (0.12345, -0.5))])
     shown = [
@@ -169,8 +168,8 @@ def test_report_shows_recorded_advantages_of_the_newest_step(run: RunDirectory) 
 
 def test_scorer_errors_are_shown_and_skipped_by_advantages(run: RunDirectory) -> None:
     failed = {**completion("?", 0.0), "reward": None, "error": "ZeroDivisionError: division by zero"}
-    append_line(run.rollouts, group(0, 0, completion("2", 1.0), failed, completion("3", 0.0)))
-    append_line(run.rollouts, group(0, 1, failed))
+    record_group(run.path, group(0, 0, completion("2", 1.0), failed, completion("3", 0.0)))
+    record_group(run.path, group(0, 1, failed))
     run.log_advantages(1, [(0, 0, (0.5, -0.5))])
     mixed, lost = Page(write_report(run.path, {}).read_text()).groups
     assert [item["advantage"] for item in mixed["completions"]] == [0.5, None, -0.5]
@@ -187,7 +186,7 @@ def test_page_embeds_plotly(run: RunDirectory) -> None:
 
 def test_group_sampled_again_is_shown_once(run: RunDirectory) -> None:
     for version, text in ((0, "first"), (1, "old"), (1, "new")):
-        append_line(run.rollouts, group(version, version, completion(text, 1.0)))
+        record_group(run.path, group(version, version, completion(text, 1.0)))
     page = Page(write_report(run.path, {}).read_text())
     assert [shown["completions"][0]["text"] for shown in page.groups] == ["first", "new"]
     assert any("Showing all 2 recorded groups." in text for text in page.texts)
@@ -196,7 +195,7 @@ def test_group_sampled_again_is_shown_once(run: RunDirectory) -> None:
 def test_long_run_shows_first_and_newest_groups(run: RunDirectory) -> None:
     completions = [completion("x" * 5_000, 1.0, num_tokens=500) for _ in range(8)]
     for version in range(100):
-        append_line(run.rollouts, group(version, version, *completions))
+        record_group(run.path, group(version, version, *completions))
     path = write_report(run.path, {})
     assert path.stat().st_size < 5_000_000
     page = Page(path.read_text())
@@ -207,7 +206,8 @@ def test_long_run_shows_first_and_newest_groups(run: RunDirectory) -> None:
     assert any("Showing the first and the newest of 100 recorded groups." in text for text in page.texts)
     cut = page.groups[0]["completions"][0]
     assert cut["cut"]
-    assert len(cut["tokens"]) == len(cut["logprobs"]) == report_module.MAX_TOKENS
+    assert cut["tokens"] == ["a"] * report_module.MAX_TOKENS
+    assert cut["logprobs"] == [-0.123] * report_module.MAX_TOKENS
 
 
 def test_run_without_steps_has_a_report(run: RunDirectory) -> None:

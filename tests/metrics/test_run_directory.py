@@ -1,6 +1,5 @@
 import json
 import math
-import multiprocessing
 import shutil
 from contextlib import AbstractContextManager, closing
 from pathlib import Path
@@ -8,8 +7,11 @@ from typing import Any
 
 import pytest
 
+from tests.recorded import record, recorded
+from titanrl.carriers.record import parts_of
 from titanrl.carriers.types import StepMetrics
-from titanrl.metrics.run_directory import RunDirectory, append_line, read_lines, read_metrics
+from titanrl.metrics.reading import read_lines, read_metrics
+from titanrl.metrics.run_directory import RunDirectory, append_line
 
 
 def opened(path: Path, **options: Any) -> AbstractContextManager[RunDirectory]:
@@ -45,11 +47,11 @@ def test_line_is_flushed_before_the_file_is_closed(tmp_path: Path) -> None:
 def test_non_finite_values_become_null(tmp_path: Path) -> None:
     with opened(tmp_path / "run") as run:
         run.log(metrics(1, **{"grad/norm": math.nan, "loss/total": math.inf}))
-        append_line(run.rollouts, {"logprobs": [-0.5, -math.inf], "nested": ({"x": math.nan},)})
+        append_line(run.advantages, {"logprobs": [-0.5, -math.inf], "nested": ({"x": math.nan},)})
     (row,) = read_metrics(run.metrics)
     assert row["grad/norm"] is None
     assert row["loss/total"] is None
-    assert list(read_lines(run.rollouts)) == [{"logprobs": [-0.5, None], "nested": [{"x": None}]}]
+    assert list(read_lines(run.advantages)) == [{"logprobs": [-0.5, None], "nested": [{"x": None}]}]
 
 
 def test_new_run_gets_folders(tmp_path: Path) -> None:
@@ -67,11 +69,11 @@ def test_folder_of_another_run_is_refused(tmp_path: Path) -> None:
 
 def test_folder_of_a_run_without_steps_is_reused(tmp_path: Path) -> None:
     with opened(tmp_path / "run") as run:
-        append_line(run.rollouts, {"version": 0})
+        record(run.path, "rollouts", {"index": 0})
         run.event("stall", waiting_for="a batch", seconds=30.0)
         run.log_advantages(1, [(0, 0, (0.5, -0.5))])
     with opened(tmp_path / "run") as run:
-        assert not run.rollouts.exists()
+        assert parts_of(run.path) == []
         assert not run.events.exists()
         assert not run.advantages.exists()
 
@@ -117,38 +119,34 @@ def test_unreadable_lines_do_not_prevent_resuming(tmp_path: Path) -> None:
 def test_resume_drops_groups_that_are_sampled_again(tmp_path: Path) -> None:
     write_run(tmp_path / "run", num_steps=2)
     with opened(tmp_path / "run", resume_step=2, resume_index=16) as run:
-        for index in (0, 1, 16, 8, 17, 9):  # the group of prompt 16 overtook others
-            append_line(run.rollouts, {"version": index // 8, "index": index})
-        with run.rollouts.open("a") as file:
+        # The group of prompt 16 overtook others.
+        record(run.path, "rollouts", *({"version": index // 8, "index": index} for index in (0, 1, 16, 8, 17, 9)))
+        with parts_of(run.path)[0].path.open("a") as file:
             file.write('{"version":1,"ind')
     with opened(tmp_path / "run", resume_step=2, resume_index=16, warn=str) as run:
-        append_line(run.rollouts, {"version": 2, "index": 16})
-    assert [row["index"] for row in read_lines(run.rollouts)] == [0, 1, 8, 9, 16]
+        record(run.path, "rollouts", {"version": 2, "index": 16})
+    assert recorded(run.path, "rollouts") == [0, 1, 8, 9, 16]
+    assert [part.number for part in parts_of(run.path)] == [0, 1]
 
 
-@pytest.mark.parametrize("is_killed", [False, True])
-def test_only_last_line_of_a_resampled_group_is_kept(tmp_path: Path, is_killed: bool) -> None:
-    run = RunDirectory(tmp_path / "run")
-    run.log(metrics(1))
-    for index, worker in ((0, "first"), (1, "first"), (0, "second"), (2, "first")):
-        append_line(run.rollouts, {"index": index, "worker": worker})
-    if is_killed:
-        RunDirectory(run.path, resume_step=1, resume_index=3).close()
-    else:
-        run.event("respawn", part="rollout_0")
-        run.close()
-    expected = [(1, "first"), (0, "second"), (2, "first")]
-    assert [(row["index"], row["worker"]) for row in read_lines(run.rollouts)] == expected
+def test_resume_drops_samples_and_losses_that_are_computed_again(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", num_steps=4)
+    record(tmp_path / "run", "evaluations", *({"set": "sums", "version": version, "index": 0} for version in (0, 2, 4)))
+    record(tmp_path / "run", "trained", *({"step": step, "index": step} for step in (1, 2, 3, 4)), process="trainer_0")
+    with opened(tmp_path / "run", resume_step=2, resume_version=2, resume_index=16) as run:
+        assert recorded(run.path, "evaluations", "version") == [0, 2]
+        assert recorded(run.path, "trained", "step") == [1, 2]
+        assert recorded(run.path, "evaluations", "format") == [1], "the first line of a part stays"
 
 
 def test_resume_drops_groups_that_were_in_flight(tmp_path: Path) -> None:
     write_run(tmp_path / "run", num_steps=2)
     with opened(tmp_path / "run", resume_step=2, resume_index=0) as run:
         for index in range(24):
-            append_line(run.rollouts, {"version": 1, "index": index})
+            record(run.path, "rollouts", {"version": 1, "index": index})
     with opened(tmp_path / "run", resume_step=2, resume_index=20, resume_in_flight=(16, 18)) as run:
         run.drop_rollouts((17,))
-    assert [row["index"] for row in read_lines(run.rollouts)] == [*range(16), 19]
+    assert recorded(run.path, "rollouts") == [*range(16), 19]
 
 
 def test_resume_drops_events_that_it_repeats(tmp_path: Path) -> None:
@@ -195,11 +193,11 @@ def test_resume_drops_learning_rates_newer_than_the_checkpoint(tmp_path: Path) -
         assert list(read_lines(run.events)) == events[:3]
 
 
-@pytest.mark.parametrize("file", ["metrics", "events", "rollouts", "advantages"])
+@pytest.mark.parametrize("file", ["metrics", "events", "advantages"])
 def test_error_on_a_full_disk_names_the_file(file: str, tmp_path: Path) -> None:
     with opened(tmp_path / "run") as run:
         pass
-    path = {"metrics": run.metrics, "events": run.events, "rollouts": run.rollouts, "advantages": run.advantages}[file]
+    path = {"metrics": run.metrics, "events": run.events, "advantages": run.advantages}[file]
     path.unlink(missing_ok=True)
     run = RunDirectory(tmp_path / "run")
     if file == "metrics":
@@ -211,7 +209,6 @@ def test_error_on_a_full_disk_names_the_file(file: str, tmp_path: Path) -> None:
     write = {
         "metrics": lambda: run.log(metrics(1)),
         "events": lambda: run.event("stall"),
-        "rollouts": lambda: append_line(run.rollouts, {"index": 1}),
         "advantages": lambda: run.log_advantages(1, [(0, 0, (0.5,))]),
     }[file]
     with pytest.raises(OSError, match=rf"No space left on device: '.*run/{file}\.jsonl'"):
@@ -259,29 +256,7 @@ def test_advantages_are_one_line_per_group(tmp_path: Path) -> None:
     ]
 
 
-def append_many(path: Path, writer: int) -> None:
-    for number in range(200):
-        append_line(path, {"writer": writer, "number": number, "text": str(writer) * 5000})
-
-
-def test_lines_appended_by_four_processes_do_not_interleave(tmp_path: Path) -> None:
-    path = tmp_path / "rollouts.jsonl"
-    context = multiprocessing.get_context("fork")
-    writers = [context.Process(target=append_many, args=(path, writer)) for writer in range(4)]
-    for process in writers:
-        process.start()
-    for process in writers:
-        process.join(60)
-    assert [process.exitcode for process in writers] == [0, 0, 0, 0]
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert {(row["writer"], row["number"]) for row in rows} == {
-        (writer, number) for writer in range(4) for number in range(200)
-    }
-    assert len(rows) == 800
-    assert all(row["text"] == str(row["writer"]) * 5000 for row in rows)
-
-
 def test_torn_lines_are_skipped_when_reading(tmp_path: Path) -> None:
-    path = tmp_path / "rollouts.jsonl"
+    path = tmp_path / "advantages.jsonl"
     path.write_text('{"version":0}\n{"version":1,"te{"version":2}\n{"version":3}\n')
     assert [row["version"] for row in read_lines(path)] == [0, 3]

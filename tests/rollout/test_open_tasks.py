@@ -16,7 +16,7 @@ from titanrl.config.data import EvaluationSet
 from titanrl.metrics.steps import evaluation_metrics
 from titanrl.processes.actors import StoppedError
 from titanrl.rollout.group import roll_out
-from titanrl.rollout.open_tasks import IN_FLIGHT, evaluate_prompts, evaluation_requests, evaluation_result, evaluation_set
+from titanrl.rollout.open_tasks import IN_FLIGHT, answer_prompts, evaluation_requests, evaluation_result, evaluation_set
 from titanrl.rollout.workers import RolloutWorker
 
 PROMPTS = [Prompt(index=i, task="sums", text=f"{i}", token_ids=(5, i), entry={"answer": str(i)}) for i in range(200)]
@@ -82,7 +82,7 @@ def evaluated(subset: EvaluationSet, engine: Engine, prompts: Sequence[Prompt] =
     async def answer(prompts: Sequence[Prompt]) -> Sequence[Group]:
         return await asyncio.gather(*map(complete, prompts))
 
-    return asyncio.run(evaluate_prompts(subset, prompts, answer))
+    return evaluation_result(subset, asyncio.run(answer_prompts(subset, prompts, answer)))
 
 
 def test_seeds_are_equal_in_every_evaluation() -> None:
@@ -152,7 +152,7 @@ def test_abandoned_evaluation_raises_stopped_error(in_background: bool) -> None:
         def named(self, name: str) -> str:
             return name
 
-        async def evaluate(self, subset: str, generate: object) -> None:
+        async def evaluate(self, subset: str, generate: object, *, record: object) -> None:
             started.set()
             await asyncio.Event().wait()
 
@@ -161,6 +161,7 @@ def test_abandoned_evaluation_raises_stopped_error(in_background: bool) -> None:
         setup = {"max_staleness": 0, "generator": SimpleNamespace(max_num_seqs=4)}
         worker._setup = SimpleNamespace(config=SimpleNamespace(**setup))  # type: ignore[assignment]
         worker._pool = SimpleNamespace(generate=asyncio.sleep)  # type: ignore[assignment]
+        worker._record = SimpleNamespace(evaluation=None)  # type: ignore[assignment]
         worker._outbox = SimpleNamespace(reset=lambda: None)  # type: ignore[assignment]
         worker._sets, worker._tasks, worker._turn = Endless(), set(), asyncio.Lock()  # type: ignore[assignment]
         evaluate = inspect.unwrap(RolloutWorker.evaluate._method)

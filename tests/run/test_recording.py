@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
+from tests.recorded import record, recorded
 from titanrl.carriers.types import EvaluationResult, StepMetrics
 from titanrl.config import load_config
 from titanrl.metrics.console import Console
-from titanrl.metrics.run_directory import append_line, read_lines, read_metrics
+from titanrl.metrics.reading import read_lines, read_metrics
 from titanrl.metrics.trackers import Recorder
 from titanrl.run.checkpoints import Resumable, RunState
 from titanrl.run.recording import open_recorder
@@ -23,7 +24,7 @@ def take_steps(recorder: Recorder, first: int, last: int) -> None:
     for step in range(first, last + 1):
         recorder.step(StepMetrics(step=step, version=step, values={"reward/mean": 0.1}))
         recorder.directory.event("publication", version=step)
-        append_line(recorder.directory.rollouts, {"index": step})
+        record(recorder.directory.path, "rollouts", {"index": step})
         recorder.directory.log_advantages(step, [(step, step, [0.0])])
 
 
@@ -40,7 +41,7 @@ def test_run_rolls_back_to_a_checkpoint_or_its_start(tmp_path: Path) -> None:
     recorder = open_at(tmp_path, RunState(step=2, version=2, next_index=3, published=(2,)), "restart")
     directory = recorder.directory
     assert [row["step"] for row in read_metrics(directory.metrics)] == [0, 1, 2]
-    assert [row["index"] for row in read_lines(directory.rollouts)] == [1, 2]
+    assert recorded(directory.path, "rollouts") == [1, 2]
     assert [row["step"] for row in read_lines(directory.advantages)] == [1, 2]
     events = [(row["kind"], row.get("version", row.get("step"))) for row in read_lines(directory.events)]
     assert events == [("start", 0), ("publication", 0), ("publication", 1), ("checkpoint", 2)]
@@ -52,6 +53,6 @@ def test_run_rolls_back_to_a_checkpoint_or_its_start(tmp_path: Path) -> None:
     recorder = open_at(tmp_path, RunState(step=0, version=0, next_index=0, evaluated_step=0), "restart")
     directory = recorder.directory
     assert [row["step"] for row in read_metrics(directory.metrics)] == [0], "the evaluation before the first step stays"
-    assert list(read_lines(directory.rollouts)) == list(read_lines(directory.advantages)) == []
+    assert recorded(directory.path, "rollouts") == list(read_lines(directory.advantages)) == []
     assert [row["kind"] for row in read_lines(directory.events)] == ["start", "restart"]
     recorder.close()

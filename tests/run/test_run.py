@@ -18,7 +18,8 @@ from titanrl.config import dump_config, load_config
 from titanrl.grpo import GRPO
 from titanrl.launch.run_lock import LOCK_FILE, RunLock, check_idle, claim_new_run, claim_run
 from titanrl.metrics.console import Console
-from titanrl.metrics.run_directory import RunDirectory, read_lines
+from titanrl.metrics.reading import read_lines
+from titanrl.metrics.run_directory import RunDirectory
 from titanrl.metrics.trackers import Recorder, Trackers
 from titanrl.run.checkpoints import FIRST, Checkpoints, RunState
 from titanrl.run.evaluations import Evaluations

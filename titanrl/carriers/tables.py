@@ -482,6 +482,18 @@ class RowTable:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedGroups:
+    """Groups of an optimizer step whose losses are recorded token by token."""
+
+    step: int
+    """Step that is taken, from 1."""
+    update: int
+    """Optimizer step on the batch, from 0."""
+    indices: Mapping[GroupHandle, int]
+    """Prompt index by location of the group."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
     """Rows that the ranks process in one forward-backward pass. A rank without rows runs one empty row."""
 
@@ -489,6 +501,8 @@ class MicroBatch:
     """Rows by data-parallel rank."""
     mean_weight: float = 1.0
     """Mean weight of the off-policy correction over the whole step, if the config measures it."""
+    recorded: RecordedGroups | None = None
+    """Groups whose losses are recorded; None if none are."""
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -18,7 +18,7 @@ from titanrl.base.files import why_no_file, why_no_folder
 from titanrl.config import Config, ConfigError, load_config
 from titanrl.config.device import installed_version
 from titanrl.config.errors import refusing
-from titanrl.metrics.run_directory import read_lines
+from titanrl.metrics.reading import RunRecord
 from titanrl.models.directory import open_model
 
 
@@ -53,10 +53,8 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titanrl.co
     except Exception as error:  # transformers and safetensors raise anything for a damaged model
         print(f"error: {describe(error)}. The model is in {model_dir}", file=sys.stderr)
         sys.exit(1)
-    rollouts = arguments.run_dir / "rollouts.jsonl"  # a fine-tuning has none
-    example = next(read_lines(rollouts), None) if rollouts.is_file() else None
-    if example is not None:
-        print(f"The policy was trained on prompts like this one: {example['prompt']}")
+    for example in RunRecord(arguments.run_dir).groups()[:1]:  # a fine-tuning has none
+        print(f"The policy was trained on prompts like this one: {example.prompt}")
     for prompt in read_prompts():
         try:
             print(complete(prompt))

@@ -453,7 +453,12 @@ class LoggingConfig(Section):
     console: ConsoleMode = "auto"
     """Console output: `live` table, `plain` lines or `off`. `auto` uses `live` on a terminal and `plain` elsewhere."""
     rollouts_per_step: CountOrZero = 2
-    """Number of groups per step to write to `rollouts.jsonl`."""
+    """Number of groups per step to record with all their tokens (docs/record.md)."""
+    evaluation_prompts: CountOrZero = 64
+    """Number of prompts per evaluation to record with their completions: the first ones of the set."""
+    record_bytes: Annotated[int, Field(ge=1_000_000, le=10**15)] = 2_000_000_000
+    """Size limit of the folder `record`, in bytes. When it is reached, the records of the middle of the run are deleted, and
+    those of its start and of the newest steps stay."""
     loggers: Annotated[tuple[Annotated[str, OrImportPath(tuple(TRACKERS))], ...], Field(strict=False)] = ()
     """Experiment trackers, in addition to `metrics.jsonl`. Each built-in tracker requires the package of the same name. Or
     import paths of custom trackers (docs/howto/tracker.md)."""

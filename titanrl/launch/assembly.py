@@ -263,6 +263,7 @@ class Assembly:
                 family=config.model.family,
                 plugins=self.files.plugins,
                 faults=config.faults,
+                record_bytes=config.logging.record_bytes,
             )
             trainer.mesh = trainer_procs.spawn("trainer", PolicyTrainer, setup)
         weights = WeightSync(

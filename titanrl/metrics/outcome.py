@@ -5,9 +5,9 @@ from pathlib import Path
 from statistics import median
 
 from titanrl.base.files import COMMIT_FILE, in_shell
+from titanrl.metrics.reading import RunRecord
 from titanrl.metrics.report import write_report
-from titanrl.metrics.run_directory import read_metrics
-from titanrl.metrics.series import Rows, by_step, first_and_last_five, heldout_tasks, series, without_reward
+from titanrl.metrics.series import Rows, first_and_last_five, heldout_tasks, series, without_reward
 
 INTERRUPTED, TERMINATED = 130, 143
 """Exit codes of a run that SIGINT or SIGTERM interrupted."""
@@ -35,8 +35,7 @@ def conclude(
     sentence, idle, failed, report = "", "", "", None
     problems = []
     try:
-        metrics = run_dir / "metrics.jsonl"
-        rows = by_step(read_metrics(metrics)) if metrics.exists() else []
+        rows = RunRecord(run_dir).metrics()
         sentence, idle, failed = learned(rows), idle_line(rows, max_staleness), failed_rewards(rows)
     except Exception as error:  # a damaged file must not hide why the run failed
         problems.append(f"metrics.jsonl cannot be read ({type(error).__name__}: {error})")

@@ -3,19 +3,18 @@
 import base64
 import gzip
 import json
+import math
 import re
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from titanrl.base.files import replace_text
-from titanrl.metrics.run_directory import read_lines, read_metrics
+from titanrl.base.files import DamagedError, replace_text
+from titanrl.metrics.reading import RecordedCompletion, RecordedGroup, RunRecord
 from titanrl.metrics.series import (
     Points,
     Rows,
-    by_step,
     count,
     first_and_last_five,
     heldout_tasks,
@@ -69,17 +68,14 @@ def write_report(run_dir: Path, summary: Mapping[str, str]) -> Path:
     """Write `report.html` from the files in `run_dir`, and return its path.
 
     Args:
-        run_dir: Run directory. `metrics.jsonl`, `rollouts.jsonl`, `advantages.jsonl` and `config.yaml` are all optional.
+        run_dir: Run directory. All its files are optional.
         summary: Text by label. The entry `outcome` is shown below the title, the others below the key figures.
     """
     import jinja2  # slow to import, and needed only for the report
 
-    metrics, config = run_dir / "metrics.jsonl", run_dir / "config.yaml"
-    rows = by_step(read_metrics(metrics)) if metrics.exists() else []
-    recorded = run_dir / "advantages.jsonl"
-    # A resumed run can train on a group again; the last line of a group wins.
-    advantages = {row["index"]: row["advantages"] for row in read_lines(recorded)} if recorded.exists() else {}
-    samples, total = _sampled_groups(run_dir / "rollouts.jsonl", advantages)
+    run = RunRecord(run_dir)
+    rows = run.metrics()
+    samples, total = _sampled_groups(run)
     curves = [chart for chart in _charts(rows) if chart is not None]
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
     page = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
@@ -87,7 +83,7 @@ def write_report(run_dir: Path, summary: Mapping[str, str]) -> Path:
         outcome=summary.get("outcome", ""),
         facts={label: text for label, text in summary.items() if label != "outcome"},
         figures=_figures(rows),
-        config=config.read_text(encoding="utf-8") if config.exists() else "",
+        config=run.config,
         curves=curves,
         charts=_for_script([curve.figure for curve in curves]),
         plotly=_packed_plotly() if curves else "",
@@ -250,60 +246,66 @@ def _chart(title: str, headline: str, traces: Sequence[Trace], **axis: Any) -> C
 # Sampled rollouts
 
 
-def _sampled_groups(path: Path, advantages: Mapping[int, Sequence[float]]) -> tuple[list[str], int]:
-    """Return the first and the newest groups as JSON texts, and the total number of groups.
+def _sampled_groups(run: RunRecord) -> tuple[list[str], int]:
+    """Return the first and the newest groups as JSON texts, and the total number of groups."""
+    groups, advantages = run.groups(), run.advantages()
 
-    A resumed run can sample a group again; the last line of a group wins.
-    """
-    first: dict[int, str] = {}
-    newest: deque[tuple[int, str]] = deque()
-    first_bytes = newest_bytes = 0
-    seen = set()
-    for row in read_lines(path) if path.exists() else ():
-        index = row["index"]
-        text = json.dumps(_group(row, advantages.get(index, ())), separators=(",", ":"))
-        seen.add(index)
-        if not newest and first_bytes + len(text) <= FIRST_BYTES:
-            first[index] = text
-            first_bytes += len(text)
-            continue
-        newest.append((index, text))
-        newest_bytes += len(text)
-        while newest_bytes > NEWEST_BYTES:
-            newest_bytes -= len(newest.popleft()[1])
-    return list((first | dict(newest)).values()), len(seen)
+    def within(limit: int, groups: Iterable[RecordedGroup]) -> list[str]:
+        texts: list[str] = []
+        for group in groups:
+            texts.append(json.dumps(_group(run, group, advantages.get(group.index, ())), separators=(",", ":")))
+            limit -= len(texts[-1])
+            if limit < 0:
+                return texts[:-1]
+        return texts
+
+    first = within(FIRST_BYTES, groups)
+    newest = within(NEWEST_BYTES, reversed(groups[len(first) :]))
+    return [*first, *reversed(newest)], len(groups)
 
 
-def _group(row: Mapping[str, Any], advantages: Sequence[float]) -> dict[str, Any]:
+def _group(run: RunRecord, group: RecordedGroup, advantages: Sequence[float | None]) -> dict[str, Any]:
     """Return the data that the page shows for a group. `advantages` has no entries for completions whose reward failed."""
-    rewards = [completion["reward"] for completion in row["completions"] if completion["reward"] is not None]
+    rewards = [completion.reward for completion in group.completions if completion.reward is not None]
     # If the counts differ, some rollouts were left out of training. Which ones is not recorded, so no advantage is shown.
     recorded = iter(advantages if len(advantages) == len(rewards) else ())
+    try:
+        tokens = [_sampled(segments) for segments in group.tokens()]
+    except DamagedError:  # show the texts without the tokens
+        tokens = [([], []) for _ in group.completions]
     completions = [
-        _completion(completion, None if completion["reward"] is None else next(recorded, None))
-        for completion in row["completions"]
+        _completion(run, completion, None if completion.reward is None else next(recorded, None), *sampled)
+        for completion, sampled in zip(group.completions, tokens, strict=True)
     ]
     return {
-        "version": row["version"],
-        "index": row["index"],
-        "task": row["task"],
-        "prompt": row["prompt"][:MAX_CHARS],
-        "answer": row["answer"],
+        "version": group.version,
+        "index": group.index,
+        "task": group.task,
+        "prompt": group.prompt[:MAX_CHARS],
+        "answer": group.answer,
         "mean": fmean(rewards) if rewards else None,
         "completions": completions[:MAX_COMPLETIONS],
     }
 
 
-def _completion(completion: Mapping[str, Any], advantage: float | None) -> dict[str, Any]:
-    reward, logprobs = completion["reward"], completion["logprobs"][:MAX_TOKENS]
+def _sampled(segments: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[float]]:
+    """Return the sampled tokens of a completion and their log-probabilities, at most `MAX_TOKENS`."""
+    token_ids = [token for segment in segments for token in segment["token_ids"][segment["mask"]].tolist()]
+    logprobs = [value for segment in segments for value in segment["logprobs"][segment["mask"]].tolist()]
+    return token_ids[:MAX_TOKENS], logprobs[:MAX_TOKENS]
+
+
+def _completion(
+    run: RunRecord, completion: RecordedCompletion, advantage: float | None, token_ids: Sequence[int], logprobs: Sequence[float]
+) -> dict[str, Any]:
     return {
-        "text": completion["text"][:MAX_CHARS],
-        "reward": None if reward is None else round(reward, 4),
-        "error": completion.get("error", "")[:MAX_CHARS],
+        "text": completion.text[:MAX_CHARS],
+        "reward": None if completion.reward is None else round(completion.reward, 4),
+        "error": completion.error[:MAX_CHARS],
         "advantage": None if advantage is None else round(advantage, 4),
-        "num_tokens": completion["num_tokens"],
-        "finish_reason": completion["finish_reason"],
-        "tokens": completion["tokens"][:MAX_TOKENS],
-        "logprobs": [None if logprob is None else round(logprob, 3) for logprob in logprobs],
-        "cut": len(completion["tokens"]) > MAX_TOKENS,
+        "num_tokens": completion.num_tokens,
+        "finish_reason": completion.finish_reason,
+        "tokens": run.token_texts(token_ids),
+        "logprobs": [round(logprob, 3) if math.isfinite(logprob) else None for logprob in logprobs],
+        "cut": completion.num_tokens > MAX_TOKENS,
     }

@@ -1,13 +1,12 @@
-"""The run directory: writes its files, trims them when a run resumes, and reads them back."""
+"""The run directory: writes its files, and trims them when a run resumes. `titanrl.metrics.reading` reads them."""
 
 import errno
 import itertools
-import json
 import math
 import os
-import sys
+import shutil
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,9 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from titanrl.base.files import in_shell, naming, replace_lines, sync_file
+from titanrl.carriers.record import FOLDER, encode, parts_of, sync_record
 from titanrl.carriers.types import StepMetrics
+from titanrl.metrics.reading import read_lines
 
 JOB_SCRIPT = "job.sh"
 """Script of `titanrl submit` in a run directory. Its job resumes the run, even if there is no checkpoint yet."""
@@ -24,8 +25,8 @@ JOB_SCRIPT = "job.sh"
 class RunDirectory:
     """The folder of one run, `runs/<name>/`.
 
-    The controller writes `config.yaml`, `metrics.jsonl`, `advantages.jsonl` and `events.jsonl` through this class. Rollout
-    workers append to `rollouts.jsonl` with `append_line`. Every process writes to `logs/`, and the trainer to `checkpoints/`.
+    The controller writes `config.yaml`, `metrics.jsonl`, `advantages.jsonl` and `events.jsonl` through this class. Every
+    process writes to `record/` (`titanrl.carriers.record`) and to `logs/`, and the trainer to `checkpoints/`.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class RunDirectory:
         path: Path,
         *,
         resume_step: int | None = None,
+        resume_version: int = 0,
         resume_index: int = 0,
         resume_in_flight: Collection[int] = (),
         resume_published: int = 0,
@@ -45,6 +47,7 @@ class RunDirectory:
             path: Run directory.
             resume_step: Step to resume from; lines of later steps are dropped, so that no step is recorded twice. None starts a
                 new run.
+            resume_version: Policy version to resume from; evaluation samples of later versions are dropped.
             resume_index: Index of the first prompt that the resumed run samples; groups from this index on are dropped.
             resume_in_flight: Earlier prompts that are also sampled again; their groups are dropped.
             resume_published: First version that the resumed run publishes; publication events from this version on are dropped.
@@ -61,8 +64,6 @@ class RunDirectory:
         """File with the metrics, one JSON object per step and one per evaluation."""
         self.events = path / "events.jsonl"
         """File with faults, drops, publications, checkpoints and other events, one JSON object per event."""
-        self.rollouts = path / "rollouts.jsonl"
-        """File with sampled groups, one JSON object per group."""
         self.advantages = path / "advantages.jsonl"
         """File with the advantages of the groups trained on, one JSON object per group."""
         self.logs = path / "logs"
@@ -80,20 +81,22 @@ class RunDirectory:
         for folder in (self.logs, self.checkpoints):
             folder.mkdir(parents=True, exist_ok=True)
         if resume_step is None:
-            for file in (self.rollouts, self.events, self.advantages):
+            for file in (self.events, self.advantages):
                 file.unlink(missing_ok=True)  # an earlier run that ended before its first step can have left it
+            shutil.rmtree(path / FOLDER, ignore_errors=True)
         else:
             rules: dict[Path, Callable[[_Head], bool | None]] = {
                 self.metrics: partial(_is_below, "step", resume_step + 1, ()),
                 self.advantages: partial(_is_below, "step", resume_step + 1, ()),
-                self.rollouts: partial(_is_below, "index", resume_index, frozenset(resume_in_flight)),
                 self.events: partial(_is_event_before, resume_step, resume_published, resume_rates),
             }
             for file, keeps in rules.items():
                 if num_odd := _keep_rows(file, keeps):
                     warn(f"{file}: dropped {num_odd} unreadable lines")
-            self._keep_last_rollouts()
-        self._has_replaced = False
+            in_flight = frozenset(resume_in_flight)
+            self._keep_records("rollouts", lambda head: _index(head) < resume_index and _index(head) not in in_flight)
+            self._keep_records("evaluations", lambda head: _number(head.version) <= resume_version)
+            self._keep_records("trained", lambda head: _number(head.step) <= resume_step)
         self._metrics_file = self.metrics.open("a", encoding="utf-8", buffering=1)
 
     def has_event(self, kind: str, **fields: Any) -> bool:
@@ -103,30 +106,31 @@ class RunDirectory:
         return any(all(row.get(key) == value for key, value in wanted.items()) for row in rows)
 
     def drop_rollouts(self, indices: Collection[int]) -> None:
-        """Drop the groups of these prompts from `rollouts.jsonl`. Call this before the rollout workers write to the file."""
+        """Drop the groups of these prompts from the record. Call this before the rollout workers write to it."""
         if indices:
-            _keep_rows(self.rollouts, partial(_is_below, "index", sys.maxsize, frozenset(indices)))
+            self._keep_records("rollouts", lambda head: _index(head) not in indices)
 
     def flush_to_disk(self) -> None:
         """Flush all lines written so far to disk, so that they survive a power failure, as the next checkpoint does."""
-        for file in (self.metrics, self.advantages, self.rollouts, self.events):
+        for file in (self.metrics, self.advantages, self.events):
             sync_file(file)
+        sync_record(self.path)
 
     def log(self, metrics: StepMetrics) -> None:
         """Append one line to `metrics.jsonl`: `step`, `version`, `time` (Unix seconds), then the values."""
         head = {"step": metrics.step, "version": metrics.version, "time": time.time()}
         with naming(self.metrics):
-            self._metrics_file.write(_encode({**head, **metrics.values}) + "\n")
+            self._metrics_file.write(encode({**head, **metrics.values}) + "\n")
         if os.fstat(self._metrics_file.fileno()).st_nlink == 0:
             raise FileNotFoundError(errno.ENOENT, "deleted while the run was writing to it", str(self.metrics))
 
     def log_advantages(self, step: int, groups: Iterable[tuple[int, int, Sequence[float]]]) -> None:
         """Append one line per group to `advantages.jsonl`: `step`, `index`, `version` and `advantages`.
 
-        A group has the index and version of its line in `rollouts.jsonl`, and no advantage of completions whose reward failed.
+        A group has the index and version of its record, and no advantage of completions whose reward failed.
         """
         lines = [
-            _encode({"step": step, "index": index, "version": version, "advantages": advantages}) + "\n"
+            encode({"step": step, "index": index, "version": version, "advantages": advantages}) + "\n"
             for index, version, advantages in groups
         ]
         with naming(self.advantages), self.advantages.open("a", encoding="utf-8") as file:
@@ -135,21 +139,14 @@ class RunDirectory:
     def event(self, kind: str, **fields: Any) -> None:
         """Append one line to `events.jsonl`: `time` (Unix seconds), `kind`, then the fields."""
         append_line(self.events, {"time": time.time(), "kind": kind, **fields})
-        self._has_replaced |= kind == "respawn"
 
-    def _keep_last_rollouts(self) -> None:
-        """Keep only the last line of each group. A group has several if it was sampled again after a process died."""
-        if self.rollouts.exists():
-            with self.rollouts.open("rb") as file:
-                heads = [head for head in map(_head, file) if head is not None]
-            last = {head.index: number for number, head in enumerate(heads)}
-            numbers = itertools.count()
-            _keep_rows(self.rollouts, lambda head: last[head.index] == next(numbers))
+    def _keep_records(self, kind: str, keeps: Callable[["_Head"], bool]) -> None:
+        """Drop the records of a kind for which `keeps` returns False. The first line of a part, which is no record, stays."""
+        for part in parts_of(self.path, kind):
+            _keep_rows(part.path, lambda head: head.format is not None or keeps(head))
 
     def close(self) -> None:
-        """Close `metrics.jsonl`. Call this after the rollout workers have stopped."""
-        if self._has_replaced:
-            self._keep_last_rollouts()
+        """Close `metrics.jsonl`."""
         with naming(self.metrics):
             self._metrics_file.close()
 
@@ -160,7 +157,7 @@ def append_line(path: Path, obj: Mapping[str, Any]) -> None:
     Raises:
         OSError: The line was not written, or only partly; the error names the file.
     """
-    line = (_encode(obj) + "\n").encode()
+    line = (encode(obj) + "\n").encode()
     with naming(path):
         file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
@@ -172,32 +169,10 @@ def append_line(path: Path, obj: Mapping[str, Any]) -> None:
         raise OSError(errno.ENOSPC, f"only {written} of {len(line)} bytes were appended", str(path))
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of `metrics.jsonl`. Skip the last line if a killed process left it incomplete.
-
-    Raises:
-        ValueError: An earlier line is not a JSON object.
-    """
-    lines = path.read_bytes().splitlines()
-    rows = [_decode(line) for line in lines]
-    for number, row in enumerate(rows[:-1], start=1):
-        if row is None:
-            raise ValueError(f"{path}, line {number}: not a JSON object. Remove this line to read the others.")
-    return [row for row in rows if row is not None]
-
-
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of `rollouts.jsonl` or `advantages.jsonl`. Skip lines that a killed process left incomplete."""
-    with path.open("rb") as file:
-        for line in file:
-            row = _decode(line)
-            if row is not None:
-                yield row
-
-
 class _Head(BaseModel):
     """The fields of a line that decide whether it is kept. The other fields are parsed but not stored, to save memory."""
 
+    format: Any = None
     index: Any = None
     kind: Any = None
     number: Any = None
@@ -211,6 +186,15 @@ def _head(line: bytes) -> _Head | None:
         return _Head.model_validate_json(line)
     except ValidationError:
         return None
+
+
+def _index(head: _Head) -> float:
+    return _number(head.index)
+
+
+def _number(value: object) -> float:
+    """Return an integer of a line; infinity for anything else, so that a comparison drops the line."""
+    return value if isinstance(value, int) else math.inf
 
 
 def _is_below(key: str, end: int, others: Collection[int], head: _Head) -> bool | None:
@@ -250,27 +234,3 @@ def _keep_rows(path: Path, keeps: Callable[[_Head], bool | None]) -> int:
         with path.open("rb") as file:
             replace_lines(path, (line.decode().rstrip("\n") + "\n" for line in itertools.compress(file, marks)))
     return marks.count(None)
-
-
-def _encode(obj: Mapping[str, Any]) -> str:
-    return json.dumps(_finite(obj), separators=(",", ":"))
-
-
-def _finite(value: Any) -> Any:
-    """Replace infinities and NaN, which JSON cannot express, with None; convert containers to dicts and lists."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
-
-
-def _decode(line: bytes) -> dict[str, Any] | None:
-    """Decode the object of a line; return None for an incomplete line."""
-    try:
-        row = json.loads(line.decode())
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) else None

@@ -21,8 +21,6 @@ from titanrl.carriers.tables import RecordTable
 from titanrl.carriers.types import (
     Completion,
     DoubleArray,
-    FinishReason,
-    FloatArray,
     GenerationRequest,
     Group,
     GroupHandle,
@@ -40,7 +38,6 @@ from titanrl.carriers.types import (
 from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.config.data import DataConfig
 from titanrl.config.sections import RolloutConfig, TrainerConfig
-from titanrl.data.tokenizer import Tokenizer
 
 Generate = Callable[[Sequence[GenerationRequest]], Awaitable[list[Completion]]]
 """Function from requests to their completions, in the same order."""
@@ -382,38 +379,6 @@ def num_generated(group: Group) -> int:
     """Return the number of tokens that the generators sampled for a group, including completions without a reward."""
     sampled = sum(int(np.count_nonzero(segment.mask)) for rollout in group.rollouts for segment in rollout.segments)
     return sampled + sum(len(failure.completion.token_ids) for failure in group.failures)
-
-
-def readable_group(prompt: Prompt, version: int, completions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return a line of `rollouts.jsonl`.
-
-    Args:
-        prompt: Prompt of the group.
-        version: Newest policy version that sampled the group.
-        completions: Results of `readable_completion`, extended by the rewards; completions with a reward come first.
-    """
-    return {
-        "version": version,
-        "index": prompt.index,
-        "task": prompt.task,
-        "prompt": prompt.text,
-        "answer": prompt.entry.get("answer"),
-        "completions": completions,
-    }
-
-
-def readable_completion(
-    tokenizer: Tokenizer, text: str, token_ids: IntArray, logprobs: FloatArray, finish_reason: FinishReason
-) -> dict[str, Any]:
-    """Return a completion's text as rewards receive it, its tokens' texts, and log-probabilities of four decimals."""
-    ids = token_ids.tolist()
-    return {
-        "text": text,
-        "num_tokens": len(ids),
-        "finish_reason": finish_reason,
-        "tokens": [tokenizer.token_text(token_id) for token_id in ids],
-        "logprobs": [round(float(logprob), 4) for logprob in logprobs],
-    }
 
 
 FILTER_EXPECTED = "def keep(group: ScoredGroup) -> bool"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
+from typing import Protocol
 
 import numpy as np
 
@@ -102,6 +103,15 @@ IN_FLIGHT = 128
 """Maximum number of concurrent completions, but at least those of one prompt."""
 
 
+class RecordEvaluation(Protocol):
+    """A function that records the groups of an evaluation."""
+
+    def __call__(
+        self, name: str, groups: Sequence[Group], decode: Callable[[list[int]], str], /, *, environment: str | None
+    ) -> None:
+        """Record groups of a set; `decode` maps sampled tokens to the text that rewards receive."""
+
+
 class EvaluationSets:
     """The evaluation sets of a run. The prompts and rewards of a set are loaded on its first use."""
 
@@ -122,8 +132,17 @@ class EvaluationSets:
         self._prompts: dict[tuple[str, int], list[Prompt]] = {}
         self._opening = asyncio.Lock()
 
-    async def evaluate(self, name: str | None, generate: Generate, num_prompts: int | None = None) -> EvaluationResult:
+    async def evaluate(
+        self,
+        name: str | None,
+        generate: Generate,
+        num_prompts: int | None = None,
+        *,
+        record: RecordEvaluation | None = None,
+    ) -> EvaluationResult:
         """Sample and score completions for the prompts of a set, by default its `num_prompts`.
+
+        `record` records the groups of the first `logging.evaluation_prompts` prompts.
 
         Raises:
             ScorerError: The reward failed on every completion.
@@ -152,7 +171,12 @@ class EvaluationSets:
                 seed=seed,
             )
 
-        return await evaluate_prompts(subset, prompts, answer)
+        groups = await answer_prompts(subset, prompts, answer)
+        if record is not None and (recorded := groups[: self._config.logging.evaluation_prompts]):
+            environment = subset.data.environment
+            function = None if environment is None else environment.function
+            await asyncio.to_thread(record, subset.name, recorded, self._decode, environment=function)
+        return evaluation_result(subset, groups)
 
     async def close(self) -> None:
         """Stop the processes of sets that have their own data."""
@@ -211,22 +235,18 @@ def evaluation_set(config: Config, name: str | None = None) -> EvaluationSet:
     return sets[name]
 
 
-async def evaluate_prompts(
+async def answer_prompts(
     subset: EvaluationSet, prompts: Sequence[Prompt], answer: Callable[[Sequence[Prompt]], Awaitable[Sequence[Group]]]
-) -> EvaluationResult:
-    """Answer the prompts of a set, at most `IN_FLIGHT` completions at the same time, and return the result.
+) -> list[Group]:
+    """Answer the prompts of a set, at most `IN_FLIGHT` completions at the same time, and return their groups.
 
     Args:
         subset: Evaluation set.
         prompts: Prompts of the set.
         answer: Function from prompts to their groups of scored completions.
-
-    Raises:
-        ScorerError: The reward failed on every completion.
     """
     size = max(1, IN_FLIGHT // subset.num_samples)
-    groups = [group for start in range(0, len(prompts), size) for group in await answer(prompts[start : start + size])]
-    return evaluation_result(subset, groups)
+    return [group for start in range(0, len(prompts), size) for group in await answer(prompts[start : start + size])]
 
 
 def evaluation_requests(

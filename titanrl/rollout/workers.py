@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from titanrl.base.plugins import Plugins, loaded, loading
 from titanrl.carriers.dumps import DumpReader, DumpWriter
-from titanrl.carriers.types import Completion, EvaluationResult, Group, GroupRecord, Rejection, Rollout
+from titanrl.carriers.types import EvaluationResult, Group, GroupRecord, Rejection, Rollout
 from titanrl.config.schema import Config
-from titanrl.metrics.run_directory import append_line
 from titanrl.processes.actors import (
     Actor,
     ActorError,
@@ -35,14 +34,13 @@ from titanrl.rollout.group import (
     fit_to_rows,
     keeps,
     num_generated,
-    readable_completion,
-    readable_group,
     record_of,
     roll_out,
     sampling_requests,
     without_truncated,
 )
 from titanrl.rollout.pool import GeneratorPool, InRound
+from titanrl.rollout.recorded import GroupRecorder, newest_version
 
 if TYPE_CHECKING:
     from titanrl.rollout.open_tasks import OpenTask
@@ -83,7 +81,7 @@ class WorkerSetup:
     model_dir: Path
     """Hugging Face model directory with the tokenizer."""
     run_dir: Path
-    """Run directory; sampled rollouts are appended to its `rollouts.jsonl`."""
+    """Run directory; sampled rollouts are recorded in it."""
     buffer: Any
     """Replay buffer actor."""
     generators: tuple[Any | None, ...]
@@ -130,6 +128,8 @@ class RolloutWorker(Actor):
         self._tokenizer = load_tokenizer(self._setup.model_dir)
         rollout = self._setup.config.rollout
         self._decode = partial(self._tokenizer.decode_completion, stop=rollout.stop, keep_stop=rollout.keep_stop)
+        name = f"rollout_{self._setup.number}"
+        self._record = GroupRecorder(self._setup.run_dir, name, config, self._tokenizer)
         if self._recorded is not None:
             return
         self._filter = loaded(plugins, "rollout.group_filter")
@@ -181,7 +181,7 @@ class RolloutWorker(Actor):
             task = self._start_task(self._evaluate(name), EVALUATION)
         else:
             pool = GeneratorPool((evaluator,), self._setup.config.generator.max_num_seqs)
-            task = self._start_task(self._sets.evaluate(name, pool.generate), IN_BACKGROUND)
+            task = self._start_task(self._sets.evaluate(name, pool.generate, record=self._record.evaluation), IN_BACKGROUND)
         try:
             return await task
         except asyncio.CancelledError:  # another endpoint cancelled the task
@@ -202,7 +202,7 @@ class RolloutWorker(Actor):
         # Groups of other workers may still be decoding the last round.
         generate = partial(self._pool.generate, when_drained=self._setup.config.max_staleness == 0)
         async with self._turn:  # in asynchronous training, rollouts never hold this lock
-            return await self._sets.evaluate(name, generate)
+            return await self._sets.evaluate(name, generate, record=self._record.evaluation)
 
     @endpoint
     async def close(self) -> None:
@@ -316,9 +316,17 @@ class RolloutWorker(Actor):
             num_generated=num_generated(group),
             whole=group,
         )
-        # Write the line before the delivery, so that a checkpoint never contains a group whose line was lost in a crash.
+        # Record before the delivery, so that a checkpoint never contains a group whose record was lost in a crash.
         if reservation.index % config.rollout.groups_per_step < config.logging.rollouts_per_step:
-            append_line(self._setup.run_dir / "rollouts.jsonl", self._readable(group, record))
+            environment = config.data.environment
+            await asyncio.to_thread(
+                self._record.rollouts,
+                group,
+                self._decode,
+                status=status_of(record),
+                version=record.max_version if group.rollouts else newest_version(group),
+                environment=None if environment is None else environment.function,
+            )
         await self._outbox.deliver(record, trained.rollouts, group)
 
     def _rejection(self, group: Group, task: int) -> Rejection | None:
@@ -342,35 +350,6 @@ class RolloutWorker(Actor):
             first = located(cause_of(error))
             await self._setup.buffer.fail.call_one("".join(traceback.format_exception_only(first)).strip())
             raise
-
-    def _readable(self, group: Group, record: GroupRecord) -> dict[str, Any]:
-        """Convert a group to a line of `rollouts.jsonl`.
-
-        Completions with a reward come first, in the order of the group's record, followed by those whose reward failed. The
-        version is taken from the record, so that `index` and `version` identify the group's line in `advantages.jsonl`.
-        """
-        failed = [int(version) for failure in group.failures for version in failure.completion.versions]
-        version = record.max_version if group.rollouts else max(failed, default=-1)
-        completions = [
-            {
-                **self._readable_completion(rollout.sampled),
-                "reward": rollout.reward,
-                "reward_parts": rollout.reward_parts,
-                **({"metrics": rollout.metrics} if rollout.metrics else {}),
-            }
-            for rollout in group.rollouts
-        ]
-        for completion, messages in zip(completions, group.conversations, strict=False):
-            completion["messages"] = messages
-        completions += [
-            {**self._readable_completion(failure.completion), "reward": None, "error": failure.error}
-            for failure in group.failures
-        ]
-        return readable_group(group.prompt, version, completions)
-
-    def _readable_completion(self, completion: Completion) -> dict[str, Any]:
-        text = self._decode(completion.token_ids.tolist())
-        return readable_completion(self._tokenizer, text, completion.token_ids, completion.logprobs, completion.finish_reason)
 
 
 MAX_HELD = 8
@@ -438,15 +417,21 @@ class Outbox:
             if self._dump is not None:
                 whole: list[tuple[Group, str]] = []
                 for record, _, group in groups:
-                    status = record.rejection or ("kept" if record.has_payload else "no signal")
                     if group is not None:
-                        whole.append((group, status if record.rewards else "no reward"))
+                        whole.append((group, status_of(record)))
                 await asyncio.to_thread(self._dump, whole)
             # Store the tokens first: the trainer may fetch them as soon as the buffer has the record.
             for record, rollouts, _ in groups:
                 if record.has_payload:
                     self._payloads.put(record.handle, packed(rollouts))
             await ask_actor(self._buffer.commit, [record for record, _, _ in groups], self._payloads.usage)
+
+
+def status_of(record: GroupRecord) -> str:
+    """Return the status of a group: `kept`, or why it is not trained on."""
+    if not record.rewards:
+        return "no reward"
+    return record.rejection or ("kept" if record.has_payload else "no signal")
 
 
 def packed(rollouts: Iterable[Rollout]) -> tuple[bytes, ...]:

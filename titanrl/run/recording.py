@@ -8,7 +8,7 @@ import numpy as np
 
 from titanrl.base.files import replace_text
 from titanrl.base.plugins import Plugins
-from titanrl.carriers.types import DoubleArray
+from titanrl.carriers.types import BoolArray, DoubleArray, GroupHandle, IntArray
 from titanrl.config.load import recorded_config
 from titanrl.config.schema import Config
 from titanrl.data.selection import record_data
@@ -33,6 +33,7 @@ def open_recorder(config: Config, run_dir: Path, kind: Kind, found: Resumable, c
     directory = RunDirectory(
         run_dir,
         resume_step=step,
+        resume_version=state.version,
         resume_index=state.next_index,
         resume_in_flight=state.in_flight,
         resume_rates=state.num_rates,
@@ -109,17 +110,33 @@ def record_drops(recorder: Recorder, batch: Batch, step: int) -> None:
         recorder.scorer_errors(step, batch.num_errors, batch.num_tried_rollouts, batch.first_error)
 
 
+def recorded_groups(batch: Batch, config: Config) -> dict[GroupHandle, int]:
+    """Return the index of each group of a batch that is recorded with its tokens, by the location of its payload."""
+    groups = batch.all_records.groups
+    chosen = groups[_is_recorded(groups["index"], config) & (groups["has_payload"] > 0)]
+    return {
+        GroupHandle(shard=shard, slot=slot, serial=serial): index
+        for index, (shard, slot, serial) in zip(chosen["index"].tolist(), chosen["handle"].tolist(), strict=True)
+    }
+
+
+def _is_recorded(indices: IntArray, config: Config) -> BoolArray:
+    """Return True for each prompt whose group is recorded with its tokens."""
+    is_recorded: BoolArray = indices % config.rollout.groups_per_step < config.logging.rollouts_per_step
+    return is_recorded
+
+
 def record_advantages(directory: RunDirectory, batch: Batch, advantages_N: DoubleArray, step: int, config: Config) -> None:
-    """Record the advantages of the groups that `rollouts.jsonl` shows."""
+    """Record the advantages of the groups that are recorded with their tokens."""
     if not config.logging.rollouts_per_step:
         return
     groups = batch.all_records.by_index().groups
     ends = np.cumsum(groups["num_rollouts"])
     starts = ends - groups["num_rollouts"]
-    is_shown = groups["index"] % config.rollout.groups_per_step < config.logging.rollouts_per_step
+    is_recorded = _is_recorded(groups["index"], config)
     rows = [
         (int(groups["index"][i]), int(groups["max_version"][i]), advantages_N[starts[i] : ends[i]].tolist())
-        for i in np.flatnonzero(is_shown & np.isin(groups["index"], batch.records.groups["index"]))
+        for i in np.flatnonzero(is_recorded & np.isin(groups["index"], batch.records.groups["index"]))
     ]
     if rows:
         directory.log_advantages(step, rows)

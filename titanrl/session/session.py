@@ -35,7 +35,7 @@ from titanrl.launch.trainer_mesh import TrainerMesh
 from titanrl.metrics.console import Console
 from titanrl.models.directory import open_model
 from titanrl.processes.children import Respawns
-from titanrl.rollout.open_tasks import EvaluationSets, OpenTask, open_tasks
+from titanrl.rollout.open_tasks import EvaluationSets, OpenTask, RecordEvaluation, open_tasks
 from titanrl.session.sampling import Sample, Sampler, SamplingClient
 from titanrl.session.starting_model import StartingModel, new_base, prepare_starting_model, warm_start
 from titanrl.session.training import TrainingClient
@@ -136,7 +136,12 @@ class Task:
         return [[score.reward for score in group if score.reward is not None] for group in scored]
 
     async def evaluate(
-        self, client: SamplingClient, num_prompts: int | None = None, *, name: str | None = None
+        self,
+        client: SamplingClient,
+        num_prompts: int | None = None,
+        *,
+        name: str | None = None,
+        record: RecordEvaluation | None = None,
     ) -> EvaluationResult:
         """Sample completions of an evaluation set, and score them.
 
@@ -144,12 +149,13 @@ class Task:
             client: Client of the model to evaluate.
             num_prompts: Number of prompts; the set's `num_prompts` by default.
             name: Evaluation set; None means the first, which is the default set unless it was left out.
+            record: Function that records the groups of the first `logging.evaluation_prompts` prompts.
 
         Raises:
             ScorerError: The reward failed on every completion.
             ValueError: There is no such set, or its data cannot be used.
         """
-        return await self._sets.evaluate(name, client.generate, num_prompts)
+        return await self._sets.evaluate(name, client.generate, num_prompts, record=record)
 
     async def close(self) -> None:
         """Stop the reward processes."""

@@ -5,6 +5,7 @@ The model's output at position t predicts the token at t + 1, so all values of a
 Shape suffixes: B rows, L tokens of a row, N = B * L, S tokens of a sequence.
 """
 
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Self
@@ -13,8 +14,9 @@ import numpy as np
 import torch
 
 from titanrl.algorithms.logprobs import TokenSupports, token_supports
+from titanrl.carriers.record import Columns
 from titanrl.carriers.supports import Supports
-from titanrl.carriers.tables import Row
+from titanrl.carriers.tables import MicroBatch, Row
 from titanrl.carriers.types import GroupHandle, Segment
 from titanrl.models.attention import sequence_starts
 
@@ -92,6 +94,50 @@ def places(row: Row) -> Iterator[slice]:
 def empty_rows(num_rows: int, row_tokens: int) -> PackedRows:
     """Return rows of padding only, with an all-False mask."""
     return collate([()] * num_rows, {}, row_tokens)
+
+
+def recorded_segments(
+    microbatch: MicroBatch, rows: Sequence[Row], packed: PackedRows, logprobs_BL: torch.Tensor
+) -> Iterator[tuple[dict[str, Any], Columns]]:
+    """Yield the records of the sequences whose losses are recorded: values, and columns with one value per loss token.
+
+    docs/record.md describes them. `rows` is the plan of the packed rows, and `logprobs_BL` has the log-probabilities of their
+    targets under the policy being trained.
+    """
+    recorded = microbatch.recorded
+    assert recorded is not None, "nothing is recorded"
+    for b, row in enumerate(rows):
+        for sequence, place in zip(row, places(row), strict=True):
+            index = recorded.indices.get(sequence.handle)
+            if index is None:
+                continue
+            mask_S = packed.mask_BL[b, place].cpu()
+            # Each value is stored at the position before its token.
+            positions = torch.nonzero(mask_S)[:, 0].to(torch.int32) + sequence.num_shared + 1
+            tokens_BL = {
+                "logprobs": logprobs_BL,
+                "generator_logprobs": packed.logprobs_BL,
+                "versions": packed.versions_BL,
+                "proximal_logprobs": packed.proximal_BL,
+                "reference_logprobs": packed.reference_BL,
+                "advantages": packed.advantages_BL,
+                "weights": packed.weights_BL,
+            }
+            columns = {
+                name: values_BL[b, place].detach().cpu()[mask_S].numpy()
+                for name, values_BL in tokens_BL.items()
+                if values_BL is not None
+            }
+            columns["versions"] = columns["versions"].astype(np.int32)
+            values = {
+                "time": time.time(),
+                "step": recorded.step,
+                "update": recorded.update,
+                "index": index,
+                "segment": sequence.segment,
+                "mean_weight": microbatch.mean_weight,
+            }
+            yield values, {"positions": positions.numpy(), **columns}
 
 
 def collate(rows: Sequence[Row], payload: Mapping[GroupHandle, Mapping[int, Segment]], row_tokens: int) -> PackedRows:

@@ -110,9 +110,13 @@ class Learner:
 
         The objective is divided by `mean_weight`, the mean weight of the off-policy correction over the whole batch.
         """
+        return self.policy_pass(rows, mean_weight).sums
+
+    def policy_pass(self, rows: PackedRows, mean_weight: float = 1.0) -> RowsResult:
+        """Do the same as `forward_backward`, and return the log-probabilities, too."""
         version = self.version + min(self.num_ahead, 1)  # between two versions, no token was sampled by the current weights
         policy = partial(policy_objective, algorithm=self._algorithm, loss=self._loss, mean_weight=mean_weight, version=version)
-        return self.run(rows, policy).sums
+        return self.run(rows, policy)
 
     def measure_correction(self, rows: PackedRows, plan: Sequence[Row]) -> MeasuredCorrection:
         """Run a forward pass over some rows, and return the effect of the off-policy correction on their sequences.

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 from titanrl.base.files import Digests
 from titanrl.base.plugins import Plugin, Plugins, loaded, loading
 from titanrl.carriers.datums import Datum
+from titanrl.carriers.record import BackgroundRecord, RecordFile, share
 from titanrl.carriers.tables import MicroBatch, Row
 from titanrl.carriers.types import AdamParams, GroupHandle, LossSums, MeasuredCorrection, OptimUpdate, Segment
 from titanrl.config.algorithm import AlgorithmConfig
@@ -36,6 +37,8 @@ R = TypeVar("R")
 
 ROW_MULTIPLE = 8
 """Multiple to which the row length per tensor-parallel rank is rounded up, unless the row length is fixed."""
+SHARE = 0.3
+"""Fraction of `logging.record_bytes` for the losses of single tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +67,8 @@ class TrainerSetup:
     plugins: Plugins = field(default_factory=dict)
     """User-defined objects that replace built-in ones."""
     faults: FaultsConfig = field(default_factory=FaultsConfig)
+    record_bytes: int = 10**9
+    """Size limit of the run's record."""
 
 
 def collective(
@@ -102,6 +107,10 @@ class PolicyTrainer(Actor):
             from torchtitan.config import CommConfig
             from torchtitan.distributed.utils import init_distributed
 
+        limit = share(self._setup.record_bytes, SHARE, self._setup.config.parallelism.world_size)
+        file = RecordFile(self._setup.checkpoint_dir.parent, "trained", f"trainer_{current_rank().rank}", limit)
+        self._record = BackgroundRecord(file)
+        self._closing.append(self._record.flush)
         if self._setup.device.kind == "cpu":
             torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         else:
@@ -173,10 +182,16 @@ class PolicyTrainer(Actor):
         `compute_logprobs` has kept the log-probabilities of the versions of the proximal and the reference policy.
         """
         with self.agreement.phase("forward_backward") as agree, self._learner.required_pass():
-            _, packed = await self._rows(microbatch, proximal_version, reference_version)
+            from titanrl.trainer.collate import recorded_segments
+
+            rows, packed = await self._rows(microbatch, proximal_version, reference_version)
             agree(lambda: {**self.progress(num_passes=1), **microbatch.sizes})
             with self._computing():
-                return self._learner.forward_backward(packed, microbatch.mean_weight)
+                result = self._learner.policy_pass(packed, microbatch.mean_weight)
+                if microbatch.recorded is not None and self._learner.model.tp_rank == 0:
+                    for values, columns in recorded_segments(microbatch, rows, packed, result.logprobs_BL):
+                        self._record.put({"version": self._learner.version, **values}, columns)
+            return result.sums
 
     @endpoint
     async def measure_correction(self, microbatch: MicroBatch, proximal_version: int | None = None) -> MeasuredCorrection:
@@ -308,6 +323,7 @@ class PolicyTrainer(Actor):
     @collective
     async def save_checkpoint(self, step: int, published: int | None = None) -> None:
         """Write a checkpoint to resume from: model, optimizer and version, and the weights of snapshot `published` if given."""
+        self._record.flush()  # before the checkpoint, because a resumed run does not repeat these steps
         async with self._weights_lock:
             self._checkpoints.save(step, published)
 

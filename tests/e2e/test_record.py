@@ -1,0 +1,124 @@
+"""The record of a real run, compared with numbers computed here from its rewards, its tokens and its model."""
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from tests.e2e.conftest import Finished, Start
+from titanrl.carriers.record import lines_of, parts_of
+from titanrl.metrics.reading import RecordedGroup, RunRecord, TrainedSegment, open_run
+
+SETTINGS = ("num_steps=2", "checkpoint.every_steps=1", "logging.rollouts_per_step=8", "evaluation.num_prompts=8")
+
+
+@pytest.fixture(scope="module")
+def finished(start_run: Start, plain_run: Finished) -> Finished:
+    run = start_run("recorded", *plain_run.as_start, *SETTINGS, "logging.evaluation_prompts=5").finish()
+    assert run.code == 0, run.output
+    return run
+
+
+def trained_groups(run: RunRecord, step: int) -> list[RecordedGroup]:
+    """Return the groups of a step's batch; a synchronous batch is the next eight prompts."""
+    return [group for group in run.groups() if group.index // 8 == step - 1]
+
+
+def tokens_of(groups: Sequence[RecordedGroup], trained: TrainedSegment) -> Mapping[str, Any]:
+    (group,) = (group for group in groups if group.index == trained.index)
+    completion, segment = group.place_of(trained.segment)
+    return group.tokens()[completion][segment]
+
+
+def test_recorded_advantages_and_weights_equal_a_hand_computation(finished: Finished) -> None:
+    run = open_run(finished.run_dir)
+    for step in (1, 2):
+        groups = trained_groups(run, step)
+        assert len(groups) == 8
+        num_tokens = sum(completion.num_tokens for group in groups for completion in group.completions)
+        trained = [segment for segment in run.trained() if segment.step == step]
+        # Groups whose rewards are all equal have no gradient, so they are not computed.
+        with_signal = [group for group in groups if len({completion.reward for completion in group.completions}) > 1]
+        assert with_signal
+        assert [(segment.index, segment.segment) for segment in trained] == [
+            (group.index, number) for group in with_signal for number in range(8)
+        ]
+        for segment in trained:
+            (group,) = (group for group in groups if group.index == segment.index)
+            rewards = [completion.reward for completion in group.completions]
+            expected = rewards[segment.segment] - np.mean(rewards)  # type: ignore[arg-type, operator]
+            columns = segment.columns()
+            assert columns["advantages"] == pytest.approx(expected, abs=1e-6)
+            assert columns["weights"] == pytest.approx(1.0 / num_tokens, rel=1e-6)  # a mean over all tokens of the batch
+            assert (segment.version, segment.update, segment.mean_weight) == (step - 1, 0, 1.0)
+
+
+def test_recorded_log_probabilities_equal_those_of_transformers(finished: Finished, plain_run: Finished) -> None:
+    run = open_run(finished.run_dir)
+    groups = trained_groups(run, 1)
+    model = transformers.AutoModelForCausalLM.from_pretrained(plain_run.run_dir / "checkpoints/final", dtype=torch.float64)
+    differences = []
+    for segment in (segment for segment in run.trained() if segment.step == 1):
+        tokens, columns = tokens_of(groups, segment), segment.columns()
+        token_ids = torch.tensor(tokens["token_ids"].astype(np.int64))[None]
+        with torch.no_grad():
+            logprobs = model(token_ids).logits[0, :-1].log_softmax(-1)
+        positions = columns["positions"].astype(np.int64)
+        assert positions.tolist() == np.flatnonzero(tokens["mask"]).tolist()
+        expected = logprobs[positions - 1, token_ids[0, positions]].numpy()
+        differences += [np.abs(columns["logprobs"] - expected), np.abs(columns["generator_logprobs"] - expected)]
+        assert columns["generator_logprobs"].tolist() == tokens["logprobs"][positions].tolist()
+        assert columns["versions"].tolist() == tokens["versions"][positions].tolist() == [0] * len(positions)
+    assert np.concatenate(differences).mean() < 1e-6
+    assert np.concatenate(differences).max() < 1e-5  # a float32 model
+
+
+def test_evaluation_samples_of_two_versions_have_the_same_prompts(finished: Finished) -> None:
+    run = open_run(finished.run_dir)
+    samples = run.evaluations("chain_sum")
+    assert [(sample.version, sample.index) for sample in samples] == [(0, n) for n in range(5)] + [(2, n) for n in range(5)]
+    before, after = samples[:5], samples[5:]
+    assert [sample.rendered for sample in before] == [sample.rendered for sample in after]
+    assert all(sample.rendered.startswith(sample.prompt) for sample in samples)
+    for sample in samples:
+        (completion,) = sample.completions
+        assert completion.reward == float(completion.text.endswith(f"<answer>{sample.answer}</answer>"))
+        (segment,) = sample.tokens()[0]
+        assert "".join(run.token_texts(segment["token_ids"])).startswith(sample.rendered)
+
+
+def raw(run: RunRecord, kind: str) -> list[dict[str, Any]]:
+    """Return the lines of a kind without what depends on the time."""
+    lines = [line for part in parts_of(run.path, kind) for line in lines_of(part.path) if "index" in line]
+    return [{**line, "time": 0, "generate_s": 0, "score_s": 0, "columns": 0} for line in lines]
+
+
+def trained_values(run: RunRecord) -> list[dict[str, Any]]:
+    """Return what the trainer recorded, without times and places."""
+    return [
+        segment.model_dump(exclude={"time", "place"}) | {name: column.tolist() for name, column in segment.columns().items()}
+        for segment in run.trained()
+    ]
+
+
+def test_resumed_run_records_every_step_once(finished: Finished, start_run: Start) -> None:
+    whole = replace(finished, run_dir=finished.run_dir.with_name("whole"))
+    shutil.copytree(finished.run_dir, whole.run_dir)
+    shutil.rmtree(finished.run_dir / "checkpoints/step-2")
+    for part in parts_of(finished.run_dir, "trained"):
+        with part.path.open("ab") as file:
+            file.write(b'{"step":2,"upda')  # as a killed process leaves it
+    resumed = start_run("recorded", resume=True).finish()
+    assert resumed.code == 0, resumed.output
+    before, after = open_run(whole.run_dir), open_run(resumed.run_dir)
+    for kind in ("rollouts", "trained", "evaluations"):
+        assert sorted(raw(before, kind), key=repr) == sorted(raw(after, kind), key=repr), kind
+    assert trained_values(before) == trained_values(after)
+    assert [group.tokens()[0][0]["token_ids"].tolist() for group in before.groups()] == [
+        group.tokens()[0][0]["token_ids"].tolist() for group in after.groups()
+    ]

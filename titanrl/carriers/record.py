@@ -1,0 +1,264 @@
+"""Files of a run's record: lines of JSON, and beside them columns of numbers, one per token. docs/record.md describes both.
+
+A process appends its records of one kind to `record/<kind>-<process>.<part>.jsonl`. Only the process that created a part writes
+to it, so a part needs no lock, and a line that a killed process left incomplete is the last of its part. Columns are in the
+`.bin` file of the same name. They are written before their line, which has their place and checksum.
+"""
+
+import json
+import logging
+import math
+import os
+import queue
+import threading
+import time
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from titanrl.base.files import naming, sync_file, sync_folder
+
+FOLDER = "record"
+"""Folder of the record in a run directory."""
+FORMAT = 1
+"""Version of the layout, in the first line of each part."""
+NUM_PARTS = 8
+"""Parts into which the limit of a kind of records of one process is divided."""
+BATCH_S = 0.5
+"""Seconds for which `BackgroundRecord` collects records before it writes them, and so the most that a killed process loses."""
+MAX_QUEUED = 4096
+"""Records that may wait for `BackgroundRecord` to write them; more are dropped and counted."""
+
+Columns = Mapping[str, npt.NDArray[Any]]
+"""Arrays of equal length, by name."""
+Record = tuple[Mapping[str, Any], Columns]
+"""Values of a line, and its columns, which may be empty."""
+
+
+class Part(NamedTuple):
+    """A part of the record, by the pieces of its name."""
+
+    kind: str
+    """Kind of its records, such as `rollouts`."""
+    process: str
+    """Process that wrote it, such as `rollout_0`."""
+    number: int
+    path: Path
+    """File with the lines."""
+
+    @property
+    def columns(self) -> Path:
+        """File with the columns."""
+        return self.path.with_suffix(".bin")
+
+
+def parts_of(run_dir: Path, kind: str = "*", process: str = "*") -> list[Part]:
+    """Return the parts of a run's record of a kind and of a process, by default all, ordered by process and number."""
+    parts = []
+    for path in (run_dir / FOLDER).glob(f"{kind}-{process}.*.jsonl"):
+        name, _, number = path.stem.rpartition(".")
+        its_kind, _, its_process = name.partition("-")
+        if number.isdecimal():
+            parts.append(Part(its_kind, its_process, int(number), path))
+    return sorted(parts)
+
+
+class RecordFile:
+    """Appends records of one kind to new parts. When their size reaches the limit, the oldest part except the first is deleted.
+
+    So the start and the end of a run remain. The first line of a part counts the records that were deleted so far.
+    """
+
+    def __init__(self, run_dir: Path, kind: str, process: str, limit_bytes: int) -> None:
+        """Write nothing yet. Parts of earlier processes of this name stay, and count towards the limit."""
+        self._run_dir, self._kind, self._process, self._limit_bytes = run_dir, kind, process, limit_bytes
+        self._lock = threading.Lock()
+        self._lines: BinaryIO | None = None
+        self._columns: BinaryIO | None = None
+        self._num_bytes = 0  # of the current part
+
+    def append(self, *records: Record) -> None:
+        """Append records. Any thread may call this.
+
+        Raises:
+            OSError: A record was not written, or only partly; the error names the file.
+        """
+        with self._lock:
+            for values, columns in records:
+                self._append(values, columns)
+
+    def close(self) -> None:
+        """Close the current part; a later record begins another one."""
+        with self._lock:
+            for file in (self._lines, self._columns):
+                if file is not None:
+                    file.close()
+            self._lines = self._columns = None
+
+    def _append(self, values: Mapping[str, Any], columns: Columns) -> None:
+        if self._lines is None or self._num_bytes >= self._limit_bytes // NUM_PARTS:
+            self._begin_part()
+        assert self._lines is not None, "the part has begun"
+        if columns:
+            values = {**values, "columns": self._write_columns(columns)}
+        self._write(self._lines, (encode(values) + "\n").encode())
+
+    def _write_columns(self, columns: Columns) -> dict[str, Any]:
+        """Write columns; return their place, as lines contain it."""
+        (count,) = {len(column) for column in columns.values()}
+        content = b"".join(np.ascontiguousarray(column).tobytes() for column in columns.values())
+        if self._columns is None:
+            assert self._lines is not None, "the part has begun"
+            self._columns = Path(self._lines.name).with_suffix(".bin").open("xb", buffering=0)
+        at = self._columns.tell()
+        self._write(self._columns, content)
+        types = {name: column.dtype.newbyteorder("<").str for name, column in columns.items()}
+        return {"at": at, "count": count, "crc32": zlib.crc32(content), "types": types}
+
+    def _write(self, file: BinaryIO, content: bytes) -> None:
+        with naming(Path(file.name)):
+            written = file.write(content)
+            if written != len(content):
+                raise OSError(f"only {written} of {len(content)} bytes were appended to {file.name}")
+        self._num_bytes += written
+
+    def _begin_part(self) -> None:
+        for file in (self._lines, self._columns):
+            if file is not None:
+                file.close()
+        self._columns = None
+        parts = parts_of(self._run_dir, self._kind, self._process)
+        num_dropped = _num_dropped(parts[-1]) if parts else 0
+        sizes = [_size(part) for part in parts]
+        while len(parts) > 1 and sum(sizes) + self._limit_bytes // NUM_PARTS > self._limit_bytes:
+            oldest, _ = parts.pop(1), sizes.pop(1)
+            num_dropped += max(oldest.path.read_bytes().count(b"\n") - 1, 0)
+            oldest.columns.unlink(missing_ok=True)
+            oldest.path.unlink()
+        number = parts[-1].number + 1 if parts else 0
+        path = self._run_dir / FOLDER / f"{self._kind}-{self._process}.{number:06d}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._lines, self._num_bytes = path.open("xb", buffering=0), 0
+        header = {"format": FORMAT, "time": time.time(), "pid": os.getpid(), "dropped": num_dropped}
+        self._write(self._lines, (encode(header) + "\n").encode())
+
+
+class BackgroundRecord:
+    """Appends records from a thread, so that the caller never waits for a file. Records in excess of a queue are dropped.
+
+    If a write fails, for example on a full disk, the record ends there with a message in the process's log.
+    """
+
+    def __init__(self, file: RecordFile) -> None:
+        """Start no thread before the first record."""
+        self._file = file
+        self._queue: queue.Queue[Record] = queue.Queue(MAX_QUEUED)
+        self._hurry = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._num_lost = 0
+
+    def put(self, values: Mapping[str, Any], columns: Columns | None = None) -> None:
+        """Queue a record. Only one thread may call this."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="record", daemon=True)
+            self._thread.start()
+        with suppress(queue.Full):
+            self._queue.put_nowait((values, columns or {}))
+            if self._num_lost:
+                self._queue.put_nowait(({"lost": self._num_lost}, {}))
+                self._num_lost = 0
+            return
+        self._num_lost += 1
+
+    def flush(self) -> None:
+        """Wait until all records are written."""
+        self._hurry.set()
+        self._queue.join()
+        self._hurry.clear()
+
+    def _run(self) -> None:
+        failed = False
+        while True:
+            records = [self._queue.get()]
+            self._hurry.wait(BATCH_S)
+            with suppress(queue.Empty):
+                while True:
+                    records.append(self._queue.get_nowait())
+            try:
+                if not failed:
+                    self._file.append(*records)
+            except OSError as error:
+                failed = True
+                logging.getLogger(__name__).warning("nothing more is recorded: %s", error)
+            for _ in records:
+                self._queue.task_done()
+
+
+def sync_record(run_dir: Path) -> None:
+    """Flush the newest part of each process and kind to disk."""
+    newest = {(part.kind, part.process): part for part in parts_of(run_dir)}
+    for part in newest.values():
+        sync_file(part.columns)
+        sync_file(part.path)
+    if newest:
+        sync_folder(run_dir / FOLDER)
+
+
+def encode(values: Mapping[str, Any]) -> str:
+    """Return a JSON object in one line. Infinities and NaN, which JSON cannot express, become null."""
+    return json.dumps(_finite(values), separators=(",", ":"))
+
+
+def _finite(value: Any) -> Any:
+    """Replace infinities and NaN with None; convert containers to dicts and lists."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def lines_of(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects of a file, except lines that a killed process left incomplete."""
+    with path.open("rb") as file:
+        for line in file:
+            row = decode(line)
+            if row is not None:
+                yield row
+
+
+def decode(line: bytes) -> dict[str, Any] | None:
+    """Decode the JSON object of a line; return None for an incomplete line."""
+    try:
+        row = json.loads(line.decode())
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def _size(part: Part) -> int:
+    return sum(path.stat().st_size for path in (part.path, part.columns) if path.exists())
+
+
+def _num_dropped(part: Part) -> int:
+    """Return the number of records dropped before a part began, from its first line."""
+    header = next(lines_of(part.path), {})
+    number = header.get("dropped", 0)
+    return number if isinstance(number, int) else 0
+
+
+def share(limit_bytes: int, fraction: float, num_processes: int) -> int:
+    """Return the bytes that one of several processes may use for its records of a kind, which get a fraction of the limit."""
+    return int(limit_bytes * fraction / max(num_processes, 1))
+
+
+def joined(arrays: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """Return arrays, maybe none, joined to one of a type."""
+    return np.concatenate([np.zeros(0, dtype), *(np.asarray(array, dtype) for array in arrays)])

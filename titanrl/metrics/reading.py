@@ -1,0 +1,464 @@
+"""Read the files of a run, also while it runs: `titanrl.open_run(path)`. docs/record.md describes their content.
+
+Files are untrusted: they may come from another machine, and a killed process leaves incomplete lines. A line that is damaged
+is left out, and columns are checked against their checksum before they are used.
+"""
+
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PrivateAttr, ValidationError
+
+from titanrl.base.errors import TitanRLError
+from titanrl.base.files import DamagedError, why_no_folder
+from titanrl.carriers.record import Part, decode, lines_of, parts_of
+from titanrl.metrics.series import Rows, by_step
+
+TYPES = ("<i4", "<f4", "<f8", "|b1")
+"""Types of columns."""
+TOKEN_COLUMNS = frozenset({"token_ids", "mask", "logprobs", "versions"})
+"""Columns that every group has."""
+
+
+class RunNotFoundError(TitanRLError):
+    """The folder is not the directory of a run."""
+
+
+class _Place(BaseModel):
+    """Place of the columns of a record in the `.bin` file of its part."""
+
+    model_config = ConfigDict(frozen=True)
+
+    at: NonNegativeInt
+    count: NonNegativeInt
+    crc32: NonNegativeInt
+    types: dict[str, str]
+
+
+class _Record(BaseModel):
+    """A line of the record."""
+
+    model_config = ConfigDict(frozen=True)
+
+    time: float = 0.0
+    """Time at which the record was written, in Unix seconds."""
+    place: _Place | None = Field(default=None, alias="columns", repr=False)
+    _part: Part | None = PrivateAttr(None)
+
+    @classmethod
+    def of_line(cls, line: bytes, part: Part) -> Self | None:
+        """Parse a line; return None if it is no record of this class."""
+        try:
+            record = cls.model_validate_json(line)
+        except ValidationError:
+            return None
+        record._part = part
+        return record
+
+    @property
+    def process(self) -> str:
+        """Process that wrote the record."""
+        return "" if self._part is None else self._part.process
+
+    def columns(self) -> Mapping[str, npt.NDArray[Any]]:
+        """Read the columns, arrays of equal length by name; without columns, return an empty mapping.
+
+        Raises:
+            DamagedError: They are missing, or differ from what was written.
+        """
+        place, part = self.place, self._part
+        if place is None or part is None:
+            return {}
+        if not set(place.types.values()) <= set(TYPES):
+            raise DamagedError(f"{part.path} has a column of an unknown type (got {', '.join(place.types.values())!a:.80})")
+        sizes = [place.count * np.dtype(kind).itemsize for kind in place.types.values()]
+        try:
+            with part.columns.open("rb") as file:
+                file.seek(place.at)
+                content = file.read(min(sum(sizes), part.columns.stat().st_size))
+        except (OSError, OverflowError) as error:
+            raise DamagedError(f"{part.columns} cannot be read: {error}") from error
+        if len(content) != sum(sizes) or zlib.crc32(content) != place.crc32:
+            raise DamagedError(f"{part.columns} has other bytes at {place.at} than were written")
+        ends = np.cumsum(sizes).tolist()
+        return {
+            name: np.frombuffer(content[end - size : end], kind)
+            for (name, kind), size, end in zip(place.types.items(), sizes, ends, strict=True)
+        }
+
+
+class RecordedSegment(BaseModel):
+    """A sequence of tokens of a completion, which the trainer sees as one sequence."""
+
+    model_config = ConfigDict(frozen=True)
+
+    num_tokens: NonNegativeInt
+    """Number of tokens, including those that were not sampled."""
+    parent: NonNegativeInt | None = None
+    """Index of the segment of this completion that it branches from; None if it starts by itself."""
+    num_shared: NonNegativeInt = 0
+    """Number of first tokens that it has in common with its parent."""
+
+
+class RecordedCompletion(BaseModel):
+    """A completion or episode of a group."""
+
+    model_config = ConfigDict(frozen=True)
+
+    text: str = ""
+    """Text as rewards receive it."""
+    num_tokens: NonNegativeInt = 0
+    """Number of sampled tokens."""
+    finish_reason: str = ""
+    """`stop`, `length` or `abort`."""
+    outcome: str = "ok"
+    """`ok`, or why there is no reward."""
+    reward: float | None = None
+    """Weighted sum of the parts; None if the reward failed."""
+    reward_parts: dict[str, float | None] = {}
+    """Rewards by name, without weights."""
+    metrics: dict[str, float | None] = {}
+    """Numbers that the environment reported."""
+    messages: list[dict[str, Any]] | None = None
+    """Messages of the episode; None without an environment."""
+    turns: list[tuple[int, int, float | None]] = []
+    """Segment, end in it and reward of each turn; empty without an environment."""
+    error: str = ""
+    """Text of the error, if the outcome is not `ok`."""
+    segments: list[RecordedSegment] = []
+    """Sequences of tokens, in temporal order."""
+
+
+class RecordedGroup(_Record):
+    """The completions of one prompt, sampled for training or for an evaluation."""
+
+    index: int
+    """Position of the prompt in the stream, or in the evaluation set."""
+    task: str = ""
+    """Name of the task."""
+    set: str | None = None
+    """Evaluation set; None if the group was sampled for training."""
+    version: int
+    """Newest policy version that sampled the group."""
+    status: str = ""
+    """`kept`, or why the group was not trained on; empty in an evaluation."""
+    environment: str | None = None
+    """Environment of the task."""
+    prompt: str = ""
+    """Question, without chat template."""
+    rendered: str = ""
+    """Prompt as the policy received it, with chat template and special tokens."""
+    answer: Any = None
+    """Reference answer; None if the task has none."""
+    generate_s: float | None = None
+    """Seconds of generation."""
+    score_s: float | None = None
+    """Seconds of scoring."""
+    counts: dict[str, int] = {}
+    """Counters of the episodes, if an environment was used."""
+    completions: list[RecordedCompletion]
+    """Completions with a reward in the order of training, followed by those without."""
+
+    def place_of(self, segment: int) -> tuple[int, int]:
+        """Return the index of the completion, and of the segment in it, of a `TrainedSegment.segment`.
+
+        Raises:
+            IndexError: There is no such segment.
+        """
+        places = [(c, s) for c, completion in enumerate(self.completions) for s in range(len(completion.segments))]
+        return places[segment]
+
+    def tokens(self) -> list[list[Mapping[str, npt.NDArray[Any]]]]:
+        """Read the tokens of each segment of each completion, as columns: `token_ids`, `mask`, `logprobs`, `versions`.
+
+        With rewards of tokens, `rewards` has them.
+
+        Raises:
+            DamagedError: They are missing or damaged.
+        """
+        columns = self.columns()
+        lengths = [[segment.num_tokens for segment in completion.segments] for completion in self.completions]
+        total = 0 if self.place is None else self.place.count
+        if sum(map(sum, lengths)) != total or (any(lengths) and not columns.keys() >= TOKEN_COLUMNS):
+            raise DamagedError(f"the columns of group {self.index} do not match its segments (got {total} tokens)")
+        end, tokens = 0, []
+        for of_completion in lengths:
+            segments: list[Mapping[str, npt.NDArray[Any]]] = []
+            for length in of_completion:
+                start, end = end, end + length
+                segments.append({name: column[start:end] for name, column in columns.items()})
+            tokens.append(segments)
+        return tokens
+
+
+class TrainedSegment(_Record):
+    """A sequence that the trainer computed a loss on.
+
+    Its columns have one value per loss token: `positions` (index of the token in its segment), `logprobs` of the policy being
+    trained, `generator_logprobs`, `versions` (of the generator), `advantages`, `weights`, and where the trainer computed them
+    `proximal_logprobs` and `reference_logprobs`.
+    """
+
+    step: int
+    """Step, from 1."""
+    update: int = 0
+    """Optimizer step on the batch, from 0."""
+    version: int
+    """Policy version that computed `logprobs`; with several optimizer steps on a batch the version before the first."""
+    index: int
+    """Prompt of the group."""
+    segment: NonNegativeInt
+    """Index of the segment among those of all completions of the group with a reward."""
+    mean_weight: float = 1.0
+    """Mean correction weight of the step, by which the loss was divided, if `algorithm.correction` needs it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """A period in which a process worked or waited. Overlapping and directly following spans of the same name are merged."""
+
+    process: str
+    """Process, such as `trainer_0`."""
+    name: str
+    """Work, such as `forward_backward`, or wait, such as `wait for a slot`."""
+    kind: str
+    """`work`, `wait`, `serve` (a request of another process) or `phase` (of the controller)."""
+    start: float
+    """Start, in Unix seconds by the clock of the process's host."""
+    seconds: float
+    """Seconds from start to end."""
+    busy_s: float
+    """Seconds without the pauses between merged spans, which are at most 10 ms each."""
+    count: int
+    """Number of merged spans."""
+    step: int | None = None
+    """Step, if known."""
+    version: int | None = None
+    """Policy version, if it has one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedProcess:
+    """A process of the run. A replaced process has the same name."""
+
+    name: str
+    pid: int
+    host: str
+    start: float
+    """Time at which the process began, in Unix seconds."""
+    end: float
+    """End of its last recorded span."""
+
+
+RecordT = TypeVar("RecordT", bound=_Record)
+
+
+class RunRecord:
+    """The files of a run. Each method reads the files again, so a running run can be opened, too."""
+
+    def __init__(self, path: Path) -> None:
+        """Open a run directory; see `open_run`."""
+        self.path = path
+
+    @property
+    def config(self) -> str:
+        """Text of `config.yaml`; empty if it is missing."""
+        file = self.path / "config.yaml"
+        return file.read_text(encoding="utf-8") if file.exists() else ""
+
+    def metrics(self) -> Rows:
+        """Return the metrics, one row per step.
+
+        Raises:
+            ValueError: A line is damaged.
+        """
+        file = self.path / "metrics.jsonl"
+        return by_step(read_metrics(file)) if file.exists() else []
+
+    def events(self) -> list[dict[str, Any]]:
+        """Return the events, in order."""
+        return _lines_of(self.path / "events.jsonl")
+
+    def starts(self) -> list[dict[str, Any]]:
+        """Return one entry per start and resume: time, command, host, processor, commit, packages."""
+        lines = [line for part in parts_of(self.path, "starts") for line in _lines_of(part.path)]
+        return sorted((line for line in lines if "kind" in line), key=lambda line: float(line["time"]))
+
+    def advantages(self) -> dict[int, list[float | None]]:
+        """Return the newest advantages of each group by its index: one value per completion with a reward."""
+        lines = _lines_of(self.path / "advantages.jsonl")
+        return {line["index"]: line["advantages"] for line in lines if isinstance(line.get("advantages"), list)}
+
+    def groups(self) -> list[RecordedGroup]:
+        """Return the recorded groups by index. A group that was sampled again is returned once, as it was sampled last."""
+        return _newest(self._records("rollouts", RecordedGroup), lambda group: (group.index,))
+
+    def evaluations(self, name: str | None = None) -> list[RecordedGroup]:
+        """Return the recorded samples of evaluations, by set, version and index; `name` selects a set."""
+        samples = _newest(
+            self._records("evaluations", RecordedGroup), lambda group: (group.set or "", group.version, group.index)
+        )
+        return [sample for sample in samples if name is None or sample.set == name]
+
+    def trained(self, index: int | None = None) -> list[TrainedSegment]:
+        """Return the sequences trained on, of one group or of all recorded ones, by step."""
+        records = self._records("trained", TrainedSegment)
+        wanted = (record for record in records if index is None or record.index == index)
+        return _newest(wanted, lambda record: (record.step, record.update, record.index, record.segment))
+
+    def spans(self, process: str = "*") -> list[Span]:
+        """Return the spans of a process, or of all processes, by start."""
+        spans = [
+            Span(process=part.process, **_span(line))
+            for part in parts_of(self.path, "spans", process)
+            for line in _lines_of(part.path)
+            if isinstance(line.get("name"), str)
+        ]
+        return sorted(spans, key=lambda span: span.start)
+
+    def processes(self) -> list[RecordedProcess]:
+        """Return the processes, in the order of their starts."""
+        ends: dict[tuple[str, int], float] = defaultdict(float)
+        found: dict[tuple[str, int], dict[str, Any]] = {}
+        for part in parts_of(self.path, "spans"):
+            key = part.process, -1
+            for line in _lines_of(part.path):
+                if "format" in line:
+                    key = part.process, int(line.get("pid", -1))
+                    found.setdefault(key, line)
+                elif "name" in line:
+                    span = _span(line)
+                    ends[key] = max(ends[key], span["start"] + span["seconds"])
+        processes = [
+            RecordedProcess(
+                name=name,
+                pid=pid,
+                host=str(line.get("host", "")),
+                start=_float(line.get("started", line.get("time"))),
+                end=ends[name, pid],
+            )
+            for (name, pid), line in found.items()
+        ]
+        return sorted(processes, key=lambda process: process.start)
+
+    @cached_property
+    def vocabulary(self) -> Mapping[int, str]:
+        """Text of each token that was recorded until the first use of this property."""
+        texts: dict[int, str] = {}
+        for part in parts_of(self.path, "vocabulary"):
+            for line in _lines_of(part.path):
+                for token, text in line["texts"].items() if isinstance(line.get("texts"), dict) else ():
+                    if token.isdecimal():
+                        texts[int(token)] = str(text)
+        return texts
+
+    def token_texts(self, token_ids: Sequence[int] | npt.NDArray[Any]) -> list[str]:
+        """Return the text of each token; `<id 105>` for a token whose text is not recorded."""
+        return [self.vocabulary.get(token, f"<id {token}>") for token in np.asarray(token_ids, np.int64).tolist()]
+
+    def dropped(self) -> dict[str, int]:
+        """Return the number of records by kind that were deleted to keep the size limit, or that a full queue dropped."""
+        dropped: dict[str, int] = defaultdict(int)
+        newest: dict[tuple[str, str], int] = {}
+        for part in parts_of(self.path):
+            for line in _lines_of(part.path):
+                if isinstance(line.get("dropped"), int):
+                    newest[part.kind, part.process] = line["dropped"]
+                elif isinstance(line.get("lost"), int):
+                    dropped[part.kind] += line["lost"]
+        for (kind, _), number in newest.items():
+            dropped[kind] += number
+        return {kind: number for kind, number in dropped.items() if number}
+
+    def _records(self, kind: str, cls: type[RecordT]) -> Iterator[RecordT]:
+        for part in parts_of(self.path, kind):
+            try:
+                file = part.path.open("rb")
+            except FileNotFoundError:  # deleted to keep the size limit
+                continue
+            with file:
+                for line in file:
+                    record = cls.of_line(line, part)
+                    if record is not None:
+                        yield record
+
+
+def open_run(path: Path | str) -> RunRecord:
+    """Open the directory of a run to read its files, also while the run writes them.
+
+    Example: `open_run(run_dir).groups()[0].completions[0].text`
+
+    Raises:
+        RunNotFoundError: The path is not the directory of a run.
+    """
+    folder = Path(path)
+    found = why_no_folder(folder)
+    if found is None and not any((folder / name).exists() for name in ("config.yaml", "metrics.jsonl", "events.jsonl")):
+        found = "is not the directory of a run"
+    if found is not None:
+        raise RunNotFoundError(f"open_run: {folder} {found}. Give the directory of a run, such as runs/quickstart.")
+    return RunRecord(folder)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the objects of `metrics.jsonl`. Skip the last line if a killed process left it incomplete.
+
+    Raises:
+        ValueError: An earlier line is not a JSON object.
+    """
+    lines = path.read_bytes().splitlines()
+    rows = [decode(line) for line in lines]
+    for number, row in enumerate(rows[:-1], start=1):
+        if row is None:
+            raise ValueError(f"{path}, line {number}: not a JSON object. Remove this line to read the others.")
+    return [row for row in rows if row is not None]
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of `advantages.jsonl` or `events.jsonl`. Skip lines that a killed process left incomplete."""
+    return lines_of(path)
+
+
+def _lines_of(path: Path) -> list[dict[str, Any]]:
+    """Return the objects of a file, none if it does not exist."""
+    try:
+        return list(lines_of(path))
+    except FileNotFoundError:
+        return []
+
+
+def _newest(records: Iterator[RecordT], key: Any) -> list[RecordT]:
+    """Return the newest record of each key, ordered by key."""
+    newest: dict[tuple[Any, ...], RecordT] = {}
+    for record in records:
+        name = key(record)
+        other = newest.get(name)
+        if other is None or other.time <= record.time:
+            newest[name] = record
+    return [newest[name] for name in sorted(newest)]
+
+
+def _span(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `Span` from a line."""
+    step, version, count = (line.get(name) for name in ("step", "version", "count"))
+    return {
+        "name": str(line["name"]),
+        "kind": str(line.get("kind", "work")),
+        "start": _float(line.get("start")),
+        "seconds": _float(line.get("seconds")),
+        "busy_s": _float(line.get("busy_s", line.get("seconds"))),
+        "count": count if isinstance(count, int) else 1,
+        "step": step if isinstance(step, int) else None,
+        "version": version if isinstance(version, int) else None,
+    }
+
+
+def _float(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else 0.0
