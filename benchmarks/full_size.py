@@ -2,12 +2,14 @@
 
 A model with random weights takes three synchronous GRPO steps (4 groups of 4 completions of 128 tokens) with a bfloat16
 generator, once with a bfloat16 and once with a float32 trainer. The benchmark compares the peak memory of each process with the
-estimate of `--dry-run`. It kills a run that leaves less than 1 GB of the machine's memory available. On a CPU without bfloat16
-instructions a step takes minutes; `--set rollout.max_new_tokens=16` shortens it.
+estimate of `--dry-run`, and the generator with the memory's bandwidth: for each token of a batch it reads all weights once. It
+kills a run that leaves less than 1 GB of the machine's memory available. On a CPU without bfloat16 instructions a step takes
+minutes; `--set rollout.max_new_tokens=16` shortens it.
 """
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -20,7 +22,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.machine import write_result
+from benchmarks.machine import read_bandwidth, write_result
 from benchmarks.resident import Memory, Sampler
 from titanrl.config import load_config
 from titanrl.config.dry_run import placements
@@ -105,6 +107,7 @@ def measure(folder: Path, model: Path, dtype: str, overrides: Sequence[str]) -> 
     settings = [*places, *SETTINGS, f"trainer.dtype={dtype}", *overrides]
     config = load_config("configs/quickstart.yaml", settings)
     command = [sys.executable, "-m", "titanrl.grpo", "--config", "configs/quickstart.yaml", *settings]
+    bandwidth = read_bandwidth()
     started, run_dir = time.time(), folder / "runs" / dtype
     process = subprocess.Popen(command)
     with Sampler(process.pid, run_dir, least_available_bytes=LEAST_AVAILABLE_BYTES) as sampler:
@@ -114,6 +117,7 @@ def measure(folder: Path, model: Path, dtype: str, overrides: Sequence[str]) -> 
     rows = read_metrics(run_dir / "metrics.jsonl")
     sizes = derive(config, model_shape(config))
     result = {"trainer_dtype": dtype, **seconds(rows, started), **compared(config, sizes, sampler.memory)}
+    result["generator"] = decoding(rows, config, sizes, bandwidth)
     print(json.dumps(result), flush=True)
     return result
 
@@ -127,6 +131,23 @@ def seconds(rows: Sequence[Mapping[str, Any]], started: float) -> dict[str, Any]
         "grad_norm": [row["grad/norm"] for row in steps],
         "mismatch_max": max(row["mismatch/logprob_abs_max"] for row in steps),
         "total_s": time.time() - started,
+    }
+
+
+def decoding(rows: Sequence[Mapping[str, Any]], config: Config, sizes: Sizes, bandwidth: float) -> dict[str, float]:
+    """Return the tokens per second while the generator decodes, and the weights that it reads per second over the bandwidth.
+
+    All sequences of the batch get a token for each reading of the weights; with random weights, few end early.
+    """
+    assert sizes.memory is not None
+    tokens_per_s = statistics.median(row["perf/gen_tokens_per_s"] for row in rows if "reward/mean" in row)
+    sequences = min(config.generator.max_num_seqs, sizes.sequences_per_step)
+    bytes_per_s = sizes.memory.replica_weights * tokens_per_s / sequences
+    return {
+        "tokens_per_s": tokens_per_s,
+        "bytes_per_s": bytes_per_s,
+        "bandwidth": bandwidth,
+        "of_bandwidth": bytes_per_s / bandwidth,
     }
 
 

@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import subprocess
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,21 @@ def describe_machine() -> Mapping[str, object]:
         "packages": installed,
         "commit": commit,
     }
+
+
+def read_bandwidth(num_bytes: int = 1 << 29, repetitions: int = 5) -> float:
+    """Return the bytes per second with which one thread per core reads memory; the highest of a few repetitions."""
+    import torch  # slow, and most benchmarks import it anyway
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    values, seconds = torch.ones(num_bytes // 8, dtype=torch.int64), []
+    for _ in range(repetitions):
+        started = time.perf_counter()
+        values.sum()
+        seconds.append(time.perf_counter() - started)
+    torch.set_num_threads(before)
+    return num_bytes / min(seconds)
 
 
 def processor() -> str:

@@ -79,6 +79,6 @@ def test_figures_compare_the_peaks_with_the_dry_run(tmp_path: Path) -> None:
     assert found["roles"]["trainer_0"]["ratio"] == 1.0
     assert found["roles"]["generator_0_0"]["ratio"] == pytest.approx(0.5)
     assert "ratio" not in found["roles"]["others"]
-    others = {"controller": 1, "rollout": 1, "buffer": 1, "sandbox": config.sandbox.num_processes}
+    others = {"controller": 1, "rollout": 1, "store": 1, "sandbox": config.sandbox.num_processes}
     libraries = sum(LIBRARY_BYTES[role] * number for role, number in others.items())
     assert found["together_estimate_bytes"] == trainer + generator + 2 * derived.memory.replica_weights + libraries

@@ -63,13 +63,13 @@ def test_placement_on_cpu_counts_libraries_and_adds_up() -> None:
     config = make_config(device="cpu", model={"path": "nowhere/Qwen3-0.6B"}, **sections)
     rows = placement(dry_run_text(config))
     each = {row[2].strip(): (int(row[3]), float(row[4].split()[0])) for row in rows[:2]}
-    # 24 bytes a parameter and 0.5 GB; 2 bytes a parameter, 67 MB of cache and 0.65 GB.
-    assert each == {"trainer rank": (1, 14.8), "generator rank": (2, 1.9)}
+    # 24 bytes a parameter and 0.5 GB; weights and packed copies of 2 bytes a parameter, 67 MB of cache and 0.65 GB.
+    assert each == {"trainer rank": (1, 14.8), "generator rank": (2, 3.1)}
     small = {row[1].strip(): (int(row[2]), row[3].strip()) for row in rows[2:-1]}
     assert small["rollout"] == (1, "170.0 MB")
     assert small["controller"] == (1, "400.0 MB")
-    # 14.8 + 2 x 1.9, two versions of 1.2 GB, and 1 GB of the other processes.
-    assert rows[-1][-2].strip() == "22.0 GB together"
+    # 14.8 + 2 x 3.1, two versions of 1.2 GB, and 1 GB of the other processes.
+    assert rows[-1][-2].strip() == "24.4 GB together"
 
 
 def test_placement_on_accelerators_compares_with_the_memory_of_a_device() -> None:

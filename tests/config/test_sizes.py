@@ -79,6 +79,7 @@ def test_sizes_of_the_default_recipe() -> None:
         ),
         replica_weights=408_320 * 4,
         generator_rank_weights=408_320 * 4,
+        packed_weights=0,
         # Keys and values of 2 layers x 2 heads x 32 floats are 1024 bytes a token.
         kv_cache=256 * 90 * 1024,
     )

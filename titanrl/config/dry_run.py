@@ -209,7 +209,7 @@ def _rank_placements(config: Config, sizes: Sizes, device: DeviceKind) -> Iterat
         trainer = sizes.memory.trainer
         trainer_bytes = LIBRARY_BYTES["trainer"] + trainer.cpu_total if is_cpu else trainer.total
         beside = LIBRARY_BYTES["generator"] + config.generator.kv_cache_bytes // config.generator.tp if is_cpu else 0
-        generator_bytes = sizes.memory.generator_rank_weights + beside
+        generator_bytes = sizes.memory.generator_rank_weights + beside + (sizes.memory.packed_weights if is_cpu else 0)
     ranks, generators, of_replica = config.num_trainer_ranks, config.num_generator_ranks, replica_hosts(config)
     most = max(map(of_replica.count, of_replica)) * config.generator.tp if generators else 0
     per_host = ranks // hosts.trainer_hosts

@@ -9,7 +9,7 @@ from titanrl.base.choices import Dtype
 
 if TYPE_CHECKING:
     from titanrl.config.schema import Config
-    from titanrl.config.sections import HostGroup
+    from titanrl.config.sections import GeneratorConfig, HostGroup
 
 DTYPE_BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2}
 
@@ -27,6 +27,9 @@ LIBRARY_BYTES: Mapping[str, int] = {
     "sandbox": 20_000_000,
 }
 """Private memory of a CPU process without its model, by role, as measured by `python -m benchmarks.full_size`."""
+
+LARGE_BYTES = 64 << 20
+"""Weights of a generator rank on a CPU from which packed copies and several threads make it faster."""
 
 LOGITS_AT_ONCE = 1 << 27
 """Maximum number of logits in memory on a trainer rank, 883 tokens for a vocabulary size of 151 936. They take 256 MiB in
@@ -163,6 +166,8 @@ class Memory:
     """Weights of one generator replica, summed over its ranks."""
     generator_rank_weights: int
     """Weights on one tensor-parallel rank of a replica."""
+    packed_weights: int
+    """Copies of these weights for the linear layers on a CPU; see `packed_weights`."""
     kv_cache: int
     """KV cache of `generator.max_num_seqs` completions of maximum length, summed over the ranks of a replica."""
 
@@ -249,8 +254,26 @@ def _memory(config: "Config", shape: ModelShape, sequences: int) -> Memory:
         trainer=_trainer_memory(config, shape, min(config.trainer.rows_per_microbatch, _max_rows(config, most))),
         replica_weights=shape.num_parameters * DTYPE_BYTES[generator.dtype],
         generator_rank_weights=shape.rank_parameters(generator.tp) * DTYPE_BYTES[generator.dtype],
+        packed_weights=packed_weights(generator, shape),
         kv_cache=generator.max_num_seqs * config.max_sequence_tokens * shape.kv_token_bytes(generator.dtype),
     )
+
+
+def is_large(generator: "GeneratorConfig", shape: ModelShape) -> bool:
+    """Return whether a generator rank on a CPU has enough weights for packed copies and for several threads."""
+    return shape.rank_parameters(generator.tp) * DTYPE_BYTES[generator.dtype] >= LARGE_BYTES
+
+
+def packed_weights(generator: "GeneratorConfig", shape: ModelShape) -> int:
+    """Return the bytes of the packed weights of a generator rank on a CPU; 0 if its linear layers use the weights themselves.
+
+    Torchtitan's sharded layers are never packed, and an embedding that is no output layer is not.
+    """
+    can_pack = generator.dtype == "bfloat16" and (generator.tp == 1 or generator.model_impl == "native")
+    if not (can_pack and is_large(generator, shape)):
+        return 0
+    looked_up = 0 if shape.tied_embeddings else shape.embedding_parameters // 2 // generator.tp
+    return (shape.rank_parameters(generator.tp) - looked_up) * DTYPE_BYTES[generator.dtype]
 
 
 def _trainer_memory(config: "Config", shape: ModelShape, num_rows: int) -> TrainerMemory:
@@ -305,7 +328,8 @@ def cpu_bytes(config: "Config", memory: Memory, trainer_rank_bytes: int) -> int:
         return libraries + config.num_trainer_ranks * trainer_rank_bytes
     received = received_bytes(config, memory) * config.hosts.generator_hosts
     published = 2 * memory.replica_weights + received  # two versions in shared memory, over all ranks
-    generators = generator.num_ranks * memory.generator_rank_weights + generator.replicas * generator.kv_cache_bytes
+    weights = generator.num_ranks * (memory.generator_rank_weights + memory.packed_weights)
+    generators = weights + generator.replicas * generator.kv_cache_bytes
     return libraries + config.num_trainer_ranks * trainer_rank_bytes + published + generators
 
 

@@ -5,6 +5,7 @@ needed for token ids, and takes a twelfth of the decoding time of a tiny model.
 """
 
 import itertools
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 from vllm import EngineArgs, LLMEngine
 from vllm import SamplingParams as VllmSamplingParams
@@ -20,12 +22,15 @@ from titanrl.carriers.supports import Int32Array, supports_of
 from titanrl.carriers.types import Completion, EngineLoad, FinishReason, FloatArray, GenerationRequest, SamplingParams
 from titanrl.config.device import Device
 from titanrl.config.sections import GeneratorConfig
+from titanrl.config.sizes import is_large, packed_weights
 from titanrl.data.tokenizer import Tokenizer, load_tokenizer
 from titanrl.generator.compat import (
     EngineCoreOutput,
+    PackedLinears,
     SupportRecording,
     abort_requests,
     add_request,
+    can_pack,
     engine_model,
     num_queued,
     prepare_ranks,
@@ -38,6 +43,7 @@ from titanrl.generator.compat import (
 from titanrl.generator.native import register_loader
 from titanrl.models.directory import ModelDirectory
 from titanrl.models.family import CPU_BLOCK_TOKENS
+from titanrl.processes.machine import THREADS
 
 FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 """vLLM's finish reasons mapped to ours. Aborted requests have none."""
@@ -103,6 +109,11 @@ class Engine:
         prompt plus completion, in tokens. `stop_ids` end a completion, which includes them.
         """
         self._engine = build_engine(source, config, device, max_len)
+        self._linears: PackedLinears | None = None
+        if device.kind == "cpu" and packed_weights(config, source.shape) and can_pack(self._engine):
+            self._linears = PackedLinears(self.model)
+            if "load_format" in config.vllm:  # the weights are already there
+                self._linears.pack()
         self._max_len, self._vocab_size = max_len, self._engine.model_config.get_vocab_size()
         self._model_dir, self._stop_ids = source.path, tuple(stop_ids)
         self._next_ticket = 0
@@ -194,6 +205,8 @@ class Engine:
         """
         self.invalidate(f"version {version} was not written completely")
         fill(self.model)
+        if self._linears is not None:
+            self._linears.pack()
         reset_prefix_cache(self._engine)
         for running in self._running.values():
             running.switches.append((len(running.token_ids), version))
@@ -222,6 +235,9 @@ class Engine:
 def build_engine(source: ModelDirectory, config: GeneratorConfig, device: Device, max_len: int) -> LLMEngine:
     """Build vLLM's engine. With `generator.tp` > 1, build this rank's shard and wait for the other ranks to build theirs."""
     prepare_vllm()
+    if device.kind == "cpu":
+        # Calls of a small model are too short for more than one thread.
+        torch.set_num_threads(int(os.environ.get(THREADS, "1")) if is_large(config, source.shape) else 1)
     if config.tp > 1:
         prepare_ranks()
     if config.model_impl == "titan":

@@ -376,7 +376,8 @@ def _needs_by_host(config: Config, sizes: Sizes, *, on_cpu: bool) -> list[Needs]
     if config.num_generator_ranks:
         rank_bytes = LIBRARY_BYTES["generator"]
         if memory is not None and on_cpu:
-            rank_bytes += memory.generator_rank_weights + config.generator.kv_cache_bytes // config.generator.tp
+            rank_bytes += memory.generator_rank_weights + memory.packed_weights
+            rank_bytes += config.generator.kv_cache_bytes // config.generator.tp
         generators[replica_place(config, 0)] += sizes.processes.get("teacher", 0) + sizes.processes.get("evaluator", 0)
         for replica in range(config.generator.replicas):
             generators[replica_place(config, replica)] += config.generator.tp

@@ -69,7 +69,8 @@ def generator_environment(config: Config, device: Device, replica: int) -> dict[
     environment = {
         **_COMMON,
         **_KEEP_MEMORY,
-        "OMP_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": "1",  # large models use more
+        "OMP_WAIT_POLICY": "PASSIVE",
         THREADS: str(generator_threads(config, replica)),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "INFO",
