@@ -13,7 +13,7 @@ from titanrl.carriers.rewards import RolloutError, ScorerError
 from titanrl.carriers.tables import Table
 from titanrl.carriers.types import GroupRecord
 from titanrl.config import Config, load_config
-from titanrl.replay.buffer import GroupBuffer
+from titanrl.replay.buffer import ByPosition, GroupBuffer, Slots
 from titanrl.replay.groups import Reservation
 
 
@@ -55,6 +55,61 @@ async def test_round_distributes_all_free_slots_evenly() -> None:
     assert not waiting.done()
     await groups.release(batch.records.handles)
     assert [(each.index, each.handle.shard) for each in await waiting] == [(6, 0), (7, 1)]
+
+
+async def test_commit_does_not_wake_workers_that_wait_for_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every worker of an asynchronous run waits for a slot, so a commit would otherwise cost time for each of them."""
+    groups = buffer(100)
+    reservations = await groups.reserve(100)
+    num_checks, room = 0, Slots.room
+
+    def counted(slots: Slots) -> int:
+        nonlocal num_checks
+        num_checks += 1
+        return room(slots)
+
+    waiting = [asyncio.create_task(groups.reserve(1, shard)) for shard in range(60)]
+    await asyncio.sleep(0)
+    monkeypatch.setattr(Slots, "room", counted)
+    for reservation in reservations:
+        await groups.commit([record(reservation)])
+        await asyncio.sleep(0)
+    assert num_checks <= 2 * len(reservations)
+    batch = await groups.take_batch(50)
+    await groups.release(batch.records.handles)
+    done, pending = await asyncio.wait(waiting, timeout=0.1)
+    assert [len(each.result()) for each in done] == [1] * 50
+    await groups.release((await groups.take_batch(50)).records.handles)
+    await asyncio.wait(pending)
+    assert sorted(task.result()[0].index for task in waiting) == list(range(100, 160))
+
+
+async def test_slot_passes_a_dead_worker_and_reaches_the_next() -> None:
+    groups = buffer(2)
+    first, second = await groups.reserve(2, shard=2)
+    dead, alive = asyncio.create_task(groups.reserve(1, 0)), asyncio.create_task(groups.reserve(4, 1))
+    await asyncio.sleep(0)
+    await groups.commit([record(first), record(second)])
+    await groups.lose_shard(0)
+    assert await dead == []
+    await groups.release((await groups.take_batch(2)).records.handles)
+    assert [reservation.index for reservation in await alive] == [2, 3]
+
+
+def test_positions_stay_in_order() -> None:
+    random.seed(0)
+    ordered, expected = ByPosition[int](), dict[int, int]()
+    for _ in range(2000):
+        position = random.randrange(60)
+        if position in expected and random.random() < 0.6:
+            assert ordered.pop(position) == expected.pop(position)
+        else:
+            ordered[position] = expected[position] = random.randrange(9)
+        assert list(ordered.items()) == sorted(expected.items())
+        assert ordered.first(99) == min(expected, default=99)
+        assert ordered.num_before(position) == sum(each < position for each in expected)
+    assert ordered.take(3) == [value for _, value in sorted(expected.items())[:3]]
+    assert list(ordered) == sorted(expected)[3:]
 
 
 async def test_slots_stay_reserved_until_the_batch_is_released() -> None:

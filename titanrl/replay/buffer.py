@@ -14,12 +14,14 @@ added to the new groups of a batch, so the bound does not depend on them.
 
 import asyncio
 import pickle
+from bisect import bisect_left, insort
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from math import isnan
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from titanrl.base.files import write_bytes
 from titanrl.base.gathering import Gathering
@@ -51,6 +53,9 @@ RECORDS_FILE = "records.pkl"
 """File with the buffer's state in a checkpoint."""
 PROMPTS_FILE = "prompts.pkl"
 """File next to it with the state of prompt selection; only with a mixture or a curriculum."""
+
+
+V = TypeVar("V")
 
 
 class Slots:
@@ -115,6 +120,48 @@ class Slots:
         return self._dropped.pop(shard, [])
 
 
+class ByPosition(MutableMapping[int, V]):
+    """A mapping from positions of the prompt stream, in ascending order."""
+
+    def __init__(self, values: Iterable[tuple[int, V]] = ()) -> None:
+        self._values = dict(values)
+        self._order = sorted(self._values)
+
+    def __getitem__(self, position: int) -> V:
+        return self._values[position]
+
+    def __setitem__(self, position: int, value: V) -> None:
+        if position not in self._values:
+            insort(self._order, position)
+        self._values[position] = value
+
+    def __delitem__(self, position: int) -> None:
+        del self._values[position]
+        del self._order[bisect_left(self._order, position)]
+
+    def __contains__(self, position: object) -> bool:
+        return position in self._values
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._order)
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def first(self, default: int) -> int:
+        """Return the first position."""
+        return self._order[0] if self._order else default
+
+    def num_before(self, position: int) -> int:
+        """Return the number of positions before another one."""
+        return bisect_left(self._order, position)
+
+    def take(self, count: int) -> list[V]:
+        """Remove the first `count` positions, and return their values."""
+        taken, self._order = self._order[:count], self._order[count:]
+        return [self._values.pop(position) for position in taken]
+
+
 class GroupBuffer:
     """Slots and records of groups. All methods run on one event loop.
 
@@ -155,9 +202,10 @@ class GroupBuffer:
         self._window = window
         self._next_index = first_index
         self._again: deque[int] = deque()  # earlier positions to sample again, ascending; reserved first
-        self._in_flight: dict[int, GroupHandle] = {}  # by position, in the order of the reservations
-        self._ready: dict[int, Finished] = {}
+        self._in_flight: ByPosition[GroupHandle] = ByPosition()
+        self._ready: ByPosition[Finished] = ByPosition()
         self._overtakers: set[int] = set()  # taken while an older group was in flight
+        self._overtaken = -1  # the position for which they were last counted
         self._discarded: list[Finished] = []  # since the last batch
         self._drops: Counter[DropReason] = Counter()  # of the discarded groups
         self._has_scored = False  # True after the first group with a reward
@@ -166,22 +214,25 @@ class GroupBuffer:
         self._lost: set[GroupHandle] = set()  # groups of unreleased batches whose tokens are gone
         self._dead: dict[int, int] = {}  # life of the last worker that died, by shard
         self._failure: str | None = None
-        self._changed = asyncio.Condition()
+        lock = asyncio.Lock()
+        self._changed, self._has_room = asyncio.Condition(lock), asyncio.Condition(lock)
 
     async def reserve(self, limit: int, shard: int = 0, life: int = 0) -> list[Reservation]:
         """Wait until a slot is free, then reserve up to `limit` slots for groups whose payloads a shard will store.
 
         `life` is the number of workers that the shard had before this one. A worker that died in the meantime gets no slots.
         """
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._slots.room() or self.has_died(shard, life))
+        async with self._has_room:
+            await self._has_room.wait_for(lambda: self._slots.room() or self.has_died(shard, life))
             room = 0 if self.has_died(shard, life) else self._slots.room()
-            return [self._reserve(shard) for _ in range(min(limit, room))]
+            reserved = [self._reserve(shard) for _ in range(min(limit, room))]
+            self._has_room.notify(self._slots.room())  # what this call did not take
+            return reserved
 
     async def reserve_round(self, num_shards: int) -> list[Reservation]:
         """Wait until a slot is free, then reserve all free slots, distributed evenly over the shards."""
-        async with self._changed:
-            await self._changed.wait_for(self._slots.room)
+        async with self._has_room:
+            await self._has_room.wait_for(self._slots.room)
             room = self._slots.room()
             return [self._reserve(i * num_shards // room) for i in range(room)]
 
@@ -200,7 +251,7 @@ class GroupBuffer:
                 self._add(record)
                 if usage is not None:
                     self._usage[record.handle.shard] = usage
-            self._changed.notify_all()
+            self._notify()
 
     async def fail(self, error: str) -> None:
         """Make the next `take_batch` raise the error of a failed worker."""
@@ -251,7 +302,7 @@ class GroupBuffer:
         tried = [group.record for group in (*self._ready.values(), *self._discarded)]
         in_flight = f"groups in flight: {len(self._in_flight)}"
         if self._in_flight:
-            in_flight += f", the oldest for prompt {min(self._in_flight)}"
+            in_flight += f", the oldest for prompt {self._in_flight.first(0)}"
         if not tried:
             return (
                 f"rollout.starvation_timeout_s: no group finished in {waited_s:g} s; {in_flight}. "
@@ -294,7 +345,7 @@ class GroupBuffer:
         """
         async with self._changed:
             self._release(handles, priorities)
-            self._changed.notify_all()
+            self._notify()
 
     async def lose_shard(self, shard: int, life: int = 0) -> list[int]:
         """Schedule resampling of the groups that a dead shard held or was going to hold; return their positions, ascending.
@@ -312,7 +363,8 @@ class GroupBuffer:
             if self._memory is not None:
                 for handle in self._memory.lose_shard(shard):
                     self._slots.recycle(handle)
-            self._changed.notify_all()
+            self._notify()
+            self._has_room.notify_all()  # the calls of the dead worker return, too
         return sorted([*in_flight, *held])
 
     async def return_batch(self, handles: Table) -> list[int]:
@@ -322,7 +374,7 @@ class GroupBuffer:
         async with self._changed:
             lost = self._return_batch(handles)
             self._sample_again(lost)
-            self._changed.notify_all()
+            self._notify()
         return sorted(lost)
 
     async def rewind(self, handles: Table | None = None) -> list[int]:
@@ -337,7 +389,7 @@ class GroupBuffer:
             again = sorted([*self._in_flight, *self._ready, *lost, *discarded])
             self._discarded, self._drops = [], Counter()
             self._sample_again(again)
-            self._changed.notify_all()
+            self._notify()
         return again
 
     def state(self, trained: Sequence[TrainedBatch] = (), from_index: int | None = None) -> BufferState:
@@ -394,7 +446,7 @@ class GroupBuffer:
         if self._memory is not None:
             self._memory.begin_use(handle for handles, _ in trained for handle in handles_of(handles))
         self._next_index, self._again, self._has_scored = state.next_index, deque(again), state.has_scored
-        self._ready = {group.record.index: group.at(moves[group.record.handle]) for group in kept}
+        self._ready = ByPosition((group.record.index, group.at(moves[group.record.handle])) for group in kept)
         self._taken = {moves[group.record.handle].slot: group.at(moves[group.record.handle]) for group in held}
         self._overtakers, self._discarded, self._drops = set(state.overtakers), list(state.discarded), Counter(state.drops)
         return Restored(
@@ -415,14 +467,20 @@ class GroupBuffer:
             self._release(handles, None)
             for index in [index for index, group in self._ready.items() if self._is_too_old(group.record)]:
                 self._discard(self._ready.pop(index), "too old")
-            self._changed.notify_all()
+            self._notify()
 
     def _is_too_old(self, record: GroupRecord) -> bool:
         return bool(record.rewards) and record.min_version < self._oldest_version
 
     @property
     def _oldest_unfinished(self) -> int:
-        return min([*self._in_flight, self._again[0] if self._again else self._next_index])
+        unadmitted = self._again[0] if self._again else self._next_index
+        return min(self._in_flight.first(unadmitted), unadmitted)
+
+    def _notify(self) -> None:
+        """Wake the calls that a change may concern. Workers that wait for a slot, one call each, are woken once per free slot."""
+        self._changed.notify_all()
+        self._has_room.notify(self._slots.room())
 
     def _reserve(self, shard: int) -> Reservation:
         if self._again:
@@ -522,28 +580,30 @@ class GroupBuffer:
         self._free(group.record.handle)
 
     def _pick(self, num_groups: int) -> list[int]:
-        """Return the positions of the next batch, oldest first; fewer than `num_groups` if the batch is not complete.
+        """Return the positions of the next batch, oldest first; none if the batch is not complete.
 
         A complete batch without any signal is discarded, because there is nothing to train on.
         """
         while len(self._ready) >= num_groups:
             oldest_in_flight = self._oldest_unfinished
-            self._overtakers = {index for index in self._overtakers if index > oldest_in_flight}
-            ready = sorted(self._ready)
-            in_order = [index for index in ready if index < oldest_in_flight]
-            overtaking = ready[len(in_order) :][: max(0, self._window - 1 - len(self._overtakers))]
-            picked = [*in_order, *overtaking][:num_groups]
-            if len(picked) < num_groups or any(self._ready[index].record.has_payload for index in picked):
+            if oldest_in_flight != self._overtaken:
+                self._overtaken = oldest_in_flight
+                self._overtakers = {index for index in self._overtakers if index > oldest_in_flight}
+            num_overtaking = max(0, self._window - 1 - len(self._overtakers))
+            if self._ready.num_before(oldest_in_flight) + num_overtaking < num_groups:
+                return []
+            picked = list(islice(self._ready, num_groups))
+            if any(self._ready[index].record.has_payload for index in picked):
                 return picked
-            for index in picked:
-                self._discard(self._ready.pop(index), "no signal")
-            self._changed.notify_all()
+            for group in self._ready.take(num_groups):
+                self._discard(group, "no signal")
+            self._notify()
         return []
 
     def _take(self, picked: Sequence[int]) -> Batch:
         oldest_in_flight = self._oldest_unfinished
         self._overtakers |= {index for index in picked if index > oldest_in_flight}
-        groups = [self._ready.pop(index) for index in picked]
+        groups = self._ready.take(len(picked))
         self._taken |= {group.record.handle.slot: group for group in groups}
         self._discarded_before_batch = discarded, drops = self._discarded, self._drops
         self.mixture.train(picked)
@@ -574,7 +634,7 @@ class GroupBuffer:
             ),
             drops_by_task=Counter(group.record.task for group in discarded),
             environment=environment,
-            next_index=min([oldest_in_flight, *self._ready]),
+            next_index=min(oldest_in_flight, self._ready.first(oldest_in_flight)),
             num_in_flight=len(self._in_flight),
             num_ready=len(self._ready),
             num_held=self._slots.num_reserved - len(self._in_flight) - len(self._ready) - len(groups),
