@@ -218,7 +218,7 @@ def test_started_worker_is_connected_to_trainer_and_replicas() -> None:
     announced: list[tuple[int, Any]] = []
     actor = SimpleNamespace(
         start=SimpleNamespace(call_one=lambda: None),
-        use_generator=SimpleNamespace(call_one=lambda replica, leader: told.append((replica, leader))),
+        use_generators=SimpleNamespace(call_one=lambda leaders: told.extend(enumerate(leaders))),
     )
 
     async def ask(name: str, call: Callable[[Any], Any], timeout_s: float) -> None:

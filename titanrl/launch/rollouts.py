@@ -94,8 +94,8 @@ class RolloutMesh:
         await part.ask(
             f"{part.role}.announce_shard", lambda actors: self._trainer.use_shard(number, actors.shard), self.timeouts.step_s
         )
-        for replica in range(len(self._generators.parts)):  # they may have changed since the worker was spawned
-            await self._each("use_generator", replica, self._generators.serving[replica], parts=[part])
+        # They may have changed since the worker was spawned.
+        await self._each("use_generators", self._generators.serving, parts=[part])
         if self._is_running:
             await part.ask(f"{part.role}.run", lambda actors: actors.worker.run.call_one(), self.timeouts.step_s)
 

@@ -156,6 +156,12 @@ class RolloutWorker(Actor):
         self._pool.use(replica, actor)
 
     @concurrent_endpoint
+    async def use_generators(self, actors: Sequence[Any | None]) -> None:
+        """Replace all generator replicas, as `use_generator` does."""
+        for replica, actor in enumerate(actors):
+            self._pool.use(replica, actor)
+
+    @concurrent_endpoint
     async def abandon_round(self) -> None:
         """Cancel this worker's groups of a round and its evaluation, because another worker or a generator died."""
         await self._cancel(ROUND, EVALUATION)

@@ -1,7 +1,8 @@
 """Records that describe published weights: boxes, byte layouts, handles, manifests and commits. They contain no tensors."""
 
 import hashlib
-from dataclasses import dataclass
+import pickle
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -170,11 +171,22 @@ class Commit:
 
     version: int
     manifests: tuple[WeightManifest, ...]
+    _pickled: list[bytes] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    def __reduce__(self) -> tuple[Any, tuple[int, bytes]]:
+        """Pickle the manifests once, because the record is sent to each replica, and has a manifest per trainer rank."""
+        if not self._pickled:
+            self._pickled.append(pickle.dumps(self.manifests, pickle.HIGHEST_PROTOCOL))
+        return _unpickled, (self.version, self._pickled[0])
 
     @property
     def num_bytes(self) -> int:
         """Total size of all ranks' bytes."""
         return sum(manifest.num_bytes for manifest in self.manifests)
+
+
+def _unpickled(version: int, manifests: bytes) -> Commit:
+    return Commit(version, pickle.loads(manifests))
 
 
 def rank_key(run: str, version: int, rank: int) -> str:
