@@ -258,6 +258,13 @@ def test_least_loaded_replica_is_chosen_and_paused_sessions_break_ties() -> None
     assert router.assign(1, keys[3]).index == 0  # it has one session, the other replica has two
 
 
+def test_workers_prefer_different_replicas() -> None:
+    """Workers do not know of each other's requests: with one preference, 4 workers would send 8 groups to 2 of 8 replicas."""
+    routers = [Router(8, first=number * 8 // 4) for number in range(4)]
+    chosen = [router.assign(1, SessionKey()).index for router in routers for _ in range(2)]
+    assert sorted(chosen) == list(range(8))
+
+
 def test_turn_goes_to_the_replica_of_its_session_even_if_busy() -> None:
     router, session = Router(2), SessionKey()
     replica = router.assign(1, session)

@@ -47,9 +47,13 @@ class Router:
     there, because it pulls the weights then at the latest.
     """
 
-    def __init__(self, num_replicas: int) -> None:
-        """Start with idle replicas."""
+    def __init__(self, num_replicas: int, first: int = 0) -> None:
+        """Start with idle replicas. Of equally loaded ones, `first` and those after it are preferred.
+
+        Each worker has its own router, so workers with the same preference would share some replicas and leave others idle.
+        """
         self._replicas = [ReplicaState(index) for index in range(num_replicas)]
+        self._first = first
 
     def __iter__(self) -> Iterator[ReplicaState]:
         """Iterate over all replicas, in order."""
@@ -63,10 +67,18 @@ class Router:
         usable = self.usable() if fixed is None else [self._replicas[fixed]]
         if session.replica not in usable:
             self.end_session(session)
-            session.replica = min(usable, key=lambda replica: (replica.num_running, replica.num_sessions, replica.index))
+            session.replica = min(usable, key=self._load)
             session.replica.num_sessions += 1
         session.replica.num_running += num_requests
         return session.replica
+
+    @property
+    def is_up(self) -> bool:
+        """True if any replica is up."""
+        return any(replica.is_up for replica in self._replicas)
+
+    def _load(self, replica: ReplicaState) -> tuple[int, int, int]:
+        return replica.num_running, replica.num_sessions, (replica.index - self._first) % len(self._replicas)
 
     def usable(self) -> list[ReplicaState]:
         """Return the healthiest replicas; empty if no replica is up."""
@@ -146,12 +158,12 @@ class GeneratorPool:
     scored while others are still being generated.
     """
 
-    def __init__(self, replicas: Sequence[Any | None], max_num_seqs: int) -> None:
+    def __init__(self, replicas: Sequence[Any | None], max_num_seqs: int, first: int = 0) -> None:
         """Start with idle replicas: generator actors, or None for one that is unavailable until `use` sets it.
 
-        A replica decodes up to `max_num_seqs` requests at the same time, if its KV cache has room.
+        A replica decodes up to `max_num_seqs` requests at the same time, if its KV cache has room. `first` is that of `Router`.
         """
-        self._router = Router(len(replicas))
+        self._router = Router(len(replicas), first)
         self._replicas = [_Replica(actor, state, max_num_seqs) for actor, state in zip(replicas, self._router, strict=True)]
         for replica in self._replicas:
             self._router.mark(replica.state, is_up=replica.actor is not None)
@@ -239,7 +251,7 @@ class GeneratorPool:
                 return await call.completions
 
     def _is_up(self, fixed: int | None) -> bool:
-        return bool(self._router.usable()) if fixed is None else self._replicas[fixed].state.is_up
+        return self._router.is_up if fixed is None else self._replicas[fixed].state.is_up
 
     async def _flush(self, replica: _Replica, *, when_drained: bool) -> None:
         """Send the queued calls in one message, and resolve each call when its completions arrive."""

@@ -102,7 +102,8 @@ class RolloutWorker(Actor):
     def __init__(self, setup: WorkerSetup) -> None:
         """Keep the arguments; `start` loads tokenizer and prompts."""
         self._setup = setup
-        self._pool = GeneratorPool(setup.generators, setup.config.generator.max_num_seqs)
+        first = setup.number * len(setup.generators) // setup.config.rollout.num_workers
+        self._pool = GeneratorPool(setup.generators, setup.config.generator.max_num_seqs, first)
         self._tasks: set[asyncio.Task[Any]] = set()
         config = setup.config
         # With dynamic sampling or a filter, a finished group can free its slot immediately, so it must not wait for older ones.
