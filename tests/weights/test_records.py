@@ -9,7 +9,7 @@ num_pickled = 0
 
 
 class Buffer:
-    """Stands for an `RDMABuffer`."""
+    """Replacement of an `RDMABuffer`."""
 
     def __reduce__(self) -> Any:
         global num_pickled

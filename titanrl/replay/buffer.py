@@ -478,7 +478,7 @@ class GroupBuffer:
         return min(self._in_flight.first(unadmitted), unadmitted)
 
     def _notify(self) -> None:
-        """Wake the calls that a change may concern. Workers that wait for a slot, one call each, are woken once per free slot."""
+        """Notify the calls that a change may concern. Of the workers that wait for a slot, notify one per free slot."""
         self._changed.notify_all()
         self._has_room.notify(self._slots.room())
 
