@@ -23,6 +23,7 @@ import numpy as np
 from benchmarks.growth import SETTINGS, StepCounter
 from benchmarks.machine import write_result
 from benchmarks.resident import descendants, read_status, roles
+from benchmarks.scale_tables import ROLES, growth_table
 from titanrl.metrics.run_directory import read_metrics
 
 SMALL = ("rollout.max_new_tokens=8", "rollout.groups_per_step=16", "rollout.group_size=4", "generator.on_update=continue")
@@ -43,7 +44,6 @@ OVER: Mapping[str, tuple[Sequence[int], Sequence[str]]] = {
     ),
 }
 """Values of each size, and the overrides that set them."""
-ROLES = ("controller", "store", "rollout", "generator", "trainer")
 START_LIMIT_S = 300.0
 LOOK_S = 0.1
 """Polling interval in seconds."""
@@ -61,7 +61,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="titanrl-bench-", ignore_cleanup_errors=True) as folder:
         for name in arguments.over:
             known[name] = over(Path(folder), name, arguments.seconds)
-            print(table(name, known[name]), flush=True)
+            print(growth_table(name, known[name]), flush=True)
     write_result(arguments.json, "growth_by_size", {"over": known}, shown={})
 
 
@@ -150,19 +150,6 @@ def resident_bytes(run_dir: Path, controller: int) -> dict[str, int]:
         with contextlib.suppress(OSError):
             sizes[role] += read_status(pid).get("VmRSS", 0)
     return sizes
-
-
-def table(name: str, result: Mapping[str, Any]) -> str:
-    """Return the figures of a size as a Markdown table, whose last row has the slopes."""
-    heads = [f"{role} CPU" for role in ROLES] + [f"{role} MB" for role in ROLES]
-    lines = [f"| {name} | step | {' | '.join(heads)} |", "|---" * (len(heads) + 2) + "|"]
-    for case in result["cases"]:
-        cpu = [f"{case[f'{role}_cpu_s'] * 1e3:.1f} ms" for role in ROLES]
-        memory = [f"{case[f'{role}_bytes'] / 1e6:.0f}" for role in ROLES]
-        lines.append(f"| {case['value']} | {case['step_s'] * 1e3:.1f} ms | {' | '.join([*cpu, *memory])} |")
-    slopes = [result["slopes"][key] for key in ("step_s", *(f"{r}_cpu_s" for r in ROLES), *(f"{r}_bytes" for r in ROLES))]
-    lines.append(f"| slope | {' | '.join(f'{each:.2f}' for each in slopes)} |")
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

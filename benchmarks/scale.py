@@ -30,6 +30,7 @@ import titanrl.replay.shards as shards
 import titanrl.rollout.workers as workers
 from benchmarks.machine import write_result
 from benchmarks.scale_costs import run_overrides, run_steps
+from benchmarks.scale_tables import comparison_table, size_table
 from benchmarks.timed_roles import (
     Costs,
     Machinery,
@@ -209,7 +210,7 @@ class _First:
 _FIRST = _First()
 
 
-def cluster(generators: int, costs: Costs) -> Size:
+def cluster(generators: int) -> Size:
     """Return a run of a size: 8 generators per trainer rank, 16 per worker, and 4 groups per generator and step."""
     return Size(
         generators=generators,
@@ -233,7 +234,7 @@ LATE = (0.1, 0.5)
 def main() -> None:
     """Simulate or compare, print a table, and write the JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, required=True, help="file to write")
+    parser.add_argument("--json", type=Path, required=True, help="file to write; sizes that are in it and not simulated stay")
     parser.add_argument("--costs", type=Path, default=COSTS, help="JSON file with costs; by default those of the baseline")
     parser.add_argument("--generators", type=int, nargs="+", default=list(SIZES), help="sizes to simulate")
     parser.add_argument("--steps", type=int, default=3, help="measured steps per size")
@@ -245,11 +246,13 @@ def main() -> None:
         print(comparison_table(runs))
         write_result(arguments.json, "scale_compare", {"costs": asdict(costs), "runs": runs}, shown={})
         return
-    rows = []
+    known = json.loads(arguments.json.read_text())["sizes"] if arguments.json.exists() else []
+    by_size = {row["generators"]: row for row in known}
     for generators in arguments.generators:
-        rows.append(row_of(cluster(generators, costs), costs, arguments.steps))
-        print(table(rows[-1:]).splitlines()[-1], flush=True)
-    print(table(rows))
+        by_size[generators] = row_of(cluster(generators), costs, arguments.steps)
+        print(size_table([by_size[generators]]).splitlines()[-1], flush=True)
+    rows = [by_size[generators] for generators in sorted(by_size)]
+    print(size_table(rows))
     write_result(arguments.json, "scale", {"costs": asdict(costs), "sizes": rows, "ends": ends(rows)}, shown=ends(rows))
 
 
@@ -302,34 +305,6 @@ def ends(rows: Sequence[Mapping[str, Any]]) -> dict[str, int | None]:
     }
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the figures of the sizes as a Markdown table."""
-    lines = [
-        "| generators | trainer ranks | groups per step | step | tokens/s | overhead | controller CPU | messages "
-        "| buffer CPU | worker CPU | push, pull | trainer busy | generators busy | first bottleneck |",
-        "|" + "---|" * 14,
-    ]
-    for row in rows:
-        cells = [
-            f"{row['generators']:,}",
-            f"{row['trainer_ranks']:,}",
-            f"{row['groups_per_step']:,}",
-            f"{row['step_s']:.2f} s",
-            f"{row['tokens_per_s']:,.0f}",
-            f"{row['overhead']:.0%}",
-            f"{row['controller_s'] * 1e3:,.0f} ms",
-            f"{row['controller_messages']:,.0f}",
-            f"{row['buffer_s'] * 1e3:,.0f} ms",
-            f"{row['worker_s'] * 1e3:,.0f} ms",
-            f"{row['push_s'] * 1e3:,.0f}, {row['pull_s'] * 1e3:,.0f} ms",
-            f"{row['trainer_busy']:.0%}",
-            f"{row['generators_busy']:.0%}",
-            row["bottleneck"],
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
 def compare(costs: Costs, num_steps: int = 25) -> list[dict[str, Any]]:
     """Run and simulate the same configuration on this machine, for each number of generators."""
     cores = float(len(os.sched_getaffinity(0)))
@@ -345,18 +320,6 @@ def compare(costs: Costs, num_steps: int = 25) -> list[dict[str, Any]]:
         simulated = simulate(size, replace(costs, cores=cores), num_steps=num_steps - SKIPPED_STEPS, warmup=SKIPPED_STEPS)
         rows.append({"replicas": replicas, "real": real, "simulated": {name: simulated[name] for name in real}})
     return rows
-
-
-def comparison_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the comparison as a Markdown table."""
-    lines = ["| generators | step, real | simulated | tokens/s, real | simulated | difference |", "|---|---|---|---|---|---|"]
-    for row in rows:
-        real, simulated = row["real"], row["simulated"]
-        lines.append(
-            f"| {row['replicas']} | {real['step_s']:.3f} s | {simulated['step_s']:.3f} s | {real['tokens_per_s']:,.0f} "
-            f"| {simulated['tokens_per_s']:,.0f} | {simulated['step_s'] / real['step_s'] - 1:+.0%} |"
-        )
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

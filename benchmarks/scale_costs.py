@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from benchmarks.machine import describe_machine
 from benchmarks.timed_roles import Costs
-from benchmarks.virtual_actors import MessageCosts
+from benchmarks.virtual_actors import MessageCosts, Procs, World
 from titanrl.launch.fleet import Fleet, local_host
 from titanrl.launch.supervision import Supervisor
 from titanrl.metrics.run_directory import read_metrics
@@ -105,14 +105,30 @@ async def message_costs(folder: Path) -> MessageCosts:
     finally:
         supervisor.expect_deaths()
         await fleet.stop(20)
+    each_s = max(0.0, own_s - executed_s()) / 2
     # A request and its reply are two messages; this thread sends one and receives the other, and so does the actor's.
     return MessageCosts(
-        send_s=own_s / 2,
-        receive_s=own_s / 2,
+        send_s=each_s,
+        receive_s=each_s,
         others_s=max(0.0, cpu_s - 2 * own_s) / 2,
         latency_s=max(0.0, statistics.median(seconds) / 2 - own_s),
         bytes_per_s=1e9,
     )
+
+
+def executed_s() -> float:
+    """Return the CPU seconds of a request that a simulation executes itself, in the process that sends it."""
+    world = World(MessageCosts(send_s=0.0, receive_s=0.0, others_s=0.0, latency_s=0.0, bytes_per_s=1e9))
+    controller = world.process("controller")
+
+    async def ask() -> None:
+        actor = Procs(world.process("echo")).spawn("echo", Echo)
+        for _ in range(NUM_MESSAGES // 50):
+            await asyncio.gather(*(ask_actor(actor.echo, number) for number in range(50)))
+
+    world.run(controller, ask(), limit_s=1e6)
+    world.close()
+    return controller.busy_s / NUM_MESSAGES
 
 
 def run_overrides(folder: Path, name: str, num_steps: int) -> list[str]:
@@ -155,9 +171,7 @@ def synchronous_steps(folder: Path, groups: int, longest: int) -> list[Any]:
     return run_steps(folder, name, SKIPPED_STEPS + NUM_STEPS, sizes, core=0)[SKIPPED_STEPS:]
 
 
-def costs_of(
-    rows: Sequence[tuple[int, Mapping[str, float]]], messages: MessageCosts, source: str, group_size: int = 8
-) -> Costs:
+def costs_of(rows: Sequence[tuple[int, Mapping[str, float]]], messages: MessageCosts, source: str) -> Costs:
     """Return the costs that explain the steps of synchronous runs, each with its number of groups."""
     decode, train = [], []
     for groups, row in rows:

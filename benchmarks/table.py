@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import scale_tables
+
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- figures: python -m benchmarks.table -->", "<!-- end of figures -->"
 
@@ -211,6 +213,35 @@ def growth_cells(row: Mapping[str, Any]) -> str:
     return " | ".join([f"{row['bytes_per_prompt']:.1f}", f"{row['standard_error']:.1f}", *spreads])
 
 
+def scale_figures(result: Mapping[str, Any]) -> str:
+    """Return the tables of simulated sizes, of the comparison with real runs, and of the growth on one machine."""
+    compared, grown = (
+        json.loads((ROOT / "benchmarks/baselines" / name).read_text()) for name in ("scale_compare.json", "growth_by_size.json")
+    )
+    limits = "; ".join(f"{name}: {'none' if size is None else f'{size:,} generators'}" for name, size in result["ends"].items())
+    lines = [
+        "Growth on one machine:",
+        "",
+        *(f"{scale_tables.growth_table(name, over)}\n" for name, over in grown["over"].items()),
+        f"`python -m benchmarks.growth_by_size --json FILE`, {where(grown['machine'])}.",
+        "",
+        "Simulated and real runs of the same configuration:",
+        "",
+        scale_tables.comparison_table(compared["runs"]),
+        "",
+        f"`python -m benchmarks.scale --compare --json FILE`, {where(compared['machine'])}.",
+        "",
+        "Simulated sizes:",
+        "",
+        scale_tables.size_table(result["sizes"]),
+        "",
+        f"First size with {limits}.",
+        "",
+        f"`python -m benchmarks.scale --json FILE`, {where(result['machine'])}, costs {result['costs']['source']}.",
+    ]
+    return "\n".join(lines)
+
+
 def bytes_text(case: Mapping[str, Any], name: str) -> str:
     """Return a number of bytes, or a dash if it was not measured."""
     return f"{case[name]:,.0f}" if name in case else "-"
@@ -333,6 +364,7 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "docs/faults.md": ("chaos.json", chaos_table),
     "docs/howto/placement.md": ("hosts.json", hosts_table),
     "docs/architecture.md": ("growth.json", growth_table),
+    "docs/scale.md": ("scale.json", scale_figures),
 }
 """Baseline file of each document, and the function that formats it as a table."""
 
