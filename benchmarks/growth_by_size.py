@@ -24,7 +24,7 @@ from benchmarks.growth import SETTINGS, StepCounter
 from benchmarks.machine import write_result
 from benchmarks.resident import descendants, read_status, roles
 from benchmarks.scale_tables import ROLES, growth_table
-from titanrl.metrics.run_directory import read_metrics
+from titanrl.metrics.reading import read_metrics
 
 SMALL = ("rollout.max_new_tokens=8", "rollout.groups_per_step=16", "rollout.group_size=4", "generator.on_update=continue")
 """Overrides of every case, after those of `benchmarks.growth`."""

@@ -26,7 +26,7 @@ from benchmarks.timed_roles import Costs
 from benchmarks.virtual_actors import MessageCosts, Procs, World
 from titanrl.launch.fleet import Fleet, local_host
 from titanrl.launch.supervision import Supervisor
-from titanrl.metrics.run_directory import read_metrics
+from titanrl.metrics.reading import read_metrics
 from titanrl.processes.actors import Actor, ask_actor, concurrent_endpoint
 
 MODEL = (
