@@ -255,7 +255,8 @@ def peers_table(result: Mapping[str, Any]) -> str:
         found = [summary.get(payload, {}).get(system, {}).get(key) for system in names]
         if any(value is not None for value in found):
             lines.append(f"| {label} | {' | '.join(peer_cells(found, unit, baseline=list(names).index('TRL')))} |")
-    return "\n".join(lines) + f"\n\n`python -m benchmarks.peers --json FILE`, {where(result['machine'])}."
+    text = f"In brackets: the value divided by TRL's. `python -m benchmarks.peers --json FILE`, {where(result['machine'])}."
+    return "\n".join([*lines, "", text])
 
 
 PEERS_ROWS = {

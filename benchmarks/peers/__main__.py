@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -106,6 +107,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no run after so many seconds")
     parser.add_argument("--environment", type=Path, default=Path("runs/bench/peers"), help="folder of TRL's environment")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     started = time.monotonic()
     python = make_environment(arguments.environment.absolute())
     runs = earlier_runs(arguments.json)
@@ -255,7 +257,11 @@ def make_run(run: Asked, job: Job, folder: Path, python: Path) -> Run:
     with log.open("w") as output:
         launched = time.time()
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
-        with Watch(process.pid, run_dir) as watch:
+        try:
+            with Watch(process.pid, run_dir) as watch:
+                process.wait()
+        finally:
+            process.terminate()  # without effect unless the benchmark was interrupted
             process.wait()
     if process.returncode:
         sys.exit(f"{run.system} exited with code {process.returncode}:\n{log.read_text()[-3000:]}")
