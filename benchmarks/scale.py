@@ -235,7 +235,9 @@ def main() -> None:
     """Simulate or compare, print a table, and write the JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, required=True, help="file to write; sizes that are in it and not simulated stay")
-    parser.add_argument("--costs", type=Path, default=COSTS, help="JSON file with costs; by default those of the baseline")
+    parser.add_argument(
+        "--costs", type=Path, required=True, help="JSON file with costs, such as that of benchmarks.scale_costs"
+    )
     parser.add_argument("--generators", type=int, nargs="+", default=list(SIZES), help="sizes to simulate")
     parser.add_argument("--steps", type=int, default=3, help="measured steps per size")
     parser.add_argument("--compare", action="store_true", help="compare simulations with real runs on this machine instead")
@@ -254,9 +256,6 @@ def main() -> None:
     rows = [by_size[generators] for generators in sorted(by_size)]
     print(size_table(rows))
     write_result(arguments.json, "scale", {"costs": asdict(costs), "sizes": rows, "ends": ends(rows)}, shown=ends(rows))
-
-
-COSTS = Path(__file__).parent / "baselines" / "scale_costs.json"
 
 
 def read_costs(path: Path) -> Costs:
