@@ -3,10 +3,12 @@
 import subprocess
 import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import torch
 from torch import nn
 
+from tests.models.tiny import write_model
 from titanrl.models.preparation import WithoutDraws
 
 TAKES_THE_DEVICE = """
@@ -79,3 +81,28 @@ def test_constants_and_buffers_are_initialized_as_usual() -> None:
     plain.reset_parameters()
     assert plain.drawn.std() > 0
     assert len(plain.uniform.unique()) == 12
+
+
+BUILDS_A_DECODER = """
+import sys
+from types import SimpleNamespace
+from titanrl.config.device import DEVICES
+from titanrl.models.preparation import prepare_torchtitan
+prepare_torchtitan(DEVICES["cpu"])
+from pathlib import Path
+from titanrl.models.directory import open_model
+from torchtitan.config import ParallelismConfig
+config = open_model(Path(sys.argv[1]), None).spec(DEVICES["cpu"], 8).model
+config.update_from_config(config=SimpleNamespace(parallelism=ParallelismConfig()))
+assert config.layers[0].attention.sharding_config is not None, "the plan was not applied"
+print(sorted({"datasets", "pandas", "pyarrow", "torchdata", "torchtitan.trainer"} & sys.modules.keys()))
+import torchtitan.trainer
+assert torchtitan.trainer.Trainer.Config.__dataclass_fields__, "a placeholder remains"
+"""
+
+
+def test_model_is_built_without_torchtitans_trainer(tmp_path: Path) -> None:
+    """It would import `datasets`, pandas and pyarrow, only to check the class of a configuration."""
+    command = [sys.executable, "-c", BUILDS_A_DECODER, str(write_model("qwen3", tmp_path))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr

@@ -49,7 +49,7 @@ def needed(config: Config, device: Device, roles: Roles) -> dict[str, tuple[dict
     }
     if roles.trainer:
         learner = ("agreement", "checkpoint", "collate", "passes", "snapshots", "learner", "model")
-        modules = ["torchtitan.trainer", "titanrl.data.mixture", "titanrl.models.directory", "titanrl.replay.groups"]
+        modules = ["titanrl.models.decoder", "titanrl.data.mixture", "titanrl.models.directory", "titanrl.replay.groups"]
         modules += [f"titanrl.trainer.{name}" for name in learner]
         templates["trainer"] = (trainer_environment(config, device), partial(import_modules, modules, device))
     if roles.rollouts:
@@ -59,7 +59,7 @@ def needed(config: Config, device: Device, roles: Roles) -> dict[str, tuple[dict
     if roles.generators:
         impl = config.generator.model_impl
         modules = ["titanrl.generator.compat", "titanrl.generator.engine", f"titanrl.generator.{impl}"]
-        modules += ["torchtitan.trainer"] * (impl == "titan") + ["vllm.v1.worker.cpu_worker"] * (device.kind == "cpu")
+        modules += ["titanrl.models.decoder"] * (impl == "titan") + ["vllm.v1.worker.cpu_worker"] * (device.kind == "cpu")
         templates["generator"] = (generator_environment(config, device, 0), partial(import_modules, modules, device))
     return templates
 

@@ -7,9 +7,12 @@ Shape suffixes: L positions, H head dimension.
 """
 
 import math
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,6 +29,8 @@ from torchtitan.protocols.module import Module
 
 from titanrl.models.family import HFConfig
 
+TRAINER = "torchtitan.trainer"
+"""Module of torchtitan's own trainer, which imports `datasets`, pandas and pyarrow."""
 _NORMAL = {"weight": partial(nn.init.normal_, std=0.02), "bias": nn.init.zeros_}
 _ONES = {"weight": nn.init.ones_}
 
@@ -54,6 +59,38 @@ class Llama3RoPE(CosSinRoPE):
         angles = torch.outer(positions_L, torch.where(is_medium, smoothed, scaled))
         angles_LH = torch.cat([angles, angles], dim=-1)
         return torch.cat([angles_LH.cos(), angles_LH.sin()], dim=-1)
+
+
+class DenseDecoder(Qwen3Model):
+    """torchtitan's Qwen3 model, whose configuration is applied without importing torchtitan's trainer."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Qwen3Model.Config):
+        """Configuration with the fields of torchtitan's Qwen3."""
+
+        def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
+            """Check and apply a parallelism plan."""
+            with without_trainer():
+                Qwen3Model.Config.update_from_config(self, config=config, **kwargs)
+
+
+@contextmanager
+def without_trainer() -> Iterator[None]:
+    """Replace torchtitan's trainer during the body by a module whose configuration class has no instances.
+
+    `update_from_config` of torchtitan 0.3.0 imports the trainer to check whether it got the trainer's own configuration, which it
+    never gets here. The import would take a second of CPU time in every process that builds a model.
+    """
+    if TRAINER in sys.modules:
+        yield
+        return
+    placeholder: Any = ModuleType(TRAINER)
+    placeholder.Trainer = SimpleNamespace(Config=type("Config", (), {}))
+    sys.modules[TRAINER] = placeholder
+    try:
+        yield
+    finally:
+        del sys.modules[TRAINER]
 
 
 class DenseStateDictAdapter(Qwen3StateDictAdapter):
@@ -127,7 +164,7 @@ def decoder_spec(
             attention_norm=norm(dim), ffn_norm=norm(dim), attention=gqa, feed_forward=feed_forward
         )
 
-    model = Qwen3Model.Config(
+    model = DenseDecoder.Config(
         vocab_size=vocab,
         dim=dim,
         norm=norm(dim),

@@ -12,6 +12,7 @@ right digests, and starts its own for the other roles.
 
 import asyncio
 import contextlib
+import gc
 import hashlib
 import logging
 import os
@@ -158,9 +159,12 @@ def main(listener_fd: int, state_fd: int, parent: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     listener = socket.socket(fileno=listener_fd)
+    gc.disable()  # imports create a million objects and hardly any garbage, so collections would take a quarter of their time
     with loading():
         load: Callable[[], None] = pickle.load(sys.stdin.buffer)
         load()
+    gc.freeze()  # otherwise collections in a fork would touch, and thus copy, every page
+    gc.enable()
     threads = os.listdir("/proc/self/task")
     if len(threads) > 1:
         logger.warning("template disabled: the imports started %d threads, which a fork would lack", len(threads) - 1)
