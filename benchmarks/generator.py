@@ -75,7 +75,7 @@ async def measure(
         device=DEVICES["cpu"],
         max_len=PROMPT_TOKENS + NEW_TOKENS,
         stop_ids=(),
-        reader=None,  # nothing is pulled here
+        source=None,  # nothing is pulled here
     )
     actor: Any = procs.spawn("generator", RandomGenerator, setup)
     bare = Bare(model_dir, environment, overrides)

@@ -38,7 +38,7 @@ from titanrl.processes.variables import worker_environment
 from titanrl.weights.copying import TEAM, Copies
 from titanrl.weights.layout import LiveState, local_part
 from titanrl.weights.records import Commit, WeightManifest
-from titanrl.weights.store import WeightStore, spawn_store
+from titanrl.weights.store import IMPORTS, WeightStore, spawn_store
 from titanrl.weights.sync import WeightSync
 from titanrl.weights.transfer import WeightPublisher, WeightReader
 
@@ -148,7 +148,7 @@ class Writer(Actor):
         from torchstore.state_dict_utils import put_state_dict
 
         state = {name: value.to(PUBLISHED) for name, value in self._module.state_dict().items()}
-        await put_state_dict(self._store.client, state, key)
+        await put_state_dict(await self._store.client(), state, key)
 
     @endpoint
     async def state_dict_ratio(self) -> float | None:
@@ -254,7 +254,7 @@ class Reader(Actor):
         """Pull with torchstore's `get_state_dict`."""
         from torchstore.state_dict_utils import get_state_dict
 
-        await get_state_dict(self._store.client, key, self._targets)
+        await get_state_dict(await self._store.client(), key, self._targets)
 
 
 # Measuring
@@ -270,7 +270,7 @@ class Bench:
 
     async def start(self) -> None:
         """Start the processes and build the weights."""
-        layout, imports = LAYOUTS[self.layout], ("titanrl.weights.store", "benchmarks.weight_sync")
+        layout, imports = LAYOUTS[self.layout], (*IMPORTS, "benchmarks.weight_sync")
         sizes = {"store": 1, "copier": 1, "writers": layout.fsdp * layout.tp, "readers": layout.reader_tp}
         procs = {
             role: self._fleet.spawn(role, local_host(), size, worker_environment() | {THREADS: str(num_threads(size))}, imports)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from titanrl.algorithms.batch_plan import StepPlan, adam_params, advantages_by_task, plan_batch, plan_step
 from titanrl.algorithms.replay import ReplaySchedule
-from titanrl.base.errors import TitanRLError, TokensLostError
+from titanrl.base.errors import RankError, TitanRLError, TokensLostError
 from titanrl.base.plugins import loaded
 from titanrl.carriers.tables import RecordedGroups
 from titanrl.carriers.types import AdamParams, EvaluationResult, GenerationStats, LossSums, OptimUpdate, StepMetrics
@@ -178,8 +178,6 @@ class GRPO(Run):
         Raises:
             TitanRLError: The error has another cause.
         """
-        from titanrl.trainer.agreement import RankError  # imports torch; a dry run does not need it
-
         workers = self.session.rollouts.workers
         # Any trainer rank may report the error, also one that had its tokens.
         has_lost_tokens = isinstance(error, TokensLostError) or (isinstance(error, RankError) and error.has_lost_tokens)

@@ -52,19 +52,24 @@ def test_all_processes_are_forks_of_templates(plain_run: Finished) -> None:
 
 IMPORTED_ONCE = {
     "datasets",
+    "pandas",
     "reasoning_gym",
     "torch",
     "torch.distributed.checkpoint",
+    "torchtitan.models.common",
+    "torchtitan.models.qwen3",
     "torchtitan.trainer",
     "vllm",
     "vllm.v1.worker.cpu_worker",
 }
-"""Modules that are slow to import; only templates import them."""
+"""Modules that are slow to import; only templates import them, or no process at all."""
 
 
-def imported_by_forks(run: Finished, log: str) -> set[str]:
+def imported_by(run: Finished, log: str) -> set[str]:
     """Return the modules that the processes of a role imported themselves, from the log of a run that records imports."""
     lines = (run.run_dir / "logs" / f"{log}.log").read_text().splitlines()
+    if log.startswith("controller"):
+        lines += run.output.splitlines()
     modules = {line.rpartition("|")[2].strip() for line in lines if line.startswith("import time:")}
     assert any(module.startswith("titanrl.") for module in modules), "imports are not recorded"
     return modules
@@ -83,7 +88,8 @@ def test_killed_generator_and_workers_change_nothing(start_run: Start, plain_run
     assert restarts(run) == []
     assert run.output.count("replaced after") == 3
     for log in ("generator_0_0", "rollout_0_0", "rollout_1_0", "store_0", "trainer_0"):
-        assert imported_by_forks(run, log) & IMPORTED_ONCE == set(), log
+        assert imported_by(run, log) & IMPORTED_ONCE == set(), log
+    assert imported_by(run, "controller_0") & {"torch", "torchstore", "torchtitan", "transformers", "vllm"} == set()
 
 
 def test_generator_that_dies_with_the_trainer_changes_nothing(start_run: Start, plain_run: Finished) -> None:

@@ -24,8 +24,8 @@ from titanrl.processes.actors import resolve
 from titanrl.processes.variables import generator_environment, worker_environment
 from titanrl.rollout.pool import GeneratorPool
 from titanrl.weights.records import Commit
-from titanrl.weights.store import WeightStore, spawn_store
-from titanrl.weights.transfer import WeightPublisher, WeightReader
+from titanrl.weights.store import IMPORTS, WeightSource, WeightStore, spawn_store
+from titanrl.weights.transfer import WeightPublisher
 
 PROMPTS = [tuple(2 + (7 * i + j) % 90 for j in range(5 + i)) for i in range(8)]
 RECIPE = RecipeConfig(init_std=0.2)  # large weights, so that greedy sampling has no near-ties
@@ -109,7 +109,7 @@ def running_lab(folder: Path) -> Iterator[Lab]:
             supervisor = Supervisor()
             fleet = Fleet(folder, supervisor)
             prepare_templates(fleet, config, Roles(trainer=False))
-            store = await spawn_store(await fork(fleet, "store", worker_environment(), "titanrl.weights.store"))
+            store = await spawn_store(await fork(fleet, "store", worker_environment(), *IMPORTS))
             generators = {}
             for impl, options in IMPLEMENTATIONS.items():
                 environment = generator_environment(config, DEVICES["cpu"], 0)
@@ -124,7 +124,7 @@ def running_lab(folder: Path) -> Iterator[Lab]:
                     device=DEVICES["cpu"],
                     max_len=256,
                     stop_ids=(1,),
-                    reader=WeightReader("lab", store),
+                    source=WeightSource("lab", store),
                 )
                 generators[impl] = procs.spawn("generator", Generator, setup)
             await asyncio.gather(*(resolve(generator.start.call()) for generator in generators.values()))

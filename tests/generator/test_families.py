@@ -32,8 +32,7 @@ from titanrl.rollout.pool import GeneratorPool
 from titanrl.session.training import TrainingClient
 from titanrl.trainer.rank import PolicyTrainer, TrainerSetup
 from titanrl.weights.records import Commit
-from titanrl.weights.store import spawn_store
-from titanrl.weights.transfer import WeightReader
+from titanrl.weights.store import IMPORTS, WeightSource, spawn_store
 
 IMPLEMENTATIONS = ("titan", "native")
 PROMPTS = [tuple(2 + (7 * i + j) % 90 for j in range(5 + i)) for i in range(4)]
@@ -105,7 +104,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory, shared_templates: None) -> Ite
         trainer_procs = await fork(fleet, "trainer", trainer_environment(config, device), "titanrl.trainer.rank")
         await fleet.join_process_group(trainer_procs, one_machine=True)
         generator_procs = await fork(fleet, "generator", generator_environment(config, device, 0), "titanrl.generator.actor")
-        store = await spawn_store(await fork(fleet, "store", worker_environment(), "titanrl.weights.store"))
+        store = await spawn_store(await fork(fleet, "store", worker_environment(), *IMPORTS))
 
         def trainer_of(family: str) -> TrainerMesh:
             setup = TrainerSetup(
@@ -131,11 +130,11 @@ def lab(tmp_path_factory: pytest.TempPathFactory, shared_templates: None) -> Ite
                 device=device,
                 max_len=64,
                 stop_ids=(),
-                reader=WeightReader(family, store),
+                source=WeightSource(family, store),
             )
             if impl == "frozen":
                 frozen = setup.config.model_copy(update={"model_impl": "native", "vllm": {"load_format": LOAD_FORMAT}})
-                setup = replace(setup, config=frozen, reader=None)
+                setup = replace(setup, config=frozen, source=None)
             return generator_procs.spawn(f"{family}_{impl}", Generator, setup)
 
         async def start_trainers() -> dict[str, TrainerMesh]:

@@ -23,8 +23,8 @@ from titanrl.processes.actors import resolve
 from titanrl.processes.variables import worker_environment
 from titanrl.rollout.pool import GeneratorPool, InRound
 from titanrl.weights.records import Commit
-from titanrl.weights.store import spawn_store
-from titanrl.weights.transfer import WeightPublisher, WeightReader
+from titanrl.weights.store import IMPORTS, WeightSource, spawn_store
+from titanrl.weights.transfer import WeightPublisher
 
 
 @pytest.fixture(scope="module")
@@ -386,7 +386,7 @@ def test_generator_starts_over_with_the_weights_of_another_trainer(lab: Lab, imp
         longest = SamplingParams(max_new_tokens=240, temperature=0.0, seed=None)
         running = asyncio.create_task(lab.generate(impl, longest, PROMPTS[:1]))
         await lab.generate(impl, SamplingParams(max_new_tokens=1, temperature=0.0, seed=None), PROMPTS[2:3])
-        await lab.generators[impl].start_over.call(WeightReader("other", lab.store))
+        await lab.generators[impl].start_over.call(WeightSource("other", lab.store))
         with pytest.raises(Exception, match="the run restarts"):
             await running
         with pytest.raises(Exception, match="no valid weights: the run restarts"):
@@ -397,7 +397,7 @@ def test_generator_starts_over_with_the_weights_of_another_trainer(lab: Lab, imp
         for one, other in zip(before, await lab.generate(impl, GREEDY, PROMPTS[:2]), strict=True):
             assert other.logprobs.tobytes() == one.logprobs.tobytes()
             assert set(other.versions.tolist()) == {0}
-        await lab.generators[impl].start_over.call(WeightReader("lab", lab.store))
+        await lab.generators[impl].start_over.call(WeightSource("lab", lab.store))
 
     lab.do(scenario())
 
@@ -408,15 +408,15 @@ def test_generator_starts_over_during_pulls_from_a_stopped_store(lab: Lab, impl:
         await pull(lab, impl, 2)
         before = await lab.generate(impl, GREEDY, PROMPTS[:2])
         role = f"stopped-{impl}"
-        store = await spawn_store(await fork(lab.fleet, "store", worker_environment(), "titanrl.weights.store", role=role))
+        store = await spawn_store(await fork(lab.fleet, "store", worker_environment(), *IMPORTS, role=role))
         pid = int((lab.models[1].parent / f"{role}_0.pid").read_text().split()[0])
         publisher = WeightPublisher("stopped", 0, store, torch.float32, ["arena"])
         commit = Commit(0, (await publisher.publish(0, titan_names(load_file(lab.models[2] / "model.safetensors"))),))
-        await lab.generators[impl].start_over.call(WeightReader("stopped", store))
+        await lab.generators[impl].start_over.call(WeightSource("stopped", store))
         os.kill(pid, signal.SIGSTOP)  # the first pull waits for the layout, the second one for the first
         pulls = [asyncio.ensure_future(resolve(lab.generators[impl].pull_weights.call(commit))) for _ in range(2)]
         await lab.generators[impl].probe.call()
-        await asyncio.wait_for(resolve(lab.generators[impl].start_over.call(WeightReader("lab", lab.store))), 30)
+        await asyncio.wait_for(resolve(lab.generators[impl].start_over.call(WeightSource("lab", lab.store))), 30)
         for failed in await asyncio.gather(*pulls, return_exceptions=True):
             assert "the run restarts" in str(failed)
         os.kill(pid, signal.SIGCONT)

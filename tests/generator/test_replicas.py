@@ -34,9 +34,9 @@ from titanrl.processes.children import Respawns
 from titanrl.processes.variables import generator_environment, worker_environment
 from titanrl.rollout.pool import GeneratorPool
 from titanrl.weights.records import WeightManifest
-from titanrl.weights.store import WeightStore, spawn_store
+from titanrl.weights.store import IMPORTS, WeightSource, WeightStore, spawn_store
 from titanrl.weights.sync import WeightSync
-from titanrl.weights.transfer import WeightPublisher, WeightReader
+from titanrl.weights.transfer import WeightPublisher
 
 MAX_LEN = 1024
 PROMPT = tuple(range(2, 12))
@@ -105,7 +105,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory, shared_templates: None) -> It
         supervisor = Supervisor()
         fleet = Fleet(folder, supervisor)
         prepare_templates(fleet, config, Roles(trainer=False))
-        store = await spawn_store(await fork(fleet, "store", worker_environment(), "titanrl.weights.store"))
+        store = await spawn_store(await fork(fleet, "store", worker_environment(), *IMPORTS))
         setups = [
             GeneratorSetup(
                 model_dir=folder / "model",
@@ -113,7 +113,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory, shared_templates: None) -> It
                 device=DEVICES["cpu"],
                 max_len=MAX_LEN,
                 stop_ids=(),
-                reader=WeightReader("pair", store),
+                source=WeightSource("pair", store),
             )
             for impl in ("titan", "native")
         ]

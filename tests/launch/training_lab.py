@@ -19,7 +19,7 @@ from titanrl.models.recipe import create_model
 from titanrl.processes.variables import trainer_environment, worker_environment
 from titanrl.session.training import TrainingClient
 from titanrl.trainer.rank import PolicyTrainer, TrainerSetup
-from titanrl.weights.store import WeightStore, spawn_store
+from titanrl.weights.store import IMPORTS, WeightStore, spawn_store
 
 
 @dataclass
@@ -61,7 +61,7 @@ def running_lab(folder: Path) -> Iterator[Lab]:
             modules = ("titanrl.trainer.rank", "tests.launch.losses")
             procs = await fork(fleet, "trainer", environment, *modules, num_procs=2)
             await fleet.join_process_group(procs, one_machine=True)
-            store = await spawn_store(await fork(fleet, "store", worker_environment(), "titanrl.weights.store"))
+            store = await spawn_store(await fork(fleet, "store", worker_environment(), *IMPORTS))
             setup = TrainerSetup(
                 run="lab",
                 seed=0,

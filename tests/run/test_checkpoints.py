@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from titanrl.base.errors import FaultError
+from titanrl.base.errors import DriftError, FaultError, RankError
 from titanrl.base.files import DamagedError, commit_folder, digests_of, uncommit_folder
 from titanrl.config import ConfigError
 from titanrl.config.sections import FaultsConfig
@@ -28,7 +28,6 @@ from titanrl.run.checkpoints import (
     resumable,
     set_aside,
 )
-from titanrl.trainer.agreement import DriftError, RankError
 
 
 def state_of(step: int) -> RunState:

@@ -14,9 +14,10 @@ from torch.distributed import Store, TCPStore
 
 from tests.trainer import checks, variants
 from titanrl.algorithms.losses import LossMetrics
+from titanrl.base.errors import DriftError, RankError
 from titanrl.config.device import DEVICES
 from titanrl.models.directory import open_model
-from titanrl.trainer.agreement import Agreement, DriftError, RankError, agreement_of, check_replicas, named_tensors
+from titanrl.trainer.agreement import Agreement, agreement_of, check_replicas, named_tensors
 from titanrl.trainer.checkpoint import Checkpoints
 from titanrl.trainer.collate import PackedRows
 from titanrl.trainer.learner import Learner

@@ -17,8 +17,8 @@ from torch.distributed import Store, TCPStore
 
 from tests.trainer import apart
 from tests.trainer.ranks import World
-from titanrl.base.errors import TokensLostError
-from titanrl.trainer.agreement import Agreement, Drift, RankError, disagreement, drift_text, drifted, lateness
+from titanrl.base.errors import RankError, TokensLostError
+from titanrl.trainer.agreement import Agreement, Drift, disagreement, drift_text, drifted, lateness
 
 Worlds = Callable[[int], World]
 FSDP_4, HSDP, REPLICAS = {"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2}, {"dp_replicate": 4}

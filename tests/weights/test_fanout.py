@@ -27,7 +27,7 @@ from titanrl.processes.temporary import private_folder
 from titanrl.processes.variables import worker_environment
 from titanrl.weights.fanout import HostTransport
 from titanrl.weights.records import ArenaHandle, Commit, RdmaHandle, WeightManifest
-from titanrl.weights.store import spawn_store
+from titanrl.weights.store import IMPORTS, spawn_store
 from titanrl.weights.transfer import WeightReader
 
 TIMEOUT_S = 60
@@ -234,7 +234,7 @@ class World:
         self._supervisor = Supervisor()
         self._fleet, self._emulated = (Fleet(self._log_dir, self._supervisor, own_children=own) for own in (True, False))
         prepare_templates(self._fleet, load_config("configs/quickstart.yaml"), Roles(trainer=False, generators=False))
-        self.store = await spawn_store(await fork(self._fleet, "store", worker_environment(), "titanrl.weights.store"))
+        self.store = await spawn_store(await fork(self._fleet, "store", worker_environment(), *IMPORTS))
         hosts = await start_hosts(self._hosts, HOSTS)
         writer = await self._fork("writer", hosts["trainers"], 1)
         self._readers = await self._fork("readers", hosts["generators"], NUM_RANKS)
@@ -243,7 +243,7 @@ class World:
         await self.writer.publish.call_one("run", 0, {"w": weights(0)}, [], ("arena", "rdma"))
 
     async def _fork(self, role: str, hosts: Any, num_procs: int) -> Any:
-        imports, template = ("titanrl.weights.store", "tests.weights.processes"), await self._fleet.template("store")
+        imports, template = (*IMPORTS, "tests.weights.processes"), await self._fleet.template("store")
         return self._emulated.spawn(role, hosts, num_procs, worker_environment(), imports, template)
 
     async def publish(self, version: int) -> Commit:

@@ -18,7 +18,7 @@ from titanrl.launch.roles import Roles
 from titanrl.launch.supervision import Supervisor
 from titanrl.processes.variables import worker_environment
 from titanrl.weights.records import ArenaHandle, Commit, RdmaHandle, StoreHandle, rank_key
-from titanrl.weights.store import spawn_store
+from titanrl.weights.store import IMPORTS, spawn_store
 from titanrl.weights.transfer import WeightReader
 
 STATE = {"w": torch.randn(40, 30), "b": torch.randn(7), "scale": torch.tensor(0.3), "buffer": torch.randn(5)}
@@ -51,7 +51,7 @@ class World:
         self.reader = reader.spawn("reader", Reader, WeightReader("run", self.store, "full"))
 
     async def _fork(self, role: str) -> Any:
-        modules = ("titanrl.weights.store", "tests.weights.processes")
+        modules = (*IMPORTS, "tests.weights.processes")
         return await fork(self._fleet, "store", worker_environment(), *modules, role=role)
 
     async def publish(self, version: int, *transports: TransportName) -> Commit:

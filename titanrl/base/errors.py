@@ -22,3 +22,17 @@ class FaultError(TitanRLError):
 
 class TokensLostError(TitanRLError):
     """Tokens of a batch are lost because the rollout worker that held them died."""
+
+
+class RankError(FaultError):
+    """The trainer's ranks diverged, or a rank failed or is late; the message names the rank.
+
+    The trainer can continue only if a rank failed before the first collective of the phase.
+    """
+
+    has_lost_tokens = False
+    """True if a rank failed with a `TokensLostError`."""
+
+
+class DriftError(FaultError):
+    """Replicated weights or optimizer state differ between ranks; the message names the tensor and the ranks."""

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from titanrl.generator.engine import Engine
     from titanrl.generator.lockstep import Follower, Leader
+    from titanrl.weights.store import WeightSource
     from titanrl.weights.transfer import Targets, WeightReader
 
 Reply = tuple[list[tuple[int, list[Completion]]], EngineLoad]
@@ -41,14 +42,14 @@ class GeneratorSetup:
 
     model_dir: Path
     """Hugging Face directory. The generator reads its config, its tokenizer for stop texts, and its weights if
-    `reader` is None."""
+    `source` is None."""
     config: GeneratorConfig
     device: Device
     max_len: int
     """Longest prompt plus completion, in tokens."""
     stop_ids: tuple[int, ...]
     """Tokens that end a completion."""
-    reader: "WeightReader | None"
+    source: "WeightSource | None"
     """Source of the weights. If None, vLLM loads the weights of `model_dir`, and they never change."""
     family: str | None = None
     """`model.family` of the configuration."""
@@ -69,6 +70,7 @@ class Generator(Actor):
         self._setup = setup
         self._rank = current_rank().rank  # read here: on the engine's thread Monarch has no context, and it would be 0
         self._targets: Targets = {}
+        self._reader: WeightReader | None = None
         self._leader: Leader | None = None
         self._follower: Follower | None = None
         self._rounds = Gathering(self._submit_round)
@@ -181,8 +183,10 @@ class Generator(Actor):
                 raise
 
         async with self._pulling:
-            reader = self._setup.reader
-            assert reader is not None, "a frozen model pulls no weights"
+            if self._reader is None:
+                assert self._setup.source is not None, "a frozen model pulls no weights"
+                self._reader = self._setup.source.open()
+            reader = self._reader
             fill, fetched = await self._fetch(commit, reader)
             if self._follower is not None:
                 await asyncio.wrap_future(self._follower.swap(fill))
@@ -196,8 +200,8 @@ class Generator(Actor):
                     self._up_to_date.set()
 
     @concurrent_endpoint
-    async def start_over(self, reader: "WeightReader | None") -> None:
-        """Drop all requests and weights because the run restarts; later pulls use `reader`."""
+    async def start_over(self, source: "WeightSource | None") -> None:
+        """Drop all requests and weights because the run restarts; later pulls read from `source`."""
         reason = "the run restarts, and the weights are not published yet"
         self._rounds.reset(StoppedError(reason))
         self._restarting.set()  # ends the fetches of earlier pulls, because the processes they wait for may be dead
@@ -207,9 +211,9 @@ class Generator(Actor):
             self._restarting.clear()
             if self._follower is None:  # an earlier pull may have let held requests continue
                 await self._loop.start_over(reason)
-            if self._setup.reader is not None:
-                self._setup.reader.close()
-            self._setup = replace(self._setup, reader=reader)
+            if self._reader is not None:
+                self._reader.close()
+            self._reader, self._setup = None, replace(self._setup, source=source)
             self._expected = self._attempted = -1
             self._up_to_date.set()
 
@@ -240,7 +244,7 @@ class Generator(Actor):
         setup = self._setup
         source = open_model(setup.model_dir, setup.family)
         engine = Engine(source, setup.config, setup.device, max_len=setup.max_len, stop_ids=setup.stop_ids)
-        if setup.reader is None:
+        if setup.source is None:
             engine.version = 0  # vLLM has loaded the weights
         return engine
 

@@ -47,9 +47,8 @@ from titanrl.replay.shards import ShardNews, StorageShard
 from titanrl.rollout.workers import RolloutWorker, WorkerSetup
 from titanrl.trainer.rank import PolicyTrainer, TrainerSetup
 from titanrl.weights.records import WeightManifest
-from titanrl.weights.store import WeightStore, spawn_store
+from titanrl.weights.store import IMPORTS, WeightSource, WeightStore, spawn_store
 from titanrl.weights.sync import WeightSync
-from titanrl.weights.transfer import WeightReader
 
 logger = logging.getLogger(__name__)
 
@@ -209,7 +208,7 @@ class Assembly:
     """Spawns the processes and actors of each role, both at startup and to replace dead ones."""
 
     def __init__(self, config: Config, device: Device, files: RunFiles, shared: SharedContext, hosts: Hosts) -> None:
-        self._reader: WeightReader | None = None
+        self._source: WeightSource | None = None
         self.rollouts: Rollouts | None = None
         self.config, self.device, self.files, self.shared, self.hosts = config, device, files, shared, hosts
 
@@ -218,20 +217,22 @@ class Assembly:
         config, shared, timeouts = self.config, self.shared, self.config.timeouts
         for kind, (environment, load) in needed(config, self.device, roles).items():
             shared.fleet.prepare(kind, environment, load)
-        imports = ("titanrl.weights.store", "titanrl.replay.buffer")
+        imports = (*IMPORTS, "titanrl.replay.buffer")
         template = await shared.fleet.template("store")
         cores = role_cores(config.placement.cpus.store, 0, 1)
         store_procs = shared.fleet.spawn("store", self.hosts.store, 1, worker_environment(), imports, template, cores)
         trainer_procs = None
         if roles.trainer:
             num_procs = config.trainer.parallelism.world_size // config.hosts.trainer_hosts
-            imports, template = ("titanrl.trainer.rank", "titanrl.weights.store"), await shared.fleet.template("trainer")
+            imports, template = ("titanrl.trainer.rank", *IMPORTS), await shared.fleet.template("trainer")
             cores = role_cores(config.placement.cpus.trainer, 0, num_procs)
             environment = trainer_environment(config, self.device)
             trainer_procs = shared.fleet.spawn("trainer", self.hosts.trainer, num_procs, environment, imports, template, cores)
         replicas = range(config.generator.replicas if roles.generators else 0)
         store = await spawn_store(store_procs)
-        self._reader = WeightReader(config.name, store, config.weights.verify) if roles.trainer else None
+        if "store" in transports(config):
+            await store.client()  # imports torch, which would interrupt the controller when it deletes the first version
+        self._source = WeightSource(config.name, store, config.weights.verify) if roles.trainer else None
         generators, evaluator = await self._generators(roles, kept)
         rollouts = None
         trainer = TrainerMesh(None, shared.supervisor, timeouts)
@@ -289,7 +290,7 @@ class Assembly:
         if kept is not None:
             assert kept.generators is not None
             meshes = [mesh for mesh in (kept.generators, kept.evaluator) if mesh is not None]
-            await asyncio.gather(*(mesh.start_over(self._reader) for mesh in meshes))
+            await asyncio.gather(*(mesh.start_over(self._source) for mesh in meshes))
             return kept.generators, kept.evaluator
         replicas = range(config.generator.replicas if roles.generators else 0)
         spawns = {f"generator_{replica}": partial(self._spawn_generator, replica=replica) for replica in replicas}
@@ -348,7 +349,7 @@ class Assembly:
 
     async def _spawn_generator(self, part: Part, replica: int = 0, first_device: int | None = None) -> Replica:
         """Spawn a generator replica, or with `first_device` the background evaluator, with the current source of weights."""
-        setup = generator_setup(self.config, self.device, self.files, self.config.model.family, self._reader)
+        setup = generator_setup(self.config, self.device, self.files, self.config.model.family, self._source)
         return await self._engine(part, self.config, setup, replica, first_device)
 
     async def _engine(
@@ -360,7 +361,7 @@ class Assembly:
         if first_device is not None:
             environment |= visible(self.device, range(first_device, first_device + tp))
             environment[THREADS] = "1"  # evaluates while the other processes run
-        imports, host = ("titanrl.weights.transfer", "titanrl.generator.actor"), self.hosts.of_generator(replica)
+        imports, host = (*IMPORTS, "titanrl.weights.transfer", "titanrl.generator.actor"), self.hosts.of_generator(replica)
         template, cores = await fleet.template("generator"), generator_cores(self.config, replica)
         procs = fleet.spawn(part.role, host, tp, environment, imports, template, cores)
         if tp > 1:
@@ -396,11 +397,11 @@ async def _push_nothing(version: int) -> Sequence[WeightManifest]:
 
 
 def generator_setup(
-    config: Config, device: Device, files: RunFiles, family: str | None, reader: WeightReader | None
+    config: Config, device: Device, files: RunFiles, family: str | None, source: WeightSource | None
 ) -> GeneratorSetup:
-    """Return the setup of a generator. Without a reader, it loads the weights in the directory into vLLM's native model."""
+    """Return the setup of a generator. Without a source, it loads the weights in the directory into vLLM's native model."""
     generator = config.generator
-    if reader is None:
+    if source is None:
         options = {"model_impl": "native", "vllm": {**generator.vllm, "load_format": LOAD_FORMAT}}
         generator = generator.model_copy(update=options)
     limit = open_model(files.model_dir, family).shape.max_positions
@@ -410,7 +411,7 @@ def generator_setup(
         device=device,
         max_len=min(config.max_sampled_tokens + 1, limit),  # one more, for the log-probabilities of a complete sequence
         stop_ids=files.stop_ids,
-        reader=reader,
+        source=source,
         family=family,
     )
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import monarch.actor
 from monarch._rust_bindings.monarch_hyperactor.config import reload_config_from_env
@@ -39,16 +39,13 @@ from titanrl.hosts.launcher import Crew, LauncherError, LauncherHosts, is_loopba
 from titanrl.hosts.leases import LOST_S, LeasedHosts, Say
 from titanrl.hosts.monarch_host import EmulatedHosts
 from titanrl.launch.supervision import Supervisor
-from titanrl.processes.actors import ProcessVariables, set_up_process
+from titanrl.processes.actors import LOOPBACK, ProcessVariables, set_up_process
 from titanrl.processes.bootstrap import ANNOUNCEMENTS, NAME, PARENT, TEMPLATE
 from titanrl.processes.children import RespawnLimitError, Respawns
 from titanrl.processes.machine import CORES, Cores
 from titanrl.processes.private_sockets import private_sockets
 from titanrl.processes.templates import Template, shared_template
 from titanrl.processes.temporary import private_folder
-
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore
 
 POLL = "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY"
 """Environment variable with the interval of torchmonarch's polls; `configure` does not know it."""
@@ -237,10 +234,9 @@ RETIRE_S = 5.0
 """Seconds that the processes of a part have to stop before the part is respawned."""
 logger = logging.getLogger(__name__)
 
-_LOOPBACK = "127.0.0.1"
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _LOOPBACK_VARIABLES = {
-    "TORCHELASTIC_USE_AGENT_STORE": "True",  # otherwise rank 0 starts a store, which listens on all interfaces
+    "TORCHELASTIC_USE_AGENT_STORE": "True",  # otherwise torch starts a store, which listens on all interfaces
     **dict.fromkeys(_INTERFACE_VARIABLES, "lo"),
 }
 
@@ -274,7 +270,6 @@ class Fleet:
         self._parent = {PARENT: str(os.getpid())} if own_children else {}
         self._meshes: dict[str, ProcMesh] = {}  # by role
         self._watches: dict[str, asyncio.Task[None]] = {}
-        self._stores: dict[int, TCPStore] = {}  # by `id` of the mesh
         self._announcements = _Announcements(supervisor)
         self._templates: dict[str, Template] = {}  # by kind
         self._replaced: list[Template] = []  # stopped by a signal, but with forks that run
@@ -390,18 +385,16 @@ class Fleet:
                 names: Any = procs.spawn("interface", ProcessVariables)
                 await names.set.call(dict.fromkeys(_INTERFACE_VARIABLES, interface))
             return
-        store = _loopback_store()
-        self._stores[id(procs)] = store
-        await setup_torch_elastic_env_async(procs, store.host, store.port)
-        variables: Any = procs.spawn("loopback", ProcessVariables)
-        await variables.set.call(_LOOPBACK_VARIABLES)
+        ranks: Any = procs.spawn("loopback", ProcessVariables)
+        first = ranks.slice(**dict.fromkeys(procs.sizes, 0))
+        await setup_torch_elastic_env_async(procs, LOOPBACK, await first.open_store.call_one())
+        await ranks.set.call(_LOOPBACK_VARIABLES)
 
     async def retire(self, role: str) -> None:
         """Stop the processes of a role, most of which have exited, and forget the role."""
         self._watches[role].cancel()
         await asyncio.gather(self._watches.pop(role), return_exceptions=True)
         mesh = self._meshes.pop(role)
-        self._stores.pop(id(mesh), None)
         with contextlib.suppress(Exception):  # the mesh or its host may be dead; the supervisor has seen the processes exit
             await asyncio.wait_for(mesh.stop().as_asyncio(), RETIRE_S)
 
@@ -422,7 +415,6 @@ class Fleet:
         stops = [asyncio.wait_for(mesh.stop().as_asyncio(), timeout_s) for mesh in meshes.values()]
         results = await asyncio.gather(*stops, return_exceptions=True)
         self._announcements.close()
-        self._stores.clear()
         for task in self._replacing:
             task.cancel()
         for template in (*self._templates.values(), *self._replaced):
@@ -474,13 +466,3 @@ class _Announcements:
             self._loop.remove_reader(self._socket)
             self._socket.close()
             self._folder.delete()
-
-
-def _loopback_store() -> "TCPStore":
-    """Start a store for a process group of this machine. By default, torch's stores listen on all interfaces."""
-    from torch.distributed import TCPStore
-
-    with socket.socket() as listener:
-        listener.bind((_LOOPBACK, 0))
-        port = listener.getsockname()[1]
-        return TCPStore(_LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())

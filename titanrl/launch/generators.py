@@ -14,7 +14,7 @@ from titanrl.processes.actors import ask_actor, ask_ranks
 from titanrl.weights.records import Commit
 
 if TYPE_CHECKING:
-    from titanrl.weights.transfer import WeightReader
+    from titanrl.weights.store import WeightSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,17 +91,17 @@ class GeneratorMeshes:
         self._serving.add(replica)
         await self._notify(replica, part.actors.leader)
 
-    async def start_over(self, reader: "WeightReader | None") -> None:
+    async def start_over(self, source: "WeightSource | None") -> None:
         """Reset the engines for a restarted run: drop their requests and weights; replace replicas that do not reply.
 
         Args:
-            reader: source of the weights from now on.
+            source: source of the weights from now on.
         """
         self._newest, self._pulled = -1, [-1] * len(self.parts)
         survive = await asyncio.gather(*(part.survives() for part in self.parts))
         alive = [part for part, survives in zip(self.parts, survive, strict=True) if survives]
-        # The replacement of a part that dies now starts with the new reader.
-        await ask_each(alive, "start_over", lambda replica: replica.mesh.start_over.call(reader), self.timeouts.step_s)
+        # The replacement of a part that dies now starts with the new source.
+        await ask_each(alive, "start_over", lambda replica: replica.mesh.start_over.call(source), self.timeouts.step_s)
 
     async def on_lost(self, part: Part) -> None:
         """Announce the death of a replica, so that its callers resend their requests to other replicas or the replacement."""

@@ -46,6 +46,8 @@ from titanrl.base.plugins import loading
 
 _log_file: Path | None = None  # of this process; None in the controller
 
+LOOPBACK = "127.0.0.1"
+"""Address of a process group whose ranks are on one machine."""
 STACKS_SIGNAL = signal.SIGUSR2
 """Signal that makes a process append the Python stacks of all its threads to its log."""
 
@@ -298,12 +300,26 @@ def concurrent_endpoint(method: Callable[Concatenate[SelfT, P], Awaitable[R]]) -
 
 
 class ProcessVariables(Actor):
-    """Actor that sets environment variables in its process."""
+    """Actor that sets environment variables in its process, and opens the store of a process group on this machine."""
 
     @endpoint
     async def set(self, values: Mapping[str, str]) -> None:
         """Set environment variables, which C libraries in the process also see from now on."""
         os.environ.update(values)
+
+    @endpoint
+    async def open_store(self) -> int:
+        """Open a store for a process group, and return its port. It accepts only connections from this machine.
+
+        By default, torch's stores listen on all interfaces.
+        """
+        from torch.distributed import TCPStore
+
+        with socket.socket() as listener:
+            listener.bind((LOOPBACK, 0))
+            port: int = listener.getsockname()[1]
+            self._store = TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        return port
 
 
 async def resolve(call: Awaitable[R]) -> R:

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.distributed import DistNetworkError, DistStoreError, ProcessGroup, Store, TCPStore
 from torch.distributed.tensor import DTensor
 
-from titanrl.base.errors import FaultError, TokensLostError, describe
+from titanrl.base.errors import DriftError, RankError, TokensLostError, describe
 from titanrl.weights.layout import local_part
 
 if TYPE_CHECKING:
@@ -57,16 +57,6 @@ MAX_TEXT = 300
 T = TypeVar("T", str, int)
 
 logger = logging.getLogger(__name__)
-
-
-class RankError(FaultError):
-    """The trainer's ranks diverged, or a rank failed or is late; the message names the rank.
-
-    The trainer can continue only if a rank failed before the first collective of the phase.
-    """
-
-    has_lost_tokens = False
-    """True if a rank failed with a `TokensLostError`."""
 
 
 class Agreement:
@@ -367,10 +357,6 @@ _WORD = 8
 """Size of a word in bytes."""
 
 
-class DriftError(FaultError):
-    """Replicated weights or optimizer state differ between ranks; the message names the tensor and the ranks."""
-
-
 @dataclass(frozen=True, slots=True)
 class Drift:
     """Index of a tensor that differs between ranks that hold the same shard, and these ranks."""
@@ -403,7 +389,7 @@ def check_replicas(learner: "Learner") -> None:
 
 def named_tensors(learner: "Learner") -> Iterator[tuple[str, Tensor]]:
     """Yield parameters, persistent buffers, optimizer state and moving averages by name, in the same order on all ranks."""
-    from torchtitan.components.checkpointer.utils import canonical_fqn  # not at the top: the controller unpickles `RankError`
+    from torchtitan.components.checkpointer.utils import canonical_fqn
 
     learner.model.reshard()
     module = learner.model.module

@@ -107,9 +107,9 @@ class Receiver:
 class HostTransport:
     """RDMA transport that sends each rank's bytes over the network once per host. It can be pickled before its first use."""
 
-    def __init__(self, network: Network | None = None) -> None:
-        """Create a transport to pickle to the processes of a host. They share the bytes that one of them receives."""
-        self._name = secrets.token_hex(4)
+    def __init__(self, network: Network | None = None, name: str | None = None) -> None:
+        """Create a transport. Those of one name, or pickled from one, share the bytes that one process of a host receives."""
+        self._name = name or secrets.token_hex(4)
         self._network = network or RdmaTransport()
         self._term = 0
         self._receiver: Receiver | None = None

@@ -169,13 +169,18 @@ class CopyPlan:
 class WeightReader:
     """Reader of committed versions into tensors of this process. It can be pickled before its first use."""
 
-    def __init__(self, run: str, store: "WeightStore", verify: Verify = "sampled") -> None:
+    def __init__(self, run: str, store: "WeightStore", verify: Verify = "sampled", name: str | None = None) -> None:
         """Prepare to read the versions published under the name of a run. `verify="off"` ignores their digests; otherwise the
-        publisher has chosen what they cover.
+        publisher has chosen what they cover. Readers of one `name` share what they receive from other hosts.
         """
         self._run, self._store, self._verify = run, store, verify
         # Tried in this order for each offered handle. Over several hosts, `HostTransport` maps what RDMA would copy per rank.
-        self._sources: list[Source] = [ArenaTransport(), HostTransport(), RdmaTransport(), StoreTransport(run, 0, store)]
+        self._sources: list[Source] = [
+            ArenaTransport(),
+            HostTransport(name=name),
+            RdmaTransport(),
+            StoreTransport(run, 0, store),
+        ]
         self._bytes_reported = 0
         self._layouts: dict[str, ByteLayout] = {}
         self._pinned: dict[int, weakref.finalize[..., MappedArena]] = {}
