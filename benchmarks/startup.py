@@ -53,7 +53,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.startup", description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, required=True, help="file to write")
     parser.add_argument("--rounds", type=int, default=5, help="starts of each kind")
-    parser.add_argument("--before", type=Path, help="root of another checkout, measured by turns with this one")
+    parser.add_argument("--before", type=Path, help="root of another checkout, measured alternately with this one")
     parser.add_argument("--cache", type=Path, help="folder with the base model; by default it is created first")
     parser.add_argument("--no-warm", action="store_true", help="leave out the starts with `titanrl warm`")
     parser.add_argument("--set", dest="overrides", nargs="+", default=[], metavar="key.path=value", help="changes of the run")

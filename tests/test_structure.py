@@ -11,15 +11,15 @@ import pytest
 from tests.size import PACKAGE, figures
 
 CEILINGS = {
-    "lines": 50_100,
-    "modules": 200,
-    "small modules": 6,
+    "lines": 50_600,
+    "modules": 201,
+    "small modules": 7,
     "modules with a shared name": 4,
     "rooms": 26,
     "arrows": 165,
     "floors": 12,
-    "modules reached by the loop": 109,
-    "functions with one mention": 0.366,
+    "modules reached by the loop": 110,
+    "functions with one mention": 0.368,
 }
 """Largest figures of `tests.size`. Lower them with the code. A change that needs a higher one says why in its message."""
 
@@ -40,9 +40,10 @@ def test_imports_have_no_cycle() -> None:
     [
         "titanrl.algorithms.batch_plan",
         "titanrl.rollout.workers, titanrl.generator.actor",  # of rollout workers, which call generators
+        "titanrl.grpo, titanrl.session.session",  # of the controller
     ],
 )
-def test_planning_and_rollout_workers_import_no_torch(modules: str) -> None:
+def test_planning_rollout_workers_and_the_controller_import_no_torch(modules: str) -> None:
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

@@ -28,6 +28,7 @@ from titanrl.config.errors import BrokenRule, BrokenRules
 from titanrl.config.load import did_you_mean
 from titanrl.data.chat_format import ChatFormat
 from titanrl.data.entries import Message, read_custom_prompts, read_entries, value_of
+from titanrl.data.gym import import_task
 from titanrl.data.rows import BadRow, Row
 from titanrl.data.selection import BLANK, DUPLICATE, OTHER_ANSWER, TOO_LONG, Selection
 from titanrl.data.tokenizer import MAX_TOKEN_CHARS, Tokenizer
@@ -190,9 +191,8 @@ def make_gym_dataset(task: str, task_config: dict[str, Any], seed: int, size: in
         ValueError: The task is unknown, its options are invalid, or reasoning-gym is not installed.
     """
     try:
-        import reasoning_gym  # imported here because it takes a second
-        from reasoning_gym.composite import DatasetSpec
-        from reasoning_gym.factory import DATASETS
+        import_task(task)
+        from reasoning_gym.factory import DATASETS, create_dataset
     except ModuleNotFoundError as error:
         raise _broken(
             {"data.task": task}, f"the package {error.name} must be installed", "pip install reasoning-gym"
@@ -211,8 +211,10 @@ def make_gym_dataset(task: str, task_config: dict[str, Any], seed: int, size: in
     try:
         options = dict(task_config)
         if task == "composite":
+            from reasoning_gym.composite import DatasetSpec
+
             options["datasets"] = [DatasetSpec(**spec) for spec in options.get("datasets", [])]
-        return reasoning_gym.create_dataset(task, seed=seed, size=size, **options)
+        return create_dataset(task, seed=seed, size=size, **options)
     except Exception as error:  # tasks reject options with various exceptions
         raise _broken(
             {"data.task_config": task_config, "data.task": task},
@@ -515,7 +517,7 @@ def gym_levels(task: str, task_config: Mapping[str, Any], num_levels: int) -> li
         ValueError: The task has no curriculum, or fewer levels.
     """
     make_gym_dataset(task, dict(task_config), seed=0, size=1)  # raises a specific error for an invalid task
-    from reasoning_gym.factory import create_curriculum  # takes a second
+    from reasoning_gym.factory import create_curriculum
 
     values = {"data.curriculum.levels": num_levels, "data.task": task}
     try:

@@ -184,8 +184,11 @@ class Generator(Actor):
 
         async with self._pulling:
             if self._reader is None:
-                assert self._setup.source is not None, "a frozen model pulls no weights"
-                self._reader = self._setup.source.open()
+                from titanrl.weights.transfer import WeightReader
+
+                source = self._setup.source
+                assert source is not None, "a frozen model pulls no weights"
+                self._reader = WeightReader(source.run, source.store, source.verify, source.name)
             reader = self._reader
             fill, fetched = await self._fetch(commit, reader)
             if self._follower is not None:

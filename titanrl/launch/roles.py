@@ -5,6 +5,7 @@ This module must not import Monarch, because a fork would lack its threads. A mi
 
 import importlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 from titanrl.base.plugins import Plugins
 from titanrl.config.device import Device
 from titanrl.config.schema import Config
+from titanrl.data.gym import import_task
 from titanrl.processes.variables import generator_environment, trainer_environment, worker_environment
 
 
@@ -54,8 +56,8 @@ def needed(config: Config, device: Device, roles: Roles) -> dict[str, tuple[dict
         templates["trainer"] = (trainer_environment(config, device), partial(import_modules, modules, device))
     if roles.rollouts:
         modules = [f"titanrl.{name}" for name in ("data.tokenizer", "models.directory", "replay.groups", "rollout.open_tasks")]
-        modules += ["reasoning_gym"] * any(task.source == "reasoning_gym" for task in config.data.tasks.values())
-        templates["rollout"] = (worker_environment(), partial(import_modules, modules))
+        tasks = sorted({task.task for task in config.data.tasks.values() if task.source == "reasoning_gym"})
+        templates["rollout"] = (worker_environment(), partial(import_modules, modules, tasks=tasks))
     if roles.generators:
         impl = config.generator.model_impl
         modules = ["titanrl.generator.compat", "titanrl.generator.engine", f"titanrl.generator.{impl}"]
@@ -64,11 +66,14 @@ def needed(config: Config, device: Device, roles: Roles) -> dict[str, tuple[dict
     return templates
 
 
-def import_modules(modules: Sequence[str], device: Device | None = None) -> None:
-    """Import modules, with `device` after the preparation of torchtitan for it."""
+def import_modules(modules: Sequence[str], device: Device | None = None, tasks: Sequence[str] = ()) -> None:
+    """Import modules, with `device` after the preparation of torchtitan for it, and tasks of reasoning-gym."""
     if device is not None:
         from titanrl.models.preparation import prepare_torchtitan
 
         prepare_torchtitan(device)
     for module in modules:
         importlib.import_module(module)
+    for task in tasks:
+        with suppress(ModuleNotFoundError):  # the checks before the start report it
+            import_task(task)

@@ -78,8 +78,8 @@ class DenseDecoder(Qwen3Model):
 def without_trainer() -> Iterator[None]:
     """Replace torchtitan's trainer during the body by a module whose configuration class has no instances.
 
-    `update_from_config` of torchtitan 0.3.0 imports the trainer to check whether it got the trainer's own configuration, which it
-    never gets here. The import would take a second of CPU time in every process that builds a model.
+    `update_from_config` of torchtitan 0.3.0 imports the trainer to check whether it got the trainer's own configuration, which
+    is never the case here. The import would take a second of CPU time in every process that builds a model.
     """
     if TRAINER in sys.modules:
         yield

@@ -20,8 +20,6 @@ from titanrl.base.choices import Verify
 if TYPE_CHECKING:
     from torchstore.client import LocalClient
 
-    from titanrl.weights.transfer import WeightReader
-
 IMPORTS = ("titanrl.weights.store", "torchstore.client")
 """Modules for `set_up_process` in the processes of the store and its clients."""
 
@@ -139,7 +137,7 @@ class WeightStore:
 
 @dataclass(frozen=True, slots=True)
 class WeightSource:
-    """Where generators read the versions of a run. It can be pickled to any process."""
+    """Source of the versions of a run for generators. It can be pickled to any process."""
 
     run: str
     """Prefix of the store's keys."""
@@ -148,12 +146,6 @@ class WeightSource:
     """`off` ignores the digests of versions."""
     name: str = field(default_factory=lambda: secrets.token_hex(4))
     """Name by which the readers of a host find each other."""
-
-    def open(self) -> "WeightReader":
-        """Return a reader for this process, which imports torch."""
-        from titanrl.weights.transfer import WeightReader
-
-        return WeightReader(self.run, self.store, self.verify, self.name)
 
 
 async def spawn_store(procs: ProcMesh) -> WeightStore:
