@@ -46,7 +46,7 @@ def test_killed_trainer_and_store_change_nothing(start_run: Start, plain_run: Fi
 def test_all_processes_are_forks_of_templates(plain_run: Finished) -> None:
     """A package that starts a thread on import, or a module that imports Monarch, would silently disable forking."""
     logs = {file.stem: file.read_text() for file in (plain_run.run_dir / "logs").glob("template_*.log")}
-    assert logs.keys() == {"template_generator", "template_rollout", "template_store", "template_trainer"}
+    assert logs.keys() == {f"template_{kind}" for kind in ("base", "generator", "rollout", "store", "trainer")}
     assert not [name for name, text in logs.items() if "template disabled" in text or "Traceback" in text]
 
 

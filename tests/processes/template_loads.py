@@ -16,6 +16,16 @@ def note() -> None:
     loader = os.getpid()
 
 
+again: tuple[int, str | None] | None = None
+"""Id of the process in which `note_again` ran, and a variable of its environment."""
+
+
+def note_again() -> None:
+    """Record the process id of the template of a role, which must have the modules of its base."""
+    global again
+    again = (os.getpid(), os.environ.get("COLOUR"))
+
+
 def read_temporary_folder() -> None:
     """Read TMPDIR, like a package that writes a cache."""
     tempfile.gettempdir()

@@ -22,7 +22,7 @@ from titanrl.config.sections import FaultsConfig
 from titanrl.launch.fleet import Fleet, local_host
 from titanrl.launch.supervision import ActorDiedError, OnEvent, Supervisor, Watchdog
 from titanrl.processes.actors import Actor, concurrent_endpoint
-from titanrl.processes.templates import SHARED, Template, digest_of_imports, shared_template
+from titanrl.processes.templates import BASE, SHARED, Template, digest_of_imports, shared_template
 from titanrl.processes.temporary import private_folder
 from titanrl.processes.variables import worker_environment
 
@@ -37,6 +37,7 @@ class Scribe(Actor):
             "pid": os.getpid(),
             "parent": os.getppid(),
             "loader": None if loads is None else loads.loader,
+            "again": None if loads is None else loads.again,
             "folder": os.getcwd(),
             "draws": (random.random(), float(np.random.random())),
             "colour": os.environ.get("COLOUR"),
@@ -156,6 +157,163 @@ def test_stopped_template_is_replaced_and_its_forks_continue(tmp_path: Path) -> 
     assert events[0]["actor"] == "template_scribe"
     assert events[2]["part"] == "template_scribe"
     assert "template_scribe rank 0 was stopped by a signal" in events[2]["cause"]
+
+
+# A base, from which the templates of roles are forked
+
+
+def descendants(pid: int) -> set[int]:
+    """Return the ids of the processes below a process."""
+    return {child.pid for child in psutil.Process(pid).children(recursive=True)}
+
+
+def test_templates_of_roles_share_what_their_base_has_imported(tmp_path: Path) -> None:
+    async def work(fleet: Fleet, supervisor: Supervisor) -> None:
+        fleet.prepare(BASE, {"COLOUR": "of the base"}, template_loads.note)
+        fleet.prepare("scribe", {"COLOUR": "of the template"}, template_loads.note_again)
+        scribes = [await spawn(fleet, "scribe_0", 2, COLOUR="red"), await spawn(fleet, "scribe_1")]
+        seen = [look for scribe in scribes for _, look in (await supervisor.ask("scribe.look", scribe.look.call(), 60)).items()]
+        base, template = (fleet._templates[kind].pid for kind in (BASE, "scribe"))
+        assert {look["loader"] for look in seen} == {base}
+        assert {look["again"] for look in seen} == {(template, "of the template")}
+        assert {look["parent"] for look in seen} == {template}
+        assert psutil.Process(template).ppid() == base
+        assert psutil.Process(base).ppid() == os.getpid()
+        assert [look["colour"] for look in seen[:2]] == ["red", "red"]
+
+    with_fleet(tmp_path, work)
+
+
+def test_killed_template_of_a_role_is_reaped_and_replaced_from_the_same_base(tmp_path: Path) -> None:
+    events: list[dict[str, Any]] = []
+
+    async def work(fleet: Fleet, supervisor: Supervisor) -> None:
+        fleet.prepare(BASE, {}, template_loads.note)
+        fleet.prepare("other", {}, template_loads.note_again)
+        fleet.prepare("scribe", {}, template_loads.note_again)
+        scribe = await spawn(fleet, "scribe_0")
+        look = await supervisor.ask("scribe.look", scribe.look.call_one(), 60)
+        assert await fleet.template("other") is not None
+        base, other = fleet._templates[BASE].pid, fleet._templates["other"].pid
+        os.kill(look["parent"], signal.SIGKILL)
+        with pytest.raises(ActorDiedError, match="scribe_0_0"):
+            await supervisor.ask("scribe.wait", asyncio.Event().wait(), 30)
+        assert await asyncio.to_thread(wait_until, lambda: not psutil.pid_exists(look["parent"])), "no zombie remains"
+        assert await fleet.template("scribe") is not None
+        assert (fleet._templates[BASE].pid, fleet._templates["other"].pid) == (base, other)
+        assert psutil.Process(fleet._templates["scribe"].pid).ppid() == base
+
+    with_fleet(tmp_path, work, lambda kind, **fields: events.append({"kind": kind, **fields}))
+    assert [event["part"] for event in events if event["kind"] == "respawn"] == ["template_scribe"]
+
+
+def test_death_of_the_base_ends_the_whole_tree_which_is_replaced_once(tmp_path: Path) -> None:
+    events: list[dict[str, Any]] = []
+
+    async def work(fleet: Fleet, supervisor: Supervisor) -> None:
+        fleet.prepare(BASE, {}, template_loads.note)
+        for kind in ("scribe", "other"):
+            fleet.prepare(kind, {}, template_loads.note_again)
+        scribe = await spawn(fleet, "scribe_0")
+        await supervisor.ask("scribe.look", scribe.look.call_one(), 60)
+        assert await fleet.template("other") is not None
+        base = fleet._templates[BASE].pid
+        tree = descendants(base)
+        assert len(tree) == 3
+        os.kill(base, signal.SIGKILL)
+        with pytest.raises(ActorDiedError, match="scribe_0_0"):
+            await supervisor.ask("scribe.wait", asyncio.Event().wait(), 30)
+        assert await asyncio.to_thread(wait_until, lambda: all(map(ended, tree)))
+        while fleet._templates[BASE].pid == base:
+            await asyncio.sleep(0.01)
+        for kind in ("scribe", "other"):
+            assert await fleet.template(kind) is not None, "faults.max_respawns is 1"
+            assert psutil.Process(fleet._templates[kind].pid).ppid() == fleet._templates[BASE].pid != base
+        await supervisor.start_over([])
+        await fleet.retire_all_but([])
+        again = await supervisor.ask("scribe.look", (await spawn(fleet, "scribe_1")).look.call_one(), 60)
+        assert again["loader"] == fleet._templates[BASE].pid
+
+    with_fleet(tmp_path, work, lambda kind, **fields: events.append({"kind": kind, **fields}))
+    assert [event["part"] for event in events if event["kind"] == "respawn"] == ["template_base"]
+
+
+@pytest.mark.parametrize(
+    ("base", "load"),
+    [
+        (template_loads.note, template_loads.fail),
+        (template_loads.note, template_loads.start_thread),
+        (template_loads.fail, template_loads.note_again),
+        (template_loads.start_thread, template_loads.note_again),
+    ],
+)
+def test_process_imports_itself_if_a_template_of_the_tree_cannot_fork(
+    base: Callable[[], None], load: Callable[[], None], tmp_path: Path
+) -> None:
+    async def work(fleet: Fleet, supervisor: Supervisor) -> None:
+        fleet.prepare(BASE, {}, base)
+        fleet.prepare("scribe", {}, load)
+        assert await fleet.template("scribe") is None
+        look = await supervisor.ask("scribe.look", (await spawn(fleet, "scribe_0")).look.call_one(), 60)
+        assert look["parent"] == os.getpid()
+        assert not fleet._templates["scribe"].was_killed
+
+    with_fleet(tmp_path, work)
+
+
+OWNER = """
+import asyncio, sys
+from pathlib import Path
+from tests.processes import template_loads
+from titanrl.processes.templates import Template
+async def work():
+    folder = Path(sys.argv[1])
+    base = Template({}, template_loads.note, folder / "base.log")
+    template = Template({}, template_loads.note_again, folder / "scribe.log", base=base.path)
+    assert await template.is_ready()
+    print(base.pid, template.pid, flush=True)
+    await asyncio.sleep(60)
+asyncio.run(work())
+"""
+
+
+@pytest.mark.parametrize("stopped", [(), (0, 1)])
+def test_tree_ends_with_the_process_that_started_it(stopped: tuple[int, ...], tmp_path: Path) -> None:
+    command = [sys.executable, "-c", OWNER, str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        tree = [int(pid) for pid in owner.stdout.readline().split()]
+        for index in stopped:
+            os.kill(tree[index], signal.SIGSTOP)
+        owner.kill()
+    assert wait_until(lambda: all(map(ended, tree)))
+
+
+VARIABLES = """
+import ctypes, os, sys
+import torch, torch._dynamo
+from titanrl.processes.templates import _adopt
+calls = []
+compiled = torch.compile(lambda value: value + 1, backend=lambda graph, inputs: calls.append(1) or graph.forward)
+_adopt({"TORCHDYNAMO_DISABLE": "1", "MALLOC_MMAP_THRESHOLD_": str(32 << 20)})
+compiled(torch.ones(2))
+assert not calls, "compiled functions of the base must run eagerly"
+libc = ctypes.CDLL(None)
+class Statistics(ctypes.Structure):  # hblks: number of mappings
+    names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in names.split()]
+libc.mallinfo2.restype = Statistics
+libc.malloc.restype = ctypes.c_void_p
+before = libc.mallinfo2().hblks
+libc.malloc(ctypes.c_size_t(16 << 20))
+assert libc.mallinfo2().hblks == before, "16 MiB must come from the heap, not from a mapping"
+"""
+
+
+def test_variables_that_were_read_before_the_fork_are_applied() -> None:
+    done = subprocess.run([sys.executable, "-c", VARIABLES], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(
@@ -372,10 +530,11 @@ def test_warm_rejects_wrong_config_and_ends_in_order() -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # a path short enough for sockets
         environment = os.environ | {"TMPDIR": folder}
         with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as warm:
-            assert wait_until(lambda: len(psutil.Process(warm.pid).children()) >= 4)
-            assert len(list(Path(folder).glob("titanrl-*/*.log"))) == 4
-            templates = psutil.Process(warm.pid).children()
+            is_started = wait_until(lambda: len(list(Path(folder).glob("titanrl-*/*.log"))) == 5)
+            templates = psutil.Process(warm.pid).children(recursive=True)
             warm.terminate()  # during the imports
+            assert is_started
+            assert templates
             assert warm.communicate()[1] == ""
         assert warm.returncode == 143
         assert psutil.wait_procs(templates, timeout=10)[1] == []

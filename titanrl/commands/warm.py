@@ -14,7 +14,7 @@ from titanrl.config.device import resolve_device
 from titanrl.config.errors import refusing
 from titanrl.launch.roles import Roles, needed
 from titanrl.processes import caches
-from titanrl.processes.templates import SHARED, Template, digest_of_imports
+from titanrl.processes.templates import BASE, SHARED, Template, digest_of_imports
 from titanrl.processes.temporary import private_folder
 
 
@@ -48,10 +48,10 @@ async def serve(config: Config) -> int:
         if signal.getsignal(number) is not signal.SIG_IGN:  # SIGHUP under nohup
             asyncio.get_running_loop().add_signal_handler(number, end, number)
     folder = private_folder()
-    templates = {
-        kind: Template(environment, load, folder.path / f"{kind}.log", folder.path / digest_of_imports(environment, load))
-        for kind, (environment, load) in needed(config, resolve_device(config.device), Roles(rollouts=True)).items()
-    }
+    templates: dict[str, Template] = {}
+    for kind, (environment, load) in needed(config, resolve_device(config.device), Roles(rollouts=True)).items():
+        base, path = templates.get(BASE), folder.path / digest_of_imports(environment, load)
+        templates[kind] = Template(environment, load, folder.path / f"{kind}.log", path, None if base is None else base.path)
     imports = asyncio.gather(*(template.is_ready() for template in templates.values()))
     try:
         waiting: set[asyncio.Future[Any]] = {imports, ended}

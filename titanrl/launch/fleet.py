@@ -44,7 +44,7 @@ from titanrl.processes.bootstrap import ANNOUNCEMENTS, NAME, PARENT, TEMPLATE
 from titanrl.processes.children import RespawnLimitError, Respawns
 from titanrl.processes.machine import CORES, Cores
 from titanrl.processes.private_sockets import private_sockets
-from titanrl.processes.templates import Template, shared_template
+from titanrl.processes.templates import BASE, Template, shared_template
 from titanrl.processes.temporary import private_folder
 
 POLL = "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY"
@@ -272,6 +272,7 @@ class Fleet:
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._announcements = _Announcements(supervisor)
         self._templates: dict[str, Template] = {}  # by kind
+        self._imports: dict[str, tuple[Mapping[str, str], Callable[[], None]]] = {}  # of these templates
         self._replaced: list[Template] = []  # stopped by a signal, but with forks that run
         self._replacing: set[asyncio.Task[None]] = set()
         self._respawns, self._warn = Respawns(faults or FaultsConfig()), warn
@@ -280,7 +281,8 @@ class Fleet:
     def prepare(self, kind: str, environment: Mapping[str, str], load: Callable[[], None]) -> None:
         """Start a template for processes of this machine, unless one is running or other hosts start the processes.
 
-        The packages that `load` imports read the variables of the environment.
+        The packages that `load` imports read the variables of the environment. The template of the kind BASE must be prepared
+        before those that are forked from it.
         """
         template = self._templates.get(kind)
         if not self._parent or (template is not None and not template.has_ended):
@@ -294,29 +296,45 @@ class Fleet:
         self._start_template(kind, environment, load)
 
     def _start_template(self, kind: str, environment: Mapping[str, str], load: Callable[[], None]) -> Template:
-        template = self._templates[kind] = Template(environment, load, self._log_dir / f"template_{kind}.log")
-        on_fault = partial(self._on_template_fault, kind, template, environment, load)
-        self._supervisor.attend(f"template_{kind}_0", template.pid, on_fault)
+        base = self._templates.get(BASE)
+        path = None if kind == BASE else base.path if base is not None else self._shared.get(BASE)
+        template = self._templates[kind] = Template(environment, load, self._log_dir / f"template_{kind}.log", base=path)
+        self._imports[kind] = environment, load
+        attending = asyncio.create_task(self._attend_template(kind, template), name=f"attend template_{kind}")
+        self._replacing.add(attending)
+        attending.add_done_callback(self._replacing.discard)
         return template
 
-    def _on_template_fault(
-        self, kind: str, template: Template, environment: Mapping[str, str], load: Callable[[], None], cause: str
-    ) -> None:
+    async def _attend_template(self, kind: str, template: Template) -> None:
+        """Watch a template as soon as its process exists."""
+        on_fault = partial(self._on_template_fault, kind, template)
+        if pid := await template.started():
+            try:
+                self._supervisor.attend(f"template_{kind}_0", pid, on_fault)
+            except ProcessLookupError:
+                on_fault(f"template_{kind} exited")
+
+    def _on_template_fault(self, kind: str, template: Template, cause: str) -> None:
         """Replace a template that was killed, and with it its forks, or stopped. A stopped one stays, for its forks."""
-        is_stopped = not template.has_ended
+        is_stopped, base = not template.has_ended, self._templates.get(BASE)
         if template is not self._templates.get(kind) or not (is_stopped or template.was_killed):
             return
+        if not is_stopped and base is not None and base is not template and base.has_ended:
+            return  # it died with its base, which is replaced together with its forks
         self._supervisor.record("fault", cause=cause)
         try:
             self._respawns.add(f"template_{kind}", cause)
         except RespawnLimitError as error:
             self._warn(f"{error}. Later processes import their packages themselves.")
             return
+        kinds = [kind]
         if is_stopped and template.has_forked:
             self._replaced.append(template)
         else:
-            template.close()
-        new = self._start_template(kind, environment, load)
+            kinds += [other for other in self._templates if kind == BASE and other != kind]
+            for ended in kinds:
+                self._templates[ended].close()
+        new, *_ = [self._start_template(ended, *self._imports[ended]) for ended in kinds]
         task = asyncio.create_task(self._report_template(kind, new, cause), name=f"replace template_{kind}")
         self._replacing.add(task)
         task.add_done_callback(self._replacing.discard)

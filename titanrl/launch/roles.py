@@ -14,7 +14,8 @@ from titanrl.base.plugins import Plugins
 from titanrl.config.device import Device
 from titanrl.config.schema import Config
 from titanrl.data.gym import import_task
-from titanrl.processes.variables import generator_environment, trainer_environment, worker_environment
+from titanrl.processes.templates import BASE
+from titanrl.processes.variables import PASSIVE_THREADS, generator_environment, trainer_environment, worker_environment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,14 +45,19 @@ class Roles:
 
 
 def needed(config: Config, device: Device, roles: Roles) -> dict[str, tuple[dict[str, str], Callable[[], None]]]:
-    """Return the templates that some roles need, by name: environment variables, and a function that imports the packages."""
-    store = ("torch.distributed.checkpoint", "torch.distributed.tensor", "titanrl.replay.memory")  # as torchstore does
+    """Return the templates that some roles need, by name: environment variables, and a function that imports the packages.
+
+    The first one is the base of the others.
+    """
+    shared = ("torch.distributed.checkpoint", "torch.distributed.tensor", "titanrl.models.decoder", "titanrl.weights.transfer")
+    # torch reads the policy when it is imported; it matters only for the trainer, which has more than one thread.
     templates: dict[str, tuple[dict[str, str], Callable[[], None]]] = {
-        "store": (worker_environment(), partial(import_modules, store))
+        BASE: ({**worker_environment(), **PASSIVE_THREADS}, partial(import_modules, shared, device)),
+        "store": (worker_environment(), partial(import_modules, ("titanrl.replay.memory",))),
     }
     if roles.trainer:
         learner = ("agreement", "checkpoint", "collate", "passes", "snapshots", "learner", "model")
-        modules = ["titanrl.models.decoder", "titanrl.data.mixture", "titanrl.models.directory", "titanrl.replay.groups"]
+        modules = ["titanrl.data.mixture", "titanrl.models.directory", "titanrl.replay.groups"]
         modules += [f"titanrl.trainer.{name}" for name in learner]
         templates["trainer"] = (trainer_environment(config, device), partial(import_modules, modules, device))
     if roles.rollouts:
@@ -61,7 +67,7 @@ def needed(config: Config, device: Device, roles: Roles) -> dict[str, tuple[dict
     if roles.generators:
         impl = config.generator.model_impl
         modules = ["titanrl.generator.compat", "titanrl.generator.engine", f"titanrl.generator.{impl}"]
-        modules += ["titanrl.models.decoder"] * (impl == "titan") + ["vllm.v1.worker.cpu_worker"] * (device.kind == "cpu")
+        modules += ["vllm.v1.worker.cpu_worker"] * (device.kind == "cpu")
         templates["generator"] = (generator_environment(config, device, 0), partial(import_modules, modules, device))
     return templates
 

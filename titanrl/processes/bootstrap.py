@@ -17,6 +17,7 @@ import signal
 import socket
 import struct
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from titanrl.base.ownership import is_own_peer
@@ -36,7 +37,8 @@ FORK_S = 10.0
 MONARCH = "monarch._src.actor.bootstrap_main"
 """Module that Monarch runs by default in a new process."""
 
-_NUMBER = struct.Struct("=i")
+NUMBER = struct.Struct("=i")
+"""Format of a process id or wait status in a message."""
 _CONFIRMATION = b"+"
 _STREAMS = (0, 1, 2)
 
@@ -79,14 +81,12 @@ def stand_in(template: str, controller: int) -> None:
                 print(f"{template}: another user listens there, so this process imports its packages itself", file=sys.stderr)
                 return
             order = Order(environment=dict(os.environ), folder=os.getcwd(), controller=controller)
-            data = os.fsencode(json.dumps(asdict(order), ensure_ascii=False))
-            socket.send_fds(connection, [_NUMBER.pack(len(data))], _STREAMS)
-            connection.sendall(data)
+            send_order(connection, order, _STREAMS)
             fork = receive_number(connection)
             if fork is None:
                 return
             signal.signal(signal.SIGTERM, lambda number, frame: os.kill(fork, number))
-            connection.sendall(_CONFIRMATION)
+            confirm(connection)
         except TimeoutError:
             print(f"{template}: no fork within {FORK_S:g} s, so this process imports its packages itself", file=sys.stderr)
             return
@@ -103,12 +103,12 @@ def stand_in(template: str, controller: int) -> None:
     os._exit(128 + number)
 
 
-# Messages between a stand-in and its template: the order for a fork, then the fork's process id and wait status
+# Messages between a template and a stand-in, or the process that starts a template: the order, then process id and wait status
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """Properties that a fork takes over from its stand-in, in addition to the standard streams."""
+    """Properties that a fork takes over from its stand-in or, if it becomes a template, from the process that asks for it."""
 
     environment: dict[str, str]
     """All environment variables."""
@@ -116,22 +116,36 @@ class Order:
     """Working directory."""
     controller: int
     """Id of the controller's process, which may inspect the fork."""
+    load: str = ""
+    """Pickled function in base64 that imports the packages of a template; empty if the fork is a process of a run."""
+
+
+def send_order(connection: socket.socket, order: Order, descriptors: Sequence[int]) -> None:
+    """Send an order with the standard streams of the fork; for a template, its listener and the socket of its state follow."""
+    data = os.fsencode(json.dumps(asdict(order), ensure_ascii=False))
+    socket.send_fds(connection, [NUMBER.pack(len(data))], descriptors)
+    connection.sendall(data)
+
+
+def confirm(connection: socket.socket) -> None:
+    """Let the fork run."""
+    connection.sendall(_CONFIRMATION)
 
 
 def receive_order(connection: socket.socket) -> tuple[Order, list[int]]:
-    """Receive an order and the descriptors of the standard streams.
+    """Receive an order and its descriptors.
 
     Raises:
         ConnectionError: The sender exited.
     """
-    header, streams, _, _ = socket.recv_fds(connection, _NUMBER.size, len(_STREAMS))
-    if len(header) < _NUMBER.size:
+    header, descriptors, _, _ = socket.recv_fds(connection, NUMBER.size, len(_STREAMS) + 2)
+    if len(header) < NUMBER.size:
         raise ConnectionError("the process exited before its order was complete")
-    (size,) = _NUMBER.unpack(header)
+    (size,) = NUMBER.unpack(header)
     data = connection.recv(size, socket.MSG_WAITALL)
     if len(data) < size:
         raise ConnectionError("the process exited before its order was complete")
-    return Order(**json.loads(os.fsdecode(data))), list(streams)
+    return Order(**json.loads(os.fsdecode(data))), list(descriptors)
 
 
 def is_confirmed(connection: socket.socket) -> bool:
@@ -146,12 +160,12 @@ def is_confirmed(connection: socket.socket) -> bool:
 def send_number(connection: socket.socket, number: int) -> None:
     """Send the process id of a fork, or its wait status. Do nothing if the receiver has exited."""
     try:
-        connection.sendall(_NUMBER.pack(number))
+        connection.sendall(NUMBER.pack(number))
     except OSError:
         return
 
 
 def receive_number(connection: socket.socket) -> int | None:
     """Receive a number; return None if the sender has exited."""
-    data = connection.recv(_NUMBER.size, socket.MSG_WAITALL)
-    return _NUMBER.unpack(data)[0] if len(data) == _NUMBER.size else None
+    data = connection.recv(NUMBER.size, socket.MSG_WAITALL)
+    return NUMBER.unpack(data)[0] if len(data) == NUMBER.size else None

@@ -1,5 +1,8 @@
 """Template processes, which import the packages of a role once and are forked for each of the role's processes.
 
+Templates form a tree. The template BASE imports what several roles need, such as torch, and is forked for the template of each
+role, which imports the rest. The kernel kills a fork when the process that forked it dies.
+
 Most of a generator's startup time is spent importing vLLM. With a template, only the first process of a role waits for the
 imports. Later processes start with all packages imported, in shared memory: further workers and ranks, replacements of dead
 replicas, and all processes after a restart of the run. A template only forks if it has a single thread. It neither opens a
@@ -11,7 +14,9 @@ right digests, and starts its own for the other roles.
 """
 
 import asyncio
+import base64
 import contextlib
+import ctypes
 import gc
 import hashlib
 import logging
@@ -32,7 +37,17 @@ from titanrl.base.ownership import is_own_peer, is_private
 from titanrl.base.plugins import loading
 from titanrl.base.terminal import ENDING
 from titanrl.processes import bootstrap
-from titanrl.processes.bootstrap import Order, is_confirmed, receive_order, send_number
+from titanrl.processes.bootstrap import (
+    FORK_S,
+    NUMBER,
+    Order,
+    confirm,
+    is_confirmed,
+    receive_number,
+    receive_order,
+    send_number,
+    send_order,
+)
 from titanrl.processes.confine import allow_tracing, end_with_parent
 from titanrl.processes.machine import process_state
 from titanrl.processes.temporary import private_folder
@@ -41,6 +56,8 @@ PACKAGE = Path(__file__).parents[1]
 """Folder of TitanRL's source."""
 SHARED = "TITANRL_TEMPLATES"
 """Environment variable with the folder of the shared templates."""
+BASE = "base"
+"""Kind of the template from which the templates of all roles are forked."""
 
 _NOT_READ = {
     *(SHARED, "TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "XDG_RUNTIME_DIR"),  # of a single run
@@ -52,6 +69,10 @@ _NOT_READ = {
 _PROGRAM = "import sys; from titanrl.processes.templates import main; main(*map(int, sys.argv[1:]))"
 _ORDER_S = 10.0
 """Limit in seconds for a connected process to send its order, which it does immediately."""
+_STATUS_S = 1.0
+"""Limit in seconds for the base to report the wait status of a template that has exited, which it does immediately."""
+_MALLOPT = {"MALLOC_MMAP_THRESHOLD_": -3, "MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_TOP_PAD_": -2}
+"""Variables that glibc reads when a program starts, and the numbers of the same parameters in `mallopt`."""
 logger = logging.getLogger(__name__)
 
 
@@ -59,7 +80,12 @@ class Template:
     """A template process, which exits with the controller at the latest."""
 
     def __init__(
-        self, environment: Mapping[str, str], load: Callable[[], None], log: Path, socket_path: Path | None = None
+        self,
+        environment: Mapping[str, str],
+        load: Callable[[], None],
+        log: Path,
+        socket_path: Path | None = None,
+        base: str | None = None,
     ) -> None:
         """Start the template from a running event loop.
 
@@ -68,6 +94,7 @@ class Template:
             load: picklable function that imports the packages.
             log: file for the output.
             socket_path: path for the socket, in a folder that only this user can enter; None creates such a folder.
+            base: path of the socket of the template to fork, which may still import; None starts a new Python process.
         """
         self.log = log
         """File with the template's output."""
@@ -75,25 +102,32 @@ class Template:
         self.path = str(socket_path if self._folder is None else self._folder.path / "template")
         """Path of the socket to which processes connect."""
         self._state, state = socket.socketpair()
+        variables = {**os.environ, **environment, "OMP_NUM_THREADS": "1"}  # some imports run computations
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener, state, log.open("ab") as output:
             listener.bind(self.path)
             listener.listen(128)
-            descriptors = [listener.fileno(), state.fileno()]
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, *map(str, descriptors), str(os.getpid())],
-                env={**os.environ, **environment, "OMP_NUM_THREADS": "1"},  # some imports run computations
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=output,
-                pass_fds=descriptors,
-            )
-        self.pid = self._process.pid
-        """Process id."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError), self._process.stdin as order:
-            pickle.dump(load, order)
+            sockets = (listener.fileno(), state.fileno())
+            self._process = _Started(variables, load, output.fileno(), sockets) if base is None else None
+            self._branch = None if base is None else _Branch(base, variables, load, output.fileno(), sockets)
         self._state.setblocking(False)
         self._imported = asyncio.create_task(asyncio.get_running_loop().sock_recv(self._state, 1), name="template")
+
+    @property
+    def _own(self) -> "_Started | _Branch":
+        own = self._process or self._branch
+        assert own is not None
+        return own
+
+    @property
+    def pid(self) -> int:
+        """Process id; 0 if it is not known yet, or if the base could not be forked."""
+        return self._own.pid
+
+    async def started(self) -> int:
+        """Wait until the process exists, and return its id; 0 if the base could not be forked."""
+        if self._branch is not None:
+            await asyncio.wait({self._branch.forking})
+        return self.pid
 
     @property
     def has_forked(self) -> bool:
@@ -103,15 +137,16 @@ class Template:
     @property
     def was_killed(self) -> bool:
         """True if a signal ended the template."""
-        return (self._process.poll() or 0) < 0
+        return (self._own.poll() or 0) < 0
 
     @property
     def has_ended(self) -> bool:
         """True if the template has exited, because it failed or was killed."""
-        return self._process.poll() is not None
+        return self._own.poll() is not None
 
     async def is_ready(self) -> bool:
         """Wait for the imports; return False if they failed, or the template is dead or stopped by a signal."""
+        await self.started()
         await asyncio.wait({self._imported})  # `close` may cancel it during the wait
         return self.has_forked and process_state(self.pid) not in ("", "Z", "T")
 
@@ -119,10 +154,100 @@ class Template:
         """Kill the template, and with it every running fork."""
         self._imported.cancel()
         self._state.close()
-        self._process.kill()
-        self._process.wait()
+        self._own.kill()
         if self._folder is not None:
             self._folder.delete()
+
+
+class _Started:
+    """The process of a template that is a Python process of its own."""
+
+    def __init__(self, environment: Mapping[str, str], load: Callable[[], None], output: int, sockets: Sequence[int]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM, *map(str, sockets), str(os.getpid())],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            pass_fds=sockets,
+        )
+        self.pid = self._process.pid
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as order:
+            pickle.dump(load, order)
+
+    def poll(self) -> int | None:
+        """Return the exit code, or minus the number of the signal that ended the process; None while it runs."""
+        return self._process.poll()
+
+    def kill(self) -> None:
+        """Kill the process."""
+        self._process.kill()
+        self._process.wait()
+
+
+class _Branch:
+    """The process of a template that is a fork of another template. That template kills it when the connection closes."""
+
+    def __init__(
+        self, base: str, environment: Mapping[str, str], load: Callable[[], None], output: int, sockets: Sequence[int]
+    ) -> None:
+        self.pid = 0
+        self._pidfd: int | None = None
+        self._code: int | None = None
+        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._connection.settimeout(FORK_S)
+        pickled = base64.b64encode(pickle.dumps(load)).decode()
+        order = Order(environment=dict(environment), folder=os.getcwd(), controller=os.getpid(), load=pickled)
+        try:
+            self._connection.connect(base)
+            with open(os.devnull, "rb") as nothing:
+                send_order(self._connection, order, (nothing.fileno(), output, output, *sockets))
+            confirm(self._connection)  # it is wanted, however late it starts
+        except OSError as error:
+            logger.warning("no template was forked: %s", error)
+        self._connection.setblocking(False)
+        self.forking = asyncio.create_task(self._fork(), name="fork of a template")
+
+    async def _fork(self) -> None:
+        """Wait for the process id, which is sent when the base has finished its imports."""
+        with contextlib.suppress(OSError):
+            data = await asyncio.get_running_loop().sock_recv(self._connection, NUMBER.size)
+            if len(data) == NUMBER.size:
+                (pid,) = NUMBER.unpack(data)
+                with contextlib.suppress(ProcessLookupError):  # it has already ended
+                    self._pidfd = os.pidfd_open(pid)
+                self.pid = pid
+        if self._pidfd is None:
+            self._code = 1
+
+    def poll(self) -> int | None:
+        """Return the exit code, or minus the number of the signal that ended the process; None while it runs."""
+        if self._code is None and self._pidfd is not None:
+            exit_poll = select.poll()
+            exit_poll.register(self._pidfd, select.POLLIN)
+            if exit_poll.poll(0):
+                self._code = self._received_code()
+        return self._code
+
+    def _received_code(self) -> int:
+        self._connection.settimeout(_STATUS_S)
+        with contextlib.suppress(OSError):
+            status = receive_number(self._connection)
+            if status is not None:
+                return os.waitstatus_to_exitcode(status)
+        return -signal.SIGKILL  # it was killed with its base
+
+    def kill(self) -> None:
+        """Kill the process."""
+        self.forking.cancel()
+        self._connection.close()
+        if self._pidfd is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            os.close(self._pidfd)
+            self._pidfd = None
+        self._code = self._code or -signal.SIGKILL
 
 
 def shared_template(environment: Mapping[str, str], load: Callable[[], None]) -> str | None:
@@ -152,34 +277,56 @@ def digest_of_imports(environment: Mapping[str, str], load: Callable[[], None]) 
 
 
 def main(listener_fd: int, state_fd: int, parent: int) -> None:
-    """Import the packages of a role, then fork for each process that connects, until the parent exits."""
+    """Serve as a template until the parent exits. Forks return as templates, or as processes of a run."""
     end_with_parent(parent)
     # A terminal or a job scheduler sends these to the whole process group; the controller decides.
     for number in ENDING:
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    listener = socket.socket(fileno=listener_fd)
+    load, sockets = sys.stdin.buffer.read(), (listener_fd, state_fd)
+    while load:
+        forked = _serve(load, *sockets)
+        if forked is None:
+            return
+        order, sockets = forked
+        os.environ.clear()
+        os.environ.update(order.environment)
+        tempfile.tempdir = None  # an import may have read the template's TMPDIR
+        allow_tracing(order.controller)
+        load = base64.b64decode(order.load)
+        _adopt(order.environment)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # forwarded by the stand-in; a fork keeps ignoring the others
+    if "numpy" in sys.modules:  # unlike `random`, numpy does not reseed its generator after a fork
+        sys.modules["numpy"].random.seed()
+    bootstrap.run(os.environ.pop(bootstrap.NAME), os.environ.pop(bootstrap.ANNOUNCEMENTS))
+
+
+def _serve(load: bytes, listener_fd: int, state_fd: int) -> "tuple[Order, tuple[int, int]] | None":
+    """Import packages with a pickled function, then fork on request until the parent exits.
+
+    Only forks return, each with its order and the sockets of a template. None is returned if there can be no forks.
+    """
     gc.disable()  # imports create a million objects and hardly any garbage, so collections would take a quarter of their time
     with loading():
-        load: Callable[[], None] = pickle.load(sys.stdin.buffer)
-        load()
+        pickle.loads(load)()
     gc.freeze()  # otherwise collections in a fork would touch, and thus copy, every page
     gc.enable()
     threads = os.listdir("/proc/self/task")
     if len(threads) > 1:
         logger.warning("template disabled: the imports started %d threads, which a fork would lack", len(threads) - 1)
-        return
+        return None
     with socket.socket(fileno=state_fd) as state:
         state.send(b"+")
-    order = _Forker(listener).run()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # forwarded by the stand-in; a fork keeps ignoring the others
-    if "numpy" in sys.modules:  # unlike `random`, numpy does not reseed its generator after a fork
-        sys.modules["numpy"].random.seed()
-    os.environ.clear()
-    os.environ.update(order.environment)
-    tempfile.tempdir = None  # an import may have read the template's TMPDIR
-    allow_tracing(order.controller)
-    bootstrap.run(os.environ.pop(bootstrap.NAME), os.environ.pop(bootstrap.ANNOUNCEMENTS))
+    return _Forker(socket.socket(fileno=listener_fd)).run()
+
+
+def _adopt(environment: Mapping[str, str]) -> None:
+    """Apply the variables that were read before the fork: by glibc when the program started, by torch when it was imported."""
+    for name, parameter in _MALLOPT.items():
+        if name in environment:
+            ctypes.CDLL(None).mallopt(parameter, int(environment[name]))
+    if environment.get("TORCHDYNAMO_DISABLE") == "1" and "torch" in sys.modules:
+        sys.modules["torch"].compiler.set_stance("force_eager")
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,23 +346,23 @@ class _Forker:
         self._epoll.register(listener, select.EPOLLIN)
         self._forks: dict[int, _Fork] = {}  # by pidfd, and by the descriptor of the connection until the stand-in exits
 
-    def run(self) -> Order:
-        """Fork on request until the parent exits. Only forks return, each with its order."""
+    def run(self) -> tuple[Order, tuple[int, int]]:
+        """Fork on request until the parent exits. Only forks return, each with its order and the sockets of a template."""
         while True:
             descriptor, _ = self._epoll.poll(maxevents=1)[0]  # one at a time: the next event may belong to the same fork
             fork = self._forks.get(descriptor)
             if fork is None:
-                order = self._accept()
-                if order is not None:
-                    return order
+                forked = self._accept()
+                if forked is not None:
+                    return forked
             elif descriptor == fork.pidfd:
                 self._reap(fork)
             else:  # the stand-in has exited, or runs itself
                 self._forget(descriptor)
                 signal.pidfd_send_signal(fork.pidfd, signal.SIGKILL)
 
-    def _accept(self) -> Order | None:
-        """Fork for the next process. Return its order in the fork, and None in the template."""
+    def _accept(self) -> tuple[Order, tuple[int, int]] | None:
+        """Fork for the next process. Return its order and sockets in the fork, and None in the template."""
         connection, _ = self._listener.accept()
         if not is_own_peer(connection):
             logger.warning("a process of another user connected, which was refused")
@@ -223,7 +370,7 @@ class _Forker:
             return None
         connection.settimeout(_ORDER_S)
         try:
-            order, streams = receive_order(connection)
+            order, descriptors = receive_order(connection)
         except (OSError, ValueError) as error:
             logger.warning("received no order from a process: %s", error)
             connection.close()
@@ -234,12 +381,13 @@ class _Forker:
             end_with_parent(template)
             if not is_confirmed(connection):
                 os._exit(0)
-            self._leave(connection, streams)
+            self._leave(connection, descriptors[:3])
             os.chdir(order.folder)
-            return order
+            listener, state = descriptors[3:] or (-1, -1)
+            return order, (listener, state)
         fork = _Fork(pid, os.pidfd_open(pid), connection)
-        for stream in streams:
-            os.close(stream)
+        for descriptor in descriptors:
+            os.close(descriptor)
         self._forks |= {fork.pidfd: fork, connection.fileno(): fork}
         self._epoll.register(fork.pidfd, select.EPOLLIN)
         self._epoll.register(connection, select.EPOLLRDHUP)  # the fork reads the confirmation

@@ -18,6 +18,8 @@ _KEEP_MEMORY = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
     "MALLOC_TOP_PAD_": str(64 << 20),
 }
+PASSIVE_THREADS = {"OMP_WAIT_POLICY": "PASSIVE"}
+"""Spinning OpenMP threads make a step tens of times slower when another process uses one of the cores."""
 _COMMON = {
     "HF_HUB_OFFLINE": "1",  # all files are local; a library that queries a hub would wait for the network
     "JE_ARROW_MALLOC_CONF": "background_thread:false",  # pyarrow's import would start a thread, which a fork would lack
@@ -56,8 +58,7 @@ def trainer_environment(config: Config, device: Device) -> dict[str, str]:
         config.generator.replicas * config.generator.tp if config.max_staleness and not config.hosts.across_machines else 0
     )
     threads = num_threads(ranks_per_host, num_taken=decoding) if device.kind == "cpu" else 1
-    # Spinning OpenMP threads make a step tens of times slower when another process uses one of the cores.
-    openmp = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
+    openmp = {"OMP_NUM_THREADS": str(threads), **PASSIVE_THREADS}
     return {**_COMMON, **_KEEP_MEMORY, **openmp, THREADS: str(threads), **visible(device, range(ranks_per_host))}
 
 
