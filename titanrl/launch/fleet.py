@@ -327,14 +327,16 @@ class Fleet:
         except RespawnLimitError as error:
             self._warn(f"{error}. Later processes import their packages themselves.")
             return
-        kinds = [kind]
-        if is_stopped and template.has_forked:
+        is_kept = is_stopped and template.has_forked
+        forks = [other for other in self._templates if kind == BASE and other != kind]
+        ended = [other for other in forks if not (is_kept and self._templates[other].pid)]  # or not even started
+        if is_kept:
             self._replaced.append(template)
         else:
-            kinds += [other for other in self._templates if kind == BASE and other != kind]
-            for ended in kinds:
-                self._templates[ended].close()
-        new, *_ = [self._start_template(ended, *self._imports[ended]) for ended in kinds]
+            template.close()
+        for other in ended:
+            self._templates[other].close()
+        new, *_ = [self._start_template(each, *self._imports[each]) for each in (kind, *ended)]
         task = asyncio.create_task(self._report_template(kind, new, cause), name=f"replace template_{kind}")
         self._replacing.add(task)
         task.add_done_callback(self._replacing.discard)
@@ -435,7 +437,7 @@ class Fleet:
         self._announcements.close()
         for task in self._replacing:
             task.cancel()
-        for template in (*self._templates.values(), *self._replaced):
+        for template in (*reversed(self._templates.values()), *self._replaced):  # the base last, which reaps the others
             template.close()
         self._templates.clear()
         self._replaced.clear()
