@@ -30,6 +30,24 @@ def test_only_the_subpackages_of_the_tasks_are_imported_until_a_missing_name_is_
     assert done.returncode == 0, done.stderr
 
 
+FIRST = """
+import os, sys
+from titanrl.data.streams import make_gym_dataset
+for task in sys.argv[1:]:  # each in a process that has imported nothing of the package
+    if os.fork() == 0:
+        make_gym_dataset(task, {}, seed=0, size=1)
+        os._exit(0)
+    assert os.wait()[1] == 0, task
+"""
+
+
+def test_a_task_of_every_subpackage_can_be_the_first() -> None:
+    """The modules of reasoning-gym import each other, so the order matters."""
+    tasks = {dataset.__module__.split(".")[1]: task for task, (dataset, _) in DATASETS.items() if task != "composite"}
+    done = subprocess.run([sys.executable, "-c", FIRST, *tasks.values()], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_every_task_is_found_in_its_subpackage() -> None:
     """`composite`, which combines others, has none: the whole package is imported."""
     expected = {task: ".".join(dataset.__module__.split(".")[:2]) for task, (dataset, _) in DATASETS.items()}

@@ -33,8 +33,13 @@ def import_task(task: str) -> None:
         sys.modules[PACKAGE] = importlib.util.module_from_spec(spec)
         sys.modules[PACKAGE].__class__ = _Partial
     package = importlib.import_module(PACKAGE)
-    if isinstance(package, _Partial) and (subpackage := subpackage_of(package, task)) is not None:
-        importlib.import_module(subpackage)
+    if isinstance(package, _Partial):
+        subpackage = subpackage_of(package, task)
+        if subpackage is None:
+            complete(package)
+        else:
+            importlib.import_module(f"{PACKAGE}.coaching")  # first, as in `__init__`, because the modules import each other
+            importlib.import_module(subpackage)
     if task not in importlib.import_module(f"{PACKAGE}.factory").DATASETS:
         complete(package)
 
