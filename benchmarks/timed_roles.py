@@ -10,7 +10,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -344,7 +344,8 @@ class TimedGenerator(Generator):
     """The real actor, with a timed engine and timed copies."""
 
     def __init__(self, machinery: Machinery, numbers: "itertools.count[int]", setup: GeneratorSetup) -> None:
-        super().__init__(replace(setup, reader=_Reader()))  # type: ignore[arg-type]
+        super().__init__(setup)
+        self._reader = _Reader()  # type: ignore[assignment]
         self._machinery, self._replica = machinery, next(numbers)
 
     @endpoint
