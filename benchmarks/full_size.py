@@ -1,10 +1,11 @@
-"""Measure start time, step time and memory at the size of Qwen3-0.6B: `python -m benchmarks.full_size --json FILE`.
+"""Measure start time, steps, FLOP/s and memory at the size of Qwen3-0.6B: `python -m benchmarks.full_size --json FILE`.
 
 A model with random weights takes three synchronous GRPO steps (4 groups of 4 completions of 128 tokens) with a bfloat16
-generator, once with a bfloat16 and once with a float32 trainer. The benchmark compares the peak memory of each process with the
-estimate of `--dry-run`, and the generator with the memory's bandwidth: for each token of a batch it reads all weights once. It
-kills a run that leaves less than 1 GB of the machine's memory available. On a CPU without bfloat16 instructions a step takes
-minutes; `--set rollout.max_new_tokens=16` shortens it.
+generator, once with bfloat16 and once with float32 weights in the trainer. Passes compute in the dtype in which this processor
+multiplies faster. The benchmark compares the trainer's FLOP/s with the rate of a matrix product alone, the generator with the
+memory's bandwidth (for each token of a batch it reads all weights once), and the peak memory of each process with the estimate
+of `--dry-run`. It kills a run that leaves less than 1 GB of the machine's memory available. On a CPU without bfloat16
+instructions a step takes minutes; `--set rollout.max_new_tokens=16` shortens it.
 """
 
 import argparse
@@ -36,8 +37,9 @@ from titanrl.models.directory import model_shape, published_shapes
 from titanrl.models.families import QWEN3
 from titanrl.models.recipe import write_model_config
 
-MODEL = "Qwen3-0.6B"
-"""Published model whose shape the random model copies."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+MATMUL = (2048, 3072, 1024)
+"""Sizes of the matrix product whose rate is the peak: tokens, output and input features of a layer of Qwen3-0.6B."""
 STD = 0.02
 """Standard deviation of the random weights."""
 LEAST_AVAILABLE_BYTES = 10**9
@@ -50,8 +52,6 @@ SETTINGS = (
     "rollout.max_new_tokens=128",
     "data.rewards={place: benchmarks.varied_reward:by_place}",
     "trainer.row_tokens=320",
-    "trainer.rows_per_microbatch=1",
-    "trainer.compute_dtype=float32",  # bfloat16 is extremely slow on a CPU without instructions for it
     "generator.dtype=bfloat16",
     "generator.max_num_seqs=16",
     "generator.kv_cache_bytes=300000000",
@@ -66,7 +66,8 @@ def main() -> None:
     """Measure every trainer dtype and write the JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.full_size", description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, required=True, help="file to write")
-    parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["bfloat16", "float32"])
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bfloat16", "float32"])
+    parser.add_argument("--model", default="Qwen3-0.6B", help="published model whose shape the random model copies")
     parser.add_argument("--folder", type=Path, help="folder that keeps the model and the runs")
     parser.add_argument("--layers", type=int, help="number of layers, fewer to try the benchmark on a smaller model")
     parser.add_argument(
@@ -77,9 +78,26 @@ def main() -> None:
         folder = arguments.folder or Path(temporary)
         model = folder / "model"
         if not model.exists():
-            write_model(model, published_shapes()[MODEL], arguments.layers)
-        runs = [measure(folder, model, dtype, arguments.overrides) for dtype in arguments.dtypes]
-    write_result(arguments.json, "full_size", {"model": MODEL, "runs": runs})
+            write_model(model, published_shapes()[arguments.model], arguments.layers)
+        peaks = {name: matmul_flops(name) for name in DTYPES}
+        fastest = max(peaks, key=peaks.__getitem__)
+        overrides = [f"trainer.compute_dtype={fastest}", *arguments.overrides]
+        runs = [measure(folder, model, dtype, overrides, peaks) for dtype in arguments.dtypes]
+    write_result(arguments.json, "full_size", {"model": arguments.model, "matmul_flops": peaks, "runs": runs})
+
+
+def matmul_flops(dtype: str) -> float:
+    """Return the FLOP/s of a matrix product on all cores: the best of several."""
+    num_tokens, num_out, num_in = MATMUL
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(num_tokens, num_in, generator=generator).to(DTYPES[dtype])
+    weight = torch.randn(num_out, num_in, generator=generator).to(DTYPES[dtype])
+    best = float("inf")
+    for _ in range(10):
+        started = time.perf_counter()
+        torch.nn.functional.linear(x, weight)
+        best = min(best, time.perf_counter() - started)
+    return 2 * num_tokens * num_out * num_in / best
 
 
 def write_model(directory: Path, shape: ModelShape, num_layers: int | None) -> None:
@@ -101,8 +119,8 @@ def write_model(directory: Path, shape: ModelShape, num_layers: int | None) -> N
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
 
 
-def measure(folder: Path, model: Path, dtype: str, overrides: Sequence[str]) -> dict[str, Any]:
-    """Run the command with one trainer dtype; return its times, and its memory next to the estimates."""
+def measure(folder: Path, model: Path, dtype: str, overrides: Sequence[str], peaks: Mapping[str, float]) -> dict[str, Any]:
+    """Run the command with one trainer dtype; return its times, its FLOP/s by `peaks`, and its memory by the estimates."""
     places = [f"name={dtype}", f"model.path={model}", f"output_dir={folder}/runs", f"cache_dir={folder}/cache"]
     settings = [*places, *SETTINGS, f"trainer.dtype={dtype}", *overrides]
     config = load_config("configs/quickstart.yaml", settings)
@@ -116,8 +134,15 @@ def measure(folder: Path, model: Path, dtype: str, overrides: Sequence[str]) -> 
         sys.exit(f"the run with a {dtype} trainer exited with code {process.returncode}; memory: {asdict(sampler.memory)}")
     rows = read_metrics(run_dir / "metrics.jsonl")
     sizes = derive(config, model_shape(config))
-    result = {"trainer_dtype": dtype, **seconds(rows, started), **compared(config, sizes, sampler.memory)}
-    result["generator"] = decoding(rows, config, sizes, bandwidth)
+    assert sizes.memory is not None
+    result = {
+        "trainer_dtype": dtype,
+        "compute_dtype": config.trainer.compute_dtype,
+        **seconds(rows, started),
+        "trainer": training(rows, sizes.memory.num_parameters, peaks[config.trainer.compute_dtype]),
+        "generator": decoding(rows, config, sizes, bandwidth),
+        **compared(config, sizes, sampler.memory),
+    }
     print(json.dumps(result), flush=True)
     return result
 
@@ -128,6 +153,7 @@ def seconds(rows: Sequence[Mapping[str, Any]], started: float) -> dict[str, Any]
     return {
         "start_s": steps[0]["time"] - steps[0]["time/step_s"] - started,
         "step_s": [row["time/step_s"] for row in steps],
+        "phase_s": {name: [row[name] for row in steps] for name in steps[-1] if name.startswith("time/")},
         "grad_norm": [row["grad/norm"] for row in steps],
         "mismatch_max": max(row["mismatch/logprob_abs_max"] for row in steps),
         "total_s": time.time() - started,
@@ -148,6 +174,21 @@ def decoding(rows: Sequence[Mapping[str, Any]], config: Config, sizes: Sizes, ba
         "bytes_per_s": bytes_per_s,
         "bandwidth": bandwidth,
         "of_bandwidth": bytes_per_s / bandwidth,
+    }
+
+
+def training(rows: Sequence[Mapping[str, Any]], num_parameters: int, peak: float) -> dict[str, Any]:
+    """Return the trainer's tokens and FLOPs per second while busy, by step, and their share of a matrix product's FLOP/s.
+
+    A token takes 6 FLOPs per parameter, without attention and without what is computed again.
+    """
+    trained = [row["perf/train_tokens_per_s"] for row in rows if "perf/train_tokens_per_s" in row]
+    flops = [6 * num_parameters * rate for rate in trained]
+    return {
+        "tokens_per_s": trained,
+        "flops_per_s": flops,
+        "matmul_flops_per_s": peak,
+        "of_matmul": [rate / peak for rate in flops],
     }
 
 

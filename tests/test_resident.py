@@ -66,7 +66,7 @@ def test_command_is_killed_when_memory_runs_out(command: list[str], tmp_path: Pa
 
 def test_figures_compare_the_peaks_with_the_dry_run(tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32, "intermediate_size": 96, "vocab_size": 200}
-    shape = replace(published_shapes()[full_size.MODEL], **sizes)
+    shape = replace(published_shapes()["Qwen3-0.6B"], **sizes)
     full_size.write_model(tmp_path / "model", shape, 2)
     config = load_config("configs/quickstart.yaml", [f"model.path={tmp_path}/model", *full_size.SETTINGS])
     assert model_shape(config) == replace(shape, num_layers=2)

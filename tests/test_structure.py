@@ -16,7 +16,7 @@ CEILINGS = {
     "small modules": 7,
     "modules with a shared name": 4,
     "rooms": 26,
-    "arrows": 165,
+    "arrows": 166,
     "floors": 12,
     "modules reached by the loop": 110,
     "functions with one mention": 0.368,

@@ -23,10 +23,11 @@ from titanrl.carriers.types import AdamParams, EvaluationResult, GenerationStats
 from titanrl.config import Config, ConfigError, Source
 from titanrl.config.errors import BrokenRule
 from titanrl.config.load import explain_rule
-from titanrl.config.sizes import describe_staleness
+from titanrl.config.sizes import describe_staleness, microbatch_rows
 from titanrl.launch.roles import Roles
 from titanrl.launch.trainer_mesh import PastPolicies, merge_losses
 from titanrl.metrics import steps as metrics_of
+from titanrl.models.directory import model_shape
 from titanrl.processes.actors import StoppedError
 from titanrl.replay.groups import Batch
 from titanrl.run import command
@@ -76,6 +77,7 @@ class GRPO(Run):
     def prepare(self) -> None:
         """Open the dumps, and load the user-defined advantages and priorities."""
         self._dump = Dump(self.config)
+        self._microbatch_rows = microbatch_rows(self.config, model_shape(self.config))
         self._num_deaths = 0  # of rollout workers, when a batch was last returned
         self._advantage = loaded(self._plugins, "algorithm.advantage")
         self._advantages_by_task = advantages_by_task(self.config, self._plugins)
@@ -130,7 +132,7 @@ class GRPO(Run):
             algorithm=config.algorithm,
             constant_length=config.algorithm.constant_length or config.rollout.max_new_tokens,
             row_tokens=config.trainer.row_tokens,
-            rows_per_microbatch=config.trainer.rows_per_microbatch,
+            rows_per_microbatch=self._microbatch_rows,
             dp_size=config.trainer.parallelism.dp_size,
             share_prompts=config.trainer.share_prompts,
             custom_advantage=self._advantage,

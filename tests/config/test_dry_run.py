@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from titanrl.config import Config, Source
+from titanrl.config import Config, Source, dry_run
 from titanrl.config.dry_run import changed_keys, print_dry_run
 from titanrl.models.directory import model_shape
 
@@ -43,6 +43,20 @@ def test_changed_keys_include_presets_and_optional_sections() -> None:
         ("warm_start.num_steps", "500", "460"),
         ("trainer.lora", "{}", "null"),
     }
+
+
+def test_dtypes_in_which_this_processor_is_slow_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def noted(dtype: str, *, has_instructions: bool, device: str = "cpu") -> list[str]:
+        monkeypatch.setattr(dry_run, "multiplies_bfloat16", lambda: has_instructions)
+        config = make_config(model={"path": "nowhere/Qwen3-0.6B"}, trainer={"compute_dtype": dtype}, generator={"dtype": dtype})
+        text = dry_run_text(config, device=device)
+        return [line for line in text.splitlines() if "has instructions for" in line or "has no instructions for" in line]
+
+    for dtype, has_instructions in (("float32", True), ("bfloat16", False)):
+        keys = [f"{key}={dtype}" for key in ("trainer.compute_dtype", "generator.dtype")]
+        assert [line.partition(":")[0] for line in noted(dtype, has_instructions=has_instructions)] == keys
+        assert noted(dtype, has_instructions=not has_instructions) == []
+        assert noted(dtype, has_instructions=has_instructions, device="cuda") == []
 
 
 def placement(text: str) -> list[list[str]]:

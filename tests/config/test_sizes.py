@@ -4,12 +4,18 @@ from typing import Any
 import pytest
 
 from tests.config.test_dry_run import dry_run_text
-from titanrl.config import BrokenRule, Config, dry_run
+from titanrl.config import BrokenRule, Config, dry_run, sizes
 from titanrl.config.schema import device_shortage
 from titanrl.config.sections import RolloutConfig
-from titanrl.config.sizes import Memory, ModelShape, Sizes, TrainerMemory, gigabytes, notes
+from titanrl.config.sizes import Memory, ModelShape, Sizes, TrainerMemory, cpu_bytes, gigabytes, microbatch_rows, notes
 from titanrl.config.sizes import derive as derive_with
 from titanrl.models.directory import model_shape, published_shapes
+
+
+@pytest.fixture(autouse=True)
+def large_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the machine memory for all rows of a micro-batch."""
+    monkeypatch.setattr(sizes, "host_bytes", lambda: 10**15)
 
 
 def make_config(**sections: Any) -> Config:
@@ -256,6 +262,29 @@ def test_gathered_bytes_depend_on_resharding() -> None:
     assert gathered() == 0
     assert gathered(dp_shard=8, fsdp_reshard_after_forward="never") == pytest.approx(4 * 8_190_735_360, rel=1e-3)
     assert gathered(dp_shard=8) < 8_190_735_360
+
+
+def test_micro_batches_shrink_to_the_memory_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 sequences of at most 90 tokens fill 6 rows of 320. The machine has the memory for as many rows as asked."""
+    large: dict[str, Any] = {"model": {"path": "nowhere/Qwen3-0.6B"}, "trainer": {"row_tokens": 320}, "device": "cpu"}
+    large["rollout"] = {"groups_per_step": 4, "group_size": 4}
+    config, shape = make_config(**large), published_shapes()["Qwen3-0.6B"]
+
+    def rows(num_bytes: float, config: Config = config) -> int:
+        monkeypatch.setattr(sizes, "host_bytes", lambda: int(num_bytes / (1.0 - sizes.SPARE_SHARE)))
+        return microbatch_rows(config, shape)
+
+    memory = derive(config).memory
+    assert memory is not None
+    all_rows = cpu_bytes(config, memory, memory.trainer.cpu_total)
+    assert memory.trainer.activations < 2 * 10**10
+    assert rows(all_rows + 1) == 16
+    assert rows(all_rows - 1) == 5
+    row = 320 * 29 * shape.layer_activations * 4
+    assert rows(all_rows - 4 * row + 1) == 2
+    assert rows(10**9) == 1
+    assert derive(config).max_microbatches == 6
+    assert rows(10**9, make_config(**{**large, "device": "cuda"})) == 16
 
 
 def test_mixed_precision_on_one_rank_holds_a_copy_of_the_parameters() -> None:

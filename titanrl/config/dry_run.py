@@ -26,6 +26,7 @@ from titanrl.config.sizes import (
     gigabytes,
     host_bytes,
     model_values,
+    multiplies_bfloat16,
     notes,
     received_bytes,
     replica_hosts,
@@ -39,6 +40,9 @@ DEVICE_BYTES = 80_000_000_000
 """Assumed memory of an accelerator type that this machine does not have."""
 
 HERE = "this machine"
+
+LARGE = 50_000_000
+"""Number of parameters from which the time of a step is that of its matrix products."""
 
 
 def print_dry_run(
@@ -60,7 +64,7 @@ def print_dry_run(
     columns = ("host", "devices", "role", "processes", "memory each", "available")
     print_table(console, "Hosts and devices", columns, _placement_rows(config, sizes, device, device_bytes))
     print_table(console, "Sizes", ("size", "value"), chain(_step_rows(config, sizes), _memory_rows(config, sizes.memory)))
-    _print_list(console, "Notes", list(notes(config)))
+    _print_list(console, "Notes", [*notes(config), *(_dtype_notes(config, sizes.memory) if device == "cpu" else ())])
     unfit = misfits(config, sizes.memory, device_bytes or DEVICE_BYTES)
     _print_list(console, "May not fit", [explain_rule(misfit, source) for misfit in unfit])
 
@@ -160,6 +164,19 @@ def _trainer_text(config: Config, trainer: TrainerMemory) -> str:
     }
     listed = ", ".join(f"{gigabytes(size)} {name}" for name, size in sizes.items() if size)
     return f"{gigabytes(trainer.total)}: {listed}"
+
+
+def _dtype_notes(config: Config, memory: Memory | None) -> Iterator[str]:
+    """Yield a note on each dtype that makes this processor multiply the matrices of a large model slowly."""
+    if memory is None or memory.num_parameters < LARGE:
+        return
+    dtypes = {"trainer.compute_dtype": config.trainer.compute_dtype} if config.train else {}
+    dtypes |= {"generator.dtype": config.generator.dtype} if config.num_generator_ranks else {}
+    for key, dtype in dtypes.items():
+        if multiplies_bfloat16() and dtype == "float32":
+            yield f"{key}=float32: this processor has instructions for bfloat16, in which a model of this size is much faster."
+        elif not multiplies_bfloat16() and dtype == "bfloat16":
+            yield f"{key}=bfloat16: this processor has no instructions for bfloat16, so float32 is much faster."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

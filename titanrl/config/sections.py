@@ -290,7 +290,8 @@ class TrainerConfig(Section):
     leaves the sequences out. Tokens that are cut or left out do not count in the loss weights; `tokens/overlong_frac` reports
     their share."""
     rows_per_microbatch: Count = 16
-    """Number of packed rows per micro-batch and rank. Lower it if activations do not fit into memory."""
+    """Maximum number of packed rows per micro-batch and rank. Lower it if activations do not fit into memory. On one machine
+    without accelerators, a run uses fewer rows if these do not fit, by the estimates that `--dry-run` prints."""
     epochs: Count = 1
     """Number of passes over each batch (docs/howto/epochs.md)."""
     minibatches_per_batch: Count = 1

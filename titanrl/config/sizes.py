@@ -3,15 +3,20 @@
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titanrl.base.choices import Dtype
+from titanrl.config.device import device_kind
 
 if TYPE_CHECKING:
     from titanrl.config.schema import Config
     from titanrl.config.sections import GeneratorConfig, HostGroup
 
 DTYPE_BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2}
+
+BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+"""Names of the instructions for products of bfloat16 numbers in /proc/cpuinfo, on x86 and on Arm."""
 
 RECIPE_VOCAB_SIZE = 112
 """Rows of the recipe model's embedding: 95 characters, 9 phrases, 2 special tokens, padded to a multiple of 16."""
@@ -30,6 +35,9 @@ LIBRARY_BYTES: Mapping[str, int] = {
 
 LARGE_BYTES = 64 << 20
 """Weights of a generator rank on a CPU from which packed copies and several threads make it faster."""
+
+SPARE_SHARE = 0.1
+"""Share of a machine's memory that no process of a run uses, by the estimates."""
 
 LOGITS_AT_ONCE = 1 << 27
 """Maximum number of logits in memory on a trainer rank, 883 tokens for a vocabulary size of 151 936. They take 256 MiB in
@@ -190,17 +198,29 @@ class Sizes:
 
 def derive(config: "Config", shape: ModelShape | None) -> Sizes:
     """Return the sizes of a run, whose policy has these dimensions; None if they are unknown."""
-    sequences = config.rollout.groups_per_step * config.rollout.group_size
-    if config.sft is not None:
-        sequences = config.sft.batch_size
-    memory = None if shape is None else _memory(config, shape, sequences)
+    sequences = _num_sequences(config)
+    rows = microbatch_rows(config, shape)
     return Sizes(
         processes=_processes(config),
         sequences_per_step=sequences,
         max_tokens_per_step=sequences * config.max_sequence_tokens,
-        max_microbatches=-(-_max_rows(config, sequences) // config.trainer.rows_per_microbatch),
-        memory=memory,
+        max_microbatches=-(-_max_rows(config, sequences) // rows),
+        memory=None if shape is None else _memory(config, shape, _num_rows(config, rows)),
     )
+
+
+def microbatch_rows(config: "Config", shape: ModelShape | None) -> int:
+    """Return the maximum number of rows in a rank's micro-batch: `trainer.rows_per_microbatch`, or fewer on one machine without
+    accelerators whose memory they would exceed by the estimates of all processes."""
+    limit = config.trainer.rows_per_microbatch
+    if shape is None or not config.train or config.hosts.across_machines or device_kind(config.device) != "cpu":
+        return limit
+    most = _num_rows(config, limit)
+    for rows in range(most, 1, -1):
+        memory = _memory(config, shape, rows)
+        if cpu_bytes(config, memory, memory.trainer.cpu_total) <= (1.0 - SPARE_SHARE) * host_bytes():
+            return limit if rows == most else rows
+    return 1
 
 
 def _processes(config: "Config") -> dict[str, int]:
@@ -239,6 +259,16 @@ def notes(config: "Config") -> Iterator[str]:
         )
 
 
+def _num_sequences(config: "Config") -> int:
+    return config.rollout.groups_per_step * config.rollout.group_size if config.sft is None else config.sft.batch_size
+
+
+def _num_rows(config: "Config", limit: int) -> int:
+    """Return the number of rows in the largest micro-batch of a rank, of at most `limit` rows."""
+    warm_start = 0 if config.warm_start is None else config.warm_start.batch_size
+    return min(limit, _max_rows(config, max(_num_sequences(config), warm_start)))
+
+
 def _max_rows(config: "Config", sequences: int) -> int:
     """Return the number of rows of a data-parallel rank in a step, if all sequences have maximum length."""
     sequences_per_row = max(1, config.trainer.row_tokens // config.max_sequence_tokens)
@@ -246,12 +276,11 @@ def _max_rows(config: "Config", sequences: int) -> int:
     return -(-rows // config.trainer.parallelism.dp_size)
 
 
-def _memory(config: "Config", shape: ModelShape, sequences: int) -> Memory:
+def _memory(config: "Config", shape: ModelShape, num_rows: int) -> Memory:
     generator = config.generator
-    most = max(sequences, 0 if config.warm_start is None else config.warm_start.batch_size)
     return Memory(
         num_parameters=shape.num_parameters,
-        trainer=_trainer_memory(config, shape, min(config.trainer.rows_per_microbatch, _max_rows(config, most))),
+        trainer=_trainer_memory(config, shape, num_rows),
         replica_weights=shape.num_parameters * DTYPE_BYTES[generator.dtype],
         generator_rank_weights=shape.rank_parameters(generator.tp) * DTYPE_BYTES[generator.dtype],
         packed_weights=packed_weights(generator, shape),
@@ -346,6 +375,13 @@ def received_bytes(config: "Config", memory: Memory) -> int:
 def host_bytes() -> int:
     """Return the physical memory of this machine."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def multiplies_bfloat16() -> bool:
+    """Return True if this processor has instructions for products of bfloat16 numbers. Without them these are very slow."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return not BFLOAT16_FLAGS.isdisjoint(flags.split())
 
 
 def model_values(config: "Config") -> dict[str, object]:

@@ -17,6 +17,7 @@ from titanrl.base.choices import TransportName
 from titanrl.config.device import Device
 from titanrl.config.schema import Config
 from titanrl.config.sections import GeneratorConfig
+from titanrl.config.sizes import microbatch_rows
 from titanrl.data.mixture import make_mixture
 from titanrl.generator.actor import Generator, GeneratorSetup
 from titanrl.hosts.kinds import KINDS
@@ -247,10 +248,11 @@ class Assembly:
             await shared.fleet.join_process_group(
                 trainer_procs, one_machine=not config.hosts.across_machines, interface=config.placement.interface
             )
+            shape = open_model(self.files.model_dir, config.model.family).shape
             setup = TrainerSetup(
                 run=config.name,
                 seed=config.seed,
-                config=config.trainer,
+                config=config.trainer.model_copy(update={"rows_per_microbatch": microbatch_rows(config, shape)}),
                 algorithm=config.algorithm,
                 temperature=config.rollout.temperature,
                 generator_dtype=config.generator.dtype,
