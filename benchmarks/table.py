@@ -320,6 +320,7 @@ DETAIL_ROWS = {
     "first step after launch, s": ("first_step_s", 1, ".1f"),
     "CPU seconds until then": ("first_step_cpu_s", 1, ".1f"),
     "peak memory, GB": ("peak_bytes", 1e-9, ".2f"),
+    "share of the cores that other commands used": ("others_share", 1, ".0%"),
 }
 """Figure, scale and format of each row."""
 SCORE_ROWS = {
@@ -327,6 +328,7 @@ SCORE_ROWS = {
     "first step after launch, s": ("first_step_s", 1, ".1f"),
     "score before": ("score_first", 1, ".3f"),
     "score at the end": ("score_last", 1, ".3f"),
+    "share of the cores that other commands used": ("others_share", 1, ".0%"),
 }
 
 

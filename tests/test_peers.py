@@ -1,5 +1,7 @@
 """Figures of the comparison with other programs, and the order of its runs."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ from benchmarks import table
 from benchmarks.peers.__main__ import OURS, PAYLOADS, PEERS, QUICKSTART, missing, our_rows, overrides, trials
 from benchmarks.peers.figures import Run, cpu_at, medians, score_figures, speed_figures, summary
 from benchmarks.peers.job import Job, answered, digits
-from benchmarks.peers.watch import role_of
+from benchmarks.peers.watch import busy_seconds, role_of
 from titanrl.config import load_config
 
 # Launched at 100; the first step takes from 110 to 114, the others 2 s each.
@@ -18,7 +20,7 @@ STEPS = [
     for number in range(4)
 ]
 CPU = [(110.0, {"main": 1.0}), (120.0, {"main": 6.0, "trainer": 20.0})]
-RUN = Run(launched=100.0, rows=STEPS, cpu_s=CPU, peak_bytes=7)
+RUN = Run(launched=100.0, rows=STEPS, cpu_s=CPU, peak_bytes=7, others_share=0.0)
 
 
 def test_speed_counts_only_the_steps_between_skipped_and_dropped() -> None:
@@ -44,9 +46,14 @@ def test_cpu_seconds_are_interpolated() -> None:
 
 def test_time_to_score_is_that_of_the_first_evaluation_that_reaches_it() -> None:
     evaluations = [{"time": 112.0, "score": 0.1}, {"time": 117.0, "score": 0.8}, {"time": 119.0, "score": 0.9}]
-    figures = score_figures(Run(launched=100.0, rows=[*STEPS, *evaluations], cpu_s=CPU, peak_bytes=7))
+    figures = score_figures(Run(launched=100.0, rows=[*STEPS, *evaluations], cpu_s=CPU, peak_bytes=7, others_share=0.0))
     assert (figures["time_to_score_s"], figures["score_first"], figures["score_last"]) == (17.0, 0.1, 0.9)
-    assert score_figures(Run(launched=100.0, rows=[*STEPS, evaluations[0]], cpu_s=CPU, peak_bytes=7))["time_to_score_s"] is None
+    assert (
+        score_figures(Run(launched=100.0, rows=[*STEPS, evaluations[0]], cpu_s=CPU, peak_bytes=7, others_share=0.0))[
+            "time_to_score_s"
+        ]
+        is None
+    )
 
 
 def test_medians_leave_out_numbers_that_a_run_lacks() -> None:
@@ -138,6 +145,12 @@ def test_role_is_the_log_without_its_numbers() -> None:
     assert role_of(5, {5: "generator_0_1"}, command=1) == "generator"
     assert role_of(1, {1: "generator_0"}, command=1) == "main"
     assert role_of(6, {}, command=1) == "others"
+
+
+def test_busy_seconds_grow_with_the_work_of_any_process() -> None:
+    before = busy_seconds()
+    subprocess.run([sys.executable, "-c", "sum(range(10_000_000))"], check=True)
+    assert busy_seconds() > before + 0.05
 
 
 def test_rewards_are_those_of_the_task() -> None:

@@ -22,6 +22,8 @@ class Run:
     """Times, and the CPU seconds used until then by role."""
     peak_bytes: int
     """Peak memory of all processes together."""
+    others_share: float
+    """Share of the cores that other commands used."""
 
 
 def speed_figures(run: Run, *, num_skipped: int, num_dropped: int) -> dict[str, Any]:
@@ -64,9 +66,13 @@ def score_figures(run: Run) -> dict[str, Any]:
 
 
 def start_figures(run: Run) -> dict[str, float]:
-    """Return the seconds since the launch until the first step was done, and the CPU seconds of all processes until then."""
+    """Return wall and CPU seconds from the launch until the first step was done, and the share of other commands."""
     first = next(row["time"] for row in run.rows if "step" in row)
-    return {"first_step_s": first - run.launched, "first_step_cpu_s": sum(cpu_at(run.cpu_s, first).values())}
+    return {
+        "first_step_s": first - run.launched,
+        "first_step_cpu_s": sum(cpu_at(run.cpu_s, first).values()),
+        "others_share": run.others_share,
+    }
 
 
 def cpu_at(samples: Sequence[tuple[float, Mapping[str, float]]], time: float) -> Mapping[str, float]:

@@ -27,11 +27,15 @@ class Watch:
         """Times, and the CPU seconds used until then by role. Processes that have exited count with their last sample."""
         self.peak_bytes = 0
         """Peak sum over all processes of anonymous and shared memory; memory that several of them share is counted once."""
+        self.others_share = 0.0
+        """Share of the cores that processes outside the command used. Figures of a run with more than a few percent mislead."""
         self._pid, self._run_dir, self._closed = pid, run_dir, threading.Event()
+        self._started = self._busy_s = 0.0
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> "Watch":
         """Start sampling."""
+        self._started, self._busy_s = time.monotonic(), busy_seconds()
         self._thread.start()
         return self
 
@@ -39,6 +43,10 @@ class Watch:
         """Stop sampling."""
         self._closed.set()
         self._thread.join()
+        busy_s = busy_seconds() - self._busy_s
+        own_s = sum(self.cpu_s[-1][1].values()) if self.cpu_s else 0.0
+        seconds = (time.monotonic() - self._started) * (os.cpu_count() or 1)
+        self.others_share = max(0.0, busy_s - own_s) / seconds
 
     def _run(self) -> None:
         seen: dict[int, tuple[str, float]] = {}
@@ -67,3 +75,9 @@ def cpu_seconds(pid: int) -> float | None:
     except OSError:
         return None
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def busy_seconds() -> float:
+    """Return the CPU seconds that all processes of the machine have used since it started."""
+    user, nice, system, _, _, irq, softirq = map(int, Path("/proc/stat").read_text().split()[1:8])
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
