@@ -81,8 +81,9 @@ def weight_sync_tables(result: Mapping[str, Any]) -> str:
     """Return a table of all cases with the default digest, and one of the cost of each digest."""
     cases: Sequence[Mapping[str, Any]] = result["cases"]
     lines = [
-        "| payload, layout | types | memcpy | push | pull | end to end | first push | copies by torch's | torchstore's own |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| payload, layout | types | memcpy | threads | push | pull | end to end | first push | copies by torch's "
+        "| torchstore's own |",
+        "|---|---|---|---|---|---|---|---|---|---|",
         *(sync_row(case) for case in cases if case["verify"] == "sampled"),
         "",
         f"`python -m benchmarks.weight_sync --json FILE`, {where(result['machine'])}.",
@@ -108,6 +109,7 @@ def sync_row(case: Mapping[str, Any]) -> str:
         f"{case['payload']} {case['layout']}",
         case["dtype"],
         f"{case['memcpy_s'] * 1e3:.1f} ms",
+        f"{case.get('push_threads', 1)}, {case.get('pull_threads', 1)}",
         f"x{case['push_ratio']:.2f}",
         f"x{case['pull_ratio']:.2f}",
         f"x{case['e2e_ratio']:.2f} ({case['e2e_s'] * 1e3:.0f} ms)",
