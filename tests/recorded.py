@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from titanrl.carriers.record import RecordFile, lines_of, parts_of
+from titanrl.metrics.reading import RunRecord
 
 TOKEN = 7
 """Token of the completions of `record_group`; its text is "a"."""
@@ -43,3 +44,13 @@ def record_group(run_dir: Path, line: Mapping[str, Any], logprob: float = -0.123
     files["vocabulary"].append(({"texts": {TOKEN: "a"}}, {}))
     for file in files.values():
         file.close()
+
+
+def coverage(run: RunRecord, name: str) -> float:
+    """Return the fraction of a process's lifetime that its spans cover."""
+    (process,) = (each for each in run.processes() if each.name == name)
+    covered, end = 0.0, process.start
+    for span in run.spans(name):
+        covered += max(0.0, span.start + span.seconds - max(span.start, end))
+        end = max(end, span.start + span.seconds)
+    return covered / (process.end - process.start)

@@ -11,14 +11,14 @@ import pytest
 from tests.size import PACKAGE, figures
 
 CEILINGS = {
-    "lines": 50_600,
-    "modules": 201,
+    "lines": 51_100,
+    "modules": 202,
     "small modules": 7,
     "modules with a shared name": 4,
     "rooms": 26,
     "arrows": 166,
     "floors": 12,
-    "modules reached by the loop": 110,
+    "modules reached by the loop": 111,
     "functions with one mention": 0.368,
 }
 """Largest figures of `tests.size`. Lower them with the code. A change that needs a higher one says why in its message."""

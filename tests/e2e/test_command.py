@@ -21,7 +21,7 @@ def test_run_trains_evaluates_records_and_exports(plain_run: Finished) -> None:
     for file in (
         "config.yaml",
         "report.html",
-        "record/rollouts-rollout_0.000000.jsonl",
+        "record/rollouts-rollout_0_0.000000.jsonl",
         "checkpoints/final/model.safetensors.index.json",
     ):
         assert (plain_run.run_dir / file).exists(), file

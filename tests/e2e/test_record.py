@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from tests.e2e.conftest import Finished, Start
+from tests.recorded import coverage
 from titanrl.carriers.record import lines_of, parts_of
 from titanrl.metrics.reading import RecordedGroup, RunRecord, TrainedSegment, open_run
 
@@ -92,6 +93,36 @@ def test_evaluation_samples_of_two_versions_have_the_same_prompts(finished: Fini
         assert "".join(run.token_texts(segment["token_ids"])).startswith(sample.rendered)
 
 
+def test_spans_cover_the_lifetime_of_every_process(finished: Finished) -> None:
+    run = open_run(finished.run_dir)
+    roles = {process.name for process in run.processes()}
+    assert roles == {"controller", "trainer_0", "generator_0_0", "rollout_0_0", "store_0"}
+    assert {name: coverage(run, name) for name in roles if coverage(run, name) < 0.98} == {}
+    found = {(span.process, span.name) for span in run.spans()}
+    assert found >= {
+        ("controller", "rollout"),
+        ("controller", "wait for trainer.optim_step"),
+        ("trainer_0", "compute"),
+        ("trainer_0", "push"),
+        ("trainer_0", "idle"),
+        ("generator_0_0", "decode"),
+        ("generator_0_0", "pull"),
+        ("rollout_0_0", "wait for a slot"),
+        ("rollout_0_0", "score"),
+        ("store_0", "ReplayBuffer.take_batch"),
+    }
+    steps = [span.step for span in run.spans("controller") if span.name == "step"]
+    assert steps == [1, 2]
+    assert [span.version for span in run.spans("trainer_0") if span.name == "push"] == [0, 1, 2]
+
+
+def test_start_of_a_run_is_recorded(finished: Finished) -> None:
+    (start,) = open_run(finished.run_dir).starts()
+    assert (start["kind"], start["packages"]["numpy"]) == ("start", np.__version__)
+    assert "titanrl.grpo" in start["command"]
+    assert start["cores"] >= 1
+
+
 def raw(run: RunRecord, kind: str) -> list[dict[str, Any]]:
     """Return the lines of a kind without what depends on the time."""
     lines = [line for part in parts_of(run.path, kind) for line in lines_of(part.path) if "index" in line]
@@ -118,6 +149,7 @@ def test_resumed_run_records_every_step_once(finished: Finished, start_run: Star
     before, after = open_run(whole.run_dir), open_run(resumed.run_dir)
     for kind in ("rollouts", "trained", "evaluations"):
         assert sorted(raw(before, kind), key=repr) == sorted(raw(after, kind), key=repr), kind
+    assert [start["kind"] for start in after.starts()] == ["start", "resume"]
     assert trained_values(before) == trained_values(after)
     assert [group.tokens()[0][0]["token_ids"].tolist() for group in before.groups()] == [
         group.tokens()[0][0]["token_ids"].tolist() for group in after.groups()

@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from titanrl.carriers.datums import Datum, sampled_datum
 from titanrl.carriers.supports import supports_of
-from titanrl.carriers.tables import SequencePlan
+from titanrl.carriers.tables import MicroBatch, RecordedGroups, SequencePlan
 from titanrl.carriers.types import GroupHandle, Segment
-from titanrl.trainer.collate import collate, row_length
+from titanrl.trainer.collate import collate, recorded_segments, row_length
 from titanrl.trainer.passes import Location, RowSizes, build_rows, check_supports, plan_data
 
 HANDLE = GroupHandle(shard=0, slot=0, serial=1)
@@ -147,3 +148,43 @@ def test_row_length_is_fullest_row_rounded_up() -> None:
     assert row_length([125], 126, 8) == 126
     assert row_length([], 128, 16) == 16
     assert row_length([5], 128, 128) == 128
+
+
+def test_recorded_values_belong_to_the_loss_tokens() -> None:
+    handle, other = (GroupHandle(shard=0, slot=slot, serial=1) for slot in (0, 1))
+    segment = Segment(
+        token_ids=np.array([5, 6, 7, 8]),
+        mask=np.array([False, False, True, True]),
+        logprobs=np.array([0.0, 0.0, -0.5, -0.75], np.float32),
+        versions=np.array([-1, -1, 3, 4]),
+    )
+    plans = [
+        SequencePlan(handle=of, segment=number, length=4, advantage=0.25, weight=0.125, num_shared=shared)
+        for of, number, shared in ((handle, 0, 0), (handle, 1, 1), (other, 0, 0))
+    ]
+    row = tuple(plans)
+    packed = collate([row], {handle: {0: segment, 1: segment}, other: {0: segment}}, 12)
+    packed = replace(packed, proximal_BL=torch.full((1, 12), -2.0))
+    recorded = RecordedGroups(step=9, update=1, indices={handle: 17})
+    microbatch = MicroBatch(rows=(), mean_weight=0.5, recorded=recorded)
+    logprobs_BL = torch.arange(12.0)[None]
+    (first, columns), (second, others) = recorded_segments(microbatch, [row], packed, logprobs_BL)
+    assert {name: value for name, value in first.items() if name != "time"} == {
+        "step": 9,
+        "update": 1,
+        "index": 17,
+        "segment": 0,
+        "mean_weight": 0.5,
+    }
+    assert columns["positions"].tolist() == [2, 3]
+    assert columns["logprobs"].tolist() == [1.0, 2.0]  # stored at the position before the token
+    assert columns["generator_logprobs"].tolist() == [-0.5, -0.75]
+    assert columns["versions"].tolist() == [3, 4]
+    assert columns["advantages"].tolist() == [0.25, 0.25]
+    assert columns["weights"].tolist() == [0.125, 0.125]
+    assert columns["proximal_logprobs"].tolist() == [-2.0, -2.0]
+    assert "reference_logprobs" not in columns
+    # The second sequence is placed after the first, without the prompt token that it shares.
+    assert second["segment"] == 1
+    assert others["positions"].tolist() == [2, 3]
+    assert others["logprobs"].tolist() == [4.0, 5.0]

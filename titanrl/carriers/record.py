@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import queue
+import socket
 import threading
 import time
 import zlib
@@ -25,6 +26,8 @@ from titanrl.base.files import naming, sync_file, sync_folder
 
 FOLDER = "record"
 """Folder of the record in a run directory."""
+HOST = socket.gethostname()
+"""Name of this host."""
 FORMAT = 1
 """Version of the layout, in the first line of each part."""
 NUM_PARTS = 8
@@ -144,7 +147,7 @@ class RecordFile:
         path = self._run_dir / FOLDER / f"{self._kind}-{self._process}.{number:06d}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         self._lines, self._num_bytes = path.open("xb", buffering=0), 0
-        header = {"format": FORMAT, "time": time.time(), "pid": os.getpid(), "dropped": num_dropped}
+        header = {"format": FORMAT, "time": time.time(), "host": HOST, "pid": os.getpid(), "dropped": num_dropped}
         self._write(self._lines, (encode(header) + "\n").encode())
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from titanrl.base.gathering import Gathering
 from titanrl.base.plugins import loading
+from titanrl.carriers.spans import span
 from titanrl.carriers.types import Admission, Completion, EngineLoad, GenerationRequest, GenerationStats
 from titanrl.config.device import Device
 from titanrl.config.sections import GeneratorConfig
@@ -183,24 +184,25 @@ class Generator(Actor):
                 raise
 
         async with self._pulling:
-            if self._reader is None:
-                from titanrl.weights.transfer import WeightReader
+            with span("pull", version=commit.version):
+                if self._reader is None:
+                    from titanrl.weights.transfer import WeightReader
 
-                source = self._setup.source
-                assert source is not None, "a frozen model pulls no weights"
-                self._reader = WeightReader(source.run, source.store, source.verify, source.name)
-            reader = self._reader
-            fill, fetched = await self._fetch(commit, reader)
-            if self._follower is not None:
-                await asyncio.wrap_future(self._follower.swap(fill))
-                return reader.take_received()
-            try:
-                await self._loop.call(update, when_drained=fetched and on_update == "drain")
-                return reader.take_received()
-            finally:
-                self._attempted = max(self._attempted, commit.version)
-                if self._attempted >= self._expected:  # also after a failure: the requests must then be refused, not wait
-                    self._up_to_date.set()
+                    source = self._setup.source
+                    assert source is not None, "a frozen model pulls no weights"
+                    self._reader = WeightReader(source.run, source.store, source.verify, source.name)
+                reader = self._reader
+                fill, fetched = await self._fetch(commit, reader)
+                if self._follower is not None:
+                    await asyncio.wrap_future(self._follower.swap(fill))
+                    return reader.take_received()
+                try:
+                    await self._loop.call(update, when_drained=fetched and on_update == "drain")
+                    return reader.take_received()
+                finally:
+                    self._attempted = max(self._attempted, commit.version)
+                    if self._attempted >= self._expected:  # also after a failure: the requests must then be refused, not wait
+                        self._up_to_date.set()
 
     @concurrent_endpoint
     async def start_over(self, source: "WeightSource | None") -> None:

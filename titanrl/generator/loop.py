@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from titanrl.carriers.spans import span
 from titanrl.carriers.types import Completion, EngineLoad, GenerationRequest, GenerationStats
 from titanrl.processes.actors import StoppedError
 
@@ -170,9 +171,10 @@ class EngineLoop:
 
     def _step(self, engine: "Engine | Leader") -> None:
         started = time.perf_counter()
-        for finished in engine.step():
-            self._num_tokens += len(finished.completion.token_ids)
-            self._deliver(engine, finished)
+        with span("decode"):
+            for finished in engine.step():
+                self._num_tokens += len(finished.completion.token_ids)
+                self._deliver(engine, finished)
         self.load = replace(engine.load, admits=self._draining is None)
         self._busy_s += time.perf_counter() - started
 

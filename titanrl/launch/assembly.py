@@ -14,6 +14,7 @@ from typing import Any
 from monarch.actor import ProcMesh
 
 from titanrl.base.choices import TransportName
+from titanrl.carriers.spans import span_bytes
 from titanrl.config.device import Device
 from titanrl.config.schema import Config
 from titanrl.config.sections import GeneratorConfig
@@ -185,6 +186,7 @@ async def assemble(
                 warn=warn,
                 own_children=kind == "local",
                 have_names=kind not in KINDS or KINDS[kind].have_names,
+                span_bytes=span_bytes(config),
             ),
             supervisor=supervisor,
             respawns=respawns or Respawns(config.faults),

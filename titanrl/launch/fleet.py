@@ -253,6 +253,7 @@ class Fleet:
         warn: Callable[[str], None] = logger.warning,
         own_children: bool = True,
         have_names: bool = True,
+        span_bytes: int = 0,
     ) -> None:
         """Start without processes.
 
@@ -263,8 +264,9 @@ class Fleet:
             warn: called with a message for the user.
             own_children: True if this process starts all processes, so that they are tied to its life.
             have_names: False if hosts cannot resolve each other's names, like Kubernetes pods.
+            span_bytes: size limit of the spans that a process records; 0 records none.
         """
-        self._log_dir = log_dir
+        self._log_dir, self._span_bytes = log_dir, span_bytes
         self._supervisor = supervisor
         self._address = None if have_names else AddrType.IPv4
         self._parent = {PARENT: str(os.getpid())} if own_children else {}
@@ -381,10 +383,11 @@ class Fleet:
         variables = {**environment, **self._parent, ANNOUNCEMENTS: self._announcements.path}
         if template is not None:
             variables[TEMPLATE] = template
+        path = [os.path.abspath(entry) for entry in sys.path]
         command = type(default_bootstrap_cmd())(sys.executable, None, ["-c", _PROGRAM], variables)
         mesh = host.spawn_procs(
             per_host={"procs": num_procs},
-            bootstrap=partial(set_up_process, role, self._log_dir, imports, [os.path.abspath(entry) for entry in sys.path]),
+            bootstrap=partial(set_up_process, role, self._log_dir, imports, path, self._span_bytes),
             bootstrap_command=lambda point: command.with_env(
                 {NAME: f"{role}_{point.rank}", **({} if cores is None else {CORES: cores.text(point.rank % num_procs)})}
             ),

@@ -22,6 +22,7 @@ from typing import Any, Protocol, TypeVar
 import monarch.actor
 
 from titanrl.base.errors import FaultError, TitanRLError
+from titanrl.carriers.spans import span
 from titanrl.config.sections import FaultsConfig
 from titanrl.processes.actors import STACKS_SIGNAL, ActorError, SupervisionError, cause_of, resolve
 from titanrl.processes.machine import process_state
@@ -433,13 +434,14 @@ class Supervisor:
         failures: _Failures = (self._failure, lost)
         self._requests[task] = name
         try:
-            if self._watchdog is None or self._closing:
-                if not await self._is_done(task, name, timeout_s, failures):
-                    self._record_stall(Stall(request=name, seconds=timeout_s), None)
-                    raise DeadlineError(f"no reply to '{name}' within {timeout_s:g} s")
-            else:
-                await self._until_done(self._watchdog, task, name, timeout_s, pace, failures)
-                self._watchdog.note_reply(name, pace, started)
+            with span(f"wait for {name}", "wait"):
+                if self._watchdog is None or self._closing:
+                    if not await self._is_done(task, name, timeout_s, failures):
+                        self._record_stall(Stall(request=name, seconds=timeout_s), None)
+                        raise DeadlineError(f"no reply to '{name}' within {timeout_s:g} s")
+                else:
+                    await self._until_done(self._watchdog, task, name, timeout_s, pace, failures)
+                    self._watchdog.note_reply(name, pace, started)
             try:
                 return task.result()
             except ActorError as error:

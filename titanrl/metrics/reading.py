@@ -252,7 +252,7 @@ class RecordedProcess:
     pid: int
     host: str
     start: float
-    """Time at which the process began, in Unix seconds."""
+    """Start of its first recorded span, in Unix seconds; except for the controller, this is the start of the process."""
     end: float
     """End of its last recorded span."""
 
@@ -289,12 +289,13 @@ class RunRecord:
     def starts(self) -> list[dict[str, Any]]:
         """Return one entry per start and resume: time, command, host, processor, commit, packages."""
         lines = [line for part in parts_of(self.path, "starts") for line in _lines_of(part.path)]
-        return sorted((line for line in lines if "kind" in line), key=lambda line: float(line["time"]))
+        return sorted((line for line in lines if "kind" in line), key=lambda line: _float(line.get("time")))
 
     def advantages(self) -> dict[int, list[float | None]]:
         """Return the newest advantages of each group by its index: one value per completion with a reward."""
         lines = _lines_of(self.path / "advantages.jsonl")
-        return {line["index"]: line["advantages"] for line in lines if isinstance(line.get("advantages"), list)}
+        found = (line for line in lines if isinstance(line.get("index"), int) and isinstance(line.get("advantages"), list))
+        return {line["index"]: line["advantages"] for line in found}
 
     def groups(self) -> list[RecordedGroup]:
         """Return the recorded groups by index. A group that was sampled again is returned once, as it was sampled last."""
@@ -325,24 +326,24 @@ class RunRecord:
 
     def processes(self) -> list[RecordedProcess]:
         """Return the processes, in the order of their starts."""
-        ends: dict[tuple[str, int], float] = defaultdict(float)
         found: dict[tuple[str, int], dict[str, Any]] = {}
+        times: dict[tuple[str, int], list[float]] = defaultdict(list)
         for part in parts_of(self.path, "spans"):
             key = part.process, -1
             for line in _lines_of(part.path):
                 if "format" in line:
-                    key = part.process, int(line.get("pid", -1))
+                    key = part.process, line["pid"] if isinstance(line.get("pid"), int) else -1
                     found.setdefault(key, line)
                 elif "name" in line:
                     span = _span(line)
-                    ends[key] = max(ends[key], span["start"] + span["seconds"])
+                    times[key] += [span["start"], span["start"] + span["seconds"]]
         processes = [
             RecordedProcess(
                 name=name,
                 pid=pid,
                 host=str(line.get("host", "")),
-                start=_float(line.get("started", line.get("time"))),
-                end=ends[name, pid],
+                start=min(times[name, pid], default=_float(line.get("time"))),
+                end=max(times[name, pid], default=_float(line.get("time"))),
             )
             for (name, pid), line in found.items()
         ]

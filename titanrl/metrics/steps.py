@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from titanrl.carriers.spans import span
 from titanrl.carriers.tables import RecordTable
 from titanrl.carriers.types import EvaluationResult, GenerationStats, LossSums, OptimUpdate
 from titanrl.config.data import DataConfig
@@ -272,7 +273,8 @@ class PhaseTimer:
         self._open.append(name)
         self._announce()
         try:
-            yield
+            with span(name, "phase"):
+                yield
         finally:
             self._charge()
             closed = self._open.pop()

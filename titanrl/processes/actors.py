@@ -43,6 +43,7 @@ from monarch.actor import current_rank as current_rank
 
 from titanrl.base.errors import TitanRLError
 from titanrl.base.plugins import loading
+from titanrl.carriers.spans import close_timeline, open_timeline, span
 
 _log_file: Path | None = None  # of this process; None in the controller
 
@@ -133,7 +134,8 @@ def replying(method: Callable[Concatenate[SelfT, P], Awaitable[R]]) -> Callable[
 
     async def result(self: SelfT, *args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            return await method(self, *args, **kwargs)
+            with span(f"{type(self).__name__}.{method.__name__}", "serve"):
+                return await method(self, *args, **kwargs)
         except GeneratorExit:  # the coroutine is being discarded
             raise
         except BaseException as error:  # some libraries derive their exceptions from it
@@ -327,7 +329,7 @@ async def resolve(call: Awaitable[R]) -> R:
     return await call
 
 
-def set_up_process(role: str, log_dir: Path, imports: Sequence[str], path: Sequence[str] = ()) -> None:
+def set_up_process(role: str, log_dir: Path, imports: Sequence[str], path: Sequence[str] = (), span_bytes: int = 0) -> None:
     """Redirect a new process's output to `<log_dir>/<role>_<rank>.log`, then import its actors' modules.
 
     Redirecting the file descriptors, in addition to `sys.stdout`, also captures the output of C++ libraries. The process id and
@@ -335,6 +337,8 @@ def set_up_process(role: str, log_dir: Path, imports: Sequence[str], path: Seque
 
     Modules are imported here because actors that are spawned at the same time import on several threads, where packages with
     circular imports fail. `path` is the controller's `sys.path`, so that user modules can be imported.
+
+    The process records its spans in the run directory, the parent of `log_dir`, up to `span_bytes`; with 0 it records none.
     """
     global _log_file
     file = _log_file = log_dir / f"{role}_{current_rank().rank}.log"
@@ -347,8 +351,11 @@ def set_up_process(role: str, log_dir: Path, imports: Sequence[str], path: Seque
     faulthandler.register(STACKS_SIGNAL, log)
     logging.basicConfig(stream=log, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
     atexit.register(_exit_without_teardown, log)
+    if span_bytes:
+        open_timeline(log_dir.parent, file.stem, span_bytes, is_server=True)
+        atexit.register(close_timeline)
     sys.path.extend(entry for entry in path if entry not in sys.path)
-    with loading():
+    with loading(), span("import the packages"):
         for module in imports:
             importlib.import_module(module)
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from titanrl.base.plugins import Plugins
 from titanrl.carriers.rewards import Answers, Scored
+from titanrl.carriers.spans import span
 from titanrl.carriers.types import Completion, GenerationRequest, Group, Outcome, Prompt, Rollout, SamplingParams, ScorerFailure
 from titanrl.config.data import EnvironmentConfig
 from titanrl.config.schema import Config
@@ -82,10 +83,11 @@ class Episodes:
         slots = [_Slot(self, prompt, number, sampling, "training") for number in range(rollout.num_requests)]
         started, num_needed = time.perf_counter(), len(slots) - rollout.num_spare_completions
         try:
-            if in_round:
-                await _run_in_lockstep(slots, generate, self.num_rounds, in_round=True)
-            else:
-                await _run_independently(slots, generate, num_needed)
+            with span("play episodes"):
+                if in_round:
+                    await _run_in_lockstep(slots, generate, self.num_rounds, in_round=True)
+                else:
+                    await _run_independently(slots, generate, num_needed)
         finally:
             await asyncio.gather(*(slot.close() for slot in slots))
         return await self._graded(prompt, slots, num_needed, time.perf_counter() - started)
@@ -130,7 +132,8 @@ class Episodes:
     async def _graded(self, prompt: Prompt, slots: "Sequence[_Slot]", num_needed: int, generate_s: float) -> Group:
         """Score the first `num_needed` episodes that succeeded, and sum the counts of all attempts."""
         started, succeeded = time.perf_counter(), [slot for slot in slots if slot.has_succeeded][:num_needed]
-        scores = await self._scores(prompt, [slot.conversation for slot in succeeded])
+        with span("score"):
+            scores = await self._scores(prompt, [slot.conversation for slot in succeeded])
         pairs = [(slot, score) for slot, (score, _) in zip(succeeded, scores, strict=True)]
         scored = [(slot, *score) for slot, score in zip(succeeded, scores, strict=True) if score[0].reward is not None]
         errors: list[tuple[_Slot, str, Outcome]]

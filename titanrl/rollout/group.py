@@ -16,6 +16,7 @@ import numpy.typing as npt
 from titanrl.algorithms.advantages import returns_differ, token_returns_differ
 from titanrl.base.plugins import Point
 from titanrl.carriers.rewards import Answers, Scored
+from titanrl.carriers.spans import span
 from titanrl.carriers.supports import placed
 from titanrl.carriers.tables import RecordTable
 from titanrl.carriers.types import (
@@ -64,7 +65,8 @@ async def roll_out(
     `decode_raw` decodes with the special tokens.
     """
     started = time.perf_counter()
-    sampled = await generate(requests)
+    with span("wait for the generators", "wait"):
+        sampled = await generate(requests)
     generated = time.perf_counter()
     completions = [completion for completion in sampled if len(completion.token_ids) and completion.finish_reason != "abort"]
     unusable = [completion for completion in sampled if not len(completion.token_ids) or completion.finish_reason == "abort"]
@@ -78,7 +80,9 @@ async def roll_out(
         decode=decode,
         decode_raw=decode_raw,
     )
-    pairs = list(zip(completions, await score(answers) if completions else (), strict=True))
+    with span("score"):
+        scores = await score(answers) if completions else ()
+    pairs = list(zip(completions, scores, strict=True))
     scored = [(completion, score) for completion, score in pairs if score.reward is not None]
     failed = [(completion, score.error) for completion, score in pairs if score.reward is None]
     return Group(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from titanrl.base.plugins import Plugins, loaded, loading
 from titanrl.carriers.dumps import DumpReader, DumpWriter
+from titanrl.carriers.spans import span
 from titanrl.carriers.types import EvaluationResult, Group, GroupRecord, Rejection, Rollout
 from titanrl.config.schema import Config
 from titanrl.processes.actors import (
@@ -129,7 +130,7 @@ class RolloutWorker(Actor):
         self._tokenizer = load_tokenizer(self._setup.model_dir)
         rollout = self._setup.config.rollout
         self._decode = partial(self._tokenizer.decode_completion, stop=rollout.stop, keep_stop=rollout.keep_stop)
-        name = f"rollout_{self._setup.number}"
+        name = f"rollout_{self._setup.number}_0"  # as its log
         self._record = GroupRecorder(self._setup.run_dir, name, config, self._tokenizer)
         if self._recorded is not None:
             return
@@ -244,7 +245,8 @@ class RolloutWorker(Actor):
             while True:
                 limit = share if self._recorded else min(share, await self._pool.room(group_size))
                 call = ask_actor(self._setup.buffer.reserve, limit, self._setup.number, self._setup.life)
-                reservations, dropped = await call
+                with span("wait for a slot", "wait"):
+                    reservations, dropped = await call
                 self._payloads.drop(dropped)
                 for reservation in reservations:
                     groups.create_task(self._roll_out(reservation))
@@ -260,7 +262,8 @@ class RolloutWorker(Actor):
         while True:
             call = ask_actor(setup.buffer.reserve_round, setup.number, setup.config.rollout.num_workers, setup.life)
             try:
-                reservations, dropped = await call
+                with span("wait for a slot", "wait"):
+                    reservations, dropped = await call
             except ActorError as error:
                 if is_stop(error):  # a worker or generator died, and the rounds start over
                     continue
@@ -431,7 +434,8 @@ class Outbox:
             for record, rollouts, _ in groups:
                 if record.has_payload:
                     self._payloads.put(record.handle, packed(rollouts))
-            await ask_actor(self._buffer.commit, [record for record, _, _ in groups], self._payloads.usage)
+            with span("deliver"):
+                await ask_actor(self._buffer.commit, [record for record, _, _ in groups], self._payloads.usage)
 
 
 def status_of(record: GroupRecord) -> str:

@@ -1,13 +1,20 @@
 """Records of a run: its files and trackers, opened at a start, a resume or a restart, and the figures of its batches."""
 
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from titanrl.base.files import replace_text
 from titanrl.base.plugins import Plugins
+from titanrl.carriers.record import HOST, RecordFile
 from titanrl.carriers.types import BoolArray, DoubleArray, GroupHandle, IntArray
 from titanrl.config.load import recorded_config
 from titanrl.config.schema import Config
@@ -19,6 +26,8 @@ from titanrl.metrics.trackers import Recorder, make_trackers
 from titanrl.replay.groups import Batch
 from titanrl.run.checkpoints import Resumable, checkpoint_dir, set_aside
 
+NVIDIA = Path("/proc/driver/nvidia/gpus")
+"""Folder in which the driver lists the GPUs of this machine."""
 Kind = Literal["start", "resume", "restart"]
 """`start`: new run; `resume`: run of an earlier process; `restart`: run of this process, from its last checkpoint."""
 
@@ -55,6 +64,7 @@ def open_recorder(config: Config, run_dir: Path, kind: Kind, found: Resumable, c
     if kind != "restart":  # the restart event is recorded once the processes run
         record_data(run_dir, found.selections)
         directory.event(kind, step=state.step)
+        RecordFile(run_dir, "starts", "controller", config.logging.record_bytes // 100).append((start_of(kind), {}))
     trackers = make_trackers(
         config.logging.loggers,
         run_dir,
@@ -64,6 +74,38 @@ def open_recorder(config: Config, run_dir: Path, kind: Kind, found: Resumable, c
         plugins=plugins,
     )
     return Recorder(directory, trackers, console)
+
+
+def start_of(kind: Kind) -> dict[str, Any]:
+    """Return the record of a start: when, how and where this process runs; docs/record.md describes the fields."""
+    packages = [path.stem.rpartition("-") for entry in sys.path for path in Path(entry).glob("*.dist-info")]
+    models = [re.findall(r"^Model:\s*(.*)", file.read_text(), re.MULTILINE) for file in NVIDIA.glob("*/information")]
+    names = re.findall(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return {
+        "time": time.time(),
+        "kind": kind,
+        "command": sys.orig_argv,
+        "folder": os.getcwd(),
+        "host": HOST,
+        "pid": os.getpid(),
+        "system": platform.platform(),
+        "processor": names[0] if names else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "accelerators": [name for found in models for name in found],
+        "python": platform.python_version(),
+        "commit": _commit(),
+        "packages": {name: version for name, _, version in sorted(packages)},
+    }
+
+
+def _commit() -> str | None:
+    """Return the commit of the current directory, with `-dirty` if files have changed; None outside a repository."""
+    command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def batch_metrics(batch: Batch, ages: Sequence[int], version: int, config: Config) -> dict[str, float]:

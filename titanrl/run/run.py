@@ -26,6 +26,7 @@ from titanrl.base.choices import Program
 from titanrl.base.errors import FaultError, TitanRLError, describe
 from titanrl.base.files import DamagedError
 from titanrl.base.plugins import Plugins, loading
+from titanrl.carriers.spans import close_timeline, open_timeline, span, span_bytes
 from titanrl.carriers.types import DoubleArray, EvaluationResult, OptimUpdate, StepMetrics
 from titanrl.checks.extensions import plugins_of, with_declared_traits, with_objects
 from titanrl.checks.preflight import policy_notes, preflight, read_examples
@@ -263,9 +264,10 @@ class Run:
 
     async def step(self) -> StepMetrics:
         """Take one training step, record and return its metrics."""
-        await self.hooks.before_step(self)
-        metrics = await self.train_step()
-        await self.hooks.after_step(self, metrics)
+        with span("step", "phase", step=self.state.step + 1):
+            await self.hooks.before_step(self)
+            metrics = await self.train_step()
+            await self.hooks.after_step(self, metrics)
         return metrics
 
     async def train(self, num_steps: int | None = None) -> None:
@@ -336,10 +338,11 @@ class Run:
 
     async def export(self) -> Path:
         """Export the policy as a Hugging Face directory with configuration and tokenizer, and return its path."""
-        await self.checkpoints.finish()
-        await self.session.weights.ready()
         target = self.recorder.directory.checkpoints / "final"
-        await self.session.trainer.export_model(target)
+        with span("export", "phase"):
+            await self.checkpoints.finish()
+            await self.session.weights.ready()
+            await self.session.trainer.export_model(target)
         return target
 
     def set_learning_rate(self, learning_rate: float | None) -> None:
@@ -426,7 +429,8 @@ class Run:
         while True:
             try:
                 if self._session is None and not self.is_ending:
-                    await self.unless_ending(self._open())
+                    with span("start the processes", "phase"):
+                        await self.unless_ending(self._open())
                 return None if work is None else await work()
             except Exception as error:  # a fault may surface as any exception of a dependent request
                 fault = self._restarts.fault_in(error, self._session_fault)
@@ -475,6 +479,8 @@ class Run:
 
     def _open_recorder(self, kind: Kind) -> None:
         self._recorder = open_recorder(self.config, self.run_dir, kind, self._found, self.console, self._plugins)
+        if kind != "restart":
+            open_timeline(self.run_dir, "controller", span_bytes(self.config), is_server=False)
 
     @property
     def _session_fault(self) -> FaultError | None:
@@ -533,8 +539,10 @@ class Run:
 
         The last event of the run has its exit code, and the cause of its end if the code is not 0.
         """
-        await self.checkpoints.settle()
-        await self._close_session()
+        with span("stop the processes", "phase"):
+            await self.checkpoints.settle()
+            await self._close_session()
+        close_timeline()
         if self._recorder is not None:
             recorder, self._recorder = self._recorder, None
             try:

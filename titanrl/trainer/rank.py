@@ -16,6 +16,7 @@ from titanrl.base.files import Digests
 from titanrl.base.plugins import Plugin, Plugins, loaded, loading
 from titanrl.carriers.datums import Datum
 from titanrl.carriers.record import BackgroundRecord, RecordFile, share
+from titanrl.carriers.spans import span
 from titanrl.carriers.tables import MicroBatch, Row
 from titanrl.carriers.types import AdamParams, GroupHandle, LossSums, MeasuredCorrection, OptimUpdate, Segment
 from titanrl.config.algorithm import AlgorithmConfig
@@ -310,7 +311,8 @@ class PolicyTrainer(Actor):
         """
         assert version == self._learner.version, f"push_weights({version}): the weights have version {self._learner.version}"
         async with self._weights_lock:
-            return await self._publisher.publish(version, self._learner.weights(), self._learner.buffer_names)
+            with span("push", version=version):
+                return await self._publisher.publish(version, self._learner.weights(), self._learner.buffer_names)
 
     @endpoint
     @collective
@@ -388,7 +390,8 @@ class PolicyTrainer(Actor):
         """Add the duration of the body to `OptimUpdate.busy_s`. The body must not await, because waiting is not work."""
         started = time.perf_counter()
         try:
-            yield
+            with span("compute"):
+                yield
         finally:
             self._busy_s += time.perf_counter() - started
 
@@ -436,7 +439,8 @@ class PolicyTrainer(Actor):
         wanted: dict[int, list[tuple[GroupHandle, int]]] = defaultdict(list)
         for sequence in (sequence for row in rows for sequence in row):
             wanted[sequence.handle.shard].append((sequence.handle, sequence.segment))
-        replies = await asyncio.gather(*(SHARDS.fetch(shard, keys) for shard, keys in wanted.items()))
+        with span("wait for rollouts", "wait"):
+            replies = await asyncio.gather(*(SHARDS.fetch(shard, keys) for shard, keys in wanted.items()))
         payload: dict[GroupHandle, dict[int, Segment]] = defaultdict(dict)
         for keys, segments in zip(wanted.values(), replies, strict=True):
             for (handle, index), segment in zip(keys, segments, strict=True):

@@ -1,0 +1,127 @@
+"""Spans of a process: merged, cut, written in the background."""
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.recorded import coverage
+from titanrl.carriers.spans import close_timeline, open_timeline, process_start, span
+from titanrl.metrics.reading import RunRecord, Span
+
+
+@pytest.fixture(autouse=True)
+def no_timeline_stays_open() -> Iterator[None]:
+    yield
+    close_timeline()
+
+
+def spans(run_dir: Path, name: str) -> list[Span]:
+    return [found for found in RunRecord(run_dir).spans() if found.name == name]
+
+
+def test_span_has_name_kind_times_step_and_version(tmp_path: Path) -> None:
+    open_timeline(tmp_path, "trainer_0", 10**6, is_server=False)
+    before = time.time()
+    with span("push", version=3):
+        time.sleep(0.05)
+    with span("step", "phase", step=7):
+        pass
+    close_timeline()
+    (push,), (step,) = spans(tmp_path, "push"), spans(tmp_path, "step")
+    assert (push.process, push.kind, push.step, push.version, push.count) == ("trainer_0", "work", None, 3, 1)
+    assert push.start == pytest.approx(before, abs=0.02)
+    assert 0.05 <= push.seconds == push.busy_s < 0.5
+    assert (step.kind, step.step, step.version) == ("phase", 7, None)
+
+
+def test_spans_without_a_timeline_are_not_recorded(tmp_path: Path) -> None:
+    with span("compute"):
+        pass
+    open_timeline(tmp_path, "trainer_0", 10**6, is_server=False)
+    close_timeline()
+    assert RunRecord(tmp_path).spans() == []
+
+
+def test_short_spans_are_merged_but_their_pauses_are_not_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("titanrl.carriers.spans.MERGE_S", 1.0)  # for a busy machine
+    open_timeline(tmp_path, "generator_0_0", 10**6, is_server=False)
+    for _ in range(20):
+        with span("decode"):
+            time.sleep(0.002)
+        time.sleep(0.001)
+    close_timeline()
+    found = spans(tmp_path, "decode")
+    assert sum(each.count for each in found) == 20
+    assert len(found) < 10
+    assert sum(each.busy_s for each in found) < sum(each.seconds for each in found)
+
+
+def test_overlapping_spans_of_tasks_and_threads_are_one_line(tmp_path: Path) -> None:
+    open_timeline(tmp_path, "rollout_0", 10**6, is_server=False)
+
+    async def wait(seconds: float) -> None:
+        with span("wait for the generators", "wait"):
+            await asyncio.sleep(seconds)
+
+    async def both() -> None:
+        await asyncio.gather(wait(0.1), wait(0.2))
+
+    threads = [threading.Thread(target=asyncio.run, args=(both(),)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    close_timeline()
+    (found,) = spans(tmp_path, "wait for the generators")
+    assert (found.kind, found.count) == ("wait", 6)
+    assert 0.2 <= found.busy_s <= found.seconds < 1.0
+
+
+def test_open_spans_are_written_when_the_timeline_closes(tmp_path: Path) -> None:
+    open_timeline(tmp_path, "rollout_0", 10**6, is_server=False)
+    with span("score"):
+        time.sleep(0.05)
+        close_timeline()
+    (found,) = spans(tmp_path, "score")
+    assert found.seconds >= 0.05
+
+
+def test_spans_are_written_while_the_process_runs(tmp_path: Path) -> None:
+    open_timeline(tmp_path, "rollout_0", 10**6, is_server=False)
+    with span("score"):
+        pass
+    deadline = time.monotonic() + 20
+    while not spans(tmp_path, "score"):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_server_is_idle_whenever_no_span_is_open(tmp_path: Path) -> None:
+    open_timeline(tmp_path, "trainer_0", 10**6, is_server=True)
+    time.sleep(0.2)
+    with span("compute"), span("wait for rollouts", "wait"):
+        time.sleep(0.1)
+    time.sleep(0.3)  # a planted sleep outside any span
+    close_timeline()
+    first, second = spans(tmp_path, "idle")
+    assert (first.kind, second.kind) == ("wait", "wait")
+    assert first.seconds == pytest.approx(0.2, abs=0.09)
+    assert second.seconds == pytest.approx(0.3, abs=0.09)
+    (process,) = RunRecord(tmp_path).processes()
+    assert (process.name, process.pid) == ("trainer_0", os.getpid())
+    assert process.start == pytest.approx(process_start(), abs=0.05)
+    assert coverage(RunRecord(tmp_path), "trainer_0") > 0.99
+
+
+def test_span_costs_microseconds(tmp_path: Path) -> None:
+    open_timeline(tmp_path, "trainer_0", 10**6, is_server=True)
+    started = time.process_time()
+    for _ in range(10_000):
+        with span("compute"):
+            pass
+    assert time.process_time() - started < 1.0  # 100 microseconds each, ten times more than measured

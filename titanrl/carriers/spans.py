@@ -1,0 +1,234 @@
+"""Spans of a process: what it did and what it waited for, written to `record/spans-<process>.<part>.jsonl`.
+
+A process opens its timeline once; without it, spans cost nothing and are not recorded. Spans of the same name, step and version
+that overlap, or follow within `MERGE_S`, are one line, so that thousands of short ones per second stay a few lines.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from titanrl.carriers.record import BATCH_S, MAX_QUEUED, Record, RecordFile, share
+
+if TYPE_CHECKING:
+    from titanrl.config.schema import Config
+
+Kind = Literal["work", "wait", "serve", "phase"]
+"""`work` of the process, `wait` for another one, `serve`: a request of another process, `phase` of the controller."""
+MERGE_S = 0.01
+"""Longest pause between two spans that are merged, in seconds."""
+LONGEST_S = 1.0
+"""Seconds after which spans that overlap without end are cut into pieces."""
+SHARE = 0.05
+"""Fraction of `logging.record_bytes` for the spans of all processes."""
+IDLE = "idle"
+"""Name of the wait of a process in which no other span is open: it waits for a request."""
+
+
+class _Key(NamedTuple):
+    name: str
+    kind: Kind
+    step: int | None
+    version: int | None
+
+
+@dataclass(slots=True)
+class _Lane:
+    """Spans of one key since they were last written, and the open ones."""
+
+    start: float
+    """Start of the first one."""
+    since: float
+    """Start of the oldest open one, if any is open."""
+    end: float
+    """End of the last one that ended."""
+    busy_s: float = 0.0
+    count: int = 0
+    num_open: int = 0
+
+
+class Timeline:
+    """The spans of a process. Any thread may add some; another one writes them, at most every `BATCH_S`."""
+
+    def __init__(self, file: RecordFile, *, is_server: bool) -> None:
+        """Start the thread. A server is idle from now on.
+
+        Args:
+            file: File of the spans.
+            is_server: True if the process waits for requests whenever no span is open.
+        """
+        self._file, self._is_server = file, is_server
+        self._lock = threading.RLock()  # a collected coroutine ends its span at any allocation, also in these methods
+        self._lanes: dict[_Key, _Lane] = {}
+        self._written: list[Record] = []  # since the thread wrote
+        self._num_open = 0
+        self._idle = _Key(IDLE, "wait", None, None)
+        self._epoch = time.time() - time.perf_counter()
+        self._due, self._closing = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="spans", daemon=True)
+        self._thread.start()
+        if is_server:
+            self._open(self._idle, time.perf_counter())
+
+    def begin(self, key: _Key) -> None:
+        """Open a span."""
+        now = time.perf_counter()
+        with self._lock:
+            self._num_open += 1
+            if self._is_server and self._num_open == 1:
+                self._close(self._idle, now)
+            self._open(key, now)
+
+    def end(self, key: _Key) -> None:
+        """Close a span that `begin` opened."""
+        now = time.perf_counter()
+        with self._lock:
+            self._num_open -= 1
+            self._close(key, now)
+            if self._is_server and self._num_open == 0:
+                self._open(self._idle, now)
+        if not self._due.is_set():
+            self._due.set()
+
+    def add(self, name: str, start: float) -> None:
+        """Add a span from a past time in Unix seconds until now."""
+        now, key = time.perf_counter(), _Key(name, "work", None, None)
+        with self._lock:
+            self._open(key, start - self._epoch)
+            self._close(key, now)
+
+    def close(self) -> None:
+        """Write all spans, the open ones until now."""
+        self._closing.set()
+        self._due.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        is_closed = False
+        while not is_closed:
+            self._due.wait()
+            is_closed = self._closing.wait(BATCH_S)
+            self._due.clear()
+            now = time.perf_counter()
+            with self._lock:
+                for key, lane in list(self._lanes.items()):
+                    if lane.num_open == 0 or is_closed:
+                        self._write(key, lane, now if lane.num_open else lane.end)
+                records, self._written = self._written, []
+            try:
+                self._file.append(*records)
+            except OSError as error:
+                logging.getLogger(__name__).warning("no more spans are recorded: %s", error)
+                return
+        self._file.close()
+
+    def _open(self, key: _Key, now: float) -> None:
+        lane = self._lanes.get(key)
+        if lane is not None and lane.num_open == 0 and (now - lane.end > MERGE_S or now - lane.start > LONGEST_S):
+            self._write(key, lane, lane.end)
+            lane = None
+        if lane is None:
+            lane = self._lanes[key] = _Lane(start=now, since=now, end=now)
+        if lane.num_open == 0:
+            lane.since = now
+        lane.num_open += 1
+
+    def _close(self, key: _Key, now: float) -> None:
+        lane = self._lanes[key]
+        lane.num_open -= 1
+        lane.count += 1
+        if lane.num_open == 0:
+            lane.busy_s += now - lane.since
+            lane.end = now
+        elif now - lane.start > LONGEST_S:
+            self._write(key, lane, now)
+
+    def _write(self, key: _Key, lane: _Lane, end: float) -> None:
+        """Pass the line of a lane until `end` to the thread. A lane with open spans continues from there."""
+        busy_s = lane.busy_s + (end - lane.since if lane.num_open else 0.0)
+        line: dict[str, Any] = {
+            "name": key.name,
+            "kind": key.kind,
+            "start": round(self._epoch + lane.start, 6),
+            "seconds": round(end - lane.start, 6),
+            "busy_s": round(busy_s, 6),
+            "count": lane.count,
+        }
+        if key.step is not None:
+            line["step"] = key.step
+        if key.version is not None:
+            line["version"] = key.version
+        if len(self._written) < MAX_QUEUED:
+            self._written.append((line, {}))
+        if lane.num_open:
+            lane.start = lane.since = lane.end = end
+            lane.busy_s, lane.count = 0.0, 0
+        else:
+            del self._lanes[key]
+
+
+def span_bytes(config: "Config") -> int:
+    """Return the bytes that one process of a run may use for its spans."""
+    others = 3  # controller, store, evaluating generator or teacher
+    num = config.num_trainer_ranks + config.num_generator_ranks + config.rollout.num_workers + others
+    return share(config.logging.record_bytes, SHARE, num)
+
+
+_timeline: Timeline | None = None  # of this process
+
+
+def open_timeline(run_dir: Path, process: str, limit_bytes: int, *, is_server: bool) -> None:
+    """Record the spans of this process from now on, in a run directory. A timeline that is open ends.
+
+    A server's timeline begins at the start of its process.
+    """
+    global _timeline
+    close_timeline()
+    timeline = Timeline(RecordFile(run_dir, "spans", process, limit_bytes), is_server=is_server)
+    if is_server:
+        timeline.add("start the process", process_start())
+    _timeline = timeline
+
+
+def close_timeline() -> None:
+    """Write the spans of this process, and record no more."""
+    global _timeline
+    timeline, _timeline = _timeline, None
+    if timeline is not None:
+        timeline.close()
+
+
+def _forget_timeline() -> None:
+    global _timeline
+    _timeline = None
+
+
+os.register_at_fork(after_in_child=_forget_timeline)  # the thread that writes does not exist in a fork
+
+
+@contextmanager
+def span(name: str, kind: Kind = "work", *, step: int | None = None, version: int | None = None) -> Iterator[None]:
+    """Record the duration of the body, which may be asynchronous."""
+    timeline = _timeline
+    if timeline is None:
+        yield
+        return
+    key = _Key(name, kind, step, version)
+    timeline.begin(key)
+    try:
+        yield
+    finally:
+        timeline.end(key)
+
+
+def process_start() -> float:
+    """Return the time at which this process was started or forked, in Unix seconds, to 10 ms."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    since_boot = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot)
