@@ -122,14 +122,18 @@ os._exit(0)
 def test_process_group_store_listens_on_loopback_only() -> None:
     program = """
 import os
-from tests.listeners import listeners
-from titanrl.launch.fleet import _loopback_store
-store = _loopback_store()
-print(sorted(listeners([os.getpid()])))
+from tests.listeners import family, listeners
+from titanrl.launch.fleet import local_host
+from titanrl.processes.actors import ProcessVariables
+
+procs = local_host().spawn_procs(per_host={"procs": 1})
+port = procs.spawn("variables", ProcessVariables).open_store.call_one().get(timeout=30)
+print(port, *sorted(address for address in listeners(family(os.getpid())) if address.startswith("tcp")), flush=True)
+os._exit(0)
 """
-    output = in_child(program).stdout
-    assert output.startswith("['tcp 127.0.0.1:"), output
-    assert output.count("tcp") == 1
+    result = in_child(program)
+    port, *addresses = result.stdout.split(maxsplit=1)
+    assert [address.strip() for address in addresses] == [f"tcp 127.0.0.1:{port}"], result.stdout + result.stderr
 
 
 # Sockets whose folder another user can enter: each end refuses a process of another user at the other end
