@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from titanrl.carriers.record import RecordFile, lines_of, parts_of
+from titanrl.carriers.record import RecordFile, parts_of, read_lines
 from titanrl.metrics.reading import RunRecord
 
 TOKEN = 7
@@ -24,7 +24,8 @@ def record(run_dir: Path, kind: str, *lines: Mapping[str, Any], process: str = "
 
 def recorded(run_dir: Path, kind: str, key: str = "index") -> list[Any]:
     """Return the values under a key of the lines of a kind, in the order of the parts."""
-    return [line[key] for part in parts_of(run_dir, kind) if part.path.is_file() for line in lines_of(part.path) if key in line]
+    parts = [part for part in parts_of(run_dir, kind) if part.path.is_file()]
+    return [line[key] for part in parts for line in read_lines(part.path) if key in line]
 
 
 def record_group(run_dir: Path, line: Mapping[str, Any], logprob: float = -0.12345) -> None:

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from titanrl.carriers import record as record_module
-from titanrl.carriers.record import BackgroundRecord, RecordFile, lines_of, parts_of
+from titanrl.carriers.record import BackgroundRecord, RecordFile, parts_of, read_lines
 
 COLUMNS = {"token_ids": np.array([5, 6, 7], np.int32), "logprobs": np.array([-0.5, -1.0, -2.0], np.float32)}
 
 
 def numbers(run_dir: Path, kind: str = "rollouts") -> list[int]:
-    return [line["number"] for part in parts_of(run_dir, kind) for line in lines_of(part.path) if "number" in line]
+    return [line["number"] for part in parts_of(run_dir, kind) for line in read_lines(part.path) if "number" in line]
 
 
 def test_line_has_the_place_and_checksum_of_its_columns(tmp_path: Path) -> None:
@@ -24,7 +24,7 @@ def test_line_has_the_place_and_checksum_of_its_columns(tmp_path: Path) -> None:
     file.append(({"number": 0}, COLUMNS), ({"number": 1}, COLUMNS))
     (part,) = parts_of(tmp_path)
     assert part.path == tmp_path / "record" / "rollouts-rollout_0.000000.jsonl"
-    header, first, second = lines_of(part.path)
+    header, first, second = read_lines(part.path)
     assert (header["format"], header["pid"], header["dropped"]) == (1, os.getpid(), 0)
     # Three int32 and three float32: 24 bytes. The checksum was computed with Python's zlib over these bytes.
     assert first["columns"] == {"at": 0, "count": 3, "crc32": 2997228057, "types": {"token_ids": "<i4", "logprobs": "<f4"}}
@@ -58,7 +58,7 @@ def test_limit_deletes_the_middle_and_counts_it(tmp_path: Path) -> None:
     assert kept[-1] == 199
     assert 80 < len(kept) < 150
     *_, newest = parts_of(tmp_path)
-    assert next(lines_of(newest.path))["dropped"] == 200 - len(kept)
+    assert next(read_lines(newest.path))["dropped"] == 200 - len(kept)
 
 
 def test_limit_counts_parts_of_earlier_processes(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_limit_counts_parts_of_earlier_processes(tmp_path: Path) -> None:
     assert kept[0] == 0
     assert kept[-1] == 29
     assert len(kept) < 20
-    assert next(lines_of(parts_of(tmp_path)[-1].path))["dropped"] == 30 - len(kept)
+    assert next(read_lines(parts_of(tmp_path)[-1].path))["dropped"] == 30 - len(kept)
 
 
 def write_forever(run_dir: Path) -> None:
@@ -94,7 +94,7 @@ def test_killed_writer_leaves_whole_records(tmp_path: Path) -> None:
     RecordFile(tmp_path, "rollouts", "rollout_0", 10**9).append(({"number": -1}, {}))
     found = numbers(tmp_path)
     assert found == [*range(len(found) - 1), -1]
-    for line in lines_of(part.path):
+    for line in read_lines(part.path):
         if "columns" in line:
             assert line["columns"]["at"] + 4 * line["columns"]["count"] <= part.columns.stat().st_size
 
@@ -110,7 +110,7 @@ def test_error_on_a_full_disk_names_the_file(tmp_path: Path) -> None:
 def test_non_finite_values_become_null(tmp_path: Path) -> None:
     RecordFile(tmp_path, "rollouts", "rollout_0", 10**6).append(({"number": 0, "nested": [{"x": float("nan")}]}, {}))
     (part,) = parts_of(tmp_path)
-    assert list(lines_of(part.path))[1]["nested"] == [{"x": None}]
+    assert list(read_lines(part.path))[1]["nested"] == [{"x": None}]
 
 
 def test_background_record_writes_without_waiting(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_records_beyond_the_queue_are_counted(tmp_path: Path, monkeypatch: pytes
     background.flush()
     background.put({"number": 50})
     background.flush()
-    lines = [line for part in parts_of(tmp_path) for line in lines_of(part.path)]
+    lines = [line for part in parts_of(tmp_path) for line in read_lines(part.path)]
     kept, lost = numbers(tmp_path, "spans"), sum(line.get("lost", 0) for line in lines)
     assert kept[-1] == 50
     assert len(kept) + lost == 51
@@ -150,4 +150,14 @@ def test_full_disk_ends_a_background_record_only(tmp_path: Path, caplog: pytest.
         background.flush()
     assert [entry.message for entry in caplog.records] == [
         "nothing more is recorded: [Errno 28] No space left on device: '/dev/full'"
+    ]
+
+
+def test_record_that_cannot_be_encoded_does_not_block_later_flushes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    background = BackgroundRecord(RecordFile(tmp_path, "spans", "trainer_0", 10**6))
+    for value in (object(), 1):
+        background.put({"number": value})
+        background.flush()
+    assert [entry.message for entry in caplog.records] == [
+        "nothing more is recorded: Object of type object is not JSON serializable"
     ]

@@ -125,3 +125,15 @@ def test_span_costs_microseconds(tmp_path: Path) -> None:
         with span("compute"):
             pass
     assert time.process_time() - started < 1.0  # 100 microseconds each, ten times more than measured
+
+
+def test_spans_beyond_the_queue_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("titanrl.carriers.spans.MAX_QUEUED", 10)
+    open_timeline(tmp_path, "trainer_0", 10**6, is_server=False)
+    for number in range(50):
+        with span("step", "phase", step=number):
+            pass
+    close_timeline()
+    run = RunRecord(tmp_path)
+    assert len(spans(tmp_path, "step")) + run.dropped()["spans"] == 50
+    assert run.dropped()["spans"] >= 30

@@ -15,7 +15,7 @@ import pytest
 from tests.docs import run_blocks
 from tests.docs.blocks import PAGES, all_blocks, blocks_of, shell_lines
 from tests.e2e.conftest import REPO, Finished, Start
-from titanrl.carriers.record import lines_of, parts_of
+from titanrl.carriers.record import parts_of, read_lines
 
 NOTEBOOK = REPO / "docs/notebooks/quickstart.ipynb"
 OTHER_NOTEBOOKS = sorted(NOTEBOOK.parent.glob("[!q]*.ipynb"))
@@ -90,7 +90,7 @@ def test_documented_chat_completes_a_prompt(plain_run: Finished) -> None:
 
 def test_the_documented_rollout_has_the_keys_of_a_recorded_one(plain_run: Finished) -> None:
     (documented,) = (json.loads(block.text) for block in all_blocks("json") if block.page.name == "record.md")
-    _, recorded, *_ = lines_of(parts_of(plain_run.run_dir, "rollouts")[0].path)
+    _, recorded, *_ = read_lines(parts_of(plain_run.run_dir, "rollouts")[0].path)
     assert documented.keys() == recorded.keys()
     assert documented["completions"][0].keys() == recorded["completions"][0].keys()
 

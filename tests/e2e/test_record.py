@@ -12,7 +12,7 @@ import transformers
 
 from tests.e2e.conftest import Finished, Start
 from tests.recorded import coverage
-from titanrl.carriers.record import lines_of, parts_of
+from titanrl.carriers.record import parts_of, read_lines
 from titanrl.metrics.reading import RecordedGroup, RunRecord, TrainedSegment, open_run
 
 SETTINGS = ("num_steps=2", "checkpoint.every_steps=1", "logging.rollouts_per_step=8", "evaluation.num_prompts=8")
@@ -125,7 +125,7 @@ def test_start_of_a_run_is_recorded(finished: Finished) -> None:
 
 def raw(run: RunRecord, kind: str) -> list[dict[str, Any]]:
     """Return the lines of a kind without what depends on the time."""
-    lines = [line for part in parts_of(run.path, kind) for line in lines_of(part.path) if "index" in line]
+    lines = [line for part in parts_of(run.path, kind) for line in read_lines(part.path) if "index" in line]
     return [{**line, "time": 0, "generate_s": 0, "score_s": 0, "columns": 0} for line in lines]
 
 

@@ -183,7 +183,7 @@ def kl_to_average(model_dir: Path, plan: Trainer) -> list[tuple[float, float]]:
                 with learner.weights_at(version):
                     references.append(learner.logprobs(batch))
             sums = [
-                learner.forward_backward(replace(batch, reference_BL=reference_BL)).sums.get("loss/kl", 0.0)
+                learner.forward_backward(replace(batch, reference_BL=reference_BL)).sums.sums.get("loss/kl", 0.0)
                 for batch, reference_BL in zip(batches, references, strict=True)
             ]
             both.append(sum(sums))

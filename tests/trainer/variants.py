@@ -275,7 +275,7 @@ def kl_to_start(model_dir: Path, plan: Plan) -> list[float]:
             with learner.weights_at(0):
                 reference.append(learner.logprobs(batch))
         for batch, reference_BL in zip(batches_of(learner), reference, strict=True):
-            sums = learner.forward_backward(replace(batch, reference_BL=reference_BL))
+            sums = learner.forward_backward(replace(batch, reference_BL=reference_BL)).sums
         learner.optim_step(checks.ADAM)
         terms.append(sums.sums.get("loss/kl", 0.0))
     return terms

@@ -154,7 +154,7 @@ class RecordFile:
 class BackgroundRecord:
     """Appends records from a thread, so that the caller never waits for a file. Records in excess of a queue are dropped.
 
-    If a write fails, for example on a full disk, the record ends there with a message in the process's log.
+    If one cannot be written, for example because the disk is full, the record ends there with a message in the process's log.
     """
 
     def __init__(self, file: RecordFile) -> None:
@@ -170,13 +170,13 @@ class BackgroundRecord:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="record", daemon=True)
             self._thread.start()
-        with suppress(queue.Full):
-            self._queue.put_nowait((values, columns or {}))
+        try:
             if self._num_lost:
                 self._queue.put_nowait(({"lost": self._num_lost}, {}))
                 self._num_lost = 0
-            return
-        self._num_lost += 1
+            self._queue.put_nowait((values, columns or {}))
+        except queue.Full:
+            self._num_lost += 1
 
     def flush(self) -> None:
         """Wait until all records are written."""
@@ -195,7 +195,7 @@ class BackgroundRecord:
             try:
                 if not failed:
                     self._file.append(*records)
-            except OSError as error:
+            except Exception as error:  # `flush` would wait forever for a thread that has ended
                 failed = True
                 logging.getLogger(__name__).warning("nothing more is recorded: %s", error)
             for _ in records:
@@ -228,7 +228,7 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def lines_of(path: Path) -> Iterator[dict[str, Any]]:
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the JSON objects of a file, except lines that a killed process left incomplete."""
     with path.open("rb") as file:
         for line in file:
@@ -252,7 +252,7 @@ def _size(part: Part) -> int:
 
 def _num_dropped(part: Part) -> int:
     """Return the number of records dropped before a part began, from its first line."""
-    header = next(lines_of(part.path), {})
+    header = next(read_lines(part.path), {})
     number = header.get("dropped", 0)
     return number if isinstance(number, int) else 0
 

@@ -67,6 +67,7 @@ class Timeline:
         self._lock = threading.RLock()  # a collected coroutine ends its span at any allocation, also in these methods
         self._lanes: dict[_Key, _Lane] = {}
         self._written: list[Record] = []  # since the thread wrote
+        self._num_lost = 0
         self._num_open = 0
         self._idle = _Key(IDLE, "wait", None, None)
         self._epoch = time.time() - time.perf_counter()
@@ -121,6 +122,9 @@ class Timeline:
                     if lane.num_open == 0 or is_closed:
                         self._write(key, lane, now if lane.num_open else lane.end)
                 records, self._written = self._written, []
+                if self._num_lost:
+                    records.append(({"lost": self._num_lost}, {}))
+                    self._num_lost = 0
             try:
                 self._file.append(*records)
             except OSError as error:
@@ -166,6 +170,8 @@ class Timeline:
             line["version"] = key.version
         if len(self._written) < MAX_QUEUED:
             self._written.append((line, {}))
+        else:
+            self._num_lost += 1
         if lane.num_open:
             lane.start = lane.since = lane.end = end
             lane.busy_s, lane.count = 0.0, 0

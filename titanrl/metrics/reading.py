@@ -18,7 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PrivateAttr, 
 
 from titanrl.base.errors import TitanRLError
 from titanrl.base.files import DamagedError, why_no_folder
-from titanrl.carriers.record import Part, decode, lines_of, parts_of
+from titanrl.carriers.record import Part, decode, parts_of
+from titanrl.carriers.record import read_lines as read_lines
 from titanrl.metrics.series import Rows, by_step
 
 TYPES = ("<i4", "<f4", "<f8", "|b1")
@@ -422,15 +423,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [row for row in rows if row is not None]
 
 
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of `advantages.jsonl` or `events.jsonl`. Skip lines that a killed process left incomplete."""
-    return lines_of(path)
-
-
 def _lines_of(path: Path) -> list[dict[str, Any]]:
     """Return the objects of a file, none if it does not exist."""
     try:
-        return list(lines_of(path))
+        return list(read_lines(path))
     except FileNotFoundError:
         return []
 

@@ -55,11 +55,6 @@ class GroupRecorder:
             values = {"set": name, "version": newest_version(group), "environment": environment}
             self._append("evaluations", group, decode, **values)
 
-    def close(self) -> None:
-        """Close the files."""
-        for file in self._files.values():
-            file.close()
-
     def _append(self, kind: str, group: Group, decode: Callable[[list[int]], str], **values: Any) -> None:
         segments, columns = columns_of(group)
         new = set(np.unique(columns["token_ids"]).tolist()) - self._known

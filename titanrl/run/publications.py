@@ -78,8 +78,7 @@ class Publications:
 
         Args:
             batch: Batch that was trained on.
-            advantages_N: Advantage of each rollout, in the order of their prompts; the priorities of replayed groups depend on
-            it.
+            advantages_N: Advantage of each rollout, in the order of their prompts. Priorities of replayed groups depend on it.
             updates: Results of the optimizer steps on this batch.
         """
         records, priorities = batch.all_records, None

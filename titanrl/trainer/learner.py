@@ -105,15 +105,11 @@ class Learner:
         parameters = self.model.module.named_parameters()
         return [canonical_fqn(name) for name, value in parameters if value.requires_grad and value.grad is None]
 
-    def forward_backward(self, rows: PackedRows, mean_weight: float = 1.0) -> LossSums:
-        """Add the gradient of the policy objective over some rows; return the sums of its metrics.
+    def forward_backward(self, rows: PackedRows, mean_weight: float = 1.0) -> RowsResult:
+        """Add the gradient of the policy objective over some rows.
 
         The objective is divided by `mean_weight`, the mean weight of the off-policy correction over the whole batch.
         """
-        return self.policy_pass(rows, mean_weight).sums
-
-    def policy_pass(self, rows: PackedRows, mean_weight: float = 1.0) -> RowsResult:
-        """Do the same as `forward_backward`, and return the log-probabilities, too."""
         version = self.version + min(self.num_ahead, 1)  # between two versions, no token was sampled by the current weights
         policy = partial(policy_objective, algorithm=self._algorithm, loss=self._loss, mean_weight=mean_weight, version=version)
         return self.run(rows, policy)

@@ -182,13 +182,13 @@ class PolicyTrainer(Actor):
 
         `compute_logprobs` has kept the log-probabilities of the versions of the proximal and the reference policy.
         """
-        with self.agreement.phase("forward_backward") as agree, self._learner.required_pass():
-            from titanrl.trainer.collate import recorded_segments
+        from titanrl.trainer.collate import recorded_segments
 
+        with self.agreement.phase("forward_backward") as agree, self._learner.required_pass():
             rows, packed = await self._rows(microbatch, proximal_version, reference_version)
             agree(lambda: {**self.progress(num_passes=1), **microbatch.sizes})
             with self._computing():
-                result = self._learner.policy_pass(packed, microbatch.mean_weight)
+                result = self._learner.forward_backward(packed, microbatch.mean_weight)
                 if microbatch.recorded is not None and self._learner.model.tp_rank == 0:
                     for values, columns in recorded_segments(microbatch, rows, packed, result.logprobs_BL):
                         self._record.put({"version": self._learner.version, **values}, columns)
