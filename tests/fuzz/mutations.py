@@ -105,9 +105,11 @@ WORDS = (
 
 def scalar(rng: Random) -> str:
     """Return a hostile YAML value."""
-    match rng.randrange(6):
+    match rng.randrange(7):
         case 0 | 1:
             return rng.choice(NUMBERS)
+        case 6:
+            return f"'{rng.choice(NUMBERS)}{rng.choice(('', '', 'k', 'm'))}'"
         case 2 | 3:
             return rng.choice(WORDS)
         case 4:

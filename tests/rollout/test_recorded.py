@@ -150,6 +150,18 @@ def test_damaged_columns_are_not_returned(damage: str, tmp_path: Path, tokenizer
         group.tokens()
 
 
+def test_numbers_that_no_file_can_have_are_damage(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    recorder(tmp_path, tokenizer).rollouts(sampled_group(tokenizer), tokenizer.decode_completion, status="kept", version=3)
+    (part,) = parts_of(tmp_path, "rollouts")
+    part.path.write_bytes(part.path.read_bytes().replace(b'"at":0', b'"at":' + b"9" * 30))
+    (group,) = RunRecord(tmp_path).groups()
+    with pytest.raises(DamagedError, match=f"at {'9' * 30} than were written"):
+        group.tokens()
+    (texts,) = parts_of(tmp_path, "vocabulary")
+    texts.path.write_bytes(texts.path.read_bytes() + b'{"texts":{"' + b"9" * 5000 + b'":"x"}}\n')
+    assert RunRecord(tmp_path).token_texts([999])[0] == "<id 999>"
+
+
 def test_only_the_directory_of_a_run_is_opened(tmp_path: Path) -> None:
     with pytest.raises(RunNotFoundError, match=r"open_run: .*nothing does not exist\. Give the directory of a run"):
         open_run(tmp_path / "nothing")

@@ -242,6 +242,10 @@ def _choices(node: Node) -> list[str]:
     return [str(choice) for option in (node, *node.get("anyOf", ())) for choice in option.get("enum", ())]
 
 
+_MAX_HINTED = 30
+"""Length up to which a text is taken for a number or word in quotes."""
+
+
 def _hint(path: Location, value: Any, node: Node) -> str:
     """Return how to write the value that was probably meant; empty if that is unknown."""
     kinds = {option.get("type") for option in (node, *node.get("anyOf", ()))}
@@ -253,15 +257,16 @@ def _hint(path: Location, value: Any, node: Node) -> str:
         if "array" in kinds and isinstance(value, dict):
             return f"set the list as a whole: {dotted(path)}=[...]"
         return "put it in quotes" if "string" in kinds and isinstance(value, int | float) else ""
-    plain, text = scalar(value), value.strip().lower()
+    text = value.strip().lower()
+    plain: Any = scalar(value) if len(value) <= _MAX_HINTED else value
     is_number = isinstance(plain, int | float) and not isinstance(plain, bool)
     if "null" in kinds and (plain is None or text in ("none", "nil")):
         return "write null, without quotes"
     if "boolean" in kinds and (isinstance(plain, bool) or text in ("yes", "no", "on", "off")):
         return f"write {'true' if plain is True or text in ('yes', 'on') else 'false'}, without quotes"
     if {"integer", "number"} & kinds:
-        number = plain if is_number else _number_in(text)
-        if number is not None and not ("integer" in kinds and float(number) != int(number)):
+        number = plain if is_number else _number_in(text) if len(text) <= _MAX_HINTED else None
+        if number is not None and math.isfinite(number) and ("integer" not in kinds or number == int(number)):
             return "remove the quotes" if is_number else f"write {number:g}" if isinstance(number, float) else f"write {number}"
     if "array" in kinds and "object" not in kinds:
         return f"write it as a list: [{value}]"

@@ -4,6 +4,7 @@ Files are untrusted: they may come from another machine, and a killed process le
 is left out, and columns are checked against their checksum before they are used.
 """
 
+import os
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -82,9 +83,10 @@ class _Record(BaseModel):
         sizes = [place.count * np.dtype(kind).itemsize for kind in place.types.values()]
         try:
             with part.columns.open("rb") as file:
-                file.seek(place.at)
-                content = file.read(min(sum(sizes), part.columns.stat().st_size))
-        except (OSError, OverflowError) as error:
+                num_bytes = file.seek(0, os.SEEK_END)
+                file.seek(min(place.at, num_bytes))
+                content = file.read(min(sum(sizes), num_bytes))
+        except OSError as error:
             raise DamagedError(f"{part.columns} cannot be read: {error}") from error
         if len(content) != sum(sizes) or zlib.crc32(content) != place.crc32:
             raise DamagedError(f"{part.columns} has other bytes at {place.at} than were written")
@@ -357,7 +359,7 @@ class RunRecord:
         for part in parts_of(self.path, "vocabulary"):
             for line in _lines_of(part.path):
                 for token, text in line["texts"].items() if isinstance(line.get("texts"), dict) else ():
-                    if token.isdecimal():
+                    if token.isdecimal() and len(token) < 20:
                         texts[int(token)] = str(text)
         return texts
 
