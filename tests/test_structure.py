@@ -11,8 +11,8 @@ import pytest
 from tests.size import PACKAGE, figures
 
 CEILINGS = {
-    "lines": 51_100,
-    "modules": 202,
+    "lines": 51_400,
+    "modules": 203,
     "small modules": 7,
     "modules with a shared name": 4,
     "rooms": 26,

@@ -41,6 +41,7 @@ from titanrl.generator.compat import (
     temporary_rendezvous,
 )
 from titanrl.generator.native import register_loader
+from titanrl.generator.window import Decoded, DecodeWindow, Decoding, can_open, decoding_of
 from titanrl.models.directory import ModelDirectory
 from titanrl.models.family import CPU_BLOCK_TOKENS
 from titanrl.processes.machine import THREADS
@@ -67,6 +68,8 @@ class _Running:
     request: GenerationRequest
     switches: list[tuple[int, int]]
     """(token index, version) pairs, oldest first: the version generated the tokens from this index on."""
+    decoding: Decoding | None
+    """Settings of the request in a `DecodeWindow`; None if only vLLM can sample its tokens."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     prompt_logprobs: FloatArray | None = None
@@ -82,6 +85,11 @@ class _Running:
                 self.supports += support_words(output, vocab_size)
         if output.new_prompt_logprobs_tensors is not None:
             self.prompt_logprobs = output.new_prompt_logprobs_tensors.logprobs[:, 0].numpy()  # column 0 is the prompt's token
+
+    def extend(self, decoded: Decoded) -> None:
+        """Append the tokens of a window."""
+        self.token_ids += decoded.token_ids
+        self.logprobs += decoded.logprobs
 
     def completion(self, finish_reason: FinishReason, vocab_size: int) -> Completion:
         """Return everything generated so far as a completion."""
@@ -120,6 +128,8 @@ class Engine:
         self._request_ids = itertools.count()
         self._running: dict[str, _Running] = {}
         self._recording: SupportRecording | None = None
+        self._has_windows = can_open(self._engine)
+        self._window: DecodeWindow | None = None
         self.version: int | None = None
         self._no_weights = "none have been pulled yet"
 
@@ -157,6 +167,7 @@ class Engine:
 
     def abort(self, tickets: Iterable[int]) -> None:
         """Cancel requests; `step` returns nothing for them."""
+        self._close_window()
         wanted = set(tickets)
         request_ids = [request_id for request_id, running in self._running.items() if running.ticket in wanted]
         for request_id in request_ids:
@@ -172,6 +183,13 @@ class Engine:
 
     def step(self) -> list[Finished]:
         """Decode one token for every running request; return the requests that finished."""
+        if self._window is None:
+            self._window = self._opened_window()
+        if self._window is not None:
+            decoded = self._window.step()
+            if decoded is not None:
+                return [self._ended(tokens) for tokens in decoded]
+            self._close_window()  # if the KV cache is full, vLLM decides which request has to wait
         ended = []
         if self._recording is not None:
             self._recording.switch(any(running.request.sampling.supports for running in self._running.values()))
@@ -203,6 +221,7 @@ class Engine:
 
         If `fill` fails, the weights are undefined, and the engine refuses requests until an update succeeds.
         """
+        self._close_window()
         self.invalidate(f"version {version} was not written completely")
         fill(self.model)
         if self._linears is not None:
@@ -216,6 +235,28 @@ class Engine:
     def _tokenizer(self) -> Tokenizer:
         return load_tokenizer(self._model_dir)  # loaded on first use, because only stop texts need it
 
+    def _opened_window(self) -> DecodeWindow | None:
+        """Open a window if it can decode all requests; vLLM computes the prompts first."""
+        requests = {request_id: running.decoding for request_id, running in self._running.items() if running.decoding}
+        is_possible = self._has_windows and len(requests) == len(self._running)
+        return DecodeWindow.open(self._engine, requests) if is_possible else None
+
+    def _close_window(self) -> None:
+        """Let vLLM continue: call this before any change of its requests or of the weights."""
+        if self._window is not None:
+            window, self._window = self._window, None
+            for decoded in window.close():
+                self._running[decoded.request_id].extend(decoded)
+
+    def _ended(self, decoded: Decoded) -> Finished:
+        """Return the completion of a request that ended in a window."""
+        assert decoded.finish_reason is not None
+        running = self._running.pop(decoded.request_id)
+        running.extend(decoded)
+        if not self._running:
+            self._window = None
+        return Finished(running.ticket, running.completion(decoded.finish_reason, self._vocab_size))
+
     def _start(self, ticket: int, request: GenerationRequest) -> None:
         if self.version is None:
             raise RuntimeError(f"the generator has no valid weights: {self._no_weights}")
@@ -227,9 +268,11 @@ class Engine:
             raise ValueError(f"prompt: token ids must be 0 to {self._vocab_size - 1} (got {low} to {high})")
         if request.sampling.supports and self._recording is None:
             self._recording = SupportRecording(self._engine, self._vocab_size)
+        self._close_window()
         request_id = str(next(self._request_ids))
         add_request(self._engine, request_id, list(token_ids), sampling_params(request.sampling, self._stop_ids))
-        self._running[request_id] = _Running(ticket, request, [(0, self.version)])
+        decoding = decoding_of(request.sampling, [*self._stop_ids, *request.sampling.stop_ids]) if self._has_windows else None
+        self._running[request_id] = _Running(ticket, request, [(0, self.version)], decoding)
 
 
 def build_engine(source: ModelDirectory, config: GeneratorConfig, device: Device, max_len: int) -> LLMEngine:
