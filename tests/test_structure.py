@@ -12,12 +12,12 @@ from tests.size import PACKAGE, figures
 
 CEILINGS = {
     "lines": 51_400,
-    "modules": 203,
+    "modules": 205,
     "small modules": 7,
     "modules with a shared name": 4,
-    "rooms": 26,
-    "arrows": 166,
-    "floors": 12,
+    "rooms": 27,
+    "arrows": 168,
+    "floors": 13,
     "modules reached by the loop": 111,
     "functions with one mention": 0.368,
 }

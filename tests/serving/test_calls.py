@@ -1,0 +1,54 @@
+"""Keys of callers."""
+
+import numpy as np
+import pytest
+
+from tests.serving.policies import Scripted
+from titanrl.carriers.types import Completion, FinishReason
+from titanrl.environments import Message
+from titanrl.serving import calls
+from titanrl.serving.calls import Callers, Refused, Reply
+
+
+def test_a_key_finds_its_own_caller() -> None:
+    callers, one, two = Callers(), Scripted(), Scripted()
+    key_of_one, key_of_two = callers.open(one), callers.open(two)
+    assert callers.find(key_of_one) is one
+    assert callers.find(key_of_two) is two
+    assert callers.find("guessed") is None
+    assert len(key_of_one) > 40
+
+
+def test_a_key_after_the_end_is_refused_with_410() -> None:
+    callers = Callers()
+    key = callers.open(Scripted())
+    callers.close(key)
+    callers.close(key)
+    with pytest.raises(Refused, match="has ended") as refused:
+        callers.find(key)
+    assert refused.value.status == 410
+
+
+def test_memory_of_ended_keys_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "MAX_ENDED", 2)
+    callers = Callers()
+    keys = [callers.open(Scripted()) for _ in range(3)]
+    for key in keys:
+        callers.close(key)
+    assert callers.find(keys[0]) is None
+    with pytest.raises(Refused):
+        callers.find(keys[1])
+
+
+@pytest.mark.parametrize(
+    ("finish_reason", "message", "expected"),
+    [
+        ("stop", {"content": "a"}, "stop"),
+        ("stop", {"content": "", "tool_calls": [{}]}, "tool_calls"),
+        ("length", {"content": "", "tool_calls": [{}]}, "length"),
+    ],
+)
+def test_finish_reason_is_openais(finish_reason: FinishReason, message: Message, expected: str) -> None:
+    empty = np.zeros(0, np.int64)
+    completion = Completion(token_ids=empty, logprobs=np.zeros(0, np.float32), versions=empty, finish_reason=finish_reason)
+    assert Reply(prompt_ids=(1,), completion=completion, message=message).finish_reason == expected

@@ -1,0 +1,155 @@
+"""Calls of the policy by clients, independent of the wire protocol, and the callers that answer them."""
+
+import hashlib
+import hmac
+import secrets
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from titanrl.base.errors import TitanRLError
+from titanrl.carriers.types import Completion
+from titanrl.environments.interface import Message, Tool
+
+OnTokens = Callable[[Sequence[int], Sequence[float]], None]
+"""Function that gets the tokens of a completion as they are sampled, and their log-probabilities in nats, `[T]` each."""
+
+MAX_ENDED = 65_536
+"""Keys of ended callers that `Callers` remembers, to tell a call after the end from a wrong key."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One completion that a client asks for. Exactly one of `messages`, `text` and `prompt_ids` is set.
+
+    None as a sampling option means the policy's default.
+
+    Example: `Call(messages=({"role": "user", "content": "7 + 5 ="},), max_tokens=16, temperature=0.0)`
+    """
+
+    messages: tuple[Message, ...] | None = None
+    """Conversation. The arguments of tool calls are parsed, or text if they are no JSON object."""
+    text: str | None = None
+    """Text to continue, without a chat template."""
+    prompt_ids: tuple[int, ...] | None = None
+    """Tokens to continue, `[P]`."""
+    tools: tuple[Tool, ...] = ()
+    """Functions that the policy may call. Without any, calls in the reply remain text."""
+    max_tokens: int | None = None
+    """Longest completion, in tokens."""
+    temperature: float | None = None
+    """Divisor of the logits; 0 is greedy."""
+    top_p: float | None = None
+    """Probability mass of nucleus sampling; 1 disables it."""
+    top_k: int | None = None
+    """Number of most likely tokens to sample from; 0 disables the limit."""
+    min_p: float | None = None
+    """Minimum probability of a token relative to the most likely token; 0 disables the limit."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the completion, in addition to the policy's own; none of them is part of the reply's content."""
+    stop_ids: tuple[int, ...] = ()
+    """Tokens that end the completion, in addition to the policy's own."""
+    seed: int | None = None
+    """Seed of the completion; None draws one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """A completion of the policy, and the message it is read as."""
+
+    prompt_ids: tuple[int, ...]
+    """Tokens before the completion, `[P]`."""
+    completion: Completion
+    """Sampled tokens with log-probabilities and versions."""
+    message: Message
+    """Message of the policy: `role`, `content`, and optionally `reasoning_content` and `tool_calls`. Without tools in the call,
+    it has no `tool_calls`. A reply to a text or to tokens has only `content`, the text of the completion without stop text."""
+
+    @property
+    def finish_reason(self) -> Literal["stop", "length", "tool_calls"]:
+        """Reason for the end of the completion, in OpenAI's terms."""
+        if self.completion.finish_reason == "length":
+            return "length"
+        return "tool_calls" if self.message.get("tool_calls") else "stop"
+
+
+class Refused(TitanRLError):
+    """A call that is not answered; the client gets the status and the message, in the error format of its protocol."""
+
+    def __init__(
+        self, message: str, *, status: int = 400, kind: str = "invalid_request_error", param: str | None = None
+    ) -> None:
+        """Create the error.
+
+        Args:
+            message: Value, rule and fix, for the user of the client.
+            status: HTTP status: 400 invalid, 401 wrong key, 410 after the end of the episode, 413 too large, 429 too many
+                calls, 503 no weights or shutting down, 504 out of time.
+            kind: Type of the error in OpenAI's terms.
+            param: Parameter of the request that is to blame.
+        """
+        super().__init__(message)
+        self.status, self.kind, self.param = status, kind, param
+
+
+class Caller(Protocol):
+    """The policy, as one client sees it.
+
+    A caller belongs to one key: in training to one episode, in `titanrl serve` to a user.
+    """
+
+    async def call(self, call: Call, on_tokens: OnTokens | None = None) -> Reply:
+        """Return the policy's reply. Calls may overlap. Cancelling the task cancels the generation.
+
+        Args:
+            call: The call.
+            on_tokens: Function that gets the tokens while they are sampled. If it is called at all, it gets all tokens of the
+                completion, in order, before this method returns.
+
+        Raises:
+            Refused: The call cannot be answered.
+        """
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens, without special tokens."""
+
+    def token_text(self, token_id: int) -> str:
+        """Return the text of one token, including special tokens."""
+
+
+class Callers:
+    """Callers by key. Keys are compared as keyed digests, so that the time of a look-up reveals nothing about them."""
+
+    def __init__(self) -> None:
+        self._secret = secrets.token_bytes(32)
+        self._callers: dict[bytes, Caller] = {}
+        self._ended: OrderedDict[bytes, None] = OrderedDict()
+
+    def open(self, caller: Caller, key: str | None = None) -> str:
+        """Add a caller; return its key, which by default is new and cannot be guessed."""
+        key = secrets.token_urlsafe(32) if key is None else key
+        self._callers[self._digest(key)] = caller
+        return key
+
+    def close(self, key: str) -> None:
+        """End a caller: later calls with its key are refused with status 410. A second call does nothing."""
+        digest = self._digest(key)
+        if self._callers.pop(digest, None) is not None:
+            self._ended[digest] = None
+            if len(self._ended) > MAX_ENDED:
+                self._ended.popitem(last=False)
+
+    def find(self, key: str) -> Caller | None:
+        """Return the caller of a key; None if there is none.
+
+        Raises:
+            Refused: The caller has ended.
+        """
+        digest = self._digest(key)
+        if digest in self._ended:
+            raise Refused("the episode of this key has ended. Make no calls after the end.", status=410, kind="gone_error")
+        return self._callers.get(digest)
+
+    def _digest(self, key: str) -> bytes:
+        return hmac.digest(self._secret, key.encode("utf-8", "surrogatepass"), hashlib.sha256)
