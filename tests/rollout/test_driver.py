@@ -93,7 +93,7 @@ def play(talk: Conversation, policy: Callable[[GenerationRequest], Completion]) 
     async def run() -> None:
         await talk.start()
         while (request := talk.request()) is not None:
-            await talk.take(policy(request))
+            await talk.take([policy(request)])
 
     asyncio.run(run())
     return talk
@@ -107,7 +107,7 @@ def test_every_turn_extends_the_tokens_of_the_previous_one(tokenizer: Tokenizer)
     environment = Scripted([Observation(messages=[tool_result("2")], reward=0.5), Done(rewards={"right": 1.0}, reward=0.25)])
     policy = Policy(tokenizer, ["hm<tool_call>1+1</tool_call>", "<answer>2</answer>"])
     talk = play(conversation(environment, tokenizer), policy)
-    (segment,) = talk.segments()
+    (segment,) = talk.tree.segments()
     text = "1+1=hm<tool_call>1+1</tool_call><tool_response>2</tool_response><answer>2</answer>"
     assert tokenizer.decode(segment.token_ids.tolist()) == text
     sampled = [completion for _, completion in policy.record]
@@ -140,7 +140,7 @@ def test_stop_text_is_in_the_tokens_and_only_if_kept_in_the_message(tokenizer: T
         return replace(completion, **arrays)
 
     talk = Conversation(lambda: environment, EPISODE, PlainRenderer(tokenizer), LIMITS, sampling, stop_text)
-    (segment,) = play(talk, stopped).segments()
+    (segment,) = play(talk, stopped).tree.segments()
     assert [message["content"] for message in environment.seen] == [content, "2"]
     # The turn ends with an end-of-sequence token, which the policy did not sample.
     assert segment.token_ids[segment.mask].tolist() == [*tokenizer.encode("1</answer>2"), 1]
@@ -160,8 +160,8 @@ def test_turn_without_tokens_follows_the_previous_turn(tokenizer: Tokenizer) -> 
         return replace(completion, **empty)
 
     talk = play(conversation(Scripted([replaced, Done(reward=2.0)]), tokenizer), reply)
-    (segment,) = talk.segments()
-    turns = talk.turns(talk.turn_rewards)
+    (segment,) = talk.tree.segments()
+    turns = talk.tree.turns(talk.turn_rewards)
     assert turns == tuple(Turn(segment=0, end=len(segment.mask), reward=reward) for reward in (0.5, 2.0))
 
 
@@ -169,7 +169,7 @@ def test_supports_stay_aligned_with_their_tokens(tokenizer: Tokenizer) -> None:
     replaced = Observation(messages=[user("go on")], replaces=True)
     environment = Scripted([Observation(messages=[tool_result("2")]), replaced, Done()])
     policy = Policy(tokenizer, ["<tool_call>1+1</tool_call>", "2", "3"], is_truncated=True)
-    segments = play(conversation(environment, tokenizer), policy).segments()
+    segments = play(conversation(environment, tokenizer), policy).tree.segments()
     assert len(segments) == 2
     for segment in segments:
         assert segment.supports is not None
@@ -184,8 +184,8 @@ def test_replaced_history_starts_a_segment_with_masked_old_turns(tokenizer: Toke
     environment = Scripted([Observation(messages=summary, replaces=True), Done()])
     policy = Policy(tokenizer, ["a long thought", "2"])
     talk = play(conversation(environment, tokenizer), policy)
-    first, second = talk.segments()
-    assert talk.turns([0.5, 1.0]) == (
+    first, second = talk.tree.segments()
+    assert talk.tree.turns([0.5, 1.0]) == (
         Turn(segment=0, end=len(first.token_ids), reward=0.5),
         Turn(segment=1, end=len(second.token_ids), reward=1.0),
     )
@@ -216,7 +216,7 @@ def test_truncated_turn_ends_the_episode_unseen_by_the_environment(tokenizer: To
     talk = play(conversation(environment, tokenizer), Policy(tokenizer, ["x" * 90]))
     assert (talk.finish_reason, talk.is_judged, talk.rewards, talk.turn_rewards) == ("length", False, {}, [0.0])
     assert environment.seen == []
-    assert len(talk.segments()[0].token_ids) == 4 + LIMITS.max_new_tokens
+    assert len(talk.tree.segments()[0].token_ids) == 4 + LIMITS.max_new_tokens
 
 
 @dataclass
@@ -288,7 +288,7 @@ def test_invalid_result_fails_the_episode(tokenizer: Tokenizer, name: str, metho
 
 def test_text_without_tokens_fails_the_episode(tokenizer: Tokenizer) -> None:
     for message in (user("\U0001f600"), tool_result("é"), {"role": "assistant", "content": "ß"}):
-        with pytest.raises(EpisodeError, match="its messages cannot be rendered: ValueError") as caught:
+        with pytest.raises(EpisodeError, match="the messages cannot be rendered: ValueError") as caught:
             play(conversation(Scripted([Observation(messages=[message])]), tokenizer), Policy(tokenizer, ["2"]))
         assert caught.value.outcome == "environment_error"
 
@@ -483,7 +483,7 @@ def test_random_conversations_keep_what_the_engine_recorded(tokenizer: Tokenizer
         episode_timeout_s=9,
     )
     talk = play(conversation(Scripted(script), tokenizer, limits), policy)
-    segments = talk.segments()
+    segments = talk.tree.segments()
     sampled = [completion for _, completion in policy.record]
     for column in ("token_ids", "logprobs", "versions"):
         got = [value for segment in segments for value in getattr(segment, column)[segment.mask].tolist()]

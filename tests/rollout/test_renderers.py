@@ -275,19 +275,13 @@ def test_conversation_starts_a_segment_only_where_thinking_is_stripped(
         await talk.start()
         while talk.request() is not None:
             ids = np.array(sampled(folder, replies[talk.num_turns]))
-            await talk.take(
-                Completion(
-                    token_ids=ids,
-                    logprobs=np.zeros(len(ids), np.float32),
-                    versions=np.zeros(len(ids), int),
-                    finish_reason="stop",
-                )
-            )
+            columns = {"logprobs": np.zeros(len(ids), np.float32), "versions": np.zeros(len(ids), int)}
+            await talk.take([Completion(token_ids=ids, finish_reason="stop", **columns)])
 
     asyncio.run(play())
-    assert len(talk.segments()) == num_segments
+    assert len(talk.tree.segments()) == num_segments
     assert talk.last_text == ""
-    assert talk.num_sampled == sum(len(sampled(folder, reply)) for reply in replies)
+    assert talk.tree.num_sampled == sum(len(sampled(folder, reply)) for reply in replies)
 
 
 def test_thinking_of_an_earlier_turn_is_stripped_once(qwen3_dir: Path) -> None:
@@ -471,6 +465,6 @@ def test_message_that_the_template_rejects_fails_the_episode(qwen3_dir: Path, tm
         asyncio.run(talk.start())
         ids = np.array(sampled(folder, "2"))
         columns = {"logprobs": np.zeros(len(ids), np.float32), "versions": np.zeros(len(ids), int)}
-        with pytest.raises(EpisodeError, match=r"its messages cannot be rendered: .*roles must alternate") as caught:
-            asyncio.run(talk.take(Completion(token_ids=ids, finish_reason="stop", **columns)))
+        with pytest.raises(EpisodeError, match=r"the messages cannot be rendered: .*roles must alternate") as caught:
+            asyncio.run(talk.take([Completion(token_ids=ids, finish_reason="stop", **columns)]))
         assert caught.value.outcome == "environment_error"

@@ -52,7 +52,8 @@ class Observation:
     messages: Sequence[Message]
     """Messages to append to the conversation; with `replaces`, the complete new conversation."""
     tools: Sequence[Tool] = ()
-    """Functions that the policy may call. Only the tools of the first observation are used."""
+    """Functions that the policy may call from now on; empty keeps those of the last observation. Chat templates put them before
+    the conversation, so other tools start a new segment."""
     reward: float = 0.0
     """Reward of the turn that just ended."""
     replaces: bool = False

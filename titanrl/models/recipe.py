@@ -4,6 +4,7 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from titanrl.carriers.types import FloatArray
 from titanrl.config.errors import BrokenRule, BrokenRules
 from titanrl.config.sections import ModelConfig, RecipeConfig
 from titanrl.config.sizes import ModelShape
+from titanrl.data.byte_tokenizer import write_byte_tokenizer
 from titanrl.data.tokenizer import EOS_ID, PAD_ID, write_tokenizer
 from titanrl.models.dense import weight_shapes
-from titanrl.models.directory import recipe_model
+from titanrl.models.directory import ModelDirectory, recipe_model
 
 _SPECIAL_IDS = {"eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
 _STAMP = "recipe.json"
@@ -43,9 +45,7 @@ def create_model(directory: Path, recipe: RecipeConfig, seed: int, family: str |
             created = Path(scratch) / directory.name
             created.mkdir()
             write_tokenizer(created)
-            write_model_config(created, model.family.recipe(recipe))
-            weights = _random_weights(model.shape, recipe.init_std, seed)
-            save_file(weights, created / "model.safetensors", metadata={"format": "pt"})
+            _write_model(created, model, model.family.recipe(recipe), recipe.init_std, seed)
             (created / _STAMP).write_text(stamp, encoding="utf-8")
             try:
                 os.replace(created, directory)
@@ -54,6 +54,27 @@ def create_model(directory: Path, recipe: RecipeConfig, seed: int, family: str |
                     raise
     if not (directory / _STAMP).is_file() or (directory / _STAMP).read_text(encoding="utf-8") != stamp:
         raise ValueError(f"{directory}: not the model of this recipe and seed {seed}. Move or delete the directory.")
+
+
+def create_byte_model(directory: Path, recipe: RecipeConfig, seed: int, corpus: str = "", num_merges: int = 0) -> None:
+    """Write a new model directory with random weights and a tokenizer that encodes any text.
+
+    The last two arguments are those of `titanrl.data.byte_tokenizer.write_byte_tokenizer`.
+
+    Raises:
+        FileExistsError: The directory exists.
+    """
+    model = recipe_model(ModelConfig(recipe=recipe), directory)
+    assert not isinstance(model, BrokenRule), "the recipe must be valid"
+    assert model.family.recipe is not None
+    directory.mkdir(parents=True)
+    hf = {**model.family.recipe(recipe), "vocab_size": write_byte_tokenizer(directory, corpus, num_merges)}
+    _write_model(directory, replace(model, hf=model.family.completed(hf)), hf, recipe.init_std, seed)
+
+
+def _write_model(directory: Path, model: ModelDirectory, hf: Mapping[str, Any], std: float, seed: int) -> None:
+    write_model_config(directory, hf)
+    save_file(_random_weights(model.shape, std, seed), directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def write_model_config(directory: Path, hf: Mapping[str, Any]) -> None:

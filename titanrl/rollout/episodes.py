@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 
 import numpy as np
@@ -190,18 +190,18 @@ class Episodes:
         answers = Answers(
             entry=prompt.entry,
             completions=tuple(conversation.last_text for conversation in conversations),
-            num_tokens=tuple(conversation.num_sampled for conversation in conversations),
+            num_tokens=tuple(conversation.tree.num_sampled for conversation in conversations),
             finish_reasons=tuple(conversation.finish_reason for conversation in conversations),
-            token_ids=tuple(conversation.sampled_ids for conversation in conversations),
+            token_ids=tuple(conversation.tree.sampled_ids for conversation in conversations),
             decode_raw=self.decode_raw,
         )
         return await self.score(answers)
 
     def _rollout(self, conversation: Conversation, score: Scored, final: float) -> Rollout:
         assert score.reward is not None
-        weight, segments, by_token = self.config.data.weight_of(TURNS), conversation.segments(), None
+        weight, segments, by_token = self.config.data.weight_of(TURNS), conversation.tree.segments(), None
         *rewards, last = conversation.turn_rewards
-        turns = conversation.turns([*(weight * reward for reward in rewards), weight * last + final])
+        turns = conversation.tree.turns([*(weight * reward for reward in rewards), weight * last + final])
         if score.token_rewards is not None:
             by_token, turns = in_turns(score.token_rewards, turns, segments)
         return Rollout(
@@ -240,7 +240,7 @@ class _Slot:
     @property
     def sampled(self) -> Completion:
         """Tokens that the policy sampled in the last attempt."""
-        segments = self.conversation.segments()
+        segments = self.conversation.tree.segments()
         if not segments:
             return NO_TOKENS
         return Rollout(segments=segments, reward=0.0, reward_parts={}, finish_reason="abort").sampled
@@ -252,31 +252,48 @@ class _Slot:
         except EpisodeError as error:
             await self._fail(error)
 
-    async def take(self, completion: Completion) -> None:
-        """Continue with the policy's turn. Close the environment at the end, so that other episodes can use its process."""
+    async def requests(self) -> Sequence[GenerationRequest]:
+        """Wait for the next calls of the policy; return their requests, or none if the episode has ended or failed."""
+        while self.error is None:
+            try:
+                if requests := await self.conversation.requests():
+                    return requests
+            except EpisodeError as error:
+                await self._fail(error)
+            if self.conversation.is_done:
+                await self.close()
+                break
+        return []
+
+    async def take(self, completions: Sequence[Completion]) -> None:
+        """Continue with completions. Close the environment at the end, so that other episodes can use its process."""
         try:
-            await self.conversation.take(completion)
+            await self.conversation.take(completions)
         except EpisodeError as error:
             await self._fail(error)
         if self.conversation.is_done:
             await self.close()
 
-    def request(self) -> GenerationRequest | None:
-        """Return the generation request for the next turn; None if the episode has ended or failed."""
-        return None if self.error is not None else self.conversation.request()
-
     async def run(self, generate: Generate) -> None:
         """Play the episode until it ends or its last attempt fails."""
-        await self.start()
-        while (request := self.request()) is not None:
-            (completion,) = await generate([request])
-            await self.take(completion)
+        while self.error is None and not self.conversation.is_done:
+            try:
+                await self.conversation.play(generate)
+            except EpisodeError as error:
+                await self._retry(error)
+        await self.close()
 
     async def close(self) -> None:
         """Close the environment."""
         await self.conversation.close()
 
     async def _fail(self, error: EpisodeError) -> None:
+        """End a failed attempt, and start the next one if there is one."""
+        await self._retry(error)
+        if self.error is None:
+            await self.start()
+
+    async def _retry(self, error: EpisodeError) -> None:
         await self.conversation.close()
         self._failed[error.outcome] += 1
         if self._attempt == self._episodes.environment.retries:
@@ -285,7 +302,6 @@ class _Slot:
             self._attempt += 1
             self._failed += self._counts_of_attempt()
             self.conversation = self._new()
-            await self.start()
 
     def _counts_of_attempt(self) -> Counter[str]:
         conversation = self.conversation
@@ -391,12 +407,14 @@ async def _run_in_lockstep(slots: Sequence[_Slot], generate: Generate, num_round
     """
     await asyncio.gather(*(slot.start() for slot in slots))
     for _ in range(num_rounds):
-        waiting = [(slot, request) for slot in slots if (request := slot.request()) is not None]
+        all_requests = await asyncio.gather(*(slot.requests() for slot in slots))
+        waiting = [(slot, requests) for slot, requests in zip(slots, all_requests, strict=True) if requests]
         by_prompt = [list(group) for _, group in groupby(waiting, lambda pair: pair[0].prompt.index)]
-        calls = by_prompt or ([[]] if in_round else [])
-        turns = await asyncio.gather(*(generate([request for _, request in call]) for call in calls))
+        calls = [[request for _, requests in group for request in requests] for group in by_prompt]
+        turns = await asyncio.gather(*map(generate, calls or ([[]] if in_round else [])))
         completions = (completion for turn in turns for completion in turn)
-        await asyncio.gather(*(slot.take(completion) for (slot, _), completion in zip(waiting, completions, strict=True)))
+        taken = [(slot, list(islice(completions, len(requests)))) for slot, requests in waiting]
+        await asyncio.gather(*(slot.take(own) for slot, own in taken))
 
 
 async def _run_independently(slots: Sequence[_Slot], generate: Generate, num_needed: int) -> None:

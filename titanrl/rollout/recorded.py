@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from titanrl.carriers.record import Columns, RecordFile, joined, share
-from titanrl.carriers.types import Completion, Group, Rollout, ScorerFailure, Segment
+from titanrl.carriers.types import Completion, Group, IntArray, Rollout, ScorerFailure, Segment
 from titanrl.config.schema import Config
 from titanrl.data.tokenizer import Tokenizer
 
@@ -56,7 +56,7 @@ class GroupRecorder:
             self._append("evaluations", group, decode, **values)
 
     def _append(self, kind: str, group: Group, decode: Callable[[list[int]], str], **values: Any) -> None:
-        segments, columns = columns_of(group)
+        lengths, columns = columns_of(group)
         new = set(np.unique(columns["token_ids"]).tolist()) - self._known
         if new:
             self._known |= new
@@ -79,8 +79,11 @@ class GroupRecorder:
                 *(_failure(failure, decode) for failure in group.failures),
             ],
         }
-        for completion, lengths in zip(line["completions"], segments, strict=True):
-            completion["segments"] = [{"num_tokens": length} for length in lengths]
+        segments = [branch_points(rollout.segments) for rollout in group.rollouts] + [[{}] for _ in group.failures]
+        for completion, lengths_of, branches in zip(line["completions"], lengths, segments, strict=True):
+            completion["segments"] = [
+                {"num_tokens": length, **branch} for length, branch in zip(lengths_of, branches, strict=True)
+            ]
         self._files[kind].append((line, columns))
 
 
@@ -88,6 +91,28 @@ def newest_version(group: Group) -> int:
     """Return the newest policy version that sampled a group; -1 if none sampled a token."""
     completions = [*(rollout.sampled for rollout in group.rollouts), *(failure.completion for failure in group.failures)]
     return max((int(completion.versions.max()) for completion in completions if len(completion.versions)), default=-1)
+
+
+def branch_points(segments: Sequence[Segment]) -> list[dict[str, int]]:
+    """Return for each segment the earlier one with which it has the most first tokens in common, and their number.
+
+    The mapping is empty for the first segment, and for one that has no token in common with an earlier one.
+    """
+    branches: list[dict[str, int]] = []
+    for number, segment in enumerate(segments):
+        shared = [
+            (_num_equal(earlier.token_ids, segment.token_ids), -parent) for parent, earlier in enumerate(segments[:number])
+        ]
+        num_shared, parent = max(shared, default=(0, 0))
+        branches.append({"parent": -parent, "num_shared": num_shared} if num_shared else {})
+    return branches
+
+
+def _num_equal(first: IntArray, second: IntArray) -> int:
+    """Return the number of first tokens that two sequences have in common."""
+    size = min(len(first), len(second))
+    is_equal = first[:size] == second[:size]
+    return size if is_equal.all() else int(np.argmin(is_equal))
 
 
 def columns_of(group: Group) -> tuple[list[list[int]], Columns]:

@@ -1,0 +1,337 @@
+"""The tree of calls: random trees against flat sequences built by hand, and what clients change in messages."""
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from titanrl.algorithms.batch_plan import plan_batch
+from titanrl.carriers.tables import RecordTable
+from titanrl.carriers.types import Completion, Group, GroupHandle, Prompt, Rollout, Turn
+from titanrl.config.algorithm import AlgorithmConfig
+from titanrl.data.byte_tokenizer import write_byte_tokenizer
+from titanrl.data.tokenizer import EOS_ID, Tokenizer, load_tokenizer
+from titanrl.environments import Message, Tool
+from titanrl.rollout.group import record_of
+from titanrl.rollout.recorded import branch_points
+from titanrl.rollout.renderers import Renderer, make_renderer
+from titanrl.rollout.tree import CallTree, Context, DoesNotFit, NotRenderable, canonical
+from titanrl.trainer.collate import collate
+
+ADD = Tool(name="add", parameters={"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}})
+NUM_EPISODES = 500
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("bytes")
+    write_byte_tokenizer(folder)
+    return load_tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def renderer(tokenizer: Tokenizer) -> Renderer:
+    return make_renderer(tokenizer, "template", {})
+
+
+def user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def sampled(ids: Sequence[int], version: int = 0, rng: random.Random | None = None) -> Completion:
+    rng = rng or random.Random(0)
+    return Completion(
+        token_ids=np.array(ids, np.int64),
+        logprobs=np.array([-rng.random() for _ in ids], np.float32),
+        versions=np.full(len(ids), version),
+        finish_reason="stop",
+    )
+
+
+def reply(tree: CallTree, renderer: Renderer, context: Context, completion: Completion) -> Message:
+    message = renderer.parse(completion.token_ids.tolist(), context.tools)
+    tree.add(context, completion, message, message)
+    return message
+
+
+def sent_back(message: Message, rng: random.Random) -> Message:
+    """Return a message of the policy as some client might send it: other keys, order and spelling, the same meaning."""
+    changed: dict[str, Any] = {"refusal": None, "annotations": [], **message}
+    if not message["content"] and rng.random() < 0.5:
+        changed["content"] = None
+    elif rng.random() < 0.5:
+        changed["content"] = [{"type": "text", "text": message["content"]}] if message["content"] else ""
+    if calls := message.get("tool_calls"):
+        changed["tool_calls"] = [
+            call | {"function": {"arguments": _respelled(call["function"]["arguments"]), "name": call["function"]["name"]}}
+            for call in calls
+        ]
+    return changed
+
+
+def _respelled(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(dict(reversed(arguments.items())), indent=1)
+
+
+@dataclass
+class Played:
+    """An episode with random calls: its tree, and each call as the engine saw it."""
+
+    tree: CallTree
+    flat: list[tuple[tuple[int, ...], Completion]] = field(default_factory=list)
+    num_continued: int = 0
+
+
+def played(renderer: Renderer, tokenizer: Tokenizer, rng: random.Random) -> Played:
+    """Extend, branch, rewrite and compact conversations in random order; some calls overlap, and some are aborted."""
+    episode = Played(CallTree(renderer, max_tokens=4000))
+    ends: list[list[Message]] = [[user("q" * rng.randint(1, 8))]]  # conversations that the policy has replied to, or the first
+    waiting: list[tuple[Context, list[Message]]] = []
+
+    def ask(messages: list[Message]) -> None:
+        waiting.append((episode.tree.context(messages, [ADD]), messages))
+
+    def answer() -> None:
+        context, messages = waiting.pop(rng.randrange(len(waiting)))
+        call = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+        said = [tokenizer.encode("thus"), tokenizer.encode(call)]
+        # Sampled bytes are seldom the tokens that their text encodes to, and may be no text at all.
+        ids = [*rng.choice([*said, [rng.randrange(7, 263) for _ in range(rng.randint(1, 9))]]), EOS_ID]
+        completion = sampled(ids, rng.randrange(5), rng)
+        message = reply(episode.tree, renderer, context, completion)
+        episode.flat.append((context.token_ids, completion))
+        episode.num_continued += context.parent is not None
+        ends.append([*messages, sent_back(message, rng)])
+
+    ask(ends[0])
+    answer()
+    for _ in range(rng.randint(1, 7)):
+        before = rng.choice(ends[1:])
+        new = [rng.choice([user("more"), {"role": "tool", "tool_call_id": "call_0", "content": "3"}])]
+        match rng.choice(["extend", "extend", "branch", "rewrite", "compact", "abort"]):
+            case "branch":
+                ask([*before[: rng.randrange(len(before))], *new])
+            case "rewrite":
+                ask([*before[:-1], {"role": "assistant", "content": "rewritten"}, *new])
+            case "compact":
+                ask([ends[0][0], user(f"{len(before)} messages ago"), *new])
+            case "abort":
+                episode.tree.context([*before, *new], [ADD])
+                continue
+            case _:
+                ask([*before, *new])
+        while waiting and rng.random() < 0.7:
+            answer()
+    while waiting:
+        answer()
+    return episode
+
+
+class TinyModel(torch.nn.Module):
+    """A causal model whose prediction depends on all earlier tokens and their order, in fp64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = torch.nn.Parameter(torch.randn(272, 6, dtype=torch.float64))
+        self.out = torch.nn.Parameter(torch.randn(6, 272, dtype=torch.float64))
+
+    def logprobs(self, ids: Sequence[int]) -> torch.Tensor:
+        """Return the log-probability of each token but the first, `[S - 1]`."""
+        tokens = torch.tensor(list(ids))
+        age = torch.arange(len(tokens), dtype=torch.float64)
+        decay = torch.where(age[:, None] >= age, torch.exp(-0.3 * (age[:, None] - age)), 0.0)
+        logits = torch.tanh(decay @ self.embed[tokens]) @ self.out
+        return logits[:-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+
+
+def gradients(model: TinyModel, losses: Iterator[torch.Tensor]) -> list[torch.Tensor]:
+    model.zero_grad()
+    for loss in losses:
+        loss.backward()
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def test_random_trees_have_the_gradients_of_flat_sequences(renderer: Renderer, tokenizer: Tokenizer) -> None:
+    rng, model = random.Random(1), TinyModel()
+    num_flat = num_tree = num_segments = num_calls = num_continued = 0
+    for index in range(NUM_EPISODES // 2):
+        episodes = [played(renderer, tokenizer, rng) for _ in range(2)]
+        rewards = [rng.random() for _ in episodes]
+        rollouts = tuple(
+            Rollout(segments=episode.tree.segments(), reward=reward, reward_parts={}, finish_reason="stop")
+            for episode, reward in zip(episodes, rewards, strict=True)
+        )
+        group = Group(
+            prompt=Prompt(index=index, task="t", text="", token_ids=(), entry={}), rollouts=rollouts, generate_s=0, score_s=0
+        )
+        handle = GroupHandle(shard=0, slot=0, serial=0)
+        record = record_of(group, handle, has_payload=True, num_overlong=0)
+        plan = plan_batch(
+            RecordTable.of([record]),
+            algorithm=AlgorithmConfig(advantage="dr_grpo", reduction="sequence_mean"),
+            constant_length=1,
+            row_tokens=4000,
+            rows_per_microbatch=100,
+            dp_size=1,
+        )
+        rows = [row for microbatch in plan.microbatches for rank in microbatch.rows for row in rank]
+        payload = {handle: dict(enumerate(segment for rollout in rollouts for segment in rollout.segments))}
+        packed = collate(rows, payload, 4000)
+
+        def of_rows(rows: Any = rows, packed: Any = packed) -> Iterator[torch.Tensor]:
+            for b, row in enumerate(rows):
+                end = 0
+                for sequence in row:
+                    start, end = end, end + sequence.num_placed
+                    scale = packed.weights_BL[b] * packed.advantages_BL[b] * packed.mask_BL[b]
+                    predicting = slice(start, end - 1)
+                    yield -(model.logprobs(packed.tokens_BL[b, start:end].tolist()) * scale[predicting].double()).sum()
+
+        def of_calls(episodes: Any = episodes, rewards: Any = rewards) -> Iterator[torch.Tensor]:
+            for episode, reward in zip(episodes, rewards, strict=True):
+                num_sampled = sum(len(completion.token_ids) for _, completion in episode.flat)
+                scale = (reward - sum(rewards) / 2) / num_sampled / 2
+                for before, completion in episode.flat:
+                    yield -model.logprobs([*before, *completion.token_ids])[len(before) - 1 :].sum() * scale
+
+        for got, expected in zip(gradients(model, of_rows()), gradients(model, of_calls()), strict=True):
+            assert torch.allclose(got, expected, rtol=0, atol=1e-6)
+        for episode in episodes:
+            segments = episode.tree.segments()
+            trained = [Rollout(segments=segments, reward=0.0, reward_parts={}, finish_reason="stop").sampled]
+            # Each sampled token once, with its log-probability and version.
+            assert sorted(_rows(trained)) == sorted(_rows([completion for _, completion in episode.flat]))
+            assert episode.tree.sampled_ids == [token for token, _, _ in _rows(trained)]
+            num_flat += sum(len(before) + len(completion.token_ids) for before, completion in episode.flat)
+            num_tree += sum(len(segment.token_ids) for segment in segments)
+            num_segments, num_calls = num_segments + len(segments), num_calls + len(episode.flat)
+            num_continued += episode.num_continued
+    # 500 episodes: what the calls would compute if each was a sequence, and what the segments compute.
+    print(
+        f"{num_calls} calls, {num_continued} continued, {num_segments} segments; tokens {num_flat} flat, {num_tree} in segments"
+    )
+    assert num_segments < num_calls
+    assert num_tree < 0.8 * num_flat
+
+
+def _rows(completions: Sequence[Completion]) -> list[tuple[int, float, int]]:
+    columns = [(each.token_ids.tolist(), each.logprobs.tolist(), each.versions.tolist()) for each in completions]
+    return [row for column in columns for row in zip(*column, strict=True)]
+
+
+def test_continued_call_renders_only_what_is_new(renderer: Renderer, tokenizer: Tokenizer) -> None:
+    tree = CallTree(renderer, max_tokens=1000)
+    first = tree.context([user("1+2?")], [ADD])
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+    # The same text, in tokens that encoding it would not give.
+    completion = sampled([*tokenizer.encode(call)[1:-1], 66, EOS_ID])
+    message = reply(tree, renderer, first, completion)
+    rng = random.Random(0)
+    second = tree.context([user("1+2?"), sent_back(message, rng), user("so?")], [ADD])
+    assert (second.parent, second.num_known) == (0, 2)
+    known = [*first.token_ids, *completion.token_ids]
+    assert list(second.token_ids[: len(known)]) == known
+    reply(tree, renderer, second, sampled([20, EOS_ID], version=3))
+    (segment,) = tree.segments()
+    assert segment.versions[segment.mask].tolist() == [0] * len(completion.token_ids) + [3, 3]
+    assert tree.turns([0.0, 1.0]) == (
+        Turn(segment=0, end=len(known), reward=0.0),
+        Turn(segment=0, end=len(segment.token_ids), reward=1.0),
+    )
+
+
+def test_second_continuation_of_a_call_is_a_branch(renderer: Renderer) -> None:
+    tree = CallTree(renderer, max_tokens=1000)
+    message = reply(tree, renderer, tree.context([user("a")]), sampled([40, EOS_ID]))
+    both = [tree.context([user("a"), message, user(text)]) for text in ("b", "c")]
+    assert [context.parent for context in both] == [0, 0]
+    for context in reversed(both):  # the second call is answered first
+        reply(tree, renderer, context, sampled([41, EOS_ID]))
+    branch, whole = sorted(tree.segments(), key=lambda segment: segment.mask.sum())
+    assert (branch.mask.sum(), whole.mask.sum()) == (2, 4)
+    assert branch.token_ids[: len(both[0].token_ids)].tolist() == list(both[0].token_ids)
+    assert tree.chains() == [[0, 1], [2]]
+
+
+def test_record_has_the_branch_points(renderer: Renderer) -> None:
+    tree = CallTree(renderer, max_tokens=1000)
+    message = reply(tree, renderer, tree.context([user("a")]), sampled([40, EOS_ID]))
+    for text in ("b", "c"):
+        reply(tree, renderer, tree.context([user("a"), message, user(text)]), sampled([41, EOS_ID]))
+    whole, branch = tree.segments()
+    first, second = branch_points([whole, branch])
+    assert (first, second["parent"]) == ({}, 0)
+    shared = second["num_shared"]
+    assert (whole.token_ids[:shared] == branch.token_ids[:shared]).all()
+    assert whole.token_ids[shared] != branch.token_ids[shared]
+
+
+def test_other_tools_are_another_conversation(renderer: Renderer) -> None:
+    tree = CallTree(renderer, max_tokens=1000)
+    message = reply(tree, renderer, tree.context([user("a")], [ADD]), sampled([40, EOS_ID]))
+    context = tree.context([user("a"), message, user("b")], [])
+    assert context.parent is None
+    reply(tree, renderer, context, sampled([41, EOS_ID]))
+    assert len(tree.segments()) == 2
+
+
+def test_text_that_renders_to_the_same_tokens_continues(renderer: Renderer, tokenizer: Tokenizer) -> None:
+    tree = CallTree(renderer, max_tokens=1000)
+    reply(tree, renderer, tree.context([user("a")]), sampled([*tokenizer.encode("yes"), EOS_ID]))
+    # Another identifier, which this template does not render.
+    context = tree.context([user("a"), {"role": "assistant", "content": "yes", "name": "me"}, user("b")])
+    assert context.parent == 0
+    tokens = tree.of_tokens((*context.token_ids, 50))
+    assert tokens.parent == 0
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "equal"),
+    [
+        ({"role": "assistant", "content": None}, {"role": "assistant", "content": "", "refusal": None}, True),
+        ({"role": "assistant", "content": "a"}, {"role": "assistant", "content": "a "}, False),
+        ({"role": "user", "content": "a"}, {"role": "user", "content": [{"type": "text", "text": "a"}]}, True),
+        ({"role": "user", "content": "a"}, {"role": "system", "content": "a"}, False),
+        ({"role": "tool", "content": "a", "tool_call_id": "1"}, {"role": "tool", "content": "a", "tool_call_id": "2"}, False),
+        ({"role": "assistant", "content": "a"}, {"role": "assistant", "content": "a", "reasoning_content": "b"}, False),
+    ],
+)
+def test_canonical_messages(first: Message, second: Message, equal: bool) -> None:
+    assert (canonical(first) == canonical(second)) is equal
+
+
+def test_reasoning_that_a_client_drops_does_not_branch(renderer: Renderer) -> None:
+    tree = CallTree(renderer, max_tokens=1000)
+    completion, context = sampled([40, EOS_ID]), tree.context([user("a")])
+    message = {"role": "assistant", "content": "b", "reasoning_content": "hm"}
+    tree.add(context, completion, message, message)
+    assert tree.context([user("a"), {"role": "assistant", "content": "b"}, user("c")]).parent == 0
+    assert tree.context([user("a"), message, user("c")]).parent == 0
+    changed = message | {"reasoning_content": "changed"}
+    assert tree.context([user("a"), changed, user("c")]).num_known == 0
+
+
+def test_conversation_without_room_is_refused(renderer: Renderer) -> None:
+    tree = CallTree(renderer, max_tokens=20)
+    with pytest.raises(DoesNotFit, match="tokens"):
+        tree.context([user("a" * 30)])
+    with pytest.raises(DoesNotFit, match="characters"):
+        tree.context([user("a" * 100_000)])
+    with pytest.raises(NotRenderable):
+        CallTree(make_renderer_that_fails(), 100).context([user("a")])
+
+
+def make_renderer_that_fails() -> Any:
+    class Fails:
+        stop_ids = (1,)
+
+        def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
+            raise ValueError("no")
+
+    return Fails()
