@@ -11,8 +11,8 @@ import pytest
 from tests.size import PACKAGE, figures
 
 CEILINGS = {
-    "lines": 51_700,
-    "modules": 207,
+    "lines": 53_600,
+    "modules": 213,
     "small modules": 7,
     "modules with a shared name": 4,
     "rooms": 27,

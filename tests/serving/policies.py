@@ -20,6 +20,8 @@ class Scripted:
     Token `i` of a completion has log-probability `-i / 8` and version 3. It counts its calls, and those cancelled.
     """
 
+    stop: tuple[str, ...] = ()
+
     def __init__(self, *replies: Message, pause: "Callable[[], asyncio.Event] | None" = None) -> None:
         self.replies, self.calls, self.num_cancelled = list(replies), list[Call](), 0
         self.pause = pause
@@ -27,12 +29,14 @@ class Scripted:
 
     async def call(self, call: Call, on_tokens: OnTokens | None = None) -> Reply:
         self.calls.append(call)
-        message, token_ids, finish_reason = self._said(call)
-        logprobs = [-index / 8 for index in range(len(token_ids))]
         if call.prompt_ids is not None and max(call.prompt_ids, default=0) > END:
             raise Refused(f"token_ids: must be at most {END}", param="token_ids")
+        message, token_ids, finish_reason = self._said(call)
+        logprobs = [-index / 8 for index in range(len(token_ids))]
         try:
             for index, token in enumerate(token_ids):
+                if message.get("fails") and index == 1:
+                    raise RuntimeError("a secret of the server")
                 if on_tokens is not None:
                     on_tokens([token], [logprobs[index]])
                 if self.pause is not None and index == len(token_ids) // 2:
@@ -52,8 +56,12 @@ class Scripted:
             message=message,
         )
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return bytes(token for token in token_ids if token != END).decode("utf-8", "replace")
+    def read(self, call: Call, token_ids: Sequence[int]) -> Message:
+        text = bytes(token for token in token_ids if token != END).decode("utf-8", "replace")
+        content, mark, _ = text.partition("<tool_call>") if call.tools else (text, "", "")
+        ends = [(content.find(stop) + len(stop), content.find(stop)) for stop in call.stop if stop in content]
+        content = content[: min(ends)[1]] if ends else content
+        return {"role": "assistant", "content": content} | ({"tool_calls": [{}]} if mark else {})
 
     def token_text(self, token_id: int) -> str:
         return "<end>" if token_id == END else bytes([token_id]).decode("utf-8", "replace")
@@ -64,7 +72,11 @@ class Scripted:
         return list((json.dumps(call.messages) if call.text is None else call.text).encode())
 
     def _said(self, call: Call) -> tuple[Message, list[int], FinishReason]:
-        asked = self.decode(self._prompt(call)) if call.messages is None else str(call.messages[-1]["content"])
+        asked = (
+            str(self.read(Call(), self._prompt(call))["content"])
+            if call.messages is None
+            else str(call.messages[-1]["content"])
+        )
         message = dict(self.replies.pop(0) if self.replies else {"role": "assistant", "content": asked[::-1]})
         content = str(message["content"])
         written = content + "".join(
@@ -74,7 +86,7 @@ class Scripted:
         reason: FinishReason = "stop"
         if call.max_tokens is not None and len(tokens) > call.max_tokens:
             tokens, reason = tokens[: call.max_tokens], "length"
-            message = {"role": "assistant", "content": self.decode(tokens)}
+            message = {"role": "assistant", "content": self.read(Call(), tokens)["content"]}
         ends = [(content.find(stop) + len(stop), content.find(stop)) for stop in call.stop if stop in content]
         if ends and len(content[: min(ends)[0]].encode()) <= len(tokens):
             end, start = min(ends)

@@ -15,6 +15,8 @@ from titanrl.environments.interface import Message, Tool
 OnTokens = Callable[[Sequence[int], Sequence[float]], None]
 """Function that gets the tokens of a completion as they are sampled, and their log-probabilities in nats, `[T]` each."""
 
+SERVER_ERROR = "server_error"
+"""Type of an error that is not the client's fault, in OpenAI's terms."""
 MAX_ENDED = 65_536
 """Keys of ended callers that `Callers` remembers, to tell a call after the end from a wrong key."""
 
@@ -78,7 +80,13 @@ class Refused(TitanRLError):
     """A call that is not answered; the client gets the status and the message, in the error format of its protocol."""
 
     def __init__(
-        self, message: str, *, status: int = 400, kind: str = "invalid_request_error", param: str | None = None
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
     ) -> None:
         """Create the error.
 
@@ -88,9 +96,10 @@ class Refused(TitanRLError):
                 calls, 503 no weights or shutting down, 504 out of time.
             kind: Type of the error in OpenAI's terms.
             param: Parameter of the request that is to blame.
+            code: Code of the error in OpenAI's terms, such as `model_not_found`.
         """
         super().__init__(message)
-        self.status, self.kind, self.param = status, kind, param
+        self.status, self.kind, self.param, self.code = status, kind, param, code
 
 
 class Caller(Protocol):
@@ -98,6 +107,9 @@ class Caller(Protocol):
 
     A caller belongs to one key: in training to one episode, in `titanrl serve` to a user.
     """
+
+    stop: tuple[str, ...]
+    """Texts that end every completion, in addition to those of a call."""
 
     async def call(self, call: Call, on_tokens: OnTokens | None = None) -> Reply:
         """Return the policy's reply. Calls may overlap. Cancelling the task cancels the generation.
@@ -111,8 +123,8 @@ class Caller(Protocol):
             Refused: The call cannot be answered.
         """
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens, without special tokens."""
+    def read(self, call: Call, token_ids: Sequence[int]) -> Message:
+        """Return the message that the first tokens of a completion are read as; see `Reply.message`."""
 
     def token_text(self, token_id: int) -> str:
         """Return the text of one token, including special tokens."""
@@ -148,7 +160,7 @@ class Callers:
         """
         digest = self._digest(key)
         if digest in self._ended:
-            raise Refused("the episode of this key has ended. Make no calls after the end.", status=410, kind="gone_error")
+            raise Refused("the episode of this key has ended. Make no calls after the end.", status=410, code="ended")
         return self._callers.get(digest)
 
     def _digest(self, key: str) -> bytes:
