@@ -1,9 +1,12 @@
 """Payloads of groups in memory and in files, and fetches from storage shards whose process dies."""
 
 import asyncio
+import inspect
 import os
 import pickle
+import tempfile
 import threading
+import tracemalloc
 from collections.abc import Awaitable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,8 +19,18 @@ from hypothesis import strategies as st
 
 from tests.endpoints import FakeEndpoint
 from titanrl.base.errors import TokensLostError
+from titanrl.base.pickling import MOVED
 from titanrl.carriers.types import GroupHandle
-from titanrl.replay.shards import Payloads, ShardDirectory, shared_payloads
+from titanrl.replay import shards
+from titanrl.replay.shards import (
+    Payloads,
+    ShardDirectory,
+    StorageShard,
+    read_groups,
+    shard_file,
+    shared_payloads,
+    write_groups,
+)
 
 WANTED = [(GroupHandle(shard=1, slot=2, serial=3), 0)]
 
@@ -100,6 +113,105 @@ def test_storage_stays_consistent_while_threads_write_and_read(tmp_path: Path) -
     assert payloads.usage.num_bytes == 16 * 200
 
 
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_group_that_does_not_fit_on_the_disk_is_not_stored(is_replaced: bool, tmp_path: Path) -> None:
+    payloads = Payloads(100, tmp_path / "missing")  # no file can be created in it
+    payloads.put(handle(0), [b"x" * 60])
+    with pytest.raises(FileNotFoundError):
+        payloads.put(handle(0 if is_replaced else 1, 2), [b"y" * 150])
+    assert (payloads.usage.num_bytes, payloads.usage.num_spilled_bytes) == ((0, 0) if is_replaced else (60, 0))
+    if not is_replaced:
+        assert contents(payloads, handle(0)) == [b"x" * 60]
+    (tmp_path / "missing").mkdir()
+    payloads.put(handle(1, 3), [b"z" * 90])
+    payloads.put(handle(2, 3), [b"z" * 90])
+    assert contents(payloads, handle(1, 3)) == contents(payloads, handle(2, 3)) == [b"z" * 90]
+
+
+def test_readers_do_not_wait_while_a_group_is_moved_to_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    payloads, is_writing, may_end = Payloads(100, tmp_path), threading.Event(), threading.Event()
+    create = tempfile.TemporaryFile
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        is_writing.set()
+        assert may_end.wait(10)
+        return create(*args, **kwargs)
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", slow)
+    payloads.put(handle(0), [b"x" * 60])
+    with ThreadPoolExecutor(1) as thread:
+        putting = thread.submit(payloads.put, handle(1), [b"y" * 60])
+        try:
+            assert is_writing.wait(10)
+            assert contents(payloads, handle(0)) == [b"x" * 60]
+            payloads.drop([handle(0)])
+        finally:
+            may_end.set()
+        putting.result(10)
+    assert (payloads.usage.num_bytes, payloads.usage.num_spilled_bytes) == (60, 0)
+
+
+async def call(shard: StorageShard, endpoint: str, *args: Any) -> None:
+    """Call an endpoint without Monarch."""
+    await inspect.unwrap(vars(StorageShard)[endpoint]._method)(shard, *args)
+
+
+async def test_groups_are_saved_and_loaded_one_at_a_time(tmp_path: Path) -> None:
+    saving, loading = (StorageShard(number, 1 << 20, tmp_path / f"shard{number}") for number in (92, 93))
+    groups = {GroupHandle(shard=92, slot=slot, serial=1): [bytes([slot]) * 1_000_000, b"short"] for slot in range(12)}
+    for folder in ("shard92", "shard93"):
+        (tmp_path / folder).mkdir()
+    for key, parts in groups.items():  # 11 of them are moved to files
+        shared_payloads(92, 1 << 20, tmp_path).put(key, parts)
+    handles = [*groups][:-1]
+    moves = [(old, GroupHandle(shard=93, slot=old.slot + 1, serial=7)) for old in handles[2:]]
+    tracemalloc.start()
+    await call(saving, "save", tmp_path, [*handles, GroupHandle(shard=5, slot=0, serial=1)])
+    await call(saving, "finish_save")
+    await call(loading, "load", tmp_path, moves)
+    assert tracemalloc.get_traced_memory()[1] < 6_000_000, "more than a few groups were in memory at once"
+    tracemalloc.stop()
+    assert dict(read_groups(shard_file(tmp_path, 92))) == {key: tuple(groups[key]) for key in handles}
+    for saved, current in moves:
+        assert contents(shared_payloads(93, 1 << 20, tmp_path), current) == groups[saved]
+    with pytest.raises(AssertionError, match="does not have the tokens"):
+        await call(loading, "load", tmp_path, [([*groups][-1], GroupHandle(shard=93, slot=0, serial=8))])
+
+
+async def test_second_save_waits_for_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failed checkpoint is written again to the same file while the first attempt may still be in its thread."""
+    shard, may_write = StorageShard(94, 1000, tmp_path), threading.Event()
+    first, second = (GroupHandle(shard=94, slot=slot, serial=1) for slot in range(2))
+    for key in (first, second):
+        shared_payloads(94, 1000, tmp_path).put(key, [b"tokens"])
+
+    def delayed(path: Path, groups: Any) -> None:
+        assert first not in groups or may_write.wait(10)
+        write_groups(path, groups)
+
+    monkeypatch.setattr(shards, "write_groups", delayed)
+    await call(shard, "save", tmp_path, [first])
+    await call(shard, "save", tmp_path, [second])
+    finishing = asyncio.create_task(call(shard, "finish_save"))
+    await asyncio.wait({finishing}, timeout=0.2)
+    may_write.set()
+    await asyncio.wait_for(finishing, 10)
+    await asyncio.sleep(0.2)
+    assert dict(read_groups(shard_file(tmp_path, 94))) == {second: (b"tokens",)}
+
+
+async def test_segments_of_renamed_modules_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MOVED, "titanrl.before", "titanrl.carriers.types")
+    content = pickle.dumps(WANTED[0][0], 0).replace(b"titanrl.carriers.types", b"titanrl.before")
+
+    async def reply() -> list[bytes]:
+        return [content]
+
+    directory = ShardDirectory()
+    directory.use(1, shard(reply()))
+    assert await directory.fetch(1, WANTED) == [WANTED[0][0]]
+
+
 def shard(reply: Awaitable[list[bytes]]) -> Any:
     """Return a fake shard with this reply."""
 
@@ -120,30 +232,30 @@ async def forgotten() -> list[bytes]:
 
 
 async def test_fetch_fails_when_another_thread_reports_that_its_shard_died() -> None:
-    shards = ShardDirectory()
-    shards.use(0, shard(answer()))
-    shards.use(1, shard(silence()))
-    fetching = asyncio.create_task(shards.fetch(1, WANTED))
-    assert await shards.fetch(0, WANTED) == ["segment"]
+    directory = ShardDirectory()
+    directory.use(0, shard(answer()))
+    directory.use(1, shard(silence()))
+    fetching = asyncio.create_task(directory.fetch(1, WANTED))
+    assert await directory.fetch(0, WANTED) == ["segment"]
     assert not fetching.done()
-    teller = threading.Thread(target=shards.use, args=(1, None))
+    teller = threading.Thread(target=directory.use, args=(1, None))
     teller.start()
     with pytest.raises(TokensLostError, match="died"):
         await asyncio.wait_for(fetching, 10)
     teller.join()
     with pytest.raises(TokensLostError):
-        await shards.fetch(1, WANTED)
-    shards.use(1, shard(answer()))
-    assert await shards.fetch(1, WANTED) == ["segment"]
+        await directory.fetch(1, WANTED)
+    directory.use(1, shard(answer()))
+    assert await directory.fetch(1, WANTED) == ["segment"]
 
 
 async def test_replacing_a_shard_fails_fetches_from_the_previous_one() -> None:
-    shards = ShardDirectory()
-    shards.use(1, shard(silence()))
-    fetching = asyncio.create_task(shards.fetch(1, WANTED))
+    directory = ShardDirectory()
+    directory.use(1, shard(silence()))
+    fetching = asyncio.create_task(directory.fetch(1, WANTED))
     await asyncio.sleep(0)
-    shards.use(1, shard(forgotten()))
+    directory.use(1, shard(forgotten()))
     with pytest.raises(TokensLostError):
         await asyncio.wait_for(fetching, 10)
     with pytest.raises(TokensLostError):  # the new one does not have the groups of the old one
-        await shards.fetch(1, WANTED)
+        await directory.fetch(1, WANTED)

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
+from typing import IO
 
 from titanrl.base.errors import TitanRLError
 from titanrl.base.ownership import open_regular
@@ -120,13 +121,20 @@ def replace_lines(path: Path, lines: Iterable[str], *, durable: bool = False) ->
             sync_folder(path.parent)
 
 
-def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file of a folder that is not committed yet, and wait until it is on disk. Parent folders are created."""
+@contextmanager
+def writing_file(path: Path) -> Iterator[IO[bytes]]:
+    """Write a file of a folder that is not committed yet; at the end it is on disk. Parent folders are created."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with naming(path), path.open("wb") as file:
-        file.write(content)
+        yield file
         file.flush()
         os.fsync(file.fileno())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file as `writing_file` does."""
+    with writing_file(path) as file:
+        file.write(content)
 
 
 def sync_file(path: Path) -> None:

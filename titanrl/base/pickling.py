@@ -50,14 +50,10 @@ def float32_bytes(values: npt.NDArray[Any]) -> bytes:
 
 
 class _SavedReader(pickle.Unpickler):
-    has_moved = False
-
     def find_class(self, module: str, name: str) -> Any:
-        self.has_moved |= module in MOVED
         return super().find_class(MOVED.get(module, module), name)
 
 
-def read_saved(content: bytes) -> tuple[Any, bool]:
-    """Unpickle an object of a checkpoint. Also return True if an earlier version wrote it, with modules in `MOVED`."""
-    reader = _SavedReader(io.BytesIO(content))
-    return reader.load(), reader.has_moved
+def read_saved(saved: bytes | io.BufferedReader) -> Any:
+    """Unpickle an object of a checkpoint, or the next one of a file, also if an earlier version wrote it."""
+    return _SavedReader(io.BytesIO(saved) if isinstance(saved, bytes) else saved).load()

@@ -736,10 +736,10 @@ class ReplayBuffer(GroupBuffer, Actor):
     @concurrent_endpoint
     async def load(self, path: Path, freshness: Freshness, num_shards: int) -> Restored:
         """Restore a saved state; see `GroupBuffer.restore`."""
-        state, _ = read_saved(await asyncio.to_thread(path.read_bytes))
+        state = read_saved(await asyncio.to_thread(path.read_bytes))
         assert isinstance(state, BufferState), f"{path} is not the state of a buffer"
         file = path.with_name(PROMPTS_FILE)
-        prompts = read_saved(await asyncio.to_thread(file.read_bytes))[0] if file.exists() else None
+        prompts = read_saved(await asyncio.to_thread(file.read_bytes)) if file.exists() else None
         if self.mixture.load_state_dict(prompts):
             return self.restore(state, freshness, num_shards)
         restored = self.restore(state.without_groups(), freshness, num_shards)

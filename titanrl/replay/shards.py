@@ -10,12 +10,13 @@ import mmap
 import pickle
 import tempfile
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from titanrl.base.errors import TokensLostError
-from titanrl.base.files import write_bytes
+from titanrl.base.files import writing_file
 from titanrl.base.pickling import read_saved
 from titanrl.carriers.types import GroupHandle, Segment
 from titanrl.processes.actors import Actor, ActorError, SupervisionError, ask_actor, cause_of, concurrent_endpoint
@@ -27,14 +28,15 @@ Parts = tuple[bytes | memoryview, ...]
 class Payloads:
     """Pickled segments by handle. When they exceed the memory limit, the oldest groups are moved to files.
 
-    Any thread may call the methods. The files are unnamed. The operating system deletes a file when its group is dropped, or
-    when the process exits or crashes.
+    Any thread may call the methods; only `put` waits for the disk. The files are unnamed. The operating system deletes a file
+    when its group is dropped, or when the process exits or crashes.
     """
 
     def __init__(self, memory_bytes: int, folder: Path) -> None:
         """Create an empty storage. `folder` must exist once a file is needed."""
         self._limit, self._folder = memory_bytes, folder
         self._lock = threading.Lock()
+        self._spilling = threading.Lock()
         self._groups: dict[int, tuple[GroupHandle, Parts]] = {}  # by slot
         self._in_memory: dict[int, int] = {}  # bytes by slot, oldest first
         self._in_files: dict[int, int] = {}  # bytes by slot
@@ -48,15 +50,22 @@ class Payloads:
             return ShardUsage(num_bytes=self._num_memory_bytes + spilled, num_spilled_bytes=spilled)
 
     def put(self, handle: GroupHandle, parts: Sequence[bytes]) -> None:
-        """Store a group in place of the previous one in its slot."""
+        """Store a group in place of the previous one in its slot.
+
+        Raises:
+            OSError: A group beyond the memory limit cannot be written to a file; this one is not stored.
+        """
         size = sum(map(len, parts))
         with self._lock:
             self._forget(handle.slot)
             self._groups[handle.slot] = (handle, tuple(parts))
             self._in_memory[handle.slot] = size
             self._num_memory_bytes += size
-            while self._num_memory_bytes > self._limit:
-                self._spill(next(iter(self._in_memory)))
+        try:
+            self._spill()
+        except OSError:
+            self.drop([handle])
+            raise
 
     def get(self, handle: GroupHandle) -> Parts:
         """Return the parts of a group. Raise `KeyError` if the slot now holds another group, or none."""
@@ -78,20 +87,31 @@ class Payloads:
         self._num_memory_bytes -= self._in_memory.pop(slot, 0)
         self._in_files.pop(slot, None)
 
-    def _spill(self, slot: int) -> None:
-        handle, parts = self._groups[slot]
-        size = self._in_memory.pop(slot)
-        self._num_memory_bytes -= size
-        self._in_files[slot] = size
-        with tempfile.TemporaryFile(dir=self._folder) as file:
-            file.writelines(parts)
-            file.flush()
-            view = memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ))
-        spilled, start = [], 0
-        for part in parts:
-            spilled.append(view[start : start + len(part)])
-            start += len(part)
-        self._groups[slot] = (handle, tuple(spilled))
+    def _spill(self) -> None:
+        """Move groups to files, oldest first, until the others are within the memory limit. Readers do not wait meanwhile."""
+        with self._spilling:
+            while True:
+                with self._lock:
+                    if self._num_memory_bytes <= self._limit:
+                        return
+                    slot, size = next(iter(self._in_memory.items()))
+                    stored = self._groups[slot]
+                handle, parts = stored
+                spilled = (handle, _in_file(parts, size, self._folder))
+                with self._lock:
+                    if self._groups.get(slot) is stored:  # else it was dropped or replaced
+                        self._forget(slot)
+                        self._groups[slot], self._in_files[slot] = spilled, size
+
+
+def _in_file(parts: Parts, size: int, folder: Path) -> Parts:
+    """Write parts to an unnamed file in a folder, and return views of its content."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.writelines(parts)
+        file.flush()
+        view = memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ))
+    ends = list(accumulate(map(len, parts)))
+    return tuple(view[start:end] for start, end in zip([0, *ends], ends, strict=False))
 
 
 _shared: dict[int, Payloads] = {}
@@ -105,13 +125,19 @@ def shared_payloads(number: int, memory_bytes: int, folder: Path) -> Payloads:
     return _shared.setdefault(number, Payloads(memory_bytes, folder))
 
 
-def read_groups(path: Path) -> dict[GroupHandle, tuple[bytes, ...]]:
-    """Return the groups in a file of a checkpoint. Trainer ranks unpickle their segments."""
-    groups: dict[GroupHandle, tuple[bytes, ...]]
-    groups, is_earlier = read_saved(path.read_bytes())
-    if not is_earlier:
-        return groups
-    return {handle: tuple(pickle.dumps(read_saved(part)[0], -1) for part in parts) for handle, parts in groups.items()}
+def write_groups(path: Path, groups: Mapping[GroupHandle, Parts]) -> None:
+    """Write a file of a checkpoint. Only one group at a time is in memory twice."""
+    with writing_file(path) as file:
+        for handle, parts in groups.items():
+            pickle.dump((handle, tuple(map(bytes, parts))), file, pickle.HIGHEST_PROTOCOL)
+
+
+def read_groups(path: Path) -> Iterator[tuple[GroupHandle, tuple[bytes, ...]]]:
+    """Yield the groups in a file of a checkpoint. Trainer ranks unpickle their segments."""
+    with path.open("rb") as file:
+        while file.peek(1):
+            content = read_saved(file)
+            yield from content.items() if isinstance(content, dict) else [content]  # earlier versions wrote one dictionary
 
 
 def shard_file(folder: Path, shard: int) -> Path:
@@ -134,19 +160,21 @@ class StorageShard(Actor):
 
     @concurrent_endpoint
     async def get(self, wanted: Sequence[tuple[GroupHandle, int]]) -> list[bytes]:
-        """Return segments by handle and index in the group. Raise `KeyError` if a slot now holds another group, or none."""
+        """Return segments by handle and index in the group. Raise `KeyError` as `Payloads.get` does."""
         return [bytes(self._payloads.get(handle)[segment]) for handle, segment in wanted]
 
     @concurrent_endpoint
     async def save(self, folder: Path, handles: Sequence[GroupHandle]) -> None:
         """Start a thread that writes this shard's groups among `handles` to its file. Later calls may delete the groups."""
         held = {handle: self._payloads.get(handle) for handle in handles if handle.shard == self._number}
+        earlier = self._saving
 
-        def write() -> None:
-            groups = {handle: tuple(bytes(part) for part in parts) for handle, parts in held.items()}
-            write_bytes(shard_file(folder, self._number), pickle.dumps(groups, pickle.HIGHEST_PROTOCOL))
+        async def write() -> None:
+            if earlier is not None:  # a checkpoint that failed may still be written to the same file
+                await asyncio.wait({earlier})
+            await asyncio.to_thread(write_groups, shard_file(folder, self._number), held)
 
-        self._saving = asyncio.create_task(asyncio.to_thread(write))
+        self._saving = asyncio.create_task(write())
 
     @concurrent_endpoint
     async def finish_save(self) -> None:
@@ -158,10 +186,14 @@ class StorageShard(Actor):
     async def load(self, folder: Path, moves: Sequence[Move]) -> None:
         """Read the groups that now belong to this shard. `moves` maps saved handles to current ones."""
         missing = {saved: current for saved, current in moves if current.shard == self._number}
-        for shard in {saved.shard for saved in missing}:
-            content = await asyncio.to_thread(read_groups, shard_file(folder, shard))
-            for saved in missing.keys() & content.keys():
-                self._payloads.put(missing.pop(saved), content[saved])
+
+        def read() -> None:
+            for shard in {saved.shard for saved in missing}:
+                for saved, parts in read_groups(shard_file(folder, shard)):
+                    if saved in missing:
+                        self._payloads.put(missing.pop(saved), parts)
+
+        await asyncio.to_thread(read)
         assert not missing, f"{folder} does not have the tokens of {list(missing)}"
 
 
@@ -187,8 +219,12 @@ class ShardDirectory:
             died.get_loop().call_soon_threadsafe(finish, died)
 
     async def fetch(self, number: int, wanted: Sequence[tuple[GroupHandle, int]]) -> list[Segment]:
-        """Fetch segments by handle and index in the group. Raise `TokensLostError` if the process that held them died."""
-        lost = TokensLostError(f"the storage shard that held {wanted[0][0]} died")
+        """Fetch segments by handle and index in the group; `wanted` has at least one. `use` has been called for `number`.
+
+        Raises:
+            TokensLostError: The shard no longer has the groups, usually because its process died.
+        """
+        lost = TokensLostError(f"the storage shard that held {wanted[0][0]} died, or no longer has it")
         died = asyncio.get_running_loop().create_future()
         with self._lock:
             shard = self._shards[number]
@@ -201,7 +237,7 @@ class ShardDirectory:
             await asyncio.wait({reply, died}, return_when=asyncio.FIRST_COMPLETED)
             if not reply.done():
                 raise lost
-            return [pickle.loads(segment) for segment in reply.result()]
+            return [read_saved(segment) for segment in reply.result()]
         except (ActorError, SupervisionError) as error:
             if isinstance(cause_of(error), KeyError | SupervisionError):
                 raise lost from None

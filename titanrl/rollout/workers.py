@@ -433,7 +433,7 @@ class Outbox:
             # Store the tokens first: the trainer may fetch them as soon as the buffer has the record.
             for record, rollouts, _ in groups:
                 if record.has_payload:
-                    self._payloads.put(record.handle, packed(rollouts))
+                    await asyncio.to_thread(self._payloads.put, record.handle, packed(rollouts))
             with span("deliver"):
                 await ask_actor(self._buffer.commit, [record for record, _, _ in groups], self._payloads.usage)
 
