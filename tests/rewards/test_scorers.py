@@ -3,6 +3,7 @@
 import json
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from itertools import product
 from pathlib import Path
@@ -40,6 +41,11 @@ def test_last_answer_takes_linear_time() -> None:
         ("<answer>two\n words</answer>", "two  words", 1.0),
         ("<answer>1.50</answer>", "1.5", 1.0),
         ("<answer>1e3</answer>", 1000, 1.0),
+        ("<answer>1 234,56</answer>", "1234.56", 1.0),
+        ("<answer>1 234,56</answer>", "123456", 0.0),
+        ("<answer>- 1,234</answer>", "-1234", 1.0),
+        ("<think>4</think> <answer>7", "<answer>7", 1.0),
+        ("<think>so <answer>7</answer></think>\n", "7", 1.0),
         ("<answer>0.1</answer>", 0.1, 1.0),
         ("<answer>1.5000000000000000001</answer>", "1.5", 0.0),
         ("<answer>NaN</answer>", "1", 0.0),
@@ -63,6 +69,9 @@ def test_reasoning_gym_scores_the_text_in_answer_tags() -> None:
     ("answer", "right", "reward"),
     [
         ("1,234", "1234", 1.0),
+        ("1.234,56", "1234.56", 1.0),
+        ("1 234,56", "1234.56", 1.0),
+        ("1.234.567", "1234567", 1.0),
         ("**7**", "7", 1.0),
         ("\u22127", "-7", 1.0),
         ("$7$", "7", 1.0),
@@ -242,6 +251,32 @@ def test_completion_of_many_marks_is_searched_in_linear_time(verify_math) -> Non
     assert time.monotonic() - started_s < 20.0  # a quadratic search would take minutes
 
 
+@pytest.mark.parametrize(("before", "after", "found"), [(r"\boxed{", "}", None), (r"\boxed{1} and ", r"\boxed{2}", "1, 2")])
+def test_many_boxes_are_searched_in_linear_time(before: str, after: str, found: str | None) -> None:
+    count = 300_000
+    text = before * count + after * (count if found is None else 1)
+    started_s = time.process_time()
+    boxed = last_boxed(text)
+    assert time.process_time() - started_s < 5.0  # a quadratic search would take more than three times as long
+    assert boxed == (text[len(before) : -1] if found is None else found)
+
+
+@pytest.mark.parametrize(
+    ("between", "found"),
+    [
+        (" and ", "1, 2"),
+        (", or\n", "1, 2"),
+        ("$, $", "1, 2"),
+        (" " * 30 + "or" + " " * 30, "1, 2"),
+        ("", "2"),
+        (" but finally ", "2"),
+        (", " + " " * 25 + "but finally ", "2"),
+    ],
+)
+def test_boxes_are_joined_only_by_a_conjunction(between: str, found: str) -> None:
+    assert last_boxed(rf"so \boxed{{1}}{between}\boxed{{2}}.") == found
+
+
 def test_long_marked_answer_is_wrong_and_not_parsed(verify_math) -> None:
     assert verify_math(f"<answer>{'(' * 3000}</answer>", {"answer": "18"}) == 0.0
 
@@ -268,6 +303,9 @@ def test_math_verify_executes_no_code(verify_math, code: str) -> None:
         (r"\boxed{1,000}", "1000", 1.0),
         (r"\boxed{\{2, 1\}}", r"\{1, 2\}", 1.0),
         (r"\boxed{\frac{1}{3}}", "1/2", 0.0),
+        (r"\boxed{35} <answer>36", "36", 1.0),
+        (r"<answer>35 or \boxed{36}</answer>", "36", 1.0),
+        ("The answer is:\n\n36\nor so", "36", 1.0),
         ("it is 35", "36", 0.0),
         ("I do not know", "36", 0.0),
         (r"\boxed{\frac{1}{", "36", 0.0),
@@ -286,3 +324,12 @@ def test_math_verify_raises_if_a_comparison_takes_too_long(verify_math) -> None:
 def test_math_verify_raises_without_a_parsable_answer(verify_math) -> None:
     with pytest.raises(ValueError, match=re.escape("the expected answer must not be empty (got '')")):
         verify_math("36", {"answer": ""})
+    with pytest.raises(ValueError, match="math-verify cannot parse the expected answer"):
+        verify_math(r"\boxed{x}", {"answer": "costs $"})
+
+
+def test_math_verify_raises_outside_of_the_main_thread(verify_math) -> None:
+    entry = {"answer": r"2\sqrt{2}"}
+    assert verify_math(r"\boxed{\sqrt{8}}", entry) == 1.0
+    with ThreadPoolExecutor(1) as thread, pytest.raises(RuntimeError, match="only in the main thread"):
+        thread.submit(verify_math, r"\boxed{\sqrt{8}}", entry).result()

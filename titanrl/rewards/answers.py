@@ -109,11 +109,19 @@ def plain(text: str) -> str:
 
 def number(text: str) -> Fraction | None:
     """Return the value of a number without a unit, such as `-1,234.50`, `1e3` or `18.`; None for any other text."""
+    bare = bare_number(text)
+    return None if bare is None else Fraction(bare)
+
+
+def bare_number(text: str) -> str | None:
+    """Return a number without a unit as Python writes it, such as `1234.50` for `+1.234,50`; None for any other text."""
     if len(text) > MAX_CHARS:
         return None
     found = _DECIMAL.fullmatch(plain(text).strip().removesuffix("."))
-    read_number = None if found is None else _decimal(found["mantissa"], found["power"])
-    return None if read_number is None else read_number.value
+    if found is None or _decimal(found["mantissa"], found["power"]) is None:
+        return None
+    power = re.sub(r"\s", "", found["power"] or "")
+    return _digits(found["mantissa"]).removeprefix("+") + (power and f"e{power}")
 
 
 def read(text: str, *, is_reference: bool = False) -> Answer:
@@ -199,12 +207,7 @@ def _number(text: str) -> Number | None:
 
 def _decimal(mantissa: str, power: str | None) -> Number | None:
     """Read a decimal number, possibly with separators of thousands and with an exponent of ten."""
-    digits = re.sub(r"[\s'_]", "", mantissa)
-    if digits.rfind(",") > digits.rfind(".") >= 0:  # 1.234,56
-        digits = digits.replace(".", "").replace(",", ".")
-    elif digits.count(".") > 1:  # 1.234.567
-        digits = digits.replace(".", "")
-    digits = digits.replace(",", "").removesuffix(".")
+    digits = _digits(mantissa)
     exponent = re.sub(r"\s", "", power or "0")
     if len(exponent) > 5 or abs(int(exponent)) > MAX_EXPONENT:
         return None
@@ -215,6 +218,16 @@ def _decimal(mantissa: str, power: str | None) -> Number | None:
         decimals=len(part) - int(exponent) if part else None,
         num_digits=len(digits.replace(".", "").lstrip("+-0")),
     )
+
+
+def _digits(mantissa: str) -> str:
+    """Return a decimal number without separators of thousands, and with a decimal point if it has decimals."""
+    digits = re.sub(r"[\s'_]", "", mantissa)
+    if digits.rfind(",") > digits.rfind(".") and ("." in digits or re.search(r"\d\s\d", mantissa)):  # 1.234,56 or 1 234,56
+        digits = digits.replace(".", "").replace(",", ".")
+    elif digits.count(".") > 1:  # 1.234.567
+        digits = digits.replace(".", "")
+    return digits.replace(",", "").removesuffix(".")
 
 
 def _fraction(text: str) -> Number | None:

@@ -1,11 +1,13 @@
-"""Factories of the built-in rewards, and of custom rewards that run in the sandbox.
+"""Factories of the built-in rewards, and of custom rewards.
 
-Each factory returns a function that takes the text of a completion and the entry of its prompt, and returns a reward. If the
-function raises, the rollout has no reward: it is left out of its group and counted in `reward/error_frac`.
+Each factory of a built-in reward returns a function of the text of a completion and the entry of its prompt; that of `overlong`
+also takes the number of tokens. If the function raises, the rollout has no reward: it is left out of its group and counted in
+`reward/error_frac`.
 """
 
 import logging
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import product
@@ -13,7 +15,19 @@ from typing import Any, Literal
 
 from titanrl.base.plugins import Plugin
 from titanrl.carriers.rewards import check_reward
-from titanrl.rewards.answers import MAX_CHARS, Answer, Choice, Words, after_thoughts, equal, number, plain, read, unwrapped
+from titanrl.rewards.answers import (
+    MAX_CHARS,
+    Answer,
+    Choice,
+    Words,
+    after_thoughts,
+    bare_number,
+    equal,
+    number,
+    plain,
+    read,
+    unwrapped,
+)
 
 Scorer = Callable[[str, Mapping[str, Any]], float]
 """Function from the text of a completion and the entry of its prompt to a reward."""
@@ -23,7 +37,7 @@ MAX_PROSE_CHARS = 20_000
 
 _TAG = re.compile("</?answer>")
 _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
-_JOINT = re.compile(r"[\s$]*(?:,|,?\s*(?:and|or))[\s$]*")
+_JOINTS = {",", "and", "or", ",and", ",or"}
 _STATED = re.compile(r"(?i)\b(?:answer|option|choice)\b[*_\s]*(?:is\b|are\b|=|:)[:*_ \t]*|####")
 _NUMBER = re.compile(r"\d[\d.,]*(?<=\d)")
 _UNSURE = re.compile(
@@ -34,10 +48,10 @@ _WORD = re.compile(r"(?<![\\a-z])(?!(?:sin|cos|tan|cot|sec|csc|log|exp|sqrt|max|
 
 
 def reasoning_gym(task: str, config: Mapping[str, Any]) -> Scorer:
-    """Return the reward that a reasoning-gym task defines, applied to the text in the last `<answer>` tags.
+    """Return the reward that a reasoning-gym task defines, limited to 0 to 1, for the text in the last `<answer>` tags.
 
-    Without tags, the reward is 0. If the expected answer is a number, an answer such as `1,234`, `**18**` or `18.` is scored
-    without these marks, too, because several tasks compare texts.
+    Without tags, the reward is 0. If the expected answer is a number, an answer such as `1,234`, `1.234,5` or `**18**` is also
+    scored as a plain number, because several tasks compare texts.
 
     Args:
         task: Name of the reasoning-gym task.
@@ -55,9 +69,9 @@ def reasoning_gym(task: str, config: Mapping[str, Any]) -> Scorer:
         if answer is None:
             return 0.0
         rewards, notations = [0.0], [answer]
-        bare = unwrapped(plain(answer)) if len(answer) <= MAX_CHARS else ""
-        if number(str(entry["answer"])) is not None and number(bare) is not None:  # without the marks around and in it
-            notations.append(re.sub(r"[,\s'_]", "", bare).removeprefix("+"))
+        bare = bare_number(unwrapped(plain(answer))) if len(answer) <= MAX_CHARS else None
+        if bare is not None and number(str(entry["answer"])) is not None:
+            notations.append(bare)
         for notation in dict.fromkeys(notations):
             try:
                 rewards.append(float(dataset.score_answer(notation, entry)))
@@ -71,8 +85,9 @@ def reasoning_gym(task: str, config: Mapping[str, Any]) -> Scorer:
 def exact() -> Scorer:
     """Return a reward that is 1 if the answer equals `entry["answer"]`, else 0.
 
-    The answer is the text in the last `<answer>` tags, or the whole text if there are none; `</think>` and all text
-    before it are left out. Runs of white space are treated as one space. Numbers are compared by value: 1,234.50 equals 1234.5.
+    The answer is the text in the last `<answer>` tags, or the whole text if there are none; `</think>` and all text before it
+    are left out, unless nothing follows it. Runs of white space are treated as one space. Numbers are compared by value:
+    1,234.50 equals 1234.5.
     """
 
     def score(text: str, entry: Mapping[str, Any]) -> float:
@@ -90,14 +105,16 @@ def exact() -> Scorer:
 def math_verify(timeout_s: int) -> Scorer:
     """Return a reward that is 1 if the answer equals `entry["answer"]`, as a number, list, text or mathematical expression.
 
-    The answer is the text in the last `<answer>` tags after `</think>`. Without tags, it is the last `\\boxed`, the text after
-    the last "answer is", or else what the package math-verify finds in the text: LaTeX first, then numbers. A text without an
-    answer gets the reward 0. `titanrl.rewards.answers` compares the notations that it can read, math-verify all others. The
-    reward raises if an expression cannot be compared within `timeout_s`, or if the expected answer is empty. math-verify
-    implements its time limits with SIGALRM, so the reward works only in the main thread of a process.
+    The answer is the text in the last `<answer>` tags, or after the last `<answer>` if no tags are closed, and in it the last
+    `\\boxed` if there is one. Without tags, it is the last `\\boxed`, the text after the last "answer is", or else what the
+    package math-verify finds in the text: LaTeX first, then numbers. `</think>` and all text before it are left out, unless
+    nothing follows it. A text without an answer gets the reward 0. `titanrl.rewards.answers` compares the notations that it can
+    read, math-verify all others. The reward raises if an expression cannot be compared within `timeout_s`, or if the expected
+    answer is empty or cannot be parsed.
 
     Raises:
         ImportError: The package is not installed.
+        RuntimeError: This is not the main thread, in which alone math-verify's time limits (SIGALRM) work.
     """
     from math_verify import parse, verify
     from math_verify.errors import TimeoutException
@@ -107,6 +124,10 @@ def math_verify(timeout_s: int) -> Scorer:
     logging.getLogger("math_verify").setLevel(logging.ERROR)
 
     def expressions(text: str) -> list[Any]:
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError(
+                "math_verify compares expressions only in the main thread, because it limits their time by SIGALRM"
+            )
         try:
             return list(parse(text, parsing_timeout=timeout_s, raise_on_error=True))
         except TimeoutException:
@@ -116,7 +137,11 @@ def math_verify(timeout_s: int) -> Scorer:
         except Exception:  # the package raises on some malformed expressions, which count as wrong answers
             return []
 
-    expected = lru_cache(maxsize=64)(lambda latex: expressions(_boxed(latex)))
+    @lru_cache(maxsize=64)
+    def expected(latex: str) -> list[Any]:
+        if not (found := expressions(_boxed(latex))):
+            raise ValueError(f"math-verify cannot parse the expected answer {latex!a:.60}")
+        return found
 
     def are_close(one: Any, other: Any) -> bool:
         """Check the relative error of numbers with decimals, because math-verify only compares six decimals."""
@@ -230,7 +255,7 @@ def repetition(ngram_size: int, unit: Literal["word", "character"]) -> Scorer:
 
 
 def custom(plugin: Plugin) -> Callable[..., Any]:
-    """Return a user-defined reward function.
+    """Return a user-defined reward function of any of the signatures that `BoundReward` accepts.
 
     Raises:
         ValueError: The function cannot be imported, or does not have the signature of a reward.
@@ -261,7 +286,7 @@ def last_boxed(text: str) -> str | None:
 
     Takes linear time. An unclosed `\\boxed` is ignored.
     """
-    boxes: list[tuple[int, int, str]] = []
+    boxes: list[tuple[int, slice]] = []
     opened: list[tuple[int, int] | None] = []
     for token in _BRACE.finditer(text):
         if token[0].endswith("{") and token[0] != r"\{":
@@ -269,22 +294,22 @@ def last_boxed(text: str) -> str | None:
         elif token[0] == "}" and opened and (span := opened.pop()) is not None:
             while boxes and boxes[-1][0] > span[0]:  # inside of this one
                 boxes.pop()
-            boxes.append((span[0], token.end(), text[span[1] : token.start()]))
+            boxes.append((span[0], slice(span[1], token.start())))
     if not boxes:
         return None
-    start, _, content = boxes.pop()
-    contents = [content]
-    while boxes and _JOINT.fullmatch(text[boxes[-1][1] : start][:20]):
-        start, _, content = boxes.pop()
-        contents.insert(0, content)
-    return ", ".join(dict.fromkeys(contents))
+    start, content = boxes.pop()
+    contents = [text[content]]
+    while boxes and "".join(text[boxes[-1][1].stop + 1 : start].replace("$", " ").split()) in _JOINTS:
+        start, content = boxes.pop()
+        contents.append(text[content])
+    return ", ".join(dict.fromkeys(reversed(contents)))
 
 
 def stated_answers(text: str) -> Iterator[str]:
     """Yield what a text without tags may state as its answer, the surest first.
 
-    This is the rest of the line after the last "answer is" or `####`, the first sentence of that, and the text itself if it is
-    short.
+    This is the first line with text after the last "answer is" or `####`, the first sentence of that, and the text itself if it
+    is short.
     """
     *_, last = [None, *_STATED.finditer(text)]
     if last is not None:
