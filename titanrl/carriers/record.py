@@ -37,6 +37,8 @@ BATCH_S = 0.5
 MAX_QUEUED = 4096
 """Records that may wait for `BackgroundRecord` to write them; more are dropped and counted."""
 
+_encoder = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
+
 Columns = Mapping[str, npt.NDArray[Any]]
 """Arrays of equal length, by name."""
 Record = tuple[Mapping[str, Any], Columns]
@@ -214,7 +216,10 @@ def sync_record(run_dir: Path) -> None:
 
 def encode(values: Mapping[str, Any]) -> str:
     """Return a JSON object in one line. Infinities and NaN, which JSON cannot express, become null."""
-    return json.dumps(_finite(values), separators=(",", ":"))
+    try:
+        return _encoder.encode(values)
+    except (TypeError, ValueError):  # rare, and to look for them takes longer than to encode
+        return _encoder.encode(_finite(values))
 
 
 def _finite(value: Any) -> Any:

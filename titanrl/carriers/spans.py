@@ -8,8 +8,6 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -218,19 +216,26 @@ def _forget_timeline() -> None:
 os.register_at_fork(after_in_child=_forget_timeline)  # the thread that writes does not exist in a fork
 
 
-@contextmanager
-def span(name: str, kind: Kind = "work", *, step: int | None = None, version: int | None = None) -> Iterator[None]:
+class _Open:
+    """A span as a context manager: entering and leaving it costs half of what a generator's does."""
+
+    __slots__ = ("_key", "_timeline")
+
+    def __init__(self, timeline: Timeline | None, key: _Key) -> None:
+        self._timeline, self._key = timeline, key
+
+    def __enter__(self) -> None:
+        if self._timeline is not None:
+            self._timeline.begin(self._key)
+
+    def __exit__(self, *error: object) -> None:
+        if self._timeline is not None:
+            self._timeline.end(self._key)
+
+
+def span(name: str, kind: Kind = "work", *, step: int | None = None, version: int | None = None) -> _Open:
     """Record the duration of the body, which may be asynchronous."""
-    timeline = _timeline
-    if timeline is None:
-        yield
-        return
-    key = _Key(name, kind, step, version)
-    timeline.begin(key)
-    try:
-        yield
-    finally:
-        timeline.end(key)
+    return _Open(_timeline, _Key(name, kind, step, version))
 
 
 def process_start() -> float:
