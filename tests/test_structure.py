@@ -11,14 +11,14 @@ import pytest
 from tests.size import PACKAGE, figures
 
 CEILINGS = {
-    "lines": 53_600,
-    "modules": 213,
+    "lines": 54_000,
+    "modules": 214,
     "small modules": 7,
     "modules with a shared name": 4,
     "rooms": 27,
     "arrows": 168,
     "floors": 13,
-    "modules reached by the loop": 112,
+    "modules reached by the loop": 113,
     "functions with one mention": 0.368,
 }
 """Largest figures of `tests.size`. Lower them with the code. A change that needs a higher one says why in its message."""

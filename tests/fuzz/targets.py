@@ -152,6 +152,12 @@ def records(rng: Random, folder: Path) -> int:
             read.append([run.token_texts(each["token_ids"]) for segments in group.tokens() for each in segments])
         except DamagedError:
             damaged = 1
+    for hits in (run.search("1"), run.search(reward=(0, None), step=(0, 1e300)), run.search("1", kind="evaluations")):
+        for number in range(len(hits)):
+            try:
+                read.append(hits[number].completion)
+            except DamagedError:
+                damaged = 1
     for segment in run.trained():
         try:
             read.append(segment.columns())

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, Unpack, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ from titanrl.base.errors import TitanRLError
 from titanrl.base.files import DamagedError, why_no_folder
 from titanrl.carriers.record import Part, decode, parts_of
 from titanrl.carriers.record import read_lines as read_lines
+from titanrl.metrics.index import CompletionIndex, Filters, Found, Kind
 from titanrl.metrics.series import Rows, by_step
 
 TYPES = ("<i4", "<f4", "<f8", "|b1")
@@ -260,6 +261,66 @@ class RecordedProcess:
     """End of its last recorded span."""
 
 
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """A completion that `RunRecord.search` found."""
+
+    group: RecordedGroup
+    """Its group."""
+    number: int
+    """Its position in the group."""
+
+    @property
+    def completion(self) -> RecordedCompletion:
+        """The completion."""
+        return self.group.completions[self.number]
+
+
+class Hits(Sequence[Hit]):
+    """The completions that `RunRecord.search` found. Each is read from its file when it is used."""
+
+    def __init__(self, found: Found) -> None:
+        """Read nothing yet."""
+        self._parts, self._rows = found
+
+    def __len__(self) -> int:
+        """Return their number."""
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Hit: ...
+    @overload
+    def __getitem__(self, index: slice) -> "Hits": ...
+    def __getitem__(self, index: int | slice) -> "Hit | Hits":
+        """Read a completion; a slice reads none.
+
+        Raises:
+            DamagedError: Its line is damaged, or the run has deleted or replaced it since the search.
+        """
+        if isinstance(index, slice):
+            return Hits(Found(self._parts, self._rows[index]))
+        part_number, at, size, crc32, number = self._rows[index].tolist()
+        part = self._parts[part_number]
+        try:
+            with part.path.open("rb") as file:
+                file.seek(at)
+                line = file.read(size)
+        except OSError as error:
+            raise DamagedError(f"{part.path} cannot be read: {error}. Search again.") from error
+        if zlib.crc32(line) != crc32:
+            raise DamagedError(f"{part.path} has other bytes at {at} than when it was searched. Search again.")
+        group = RecordedGroup.of_line(line, part)
+        if group is None:
+            raise DamagedError(f"{part.path} has a damaged line at {at}")
+        return Hit(group, number)
+
+    def of_groups(self) -> "Hits":
+        """Return the first one of each group."""
+        lines = self._rows[["part", "at"]]
+        is_first = np.append(True, lines[1:] != lines[:-1]) if len(lines) else slice(0)
+        return Hits(Found(self._parts, self._rows[is_first]))
+
+
 RecordT = TypeVar("RecordT", bound=_Record)
 
 
@@ -269,6 +330,7 @@ class RunRecord:
     def __init__(self, path: Path) -> None:
         """Open a run directory; see `open_run`."""
         self.path = path
+        self._indices: dict[Kind, CompletionIndex] = {}
 
     @property
     def config(self) -> str:
@@ -311,9 +373,26 @@ class RunRecord:
         )
         return [sample for sample in samples if name is None or sample.set == name]
 
+    def search(self, text: str = "", *, kind: Kind = "rollouts", **filters: Unpack[Filters]) -> Hits:
+        """Find completions that have a text and meet conditions, ordered by prompt; those of evaluations by set and version.
+
+        The first search reads all lines; a later one reads those that were appended since.
+
+        Example: `run.search("therefore", reward=(None, 0.5), status="kept", step=(10, 20))[:5]`
+
+        Args:
+            text: Text in the prompt, the completion, its messages or its error. The case of ASCII letters is ignored.
+            kind: `rollouts` that were sampled for training, or samples of `evaluations`.
+            filters: Conditions, which all must be met.
+        """
+        index = self._indices.get(kind)
+        if index is None:
+            index = self._indices[kind] = CompletionIndex(self.path, kind)
+        return Hits(index.find(text, **filters))
+
     def trained(self, index: int | None = None) -> list[TrainedSegment]:
         """Return the sequences trained on, of one group or of all recorded ones, by step."""
-        records = self._records("trained", TrainedSegment)
+        records = self._records("trained", TrainedSegment, b"" if index is None else f'"index":{index}'.encode())
         wanted = (record for record in records if index is None or record.index == index)
         return _newest(wanted, lambda record: (record.step, record.update, record.index, record.segment))
 
@@ -381,7 +460,8 @@ class RunRecord:
             dropped[kind] += number
         return {kind: number for kind, number in dropped.items() if number}
 
-    def _records(self, kind: str, cls: type[RecordT]) -> Iterator[RecordT]:
+    def _records(self, kind: str, cls: type[RecordT], text: bytes = b"") -> Iterator[RecordT]:
+        """Yield the records of a kind whose lines contain a text. To look for it is faster than to parse all lines."""
         for part in parts_of(self.path, kind):
             try:
                 file = part.path.open("rb")
@@ -389,7 +469,7 @@ class RunRecord:
                 continue
             with file:
                 for line in file:
-                    record = cls.of_line(line, part)
+                    record = cls.of_line(line, part) if text in line else None
                     if record is not None:
                         yield record
 

@@ -248,20 +248,25 @@ def _chart(title: str, headline: str, traces: Sequence[Trace], **axis: Any) -> C
 
 def _sampled_groups(run: RunRecord) -> tuple[list[str], int]:
     """Return the first and the newest groups as JSON texts, and the total number of groups."""
-    groups, advantages = run.groups(), run.advantages()
+    hits, advantages = run.search().of_groups(), run.advantages()
 
-    def within(limit: int, groups: Iterable[RecordedGroup]) -> list[str]:
-        texts: list[str] = []
-        for group in groups:
-            texts.append(json.dumps(_group(run, group, advantages.get(group.index, ())), separators=(",", ":")))
-            limit -= len(texts[-1])
+    def within(limit: int, numbers: Iterable[int]) -> dict[int, str]:
+        texts: dict[int, str] = {}
+        for number in numbers:
+            try:
+                group = hits[number].group
+            except DamagedError:
+                continue
+            text = json.dumps(_group(run, group, advantages.get(group.index, ())), separators=(",", ":"))
+            limit -= len(text)
             if limit < 0:
-                return texts[:-1]
+                break
+            texts[number] = text
         return texts
 
-    first = within(FIRST_BYTES, groups)
-    newest = within(NEWEST_BYTES, reversed(groups[len(first) :]))
-    return [*first, *reversed(newest)], len(groups)
+    first = within(FIRST_BYTES, range(len(hits)))
+    newest = within(NEWEST_BYTES, reversed(range(max(first, default=-1) + 1, len(hits))))
+    return [*first.values(), *reversed(newest.values())], len(hits)
 
 
 def _group(run: RunRecord, group: RecordedGroup, advantages: Sequence[float | None]) -> dict[str, Any]:

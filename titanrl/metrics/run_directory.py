@@ -14,9 +14,8 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from titanrl.base.files import in_shell, naming, replace_lines, sync_file
-from titanrl.carriers.record import FOLDER, encode, parts_of, sync_record
+from titanrl.carriers.record import FOLDER, encode, parts_of, read_lines, sync_record
 from titanrl.carriers.types import StepMetrics
-from titanrl.metrics.reading import read_lines
 
 JOB_SCRIPT = "job.sh"
 """Script of `titanrl submit` in a run directory. Its job resumes the run, even if there is no checkpoint yet."""
