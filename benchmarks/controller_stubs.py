@@ -96,7 +96,7 @@ class StubGenerator(Actor):
         load = EngineLoad(num_requests=0, num_queued=0)
         for start in range(0, len(groups), GROUPS_PER_MESSAGE):
             places = range(start, min(start + GROUPS_PER_MESSAGE, len(groups)))
-            answers.send(([(place, [self._completion(request) for request in groups[place]]) for place in places], load))
+            answers.send(([(place, [self._completion(request) for request in groups[place]]) for place in places], load, []))
 
     @endpoint
     async def pull_weights(self, commit: Commit) -> int:

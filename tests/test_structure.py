@@ -11,7 +11,7 @@ import pytest
 from tests.size import PACKAGE, figures
 
 CEILINGS = {
-    "lines": 54_000,
+    "lines": 54_300,
     "modules": 214,
     "small modules": 7,
     "modules with a shared name": 4,

@@ -19,7 +19,7 @@ from tests.forks import fork
 from tests.generator.lab import IMPLEMENTATIONS, PROMPTS, Lab, requests_of, running_lab, titan_names
 from titanrl.carriers.types import Completion, GenerationRequest, SamplingParams
 from titanrl.data.tokenizer import load_tokenizer
-from titanrl.processes.actors import resolve
+from titanrl.processes.actors import ask_actor, resolve
 from titanrl.processes.variables import worker_environment
 from titanrl.rollout.pool import GeneratorPool, InRound
 from titanrl.weights.records import Commit
@@ -317,6 +317,45 @@ def test_stop_text_may_be_a_special_token(lab: Lab, impl: str) -> None:
     stopped = lab.do(lab.generate(impl, replace(sampling, stop=("<pad>",)), PROMPTS[:1]))[0]
     assert stopped.token_ids.tolist() == ids[: ids.index(0) + 1]
     assert stopped.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("other", ["titan", "titan-tp2"])
+@pytest.mark.parametrize("stop", [(), ("never said",)], ids=["in a window", "by vLLM"])
+def test_tokens_arrive_while_they_are_sampled(lab: Lab, other: str, stop: tuple[str, ...]) -> None:
+    sampling = SamplingParams(max_new_tokens=100, temperature=1.0, seed=5, stop=stop)
+
+    async def scenario() -> tuple[list[Completion], list[tuple[list[int], list[float]]]]:
+        await pull(lab, other, 1)
+        pieces = list[tuple[list[int], list[float]]]()
+        pool = lab.pool(other)
+        (request,) = requests_of(PROMPTS[:1], sampling)
+        streamed = pool.generate([request], on_tokens=lambda *piece: pieces.append((list(piece[0]), list(piece[1]))))
+        completions = await asyncio.gather(streamed, pool.generate(requests_of(PROMPTS[1:2], sampling)))
+        return completions[0], pieces
+
+    (completion,), pieces = lab.do(scenario())
+    token_ids = [token for ids, _ in pieces for token in ids]
+    assert len(pieces) >= 2
+    assert token_ids == completion.token_ids.tolist()[: len(token_ids)]
+    logprobs = [value for _, values in pieces for value in values]
+    assert logprobs == completion.logprobs.tolist()[: len(token_ids)]
+
+
+def test_cancelled_call_leaves_the_batch(lab: Lab) -> None:
+    endless = SamplingParams(max_new_tokens=240, temperature=1.0, seed=5)
+
+    async def scenario() -> int:
+        await pull(lab, "titan", 1)
+        pool, started = lab.pool("titan"), asyncio.Event()
+        call = asyncio.create_task(pool.generate(requests_of(PROMPTS[:1], endless), on_tokens=lambda *piece: started.set()))
+        await started.wait()
+        call.cancel()
+        leader = lab.generators["titan"].slice(procs=0)
+        await ask_actor(leader.stats)
+        await pool.generate(requests_of(PROMPTS[1:2], replace(endless, max_new_tokens=3)), when_drained=True)
+        return (await ask_actor(leader.stats)).num_tokens
+
+    assert lab.do(scenario()) <= 3  # none of the cancelled request
 
 
 def test_only_the_first_completions_to_finish_are_kept(lab: Lab, impl: str) -> None:

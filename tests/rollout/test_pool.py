@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,7 +26,8 @@ class Replica:
         self.load = EngineLoad(num_requests=8, num_queued=num_queued)
         self.messages: list[int] = []
         self.admissions: list[Admission] = []
-        self.generate = FakeEndpoint(self.reply)
+        self.generate, self.cancel = FakeEndpoint(self.reply), FakeEndpoint(self.cancel_call)
+        self.cancelled = list[tuple[str, int]]()
 
     async def reply(
         self,
@@ -46,8 +48,11 @@ class Replica:
             kept = groups[place][: num_kept[place]]
             finished.append((place, [(self.name, request.token_ids) for request in kept]))
             if place % 2 == 0:  # two groups per message
-                replies.send((finished, self.load))
+                replies.send((finished, self.load, []))
                 finished = []
+
+    async def cancel_call(self, name: str, index: int) -> None:
+        self.cancelled.append((name, index))
 
 
 def requests(*prompts: int) -> list[GenerationRequest]:
@@ -79,6 +84,27 @@ def test_calls_of_one_tick_share_a_message() -> None:
     asyncio.run(scenario())
 
 
+def test_cancelled_call_is_cancelled_at_its_replica_and_others_are_not() -> None:
+    async def scenario() -> None:
+        replica = Replica("a")
+        replica.held_message = 1
+        pool = GeneratorPool([replica], max_num_seqs=64)
+        kept, cancelled, queued = (asyncio.create_task(pool.generate(requests(prompt))) for prompt in (1, 2, 3))
+        await asyncio.sleep(0)
+        queued.cancel()  # before the message is sent
+        await asyncio.sleep(0.005)
+        cancelled.cancel()
+        await asyncio.sleep(0.005)
+        replica.release.set()
+        assert await kept == [("a", (1,))]
+        (name,) = {admission.name for admission in replica.admissions}
+        assert sorted(replica.cancelled) == [(name, 1), (name, 2)]
+        assert await pool.generate(requests(4)) == [("a", (4,))]
+        assert [state.num_running for state in pool._router] == [0]
+
+    asyncio.run(scenario())
+
+
 def test_groups_go_to_the_least_loaded_replica() -> None:
     async def scenario() -> None:
         replicas = [Replica("a"), Replica("b")]
@@ -100,7 +126,7 @@ def test_groups_of_a_round_are_placed_by_index_with_the_round_size() -> None:
         assert replicas[0].admissions == [Admission(indices=(6,), round_size=3)]
         assert replicas[1].admissions == [Admission(indices=(5, 7), round_size=2)]
         await pool.generate(requests(1), when_drained=True)
-        assert replicas[0].admissions[1:] == [Admission(when_drained=True)]
+        assert [replace(each, name="") for each in replicas[0].admissions[1:]] == [Admission(when_drained=True)]
 
     asyncio.run(scenario())
 

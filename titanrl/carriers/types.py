@@ -93,6 +93,10 @@ class Admission:
     """Number of groups in the round at this generator, from all callers; 0 if the call does not belong to a round."""
     when_drained: bool = False
     """True if the groups wait until all earlier requests have finished; later requests queue behind them."""
+    name: str = ""
+    """Name of the call, by which its groups can be cancelled; empty if they cannot be."""
+    streams: bool = False
+    """True to get the tokens of groups with one request while they are sampled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

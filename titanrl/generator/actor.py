@@ -15,7 +15,7 @@ from titanrl.carriers.spans import span
 from titanrl.carriers.types import Admission, Completion, EngineLoad, GenerationRequest, GenerationStats
 from titanrl.config.device import Device
 from titanrl.config.sections import GeneratorConfig
-from titanrl.generator.loop import EngineLoop
+from titanrl.generator.loop import EngineLoop, OnSampled
 from titanrl.models.directory import open_model
 from titanrl.processes.actors import Actor, ReplyPort, StoppedError, concurrent_endpoint, current_rank, endpoint
 from titanrl.weights.records import Commit
@@ -26,13 +26,14 @@ if TYPE_CHECKING:
 
     import torch
 
-    from titanrl.generator.engine import Engine
+    from titanrl.generator.engine import Engine, Sampled
     from titanrl.generator.lockstep import Follower, Leader
     from titanrl.weights.store import WeightSource
     from titanrl.weights.transfer import Targets, WeightReader
 
-Reply = tuple[list[tuple[int, list[Completion]]], EngineLoad]
-"""Finished groups of a `generate` call as (index in the call, completions) pairs, and the engine's load."""
+Reply = tuple[list[tuple[int, list[Completion]]], EngineLoad, list[tuple[int, "Sampled"]]]
+"""Finished groups of a `generate` call as (index in the call, completions) pairs, the engine's load, and the next tokens of
+groups that are being sampled."""
 GroupRequest = tuple[Sequence[GenerationRequest], int]
 """Requests of a group, and the number of completions to keep."""
 
@@ -56,6 +57,27 @@ class GeneratorSetup:
     """`model.family` of the configuration."""
 
 
+class _Cancellable:
+    """A `generate` call, whose groups may be cancelled before they are in the batch."""
+
+    def __init__(self) -> None:
+        self._results: Sequence[Future[list[Completion]]] | None = None
+        self._cancelled = list[int]()
+
+    async def start(self, results: "Sequence[Future[list[Completion]]]", loop: EngineLoop) -> None:
+        """Note the groups' futures when the groups are in the batch."""
+        self._results = results
+        for index in self._cancelled:
+            await loop.cancel(results[index])
+
+    async def cancel(self, index: int, loop: EngineLoop) -> None:
+        """Cancel a group."""
+        if self._results is None:
+            self._cancelled.append(index)
+        else:
+            await loop.cancel(self._results[index])
+
+
 class Generator(Actor):
     """One vLLM engine shared by many callers. While a pull is announced, new requests wait; without complete weights, they are
     refused.
@@ -75,6 +97,7 @@ class Generator(Actor):
         self._leader: Leader | None = None
         self._follower: Follower | None = None
         self._rounds = Gathering(self._submit_round)
+        self._calls: dict[str, _Cancellable] = {}
         self._pulling, self._restarting = asyncio.Lock(), asyncio.Event()
         self._expected = self._attempted = -1  # versions
         self._up_to_date = asyncio.Event()
@@ -114,25 +137,58 @@ class Generator(Actor):
         All requests of a call join the batch at the same decoding step, as soon as `admission` allows it. In synchronous
         training, the groups between two publications are a *round*: all workers' requests join together, so that results are
         reproducible. Once a group is complete, the engine aborts its remaining requests. The call returns when every group has
-        been sent.
+        been sent. A cancelled group has no completions.
+
+        Tokens are not sent while they are sampled if `on_update` is `restart`, because an update drops them.
         """
         admission = admission or Admission()
+        news: asyncio.Queue[tuple[int, asyncio.Future[list[Completion]] | Sampled]] = asyncio.Queue()
+        streams = admission.streams and self._setup.config.on_update != "restart"
+        tell, on_sampled = asyncio.get_running_loop().call_soon_threadsafe, None
+        if streams:
+
+            def on_sampled(index: int, sampled: "Sampled") -> None:
+                tell(news.put_nowait, (index, sampled))
+
+        call = _Cancellable()
+        if admission.name:
+            self._calls[admission.name] = call
+        try:
+            results = await self._admit(groups, num_kept, admission, on_sampled)
+            await call.start(results, self._loop)
+            for index, result in enumerate(map(asyncio.wrap_future, results)):
+                result.add_done_callback(lambda result, index=index: news.put_nowait((index, result)))  # type: ignore[misc]
+            num_sent = 0
+            while num_sent < len(groups):
+                ready = [await news.get(), *(news.get_nowait() for _ in range(news.qsize()))]
+                load = replace(self._loop.load, admits=self._loop.load.admits and self._up_to_date.is_set())
+                finished = [(index, new.result()) for index, new in ready if isinstance(new, asyncio.Future)]
+                replies.send((finished, load, [(index, new) for index, new in ready if not isinstance(new, asyncio.Future)]))
+                num_sent += len(finished)
+        finally:
+            self._calls.pop(admission.name, None)
+
+    @concurrent_endpoint
+    async def cancel(self, name: str, index: int) -> None:
+        """Cancel a group of a call, unless it is done; `name` is that of its `Admission`."""
+        call = self._calls.get(name)
+        if call is not None:
+            await call.cancel(index, self._loop)
+
+    async def _admit(
+        self,
+        groups: Sequence[Sequence[GenerationRequest]],
+        num_kept: Sequence[int],
+        admission: Admission,
+        on_sampled: OnSampled | None,
+    ) -> "Sequence[Future[list[Completion]]]":
+        """Add requests to the batch as soon as their admission allows it; return one future per group."""
         await self._up_to_date.wait()
         if admission.round_size:
             parts = dict(zip(admission.indices, zip(groups, num_kept, strict=True), strict=True))
             of_round = await self._rounds.add(parts, admission.round_size)
-            results = [of_round[index] for index in admission.indices]
-        else:
-            results = await self._loop.submit(groups, num_kept, when_drained=admission.when_drained)
-        finished: asyncio.Queue[tuple[int, asyncio.Future[list[Completion]]]] = asyncio.Queue()
-        for index, result in enumerate(map(asyncio.wrap_future, results)):
-            result.add_done_callback(lambda result, index=index: finished.put_nowait((index, result)))  # type: ignore[misc]
-        num_sent = 0
-        while num_sent < len(groups):
-            ready = [await finished.get(), *(finished.get_nowait() for _ in range(finished.qsize()))]
-            load = replace(self._loop.load, admits=self._loop.load.admits and self._up_to_date.is_set())
-            replies.send(([(index, result.result()) for index, result in ready], load))
-            num_sent += len(ready)
+            return [of_round[index] for index in admission.indices]
+        return await self._loop.submit(groups, num_kept, when_drained=admission.when_drained, on_sampled=on_sampled)
 
     async def _submit_round(self, parts: Mapping[int, GroupRequest]) -> "dict[int, Future[list[Completion]]]":
         groups, num_kept = zip(*parts.values(), strict=True)

@@ -6,7 +6,7 @@ needed for token ids, and takes a twelfth of the decoding time of a tiny model.
 
 import itertools
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -48,6 +48,8 @@ from titanrl.processes.machine import THREADS
 
 FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 """vLLM's finish reasons mapped to ours. Aborted requests have none."""
+Sampled = tuple[list[int], list[float]]
+"""Tokens and their log-probabilities in nats, `[T]` each."""
 MIN_PREFILL_TOKENS = 4096
 """Lower bound of the tokens prefilled per step on CPU, for prompts and for completions recomputed after an update."""
 
@@ -173,6 +175,24 @@ class Engine:
         for request_id in request_ids:
             del self._running[request_id]
         abort_requests(self._engine, request_ids)
+
+    def sampled(self, starts: Mapping[int, int]) -> dict[int, Sampled]:
+        """Return the tokens that running requests have sampled so far.
+
+        Args:
+            starts: Index of the first token to return, by ticket.
+        """
+        found = dict[int, Sampled]()
+        for request_id, running in self._running.items():
+            start = starts.get(running.ticket)
+            if start is not None:
+                token_ids, logprobs = running.token_ids[start:], running.logprobs[start:]
+                if self._window is not None:
+                    more = self._window.sampled(request_id, max(0, start - len(running.token_ids)))
+                    token_ids, logprobs = token_ids + more[0], logprobs + more[1]
+                if token_ids:
+                    found[running.ticket] = token_ids, logprobs
+        return found
 
     def restart(self) -> None:
         """Restart every running request from its prompt, with the current weights."""

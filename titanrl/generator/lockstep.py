@@ -12,7 +12,7 @@ import queue
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
@@ -24,7 +24,7 @@ from titanrl.base.errors import TitanRLError
 from titanrl.base.ownership import is_own_peer
 from titanrl.carriers.types import EngineLoad, GenerationRequest
 from titanrl.generator.compat import gather_objects
-from titanrl.generator.engine import Engine, Finished
+from titanrl.generator.engine import Engine, Finished, Sampled
 from titanrl.processes.temporary import private_folder
 from titanrl.weights.records import WeightMismatchError
 
@@ -92,6 +92,10 @@ class Leader:
         abort = Abort(tuple(tickets))
         self._engine.abort(abort.tickets)
         self._changes.append(abort)
+
+    def sampled(self, starts: Mapping[int, int]) -> dict[int, Sampled]:
+        """Call `Engine.sampled` on rank 0, whose tokens are those of all ranks."""
+        return self._engine.sampled(starts)
 
     def restart(self) -> None:
         """Call `Engine.restart`."""

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from titanrl.carriers.spans import span
@@ -14,10 +15,16 @@ from titanrl.carriers.types import Completion, EngineLoad, GenerationRequest, Ge
 from titanrl.processes.actors import StoppedError
 
 if TYPE_CHECKING:
-    from titanrl.generator.engine import Engine, Finished
+    from titanrl.generator.engine import Engine, Finished, Sampled
     from titanrl.generator.lockstep import Leader
 
 T = TypeVar("T")
+
+OnSampled = Callable[[int, "Sampled"], None]
+"""Function that gets the index of a group, and the next tokens of its only request, on the engine's thread."""
+SAMPLED_S = 0.01
+"""Shortest time between two deliveries of tokens that are being sampled, in seconds. A tiny model would spend more time on them
+than on its steps."""
 
 
 class EngineStoppedError(StoppedError):
@@ -32,6 +39,10 @@ class _Group:
     completions: list[Completion | None]
     num_missing: int
     """Completions still needed; at 0 the remaining requests are spares."""
+    on_sampled: Callable[["Sampled"], None] | None = None
+    """Gets the tokens of the only request while they are sampled."""
+    num_delivered: int = 0
+    """Tokens that it has got."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +70,8 @@ class EngineLoop:
         self._dropping: str | None = None
         self._closing = False
         self._waiting: dict[int, tuple[_Group, int]] = {}
+        self._streams: dict[int, _Group] = {}
+        self._next_delivery = 0.0
         self.load = EngineLoad(num_requests=0, num_queued=0)
         self._stopped: str | None = None
         self._num_tokens, self._busy_s, self._since = 0, 0.0, time.perf_counter()
@@ -66,7 +79,12 @@ class EngineLoop:
         self._thread.start()
 
     async def submit(
-        self, groups: Sequence[Sequence[GenerationRequest]], num_kept: Sequence[int], *, when_drained: bool = False
+        self,
+        groups: Sequence[Sequence[GenerationRequest]],
+        num_kept: Sequence[int],
+        *,
+        when_drained: bool = False,
+        on_sampled: OnSampled | None = None,
     ) -> list[Future[list[Completion]]]:
         """Add all requests to the batch at the same step; return one future per group.
 
@@ -74,8 +92,21 @@ class EngineLoop:
 
         When `num_kept` requests of a group have finished, the engine aborts the rest. The future then returns the completions
         in request order. If the engine refuses any request, none of this call's requests are added.
+
+        `on_sampled` gets the tokens of groups with one request while they are sampled, except the last ones.
         """
-        return await self.call(lambda engine: self._add_groups(engine, groups, num_kept), when_drained=when_drained)
+        return await self.call(lambda engine: self._add_groups(engine, groups, num_kept, on_sampled), when_drained=when_drained)
+
+    async def cancel(self, result: Future[list[Completion]]) -> None:
+        """Cancel the requests of a group, whose future then returns no completions, unless it is done."""
+
+        def cancel(engine: "Engine | Leader") -> None:
+            tickets = {ticket for ticket, (group, _) in self._waiting.items() if group.result is result}
+            if tickets:
+                self._abort(engine, tickets)
+                result.set_result([])
+
+        await self.call(cancel)
 
     async def call(self, run: Callable[["Engine | Leader"], T], *, when_drained: bool = False) -> T:
         """Run a function on the engine between two steps; `when_drained` first waits until all earlier requests have finished.
@@ -175,21 +206,31 @@ class EngineLoop:
             for finished in engine.step():
                 self._num_tokens += len(finished.completion.token_ids)
                 self._deliver(engine, finished)
+            if self._streams and time.perf_counter() >= self._next_delivery:
+                self._deliver_sampled(engine)
         self.load = replace(engine.load, admits=self._draining is None)
         self._busy_s += time.perf_counter() - started
 
     def _add_groups(
-        self, engine: "Engine | Leader", groups: Sequence[Sequence[GenerationRequest]], num_kept: Sequence[int]
+        self,
+        engine: "Engine | Leader",
+        groups: Sequence[Sequence[GenerationRequest]],
+        num_kept: Sequence[int],
+        on_sampled: OnSampled | None,
     ) -> list[Future[list[Completion]]]:
         before = set(self._waiting)
-        results = []
+        results = list[Future[list[Completion]]]()
         try:
             for requests, num_missing in zip(groups, num_kept, strict=True):
                 group = _Group(Future(), [None] * len(requests), num_missing)
                 if not requests:  # a group that needs no more turns in this round
                     group.result.set_result([])
                 for index, request in enumerate(requests):
-                    self._waiting[engine.add(request)] = (group, index)
+                    ticket = engine.add(request)
+                    self._waiting[ticket] = (group, index)
+                    if on_sampled is not None and len(requests) == 1:
+                        group.on_sampled = partial(on_sampled, len(results))
+                        self._streams[ticket] = group
                 results.append(group.result)
         except Exception:  # raised to the caller, after removing the requests that were already added
             self._abort(engine, self._waiting.keys() - before)
@@ -201,6 +242,7 @@ class EngineLoop:
         if finished.ticket not in self._waiting:
             return  # a spare that finished at the same step as the last completion that its group needed
         group, index = self._waiting.pop(finished.ticket)
+        self._streams.pop(finished.ticket, None)
         group.completions[index] = finished.completion
         group.num_missing -= 1
         if group.num_missing == 0:
@@ -208,9 +250,19 @@ class EngineLoop:
                 self._abort(engine, {ticket for ticket, (other, _) in self._waiting.items() if other is group})
             group.result.set_result([completion for completion in group.completions if completion is not None])
 
+    def _deliver_sampled(self, engine: "Engine | Leader") -> None:
+        sampled = engine.sampled({ticket: group.num_delivered for ticket, group in self._streams.items()})
+        for ticket, (token_ids, logprobs) in sampled.items():
+            group = self._streams[ticket]
+            assert group.on_sampled is not None
+            group.num_delivered += len(token_ids)
+            group.on_sampled((token_ids, logprobs))
+        self._next_delivery = time.perf_counter() + SAMPLED_S
+
     def _abort(self, engine: "Engine | Leader", tickets: Set[int]) -> None:
         for ticket in tickets:
             del self._waiting[ticket]
+            self._streams.pop(ticket, None)
         engine.abort(tickets)
 
     def _drop(self, engine: "Engine | Leader", reason: str) -> None:

@@ -166,6 +166,11 @@ class DecodeWindow:
         finished_N = self._is_stop_V[tokens_N] | (self._num_steps >= self._left_N)
         return self._finish(np.flatnonzero(finished_N)) if finished_N.any() else []
 
+    def sampled(self, request_id: str, start: int) -> tuple[list[int], list[float]]:
+        """Return the tokens of a request that this window has sampled, from index `start` on, and their log-probabilities."""
+        index, steps = self._index[request_id], slice(start, self._num_steps)
+        return self._tokens_RT[index, steps].tolist(), self._logprobs_RT[index, steps].tolist()
+
     def close(self) -> list[Decoded]:
         """Bring vLLM's state up to date; return the tokens of all requests that continue."""
         continuing = []

@@ -1,8 +1,9 @@
 """Client of the generators for a rollout worker: routes each group to the replica of its session, or the least loaded one."""
 
 import asyncio
-from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import contextmanager, suppress
+import secrets
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -11,6 +12,9 @@ from titanrl.carriers.types import Admission, Completion, GenerationRequest
 from titanrl.processes.actors import SupervisionError, ask_actor, open_replies
 
 T = TypeVar("T")
+
+OnTokens = Callable[[Sequence[int], Sequence[float]], None]
+"""Function that gets the next tokens of a completion, and their log-probabilities in nats, `[T]` each."""
 
 
 @dataclass(eq=False, slots=True)
@@ -134,6 +138,19 @@ class _Call:
     num_kept: int
     place: InRound | None
     completions: asyncio.Future[list[Completion]]
+    on_tokens: OnTokens | None = None
+    """Gets the tokens of the only request while they are sampled."""
+    is_counted: bool = True
+    """True as long as the router counts the requests at the replica."""
+    sent: tuple[Any, str, int] | None = None
+    """Generator, name of the message, and index in it; None while the call is queued, and after its cancellation."""
+
+    def cancel(self) -> None:
+        """Notify the generator that the completions are not needed any more."""
+        if self.sent is not None:
+            (actor, name, index), self.sent = self.sent, None
+            done = ask_actor(actor.cancel, name, index)
+            done.add_done_callback(lambda call: call.cancelled() or call.exception())  # it may have died
 
 
 @dataclass(slots=True)
@@ -212,9 +229,14 @@ class GeneratorPool:
             self._router.end_session(key)
 
     async def generate(
-        self, requests: Sequence[GenerationRequest], num_kept: int | None = None, *, when_drained: bool = False
+        self,
+        requests: Sequence[GenerationRequest],
+        num_kept: int | None = None,
+        *,
+        when_drained: bool = False,
+        on_tokens: OnTokens | None = None,
     ) -> list[Completion]:
-        """Generate the completions of one group on the least loaded replica.
+        """Generate the completions of one group on the least loaded replica. Cancelling the task cancels the generation.
 
         Args:
             requests: Requests of the group.
@@ -222,9 +244,11 @@ class GeneratorPool:
                 returns all completions.
             when_drained: True to let the replica first finish all earlier requests, including those of other callers. All calls
                 in one tick must have the same value.
+            on_tokens: Function that gets the tokens of the only request while they are sampled, except the last ones. If the
+                replica dies, the tokens are sampled again, and it gets no more of them.
         """
         with self.session() as session:
-            return await self._generate(requests, num_kept, session.key, when_drained=when_drained)
+            return await self._generate(requests, num_kept, session.key, when_drained=when_drained, on_tokens=on_tokens)
 
     async def _generate(
         self,
@@ -234,6 +258,7 @@ class GeneratorPool:
         *,
         place: InRound | None = None,
         when_drained: bool = False,
+        on_tokens: OnTokens | None = None,
     ) -> list[Completion]:
         fixed = None if place is None else place.index % len(self._replicas)
         while True:
@@ -241,14 +266,21 @@ class GeneratorPool:
                 self._load_changed.clear()
                 await self._load_changed.wait()
             replica = self._replicas[self._router.assign(len(requests), key, fixed).index]
-            call = _Call(requests, num_kept or len(requests), place, asyncio.get_running_loop().create_future())
+            completions: asyncio.Future[list[Completion]] = asyncio.get_running_loop().create_future()
+            call = _Call(requests, num_kept or len(requests), place, completions, on_tokens)
             if not replica.queued:
                 flush = asyncio.create_task(self._flush(replica, when_drained=when_drained))
                 replica.flushes.add(flush)
                 flush.add_done_callback(replica.flushes.discard)
             replica.queued.append(call)
-            with suppress(ReplicaLostError):
-                return await call.completions
+            try:
+                return await completions
+            except ReplicaLostError:
+                on_tokens = None
+            except asyncio.CancelledError:
+                if place is None:  # a round has all of its groups
+                    call.cancel()
+                raise
 
     def _is_up(self, fixed: int | None) -> bool:
         return self._router.is_up if fixed is None else self._replicas[fixed].state.is_up
@@ -256,9 +288,13 @@ class GeneratorPool:
     async def _flush(self, replica: _Replica, *, when_drained: bool) -> None:
         """Send the queued calls in one message, and resolve each call when its completions arrive."""
         calls, replica.queued = replica.queued, []
+        name = secrets.token_hex(8)
+        for index, call in enumerate(calls):
+            call.sent = replica.actor, name, index
         groups, num_kept = [call.requests for call in calls], [call.num_kept for call in calls]
         places = [call.place for call in calls if call.place is not None]
-        admission = Admission(when_drained=when_drained)
+        streams = any(call.on_tokens is not None for call in calls)
+        admission = Admission(when_drained=when_drained, name=name, streams=streams)
         if places:
             assert len(places) == len(calls), "either all calls of a tick belong to a round, or none"
             # A group goes to the replica at its prompt index modulo the number of replicas.
@@ -269,13 +305,22 @@ class GeneratorPool:
             done = ask_actor(actor.generate, groups, num_kept, replies, admission)
             # Retrieve the exception, because nothing awaits the call if this task is cancelled.
             done.add_done_callback(lambda call: call.cancelled() or call.exception())
+            for call in calls:
+                if call.completions.done() and call.place is None:  # cancelled while it was queued
+                    call.cancel()
             try:
                 num_missing = len(calls)
                 while num_missing:
-                    finished, load = await _unless_failed(done, messages.get())
+                    finished, load, sampled = await _unless_failed(done, messages.get())
                     num_missing -= len(finished)
+                    for place, (token_ids, logprobs) in sampled:
+                        on_tokens = calls[place].on_tokens
+                        if on_tokens is not None and not calls[place].completions.done():
+                            on_tokens(token_ids, logprobs)
                     for place, completions in finished:
-                        calls[place].completions.set_result(completions)
+                        if not calls[place].completions.done():  # its caller has been cancelled
+                            calls[place].completions.set_result(completions)
+                        calls[place].is_counted = False
                         self._router.finished(replica.state, len(calls[place].requests), admits=load.admits)
                     if load.num_queued:  # this worker's share of the decoding requests
                         decoding = load.num_requests - load.num_queued
@@ -297,9 +342,11 @@ class GeneratorPool:
 
     def _fail(self, replica: _Replica, calls: Sequence[_Call], error: Exception) -> None:
         for call in calls:
+            if call.is_counted:
+                call.is_counted = False
+                self._router.failed(replica.state, len(call.requests))
             if not call.completions.done():
                 call.completions.set_exception(error)
-                self._router.failed(replica.state, len(call.requests))
         self._load_changed.set()
 
 
