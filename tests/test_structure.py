@@ -11,8 +11,8 @@ import pytest
 from tests.size import PACKAGE, figures
 
 CEILINGS = {
-    "lines": 54_300,
-    "modules": 214,
+    "lines": 55_700,
+    "modules": 217,
     "small modules": 7,
     "modules with a shared name": 4,
     "rooms": 27,

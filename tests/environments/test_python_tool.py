@@ -10,7 +10,7 @@ import pytest
 from tests.environments.episodes import calls, episode
 from tests.processes.processes import children, needs_confinement
 from titanrl.environments import Environments, Observation, Python, ToolEnvironment
-from titanrl.environments.python_tool import close_pools
+from titanrl.environments.servers import close_shared
 from titanrl.environments.tools import signature_of
 
 OPTIONS = {"timeout_s": 1.0, "memory_bytes": 1 << 29, "num_processes": 2}
@@ -80,6 +80,6 @@ def test_dead_pool_fails_a_call_and_is_replaced() -> None:
                 assert isinstance(found, Observation)
                 assert found.messages[0]["content"] == "2\n"
         assert failures <= 1
-        await close_pools()
+        await close_shared()
 
     asyncio.run(main())

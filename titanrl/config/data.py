@@ -2,6 +2,7 @@
 evaluation sets."""
 
 import re
+import shlex
 import string
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -42,7 +43,7 @@ SAMPLERS = ("success_rate",)
 Levels = Annotated[int, Field(ge=2, le=1_000)]
 BUILT_IN_KEYS = ("raise_at", "lower_at", "window", "solved_from", "start_level", "review")
 """Keys of the built-in sampler."""
-ENVIRONMENTS = ("single_turn", "tools", "calculator", "python", "tic_tac_toe")
+ENVIRONMENTS = ("single_turn", "tools", "calculator", "python", "tic_tac_toe", "openenv")
 """Built-in environments."""
 MIXTURE = "data.mixture"
 """Section of the tasks."""
@@ -183,35 +184,30 @@ REWARD_OPTIONS: Mapping[str, type[Section]] = {
 """Option sections of the built-in rewards that have options, by reward."""
 
 
-def broken_by_options(function: str, options: Mapping[str, Any]) -> Iterator[BrokenRule]:
-    """Yield the rules that the options of a reward break. The keys start with `options`."""
-    section = REWARD_OPTIONS.get(function)
-    if section is None:
-        if options:
-            rule = f"only the built-in rewards {', '.join(REWARD_OPTIONS)} have options"
-            fix = "remove options; for a custom function, bind arguments with functools.partial"
-            yield BrokenRule({"options": dict(options), "function": function}, rule, fix)
-        return
+def broken_by_options(
+    function: str, options: Mapping[str, Any], section: type[Section], key: str = "options"
+) -> Iterator[BrokenRule]:
+    """Yield the rules that the options of a built-in function break. The keys start with `key`."""
     try:
         section.model_validate(options)
     except ValidationError as error:
         for details in error.errors(include_url=False):
-            key = ".".join(["options", *map(str, details["loc"])])
+            name = ".".join([key, *map(str, details["loc"])])
             cause = details.get("ctx", {}).get("error")
             if isinstance(cause, BrokenRules):
                 for broken in cause.broken:
-                    yield replace(broken, values={f"options.{name}": value for name, value in broken.values.items()})
+                    yield replace(broken, values={f"{key}.{name}": value for name, value in broken.values.items()})
                 continue
             if details["type"] == "extra_forbidden":
                 fix = f"choose one of its options: {', '.join(section.model_fields)}"
-                yield BrokenRule({key: details["input"]}, f"{function} has no such option", fix)
+                yield BrokenRule({name: details["input"]}, f"{function} has no such option", fix)
                 continue
             meaning = section.model_fields[str(details["loc"][0])].description
             if details["type"] == "missing":
-                yield BrokenRule({"options": dict(options)}, f"{key} is required", f"add it. {meaning}")
+                yield BrokenRule({key: dict(options)}, f"{name} is required", f"add it. {meaning}")
             else:
                 condition = re.sub(r"^\w+ should ", "must ", details["msg"])
-                yield BrokenRule({key: details["input"]}, condition, f"correct it. {meaning}")
+                yield BrokenRule({name: details["input"]}, condition, f"correct it. {meaning}")
 
 
 def _broken_by_pattern(key: str, pattern: str) -> Iterator[BrokenRule]:
@@ -288,7 +284,12 @@ class RewardConfig(FunctionSection):
         )
 
     def _broken_rules(self) -> Iterator[BrokenRule]:
-        yield from broken_by_options(self.function, self.options)
+        if (section := REWARD_OPTIONS.get(self.function)) is not None:
+            yield from broken_by_options(self.function, self.options, section)
+        elif self.options:
+            rule = f"only the built-in rewards {', '.join(REWARD_OPTIONS)} have options"
+            fix = "remove options; for a custom function, bind arguments with functools.partial"
+            yield self.broken("options function", rule, fix)
         if self.trusted and self.function in REWARDS:
             yield self.broken(
                 "trusted function",
@@ -396,15 +397,118 @@ class CurriculumConfig(Section):
             yield self.broken(" ".join([*changed, "sampler"]), "only the sampler success_rate uses these keys", fix)
 
 
+class McpOptions(Section):
+    """Options of an MCP server in `data.environment.options.tools`."""
+
+    mcp: Annotated[str, Field(min_length=1)]
+    """Command that starts the server, which speaks over its standard input and output; or the URL of a server that speaks
+    streamable HTTP. `{folder}` in a command is replaced with an empty folder, which is deleted with the server."""
+    shared: bool = False
+    """Let all episodes of a rollout worker use one server, which must not keep state. Otherwise, each episode has its own."""
+    only: list[str] = []
+    """Names of the tools that the policy may call; empty for all."""
+    timeout_s: Seconds = 30.0
+    """Time limit in seconds for one request to the server, such as a call. The first one includes the start of the server."""
+    key_variable: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")] | None = None
+    """Environment variable with the key that is sent to a URL; null sends none."""
+
+    @property
+    def is_url(self) -> bool:
+        """True for the URL of a server."""
+        return _is_url(self.mcp)
+
+    def _broken_rules(self) -> Iterator[BrokenRule]:
+        if self.is_url:
+            yield from _broken_by_url("mcp", self.mcp)
+            if "{folder}" in self.mcp:
+                yield self.broken("mcp", "only a command can use {folder}", "remove it")
+            return
+        if self.key_variable is not None:
+            yield self.broken("key_variable mcp", "a command has no key", "remove key_variable")
+        try:
+            is_empty = not shlex.split(self.mcp)
+        except ValueError as error:
+            yield self.broken("mcp", f"must be a command or a URL ({error})", "correct its quotes")
+        else:
+            if is_empty:
+                yield self.broken("mcp", "must be a command or a URL", "write the command that starts the server")
+
+
+class OpenEnvOptions(Section):
+    """Options of `openenv`, an environment behind an OpenEnv server."""
+
+    openenv: Annotated[str, Field(min_length=1)]
+    """URL of a server, such as `http://127.0.0.1:8000`; or a Python package with a server, such as `maze_env`, which each
+    rollout worker starts and stops. `package.module:app` selects its application."""
+    python: str | None = None
+    """Python interpreter that has the package, for example of another virtual environment; null for the current one."""
+    sessions: Count | None = None
+    """Largest number of sessions of a rollout worker at once, which is also the limit of the server that it starts. Null leaves
+    the limit to the server, whose own is usually 1."""
+    reset: dict[str, Any] = {}
+    """Arguments of `reset`, besides `seed`, `episode_id` and those in the metadata field `reset` of the prompt."""
+    action: str | None = None
+    """Field of the action that takes the policy's text. Null selects the only required field; if there are several, the policy
+    writes the action as a JSON object."""
+    message: str | None = None
+    """Template of the messages for the policy, with the fields of an observation, such as `{question}`. Null shows the only
+    field of the observation; if there are several, all of them as a JSON object."""
+    system_prompt: str | None = None
+    """System message before the first observation."""
+    show_errors: bool = False
+    """Show the policy the errors that `step` raises, like invalid actions, for an environment that raises for a wrong move. By
+    default they fail the episode."""
+    timeout_s: Seconds = 60.0
+    """Time limit in seconds for `reset`, including the start of a server, and for `step`."""
+
+    @property
+    def is_url(self) -> bool:
+        """True for the URL of a server."""
+        return _is_url(self.openenv)
+
+    def _broken_rules(self) -> Iterator[BrokenRule]:
+        if self.is_url:
+            yield from _broken_by_url("openenv", self.openenv)
+            if self.python is not None:
+                yield self.broken("python openenv", "the server at a URL is not started", "remove python")
+        elif re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*(:[A-Za-z_]\w*)?", self.openenv, re.ASCII) is None:
+            fix = "write it like http://host:8000, maze_env or maze_env.server.app:app"
+            yield self.broken("openenv", "must be a URL, or the name of an importable package", fix)
+        if reserved := self.reset.keys() & {"seed", "episode_id"}:
+            yield self.broken("reset", f"{min(reserved)} is set by the run", f"remove {min(reserved)}")
+        if self.message is not None:
+            try:
+                _fields(self.message)
+            except ValueError as error:
+                yield self.broken("message", f"message must have paired braces ({error})", "double all other braces")
+
+
+def _is_url(text: str) -> bool:
+    return re.match(r"(https?|wss?)://", text) is not None
+
+
+def _broken_by_url(key: str, url: str) -> Iterator[BrokenRule]:
+    if not _has_host(url):
+        yield BrokenRule({key: url}, f"{key} must contain a host", "write it like http://host:8000")
+    if "@" in url:
+        rule = f"{key} must not contain credentials, because the configuration is saved in the run directory"
+        yield BrokenRule({key: re.sub(r"//.*@", "//...@", url)}, rule, "remove them")
+
+
+NAMED = ("openenv", "tools")
+"""Built-in environments whose main option has their name, so `{tools: X}` means `{function: tools, options: {tools: X}}`."""
+
+
 class EnvironmentConfig(FunctionSection):
-    """Multi-turn environment. The string `my_game.py:Game` is short for `{function: my_game.py:Game}`."""
+    """Multi-turn environment. The string `my_game.py:Game` is short for `{function: my_game.py:Game}`, `{openenv: URL}` for
+    `{function: openenv, options: {openenv: URL}}`, and `{tools: ...}` likewise."""
 
     function: Annotated[str, OrImportPath(ENVIRONMENTS)]
     """Built-in environment, or the import path of a class or function that creates one per episode (docs/howto/environment.md).
-    `calculator`, `python` and `tools` let the policy call tools (docs/howto/tools.md), `tic_tac_toe` is a game, and
-    `single_turn` asks one question."""
+    `calculator`, `python` and `tools` let the policy call tools (docs/howto/tools.md), `tic_tac_toe` is a game, `openenv` is an
+    OpenEnv server (docs/howto/tool_servers.md), and `single_turn` asks one question."""
     options: dict[str, Any] = {}
-    """Keyword arguments of the class or function."""
+    """Keyword arguments of the class or function. Those of `openenv` and of MCP servers are in docs/howto/tool_servers.md."""
     max_turns: Count = 8
     """Maximum number of turns of the policy per episode."""
     max_conversation_tokens: Tokens | None = None
@@ -433,7 +537,43 @@ class EnvironmentConfig(FunctionSection):
     """Python interpreter of the environment processes, for example of another virtual environment; null uses the current
     one."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, value: Any) -> Any:
+        named = [name for name in NAMED if isinstance(value, dict) and name in value]
+        if len(named) != 1 or "function" in value or not isinstance(value.get("options", {}), dict):
+            return value
+        rest = {key: item for key, item in value.items() if key not in (named[0], "options")}
+        return rest | {"function": named[0], "options": {named[0]: value[named[0]]} | value.get("options", {})}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """Return the JSON schema of the section, which also allows a string, or the name of an environment as a key."""
+        section = super().__get_pydantic_json_schema__(schema, handler)
+        named = [{"required": [name]} for name in ("function", *NAMED)]
+        section["patternProperties"] = {
+            f"^({'|'.join(NAMED)})$": {"description": "Main option of the function with this name."}
+        }
+        section.pop("required")
+        return section | {"anyOf": [{"type": "string"}, *({"type": "object", **form} for form in named)]}
+
+    @property
+    def max_episodes(self) -> int | None:
+        """Largest number of episodes that can run in a rollout worker at once; None for no limit."""
+        return self.options.get("sessions") if self.function == "openenv" else self.num_processes or None
+
     def _broken_rules(self) -> Iterator[BrokenRule]:
+        if self.function == "openenv":
+            yield from broken_by_options("openenv", self.options, OpenEnvOptions)
+            if self.num_processes or self.python:
+                fix = "remove num_processes and python; options.python is the interpreter of the server"
+                yield self.broken("num_processes python function", "an OpenEnv server is a process already", fix)
+        if self.function == "tools" and (given := self.options.get("tools")):
+            servers = {"": given} if isinstance(given, dict) else dict(enumerate(given)) if isinstance(given, list) else {}
+            for i, server in servers.items():
+                if isinstance(server, dict):
+                    key = "options.tools" if i == "" else f"options.tools.{i}"
+                    yield from broken_by_options("an MCP server", server, McpOptions, key)
         if self.python is not None and not self.num_processes:
             fix = "set num_processes to the number of concurrent episodes, for example to 8"
             yield self.broken("python num_processes", "another interpreter requires environment processes", fix)

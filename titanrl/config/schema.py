@@ -493,16 +493,23 @@ def _environments(config: Config) -> Iterator[BrokenRule]:
         if config.program != "train":
             rule = "supervised fine-tuning and distillation do not support environments"
             yield BrokenRule({key: environment.function}, rule, f"remove {key}")
-        if 0 < environment.num_processes < num_at_once:
+        if environment.max_episodes is not None and environment.max_episodes < num_at_once:
+            limit, place = (
+                ("options.sessions", "session") if environment.function == "openenv" else ("num_processes", "process")
+            )
             yield BrokenRule(
-                {f"{key}.num_processes": environment.num_processes},
-                f"synchronous training runs all {num_at_once} episodes of a worker concurrently, each in its own process",
-                f"set {key}.num_processes to {num_at_once}, or max_staleness to 1",
+                {f"{key}.{limit}": environment.max_episodes},
+                f"synchronous training runs all {num_at_once} episodes of a worker concurrently, each in its own {place}",
+                f"set {key}.{limit} to {num_at_once}, or max_staleness to 1",
             )
         has_warm_start = config.warm_start is not None and task is config.data
-        if has_warm_start and environment.function in ("tools", "python", "tic_tac_toe"):
+        calls_tools = config.warm_start is not None and config.warm_start.tool_calls
+        unknown = ("python", "tic_tac_toe") if calls_tools else ("tools", "python", "tic_tac_toe")
+        if has_warm_start and environment.function in unknown:
             rule = "warm_start has demonstrations only for single turns and for the calculator"
-            yield BrokenRule({key: environment.function}, rule, f"remove warm_start, or set {key} to calculator")
+            fix = f"remove warm_start, or set {key} to calculator"
+            fix += ", or warm_start.tool_calls to true for a tool that takes a sum" if environment.function == "tools" else ""
+            yield BrokenRule({key: environment.function}, rule, fix)
 
 
 def _dump(config: Config) -> Iterator[BrokenRule]:

@@ -18,6 +18,7 @@ from titanrl.environments.interface import JudgesTruncated as JudgesTruncated
 from titanrl.environments.interface import Limit as Limit
 from titanrl.environments.interface import Message as Message
 from titanrl.environments.interface import Observation as Observation
+from titanrl.environments.interface import Prepares as Prepares
 from titanrl.environments.interface import Tool as Tool
 from titanrl.environments.interface import ToolError as ToolError
 

@@ -28,6 +28,7 @@ from titanrl.environments.interface import (
     Limit,
     Message,
     Observation,
+    Prepares,
     Tool,
 )
 from titanrl.environments.results import checked, shown
@@ -94,6 +95,8 @@ class _Host:
         sys.path[:] = [*path, *(entry for entry in sys.path if entry not in path)]  # keep the parent's order
         plugins = {function.key: function} if isinstance(function, Plugin) else {}
         self._make = load_factory(function.name if isinstance(function, Plugin) else function, options, plugins)
+        if isinstance(environment := self._make(), Prepares):
+            await environment.prepare()
         return {}
 
     async def reset(self, episode: Mapping[str, Any]) -> dict[str, Any]:

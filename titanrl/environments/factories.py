@@ -4,7 +4,7 @@ This module imports no third-party library.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -22,6 +22,7 @@ BUILTIN = {
     "calculator": "titanrl.environments.calculator:calculator",
     "python": "titanrl.environments.python_tool:python",
     "tic_tac_toe": "titanrl.environments.tic_tac_toe:TicTacToe",
+    "openenv": "titanrl.environments.openenv:openenv",
 }
 """Import paths of the built-in environments by name."""
 BUILTIN_TOOLS = {
@@ -171,11 +172,12 @@ class SingleTurn:
         """Release nothing."""
 
 
-def tools(*, tools: list[str], **options: Any) -> Environment:
+def tools(*, tools: Sequence[str | Mapping[str, Any]] | Mapping[str, Any], **options: Any) -> Environment:
     """Return a `ToolEnvironment` with the given tools.
 
     Args:
-        tools: Names of built-in tools, or import paths of classes or functions.
+        tools: Names of built-in tools, import paths of classes or functions, and MCP servers, such as
+            `{"mcp": "mcp-server-time"}`. One server needs no list.
         options: Other arguments of `ToolEnvironment`.
 
     Raises:
@@ -183,12 +185,19 @@ def tools(*, tools: list[str], **options: Any) -> Environment:
     """
     from titanrl.environments.tools import ToolEnvironment
 
-    sources = []
-    for name in tools:
+    key = f"{KEY}.options.tools"
+    sources: list[object] = []
+    for name in [tools] if isinstance(tools, Mapping) else tools:
+        if isinstance(name, Mapping):
+            from titanrl.config.data import McpOptions
+            from titanrl.environments.mcp import McpTools
+
+            sources.append(McpTools(McpOptions.model_validate(name)))
+            continue
         if ":" not in name and name not in BUILTIN_TOOLS:
-            fix = f"Choose one of {', '.join(BUILTIN_TOOLS)}, or write an import path."
-            raise ValueError(f"{KEY}.options.tools: no such tool (got {name!r}). {fix}")
-        loaded = import_object(BUILTIN_TOOLS.get(name, name), key=f"{KEY}.options.tools")
+            fix = f"Choose one of {', '.join(BUILTIN_TOOLS)}, or write an import path, or {{mcp: COMMAND or URL}}."
+            raise ValueError(f"{key}: no such tool (got {name!r}). {fix}")
+        loaded = import_object(BUILTIN_TOOLS.get(name, name), key=key)
         sources.append(loaded() if isinstance(loaded, type) else loaded)
     return ToolEnvironment(sources, **options)
 

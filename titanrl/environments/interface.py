@@ -129,6 +129,18 @@ class JudgesTruncated(Protocol):
         """
 
 
+@runtime_checkable
+class Prepares(Protocol):
+    """The optional method of an environment that needs something before the first episode, such as a server."""
+
+    async def prepare(self) -> None:
+        """Start or check it. The method is called once per process, on an environment that plays no episode.
+
+        Raises:
+            EnvironmentFailure: It cannot be used, so that the run cannot start.
+        """
+
+
 def opening(episode: Episode, system_prompt: str | None) -> list[Message]:
     """Return the first messages of an episode: the conversation from the prompt source, or else the question.
 

@@ -1,6 +1,5 @@
 """A Python tool. It runs the policy's code in the confined processes of the sandbox (docs/sandbox.md)."""
 
-import asyncio
 import importlib.util
 from collections.abc import Sequence
 from typing import Any
@@ -8,12 +7,9 @@ from typing import Any
 from titanrl.config.sections import SandboxConfig
 from titanrl.environments.interface import ToolError
 from titanrl.environments.results import readable_text
+from titanrl.environments.servers import forget, shared
 from titanrl.environments.tools import ToolEnvironment
 from titanrl.processes.sandbox import MAX_CODE_CHARS, SandboxDied, SnippetPool
-
-_Key = tuple[asyncio.AbstractEventLoop, SandboxConfig, tuple[str, ...]]
-_pools: dict[_Key, asyncio.Task[SnippetPool]] = {}
-"""Started pools by event loop and settings. Episodes share them, because starting a pool takes a tenth of a second."""
 
 
 class Python:
@@ -59,7 +55,7 @@ class Python:
             pool = await shared_pool(self._config, self._modules)
             result = await pool.run(code, max_output_chars=self._max_output_chars)
         except SandboxDied:
-            await _forget((asyncio.get_running_loop(), self._config, self._modules))  # the next call starts another pool
+            await forget((self._config, self._modules))  # the next call starts another pool
             raise
         match result.status:
             case "timeout":
@@ -75,38 +71,16 @@ def python(*, system_prompt: str | None = None, max_calls: int = 16, **options: 
 
 
 async def shared_pool(config: SandboxConfig, modules: tuple[str, ...]) -> SnippetPool:
-    """Return the pool of this event loop with these settings; start it on first use.
+    """Return the pool of this event loop with these settings, because starting a pool takes a tenth of a second.
 
     Raises:
         SandboxUnavailable: This machine cannot confine a process.
         ValueError: A module cannot be imported.
     """
-    for key in [key for key in _pools if key[0].is_closed()]:
-        del _pools[key]
 
     async def started() -> SnippetPool:
         pool = SnippetPool(config, modules)
         await pool.start()
         return pool
 
-    key = (asyncio.get_running_loop(), config, modules)
-    if key not in _pools:
-        _pools[key] = asyncio.create_task(started())
-    try:
-        return await asyncio.shield(_pools[key])
-    except Exception:  # after any failure, the next call starts another pool
-        _pools.pop(key, None)
-        raise
-
-
-async def close_pools() -> None:
-    """Stop the pools of this event loop."""
-    for key in [key for key in _pools if key[0] is asyncio.get_running_loop()]:
-        await _forget(key)
-
-
-async def _forget(key: _Key) -> None:
-    """Remove a pool, and stop it."""
-    starting = _pools.pop(key, None)
-    if starting is not None:
-        await (await starting).close()
+    return await shared((config, modules), started)

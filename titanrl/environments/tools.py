@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import FunctionType
 from typing import Any, get_type_hints
 
@@ -69,6 +69,25 @@ class Toolset:
 
     async def close(self) -> None:
         """Release the resources of the episode."""
+
+
+class ListedTools(Toolset):
+    """Base class of tools that another program describes and runs. Nothing but `call` is called by the policy."""
+
+    tools: Sequence[Tool] = ()
+    """The tools, after `start`."""
+
+    async def prepare(self) -> None:
+        """List the tools, before any episode; raise `EnvironmentFailure` if that fails."""
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """Call a tool; raise `ToolError` if the policy got the call wrong."""
+        raise NotImplementedError
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Metrics of the episode so far, in addition to the numbers of calls."""
+        return {}
 
 
 @dataclass(slots=True)
@@ -141,12 +160,12 @@ class ToolEnvironment:
         self._sources = tuple(tools) if isinstance(tools, list | tuple) else (tools,)
         self._functions: dict[str, tuple[Callable[..., Any], ToolSignature]] = {}
         for source in self._sources:
-            for function in functions_of(source):
+            for function in () if isinstance(source, ListedTools) else functions_of(source):
                 signature = signature_of(function)
                 if signature.tool.name in self._functions:
                     raise ValueError(f"tool {signature.tool.name}: two tools have this name. Rename one of them.")
                 self._functions[signature.tool.name] = (function, signature)
-        if not self._functions:
+        if not self._sources:
             raise ValueError("tools: at least one tool is required (got an empty list). Add one, or use single_turn.")
         self._max_calls = max_calls
         self._call_timeout_s = call_timeout_s
@@ -156,13 +175,38 @@ class ToolEnvironment:
         self.counts = CallCounts()
         """Numbers of calls so far."""
 
+    async def prepare(self) -> None:
+        """List the tools of servers once.
+
+        Raises:
+            EnvironmentFailure: A server failed, or two tools have the same name.
+        """
+        for source in self._sources:
+            if isinstance(source, ListedTools):
+                await source.prepare()
+                self._add(source)
+
     async def reset(self, episode: Episode) -> Observation:
         """Return the question and the tools."""
         for source in self._sources:
             if isinstance(source, Toolset):
                 await source.start(episode)
+            if isinstance(source, ListedTools):
+                self._add(source)
         messages = opening(episode, self._system_prompt)
         return Observation(messages=messages, tools=[signature.tool for _, signature in self._functions.values()])
+
+    def _add(self, source: ListedTools) -> None:
+        for tool in source.tools:
+            if tool.name in self._functions:
+                raise EnvironmentFailure(f"tool {tool.name:.60}: two tools have this name. Leave one of them out.")
+            properties, required = tool.parameters.get("properties"), tool.parameters.get("required")
+            signature = _Listed(
+                tool=tool,
+                types=dict.fromkeys(properties if isinstance(properties, Mapping) else (), TypeAdapter(Any)),
+                required=frozenset(map(str, required if isinstance(required, list) else ())),
+            )
+            self._functions[tool.name] = (partial(_call_listed, source, tool.name), signature)
 
     async def step(self, message: Message) -> Observation | Done:
         """Execute the calls of a message; end the episode at a message without calls, or after a refused call."""
@@ -172,7 +216,7 @@ class ToolEnvironment:
         num_failed = self.counts.failed
         replies = [await self._reply(call, index) for index, call in enumerate(calls)]
         reward = self._failed_call_reward * (self.counts.failed - num_failed)
-        return Observation(messages=replies, reward=reward, metrics=self.counts.metrics)
+        return Observation(messages=replies, reward=reward, metrics=self._metrics)
 
     async def judge_truncated(self, message: Message | None, limit: Limit) -> Done:
         """Return the rewards of the tools so far. Calls in a message that was cut off are not executed."""
@@ -181,7 +225,12 @@ class ToolEnvironment:
     def _done(self) -> Done:
         sources = [source for source in self._sources if isinstance(source, Toolset)]
         rewards = {name: value for source in sources for name, value in source.rewards().items()}
-        return Done(rewards=rewards, metrics=self.counts.metrics)
+        return Done(rewards=rewards, metrics=self._metrics)
+
+    @property
+    def _metrics(self) -> dict[str, float]:
+        listed = [source.metrics for source in self._sources if isinstance(source, ListedTools)]
+        return self.counts.metrics | {name: value for metrics in listed for name, value in metrics.items()}
 
     async def close(self) -> None:
         """Close the stateful tools."""
@@ -285,6 +334,10 @@ def functions_of(source: object) -> list[Callable[..., Any]]:
     return functions
 
 
+def _call_listed(source: ListedTools, name: str, /, **arguments: Any) -> Awaitable[str]:
+    return source.call(name, arguments)
+
+
 def _as_text(value: object) -> str:
     """Convert a part of a result that is no JSON value."""
     if isinstance(value, bytes | bytearray | memoryview):
@@ -337,6 +390,16 @@ class ToolSignature:
         names = [name if name in self.required else f"{name} (optional)" for name in self.types]
         takes = f"takes {', '.join(names)}" if names else "takes no arguments"
         return f"Invalid call to {self.tool.name}: {'; '.join(problems)}. {self.tool.name} {takes}."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Listed(ToolSignature):
+    """The description of a tool that another program runs, which checks the arguments itself."""
+
+    def arguments(self, given: object) -> dict[str, Any]:
+        if not isinstance(given, Mapping):
+            raise ToolError(self._explain([f"the arguments must be a JSON object, not {type(given).__name__}"]))
+        return dict(given)
 
 
 def signature_of(function: Callable[..., Any]) -> ToolSignature:

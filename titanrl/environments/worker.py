@@ -32,8 +32,9 @@ from titanrl.environments.interface import (
     Limit,
     Message,
     Observation,
+    Prepares,
 )
-from titanrl.environments.python_tool import close_pools
+from titanrl.environments.servers import close_shared
 from titanrl.processes.children import Channel, Child
 
 _MAX_REPLY_BYTES = 8 << 20  # parsing it takes 0.2 s at worst; valid replies are shorter (`results.MAX_CHARS`)
@@ -111,15 +112,21 @@ class Environments:
         """Return an environment for one episode."""
 
     async def start(self) -> None:
-        """Start one process, if environments run in separate ones, as `EnvironmentPool.start` does."""
+        """Start one process, if environments run in separate ones, as `EnvironmentPool.start` does; else prepare them here.
+
+        Raises:
+            EnvironmentFailure: The environment cannot be loaded or prepared.
+        """
         if self._pool is not None:
             await self._pool.start()
+        elif isinstance(environment := self.make(), Prepares):
+            await environment.prepare()
 
     async def close(self) -> None:
         """Stop the processes that the environments share."""
         if self._pool is not None:
             await self._pool.close()
-        await close_pools()
+        await close_shared()
 
 
 class EnvironmentPool:

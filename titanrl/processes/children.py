@@ -31,6 +31,7 @@ class Child:
         *,
         environment: Mapping[str, str],
         descriptors: Sequence[int],
+        stdin: int = subprocess.DEVNULL,
         stdout: int,
         stderr: int,
         on_exit: "Callable[[Child], object]",
@@ -45,7 +46,7 @@ class Child:
         self._loop = asyncio.get_running_loop()
         self._popen = subprocess.Popen(
             command,
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=stdout,
             stderr=stderr,
             pass_fds=descriptors,

@@ -104,8 +104,8 @@ class Episodes:
     ) -> list[Group]:
         """Play episodes of held-out prompts, in lockstep by turn, so that the engine's batches are reproducible.
 
-        If environments run in processes, at most `num_processes` episodes are played at the same time, because an episode
-        occupies its process until it ends. `max_new_tokens` limits each turn.
+        At most `max_episodes` of the environment are played at the same time, because an episode occupies its process or
+        session until it ends. `max_new_tokens` limits each turn.
         """
         sampling = SamplingParams(
             max_new_tokens=max_new_tokens,
@@ -117,7 +117,7 @@ class Episodes:
 
         groups = [[_Slot(self, prompt, number, sampling, "heldout") for number in range(num_samples)] for prompt in prompts]
         slots, started = [slot for group in groups for slot in group], time.perf_counter()
-        num_concurrent = self.environment.num_processes or len(slots)
+        num_concurrent = self.environment.max_episodes or len(slots)
         for start in range(0, len(slots), num_concurrent):
             async with self.evaluation_lock:
                 playing = slots[start : start + num_concurrent]
@@ -323,7 +323,7 @@ class _Slot:
             max_new_tokens=self._common.max_new_tokens,
             step_timeout_s=environment.step_timeout_s,
             episode_timeout_s=environment.episode_timeout_s,
-            may_queue=environment.num_processes > 0,
+            may_queue=environment.max_episodes is not None,
         )
         episode = Episode(
             task_id=f"{self.prompt.task}/{self._split}/{self.prompt.index}",

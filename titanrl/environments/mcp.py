@@ -1,0 +1,562 @@
+"""Tools of Model Context Protocol (MCP) servers: a client over standard input and output or over streamable HTTP.
+
+The client is written for untrusted servers. Every wait has a deadline, every reply a largest size, and a server that breaks the
+protocol fails the episode. It needs no MCP package, so it cannot conflict with the one that a server uses.
+"""
+
+import asyncio
+import itertools
+import json
+import os
+import shlex
+import shutil
+import socket
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from titanrl.config.data import McpOptions
+from titanrl.environments.interface import (
+    EnvironmentDied,
+    EnvironmentFailure,
+    EnvironmentTimeout,
+    Episode,
+    Tool,
+    ToolError,
+)
+from titanrl.environments.results import readable, readable_text, shown
+from titanrl.environments.servers import ServerProcess, forget, shared
+from titanrl.environments.tools import ListedTools
+from titanrl.processes.temporary import TemporaryFolder
+
+VERSIONS = ("2025-11-25", "2025-06-18", "2025-03-26", "2024-11-05")
+"""Protocol versions that begin with a handshake. The client asks for the second one and accepts all."""
+MAX_REPLY_BYTES = 4 << 20
+"""Longest message of a server."""
+MAX_TOOLS = 512
+"""Largest number of tools of a server."""
+
+_KEY = "data.environment.options.tools.mcp"
+_INHERITED = ("HOME", "LANG", "LC_ALL", "LOGNAME", "PATH", "SHELL", "TERM", "TMPDIR", "TZ", "USER")
+"""Environment variables that a server inherits. Others may hold secrets, which a tool could show to the policy."""
+_MAX_STRAY = 1000
+_MAX_UNREAD_BYTES = 1 << 20
+_MAX_PAGES = 64
+_MAX_ERROR_CHARS = 2000
+_POLICY_ERRORS = (-32602, -32601)
+"""JSON-RPC codes of a call that the policy got wrong: invalid parameters, such as an unknown tool, and unknown method."""
+
+
+class McpTools(ListedTools):
+    """The tools of an MCP server.
+
+    A server with state is started for each episode that calls a tool, at its first call, and stopped with the episode. The
+    tools are listed once per rollout worker.
+    """
+
+    def __init__(self, options: McpOptions) -> None:
+        """Keep the options.
+
+        Raises:
+            ValueError: The program of the server does not exist.
+        """
+        program = "" if options.is_url else shlex.split(options.mcp)[0]
+        if program and shutil.which(program) is None:
+            fix = "Install it, or write the path of the program, such as /opt/tools/bin/mcp-server-git."
+            raise ValueError(f"{_KEY}: no such program on this machine (got {program!r}). {fix}")
+        if options.key_variable is not None and options.key_variable not in os.environ:
+            rule = "the environment variable must hold the key, but it is not set"
+            raise ValueError(f"{_KEY}: {rule} (got {options.key_variable!r}). Set it, or remove key_variable.")
+        self._options = options
+        self._name = options.model_dump_json()
+        self._server: _Server | None = None
+        self.tools: Sequence[Tool] = ()
+
+    async def start(self, episode: Episode) -> None:
+        """List the tools, as `prepare` does."""
+        await self.prepare()
+
+    async def prepare(self) -> None:
+        """List the tools.
+
+        Raises:
+            EnvironmentFailure: The server cannot be started, or broke the protocol.
+        """
+        if self._options.shared:
+            self._server = await self._shared_server()
+            self.tools = self._server.tools
+        else:
+            self.tools = (await shared(("tools", self._name), self._listed)).tools
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """Call a tool and return its result as text.
+
+        Raises:
+            ToolError: The server rejected the call.
+            EnvironmentFailure: The server failed.
+        """
+        if self._server is None:
+            self._server = await self._own_server()
+        return await self._server.call(name, arguments)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Numbers of lines that are no reply, and of announcements that the tools have changed, if there were any."""
+        if self._server is None or self._options.shared:
+            return {}
+        counts = {"mcp_stray_lines": self._server.num_stray, "mcp_changes": self._server.num_changes}
+        return {name: float(count) for name, count in counts.items() if count}
+
+    async def close(self) -> None:
+        """Stop the server of this episode."""
+        server, self._server = self._server, None
+        if server is not None and not self._options.shared:
+            await server.close()
+
+    async def _shared_server(self) -> "_Server":
+        server = await shared(("server", self._name), self._opened)
+        if server.failure is not None:
+            await forget(("server", self._name), server)
+            server = await shared(("server", self._name), self._opened)
+        return server
+
+    async def _listed(self) -> "_Listing":
+        server = await self._opened()
+        await server.close()
+        return _Listing(server.tools)
+
+    async def _own_server(self) -> "_Server":
+        starts = await shared("starts of MCP servers", _Starts.make)
+        async with starts.places:
+            server = await self._opened()
+        if server.tools != self.tools:
+            await server.close()
+            raise EnvironmentFailure(
+                f"{_KEY}: the tools of the server have changed since they were listed. Start the run again."
+            )
+        return server
+
+    async def _opened(self) -> "_Server":
+        server = _Server(self._options)
+        try:
+            await server.open()
+        except BaseException:  # including cancellation
+            await server.close()
+            raise
+        return server
+
+
+class _Listing:
+    """The tools of a server."""
+
+    def __init__(self, tools: Sequence[Tool]) -> None:
+        self.tools = tools
+
+    async def close(self) -> None:
+        """Release nothing."""
+
+
+class _Starts:
+    """Limit of servers that start at the same time. More would start no sooner, but exceed their time limit."""
+
+    def __init__(self) -> None:
+        self.places = asyncio.Semaphore(2 * len(os.sched_getaffinity(0)))
+
+    @classmethod
+    async def make(cls) -> "_Starts":
+        return cls()
+
+    async def close(self) -> None:
+        """Release nothing."""
+
+
+class _RpcError(Exception):
+    def __init__(self, error: object) -> None:
+        fields = error if isinstance(error, Mapping) else {}
+        self.code, text = fields.get("code"), fields.get("message")
+        super().__init__(readable_text(text[:_MAX_ERROR_CHARS]) if isinstance(text, str) else shown(error))
+
+
+class _Transport(Protocol):
+    """A connection to a server. `request` raises `_RpcError` and `EnvironmentFailure`."""
+
+    failure: EnvironmentFailure | None
+    num_stray: int
+    num_changes: int
+
+    async def request(self, method: str, params: Mapping[str, Any]) -> object: ...
+
+    async def notify(self, method: str) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class _Server:
+    """A server, its tools, and what it has done."""
+
+    def __init__(self, options: McpOptions) -> None:
+        self._options = options
+        self._transport: _Transport | None = None
+        self.tools: Sequence[Tool] = ()
+
+    @property
+    def failure(self) -> EnvironmentFailure | None:
+        """The failure that ended the server."""
+        return None if self._transport is None else self._transport.failure
+
+    @property
+    def num_stray(self) -> int:
+        """Number of messages that are no reply to a request."""
+        return 0 if self._transport is None else self._transport.num_stray
+
+    @property
+    def num_changes(self) -> int:
+        """Number of announcements that the tools have changed. An episode keeps the tools that it began with."""
+        return 0 if self._transport is None else self._transport.num_changes
+
+    async def open(self) -> None:
+        """Start or connect to the server, and list its tools."""
+        is_url = self._options.is_url
+        self._transport = transport = await (_Http.open(self._options) if is_url else _Stdio.open(self._options))
+        client = {"name": "titanrl", "version": "1"}
+        asked = {"protocolVersion": VERSIONS[1], "capabilities": {}, "clientInfo": client}
+        try:
+            reply = await transport.request("initialize", asked)
+            version = reply.get("protocolVersion") if isinstance(reply, dict) else None
+            if version not in VERSIONS:
+                raise EnvironmentFailure(
+                    f"{_KEY}: the server speaks none of the versions {', '.join(VERSIONS)} (got {shown(version)})"
+                )
+            if isinstance(transport, _Http):
+                transport.version = version
+            await transport.notify("notifications/initialized")
+            self.tools = await self._list(transport)
+        except _RpcError as error:
+            raise EnvironmentFailure(
+                f"{_KEY}: the server replied to the handshake with the error {error.code}: {error}"
+            ) from error
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """Call a tool; see `McpTools.call`."""
+        assert self._transport is not None
+        try:
+            result = await self._transport.request("tools/call", {"name": name, "arguments": dict(arguments)})
+        except _RpcError as error:
+            if error.code in _POLICY_ERRORS:
+                raise ToolError(str(error)) from None
+            raise EnvironmentFailure(f"{_KEY}: {name} failed with the error {error.code}: {error}") from error
+        text = _text_of(name, result)
+        if isinstance(result, dict) and result.get("isError") is True:
+            raise ToolError(text)
+        return text
+
+    async def close(self) -> None:
+        """Stop the server, or leave it."""
+        if self._transport is not None:
+            await self._transport.close()
+
+    async def _list(self, transport: _Transport) -> Sequence[Tool]:
+        found: list[Tool] = []
+        cursor: dict[str, Any] = {}
+        for _ in range(_MAX_PAGES):
+            page = await transport.request("tools/list", cursor)
+            entries = page.get("tools") if isinstance(page, dict) else None
+            if not isinstance(entries, list):
+                raise EnvironmentFailure(f"{_KEY}: tools/list must return tools (got {shown(page)})")
+            found += [_tool_of(entry) for entry in entries]
+            assert isinstance(page, dict)
+            if page.get("nextCursor") is None or len(found) > MAX_TOOLS:
+                break
+            cursor = {"cursor": page["nextCursor"]}
+        if len(found) > MAX_TOOLS:
+            raise EnvironmentFailure(f"{_KEY}: the server has more than {MAX_TOOLS} tools")
+        names = {tool.name: tool for tool in found}
+        if unknown := [name for name in self._options.only if name not in names]:
+            fix = f"Choose among {', '.join(names)[:500]}."
+            raise EnvironmentFailure(f"{_KEY}: only: the server has no such tool (got {unknown[0]!r}). {fix}")
+        return [names[name] for name in self._options.only] or found
+
+
+def _tool_of(entry: object) -> Tool:
+    match entry:
+        case {"name": str(name), "inputSchema": dict(schema)} if name and isinstance(entry, dict):
+            description = entry.get("description") or ""
+            if isinstance(description, str):
+                try:
+                    return Tool(name=readable_text(name), description=readable_text(description), parameters=readable(schema))
+                except ValueError as error:
+                    raise EnvironmentFailure(f"{_KEY}: the parameters of the tool {shown(name)} {error}") from error
+    raise EnvironmentFailure(f"{_KEY}: a tool must have a name and an inputSchema (got {shown(entry)})")
+
+
+def _text_of(name: str, result: object) -> str:
+    """Return the text of a result. Content that is not text is named instead."""
+    content = result.get("content") if isinstance(result, dict) else None
+    if not isinstance(content, list):
+        raise EnvironmentFailure(f"{_KEY}: {name} must return content (got {shown(result)})")
+    texts = []
+    for part in content:
+        match part:
+            case {"type": "text", "text": str(text)} | {"type": "resource", "resource": {"text": str(text)}}:
+                texts.append(readable_text(text))
+            case {"type": str(kind)}:
+                texts.append(f"[{readable_text(kind)[:40]} without text]")
+            case _:
+                raise EnvironmentFailure(f"{_KEY}: {name} returned content without a type (got {shown(part)})")
+    assert isinstance(result, dict)
+    if not texts and result.get("structuredContent") is not None:
+        return json.dumps(result["structuredContent"], ensure_ascii=True)
+    return "\n".join(texts)
+
+
+class _Stdio:
+    """A server process that exchanges lines of JSON over its standard input and output."""
+
+    def __init__(self, options: McpOptions, process: ServerProcess, folder: Path) -> None:
+        self._options, self._process, self._folder = options, process, folder
+        self.failure: EnvironmentFailure | None = None
+        self.num_stray = self.num_changes = 0
+        self._pending: dict[int, asyncio.Future[object]] = {}
+        self._ids = itertools.count(1)
+        self._reader: asyncio.StreamReader
+        self._writer: asyncio.StreamWriter
+        self._listening: asyncio.Task[None]
+
+    @classmethod
+    async def open(cls, options: McpOptions) -> "_Stdio":
+        folders = await shared("folders of MCP servers", _Folders.make)
+        folder = Path(tempfile.mkdtemp(dir=folders.parent.path))
+        words = [word.replace("{folder}", str(folder)) for word in shlex.split(options.mcp)]
+        variables = {name: os.environ[name] for name in _INHERITED if name in os.environ}
+        ours, theirs = socket.socketpair()
+        try:
+            process = ServerProcess(words, key=_KEY, environment=variables, stream=theirs.fileno())
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        made = cls(options, process, folder)
+        made._reader, made._writer = await asyncio.open_connection(sock=ours, limit=MAX_REPLY_BYTES)
+        made._listening = asyncio.create_task(made._listen())
+        return made
+
+    async def request(self, method: str, params: Mapping[str, Any]) -> object:
+        number, limit_s = next(self._ids), self._options.timeout_s
+        reply: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+        self._send({"jsonrpc": "2.0", "id": number, "method": method, "params": params})
+        self._pending[number] = reply
+        try:
+            async with asyncio.timeout(limit_s):
+                return await reply
+        except TimeoutError:
+            failure = EnvironmentTimeout(f"{_KEY}: {method} took longer than {limit_s:g} s, so the server was killed")
+            self._fail(failure)
+            raise failure from None
+        except asyncio.CancelledError:
+            if self.failure is None:
+                cancelled = {"requestId": number, "reason": "the episode ended"}
+                self._send({"jsonrpc": "2.0", "method": "notifications/cancelled", "params": cancelled})
+            raise
+        finally:
+            self._pending.pop(number, None)
+
+    async def notify(self, method: str) -> None:
+        self._send({"jsonrpc": "2.0", "method": method})
+
+    async def close(self) -> None:
+        """Close the connection, which ends a server that keeps to the protocol; kill it if it does not exit."""
+        with suppress(OSError):
+            self._writer.write_eof()
+        await self._process.close(timeout_s=0.0 if self.failure else 2.0)
+        self._listening.cancel()
+        await asyncio.gather(self._listening, return_exceptions=True)
+        self._writer.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        if self.failure is not None:
+            raise self.failure
+        self._writer.write(json.dumps(message).encode() + b"\n")  # ASCII, so that any text can be sent
+        if self._writer.transport.get_write_buffer_size() > _MAX_UNREAD_BYTES:
+            self._fail(EnvironmentFailure(f"{_KEY}: the server does not read its input, so it was killed"))
+
+    def _fail(self, failure: EnvironmentFailure) -> None:
+        """End the server: requests that wait and later ones raise the failure."""
+        self.failure = self.failure or failure
+        self._process.kill()
+        for reply in self._pending.values():
+            if not reply.done():
+                reply.set_exception(self.failure)
+                reply.exception()  # marks it as retrieved, in case nothing awaits it any more
+
+    async def _listen(self) -> None:
+        while self.failure is None:
+            try:
+                line = await self._reader.readuntil(b"\n")
+            except asyncio.LimitOverrunError:
+                rule = f"the server wrote a line of more than {MAX_REPLY_BYTES >> 20} MiB"
+                return self._fail(EnvironmentFailure(f"{_KEY}: {rule}, so it was killed"))
+            except (asyncio.IncompleteReadError, ConnectionError):
+                await self._process.exited()
+                return self._fail(EnvironmentDied(f"{_KEY}: the server ended{self._process.account}"))
+            try:
+                message = json.loads(line)
+            except (ValueError, RecursionError):
+                message = None
+            if not self._take(message):
+                self.num_stray += 1
+                if self.num_stray > _MAX_STRAY:
+                    rule = f"the server wrote more than {_MAX_STRAY} lines that are no message (the last is {shown(line)})"
+                    return self._fail(EnvironmentFailure(f"{_KEY}: {rule}, so it was killed"))
+
+    def _take(self, message: object) -> bool:
+        """Process a message; return False if it is none, or not expected."""
+        match message:
+            case {"method": str(method), "id": int() | str() as number}:
+                error = {"code": -32601, "message": f"this client does not support {method:.80}"}
+                self._answer({"jsonrpc": "2.0", "id": number} | ({"result": {}} if method == "ping" else {"error": error}))
+                return method == "ping"
+            case {"method": str(method)}:
+                self.num_changes += method == "notifications/tools/list_changed"
+                return method.startswith("notifications/")
+            case {"id": int(number), **rest} if number in self._pending and ("result" in rest or "error" in rest):
+                _settle(self._pending[number], rest)
+                return True
+        return False
+
+    def _answer(self, message: Mapping[str, Any]) -> None:
+        with suppress(EnvironmentFailure):
+            self._send(message)
+
+
+def _settle(reply: "asyncio.Future[object]", message: Mapping[Any, Any]) -> None:
+    if reply.done():
+        return
+    if message.get("error") is not None:
+        reply.set_exception(_RpcError(message["error"]))
+    else:
+        reply.set_result(message.get("result"))
+
+
+class _Folders:
+    """The folder in which servers have theirs."""
+
+    def __init__(self) -> None:
+        self.parent = TemporaryFolder()
+
+    @classmethod
+    async def make(cls) -> "_Folders":
+        return cls()
+
+    async def close(self) -> None:
+        """Delete it."""
+        self.parent.delete()
+
+
+class _Http:
+    """A session with a server that speaks streamable HTTP."""
+
+    def __init__(self, options: McpOptions) -> None:
+        import httpx  # not needed for other servers
+
+        self._options = options
+        key = os.environ.get(options.key_variable or "", "")
+        headers = {"Accept": "application/json, text/event-stream"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        # Each request sets a limit for itself as a whole. The timeouts of httpx apply to single reads.
+        self._client = httpx.AsyncClient(headers=headers, timeout=None)
+        self._errors = httpx.HTTPError
+        self._session: str | None = None
+        self._ids = itertools.count(1)
+        self.version: str | None = None
+        self.failure: EnvironmentFailure | None = None
+        self.num_stray = self.num_changes = 0
+
+    @classmethod
+    async def open(cls, options: McpOptions) -> "_Http":
+        return cls(options)
+
+    async def request(self, method: str, params: Mapping[str, Any]) -> object:
+        number = next(self._ids)
+        message = {"jsonrpc": "2.0", "id": number, "method": method, "params": params}
+        reply: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+        await self._post(method, message, number, reply)
+        if not reply.done():
+            raise self._failed(EnvironmentFailure(f"{_KEY}: the server did not reply to {method}"))
+        return reply.result()
+
+    async def notify(self, method: str) -> None:
+        await self._post(method, {"jsonrpc": "2.0", "method": method}, None, None)
+
+    async def close(self) -> None:
+        if self._session is not None and self.failure is None:
+            with suppress(TimeoutError, self._errors):
+                async with asyncio.timeout(2.0):
+                    await self._client.delete(self._options.mcp, headers=self._headers())
+        await self._client.aclose()
+
+    def _headers(self) -> dict[str, str]:
+        headers = {"Mcp-Session-Id": self._session, "MCP-Protocol-Version": self.version}
+        return {name: value for name, value in headers.items() if value is not None}
+
+    def _failed(self, failure: EnvironmentFailure) -> EnvironmentFailure:
+        self.failure = failure
+        return failure
+
+    async def _post(
+        self, method: str, message: Mapping[str, Any], number: int | None, reply: "asyncio.Future[object] | None"
+    ) -> None:
+        """Send a message, and settle the reply with the one to the request `number`, as soon as it has arrived."""
+        limit_s, received = self._options.timeout_s, bytearray()
+        try:
+            async with (
+                asyncio.timeout(limit_s),
+                self._client.stream("POST", self._options.mcp, json=message, headers=self._headers()) as response,
+            ):
+                is_stream = response.headers.get("content-type", "").startswith("text/event-stream")
+                self._session = response.headers.get("mcp-session-id", self._session)
+                async for chunk in response.aiter_bytes():
+                    received += chunk
+                    if len(received) > MAX_REPLY_BYTES:
+                        rule = f"the reply to {method} has more than {MAX_REPLY_BYTES >> 20} MiB"
+                        raise self._failed(EnvironmentFailure(f"{_KEY}: {rule}"))
+                    if is_stream and reply is not None and b"\n" in chunk:
+                        received = self._take_events(received, number, reply)
+                        if reply.done():
+                            return
+        except TimeoutError:
+            raise self._failed(EnvironmentTimeout(f"{_KEY}: {method} took longer than {limit_s:g} s")) from None
+        except self._errors as error:
+            raise self._failed(EnvironmentDied(f"{_KEY}: {type(error).__name__}: {error} (got {self._options.mcp})")) from error
+        if response.status_code >= 400:
+            text = f"HTTP status {response.status_code} ({bytes(received[:200]).decode(errors='replace')!a})"
+            fix = " Set key_variable to the variable with the key." if response.status_code in (401, 403) else ""
+            raise self._failed(EnvironmentFailure(f"{_KEY}: the server replied to {method} with {text}.{fix}"))
+        if reply is not None and is_stream:
+            self._take_events(received + b"\n", number, reply)
+        elif reply is not None:
+            self._take(received, number, reply)
+
+    def _take_events(self, received: bytearray, number: int | None, reply: "asyncio.Future[object]") -> bytearray:
+        """Process complete lines of an event stream, and return the rest. Servers write a message as one line."""
+        *lines, rest = received.split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:") and line[5:].strip():
+                self._take(line[5:].strip(), number, reply)
+        return bytearray(rest)
+
+    def _take(self, text: bytes | bytearray, number: int | None, reply: "asyncio.Future[object]") -> None:
+        try:
+            message = json.loads(text)
+        except (ValueError, RecursionError):
+            message = None
+        match message:
+            case {"id": int(answered), **rest} if answered == number and ("result" in rest or "error" in rest):
+                _settle(reply, rest)
+            case {"method": str(method)}:
+                self.num_changes += method == "notifications/tools/list_changed"
+                self.num_stray += "id" in message
+            case _:
+                self.num_stray += 1

@@ -1,0 +1,183 @@
+"""Objects that the episodes of an event loop share, such as pools and servers, and processes of servers.
+
+This module imports no third-party library.
+"""
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+from titanrl.environments.interface import EnvironmentFailure
+from titanrl.processes.children import Child
+
+_KEPT_CHARS = 1000
+_EXIT_DEADLINE_S = 2.0
+_EXEC = """\
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit(1)
+try:
+    os.execvp(sys.argv[2], sys.argv[2:])
+except OSError as error:
+    sys.exit(f"{sys.argv[2]}: {error.strerror}")
+"""
+"""Program that makes the kernel kill the process with its parent, as `confine.end_with_parent` does, and executes a command."""
+
+
+class _Shared(Protocol):
+    async def close(self) -> None: ...
+
+
+T = TypeVar("T", bound=_Shared)
+
+_started: dict[tuple[asyncio.AbstractEventLoop, Hashable], asyncio.Task[Any]] = {}
+
+
+async def shared(key: Hashable, start: Callable[[], Awaitable[T]]) -> T:
+    """Return the object of this event loop with this key; `start` creates it on first use, and again after a failure."""
+    for loop, name in [place for place in _started if place[0].is_closed()]:
+        del _started[loop, name]
+
+    async def started() -> T:
+        return await start()
+
+    place = (asyncio.get_running_loop(), key)
+    if place not in _started:
+        _started[place] = asyncio.create_task(started())
+    task = _started[place]
+    try:
+        result: T = await asyncio.shield(task)
+    except Exception:
+        if _started.get(place) is task:
+            del _started[place]
+        raise
+    return result
+
+
+async def forget(key: Hashable, used: object = None) -> None:
+    """Close a shared object, so that the next use starts another one. Do nothing if it is no longer `used`."""
+    place = (asyncio.get_running_loop(), key)
+    task = _started.get(place)
+    if task is not None and (used is None or (task.done() and task.result() is used)):
+        del _started[place]
+        await _close(task)
+
+
+async def close_shared() -> None:
+    """Close what the episodes of this event loop share."""
+    loop = asyncio.get_running_loop()
+    tasks = [_started.pop(place) for place in [place for place in _started if place[0] is loop]]
+    await asyncio.gather(*map(_close, tasks))
+
+
+async def _close(task: asyncio.Task[Any]) -> None:
+    try:
+        made = await task
+    except Exception:  # those who waited for it have got the exception
+        return
+    await made.close()
+
+
+class ServerProcess:
+    """A server that an environment starts: a process that ends with this one, together with the processes it starts.
+
+    What it writes to its standard error stream is read, and only the end is kept, for messages.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        key: str,
+        environment: Mapping[str, str],
+        descriptors: Sequence[int] = (),
+        stream: int | None = None,
+    ) -> None:
+        """Start the process.
+
+        Args:
+            command: Program, which is looked up in the path, and its arguments.
+            key: Configuration key of the server, for messages.
+            environment: Environment variables.
+            descriptors: File descriptors that it inherits.
+            stream: File descriptor of its standard input and output; None for none, with the output like the errors.
+
+        Raises:
+            EnvironmentFailure: The process cannot be started.
+        """
+        self._key, self._loop = key, asyncio.get_running_loop()
+        self._tail: deque[bytes] = deque()
+        ours, theirs = os.pipe()
+        os.set_blocking(ours, False)
+        try:
+            self._child = Child(
+                [sys.executable, "-I", "-S", "-c", _EXEC, str(os.getpid()), *command],
+                environment=environment,
+                descriptors=descriptors,
+                stdin=subprocess.DEVNULL if stream is None else stream,
+                stdout=theirs if stream is None else stream,
+                stderr=theirs,
+                on_exit=lambda child: None,
+            )
+        except OSError as error:
+            os.close(ours)
+            raise EnvironmentFailure(f"{key}: cannot be started: {error.strerror} (got {command[0]!r})") from error
+        finally:
+            os.close(theirs)
+        self._errors = ours
+        self._loop.add_reader(ours, self._on_output)
+
+    @property
+    def has_exited(self) -> bool:
+        """True if the process has exited."""
+        return self._child.has_exited
+
+    @property
+    def account(self) -> str:
+        """The end of a sentence, with the exit code of the process and the end of its output; empty without either."""
+        code = self._child.exited.result() if self._child.exited.done() else None
+        self._on_output()
+        output = b"".join(self._tail)[-_KEPT_CHARS:].decode(errors="replace").strip()
+        how = "" if code is None else f" (signal {-code})" if code < 0 else f" (exit code {code})"
+        return f"{how}; its output ends with: {output}" if output else how
+
+    def kill(self) -> None:
+        """Kill the process and its children."""
+        self._child.kill()
+
+    async def exited(self, timeout_s: float = _EXIT_DEADLINE_S) -> None:
+        """Wait until the process has exited, or the time is over."""
+        await asyncio.wait([self._child.exited], timeout=timeout_s)
+
+    async def close(self, timeout_s: float = 0.0) -> None:
+        """Kill the process after giving it time to exit, and stop reading its output."""
+        if timeout_s:
+            await self.exited(timeout_s)
+        self.kill()
+        await self.exited()
+        self._stop()
+
+    def _on_output(self) -> None:
+        """Read what is there, at most a few megabytes at a time, so that the event loop stays responsive."""
+        for _ in range(64):
+            try:
+                chunk = os.read(self._errors, 1 << 16) if self._errors >= 0 else b""
+            except BlockingIOError:
+                return
+            if not chunk:
+                self._stop()
+                return
+            self._tail.append(chunk)
+            while len(self._tail) > 1 and sum(map(len, self._tail)) - len(self._tail[0]) >= _KEPT_CHARS:
+                self._tail.popleft()
+
+    def _stop(self) -> None:
+        if self._errors >= 0:
+            self._loop.remove_reader(self._errors)
+            os.close(self._errors)
+            self._errors = -1
