@@ -54,6 +54,8 @@ def test_help_and_version_import_only_the_standard_library() -> None:
         ["train", "--config", ""],
         ["chat"],
         ["chat", "runs", "--temperature", "nan"],
+        ["serve"],
+        ["serve", "runs", "--port", "65536"],
         ["doctor", "tpu"],
     ],
 )
@@ -71,6 +73,12 @@ def test_invalid_command_line_exits_with_2(arguments: list[str], capsys: pytest.
         (["train", "--resume", "nowhere"], "must be the directory of a run, but it does not exist"),
         (["sft", "--resume", "empty"], "must be the directory of a run, but its config.yaml does not exist"),
         (["submit", "--resume", "file"], "must be the directory of a run, but it is not a directory"),
+        (["serve", "nowhere"], "POLICY: it does not exist (got nowhere)"),
+        (
+            ["serve", "empty", "--host", "0.0.0.0"],
+            "--host: an address that other machines can reach requires keys (got 0.0.0.0)",
+        ),
+        (["serve", "empty", "--keys", "empty"], "--keys: the file is a directory"),
         (["chat", "nowhere"], "RUN_DIR: it does not exist (got nowhere)"),
         (["chat", "empty"], "RUN_DIR: checkpoints/final has no trained model (got empty)"),
         (["chat", "a" * 300], "RUN_DIR: it cannot be read (File name too long)"),

@@ -11,12 +11,12 @@ import pytest
 from tests.size import PACKAGE, figures
 
 CEILINGS = {
-    "lines": 55_700,
-    "modules": 217,
+    "lines": 56_200,
+    "modules": 219,
     "small modules": 7,
     "modules with a shared name": 4,
     "rooms": 27,
-    "arrows": 168,
+    "arrows": 170,
     "floors": 13,
     "modules reached by the loop": 113,
     "functions with one mention": 0.368,

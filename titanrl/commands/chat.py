@@ -53,7 +53,8 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titanrl.co
     except Exception as error:  # transformers and safetensors raise anything for a damaged model
         print(f"error: {describe(error)}. The model is in {model_dir}", file=sys.stderr)
         sys.exit(1)
-    for example in RunRecord(arguments.run_dir).groups()[:1]:  # a fine-tuning has none
+    example = RunRecord(arguments.run_dir).first_group()
+    if example is not None:  # a fine-tuning has none
         print(f"The policy was trained on prompts like this one: {example.prompt}")
     for prompt in read_prompts():
         try:

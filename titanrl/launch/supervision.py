@@ -407,6 +407,10 @@ class Supervisor:
         """Error that failed all requests, such as the death of a process or a stall; None if there was none."""
         return self._failure.result() if self._failure.done() else None
 
+    async def failed(self) -> TitanRLError:
+        """Wait for the error that fails all requests, and return it."""
+        return await asyncio.shield(self._failure)
+
     async def ask(
         self,
         name: str,

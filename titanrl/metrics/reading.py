@@ -366,6 +366,10 @@ class RunRecord:
         """Return the recorded groups by index. A group that was sampled again is returned once, as it was sampled last."""
         return _newest(self._records("rollouts", RecordedGroup), lambda group: (group.index,))
 
+    def first_group(self) -> RecordedGroup | None:
+        """Return one of the first recorded groups without reading the others; None if there is none."""
+        return next(self._records("rollouts", RecordedGroup), None)
+
     def evaluations(self, name: str | None = None) -> list[RecordedGroup]:
         """Return the recorded samples of evaluations, by set, version and index; `name` selects a set."""
         samples = _newest(

@@ -232,21 +232,36 @@ def complete_checkpoint(checkpoints: Path, state: RunState, digests: Digests) ->
     commit_folder(folder, digests)
 
 
-def resumable(run_dir: Path) -> Resumable:
+def newest_version(run_dir: Path) -> int | None:
+    """Return the policy version in the newest checkpoint of a run, whose files are not read; None if there is no checkpoint."""
+    for step, folder in sorted(_checkpoint_dirs(run_dir / "checkpoints"), reverse=True):
+        with contextlib.suppress(DamagedError):
+            return _read_state(folder / STATE_FILE, step).version
+    return None
+
+
+def resumable(run_dir: Path, step: int | None = None) -> Resumable:
     """Return the newest intact checkpoint of a run directory; every file is read and compared with its digest.
 
-    For a submitted run that has no checkpoint yet, return the state before its first step.
+    For a submitted run that has no checkpoint yet, return the state before its first step. With `step`, only the checkpoint
+    after this step is considered.
 
     Raises:
         ConfigError: There is no intact checkpoint.
     """
     unusable: dict[str, str] = {}
-    for step, folder in sorted(_checkpoint_dirs(run_dir / "checkpoints"), reverse=True):
+    for number, folder in sorted(_checkpoint_dirs(run_dir / "checkpoints"), reverse=True):
+        if step is not None and number != step:
+            continue
         try:
             check_folder(folder, needs=(STATE_FILE, ".metadata"))
-            return Resumable(state=_read_state(folder / STATE_FILE, step), unusable=unusable)
+            return Resumable(state=_read_state(folder / STATE_FILE, number), unusable=unusable)
         except DamagedError as error:
             unusable[folder.name] = str(error)
+    if step is not None:
+        saved = ", ".join(str(number) for number, _ in sorted(_checkpoint_dirs(run_dir / "checkpoints"))) or "none"
+        found = unusable.get(f"step-{step}", f"the run has no checkpoint of this step; it has {saved}")
+        raise ConfigError(f"--step: {found} (got {step}). Choose another step.")
     if not unusable and (run_dir / JOB_SCRIPT).is_file():
         return Resumable(state=FIRST, unusable={})
     found = "".join(f"; {name}: {reason}" for name, reason in unusable.items())

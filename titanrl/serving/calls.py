@@ -13,7 +13,7 @@ from titanrl.carriers.types import Completion
 from titanrl.environments.interface import Message, Tool
 
 OnTokens = Callable[[Sequence[int], Sequence[float]], None]
-"""Function that gets the tokens of a completion as they are sampled, and their log-probabilities in nats, `[T]` each."""
+"""Function that gets the next tokens of a completion, and their log-probabilities in nats, `[T]` each."""
 
 SERVER_ERROR = "server_error"
 """Type of an error that is not the client's fault, in OpenAI's terms."""
@@ -116,8 +116,7 @@ class Caller(Protocol):
 
         Args:
             call: The call.
-            on_tokens: Function that gets the tokens while they are sampled. If it is called at all, it gets all tokens of the
-                completion, in order, before this method returns.
+            on_tokens: Function that may get tokens while they are sampled, in order. The reply has all of them.
 
         Raises:
             Refused: The call cannot be answered.

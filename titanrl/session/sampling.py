@@ -18,7 +18,7 @@ from titanrl.data.tokenizer import Tokenizer
 from titanrl.launch.generators import GeneratorMeshes
 from titanrl.launch.supervision import Pace
 from titanrl.rollout.group import derive_seed
-from titanrl.rollout.pool import GeneratorPool
+from titanrl.rollout.pool import GeneratorPool, OnTokens
 
 T = TypeVar("T")
 
@@ -104,6 +104,20 @@ class Sampler:
             for completion in group:
                 self._check(pinned_to, int(completion.versions.max()))
         return completions
+
+    async def stream(self, request: GenerationRequest, on_tokens: OnTokens | None) -> Completion:
+        """Return the completion of a request; `on_tokens` gets its tokens while they are sampled, except the last ones.
+
+        Cancelling the task cancels the generation.
+
+        Raises:
+            DeadlineError: No reply arrived within `timeouts.step_s`.
+        """
+        timeout_s = self._generators.timeouts.step_s
+        pace = Pace(min_s=timeout_s)  # how long a client waits depends on the other clients
+        reply = self._pool.generate([request], on_tokens=on_tokens)
+        (completion,) = await self._generators.supervisor.ask("generator.stream", reply, timeout_s, pace)
+        return completion
 
     async def _use_generator(self, replica: int, actor: Any | None) -> None:
         self._pool.use(replica, actor)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from titanrl.base.arguments import check_type
 from titanrl.base.errors import FaultError, TitanRLError
@@ -36,7 +36,9 @@ from titanrl.metrics.console import Console
 from titanrl.models.directory import open_model
 from titanrl.processes.children import Respawns
 from titanrl.rollout.open_tasks import EvaluationSets, OpenTask, RecordEvaluation, open_tasks
+from titanrl.rollout.renderers import Renderer, make_renderer
 from titanrl.session.sampling import Sample, Sampler, SamplingClient
+from titanrl.session.speaking import Speaker
 from titanrl.session.starting_model import StartingModel, new_base, prepare_starting_model, warm_start
 from titanrl.session.training import TrainingClient
 from titanrl.weights.sync import WeightSync
@@ -230,6 +232,21 @@ class Session:
             raise TitanRLError("sampling: this session has no generators. Connect with sampling=True.")
         return SamplingClient(self._sampler)
 
+    def speaker(self, renderer: Renderer | None = None, *, version: int | None = None) -> Speaker:
+        """Return the newest published version of the policy as a caller, for the HTTP endpoint.
+
+        Args:
+            renderer: Renderer of conversations; that of the model by default.
+            version: Version of weights that never change; None keeps the versions of the generators.
+
+        Raises:
+            TitanRLError: The session has no generators.
+            ValueError: No renderer is known for the model.
+        """
+        if self._sampler is None:
+            raise TitanRLError("speaker: this session has no generators. Connect with sampling=True.")
+        return Speaker(self._sampler, renderer or make_renderer(self.tokenizer, "auto", {}), version=version)
+
     async def task(self) -> Task:
         """Open the configured prompts, and start the reward processes, which run until the session closes.
 
@@ -296,6 +313,10 @@ class Session:
         """Death or stall of a process that made all requests fail; None if there was none."""
         failure = self._parts.assembly.shared.supervisor.failure
         return failure if isinstance(failure, FaultError) else None
+
+    async def failed(self) -> NoReturn:
+        """Wait until the session fails, and raise the error, which all of its requests raise, too."""
+        raise await self._parts.assembly.shared.supervisor.failed()
 
     # Components, for TitanRL's own loops
 

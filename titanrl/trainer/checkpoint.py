@@ -305,6 +305,8 @@ class Checkpoints:
     def load_state(self, folder: Path, *, with_optimizer: bool) -> None:
         """Restore a state that `save_state` wrote. If `with_optimizer` is False, reset the optimizer and the moving average.
 
+        Without the optimizer, the folder may also be a checkpoint of a run.
+
         Raises:
             ValueError: The folder has no complete state, or the state has no moving average although one is configured.
         """
@@ -314,7 +316,14 @@ class Checkpoints:
         with storage_errors("load a state", folder):
             if with_optimizer:
                 self._require_average(folder)
-            dcp.load(self._components(with_optimizer=with_optimizer), checkpoint_id=str(folder))
+            names = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+            if with_optimizer or any(name.startswith("model.") for name in names):
+                dcp.load(self._components(with_optimizer=with_optimizer), checkpoint_id=str(folder))
+            else:  # torchtitan's checkpoint manager writes the weights under their own names
+                model = ModelWrapper(self._learner.model.module)
+                weights = model.state_dict()
+                dcp.load({**weights, "train_state": self._progress}, checkpoint_id=str(folder))
+                model.load_state_dict(weights)
         self._learner.drop_snapshots(keep=self._kept)
         if not with_optimizer:
             self._learner.reset_optimizer()

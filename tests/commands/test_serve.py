@@ -1,0 +1,86 @@
+"""The arguments of `titanrl serve`: keys, addresses and policies."""
+
+from pathlib import Path
+
+import pytest
+
+from titanrl.commands import serve
+from titanrl.config import ConfigError
+from titanrl.config.sections import RecipeConfig
+from titanrl.models.recipe import create_model
+
+KEY = "0123456789abcdef"
+
+
+def keys_in(folder: Path, text: str, mode: int = 0o600) -> Path:
+    file = folder / "keys"
+    file.write_text(text)
+    file.chmod(mode)
+    return file
+
+
+def test_keys_are_read_with_their_lines(tmp_path: Path) -> None:
+    assert serve.read_keys(keys_in(tmp_path, f"# of Ann\n{KEY}\n\n{KEY}b \n")) == {KEY: 2, f"{KEY}b": 4}
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "problem"),
+    [
+        (KEY, 0o640, "only you may have access"),
+        ("short", 0o600, "at least 16 ASCII characters"),
+        (f"{KEY} {KEY}", 0o600, "no space"),
+        (f"{KEY}\n{KEY}", 0o600, "keys must differ"),
+        ("# none\n", 0o600, "must have a key"),
+    ],
+)
+def test_wrong_keys_are_refused(tmp_path: Path, text: str, mode: int, problem: str) -> None:
+    with pytest.raises(ConfigError, match=f"--keys: .*{problem}"):
+        serve.read_keys(keys_in(tmp_path, text, mode))
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1"])
+def test_address_beyond_this_machine_requires_keys(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"--host: .*requires keys"):
+        serve.check_address(host, None, has_keys=False)
+    serve.check_address(host, None, has_keys=True)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "127.1.2.3"])
+def test_own_machine_needs_no_keys(host: str) -> None:
+    serve.check_address(host, None, has_keys=False)
+
+
+def test_address_must_be_valid() -> None:
+    with pytest.raises(ConfigError, match="--host: must be an IP address"):
+        serve.check_address("example.com", None, has_keys=True)
+
+
+def test_model_is_served_with_lengths_that_fit(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    create_model(model, RecipeConfig(), seed=3)
+    served = serve.find_policy(model, None, ["generator.max_num_seqs=8"], tmp_path)
+    assert (served.name, served.state, served.version) == ("model", None, 0)
+    assert served.config.model.path == model
+    assert served.config.generator.max_num_seqs == 8
+    assert served.config.max_sequence_tokens <= 4096
+
+
+@pytest.mark.parametrize(
+    ("policy", "step", "problem"),
+    [
+        ("nowhere", None, "POLICY: it does not exist"),
+        ("empty", None, "POLICY"),
+        ("run", 3, "--step: the run has no checkpoint of this step; it has none"),
+        ("run", None, "POLICY: no intact checkpoint"),
+        ("run/checkpoints/best", None, "POLICY: must be a checkpoint"),
+        ("run/checkpoints/step-3", None, "--step"),
+    ],
+)
+def test_missing_policy_is_refused(tmp_path: Path, policy: str, step: int | None, problem: str) -> None:
+    for folder in ("empty", "run/checkpoints/best", "run/checkpoints/step-3"):
+        (tmp_path / folder).mkdir(parents=True)
+    if step is not None:
+        (tmp_path / "run/checkpoints/step-3").rmdir()
+    (tmp_path / "run/config.yaml").write_text("name: run\nnum_steps: 3\n")
+    with pytest.raises(ConfigError, match=problem):
+        serve.find_policy(tmp_path / policy, step, [], tmp_path)

@@ -1,0 +1,146 @@
+"""The policy of a session as a caller: prompts, sampling options and messages, over a sampler with given completions."""
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from titanrl.carriers.types import Completion, FinishReason, GenerationRequest
+from titanrl.config import load_config
+from titanrl.data.byte_tokenizer import write_byte_tokenizer
+from titanrl.data.tokenizer import Tokenizer, load_tokenizer
+from titanrl.environments import Tool
+from titanrl.launch.supervision import ActorDiedError, DeadlineError
+from titanrl.rollout.renderers import make_renderer
+from titanrl.serving.calls import Call, OnTokens, Refused
+from titanrl.serving.protocol import Feed
+from titanrl.session.speaking import Speaker
+
+ADD = Tool(name="add", parameters={"properties": {"a": {}, "b": {}}})
+USER = ({"role": "user", "content": "añ?"},)
+LENGTHS = ("data.max_prompt_tokens=200", "rollout.max_new_tokens=100", "trainer.row_tokens=300")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("bytes")
+    write_byte_tokenizer(folder)
+    (folder / "config.json").write_text('{"eos_token_id": 1}')
+    return load_tokenizer(folder)
+
+
+class Said:
+    """A sampler that returns a completion with a given text, and keeps the request."""
+
+    def __init__(self, tokenizer: Tokenizer, text: str, reason: FinishReason = "stop", error: Exception | None = None) -> None:
+        self.tokenizer, self.config, self.error = tokenizer, load_config("quickstart", LENGTHS), error
+        token_ids = [*tokenizer.encode(text), *(tokenizer.eos_ids[:1] if reason == "stop" else ())]
+        self.completion = Completion(
+            token_ids=np.asarray(token_ids, np.int64),
+            logprobs=np.zeros(len(token_ids), np.float32),
+            versions=np.zeros(len(token_ids), np.int64),
+            finish_reason=reason,
+        )
+        self.requests = list[GenerationRequest]()
+
+    async def stream(self, request: GenerationRequest, on_tokens: OnTokens | None) -> Completion:
+        self.requests.append(request)
+        if self.error is not None:
+            raise self.error
+        return self.completion
+
+    def speaker(self, **options: Any) -> Speaker:
+        return Speaker(self, make_renderer(self.tokenizer, "plain", {}), **options)  # type: ignore[arg-type]
+
+
+def test_conversation_is_rendered_and_reply_read(tokenizer: Tokenizer) -> None:
+    said = Said(tokenizer, "2 ñ")
+    reply = asyncio.run(said.speaker(version=7).call(Call(messages=USER, max_tokens=5, temperature=0.0)))
+    (request,) = said.requests
+    assert reply.message == {"role": "assistant", "content": "2 ñ"}
+    assert reply.prompt_ids == request.token_ids == tuple(tokenizer.encode_start("añ?"))
+    assert (request.sampling.max_new_tokens, request.sampling.temperature, request.sampling.seed) == (5, 0.0, None)
+    assert set(reply.completion.versions.tolist()) == {7}
+
+
+def test_limits_default_to_those_of_the_run(tokenizer: Tokenizer) -> None:
+    said = Said(tokenizer, "a")
+    speaker = said.speaker()
+    asyncio.run(speaker.call(Call(text="a")))
+    asyncio.run(speaker.call(Call(prompt_ids=tuple([5] * 290))))
+    asyncio.run(speaker.call(Call(text="a", max_tokens=1000, seed=3, stop=("x",), stop_ids=(9,), top_p=0.5)))
+    first, second, third = (request.sampling for request in said.requests)
+    assert (first.max_new_tokens, first.temperature) == (100, 1.0)
+    assert first.seed is not None
+    assert second.max_new_tokens == 10  # what is left
+    assert (third.max_new_tokens, third.seed, third.stop, third.stop_ids, third.top_p) == (299, 3, ("x",), (9,), 0.5)
+
+
+@pytest.mark.parametrize(
+    ("call", "param", "problem"),
+    [
+        (Call(text=""), "prompt", "has 0 tokens"),
+        (Call(prompt_ids=()), "prompt", "has 0 tokens"),
+        (Call(text="a" * 300), "prompt", "has 300 tokens"),
+        (Call(messages=({"role": "user", "content": "a" * 1_000_000},)), "messages", "too long"),
+        (Call(text="a", top_p=0.0), "top_p", "greater than 0"),
+    ],
+)
+def test_prompt_that_does_not_fit_is_refused(tokenizer: Tokenizer, call: Call, param: str, problem: str) -> None:
+    with pytest.raises(Refused, match=problem) as refused:
+        asyncio.run(Said(tokenizer, "a").speaker().call(call))
+    assert (refused.value.status, refused.value.param) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(ValueError("prompt: token ids"), 400), (DeadlineError("late"), 504), (ActorDiedError("dead"), 503)],
+)
+def test_failures_have_a_status(tokenizer: Tokenizer, error: Exception, status: int) -> None:
+    with pytest.raises(Refused) as refused:
+        asyncio.run(Said(tokenizer, "a", error=error).speaker().call(Call(text="a")))
+    assert refused.value.status == status
+
+
+@pytest.mark.parametrize(
+    ("text", "tools", "content", "arguments"),
+    [
+        ('I <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', (ADD,), "I ", [{"a": 1}]),
+        ('<tool_call>{"name": "add", "arguments": 3}</tool_call>', (ADD,), "", ["3"]),
+        ("I <tool_call>add</tool_call> x", (ADD,), "I <tool_call>add</tool_call> x", []),  # without a name
+        ('<tool_call>{"name": "add"}</tool_call>', (), '<tool_call>{"name": "add"}</tool_call>', []),
+    ],
+)
+def test_tool_calls_are_read_if_the_client_has_tools(
+    tokenizer: Tokenizer, text: str, tools: tuple[Tool, ...], content: str, arguments: list[Any]
+) -> None:
+    speaker = Said(tokenizer, text).speaker()
+    replies = [asyncio.run(speaker.call(Call(messages=USER, tools=tools))) for _ in range(2)]
+    message = replies[0].message
+    assert message["content"] == content
+    assert [call["function"]["arguments"] for call in message.get("tool_calls", ())] == arguments
+    ids = [call["id"] for reply in replies for call in reply.message.get("tool_calls", ())]
+    assert len(set(ids)) == len(ids)
+
+
+@pytest.mark.parametrize("messages", [USER, None], ids=["chat", "text"])
+def test_stop_text_is_no_part_of_the_reply(tokenizer: Tokenizer, messages: Any) -> None:
+    call = Call(messages=messages, text=None if messages else "a", stop=("END",))
+    reply = asyncio.run(Said(tokenizer, "one END", "length").speaker().call(call))
+    assert reply.message["content"] == "one "
+
+
+@pytest.mark.parametrize(
+    "text", ["añ€ 😀 <b> z ", 'so <tool_call>{"name": "add"}</tool_call>', "I <tool_call>add</tool_call> x"]
+)
+@pytest.mark.parametrize("step", [1, 3])
+def test_pieces_of_a_stream_add_up_to_the_reply(tokenizer: Tokenizer, text: str, step: int) -> None:
+    speaker, call = Said(tokenizer, text).speaker(), Call(messages=USER, tools=(ADD,))
+    reply = asyncio.run(speaker.call(call))
+    feed, token_ids = Feed(speaker, call, by_token=False), reply.completion.token_ids.tolist()
+    pieces = [feed.take(token_ids[i : i + step], [0.0] * len(token_ids[i : i + step])) for i in range(0, len(token_ids), step)]
+    last = feed.finish(reply)
+    assert "".join(piece.text for piece in pieces if piece is not None) + last.text == reply.message["content"]
+    assert [token for piece in [*pieces, last] if piece is not None for token in piece.token_ids] == token_ids
+    assert step > 1 or any(piece is not None for piece in pieces)

@@ -1,0 +1,293 @@
+"""Serve a policy over HTTP: `titanrl serve RUN`.
+
+Clients of any framework reach it through a base URL. It is the endpoint of training (`titanrl.serving`), over a session with
+generators.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from ipaddress import ip_address
+from pathlib import Path
+from types import FrameType
+
+import rich.console
+import yaml
+
+from titanrl.base import terminal
+from titanrl.base.errors import describe
+from titanrl.base.files import why_no_file, why_no_folder
+from titanrl.checks.preflight import preflight
+from titanrl.config import Config, ConfigError, Source
+from titanrl.config.errors import BrokenRule, refusing
+from titanrl.config.load import validate
+from titanrl.config.source import read_source
+from titanrl.metrics.console import Console
+from titanrl.models.directory import read_model
+from titanrl.processes.variables import temporary_folder
+from titanrl.run import command
+from titanrl.run.checkpoints import checkpoint_dir, newest_version, resumable
+
+MIN_KEY_CHARS = 16
+"""Shortest key in a file of keys."""
+LOCAL = ("127.0.0.1", "localhost", "::1")
+"""Names of this machine."""
+MAX_MODEL_TOKENS = 4096
+"""Longest prompt and completion of a model that no run has configured, unless overridden."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """A policy to serve."""
+
+    name: str
+    """Name of the policy for clients."""
+    config: Config
+    source: Source
+    state: Path | None
+    """Checkpoint to load into a trainer, which publishes it; None serves `model.path` unchanged."""
+    version: int
+    """Policy version."""
+
+
+def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titanrl.commands.serve") -> None:
+    """Run the command, then exit the process."""
+    terminal.prepare()
+    arguments = parse(argv, prog=prog)
+    scratch = Path(tempfile.mkdtemp(prefix="titanrl-serve-"))
+    try:
+        with refusing():
+            keys = read_keys(arguments.keys) if arguments.keys is not None else {}
+            check_address(arguments.host, arguments.unix, has_keys=bool(keys))
+            served = find_policy(arguments.policy, arguments.step, arguments.overrides, scratch)
+            with terminal.announcing("checking the model"):
+                preflight(served.config, served.source, training=served.state is not None, rollouts=False)
+    except SystemExit:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
+    command.exit_process(run(served, keys, arguments, scratch))
+
+
+def parse(argv: Sequence[str] | None, *, prog: str) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(prog=prog, description="Serve a policy over HTTP, as OpenAI and Anthropic do.")
+    parser.add_argument(
+        "policy",
+        type=terminal.path,
+        metavar="POLICY",
+        help="directory of a run, of one of its checkpoints, or of a Hugging Face model",
+    )
+    parser.add_argument("--step", type=int, metavar="N", help="step of the run's checkpoint to serve (default: the newest)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen at; 0 selects a free one (default: 8000)")
+    parser.add_argument(
+        "--unix", type=terminal.path, metavar="PATH", help="Unix socket to listen at, in a folder that only you can enter"
+    )
+    parser.add_argument(
+        "--keys", type=terminal.path, metavar="FILE", help="file with one key per line, which only you can read"
+    )
+    parser.add_argument("--name", help="name of the policy for clients (default: that of the run or the directory)")
+    parser.add_argument(
+        "--max-calls", type=int, default=256, metavar="N", help="completions that clients can wait for at once (default: 256)"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that override those of the run")
+    arguments = parser.parse_args(argv)
+    if not 0 <= arguments.port < 65536:
+        parser.error(f"--port: must be 0 to 65535 (got {arguments.port}). Give one such as 8000.")
+    if arguments.max_calls < 1:
+        parser.error(f"--max-calls: must be at least 1 (got {arguments.max_calls}). Give one such as 256.")
+    return arguments
+
+
+def read_keys(file: Path) -> dict[str, int]:
+    """Return the keys in a file with their line numbers. Empty lines and those that start with # are skipped.
+
+    Raises:
+        ConfigError: The file cannot be read, other users can read it, or a key is too short, repeated or not ASCII.
+    """
+    if found := why_no_file(file):
+        raise ConfigError(f"--keys: the file {found} (got {file}). Give a file with one key per line.")
+    status = file.stat()
+    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise ConfigError(f"--keys: only you may have access to the file (got {file}). Run chmod 600 on it.")
+    keys = dict[str, int]()
+    for number, line in enumerate(file.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+        key = line.strip()
+        if not key or key.startswith("#"):
+            continue
+        if len(key) < MIN_KEY_CHARS or not key.isascii() or " " in key:
+            rule = f"a key must have at least {MIN_KEY_CHARS} ASCII characters, and no space"
+            raise ConfigError(f"--keys: {rule} (got line {number} of {file}). Make one with `openssl rand -hex 24`.")
+        if key in keys:
+            raise ConfigError(f"--keys: keys must differ (got line {keys[key]} again on line {number} of {file}). Remove one.")
+        keys[key] = number
+    if not keys:
+        raise ConfigError(f"--keys: the file must have a key (got {file}). Make one with `openssl rand -hex 24`.")
+    return keys
+
+
+def check_address(host: str, unix: Path | None, *, has_keys: bool) -> None:
+    """Check that only this machine can reach an endpoint without keys.
+
+    Raises:
+        ConfigError: It is open to others, or the address is invalid.
+    """
+    if unix is not None:
+        return
+    try:
+        is_local = host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        raise ConfigError(f"--host: must be an IP address or localhost (got {host}). Use 127.0.0.1.") from None
+    if not (is_local or has_keys):
+        raise ConfigError(
+            f"--host: an address that other machines can reach requires keys (got {host}). Give a file of keys with --keys, or "
+            "use 127.0.0.1."
+        )
+
+
+def find_policy(policy: Path, step: int | None, overrides: Sequence[str], scratch: Path) -> Served:
+    """Find the policy in the directory of a run, a checkpoint or a model.
+
+    Args:
+        policy: The directory.
+        step: Step of the run's checkpoint; None selects the exported model of a finished run, or else the newest checkpoint.
+        overrides: Overrides of the configuration, as `key.path=value`.
+        scratch: Directory for the logs, and for the configuration of a model.
+
+    Raises:
+        ConfigError: There is no such policy.
+    """
+    if found := why_no_folder(policy):
+        raise ConfigError(f"POLICY: it {found} (got {policy}). Give the directory of a run or a model.")
+    policy = policy.resolve()
+    if policy.parent.name == "checkpoints" and not why_no_file(policy.parents[1] / "config.yaml"):
+        name, run_dir = policy.name, policy.parents[1]
+        if name != "final" and not name.removeprefix("step-").isdigit():
+            raise ConfigError(f"POLICY: must be a checkpoint such as step-10 or final (got {policy}). Give another directory.")
+        step = None if name == "final" else int(name.removeprefix("step-"))
+        return _of_run(run_dir, step, overrides, scratch)
+    if not why_no_folder(policy / "checkpoints") and not why_no_file(policy / "config.yaml"):
+        return _of_run(policy, step, overrides, scratch)
+    if step is not None:
+        raise ConfigError(f"--step: only a run has steps (got {step}, and {policy} is no run). Remove the option.")
+    model = read_model(policy)
+    if isinstance(model, BrokenRule):
+        raise ConfigError(str(replace(model, values={"POLICY": str(policy)})))
+    longest = min(model.shape.max_positions, MAX_MODEL_TOKENS)
+    settings = {
+        "name": "served",
+        "num_steps": 1,
+        "data": {"max_prompt_tokens": longest - longest // 4},
+        "rollout": {"max_new_tokens": longest // 4},
+        "trainer": {"row_tokens": longest},
+    }
+    file = scratch / "model.yaml"
+    file.write_text(yaml.safe_dump(settings), encoding="utf-8")
+    source = read_source(file, [*overrides, *_fixed(policy, scratch)])
+    return Served(name=policy.name, config=validate(source), source=source, state=None, version=0)
+
+
+def _of_run(run_dir: Path, step: int | None, overrides: Sequence[str], scratch: Path) -> Served:
+    """Return the policy of a run: its exported model, or a checkpoint."""
+    checkpoints = run_dir / "checkpoints"
+    if step is None and not why_no_file(checkpoints / "final" / "config.json"):
+        source = read_source(run_dir / "config.yaml", [*overrides, *_fixed(checkpoints / "final", scratch)])
+        config = validate(source)
+        return Served(name=config.name, config=config, source=source, state=None, version=newest_version(run_dir) or 0)
+    try:
+        state = resumable(run_dir, step).state
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("--resume:", "POLICY:")) from None
+    if state.step == 0 and why_no_folder(checkpoint_dir(checkpoints, 0)):
+        raise ConfigError(f"POLICY: the run has no checkpoint yet (got {run_dir}). Wait for one.")
+    source = read_source(run_dir / "config.yaml", [*overrides, *_fixed(None, scratch)])
+    config = validate(source)
+    folder = checkpoint_dir(checkpoints, state.step)
+    return Served(name=config.name, config=config, source=source, state=folder, version=state.version)
+
+
+def _fixed(model: Path | None, scratch: Path) -> tuple[str, ...]:
+    """Return the overrides without which the policy would be another one, or would be trained."""
+    path = () if model is None else (f"model.path={json.dumps(str(model))}",)
+    longer = "trainer.overlong=truncate"  # nothing is trained, so that conversations may be longer than a row
+    return (*path, longer, "warm_start=null", "distill=null", "sft=null", f"output_dir={json.dumps(str(scratch))}")
+
+
+def run(served: Served, keys: Mapping[str, int], arguments: argparse.Namespace, scratch: Path) -> int:
+    """Serve until a signal ends it; return the exit code."""
+    with command.original_stderr() as stderr:
+        err = rich.console.Console(file=stderr, soft_wrap=True)
+        console = Console("plain", total_steps=0, title=served.name, out=err, err=err)
+        try:
+            with command.log_to(scratch / "controller.log"), temporary_folder():
+                code = asyncio.run(_until_signal(served, keys, arguments, console))
+        except Exception as error:  # top level of the program: the user sees the cause, the log has the traceback
+            err.print(f"error: {describe(error)}. The logs are in {scratch}", markup=False, highlight=False)
+            return 1
+    shutil.rmtree(scratch, ignore_errors=True)
+    return code
+
+
+async def _until_signal(served: Served, keys: Mapping[str, int], arguments: argparse.Namespace, console: Console) -> int:
+    """Serve until a signal or a fault; return the exit code. A second signal exits the process immediately."""
+    task, loop, code = asyncio.create_task(serve(served, keys, arguments, console)), asyncio.get_running_loop(), 0
+
+    def end(number: int, frame: FrameType | None) -> None:
+        nonlocal code
+        code = 128 + number
+        terminal.exit_on_signals()
+        loop.call_soon_threadsafe(task.cancel)
+
+    terminal.handle_ending(end)
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+    return code
+
+
+async def serve(served: Served, keys: Mapping[str, int], arguments: argparse.Namespace, console: Console) -> None:
+    """Start the generators, listen, and wait until the task is cancelled.
+
+    Raises:
+        TitanRLError: A process died or hung, and was not replaced.
+    """
+    from titanrl.serving.app import App, Limits
+    from titanrl.serving.calls import Callers
+    from titanrl.serving.listening import listen
+    from titanrl.session.session import connect  # imports torch
+
+    async with connect(served.config, training=served.state is not None, console=console) as session:
+        version: int | None = served.version
+        if served.state is not None:
+            await session.training.load_state(served.state)
+            await session.training.publish()
+            version = None  # the generators know it
+        callers, anyone = Callers(), session.speaker(version=version)
+        for key in keys:
+            callers.open(session.speaker(version=version), key)
+        name = arguments.name or served.name
+        app = App(
+            callers.find if keys else lambda key: anyone,
+            [name],
+            Limits(max_calls=arguments.max_calls, max_calls_per_key=arguments.max_calls),
+            check=lambda: "" if session.fault is None else f"the policy cannot be sampled: {session.fault}",
+            hosts=None if keys or arguments.unix is not None else LOCAL,
+        )
+        at = arguments.unix or ("127.0.0.1" if arguments.host == "localhost" else arguments.host, arguments.port)
+        listener = await listen(app, at)
+        try:
+            where = listener.url if arguments.unix is not None else f"{listener.url}/v1"
+            print(f"serving {name} (version {served.version}) at {where}", flush=True)
+            await session.failed()
+        finally:
+            await listener.close()
+
+
+if __name__ == "__main__":
+    main()
