@@ -11,8 +11,8 @@ import pytest
 from tests.size import PACKAGE, figures
 
 CEILINGS = {
-    "lines": 56_200,
-    "modules": 219,
+    "lines": 58_500,
+    "modules": 222,
     "small modules": 7,
     "modules with a shared name": 4,
     "rooms": 27,
