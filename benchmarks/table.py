@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -360,6 +361,54 @@ def setting_text(setting: Mapping[str, Any] | None) -> str:
     return f"{setting['threads']} threads, device batch {setting['device_batch']}{batching}"
 
 
+def record_table(result: Mapping[str, Any]) -> str:
+    """Return what the record costs a run, and what opening and searching a large one costs."""
+    on, off = ([run[state]["step_cpu_s"] for run in result["runs"]] for state in ("on", "off"))
+    ratios = [a / b - 1 for a, b in zip(on, off, strict=True)]
+    error = statistics.stdev(ratios) / len(ratios) ** 0.5
+    kilobytes = statistics.fmean(run["on"]["step_bytes"] for run in result["runs"]) / 1e3
+    rows = {
+        "quick start, step with the record": milliseconds(on),
+        "quick start, step without it": milliseconds(off),
+        **{
+            f"recording a step of {length} tokens per completion": f"{1e3 * (each['groups_s'] + each['losses_s']):.1f} ms"
+            for length, each in result["recording"].items()
+        },
+        **{
+            RECORD_ROWS.get(name, f"search: {name}"): milliseconds([each[name] for each in result["opening"]])
+            for name in result["opening"][0]
+            if name != "memory_bytes"
+        },
+    }
+    memory = statistics.fmean(each["memory_bytes"] for each in result["opening"]) / 1e6
+    return "\n".join(
+        [
+            "| CPU time | mean and range |",
+            "|---|---|",
+            *(f"| {label} | {text} |" for label, text in rows.items()),
+            "",
+            f"The record added {statistics.fmean(ratios):+.1%} CPU time to a step of the quick start (standard error",
+            f"{error:.1%}, {len(ratios)} pairs), and {kilobytes:.0f} kB.",
+            f"The run that is read has 5,000 steps and 100,000 rollouts; its reader grew by {memory:.0f} MB.",
+            f"`python -m benchmarks.record --json FILE`, {where(result['machine'])}.",
+        ]
+    )
+
+
+RECORD_ROWS = {
+    "metrics": "run: read the metrics",
+    "open": "run: first search, which reads all rollouts",
+    "refresh": "run: search without conditions",
+}
+"""Labels of some figures of `benchmarks.record`."""
+
+
+def milliseconds(seconds: Sequence[float]) -> str:
+    """Return the mean and the range of some times."""
+    mean, low, high = (1e3 * value for value in (statistics.fmean(seconds), min(seconds), max(seconds)))
+    return f"{mean:.1f} ms ({low:.1f} to {high:.1f})"
+
+
 TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "README.md": ("peers.json", peers_table),
     "docs/comparison.md": ("peers.json", peers_details),
@@ -370,6 +419,7 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "docs/howto/placement.md": ("hosts.json", hosts_table),
     "docs/architecture.md": ("growth.json", growth_table),
     "docs/scale.md": ("scale.json", scale_figures),
+    "docs/record.md": ("record.json", record_table),
 }
 """Baseline file of each document, and the function that formats it as a table."""
 
