@@ -47,6 +47,18 @@ def test_each_process_begins_another_part(tmp_path: Path) -> None:
     assert numbers(tmp_path) == [0, 1, 2, 3]
 
 
+def test_records_of_one_call_are_divided_into_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record_module, "PENDING_BYTES", 300)
+    RecordFile(tmp_path, "rollouts", "rollout_0", 8_000).append(*(({"number": number}, COLUMNS) for number in range(20)))
+    parts = parts_of(tmp_path)
+    assert len(parts) > 2
+    assert numbers(tmp_path) == list(range(20))
+    for part in parts:
+        lines = [line for line in read_lines(part.path) if "number" in line]
+        assert [line["columns"]["at"] for line in lines] == [24 * number for number in range(len(lines))]
+        assert part.columns.stat().st_size == 24 * len(lines)
+
+
 def test_limit_deletes_the_middle_and_counts_it(tmp_path: Path) -> None:
     file = RecordFile(tmp_path, "rollouts", "rollout_0", 80_000)  # 8 parts of 10 kB
     for number in range(200):
@@ -105,6 +117,9 @@ def test_error_on_a_full_disk_names_the_file(tmp_path: Path) -> None:
     file._lines = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
     with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
         file.append(({"number": 1}, {}))
+    file.append(({"number": 2}, {}))
+    assert [len(list(read_lines(part.path))) for part in parts_of(tmp_path)] == [2, 2]
+    assert numbers(tmp_path) == [0, 2]
 
 
 def test_non_finite_values_become_null(tmp_path: Path) -> None:

@@ -34,6 +34,8 @@ NUM_PARTS = 8
 """Parts into which the limit of a kind of records of one process is divided."""
 BATCH_S = 0.5
 """Seconds for which `BackgroundRecord` collects records before it writes them, and so the most that a killed process loses."""
+PENDING_BYTES = 1 << 20
+"""Bytes of records from which they are written before more are encoded."""
 MAX_QUEUED = 4096
 """Records that may wait for `BackgroundRecord` to write them; more are dropped and counted."""
 
@@ -85,58 +87,77 @@ class RecordFile:
         self._lock = threading.Lock()
         self._lines: BinaryIO | None = None
         self._columns: BinaryIO | None = None
-        self._num_bytes = 0  # of the current part
+        self._pending: tuple[list[bytes], list[bytes]] = [], []  # columns, lines
+        self._num_pending = self._num_bytes = self._end = 0  # bytes; of the current part; of its columns
 
     def append(self, *records: Record) -> None:
-        """Append records. Any thread may call this.
+        """Append records. Any thread may call this. Records of one call share system calls.
 
         Raises:
-            OSError: A record was not written, or only partly; the error names the file.
+            OSError: A record was not written, or only partly; the error names the file. A later record begins another part.
         """
         with self._lock:
-            for values, columns in records:
-                self._append(values, columns)
+            try:
+                for values, columns in records:
+                    if self._lines is None or self._num_bytes >= self._limit_bytes // NUM_PARTS:
+                        self._close()
+                        self._begin_part()
+                    if columns:
+                        values = {**values, "columns": self._add_columns(columns)}
+                    self._add_line(values)
+                    if self._num_pending >= PENDING_BYTES:
+                        self._flush()
+            finally:
+                self._flush()
 
     def close(self) -> None:
         """Close the current part; a later record begins another one."""
         with self._lock:
-            for file in (self._lines, self._columns):
-                if file is not None:
-                    file.close()
-            self._lines = self._columns = None
+            self._close()
 
-    def _append(self, values: Mapping[str, Any], columns: Columns) -> None:
-        if self._lines is None or self._num_bytes >= self._limit_bytes // NUM_PARTS:
-            self._begin_part()
-        assert self._lines is not None, "the part has begun"
-        if columns:
-            values = {**values, "columns": self._write_columns(columns)}
-        self._write(self._lines, (encode(values) + "\n").encode())
-
-    def _write_columns(self, columns: Columns) -> dict[str, Any]:
-        """Write columns; return their place, as lines contain it."""
+    def _add_columns(self, columns: Columns) -> dict[str, Any]:
+        """Add columns; return their place, as lines contain it."""
         (count,) = {len(column) for column in columns.values()}
         content = b"".join(np.ascontiguousarray(column).tobytes() for column in columns.values())
-        if self._columns is None:
-            assert self._lines is not None, "the part has begun"
-            self._columns = Path(self._lines.name).with_suffix(".bin").open("xb", buffering=0)
-        at = self._columns.tell()
-        self._write(self._columns, content)
+        at = self._end
+        self._end += len(content)
+        self._add(0, content)
         types = {name: column.dtype.newbyteorder("<").str for name, column in columns.items()}
         return {"at": at, "count": count, "crc32": zlib.crc32(content), "types": types}
 
-    def _write(self, file: BinaryIO, content: bytes) -> None:
-        with naming(Path(file.name)):
-            written = file.write(content)
-            if written != len(content):
-                raise OSError(f"only {written} of {len(content)} bytes were appended to {file.name}")
-        self._num_bytes += written
+    def _add_line(self, values: Mapping[str, Any]) -> None:
+        self._add(1, (encode(values) + "\n").encode())
 
-    def _begin_part(self) -> None:
+    def _add(self, file: int, content: bytes) -> None:
+        self._pending[file].append(content)
+        self._num_pending += len(content)
+        self._num_bytes += len(content)
+
+    def _flush(self) -> None:
+        """Write what is pending, columns first."""
+        columns, lines = (b"".join(pending) for pending in self._pending)
+        self._pending, self._num_pending = ([], []), 0
+        try:
+            if columns:
+                if self._columns is None:
+                    assert self._lines is not None, "the part has begun"
+                    self._columns = Path(self._lines.name).with_suffix(".bin").open("xb", buffering=0)
+                _write(self._columns, columns)
+            if lines:
+                assert self._lines is not None, "the part has begun"
+                _write(self._lines, lines)
+        except BaseException:
+            self._close()
+            raise
+
+    def _close(self) -> None:
+        self._flush()
         for file in (self._lines, self._columns):
             if file is not None:
                 file.close()
-        self._columns = None
+        self._lines = self._columns = None
+
+    def _begin_part(self) -> None:
         parts = parts_of(self._run_dir, self._kind, self._process)
         num_dropped = _num_dropped(parts[-1]) if parts else 0
         sizes = [_size(part) for part in parts]
@@ -148,9 +169,15 @@ class RecordFile:
         number = parts[-1].number + 1 if parts else 0
         path = self._run_dir / FOLDER / f"{self._kind}-{self._process}.{number:06d}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._lines, self._num_bytes = path.open("xb", buffering=0), 0
-        header = {"format": FORMAT, "time": time.time(), "host": HOST, "pid": os.getpid(), "dropped": num_dropped}
-        self._write(self._lines, (encode(header) + "\n").encode())
+        self._lines, self._num_bytes, self._end = path.open("xb", buffering=0), 0, 0
+        self._add_line({"format": FORMAT, "time": time.time(), "host": HOST, "pid": os.getpid(), "dropped": num_dropped})
+
+
+def _write(file: BinaryIO, content: bytes) -> None:
+    with naming(Path(file.name)):
+        written = file.write(content)
+        if written != len(content):
+            raise OSError(f"only {written} of {len(content)} bytes were appended to {file.name}")
 
 
 class BackgroundRecord:

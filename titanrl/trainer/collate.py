@@ -106,38 +106,41 @@ def recorded_segments(
     """
     recorded = microbatch.recorded
     assert recorded is not None, "nothing is recorded"
-    for b, row in enumerate(rows):
-        for sequence, place in zip(row, places(row), strict=True):
-            index = recorded.indices.get(sequence.handle)
-            if index is None:
-                continue
-            mask_S = packed.mask_BL[b, place].cpu()
-            # Each value is stored at the position before its token.
-            positions = torch.nonzero(mask_S)[:, 0].to(torch.int32) + sequence.num_shared + 1
-            tokens_BL = {
-                "logprobs": logprobs_BL,
-                "generator_logprobs": packed.logprobs_BL,
-                "versions": packed.versions_BL,
-                "proximal_logprobs": packed.proximal_BL,
-                "reference_logprobs": packed.reference_BL,
-                "advantages": packed.advantages_BL,
-                "weights": packed.weights_BL,
-            }
-            columns = {
-                name: values_BL[b, place].detach().cpu()[mask_S].numpy()
-                for name, values_BL in tokens_BL.items()
-                if values_BL is not None
-            }
-            columns["versions"] = columns["versions"].astype(np.int32)
-            values = {
-                "time": time.time(),
-                "step": recorded.step,
-                "update": recorded.update,
-                "index": index,
-                "segment": sequence.segment,
-                "mean_weight": microbatch.mean_weight,
-            }
-            yield values, {"positions": positions.numpy(), **columns}
+    chosen = [
+        (recorded.indices[sequence.handle], sequence, (b, place))
+        for b, row in enumerate(rows)
+        for sequence, place in zip(row, places(row), strict=True)
+        if sequence.handle in recorded.indices
+    ]
+    if not chosen:
+        return
+    tensors_BL = {
+        "logprobs": logprobs_BL,
+        "generator_logprobs": packed.logprobs_BL,
+        "versions": packed.versions_BL,
+        "proximal_logprobs": packed.proximal_BL,
+        "reference_logprobs": packed.reference_BL,
+        "advantages": packed.advantages_BL,
+        "weights": packed.weights_BL,
+    }
+    # Arrays, because a slice of a tensor takes several times as long, and on a GPU each would be a copy of its own.
+    arrays_BL = {name: values_BL.detach().cpu().numpy() for name, values_BL in tensors_BL.items() if values_BL is not None}
+    mask_BL = packed.mask_BL.cpu().numpy()
+    for index, sequence, place in chosen:
+        mask_S = mask_BL[place]
+        columns = {name: values_BL[place][mask_S] for name, values_BL in arrays_BL.items()}
+        columns["versions"] = columns["versions"].astype(np.int32)
+        values = {
+            "time": time.time(),
+            "step": recorded.step,
+            "update": recorded.update,
+            "index": index,
+            "segment": sequence.segment,
+            "mean_weight": microbatch.mean_weight,
+        }
+        # Each value is stored at the position before its token.
+        positions = (np.flatnonzero(mask_S) + sequence.num_shared + 1).astype(np.int32)
+        yield values, {"positions": positions, **columns}
 
 
 def collate(rows: Sequence[Row], payload: Mapping[GroupHandle, Mapping[int, Segment]], row_tokens: int) -> PackedRows:
