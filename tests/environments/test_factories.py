@@ -62,7 +62,7 @@ def first(environment: Environment) -> Observation:
 OPTIONS: dict[str, dict[str, Any]] = {"tools": {"tools": ["calculator"]}}
 
 
-@pytest.mark.parametrize("name", [name for name in BUILTIN if name != "openenv"])  # whose server asks
+@pytest.mark.parametrize("name", sorted(BUILTIN.keys() - {"openenv", "verifiers"}))  # whose servers ask
 def test_built_in_environments_ask_the_question(name: str) -> None:
     environment = make_environment(name, OPTIONS.get(name, {}))
     assert isinstance(environment, Environment)

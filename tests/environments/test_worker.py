@@ -215,6 +215,19 @@ def test_exception_fails_the_episode_but_not_the_process(file: str, text: str, p
     asyncio.run(main())
 
 
+def test_timeout_that_an_environment_raises_is_a_timeout(file: str) -> None:
+    async def main() -> None:
+        async with pool_of(file) as pool:
+            environment, _ = await start(pool)
+            with pytest.raises(EnvironmentTimeout, match="its server is slow"):
+                await environment.step(
+                    says("from titanrl.environments import EnvironmentTimeout as E; raise E('its server is slow')")
+                )
+            await environment.close()
+
+    asyncio.run(main())
+
+
 def test_failed_close_replaces_the_process(file: str) -> None:
     async def main() -> None:
         async with pool_of(file, num_processes=1) as pool:

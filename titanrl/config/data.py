@@ -43,7 +43,7 @@ SAMPLERS = ("success_rate",)
 Levels = Annotated[int, Field(ge=2, le=1_000)]
 BUILT_IN_KEYS = ("raise_at", "lower_at", "window", "solved_from", "start_level", "review")
 """Keys of the built-in sampler."""
-ENVIRONMENTS = ("single_turn", "tools", "calculator", "python", "tic_tac_toe", "openenv")
+ENVIRONMENTS = ("single_turn", "tools", "calculator", "python", "tic_tac_toe", "openenv", "verifiers")
 """Built-in environments."""
 MIXTURE = "data.mixture"
 """Section of the tasks."""
@@ -488,6 +488,22 @@ class OpenEnvOptions(Section):
                 yield self.broken("message", f"message must have paired braces ({error})", "double all other braces")
 
 
+class VerifiersOptions(Section):
+    """Options of `verifiers`, a taskset of the package verifiers."""
+
+    verifiers: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.-]*$")]
+    """Name of the module of the taskset, such as `marble_v1`."""
+    taskset: dict[str, Any] = {}
+    """Options of the taskset."""
+    env: dict[str, Any] = {}
+    """Options of verifiers' environment, such as its `id`, and of its seats."""
+
+    def _broken_rules(self) -> Iterator[BrokenRule]:
+        for key, reserved in (("taskset", "id"), ("env", "taskset")):
+            if reserved in self.value_of(key):
+                yield self.broken(key, f"{reserved} is set by verifiers", f"remove {reserved}")
+
+
 def _is_url(text: str) -> bool:
     return re.match(r"(https?|wss?)://", text) is not None
 
@@ -500,18 +516,19 @@ def _broken_by_url(key: str, url: str) -> Iterator[BrokenRule]:
         yield BrokenRule({key: re.sub(r"//.*@", "//...@", url)}, rule, "remove them")
 
 
-NAMED = ("openenv", "tools")
+NAMED = ("openenv", "tools", "verifiers")
 """Built-in environments whose main option has their name, so `{tools: X}` means `{function: tools, options: {tools: X}}`."""
 
 
 class EnvironmentConfig(FunctionSection):
     """Multi-turn environment. The string `my_game.py:Game` is short for `{function: my_game.py:Game}`, `{openenv: URL}` for
-    `{function: openenv, options: {openenv: URL}}`, and `{tools: ...}` likewise."""
+    `{function: openenv, options: {openenv: URL}}`, and `{tools: ...}` and `{verifiers: MODULE}` likewise."""
 
     function: Annotated[str, OrImportPath(ENVIRONMENTS)]
     """Built-in environment, or the import path of a class or function that creates one per episode (docs/howto/environment.md).
     `calculator`, `python` and `tools` let the policy call tools (docs/howto/tools.md), `tic_tac_toe` is a game, `openenv` is an
-    OpenEnv server (docs/howto/tool_servers.md), and `single_turn` asks one question."""
+    OpenEnv server (docs/howto/tool_servers.md), `verifiers` a taskset of that package (docs/howto/verifiers.md), and
+    `single_turn` asks one question."""
     options: dict[str, Any] = {}
     """Keyword arguments of the class or function. Those of `openenv` and of MCP servers are in docs/howto/tool_servers.md."""
     max_turns: Count = 8
@@ -573,6 +590,12 @@ class EnvironmentConfig(FunctionSection):
             if self.num_processes or self.python:
                 fix = "remove num_processes and python; options.python is the interpreter of the server"
                 yield self.broken("num_processes python function", "an OpenEnv server is a process already", fix)
+        if self.function == "verifiers":
+            yield from broken_by_options("verifiers", self.options, VerifiersOptions)
+            if self.python is None or not self.num_processes:
+                rule = "the package verifiers runs in processes with an interpreter of its own, because its pins conflict"
+                fix = "set python to an interpreter that has it, such as .venv-verifiers/bin/python, and num_processes"
+                yield self.broken("python num_processes function", rule, fix)
         if self.function == "tools" and (given := self.options.get("tools")):
             servers = {"": given} if isinstance(given, dict) else dict(enumerate(given)) if isinstance(given, list) else {}
             for i, server in servers.items():

@@ -22,6 +22,7 @@ from titanrl.environments.interface import (
     Done,
     Environment,
     EnvironmentFailure,
+    EnvironmentTimeout,
     Episode,
     InvalidReward,
     JudgesTruncated,
@@ -70,7 +71,8 @@ async def _attempt(host: "_Host", request: bytes) -> bytes:
     except BaseException as error:  # a user-defined environment may raise anything, even SystemExit
         traceback.print_exc()
         text = f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS]
-        return json.dumps({"error": text, "is_reward": isinstance(error, InvalidReward)}).encode()
+        kinds = {"is_reward": isinstance(error, InvalidReward), "is_timeout": isinstance(error, EnvironmentTimeout)}
+        return json.dumps({"error": text, **kinds}).encode()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

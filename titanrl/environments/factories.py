@@ -23,6 +23,7 @@ BUILTIN = {
     "python": "titanrl.environments.python_tool:python",
     "tic_tac_toe": "titanrl.environments.tic_tac_toe:TicTacToe",
     "openenv": "titanrl.environments.openenv:openenv",
+    "verifiers": "titanrl.environments.verifiers:Verifiers",
 }
 """Import paths of the built-in environments by name."""
 BUILTIN_TOOLS = {

@@ -14,6 +14,7 @@ import socket
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -56,8 +57,8 @@ class McpTools(ListedTools):
     tools are listed once per rollout worker.
     """
 
-    def __init__(self, options: McpOptions) -> None:
-        """Keep the options.
+    def __init__(self, options: McpOptions, prefix: str = "") -> None:
+        """Keep the options. The policy sees the names of the tools after the prefix.
 
         Raises:
             ValueError: The program of the server does not exist.
@@ -69,9 +70,10 @@ class McpTools(ListedTools):
         if options.key_variable is not None and options.key_variable not in os.environ:
             rule = "the environment variable must hold the key, but it is not set"
             raise ValueError(f"{_KEY}: {rule} (got {options.key_variable!r}). Set it, or remove key_variable.")
-        self._options = options
+        self._options, self._prefix = options, prefix
         self._name = options.model_dump_json()
         self._server: _Server | None = None
+        self._listed_tools: Sequence[Tool] = ()
         self.tools: Sequence[Tool] = ()
 
     async def start(self, episode: Episode) -> None:
@@ -86,9 +88,10 @@ class McpTools(ListedTools):
         """
         if self._options.shared:
             self._server = await self._shared_server()
-            self.tools = self._server.tools
+            self._listed_tools = self._server.tools
         else:
-            self.tools = (await shared(("tools", self._name), self._listed)).tools
+            self._listed_tools = (await shared(("tools", self._name), self._listed)).tools
+        self.tools = [replace(tool, name=f"{self._prefix}{tool.name}") for tool in self._listed_tools]
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """Call a tool and return its result as text.
@@ -99,7 +102,7 @@ class McpTools(ListedTools):
         """
         if self._server is None:
             self._server = await self._own_server()
-        return await self._server.call(name, arguments)
+        return await self._server.call(name.removeprefix(self._prefix), arguments)
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -131,7 +134,7 @@ class McpTools(ListedTools):
         starts = await shared("starts of MCP servers", _Starts.make)
         async with starts.places:
             server = await self._opened()
-        if server.tools != self.tools:
+        if server.tools != self._listed_tools:
             await server.close()
             raise EnvironmentFailure(
                 f"{_KEY}: the tools of the server have changed since they were listed. Start the run again."

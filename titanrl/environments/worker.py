@@ -364,7 +364,8 @@ class _Process:
             self.kill()
             raise EnvironmentFailure(f"{KEY}: the reply to {name} is invalid (got {body!r:.80}), so its process was killed")
         if "error" in parsed:
-            failure = InvalidReward if parsed.get("is_reward") is True else EnvironmentFailure
+            kind = InvalidReward if parsed.get("is_reward") is True else EnvironmentFailure
+            failure = EnvironmentTimeout if parsed.get("is_timeout") is True else kind
             raise failure(f"{KEY}: {name} raised {str(parsed['error'])[:2000]}{self._log_hint}")
         return parsed
 
