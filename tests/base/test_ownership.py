@@ -1,5 +1,7 @@
 """Paths that another user could have made or could change, and files and sockets of other users."""
 
+import ast
+import grp
 import os
 import pwd
 import socket
@@ -12,7 +14,9 @@ import pytest
 
 from tests.foreign import GROUP, NOBODY, ROOT_ONLY, USER, as_nobody, nobody_does, shared_folder
 from titanrl.base.ownership import (
+    NO_LOG,
     SUFFIX,
+    _is_own_group,
     claim_folder,
     flaw,
     is_own_peer,
@@ -36,6 +40,69 @@ def test_folder_that_only_its_owner_can_write_has_no_flaw(mode: int, tmp_path: P
     own.chmod(mode)
     (tmp_path / "link").symlink_to(own)
     assert [flaw(path) for path in (own, tmp_path / "link", own / "missing" / "deeper", own / ".." / "own")] == [""] * 4
+
+
+def test_path_that_ends_above_or_in_a_link_to_there_has_the_flaw_of_that_folder(tmp_path: Path) -> None:
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "up").symlink_to("..")
+    (tmp_path / "inner" / "here").symlink_to(".")
+    (tmp_path / "inner" / "root").symlink_to("/")
+    tmp_path.chmod(0o1777)
+    rule = f"{tmp_path} can be written by every user"
+    assert flaw(tmp_path / "inner" / "..") == flaw(tmp_path / "inner" / "up") == rule
+    assert flaw(tmp_path / "inner" / "here" / "up") == flaw(tmp_path / "inner" / "up" / "missing") == rule
+    assert flaw(tmp_path / "inner" / "up" / "inner") == flaw(tmp_path / "inner" / "root") == flaw(Path("/")) == ""
+
+
+def test_claimed_path_must_be_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "dangling").symlink_to(tmp_path / "missing")
+    for name in ("file", "dangling"):
+        assert claim_folder(tmp_path / name) == f"{tmp_path / name} is not a folder"
+
+
+def test_group_of_root_with_other_members_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    own.chmod(0o770)
+    group = own.stat().st_gid if os.geteuid() else 0
+    name = grp.getgrgid(group).gr_name
+    for members, found in (["root"], ""), (["alice"], f"{own} can be written by the group {name}"):
+        entry = grp.struct_group((name, "x", group, members))
+        monkeypatch.setattr(grp, "getgrgid", lambda number, entry=entry: entry)
+        _is_own_group.cache_clear()
+        assert flaw(own) == found
+    monkeypatch.undo()
+    _is_own_group.cache_clear()
+
+
+@ROOT_ONLY
+def test_in_a_user_namespace_names_of_others_are_not_trusted_where_all_can_create_them(shared: Path) -> None:
+    """The kernel shows the same id for all users outside, so that a folder of theirs looks like one of root."""
+    unshare = ["unshare", "--user", "--map-root-user"]
+    if subprocess.run([*unshare, "true"], capture_output=True).returncode:
+        pytest.skip("this machine permits no user namespace")
+    for name in ("usual", "usual/evil"):
+        (shared / name).mkdir()
+        (shared / name / "mine").mkdir()
+    (shared / "link").symlink_to(shared / "usual" / "mine")
+    for path in (shared / "usual" / "evil", shared / "link"):
+        os.chown(path, 12345, 12345, follow_symlinks=False)
+    os.rename(shared / "usual" / "evil", shared / "evil")
+    (shared / "usual" / "outside").mkdir()
+    (shared / "usual" / "outside" / "mine").mkdir()
+    os.chown(shared / "usual" / "outside", 12345, 12345)
+    paths = [shared / "usual" / "mine", shared / "usual" / "outside" / "mine", shared / "evil" / "mine", shared / "link"]
+    program = """
+import sys
+from pathlib import Path
+from titanrl.base.ownership import flaw
+print([flaw(Path(path)) for path in sys.argv[1:]])
+"""
+    result = subprocess.run([*unshare, sys.executable, "-c", program, *map(str, paths)], capture_output=True, text=True)
+    trusted = ["", ""]
+    refused = [f"{shared}/evil belongs to the user {USER}", f"{shared}/link is a link of the user {USER}"]
+    assert ast.literal_eval(result.stdout) == trusted + refused, result.stderr
 
 
 @pytest.mark.parametrize("mode", [0o757, 0o777, 0o1777])
@@ -143,15 +210,16 @@ def test_monarch_log_goes_to_a_folder_of_this_user(monkeypatch: pytest.MonkeyPat
 
 
 @ROOT_ONLY
-def test_monarch_log_has_a_random_name_in_a_folder_of_another_user(monkeypatch: pytest.MonkeyPatch, shared: Path) -> None:
+def test_monarch_opens_no_log_in_a_folder_of_another_user(monkeypatch: pytest.MonkeyPatch, shared: Path) -> None:
     monkeypatch.setenv(SUFFIX, "")
     monkeypatch.delenv(SUFFIX)
     nobody_does(lambda: (shared / "root").mkdir())
     protect_monarch_log(shared)
-    assert len(os.environ[SUFFIX]) == 32
+    assert os.environ[SUFFIX] == NO_LOG
 
 
-def test_monarch_uses_the_suffix_of_its_log() -> None:
+@pytest.mark.parametrize("suffix", [f"test{os.getpid()}", NO_LOG])
+def test_monarch_uses_the_suffix_of_its_log(suffix: str) -> None:
     """Fails if a later Monarch moves its log; `protect_monarch_log` then has to follow."""
     program = """
 import os
@@ -162,6 +230,7 @@ for entry in os.listdir("/proc/self/fd"):
         os.unlink(link)
 os._exit(0)
 """
-    suffix = f"test{os.getpid()}"
     result = subprocess.run([sys.executable, "-c", program], env=os.environ | {SUFFIX: suffix}, capture_output=True, text=True)
-    assert result.stdout.strip() == f"/tmp/{pwd.getpwuid(os.geteuid()).pw_name}/monarch_log_{suffix}.log", result.stderr
+    path = f"/tmp/{pwd.getpwuid(os.geteuid()).pw_name}/monarch_log_{suffix}.log"
+    assert result.stdout.strip() == ("" if suffix == NO_LOG else path), result.stderr
+    assert ("Falling back to stderr" in result.stderr) == (suffix == NO_LOG)

@@ -1,7 +1,8 @@
 """Ownership of folders, files and sockets: what another user of this machine could have made, or could change.
 
 Names in a folder that others can write, such as the system's temporary folder, may belong to anyone. Root and this user are
-trusted. Root can do everything anyway.
+trusted. Root can do everything anyway. In a user namespace, the kernel shows one id for root and all others who are not mapped
+into it; folders of that id are trusted on the way to a path, except in folders in which everyone can create names.
 """
 
 import errno
@@ -9,7 +10,6 @@ import functools
 import grp
 import os
 import pwd
-import secrets
 import socket
 import stat
 import struct
@@ -20,15 +20,18 @@ if TYPE_CHECKING:
     from asyncio.trsock import TransportSocket
 
 ALLOW = "TITANRL_ALLOW_OPEN_SOCKETS"
-"""Environment variable that declares this user the only one of the machine or container, which permits a start despite it."""
+"""Environment variable that declares this user the only one of the machine or container. If it is 1, a run starts although
+other users could connect to its sockets, or change its caches, directory or cached model."""
 
 SUFFIX = "MONARCH_LOG_SUFFIX"
 """Environment variable with a suffix of the name of Monarch's log."""
+NO_LOG = "-" * 256
+"""Suffix with which the name is too long for a file, so that torchmonarch 0.7.0 writes to stderr instead."""
 
 _CREDENTIALS = struct.Struct("=iII")  # struct ucred: process, user, group
 _MAX_LINKS = 40
 _OVERFLOW = 65534
-"""User id that the kernel shows for users outside a user namespace."""
+"""User id that the kernel shows for all users outside a user namespace."""
 
 
 def is_only_user() -> bool:
@@ -47,31 +50,27 @@ def flaw(path: Path, *, is_shared: bool = False) -> str:
         is_shared: True for a folder like /tmp, in which everyone may create names if only their owners can remove them.
     """
     pending, place, num_links = list(reversed(path.absolute().parts[1:])), Path("/"), 0
-    found = _flaw_of(place, os.lstat(place), is_last=not pending and not is_shared)
-    while pending and not found:
+    while not (found := _flaw_of(place, is_last=False)) and pending:
         name = pending.pop()
-        if name == "..":
-            place = place.parent
-            continue
-        entry = place / name
+        entry = place.parent if name == ".." else place / name
         try:
             status = os.lstat(entry)
             target = os.readlink(entry) if stat.S_ISLNK(status.st_mode) else None
         except FileNotFoundError:
-            return _flaw_of(place, os.lstat(place), is_last=True)
+            return _flaw_of(place, is_last=True)
         except OSError as error:
             return f"{entry} cannot be examined ({error.strerror})"
         if target is None:
-            place, found = entry, _flaw_of(entry, status, is_last=not pending and not is_shared)
+            place = entry
             continue
         num_links += 1
-        if status.st_uid not in _trusted() | _outside():
+        if status.st_uid not in _trusted_in(place):
             return f"{entry} is a link of {_user(status.st_uid)}"
         if num_links > _MAX_LINKS:
             return f"{entry} is a loop of links"
         place = Path("/") if target.startswith("/") else place
         pending += reversed([part for part in Path(target).parts if part != "/"])
-    return found
+    return found or _flaw_of(place, is_last=not is_shared)
 
 
 def own_flaw(folder: Path) -> str:
@@ -83,7 +82,7 @@ def own_flaw(folder: Path) -> str:
 
 
 def claim_folder(folder: Path) -> str:
-    """Create a folder of mode 0700 unless it exists; return its flaw as in `flaw`, empty if it has none."""
+    """Create a folder and its missing parents with mode 0700; return its flaw as in `flaw`, or why it is no folder."""
     missing = [place for place in (folder.absolute(), *folder.absolute().parents) if not os.path.lexists(place)]
     for place in reversed(missing):
         try:
@@ -92,7 +91,7 @@ def claim_folder(folder: Path) -> str:
             continue
         except OSError as error:
             return f"{place} cannot be created ({error.strerror})"
-    return flaw(folder)
+    return flaw(folder) or ("" if folder.is_dir() else f"{folder} is not a folder")
 
 
 def is_private(folder: Path) -> bool:
@@ -108,8 +107,7 @@ def protect_monarch_log(parent: Path = Path("/tmp")) -> None:
     """Keep other users from choosing the file to which torchmonarch 0.7.0 appends its log.
 
     Call this before Monarch is imported. The path of the log, `/tmp/<user>/monarch_log.log` (`parent` is another folder in
-    tests), cannot be changed, except for a suffix. If the folder is not this user's, the suffix is a random one, for which no
-    user can have placed a link.
+    tests), cannot be changed, except for a suffix. If the folder is not safe, the suffix is `NO_LOG`, also in child processes.
     """
     if SUFFIX in os.environ:
         return
@@ -118,7 +116,7 @@ def protect_monarch_log(parent: Path = Path("/tmp")) -> None:
     except KeyError:  # the user id has no name, as in some containers
         is_safe = False
     if not is_safe:
-        os.environ[SUFFIX] = secrets.token_hex(16)
+        os.environ[SUFFIX] = NO_LOG
 
 
 def open_regular(path: str | Path, flags: int, mode: int = 0o666, *, dir_fd: int | None = None) -> int:
@@ -153,9 +151,10 @@ def receive_own(messages: socket.socket, size: int) -> bytes | None:
     return None
 
 
-def _flaw_of(place: Path, status: os.stat_result, *, is_last: bool) -> str:
+def _flaw_of(place: Path, *, is_last: bool) -> str:
     """Return the flaw of one existing folder or file. Everyone may write a sticky folder on the way, but not the last one."""
-    trusted = _trusted() if is_last else _trusted() | _outside()
+    status = os.lstat(place)
+    trusted = _trusted() if is_last else _trusted_in(place.parent)
     if status.st_uid not in trusted:
         return f"{place} belongs to {_user(status.st_uid)}"
     if stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX and not is_last:
@@ -168,34 +167,41 @@ def _flaw_of(place: Path, status: os.stat_result, *, is_last: bool) -> str:
 
 
 def _trusted() -> set[int]:
-    return {0, os.geteuid()}
+    return {0, os.geteuid()} - _outside()
+
+
+def _trusted_in(folder: Path) -> set[int]:
+    """Return the users whose names in a folder are trusted on the way."""
+    return _trusted() if os.lstat(folder).st_mode & stat.S_IWOTH else _trusted() | _outside()
 
 
 @functools.cache
 def _outside() -> set[int]:
-    """Return the user id that the kernel shows for users outside this user namespace, such as root; empty if there are none."""
+    """Return the id of users outside this user namespace, such as root; empty if all users are in it."""
     ranges = [tuple(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines()]
     return set() if any(first <= _OVERFLOW < first + count for first, _, count in ranges) else {_OVERFLOW}
 
 
 @functools.cache
 def _is_own_group(group: int) -> bool:
-    """Return True for a group that only this user or root is in, by the convention that every user has such a group."""
-    if group == 0:
-        return True
+    """Return True for the group of root or this user without other members, by the convention that each has such a group."""
+    name = _name(os.geteuid())
     try:
-        name = pwd.getpwuid(os.geteuid()).pw_name
         entry = grp.getgrgid(group)
     except KeyError:
-        return False
-    return entry.gr_name == name and set(entry.gr_mem) <= {name}
+        return group == 0
+    return (group == 0 or entry.gr_name == name) and set(entry.gr_mem) <= {"root", name}
 
 
 def _user(number: int) -> str:
+    return f"the user {_name(number)}"
+
+
+def _name(user: int) -> str:
     try:
-        return f"the user {pwd.getpwuid(number).pw_name}"
-    except KeyError:
-        return f"the user {number}"
+        return pwd.getpwuid(user).pw_name
+    except KeyError:  # the user id has no name, as in some containers
+        return str(user)
 
 
 def _group(number: int) -> str:
