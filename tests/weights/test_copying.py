@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.weights.processes import MemoryStore
 from titanrl.processes.machine import THREADS
 from titanrl.weights import _stream, copying
-from titanrl.weights.copying import Copies, CopyOut, Team, as_rows, copy_in, fastest, one_thread, split
+from titanrl.weights.copying import Copies, CopyOut, Team, as_rows, copy_in, fewest, one_thread, split
 from titanrl.weights.records import Commit
 from titanrl.weights.transfer import WeightPublisher, WeightReader
 
@@ -61,7 +61,7 @@ def test_streamed_copies_write_the_same_bytes_as_torch(data: st.DataObject) -> N
         by_torch.as_strided(shape, target.stride(), target.storage_offset()).copy_(source)
         targets, sources, wholes, expected = [*targets, target], [*sources, source], [*wholes, whole], [*expected, by_torch]
     team = Team()
-    team.num_threads, team.pool = 3, POOL
+    team.num_threads, team.pool, team._num_measured = 3, POOL, copying._SAMPLE_PARTS
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(copying, "TEAM", team)
         patch.setattr(copying, "PIECE_BYTES", data.draw(st.integers(16, 2000)))
@@ -86,30 +86,44 @@ def test_pieces_are_no_larger_than_asked_and_rows_stay_together_where_they_fit()
     [
         ({1: 8.0}, 1, 1),
         ({1: 8.0, 2: 7.9}, 2, 1),  # one thread already fills the memory's bandwidth
-        ({1: 8.0, 2: 4.0, 4: 3.0, 6: 2.0}, 6, 6),
-        ({1: 8.0, 2: 4.0, 4: 3.9}, 16, 2),
+        ({3: 3.0, 6: 2.0}, 6, 6),
+        ({1: 8.0, 2: 4.0, 4: 3.9, 8: 5.0, 16: 4.0}, 16, 2),
+        ({1: 4.5, 2: 4.3, 4: 4.0}, 4, 2),  # 1 would be as fast as 2, but not as 4
     ],
 )
-def test_number_of_threads_grows_while_more_help(seconds: dict[int, float], most: int, chosen: int) -> None:
-    assert fastest(seconds.__getitem__, most) == chosen
+def test_number_of_threads_falls_while_fewer_are_as_fast(seconds: dict[int, float], most: int, chosen: int) -> None:
+    assert fewest(seconds.__getitem__, most) == chosen
 
 
 def test_no_further_number_of_threads_is_tried_after_the_time_for_it() -> None:
     now = iter([0.0, 0.0, 0.03, 0.06])
-    assert fastest({1: 8.0, 2: 4.0}.__getitem__, 8, budget_s=0.04, clock=lambda: next(now)) == 2
+    assert fewest({8: 4.0, 4: 4.0}.__getitem__, 8, budget_s=0.04, clock=lambda: next(now)) == 4
+
+
+def test_number_of_threads_is_measured_again_with_a_larger_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[int] = []
+    monkeypatch.setattr(copying, "_stream", type("Spy", (), {"run": staticmethod(lambda part: ran.append(1))}))
+    monkeypatch.setattr(copying, "fewest", lambda seconds, most: (ran.clear(), seconds(most), most)[2])
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(2)))
+    monkeypatch.setenv(THREADS, "2")
+    team, part = Team(), np.zeros((1, 7), np.int64)
+    for num_parts, num_ran in ((2, 2 + 2), (2, 2), (5, 5 + 5), (30, 12 + 30), (40, 40)):
+        ran.clear()
+        team.run([part] * num_parts)
+        assert len(ran) == num_ran
 
 
 @pytest.mark.parametrize(("share", "most"), [("1", None), ("3", 3), ("8", 4)])  # of 4 cores
 def test_first_copy_finds_the_number_of_threads(share: str, most: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
 
-    def fastest(seconds: Callable[[int], float], most: int) -> int:
+    def fewest(seconds: Callable[[int], float], most: int) -> int:
         tried.append(most)
         assert seconds(most) > 0
         return most
 
     monkeypatch.setattr(copying, "TEAM", Team())
-    monkeypatch.setattr(copying, "fastest", fastest)
+    monkeypatch.setattr(copying, "fewest", fewest)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(4)))
     monkeypatch.setenv(THREADS, share)
     source, target = torch.arange(1 << 22), torch.zeros(1 << 22, dtype=torch.int64)
@@ -177,6 +191,18 @@ def test_thread_count_is_restored_after_an_exception() -> None:
     with pytest.raises(RuntimeError, match="broken with 1 thread"):
         fail()
     assert torch.get_num_threads() == before
+
+
+@pytest.mark.gpu
+def test_failed_pin_leaves_no_error_for_the_next_kernel() -> None:
+    device, data = torch.device("cuda"), torch.zeros(1 << 20, dtype=torch.uint8)
+    copying.pin(data, device, read_only=False)
+    with pytest.warns(UserWarning, match="cannot pin"):
+        copying.pin(data, device, read_only=False)  # it is registered already
+    assert torch.ones(3, device=device).sum().item() == 3.0
+    for _ in range(2):
+        copying.unpin(data.data_ptr())
+    assert torch.ones(3, device=device).sum().item() == 3.0
 
 
 @pytest.mark.gpu

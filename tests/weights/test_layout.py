@@ -182,7 +182,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory, world: Callable[[int], Worl
 def unpack(folder: Path, what: str, targets: dict[str, torch.Tensor]) -> list[ByteLayout]:
     ranks = [torch.load(folder / f"{what}{rank}.pt", weights_only=False) for rank in range(4)]
     layouts = [layout for layout, _ in ranks]
-    CopyPlan(layouts, targets).run({rank: data for rank, (_, data) in enumerate(ranks)})
+    CopyPlan(layouts, targets).run({rank: data for rank, (_, data) in enumerate(ranks)}, is_reused=False)
     return layouts
 
 

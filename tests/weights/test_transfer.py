@@ -14,7 +14,7 @@ import torch
 
 from tests.shared_memory import abandoned
 from tests.weights.processes import MemoryStore, publish_versions
-from titanrl.base.choices import Verify
+from titanrl.base.choices import TransportName, Verify
 from titanrl.weights.layout import PartOf
 from titanrl.weights.records import ArenaHandle, Commit, WeightManifest, WeightMismatchError
 from titanrl.weights.transfer import Targets, WeightPublisher, WeightReader
@@ -114,6 +114,19 @@ def test_slow_reader_keeps_its_version_when_only_even_versions_are_published() -
             assert targets["w"].tolist() == [version + 20] * 5
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("transport", "num_kept"), [("arena", 2), ("store", 0)])
+def test_only_memory_of_later_versions_is_kept_alive(transport: TransportName, num_kept: int) -> None:
+    store: Any = MemoryStore()
+    publisher, reader = WeightPublisher("run", 0, store, torch.float32, [transport]), WeightReader("run", store)
+    targets = {name: torch.zeros_like(value) for name, value in STATE.items()}
+    for version in range(5):
+        state = {name: value + version for name, value in STATE.items()}
+        pull(reader, Commit(version, (asyncio.run(publisher.publish(version, state)),)), targets)
+        assert all(torch.equal(targets[name], state[name]) for name in state)
+    assert reader.plan is not None
+    assert len(reader.plan._copies) == num_kept
 
 
 def test_empty_tensor_is_pulled_with_the_others() -> None:

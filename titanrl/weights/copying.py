@@ -1,6 +1,6 @@
 """Batched tensor copies that cast in the same pass, on the CPU threads that help or on a device stream.
 
-Large copies bypass the CPU caches (`_stream.c`); docs/weights.md describes the effect. The first large copy of a process finds
+Large copies bypass the CPU caches (`_stream.c`); docs/weights.md describes the effect. The first large copies of a process find
 out how many threads help, up to `THREADS`. Threads take the next part when they have finished one, so that a thread whose core
 is busy delays a copy by at most one part; OpenMP's barriers make a copy ten times slower then. On CUDA, host memory is pinned
 once per arena, so that copies overlap with computation. The device code is written for CUDA and NPU, but has not been run on
@@ -10,11 +10,12 @@ either.
 import asyncio
 import logging
 import os
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,6 +44,8 @@ _PROBE_S = 0.04
 """Seconds after which no further number of threads is tried."""
 _LEAST_GAIN = 0.1
 """Part of the time that twice the threads must save."""
+_pinned: set[int] = set()
+"""Addresses that `pin` registered."""
 
 
 class Rows(NamedTuple):
@@ -83,7 +86,7 @@ class Copies:
         return next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
 
     def run(self) -> None:
-        """Copy each source into its target. Copies on a device are only queued."""
+        """Copy each source into its target, in any thread. Copies on a device are only queued."""
         if self._parts:
             TEAM.run(self._parts)
         if self._others:
@@ -143,29 +146,43 @@ Table = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Team:
-    """The threads that run the copies of this process. The first copy finds out how many help."""
+    """The threads that run the copies of this process, one copy at a time."""
 
     def __init__(self) -> None:
         """Start no thread yet, because the process may still fork."""
         self.num_threads: int | None = None
         self.pool: ThreadPoolExecutor
+        self._num_measured = 0
+        """Parts of the largest sample that was measured."""
+        self._running = threading.Lock()
 
     def run(self, parts: Sequence[Table]) -> None:
-        """Run all parts of a copy. The first call finds out how many threads help, up to this process's share of the cores."""
+        """Run all parts of a copy. Calls of several threads wait for each other.
+
+        The first call finds out how many threads help, up to this process's share of the cores, and so does a later one with a
+        larger sample.
+        """
+        with self._running:
+            if (size := min(len(parts), _SAMPLE_PARTS)) > self._num_measured:
+                self._num_measured = size
+                self._measure(parts[:size])
+            self._run(parts, self.num_threads or 1)
+
+    def _measure(self, sample: Sequence[Table]) -> None:
 
         def seconds(num_threads: int) -> float:
             started = time.perf_counter()
-            self._run(parts[:_SAMPLE_PARTS], num_threads)
+            self._run(sample, num_threads)
             return time.perf_counter() - started
 
-        if self.num_threads is None:
-            most = min(int(os.environ.get(THREADS, "1")), len(os.sched_getaffinity(0)))
+        most = min(int(os.environ.get(THREADS, "1")), len(os.sched_getaffinity(0)))
+        if most == 1:
             self.num_threads = 1
-            if most > 1:
-                self.pool = ThreadPoolExecutor(most - 1, thread_name_prefix="copy")
-                seconds(most)  # the first writes into fresh pages are slow
-                self.num_threads = fastest(seconds, most)
-        self._run(parts, self.num_threads)
+            return
+        if self.num_threads is None:
+            self.pool = ThreadPoolExecutor(most - 1, thread_name_prefix="copy")
+        seconds(most)  # the first writes into fresh pages are slow
+        self.num_threads = fewest(seconds, most)
 
     def _run(self, parts: Sequence[Table], num_threads: int) -> None:
         """Let each thread, one of them the caller's, take the next part until none is left."""
@@ -184,25 +201,26 @@ class Team:
 TEAM = Team()
 
 
-def fastest(
+def fewest(
     seconds: Callable[[int], float], most: int, budget_s: float = _PROBE_S, clock: Callable[[], float] = time.perf_counter
 ) -> int:
-    """Measure 1, 2, 4, ... threads up to `most`, each twice; return the number from which more no longer help."""
+    """Measure `most` threads, half of them, and so on, each twice, while that is about as fast; return the last such number.
+
+    No further number is tried after `budget_s` seconds.
+    """
     started = clock()
-    chosen, least = 1, float("inf")
-    num_threads = 1
-    while num_threads <= most and clock() - started < budget_s:
-        measured = min(seconds(num_threads), seconds(num_threads))
-        if measured > (1 - _LEAST_GAIN) * least:
+    chosen, least, tried = most, float("inf"), most
+    while tried and clock() - started < budget_s:
+        measured = min(seconds(tried), seconds(tried))
+        if (1 - _LEAST_GAIN) * measured > least:
             break
-        chosen, least = num_threads, measured
-        num_threads = most if num_threads < most < 2 * num_threads else 2 * num_threads
+        chosen, least, tried = tried, min(least, measured), tried // 2
     return chosen
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Limit torch to one CPU thread within the body."""
+    """Limit torch to one CPU thread within the body, in the calling thread."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -243,12 +261,19 @@ def pin(data: torch.Tensor, device: torch.device, *, read_only: bool) -> None:
     if device.type != "cuda":
         return
     flags = _CUDA_HOST_REGISTER_READ_ONLY if read_only else _CUDA_HOST_REGISTER_DEFAULT
-    error = torch.cuda.cudart().cudaHostRegister(data.data_ptr(), data.numel(), flags)
-    if int(error) != 0:  # copies from pageable memory are correct, but slower
-        warnings.warn(f"cannot pin {data.numel()} bytes of shared memory (got CUDA error {int(error)})", stacklevel=2)
+    error = int(torch.cuda.cudart().cudaHostRegister(data.data_ptr(), data.numel(), flags))
+    if error == 0:
+        _pinned.add(data.data_ptr())
+        return
+    warnings.warn(
+        f"cannot pin {data.numel()} bytes of shared memory, so copies are slower (got CUDA error {error})", stacklevel=2
+    )
+    with suppress(RuntimeError):  # CUDA keeps the error until the next kernel starts, which then fails
+        torch.zeros(1, device=device)
 
 
-def unpin(address: int, device: torch.device) -> None:
-    """Release what `pin` registered, before the memory at an address is unmapped. Do nothing for devices other than CUDA."""
-    if device.type == "cuda":
+def unpin(address: int) -> None:
+    """Release what `pin` registered, if anything, before the memory at an address is unmapped."""
+    if address in _pinned:
+        _pinned.discard(address)
         torch.cuda.cudart().cudaHostUnregister(address)

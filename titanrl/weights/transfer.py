@@ -45,7 +45,7 @@ Targets = Mapping[str, torch.Tensor | PartOf]
 
 
 class WeightPublisher:
-    """Publisher of this rank's shards of each version, cast to the generators' dtype."""
+    """Publisher of this rank's shards of each version, cast to the generators' dtype. Its calls must not overlap."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class WeightPublisher:
         Args:
             state: The model's state dict. The plan is reused as long as the dict holds the same tensors in the same memory.
                 Pass the module's own tensors, because `state_dict()` detaches them unless `keep_vars=True`.
-            keep: Names of tensors that keep their dtype (buffers).
+            keep: Names of tensors that keep their dtype (buffers); always the same ones.
 
         Raises:
             ValueError: A tensor cannot be published, or the total size has changed; the message names the cause.
@@ -155,19 +155,23 @@ class CopyPlan:
         """Return whether the plan is for these layouts and for these targets at their current addresses."""
         return self.layout_ids == layout_ids and self._planned.matches(targets)
 
-    def run(self, data: Mapping[int, torch.Tensor]) -> None:
-        """Copy from the bytes of each trainer rank, given by rank, into the targets."""
+    def run(self, data: Mapping[int, torch.Tensor], *, is_reused: bool) -> None:
+        """Copy from the bytes of each trainer rank, given by rank, into the targets. Memory that `is_reused` is kept alive."""
         where = tuple(data[rank].data_ptr() for rank in sorted(data))
-        if where not in self._copies:
-            if len(self._copies) >= VERSIONS_HELD:  # publishers reuse this many arenas; received copies have new addresses
+        if (copies := self._copies.get(where)) is None:
+            copies = Copies(self._filled, [entry_view(data[part.rank], part.entry)[part.source] for part in self._slices])
+        if is_reused and where not in self._copies:
+            if len(self._copies) >= VERSIONS_HELD:  # publishers reuse this many arenas
                 self._copies.clear()
-            sources = [entry_view(data[part.rank], part.entry)[part.source] for part in self._slices]
-            self._copies[where] = Copies(self._filled, sources)
-        copy_in(self._copies[where])
+            self._copies[where] = copies
+        copy_in(copies)
 
 
 class WeightReader:
-    """Reader of committed versions into tensors of this process. It can be pickled before its first use."""
+    """Reader of committed versions into tensors of this process. It can be pickled before its first use.
+
+    Fetch and copy one version after the other. A copy may run in another thread than the event loop of the fetches.
+    """
 
     def __init__(self, run: str, store: "WeightStore", verify: Verify = "sampled", name: str | None = None) -> None:
         """Prepare to read the versions published under the name of a run. `verify="off"` ignores their digests; otherwise the
@@ -228,7 +232,7 @@ class WeightReader:
         address = payload.data.data_ptr()
         if payload.mapped is not None and (address not in self._pinned or not self._pinned[address].alive):
             pin(payload.data, device, read_only=True)
-            self._pinned[address] = weakref.finalize(payload.mapped, unpin, address, device)
+            self._pinned[address] = weakref.finalize(payload.mapped, unpin, address)
 
     def close(self) -> None:
         """Release the pinned mappings and stop receiving. The reader must not be used afterwards."""
@@ -279,6 +283,7 @@ class FetchedWeights:
         Raises:
             WeightMismatchError: A tensor is missing, unexpected, or has another shape or dtype; the bytes do not match their
                 digest; or the writer overwrote them during the copy, and the targets now hold a mixture of versions.
+            ValueError: A target has an unsupported placement.
         """
         reader, ranks = self.reader, list(zip(self.commit.manifests, self.payloads, strict=True))
         if reader.plan is None or not reader.plan.fits([layout.layout_id for layout in self.layouts], targets):
@@ -288,6 +293,7 @@ class FetchedWeights:
         device = next((local_part(target).device for target in targets.values()), torch.device("cpu"))
         for payload in self.payloads:
             reader.pin(payload, device)
-        reader.plan.run({manifest.rank: payload.data for manifest, payload in ranks})
+        is_reused = all(payload.is_reused for payload in self.payloads)
+        reader.plan.run({manifest.rank: payload.data for manifest, payload in ranks}, is_reused=is_reused)
         for manifest, payload in ranks:
             payload.check(manifest)

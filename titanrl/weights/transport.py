@@ -160,6 +160,8 @@ class Payload:
     """Arena of another process that holds the bytes and may overwrite them; None if this process holds them."""
     sequence: int | None = None
     """Sequence number of the arena while it holds the bytes; None for the writer's arena, whose number is in the manifest."""
+    is_reused: bool = True
+    """True if the memory is kept for later versions."""
 
     def check(self, manifest: WeightManifest) -> None:
         """Raise `WeightMismatchError` if the writer has overwritten the bytes."""
@@ -293,4 +295,4 @@ class StoreTransport:
             raise WeightMismatchError(f"{handle.key} is not in the store because the version was deleted") from None
         assert isinstance(data, torch.Tensor), type(data)
         self.num_received += data.numel()
-        return Payload(data)
+        return Payload(data, is_reused=False)
