@@ -248,7 +248,7 @@ class GRPO(Run):
             results.append(await session.rollouts.workers.evaluate_on(part, name))
 
     async def save_parts(self, folder: Path) -> None:
-        """Write the trainer's state, and the groups of the buffer."""
+        """Start writing a checkpoint; see `Publications.save`."""
         await self._publications.save(folder)
 
     async def finish_parts(self) -> None:

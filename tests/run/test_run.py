@@ -21,7 +21,7 @@ from titanrl.metrics.console import Console
 from titanrl.metrics.reading import read_lines
 from titanrl.metrics.run_directory import RunDirectory
 from titanrl.metrics.trackers import Recorder, Trackers
-from titanrl.run.checkpoints import FIRST, Checkpoints, RunState
+from titanrl.run.checkpoints import FIRST, Checkpoints, Resumable, RunState
 from titanrl.run.evaluations import Evaluations
 from titanrl.run.run import NonFiniteGradientError
 from titanrl.sft import SFT
@@ -188,6 +188,44 @@ def test_evaluation_with_failed_rewards_is_not_compared(
     warned = f"{num_errors} of 10 completions have no reward; mean over 10 of 10 prompts, but evaluation.max_error_frac is"
     assert (warned in capsys.readouterr().err.replace("\n", " ")) is not is_compared
     asyncio.run(run.stop())
+
+
+class ClosedConsole(Console):
+    is_closed = False
+
+    def close(self) -> None:
+        super().close()
+        self.is_closed = True
+
+
+def test_run_whose_directory_cannot_be_locked_closes_its_console(monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(steps=0)
+    Path("runs/taken").mkdir()
+    os.mkfifo(Path("runs/taken") / LOCK_FILE)
+    config = load_config("runs/quickstart/config.yaml", ["name=taken"])
+    monkeypatch.setattr(GRPO, "check", lambda run, config, **options: Resumable(state=FIRST, unusable={}))
+    console = ClosedConsole("off", total_steps=1)
+    with pytest.raises(ConfigError, match="must be a regular file"):
+        GRPO(config, console=console)
+    assert console.is_closed
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_run_that_cannot_be_prepared_releases_its_directory(is_resumed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = write_run(steps=1)
+    config = load_config(run_dir / "config.yaml")
+
+    def fail(run: GRPO) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(GRPO, "check", lambda run, config, **options: Resumable(state=FIRST, unusable={}))
+    monkeypatch.setattr(GRPO, "prepare", fail)
+    console = ClosedConsole("off", total_steps=1)
+    with pytest.raises(KeyboardInterrupt):
+        GRPO(config, resume=run_dir if is_resumed else None, console=console)
+    assert console.is_closed
+    assert [path.name for path in Path("runs").iterdir()] == ["quickstart"]
+    claim_run(run_dir).release()
 
 
 def test_stop_on_a_full_disk_raises_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -60,6 +60,17 @@ def test_gradients_are_those_of_a_cast_model_summed_in_the_dtype_of_the_paramete
             assert torch.equal(gradient, expected[name]), name
 
 
+def test_gradients_of_a_transposed_parameter_are_summed() -> None:
+    module = nn.Linear(3, 2, bias=False)
+    module.weight = nn.Parameter(torch.zeros(3, 2).t())
+    copies = CastParameters(module, torch.bfloat16)
+    for value in (1.0, 2.0):
+        with copies.in_use():
+            module(torch.full((1, 3), value, dtype=torch.bfloat16)).sum().backward()
+    assert module.weight.grad is not None
+    assert module.weight.grad.tolist() == [[3.0] * 3] * 2
+
+
 def test_copies_follow_the_weights_and_leave_them_alone_after_an_error() -> None:
     module = Tied()
     copies = CastParameters(module, torch.bfloat16)

@@ -46,7 +46,9 @@ def point_of(key: str) -> Point:
     key = re.sub(rf"^{re.escape(SETS)}\.[^.]+\.", "", key)
     key = re.sub(rf"^{re.escape(MIXTURE)}\.[^.]+\.", "data.", key)
     key = "algorithm.advantage" if key == "data.advantage" else key
-    return next(point for point in POINTS if key == point.key or key.startswith(f"{point.key}."))
+    points = [point for point in POINTS if key == point.key or key.startswith(f"{point.key}.")]
+    assert points, f"{key} is the key of no extension point"
+    return points[0]
 
 
 def config_of(key: str, config: Config) -> Config:

@@ -42,7 +42,7 @@ _MAX_ERROR_CHARS = 2000
 
 
 def main(channel_fd: int, parent_pid: int) -> None:
-    """Serve requests until the socket is closed or the process `parent_pid` exits."""
+    """Serve requests until the socket is closed, or the thread of the process `parent_pid` that started this one exits."""
     end_with_parent(parent_pid)
     os.set_inheritable(channel_fd, False)
     asyncio.run(_serve(socket.socket(fileno=channel_fd)))

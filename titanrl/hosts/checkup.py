@@ -330,8 +330,8 @@ def rounds(count: int) -> list[list[tuple[int, int]]]:
 def needs_of(config: Config, sizes: Sizes, device: DeviceKind) -> list[Needs]:
     """Return the resources that a run needs on each of its hosts, trainer hosts first.
 
-    On a single machine, each host, also an emulated one, is assigned all roles. If the controller shares a machine with a
-    trainer host, it is the first one.
+    On a single machine, each host, also an emulated one, is assigned all roles. The controller counts as part of the first
+    host, although it may run elsewhere.
     """
     hosts, memory, on_cpu = config.hosts, sizes.memory, device == "cpu"
     trainers, generators = config.num_trainer_ranks, config.num_generator_ranks

@@ -373,7 +373,7 @@ class Fleet:
             role: name of the mesh, and prefix of its log and pid files.
             host: hosts of the processes.
             num_procs: processes on each host.
-            environment: variables set before the interpreter starts.
+            environment: variables of the processes, set before the interpreter starts, or in the fork of a template.
             imports: modules of the actors that will be spawned; see `set_up_process`.
             template: socket path of the template to fork; without it, the processes import everything themselves.
             cores: CPU cores of these processes on their host; None binds nothing.

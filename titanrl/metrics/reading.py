@@ -357,7 +357,10 @@ class RunRecord:
         return sorted((line for line in lines if "kind" in line), key=lambda line: _float(line.get("time")))
 
     def advantages(self) -> dict[int, list[float | None]]:
-        """Return the newest advantages of each group by its index: one value per completion with a reward."""
+        """Return the newest advantages of each group by its index: one value per completion that was trained on, in order.
+
+        A value is None if it was not finite.
+        """
         lines = _lines_of(self.path / "advantages.jsonl")
         found = (line for line in lines if isinstance(line.get("index"), int) and isinstance(line.get("advantages"), list))
         return {line["index"]: line["advantages"] for line in found}

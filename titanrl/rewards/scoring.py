@@ -227,6 +227,9 @@ def in_turns(
 ) -> tuple[DoubleArray, tuple[Turn, ...]]:
     """Add the reward of each turn of an episode to its last sampled token, and the rewards of its tokens to the turn.
 
+    `turns` are in order. One without sampled tokens adds its reward to the last token of the previous turn, or to the episode's
+    first one; an episode has at least one.
+
     Returns:
         Rewards of all sampled tokens, and the turns with their new rewards.
     """

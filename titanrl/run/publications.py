@@ -95,7 +95,7 @@ class Publications:
             self._publish_version(version, then=partial(self._buffer.release, *trained))
 
     async def save(self, folder: Path) -> None:
-        """Write the trainer's state, the last published weights if they are older, and the buffer's groups.
+        """Start writing the trainer's state, the last published weights if they are older, and the buffer's groups.
 
         Synchronous training samples all groups between two publications in one round, and a resumed run must repeat the round.
         A checkpoint right after a publication holds no groups, so the round is sampled again. One between two publications

@@ -11,6 +11,7 @@ and `evaluate`. The run has its evaluations, checkpoints and restarts as objects
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
@@ -109,8 +110,11 @@ class Run:
         self.config = config = with_objects(config, objects)
         self._plugins = plugins_of(config, objects)
         self.console = console or Console(config.logging.console, total_steps=config.num_steps, title=config.name)
-        lock = None if resume is None else claim_run(resume)
-        try:
+        with contextlib.ExitStack() as undo:  # also after an interrupt, because a live display hides the cursor
+            undo.callback(self.console.close)
+            if resume is not None:
+                self._lock: RunLock = claim_run(resume)
+                undo.callback(self._lock.release)
             self.console.phase(
                 "check", "model, data and rewards" if resume is None else f"{relative(resume)}, model, data and rewards"
             )
@@ -123,41 +127,33 @@ class Run:
                 on_phase=self.console.phase,
                 accepts_changed_data=accepts_changed_data,
             )
-        except BaseException:  # including interrupts, because a live display hides the cursor
-            self.console.close()
-            if lock is not None:
-                lock.release()
-            raise
-        self.state = self._found.state
-        self._lock: RunLock = lock or claim_new_run(config.run_dir)
-        self.run_dir = self._lock.path.resolve()
-        self.config = config = with_declared_traits(config, self._plugins)
-        self.hooks = Hooks.of(self._plugins)
-        """User-defined callbacks."""
-        self.device = resolve_device(config.device)
-        self._is_resumed = resume is not None
-        self._resume_step = self.state.step or None  # the first job of `titanrl submit` resumes a run without checkpoints
-        self.checkpoints = Checkpoints(self)
-        self.evaluations = Evaluations(self)
-        self._ending = asyncio.Event()
-        self.is_training = False
-        """True while `train` takes steps, during which `end_after_step` has an effect."""
-        self.timer = PhaseTimer(on_change=self.console.current_phase)
-        """Seconds of the current step by phase."""
-        self._session: Session | None = None
-        self._recorder: Recorder | None = None
-        self._closing: asyncio.Task[None] | None = None
-        self._respawns = Respawns(config.faults)
-        self._restarts = Restarts(config.faults, self._respawns)
-        self._restart: Restart | None = None
-        self._kept: Parts | None = None
-        try:
-            self.prepare()
-        except BaseException:  # including interrupts, because a live display hides the cursor
-            self.console.close()
+            self.state = self._found.state
             if resume is None:
-                self._lock.abandon()
-            raise
+                self._lock = claim_new_run(config.run_dir)
+                undo.callback(self._lock.abandon)
+            self.run_dir = self._lock.path.resolve()
+            self.config = config = with_declared_traits(config, self._plugins)
+            self.hooks = Hooks.of(self._plugins)
+            """User-defined callbacks."""
+            self.device = resolve_device(config.device)
+            self._is_resumed = resume is not None
+            self._resume_step = self.state.step or None  # the first job of `titanrl submit` resumes a run without checkpoints
+            self.checkpoints = Checkpoints(self)
+            self.evaluations = Evaluations(self)
+            self._ending = asyncio.Event()
+            self.is_training = False
+            """True while `train` takes steps, during which `end_after_step` has an effect."""
+            self.timer = PhaseTimer(on_change=self.console.current_phase)
+            """Seconds of the current step by phase."""
+            self._session: Session | None = None
+            self._recorder: Recorder | None = None
+            self._closing: asyncio.Task[None] | None = None
+            self._respawns = Respawns(config.faults)
+            self._restarts = Restarts(config.faults, self._respawns)
+            self._restart: Restart | None = None
+            self._kept: Parts | None = None
+            self.prepare()
+            undo.pop_all()
 
     @classmethod
     def check(
@@ -440,7 +436,7 @@ class Run:
                 await self._roll_back(fault, self._restarts.count(fault, self.state.step))
 
     async def unless_ending(self, work: Coroutine[Any, Any, object]) -> bool:
-        """Await work, and cancel it if the run is asked to end. Return True if the work finished."""
+        """Await work, and cancel it if the run is asked to end. Return True if it finished; raise what it raises."""
         working, ending = asyncio.create_task(work), asyncio.create_task(self._ending.wait())
         try:
             await asyncio.wait({working, ending}, return_when=asyncio.FIRST_COMPLETED)

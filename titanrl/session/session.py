@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -449,15 +450,19 @@ async def _start(config: Config, roles: Roles, console: Console | None) -> Sessi
     plugins = plugins_of(config, {})
     preflight(config, plugins=plugins, training=roles.trainer, sampling=roles.generators, rollouts=False)
     config = with_declared_traits(config, plugins)
-    lock = claim_new_run(config.run_dir)
-    run_dir = lock.path.resolve()
-    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-    (run_dir / "config.yaml").write_text(recorded_config(config), encoding="utf-8")
-    console = console or Console(config.logging.console, total_steps=0, title=config.name)
-    for note in policy_notes(config):
-        console.note(note)
-    setup = SessionSetup(config=config, run_dir=run_dir, console=console, roles=roles, plugins=plugins, lock=lock)
-    session = await open_session(setup)
+    with contextlib.ExitStack() as undo:
+        lock = claim_new_run(config.run_dir)
+        undo.callback(lock.release)
+        run_dir = lock.path.resolve()
+        (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        (run_dir / "config.yaml").write_text(recorded_config(config), encoding="utf-8")
+        console = console or Console(config.logging.console, total_steps=0, title=config.name)
+        undo.callback(console.close)
+        for note in policy_notes(config):
+            console.note(note)
+        setup = SessionSetup(config=config, run_dir=run_dir, console=console, roles=roles, plugins=plugins, lock=lock)
+        session = await open_session(setup)
+        undo.pop_all()
     try:
         await session.load()
         if roles.trainer and roles.generators:

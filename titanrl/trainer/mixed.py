@@ -21,6 +21,8 @@ into the cache of a CPU."""
 class CastParameters:
     """Copies of a model's parameters in another dtype, which replace the parameters inside `in_use`.
 
+    Call `weights_changed` after every change of the parameters.
+
     Example: `with copies.in_use(): module(tokens).sum().backward()` accumulates the gradients of the parameters themselves, in
     their own dtype.
     """
@@ -72,6 +74,9 @@ def _move_gradient(parameter: nn.Parameter, copy: Tensor) -> None:
     if parameter.grad is None:
         parameter.grad = gradient.to(parameter.dtype)
         return
-    total, added = (local_part(tensor).flatten().split(ADDED_AT_ONCE) for tensor in (parameter.grad, gradient))
-    for total_N, added_N in zip(total, added, strict=True):
+    total, added = local_part(parameter.grad), local_part(gradient)
+    if not total.is_contiguous():  # its flattened form would be a copy
+        total.add_(added)
+        return
+    for total_N, added_N in zip(total.flatten().split(ADDED_AT_ONCE), added.flatten().split(ADDED_AT_ONCE), strict=True):
         total_N.add_(added_N)
