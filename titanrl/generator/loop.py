@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 OnSampled = Callable[[int, "Sampled"], None]
 """Function that gets the index of a group, and the next tokens of its only request, on the engine's thread."""
-SAMPLED_S = 0.01
+SAMPLED_S = 0.02
 """Shortest time between two deliveries of tokens that are being sampled, in seconds. A tiny model would spend more time on them
 than on its steps."""
 

@@ -194,16 +194,18 @@ class App:
         tasks = [asyncio.create_task(sample(index)) for index in range(len(exchange.calls))]
         try:
             while len(replies) < len(tasks):
-                index, new = await news.get()
-                if isinstance(new, Exception):
-                    raise new
-                if not response.has_started:
-                    await response.start_events(exchange.start())
-                if isinstance(new, Piece):
-                    await response.send_events(exchange.extend(index, new))
-                else:
-                    replies[index] = new
-                    await response.send_events(exchange.finish(index, feeds[index].finish(new), new))
+                events = list[Event]()
+                for index, new in [await news.get(), *(news.get_nowait() for _ in range(news.qsize()))]:
+                    if isinstance(new, Exception):
+                        raise new
+                    if not response.has_started:
+                        await response.start_events(exchange.start())
+                    if isinstance(new, Piece):
+                        events += exchange.extend(index, new)
+                    else:
+                        replies[index] = new
+                        events += exchange.finish(index, feeds[index].finish(new), new)
+                await response.send_events(events)
             ordered = [replies[index] for index in range(len(tasks))]
             await response.send_events(exchange.end(ordered), is_last=True)
             return ordered

@@ -20,7 +20,7 @@ Application = Callable[[Any, Any, Any], Awaitable[None]]
 
 MAX_CONNECTIONS = 1024
 """Connections that are open at the same time; others are closed at once."""
-HEAD_S = 10.0
+HEAD_S = 60.0
 """Time limit for the head of a request, in seconds, from the connection or from its first byte."""
 IDLE_S = 75.0
 """Time without a request after which a connection is closed, in seconds."""
