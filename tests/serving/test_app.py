@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import httpx
@@ -11,8 +11,9 @@ import pytest
 
 from tests.serving.policies import END, Scripted
 from tests.serving.servers import Server, serving, until
+from titanrl.environments import Message
 from titanrl.serving.app import App
-from titanrl.serving.calls import Callers
+from titanrl.serving.calls import Call, Callers
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}, "strict": True}}
 SUBTRACT = {"type": "function", "function": {"name": "subtract"}}
@@ -377,6 +378,21 @@ def test_error_during_a_stream_is_an_event(server: Server) -> None:
     POLICY.replies.append({"role": "assistant", "content": "abc", "fails": True})
     with pytest.raises(openai.APIError, match="RuntimeError"):
         chunks(server.client().chat.completions.create(model="policy", messages=ASKED, stream=True))
+
+
+def test_unreadable_part_of_a_reply_fails_only_its_stream(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(call: Call, token_ids: Sequence[int]) -> Message:
+        raise RuntimeError("unreadable")
+
+    monkeypatch.setattr(POLICY, "read", fail)
+    POLICY.replies.append({"role": "assistant", "content": "abc"})
+    with pytest.raises(openai.APIError, match="RuntimeError"):
+        chunks(server.client().chat.completions.create(model="policy", messages=ASKED, stream=True))
+    until(lambda: POLICY.num_cancelled == 0 and running(server) == 0)
+
+
+def running(server: Server) -> float | None:
+    return server.app.metrics.registry.get_sample_value("titanrl_calls_running")
 
 
 def test_internal_errors_show_no_traceback(server: Server) -> None:

@@ -182,7 +182,11 @@ class App:
 
         async def sample(index: int) -> None:
             def on_tokens(token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
-                piece = feeds[index].take(token_ids, logprobs)
+                try:
+                    piece = feeds[index].take(token_ids, logprobs)
+                except Exception as error:  # must not reach the caller, which calls this for other clients, too
+                    news.put_nowait((index, error))
+                    return
                 if piece is not None:
                     news.put_nowait((index, piece))
 
