@@ -127,7 +127,7 @@ async def alternate(
                 seconds[name].append(time.perf_counter() - began)
                 cpu_ms[name].append(1000 * (time.process_time() - cpu) / num_calls)
     assert len(set(counts)) == 1, f"all variants must sample the same tokens (got {counts})"
-    result: dict[str, Any] = {"calls": num_calls, "tokens_per_round": counts[0]}
+    result: dict[str, Any] = {"num_calls": num_calls, "tokens_per_round": counts[0]}
     for name in seconds:
         result[name] = {
             "tokens_per_s": counts[0] / statistics.median(seconds[name]),
