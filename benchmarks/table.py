@@ -409,6 +409,27 @@ def milliseconds(seconds: Sequence[float]) -> str:
     return f"{mean:.1f} ms ({low:.1f} to {high:.1f})"
 
 
+def serve_table(result: Mapping[str, Any]) -> str:
+    """Return the cost of each way to ask through the endpoint, with medians, and the range of the added CPU time."""
+    tiny, large = result["tiny"], result["large"]
+    names = {
+        "calls": "calls of a session, without HTTP",
+        "tokens": "`/inference/v1/generate`",
+        "chat": "`/v1/chat/completions`",
+        "chat stream": "the same, streamed",
+    }
+    lines = [
+        "| | CPU per call | of it added by the endpoint | tokens/s, 100 million parameters | of the engine's |",
+        "|---|---|---|---|---|",
+    ]
+    for name, title in names.items():
+        added = sorted(tiny[name]["added_cpu_ms"])
+        text = f"{added[len(added) // 2]:.1f} ms ({added[0]:.1f} to {added[-1]:.1f})" if any(added) else ""
+        rate, share = large[name]["tokens_per_s"], large[name]["relative_throughput"]
+        lines.append(f"| {title} | {tiny[name]['cpu_ms_per_call']:.1f} ms | {text} | {rate:.0f} | {share:.2f} |")
+    return "\n".join(lines) + f"\n\n`python -m benchmarks.serve --json FILE`, {where(result['machine'])}."
+
+
 TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "README.md": ("peers.json", peers_table),
     "docs/comparison.md": ("peers.json", peers_details),
@@ -417,6 +438,7 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "docs/async.md": ("async_reward.json", reward_table),
     "docs/faults.md": ("chaos.json", chaos_table),
     "docs/howto/placement.md": ("hosts.json", hosts_table),
+    "docs/howto/serve.md": ("serve.json", serve_table),
     "docs/architecture.md": ("growth.json", growth_table),
     "docs/scale.md": ("scale.json", scale_figures),
     "docs/record.md": ("record.json", record_table),
