@@ -159,7 +159,7 @@ def test_memory_never_exceeds_the_machine() -> None:
     assert (limited_by == "") == (memory == pages)
 
 
-@pytest.mark.parametrize("arguments", [["gpu"], ["cpu", "cuda"], ["--install", "--config", "quickstart"]])
+@pytest.mark.parametrize("arguments", [["gpu"], ["verifiers"], ["cpu", "cuda"], ["--install", "--config", "quickstart"]])
 def test_wrong_arguments_exit_with_2(arguments: list[str]) -> None:
     command = [sys.executable, "-m", "titanrl.cli", "doctor", *arguments]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=60, check=False)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.environments.episodes import calls, episode, in_loop, says
+from titanrl.config.device import install_verifiers
 from titanrl.environments import (
     Done,
     Environment,
@@ -34,12 +35,12 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An interpreter that has verifiers and the tasksets of the tests."""
     folder = tmp_path_factory.mktemp("verifiers")
     given = os.environ.get("TITANRL_VERIFIERS_PYTHON")
-    venv.create(folder, with_pip=given is None)
     paths = [str(Path(__file__).parent / "tasksets")]
     if given is None:
-        command = [folder / "bin/python", "-m", "pip", "install", "-q", "verifiers==0.4.0", "marble-v1==0.1.0"]
-        subprocess.run(command, check=True)
+        assert install_verifiers(folder) == 0
+        subprocess.run([folder / "bin/python", "-m", "pip", "install", "-q", "marble-v1==0.1.0"], check=True)
     else:
+        venv.create(folder)
         program = "import sysconfig; print(sysconfig.get_path('purelib'))"
         paths.append(subprocess.run([given, "-c", program], check=True, capture_output=True, text=True).stdout.strip())
     (site,) = folder.glob("lib/python*/site-packages")

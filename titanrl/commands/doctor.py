@@ -22,7 +22,7 @@ from titanrl import __version__
 from titanrl.base import terminal
 from titanrl.base.choices import DeviceKind
 from titanrl.base.errors import TitanRLError
-from titanrl.config.device import DEVICES, device_kind, install, missing_for, packages
+from titanrl.config.device import DEVICES, device_kind, install, install_verifiers, missing_for, packages
 from titanrl.config.dry_run import print_table
 from titanrl.config.errors import BrokenRules, ConfigError
 from titanrl.config.load import explain_rule, validate
@@ -81,7 +81,11 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titanrl.co
         help="device to check: auto, cpu, cuda or npu (default: auto); with --config, values that override the file's",
     )
     parser.add_argument("--config", type=terminal.path, help="configuration whose hosts are acquired and checked")
-    parser.add_argument("--install", action="store_true", help="first install the device's pinned packages with pip")
+    parser.add_argument(
+        "--install",
+        action="store_true",
+        help="first install the device's pinned packages with pip; with the value verifiers, create .venv-verifiers instead",
+    )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     terminal.prepare()
     arguments = parser.parse_intermixed_args(argv)  # positional values may come before and after an option
@@ -90,6 +94,8 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titanrl.co
             parser.error("--install cannot be combined with --config")
         sys.exit(diagnose(arguments.config, arguments.values, as_json=arguments.json))
     name = " ".join(arguments.values) or "auto"
+    if name == "verifiers" and arguments.install and not arguments.json:
+        sys.exit(install_verifiers())
     if name != "auto" and name not in DEVICES:
         parser.error(f"invalid device (got {name!r}). Choose from auto, cpu, cuda and npu")
     device = device_kind("auto") if name == "auto" else next(kind for kind in DEVICES if kind == name)

