@@ -202,7 +202,8 @@ def broken_by_options(
                 fix = f"choose one of its options: {', '.join(section.model_fields)}"
                 yield BrokenRule({name: details["input"]}, f"{function} has no such option", fix)
                 continue
-            meaning = section.model_fields[str(details["loc"][0])].description
+            field = section.model_fields.get(str(details["loc"][0]))
+            meaning = "" if field is None else field.description
             if details["type"] == "missing":
                 yield BrokenRule({key: dict(options)}, f"{name} is required", f"add it. {meaning}")
             else:
@@ -598,12 +599,15 @@ class EnvironmentConfig(FunctionSection):
                     "run `titanrl doctor --install verifiers`, and set python to .venv-verifiers/bin/python, and num_processes"
                 )
                 yield self.broken("python num_processes function", rule, fix)
-        if self.function == "tools" and (given := self.options.get("tools")):
-            servers = {"": given} if isinstance(given, dict) else dict(enumerate(given)) if isinstance(given, list) else {}
-            for i, server in servers.items():
-                if isinstance(server, dict):
-                    key = "options.tools" if i == "" else f"options.tools.{i}"
-                    yield from broken_by_options("an MCP server", server, McpOptions, key)
+        if self.function == "tools" and "tools" in self.options:
+            given = self.options["tools"]
+            for i, tool in enumerate(given if isinstance(given, list) else [given]):
+                key = f"options.tools.{i}" if isinstance(given, list) else "options.tools"
+                if isinstance(tool, dict):
+                    yield from broken_by_options("an MCP server", tool, McpOptions, key)
+                elif not isinstance(given, list) or not isinstance(tool, str):
+                    rule = "tools must be a list of names, import paths and MCP servers, or one MCP server"
+                    yield BrokenRule({key: tool}, rule, "write it like [calculator, {mcp: COMMAND}]")
         if self.python is not None and not self.num_processes:
             fix = "set num_processes to the number of concurrent episodes, for example to 8"
             yield self.broken("python num_processes", "another interpreter requires environment processes", fix)
