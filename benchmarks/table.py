@@ -387,9 +387,9 @@ def record_table(result: Mapping[str, Any]) -> str:
             "|---|---|",
             *(f"| {label} | {text} |" for label, text in rows.items()),
             "",
-            f"The record added {statistics.fmean(ratios):+.1%} CPU time to a step of the quick start (standard error",
-            f"{error:.1%}, {len(ratios)} pairs), and {kilobytes:.0f} kB.",
-            f"The run that is read has 5,000 steps and 100,000 rollouts; its reader grew by {memory:.0f} MB.",
+            f"Mean difference of a step with and without the record: {statistics.fmean(ratios):+.1%}, standard error",
+            f"{error:.1%} ({len(ratios)} pairs of runs). The record of a step has {kilobytes:.0f} kB.",
+            f"The run that is read has 5,000 steps and 100,000 rollouts; the reader's peak memory grew by {memory:.0f} MB.",
             f"`python -m benchmarks.record --json FILE`, {where(result['machine'])}.",
         ]
     )
