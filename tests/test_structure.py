@@ -11,15 +11,15 @@ import pytest
 from tests.size import PACKAGE, figures
 
 CEILINGS = {
-    "lines": 58_500,
-    "modules": 222,
+    "lines": 57_800,
+    "modules": 223,
     "small modules": 7,
     "modules with a shared name": 4,
     "rooms": 27,
-    "arrows": 170,
+    "arrows": 171,
     "floors": 13,
-    "modules reached by the loop": 113,
-    "functions with one mention": 0.368,
+    "modules reached by the loop": 115,
+    "functions with one mention": 0.369,
 }
 """Largest figures of `tests.size`. Lower them with the code. A change that needs a higher one says why in its message."""
 

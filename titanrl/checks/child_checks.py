@@ -35,8 +35,9 @@ from titanrl.data.selection import Selection
 from titanrl.data.streams import Encode, PromptStream, make_encoder, make_gym_dataset, open_prompts, open_stream
 from titanrl.data.tokenizer import Tokenizer, load_tokenizer, write_tokenizer
 from titanrl.environments.factories import load_factory
+from titanrl.environments.programs import checked_function
 from titanrl.processes.children import RespawnLimitError
-from titanrl.processes.confine import SandboxUnavailable, end_with_parent
+from titanrl.processes.confine import SandboxUnavailable, end_with_parent, missing_for_programs
 from titanrl.processes.sandbox import SandboxDied
 from titanrl.processes.temporary import TemporaryFolder, delete_all
 from titanrl.rewards.scorers import custom
@@ -334,6 +335,11 @@ def _encoder(config: Config, data: DataConfig, *, has_tokenizer: bool) -> Encode
         encode = make_encoder(data, tokenizer)
         if (environment := data.environment) is not None:
             make_renderer(tokenizer, environment.renderer, environment.renderer_options)
+            if isinstance(environment.program, str):
+                checked_function(environment.program)
+            if environment.confined and (missing := missing_for_programs()):
+                rule = f"confinement needs {', '.join(missing)}"
+                raise BrokenRules(BrokenRule({"data.environment.confined": True}, rule, "remove confined"))
             if environment.python is None and environment.function in ENVIRONMENTS:  # others are extension points
                 load_factory(environment.function, environment.options)
     if data.source != "reasoning_gym" and any(reward.function == "reasoning_gym" for reward in data.rewards.values()):

@@ -309,6 +309,7 @@ class AnswerConfig(Section):
     solution, then `#### ` and the number: `{after: "####"}`. `metadata` keeps the whole text."""
 
 
+_IMPORT_PATH = re.compile(r"[^\s]+:[A-Za-z_]\w*")
 TEMPLATE_ARGUMENTS = (
     *("add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "messages"),
     *("max_length", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize"),
@@ -451,9 +452,6 @@ class OpenEnvOptions(Section):
     action: str | None = None
     """Field of the action that takes the policy's text. Null selects the only required field; if there are several, the policy
     writes the action as a JSON object."""
-    pattern: str | None = None
-    """Regular expression that finds the action in the policy's text, such as `<answer>(.*?)</answer>`: its first group, or the
-    whole match. The last match counts, and a text without one is an invalid action. Null takes the whole text."""
     message: str | None = None
     """Template of the messages for the policy, with the fields of an observation, such as `{question}`. Null shows the only
     field of the observation; if there are several, all of them as a JSON object."""
@@ -480,8 +478,6 @@ class OpenEnvOptions(Section):
             yield self.broken("openenv", "must be a URL, or the name of an importable package", fix)
         if reserved := self.reset.keys() & {"seed", "episode_id"}:
             yield self.broken("reset", f"{min(reserved)} is set by the run", f"remove {min(reserved)}")
-        if self.pattern is not None:
-            yield from _broken_by_pattern("pattern", self.pattern)
         if self.message is not None:
             try:
                 _fields(self.message)
@@ -523,15 +519,28 @@ NAMED = ("openenv", "tools", "verifiers")
 
 class EnvironmentConfig(FunctionSection):
     """Multi-turn environment. The string `my_game.py:Game` is short for `{function: my_game.py:Game}`, `{openenv: URL}` for
-    `{function: openenv, options: {openenv: URL}}`, and `{tools: ...}` and `{verifiers: MODULE}` likewise."""
+    `{function: openenv, options: {openenv: URL}}`, and `{tools: ...}` and `{verifiers: MODULE}` likewise. With `program` in
+    place of `function`, a program plays the episodes and calls the policy itself."""
 
-    function: Annotated[str, OrImportPath(ENVIRONMENTS)]
+    function: Annotated[str, OrImportPath(ENVIRONMENTS)] | None = None
     """Built-in environment, or the import path of a class or function that creates one per episode (docs/howto/environment.md).
     `calculator`, `python` and `tools` let the policy call tools (docs/howto/tools.md), `tic_tac_toe` is a game, `openenv` is an
     OpenEnv server (docs/howto/tool_servers.md), `verifiers` a taskset of that package (docs/howto/verifiers.md), and
     `single_turn` asks one question."""
+    program: Annotated[tuple[str, ...], Field(strict=False)] | Annotated[str, OrImportPath()] | None = None
+    """A program that plays each episode and calls the policy at an endpoint (docs/howto/agents.md): a command such as `python
+    my_agent.py`, as text or as a list, or the import path of an async function."""
+    returns: Literal["nothing", "answer", "rewards"] = "nothing"
+    """Use of the result of a program: `nothing` scores the policy's last message with `rewards`, `answer` scores the text that
+    the program returns, and `rewards` takes the rewards that it returns."""
+    shows_answer: bool = False
+    """Give a program the reference answer."""
+    confined: bool = False
+    """Confine a command and all it starts: it can change files only in the folder of the episode, connect only to the endpoint,
+    and signal only its own processes. `sandbox.memory_bytes` limits the address space of each."""
     options: dict[str, Any] = {}
-    """Keyword arguments of the class or function. Those of `openenv` and of MCP servers are in docs/howto/tool_servers.md."""
+    """Keyword arguments of the class or function. Those of `openenv` and of MCP servers are in docs/howto/tool_servers.md. A
+    command gets them in its task."""
     max_turns: Count = 8
     """Maximum number of turns of the policy per episode."""
     max_conversation_tokens: Tokens | None = None
@@ -550,12 +559,14 @@ class EnvironmentConfig(FunctionSection):
     step_timeout_s: Seconds = 60.0
     """Time limit in seconds for one call of the environment."""
     episode_timeout_s: Seconds = 600.0
-    """Time limit in seconds for all calls of the environment in one episode."""
+    """Time limit in seconds for all calls of the environment in one episode; for a program, from its start to its end, without
+    the time in which it waits for the policy."""
     retries: CountOrZero = 1
     """Number of times to restart an episode after the environment failed. After that, it is removed from its group."""
     num_processes: CountOrZero = 0
     """Number of environment processes per rollout worker, for native code and blocking calls. Each runs one episode at a time
-    and is killed at a time limit. With 0, environments run in the rollout worker itself."""
+    and is killed at a time limit. With 0, environments run in the rollout worker itself. For a command, the number of commands
+    that run at the same time; 0 sets no limit."""
     python: InputPath | None = None
     """Python interpreter of the environment processes, for example of another virtual environment; null uses the current
     one."""
@@ -569,16 +580,29 @@ class EnvironmentConfig(FunctionSection):
         rest = {key: item for key, item in value.items() if key not in (named[0], "options")}
         return rest | {"function": named[0], "options": {named[0]: value[named[0]]} | value.get("options", {})}
 
+    @model_validator(mode="before")
+    @classmethod
+    def _split_command(cls, value: Any) -> Any:
+        if isinstance(value, dict) and isinstance(program := value.get("program"), str) and not _IMPORT_PATH.fullmatch(program):
+            return value | {"program": shlex.split(program)}
+        return value
+
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         """Return the JSON schema of the section, which also allows a string, or the name of an environment as a key."""
         section = super().__get_pydantic_json_schema__(schema, handler)
-        named = [{"required": [name]} for name in ("function", *NAMED)]
+        named = [{"required": [name]} for name in ("function", "program", *NAMED)]
         section["patternProperties"] = {
             f"^({'|'.join(NAMED)})$": {"description": "Main option of the function with this name."}
         }
-        section.pop("required")
         return section | {"anyOf": [{"type": "string"}, *({"type": "object", **form} for form in named)]}
+
+    @property
+    def name(self) -> str:
+        """The environment, or the program as text."""
+        if self.function is not None:
+            return self.function
+        return self.program if isinstance(self.program, str) else shlex.join(self.program or ())
 
     @property
     def max_episodes(self) -> int | None:
@@ -586,6 +610,20 @@ class EnvironmentConfig(FunctionSection):
         return self.options.get("sessions") if self.function == "openenv" else self.num_processes or None
 
     def _broken_rules(self) -> Iterator[BrokenRule]:
+        if (self.function is None) == (not self.program):
+            fix = "set function to an environment, or program to a command or an async function"
+            yield self.broken("function program", "exactly one of function and program must be set", fix)
+        if self.function is not None:
+            for key in ("returns", "shows_answer", "confined"):
+                if getattr(self, key) != type(self).model_fields[key].default:
+                    yield self.broken(key, "only a program has this key", f"remove {key}")
+        if self.program and self.python is not None:
+            yield self.broken("python program", "a command names its own interpreter", "remove python")
+        if isinstance(self.program, str):
+            for key in ("confined", "num_processes"):
+                if getattr(self, key):
+                    rule = "an async function runs in the rollout worker"
+                    yield self.broken(f"{key} program", rule, f"remove {key}, or write the program as a command")
         if self.function == "openenv":
             yield from broken_by_options("openenv", self.options, OpenEnvOptions)
             if self.num_processes or self.python:
@@ -680,7 +718,7 @@ class DataConfig(Section):
             fix = "remove them, or set chat_template to auto"
             yield self.broken("chat_template_kwargs chat_template", "variables require a chat template", fix)
         if self.environment is not None:
-            environment = {"environment": self.environment.function}
+            environment = {"environment": self.environment.name}
             if self.chat_template_kwargs:
                 yield BrokenRule(
                     {"chat_template_kwargs": self.chat_template_kwargs, **environment},

@@ -492,7 +492,7 @@ def _environments(config: Config) -> Iterator[BrokenRule]:
         num_at_once = groups * task.rollout(config.rollout).num_requests
         if config.program != "train":
             rule = "supervised fine-tuning and distillation do not support environments"
-            yield BrokenRule({key: environment.function}, rule, f"remove {key}")
+            yield BrokenRule({key: environment.name}, rule, f"remove {key}")
         if environment.max_episodes is not None and environment.max_episodes < num_at_once:
             limit, place = (
                 ("options.sessions", "session") if environment.function == "openenv" else ("num_processes", "process")
@@ -509,7 +509,12 @@ def _environments(config: Config) -> Iterator[BrokenRule]:
             rule = "warm_start has demonstrations only for single turns and for the calculator"
             fix = f"remove warm_start, or set {key} to calculator"
             fix += ", or warm_start.tool_calls to true for a tool that takes a sum" if environment.function == "tools" else ""
-            yield BrokenRule({key: environment.function}, rule, fix)
+            yield BrokenRule({key: environment.name}, rule, fix)
+        credit = task.algorithm(config.algorithm) if isinstance(task, TaskConfig) else config.algorithm
+        if environment.program and (credit.turn_discount, credit.token_discount) != (1.0, 1.0):
+            rule = "the calls of a program have no order of turns to discount over, and one reward for all"
+            fix = "set algorithm.turn_discount and algorithm.token_discount to 1"
+            yield BrokenRule({f"{key}.program": environment.name}, rule, fix)
 
 
 def _dump(config: Config) -> Iterator[BrokenRule]:

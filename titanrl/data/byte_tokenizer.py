@@ -43,7 +43,7 @@ def write_byte_tokenizer(directory: Path, corpus: str = "", num_merges: int = 0)
     """
     special = (PAD_TOKEN, END_TOKEN, START_TOKEN)
     backend = tokenizers.Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=NUM_SPECIAL + 256 + num_merges,

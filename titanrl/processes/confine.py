@@ -38,6 +38,11 @@ _SYS_LANDLOCK_ADD_RULE = 445
 _SYS_LANDLOCK_RESTRICT_SELF = 446
 _LANDLOCK_VERSION = 1
 _LANDLOCK_RULE_PATH_BENEATH = 1
+_LANDLOCK_RULE_NET_PORT = 2
+_CONNECT_TCP = 1 << 1
+_ABI_OF_SIGNALS = 6
+_EXECUTE = 1 << 0
+_WRITE_FILE = 1 << 1
 _READ_FILE = 1 << 2
 _READ_DIR = 1 << 3
 _FILE_RIGHTS = (13, 14, 15, 15, 16)
@@ -59,6 +64,8 @@ class _Machine:
 _MACHINES = {"x86_64": _Machine(0xC000003E, 0, 317), "aarch64": _Machine(0xC00000B7, 1, 277)}
 
 _OPENAT = (257, 56)
+_SOCKET, _PTRACE = (41, 198), (101, 117)
+_SYS_IO_URING_SETUP = 425
 _FCNTL = (72, 25)
 _ALLOWED: dict[str, tuple[int, int | None]] = {
     # Open descriptors and file names. Landlock decides which files can be opened.
@@ -177,6 +184,70 @@ class Confinement:
             if first <= last:
                 _check(_syscall(_SYS_CLOSE_RANGE, first, last, 0), "close_range")
         _check(_prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, self._program), "prctl(PR_SET_SECCOMP)")
+
+
+def missing_for_programs() -> list[str]:
+    """Return the features required by `confine_program` that this machine lacks; empty if there are none."""
+    missing = missing_features()
+    if not missing and landlock_abi() < _ABI_OF_SIGNALS:
+        missing.append(f"Landlock ABI {_ABI_OF_SIGNALS} (Linux 6.12 or newer), which restricts connections and signals")
+    return missing
+
+
+def confine_program(readable: Iterable[str], writable: Iterable[str], port: int, memory_bytes: int) -> None:
+    """Confine the calling process and what it starts, permanently. Unlike `Confinement`, it may start processes.
+
+    It may execute and read only what is below `readable`, change only what is below `writable`, connect only to a TCP port, and
+    signal only processes that it has started. It can make no sockets except TCP sockets and pairs.
+
+    Args:
+        readable: Files and folders; those that do not exist are left out.
+        writable: Folders.
+        port: TCP port.
+        memory_bytes: Address space of each process.
+
+    Raises:
+        OSError: The kernel rejected a rule. The process may be partly confined.
+    """
+    files = (1 << _FILE_RIGHTS[min(landlock_abi(), len(_FILE_RIGHTS)) - 1]) - 1
+    attributes = struct.pack("QQQ", files, 0b11, 0b11)
+    ruleset = _check(_syscall(_SYS_LANDLOCK_CREATE_RULESET, attributes, len(attributes), 0), "landlock_create_ruleset")
+    for paths, folder_rights in ((readable, _EXECUTE | _READ_FILE | _READ_DIR), (writable, files)):
+        for path in filter(os.path.exists, paths):
+            rights = folder_rights if os.path.isdir(path) else folder_rights & (_EXECUTE | _WRITE_FILE | _READ_FILE)
+            descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            rule = struct.pack("=Qi", rights, descriptor)
+            _check(_syscall(_SYS_LANDLOCK_ADD_RULE, ruleset, _LANDLOCK_RULE_PATH_BENEATH, rule, 0), "landlock_add_rule")
+            os.close(descriptor)
+    rule = struct.pack("=QQ", _CONNECT_TCP, port)
+    _check(_syscall(_SYS_LANDLOCK_ADD_RULE, ruleset, _LANDLOCK_RULE_NET_PORT, rule, 0), "landlock_add_rule")
+    for limit, value in ((resource.RLIMIT_AS, memory_bytes), (resource.RLIMIT_CORE, 0)):
+        resource.setrlimit(limit, (value, value))
+    filters = _make_socket_filter(_MACHINES[platform.machine()])
+    buffer = ctypes.create_string_buffer(filters, len(filters))
+    _check(_prctl(_PR_SET_NO_NEW_PRIVS, 1), "prctl(PR_SET_NO_NEW_PRIVS)")
+    _check(_syscall(_SYS_LANDLOCK_RESTRICT_SELF, ruleset, 0), "landlock_restrict_self")
+    os.close(ruleset)
+    program = struct.pack("HL", len(filters) // 8, ctypes.addressof(buffer))
+    _check(_prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, program), "prctl(PR_SET_SECCOMP)")
+
+
+def _make_socket_filter(machine: _Machine) -> bytes:
+    """Compile a filter that denies all sockets but TCP ones, and the system calls that would get around it."""
+    load, equal, at_least, mask, result = 0x20, 0x15, 0x35, 0x54, 0x06
+    number, arch, args = 0, 4, 16
+    socket_call, ptrace = _SOCKET[machine.column], _PTRACE[machine.column]
+    program = [
+        (load, 0, 0, arch), (equal, 1, 0, machine.audit_arch), (result, 0, 0, _RET_KILL_PROCESS),
+        (load, 0, 0, number), (at_least, 0, 1, 1 << 30), (result, 0, 0, _RET_EPERM),
+        (equal, 0, 1, ptrace), (result, 0, 0, _RET_EPERM),
+        (equal, 0, 1, _SYS_IO_URING_SETUP), (result, 0, 0, _RET_EPERM),
+        (equal, 1, 0, socket_call), (result, 0, 0, _RET_ALLOW),
+        (load, 0, 0, args), (equal, 2, 0, socket.AF_INET), (equal, 1, 0, socket.AF_INET6), (result, 0, 0, _RET_EPERM),
+        (load, 0, 0, args + 8), (mask, 0, 0, 0xF), (equal, 1, 0, socket.SOCK_STREAM), (result, 0, 0, _RET_EPERM),
+        (result, 0, 0, _RET_ALLOW),
+    ]  # fmt: skip
+    return b"".join(struct.pack("HBBI", *instruction) for instruction in program)
 
 
 def leaks() -> list[str]:

@@ -10,6 +10,7 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from titanrl.base.errors import TitanRLError
 from titanrl.carriers.types import Completion, FinishReason, GenerationRequest, Outcome, SamplingParams
@@ -68,7 +69,7 @@ class Attempt:
         renderer: Renderer,
         limits: Limits,
         sampling: Callable[[int, int], SamplingParams],
-        stop_text: Callable[[Sequence[int]], str] = lambda ids: "",
+        stop_text: Callable[..., str] = lambda ids, more=(): "",
     ) -> None:
         """Start without calls.
 
@@ -76,7 +77,8 @@ class Attempt:
             renderer: Renderer of the policy's model.
             limits: Limits of the episode.
             sampling: Function from the number of a turn and its maximum length in tokens to its sampling options.
-            stop_text: Function from the tokens of a turn to the text at their end that its message leaves out.
+            stop_text: Function from the tokens of a turn, and perhaps further stop texts and tokens of its call, to the text at
+                their end that its message leaves out.
         """
         self.messages: list[Message] = []
         """Messages of the whole episode, including messages that were replaced."""
@@ -150,25 +152,33 @@ class Attempt:
     async def close(self) -> None:
         """Release the resources of the episode. A second call has no effect."""
 
-    def _add(self, context: Context, completion: Completion) -> Message:
+    def _add(
+        self, context: Context, completion: Completion, parsed: dict[str, Any] | None = None, stop: Sequence[str | int] = ()
+    ) -> Message:
         """Add a turn of the policy; return its message, without the stop text at its end.
 
-        Raises:
-            EpisodeError: The completion was cancelled.
+        Args:
+            context: Conversation before the turn.
+            completion: Sampled tokens, with a finish reason other than `abort`.
+            parsed: Message with all text of the tokens; None parses them.
+            stop: Stop texts and tokens of this call.
         """
-        if completion.finish_reason == "abort":
-            raise EpisodeError("generation_error", "the completion was cancelled")
         token_ids = completion.token_ids.tolist()
-        parsed = self._renderer.parse(token_ids, context.tools)
+        if parsed is None:
+            parsed = self._renderer.parse(token_ids, context.tools)
         calls = parsed.get("tool_calls", ())
         self.num_malformed += sum(isinstance(call["function"]["arguments"], str) for call in calls)
-        content, end = parsed["content"], self._stop_text(token_ids)
-        end = end if content.endswith(end) else end.rstrip()  # a renderer may have trimmed the content
-        message = parsed | {"content": content.removesuffix(end)}
+        message = parsed | {"content": self._without_stop(parsed["content"], token_ids, stop)}
         self.tree.add(context, completion, parsed, message)
         self.messages.append(message)
         self.last_text = message["content"]
         return message
+
+    def _without_stop(self, content: str, token_ids: Sequence[int], stop: Sequence[str | int]) -> str:
+        """Return the content of a message without the stop text at the end of its tokens."""
+        end = self._stop_text(token_ids, stop) if stop else self._stop_text(token_ids)
+        end = end if content.endswith(end) else end.rstrip()  # a renderer may have trimmed the content
+        return content.removesuffix(end)
 
     def _end(self, reason: FinishReason) -> None:
         if not self.tree.num_sampled:
@@ -266,6 +276,8 @@ class Conversation(Attempt):
         assert self._next is not None, "the episode has ended"
         (completion,) = completions
         environment, context = self._environment, self._next
+        if completion.finish_reason == "abort":
+            raise EpisodeError("generation_error", "the completion was cancelled")
         message = self._add(context, completion)
         self._seen.append(message)
         if completion.finish_reason != "stop":
@@ -303,7 +315,7 @@ class Conversation(Attempt):
         except (Exception, SystemExit):  # user code may raise anything
             return
         except asyncio.CancelledError:
-            if _is_cancelled():
+            if is_cancelled():
                 raise
 
     def _context(self) -> Context:
@@ -358,7 +370,7 @@ class Conversation(Attempt):
         except (Exception, SystemExit) as error:  # user code may raise anything
             raise EpisodeError("environment_error", f"{name} raised {described(error)}") from error
         except asyncio.CancelledError as error:
-            if _is_cancelled():
+            if is_cancelled():
                 raise
             raise EpisodeError("environment_error", f"{name} raised CancelledError") from error
         if returned is None and may_be_none:
@@ -371,7 +383,7 @@ class Conversation(Attempt):
             raise EpisodeError("environment_error", f"{name} returned an invalid result. {error}") from error
 
 
-def _is_cancelled() -> bool:
+def is_cancelled() -> bool:
     """Return True if the current task is being cancelled; False if user code raised `CancelledError` on its own."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,9 +21,12 @@ from titanrl.config.schema import Config
 from titanrl.data.tokenizer import Tokenizer
 from titanrl.environments import Environments, Episode, ProcessOptions
 from titanrl.rewards.scoring import in_turns
-from titanrl.rollout.driver import Conversation, EpisodeError, Limits
+from titanrl.rollout.driver import Attempt, Conversation, EpisodeError, Limits
 from titanrl.rollout.group import Generate, ScoreAnswers, derive_seed, training_sampling
 from titanrl.rollout.renderers import Renderer, make_renderer
+
+if TYPE_CHECKING:  # importing the endpoint takes time, and few runs need it
+    from titanrl.rollout.program_episodes import Programs
 
 NO_TOKENS = Completion(
     token_ids=np.zeros(0, np.int64), logprobs=np.zeros(0, np.float32), versions=np.zeros(0, np.int64), finish_reason="abort"
@@ -47,12 +51,15 @@ class Episodes:
     """Configuration with an environment."""
     renderer: Renderer
     """Renderer of the policy's model."""
-    environments: Environments
-    """Creates the environment for each episode."""
+    environments: Environments | None = None
+    """Creates the environment for each episode; None if a program plays them."""
+    programs: "Programs | None" = None
+    """The program that plays the episodes, and its endpoint."""
     score: ScoreAnswers
     """Function that scores the policy's last messages with the configured rewards."""
-    stop_text: Callable[[Sequence[int]], str] = lambda ids: ""
-    """Function from the tokens of a turn to the text at their end that messages leave out."""
+    stop_text: Callable[..., str] = lambda ids, more=(): ""
+    """Function from the tokens of a turn, and perhaps further stop texts and tokens, to the text at their end that messages
+    leave out."""
     decode_raw: Callable[[Sequence[int]], str] | None = None
     """Function from token ids to their text with special tokens."""
     evaluation_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -129,6 +136,13 @@ class Episodes:
         grading = (self._graded(prompt, group, num_samples, generate_s) for prompt, group in zip(prompts, groups, strict=True))
         return list(await asyncio.gather(*grading))
 
+    async def close(self) -> None:
+        """Stop the processes of environments, and the endpoint of programs."""
+        if self.environments is not None:
+            await self.environments.close()
+        if self.programs is not None:
+            await self.programs.close()
+
     async def _graded(self, prompt: Prompt, slots: "Sequence[_Slot]", num_needed: int, generate_s: float) -> Group:
         """Score the first `num_needed` episodes that succeeded, and sum the counts of all attempts."""
         started, succeeded = time.perf_counter(), [slot for slot in slots if slot.has_succeeded][:num_needed]
@@ -153,7 +167,7 @@ class Episodes:
             counts={name: counts[name] for name in COUNTS},
         )
 
-    async def _scores(self, prompt: Prompt, conversations: Sequence[Conversation]) -> list[tuple[Scored, float]]:
+    async def _scores(self, prompt: Prompt, conversations: Sequence[Attempt]) -> list[tuple[Scored, float]]:
         """Return two weighted sums of rewards for each conversation.
 
         The first, as `Scored`, covers the rewards of the environment, of the turns and of the configuration. The second leaves
@@ -183,7 +197,7 @@ class Episodes:
                 scores.append((whole, final if score.token_rewards is not None else score.reward + final))
         return scores
 
-    async def _configured(self, prompt: Prompt, conversations: Sequence[Conversation]) -> list[Scored]:
+    async def _configured(self, prompt: Prompt, conversations: Sequence[Attempt]) -> list[Scored]:
         """Score the policy's last messages with the configured rewards."""
         if not conversations:
             return []
@@ -197,7 +211,7 @@ class Episodes:
         )
         return await self.score(answers)
 
-    def _rollout(self, conversation: Conversation, score: Scored, final: float) -> Rollout:
+    def _rollout(self, conversation: Attempt, score: Scored, final: float) -> Rollout:
         assert score.reward is not None
         weight, segments, by_token = self.config.data.weight_of(TURNS), conversation.tree.segments(), None
         *rewards, last = conversation.turn_rewards
@@ -314,7 +328,7 @@ class _Slot:
             unjudged=int(is_truncated and not conversation.is_judged),
         )
 
-    def _new(self) -> Conversation:
+    def _new(self) -> Attempt:
         """Return a new attempt. All episodes of a group share the environment's seed, so that their rewards are comparable."""
         config, environment = self._episodes.config, self._episodes.environment
         limits = Limits(
@@ -331,14 +345,13 @@ class _Slot:
             entry=self.prompt.entry,
             seed=derive_seed(config.seed if self._split == "training" else -1, self.prompt.index),
         )
-        return Conversation(
-            self._episodes.environments.make,
-            episode,
-            self._episodes.renderer,
-            limits,
-            self._sampling,
-            self._episodes.stop_text,
-        )
+        shared = episode, self._episodes.renderer, limits, self._sampling, self._episodes.stop_text
+        if self._episodes.programs is not None:
+            from titanrl.rollout.program_episodes import ProgramEpisode
+
+            return ProgramEpisode(self._episodes.programs, *shared)
+        assert self._episodes.environments is not None, "there is neither an environment nor a program"
+        return Conversation(self._episodes.environments.make, *shared)
 
     def _sampling(self, turn: int, max_new_tokens: int) -> SamplingParams:
         """Return the sampling options of a turn, with a seed that is unique to the slot, the attempt and the turn."""
@@ -381,19 +394,30 @@ async def start_episodes(
             step_s=environment.step_timeout_s,
             close_s=environment.step_timeout_s,
         )
-    environments = Environments(environment.function, environment.options, plugins, processes=processes)
-    await environments.start()
+    environments = programs = None
+    if environment.program:
+        from titanrl.rollout.program_episodes import Programs
+
+        stop = () if config.rollout.keep_stop else config.rollout.stop_texts
+        programs = Programs(environment, tokenizer, memory_bytes=config.sandbox.memory_bytes, stop=stop, log=log)
+        await programs.start()
+    else:
+        environments = Environments(environment.function, environment.options, plugins, processes=processes)
+        await environments.start()
     renderer = make_renderer(tokenizer, environment.renderer, environment.renderer_options)
     rollout = config.rollout
 
-    def stop_text(ids: Sequence[int]) -> str:
+    def stop_text(ids: Sequence[int], more: Sequence[str | int] = ()) -> str:
         text = tokenizer.decode_completion(ids, rollout.stop, keep_stop=rollout.keep_stop)
+        if more:
+            text = min(text, tokenizer.decode_completion(ids, more), key=len)
         return tokenizer.decode_completion(ids)[len(text) :]
 
     return Episodes(
         config=config,
         renderer=renderer,
         environments=environments,
+        programs=programs,
         score=score,
         stop_text=stop_text,
         decode_raw=tokenizer.decode_raw,

@@ -42,7 +42,7 @@ class OpenData:
         """Stop the processes."""
         await self.scoring.close()
         if self.episodes is not None:
-            await self.episodes.environments.close()
+            await self.episodes.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +174,7 @@ class EvaluationSets:
         groups = await answer_prompts(subset, prompts, answer)
         if record is not None and (recorded := groups[: self._config.logging.evaluation_prompts]):
             environment = subset.data.environment
-            function = None if environment is None else environment.function
+            function = None if environment is None else environment.name
             await asyncio.to_thread(record, subset.name, recorded, self._decode, environment=function)
         return evaluation_result(subset, groups)
 

@@ -335,7 +335,7 @@ class RolloutWorker(Actor):
                 self._decode,
                 status=status_of(record),
                 version=record.max_version if group.rollouts else newest_version(group),
-                environment=None if environment is None else environment.function,
+                environment=None if environment is None else environment.name,
             )
         await self._outbox.deliver(record, trained.rollouts, group)
 

@@ -1,0 +1,347 @@
+"""Episodes that programs play, over HTTP with the official client, against a policy that replies with planned texts."""
+
+import asyncio
+import sys
+import textwrap
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from titanrl.carriers.rewards import Answers, Scored
+from titanrl.carriers.types import Completion, GenerationRequest, Group, Prompt
+from titanrl.config import Config
+from titanrl.config.errors import ConfigError
+from titanrl.data.byte_tokenizer import write_byte_tokenizer
+from titanrl.data.tokenizer import EOS_ID, Tokenizer, load_tokenizer
+from titanrl.rollout.episodes import Episodes, start_episodes
+
+PROMPT = Prompt(index=3, task="sums", text="1+1=", token_ids=(7, 8), entry={"question": "1+1=", "answer": "2", "metadata": {}})
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 1}}</tool_call>'
+ADD: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("bytes")
+    write_byte_tokenizer(folder)
+    return load_tokenizer(folder)
+
+
+class Policy:
+    """Replies with given texts in turn, and records the requests with their completions."""
+
+    def __init__(self, tokenizer: Tokenizer, texts: Sequence[str]) -> None:
+        self._tokenizer, self._texts = tokenizer, texts
+        self.record: list[tuple[GenerationRequest, Completion]] = []
+        self.sizes: list[int] = []
+
+    async def __call__(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        self.sizes.append(len(requests))
+        await asyncio.sleep(0)
+        return [self._complete(request) for request in requests]
+
+    def _complete(self, request: GenerationRequest) -> Completion:
+        text, limit = self._texts[len(self.record) % len(self._texts)], request.sampling.max_new_tokens
+        ids = [*self._tokenizer.encode(text), EOS_ID][:limit]
+        completion = Completion(
+            token_ids=np.array(ids),
+            logprobs=-np.arange(1, len(ids) + 1, dtype=np.float32),
+            versions=np.full(len(ids), len(self.record)),
+            finish_reason="stop" if ids[-1] == EOS_ID else "length",
+        )
+        self.record.append((request, completion))
+        return completion
+
+
+def play(
+    tokenizer: Tokenizer,
+    program: Any,
+    texts: Sequence[str] | Policy = ("2",),
+    *,
+    in_round: bool = False,
+    num: int = 1,
+    after: Callable[[], Awaitable[object]] | None = None,
+    **environment: Any,
+) -> tuple[Group, Policy]:
+    """Play a group of `num` episodes; the configured reward is 1 for the answer 2. `after` runs before the endpoint closes."""
+    section = {"renderer": "template", "program": program, "max_turns": 4, "retries": 0, "max_conversation_tokens": 900}
+    values = {
+        "name": "programs",
+        "num_steps": 1,
+        "model": {"recipe": {"max_positions": 1000}},
+        "data": {"environment": {**section, **environment}},
+        "rollout": {"max_new_tokens": 80},
+        "trainer": {"row_tokens": 900},
+    }
+    config = Config.model_validate(values)
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"group_size": num})})
+    policy = texts if isinstance(texts, Policy) else Policy(tokenizer, texts)
+
+    async def score(answers: Answers) -> list[Scored]:
+        values = [float(text == "2") for text in answers.completions]
+        return [Scored(reward=value, parts={"answer": value}) for value in values]
+
+    async def run() -> Group:
+        episodes: Episodes = await start_episodes(config, tokenizer, score, {})
+        try:
+            group = await asyncio.wait_for(episodes.roll_out(PROMPT, policy, in_round=in_round), 60)
+            if after is not None:
+                await after()
+            return group
+        finally:
+            await episodes.close()
+
+    return asyncio.run(run()), policy
+
+
+def module(tmp_path: Path, code: str) -> str:
+    """Write a program as an async function `play(task)`, with a client; return its import path."""
+    lines = ["import asyncio, openai, httpx", "async def play(task):"]
+    lines += ["    async with openai.AsyncOpenAI(base_url=task.url, api_key=task.key, max_retries=0) as client:"]
+    lines += ["        create = client.chat.completions.create"]
+    body = textwrap.indent(textwrap.dedent(code), "        ")
+    file = tmp_path / f"program_{len(list(tmp_path.iterdir()))}.py"  # a file is imported once per process
+    file.write_text("\n".join(lines) + "\n" + body)
+    return f"{file}:play"
+
+
+ASK = """
+    messages = [{"role": "user", "content": task.question}]
+    reply = await create(model=task.model, messages=messages)
+"""
+
+
+@pytest.mark.parametrize("in_round", [False, True])
+def test_function_that_asks_once(tokenizer: Tokenizer, tmp_path: Path, in_round: bool) -> None:
+    group, policy = play(tokenizer, module(tmp_path, ASK), ["2", "3"], in_round=in_round, num=4)
+    assert not group.failures
+    assert sorted(rollout.reward for rollout in group.rollouts) == [0.0, 0.0, 1.0, 1.0]
+    for rollout in group.rollouts:
+        assert (len(rollout.segments), rollout.finish_reason, rollout.metrics["calls"]) == (1, "stop", 1)
+    requests = {tuple(request.token_ids): request for request, _ in policy.record}
+    assert len(requests) == 1
+    assert len({request.sampling.seed for request, _ in policy.record}) == 4
+    recorded = sorted(rollout.sampled.token_ids.tolist() for rollout in group.rollouts)
+    assert recorded == sorted(completion.token_ids.tolist() for _, completion in policy.record)
+    if in_round:  # one call of the generators per turn and retry, also after the end
+        assert policy.sizes == [4, 0, 0, 0]
+
+
+def test_command_with_the_official_client(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    file = tmp_path / "agent.py"
+    file.write_text(
+        "import os, openai\n"
+        "client = openai.OpenAI()\n"  # OPENAI_BASE_URL and OPENAI_API_KEY
+        "messages = [{'role': 'user', 'content': 'add'}]\n"
+        "for content in ('so?', 'end'):\n"
+        "    reply = client.chat.completions.create(model=os.environ['TITANRL_MODEL'], messages=messages)\n"
+        "    messages += [reply.choices[0].message, {'role': 'user', 'content': content}]\n"
+        "print(reply.choices[0].message.content)\n"
+    )
+    group, _ = play(tokenizer, f"{sys.executable} {file}", ["why", "2"], returns="answer")
+    assert [failure.error for failure in group.failures] == []
+    (rollout,) = group.rollouts
+    assert (rollout.reward, len(rollout.segments), len(rollout.turns)) == (1.0, 1, 2)
+    assert [message["role"] for message in group.conversations[0]] == ["user", "assistant"] * 2
+
+
+def test_tools_streams_and_parallel_calls(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    code = f"""
+        messages = [{{"role": "user", "content": task.question}}]
+        tools = [{ADD!r}]
+        stream = await create(model=task.model, messages=messages, tools=tools, stream=True)
+        deltas = [chunk.choices[0].delta async for chunk in stream if chunk.choices]
+        calls = [call for delta in deltas for call in delta.tool_calls or []]
+        name = calls[0].function.name
+        arguments = "".join(call.function.arguments or "" for call in calls)
+        said = {{"role": "assistant", "content": None, "tool_calls": [
+            {{"id": calls[0].id, "type": "function", "function": {{"name": name, "arguments": arguments}}}}]}}
+        result = {{"role": "tool", "tool_call_id": calls[0].id, "content": "2"}}
+        both = await asyncio.gather(*(
+            create(model=task.model, messages=[*messages, said, result, {{"role": "user", "content": text}}], tools=tools)
+            for text in ("a", "b")
+        ))
+        return {{"reward": len(both)}}
+    """
+    group, policy = play(tokenizer, module(tmp_path, code), [CALL, "2"], returns="rewards")
+    assert [failure.error for failure in group.failures] == []
+    (rollout,) = group.rollouts
+    assert rollout.reward_parts == {"program": 2.0}
+    assert (len(rollout.segments), len(rollout.turns), rollout.metrics["segments"]) == (2, 3, 2)
+    known = [(list(request.token_ids), completion) for request, completion in policy.record]
+    first = known[0][0] + known[0][1].token_ids.tolist()
+    assert all(ids[: len(first)] == first for ids, _ in known[1:])  # both extend the sampled tokens
+    assert sum(int(segment.mask.sum()) for segment in rollout.segments) == sum(len(c.token_ids) for _, c in known)
+
+
+def test_rewritten_history_is_a_branch(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    code = (
+        ASK
+        + """
+    summary = [{"role": "user", "content": "before: " + reply.choices[0].message.content}]
+    await create(model=task.model, messages=summary)
+    """
+    )
+    group, _ = play(tokenizer, module(tmp_path, code), ["thinking", "2"])
+    (rollout,) = group.rollouts
+    assert (len(rollout.segments), rollout.reward) == (2, 1.0)
+    assert [turn.segment for turn in rollout.turns] == [0, 1]
+    assert [turn.reward for turn in rollout.turns] == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("code", "outcome", "problem"),
+    [
+        ("raise RuntimeError('boom')", "environment_error", "RuntimeError: boom"),
+        ("return 1.0", "environment_error", "made no call"),
+        (ASK + "    return 'many'", "reward_error", "finite number"),
+        (ASK + "    return {'score': 1}", "environment_error", "must have the key"),
+        (ASK + "    return float('nan')", "reward_error", "finite number"),
+        (ASK + "    await asyncio.sleep(60)", "timeout", "did not end in time"),
+        (ASK + "    raise asyncio.CancelledError", "environment_error", "CancelledError"),
+        (ASK + "    raise SystemExit(3)", "environment_error", "SystemExit"),
+    ],
+)
+@pytest.mark.parametrize("in_round", [False, True])
+def test_failures_are_typed_retried_and_excluded(
+    tokenizer: Tokenizer, tmp_path: Path, code: str, outcome: str, problem: str, in_round: bool
+) -> None:
+    path = module(tmp_path, code)
+    options: dict[str, Any] = {"returns": "rewards", "retries": 1, "episode_timeout_s": 0.4}
+    group, _ = play(tokenizer, path, in_round=in_round, **options)
+    assert group.rollouts == ()
+    (failure,) = group.failures
+    assert (failure.outcome, group.counts[outcome], group.counts["episodes"]) == (outcome, 2, 2)
+    assert problem in failure.error
+
+
+def test_limits_refuse_calls_and_end_the_episode(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    code = """
+        said = []
+        for content in ["a", "b", "c", "d" * 2000]:
+            try:
+                await create(model=task.model, messages=[{"role": "user", "content": content}])
+            except openai.BadRequestError as error:
+                said.append(str(error))
+        return " ".join(said)
+    """
+    group, policy = play(tokenizer, module(tmp_path, code), returns="answer", max_turns=2)
+    (rollout,) = group.rollouts
+    assert (rollout.finish_reason, len(policy.record), group.counts["truncated"]) == ("length", 2, 1)
+    group, policy = play(tokenizer, module(tmp_path, code), returns="answer", max_turns=4)
+    assert (group.rollouts[0].finish_reason, len(policy.record)) == ("length", 3)
+    # A program that does not handle the refusal is not at fault.
+    code = "for _ in range(9): await create(model=task.model, messages=[{'role': 'user', 'content': 'a'}])"
+    group, _ = play(tokenizer, module(tmp_path, code), max_turns=2, truncated_reward=-1.0)
+    assert [(rollout.finish_reason, rollout.reward_parts) for rollout in group.rollouts] == [("length", {"truncated": -1.0})]
+
+
+def test_cut_reply_is_reported_to_the_program(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    code = ASK + "    return {'reward': reply.choices[0].finish_reason == 'length'}"
+    group, _ = play(tokenizer, module(tmp_path, code), ["x" * 200], returns="rewards")
+    assert (group.rollouts[0].finish_reason, group.rollouts[0].reward) == ("length", 1.0)
+
+
+def test_the_run_decides_how_it_samples(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    code = """
+        messages = [{"role": "user", "content": task.question}]
+        reply = await create(model=task.model, messages=messages, temperature=0.1, seed=3, stop=["!"], max_tokens=40)
+        return reply.choices[0].message.content
+    """
+    group, policy = play(tokenizer, module(tmp_path, code), ["2!"], returns="answer")
+    sampling = policy.record[0][0].sampling
+    assert (sampling.temperature, sampling.stop, sampling.max_new_tokens) == (1.0, ("!",), 40)
+    assert (group.rollouts[0].metrics["overridden_calls"], group.rollouts[0].reward) == (1, 1.0)
+
+
+HOSTILE = """
+    url = task.url + "/chat/completions"
+    body = {"model": task.model, "messages": [{"role": "user", "content": "a"}]}
+    codes = []
+    async with httpx.AsyncClient() as http:
+        for key in ("wrong", task.key[:-1], "", task.key):
+            headers = {"Authorization": "Bearer " + key} if key else {}
+            codes.append((await http.post(url, json=body, headers=headers)).status_code)
+        # A connection whose writing half is closed after the request, and one that closes in the middle of a body.
+        for text in (b"", b"POST /v1/chat/completions HTTP/1.1\\r\\nContent-Length: 99\\r\\n\\r\\n{"):
+            host, _, port = task.url.removeprefix("http://").removesuffix("/v1").rpartition(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(text)
+            writer.write_eof()
+            await reader.read()
+            writer.close()
+    return " ".join(map(str, codes))
+"""
+
+
+def test_wrong_keys_and_half_closed_connections(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    group, policy = play(tokenizer, module(tmp_path, HOSTILE), ["2"], returns="answer")
+    assert [failure.error for failure in group.failures] == []
+    assert len(policy.record) == 1
+    assert group.rollouts[0].reward == 0.0  # the answer is the list of codes
+    assert group.rollouts[0].metrics["calls"] == 1
+
+
+def test_call_after_the_end_is_gone(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = tmp_path / "kept"
+    code = ASK + f"    open({str(path)!r}, 'w').write(task.url + ' ' + task.key)"
+    codes = []
+
+    async def call() -> None:
+        url, key = path.read_text().split()
+        body = {"model": "policy", "messages": [{"role": "user", "content": "a"}]}
+        async with httpx.AsyncClient() as http:
+            reply = await http.post(f"{url}/chat/completions", json=body, headers={"Authorization": f"Bearer {key}"})
+        codes.append(reply.status_code)
+
+    play(tokenizer, module(tmp_path, code), after=call)
+    assert codes == [410]
+
+
+def test_client_that_hangs_up_is_not_trained_on(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    code = """
+        messages = [{"role": "user", "content": task.question}]
+        try:
+            await asyncio.wait_for(create(model=task.model, messages=messages), 0.2)
+        except asyncio.TimeoutError:
+            pass
+        await create(model=task.model, messages=messages)
+    """
+
+    class Slow(Policy):
+        async def __call__(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+            if not self.record:
+                await asyncio.sleep(0.6)
+            return await super().__call__(requests)
+
+    group, policy = play(tokenizer, module(tmp_path, code), Slow(tokenizer, ["3", "2"]))
+    assert [failure.error for failure in group.failures] == []
+    assert len(policy.record) == 2
+    assert (group.rollouts[0].reward, group.rollouts[0].metrics["abandoned_calls"]) == (1.0, 1)
+    assert group.rollouts[0].sampled.token_ids.tolist() == [*tokenizer.encode("2"), EOS_ID]
+
+
+@pytest.mark.parametrize(
+    ("section", "problem"),
+    [
+        ({}, "exactly one of function and program"),
+        ({"function": "calculator", "program": "true"}, "exactly one of function and program"),
+        ({"function": "calculator", "returns": "answer"}, "only a program has this key"),
+        ({"program": "a.b:play", "confined": True}, "runs in the rollout worker"),
+        ({"program": "true", "python": sys.executable, "num_processes": 64}, "names its own interpreter"),
+    ],
+)
+def test_configuration_errors(section: dict[str, Any], problem: str) -> None:
+    with pytest.raises((ConfigError, ValueError), match=problem):
+        Config.model_validate({"name": "p", "num_steps": 1, "data": {"environment": section}})
+
+
+def test_command_is_split_like_a_shell_would() -> None:
+    section = {"program": "python 'my agent.py' --url http://x:a"}
+    config = Config.model_validate({"name": "p", "num_steps": 1, "data": {"environment": section}})
+    assert config.data.environment is not None
+    assert config.data.environment.program == ("python", "my agent.py", "--url", "http://x:a")

@@ -1,0 +1,317 @@
+"""Programs that play an episode by calling the policy: the task that they get, how a command is run, and what comes back."""
+
+import asyncio
+import inspect
+import json
+import os
+import shutil
+import sys
+import sysconfig
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from titanrl.base.plugins import import_object
+from titanrl.environments.interface import Done, EnvironmentFailure
+from titanrl.environments.results import checked, parse_object, readable_text, shown
+from titanrl.processes import supervisor
+from titanrl.processes.children import Child
+from titanrl.processes.temporary import TemporaryFolder
+
+Returns = Literal["nothing", "answer", "rewards"]
+"""Use of the result of a program."""
+KEY = "data.environment.program"
+"""Configuration key, for error messages."""
+REWARD = "program"
+"""Name of the reward of a program that returns a single number."""
+MAX_OUTPUT_BYTES = 16 << 20
+"""Output of a command, on both streams together, at which it is killed."""
+_KEPT_BYTES, _LOGGED_BYTES, _CHUNK_BYTES, _MAX_RESULT_BYTES = 64 << 10, 16 << 10, 64 << 10, 1 << 20
+_END_S = 5.0
+_SYSTEM = (
+    *("/bin", "/usr", "/lib", "/lib64", "/sbin", "/opt", "/dev/null", "/dev/urandom", "/dev/zero", "/proc/self", "/etc/ssl"),
+    *(f"/etc/{name}" for name in ("ld.so.cache", "localtime", "passwd", "group", "hosts", "nsswitch.conf", "mime.types")),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramTask:
+    """The task of an episode, as a program gets it.
+
+    An async function gets it as its argument. A command gets it as a JSON object on its standard input, and as environment
+    variables (docs/howto/agents.md).
+    """
+
+    url: str
+    """Base URL of the endpoint, such as `http://127.0.0.1:43211/v1`, for OpenAI's clients."""
+    key: str
+    """API key of this episode."""
+    model: str
+    """Name of the model in calls."""
+    task_id: str
+    """Identifier of the task, equal for all episodes of the same prompt."""
+    question: str
+    """Question from the prompt source."""
+    entry: Mapping[str, Any]
+    """Data from the prompt source: `question`, `metadata`, and `answer` only with `shows_answer`."""
+    seed: int
+    """Seed for all randomness in the episode, shared by all episodes of a group."""
+    timeout_s: float
+    """Time that the program may take, in seconds, without the time in which it waits for the policy."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """`data.environment.options`."""
+
+    def document(self) -> dict[str, Any]:
+        """Return the task as a JSON object."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramResult:
+    """Result of a program."""
+
+    done: Done
+    """Rewards and metrics; empty unless the program returns rewards."""
+    answer: str | None = None
+    """Answer that the configured rewards score; None for the policy's last message."""
+
+
+def result_of(returns: Returns, value: object) -> ProgramResult:
+    """Check what a program returned: any value with `nothing`, text with `answer`, and with `rewards` a number, or a mapping.
+
+    The keys of the mapping are `reward`, a number, or `rewards`, numbers by name; and `metrics`, numbers by name.
+
+    Raises:
+        InvalidReward: A reward is not a finite number.
+        EnvironmentFailure: The value has another form.
+    """
+    if returns == "nothing":
+        return ProgramResult(done=Done())
+    if returns == "answer":
+        if not isinstance(value, str):
+            raise EnvironmentFailure(f"{KEY}: its answer must be text (got {shown(value)}). Return a string.")
+        return ProgramResult(done=Done(), answer=readable_text(value))
+    fields: Mapping[str, Any] = value if isinstance(value, Mapping) else {"reward": value}
+    keys = set(fields)
+    if not keys <= {"reward", "rewards", "metrics"} or len(keys & {"reward", "rewards"}) != 1:
+        rule = "its result must have the key reward or rewards, and may have metrics"
+        raise EnvironmentFailure(f"{KEY}: {rule} (got {shown(value)}). Correct it.")
+    rewards = {REWARD: fields["reward"]} if "reward" in keys else fields["rewards"]
+    done = checked(Done(rewards=rewards, metrics=fields.get("metrics", {})))
+    assert isinstance(done, Done)
+    return ProgramResult(done=done)
+
+
+def checked_function(path: str) -> Callable[..., Awaitable[object]]:
+    """Import an async function.
+
+    Raises:
+        ValueError: It cannot be imported, or is not async.
+    """
+    function = import_object(path, key=KEY)
+    if not inspect.iscoroutinefunction(function):
+        raise ValueError(f"{KEY}: must be an async function (got {path}). Write it as `async def play(task): ...`.")
+    checked: Callable[..., Awaitable[object]] = function
+    return checked
+
+
+async def call_function(function: Callable[..., Awaitable[object]], task: ProgramTask, returns: Returns) -> ProgramResult:
+    """Run an async function on a task, with the options as keyword arguments."""
+    try:
+        value = await function(task, **task.options)
+    except SystemExit as error:  # it would end the event loop
+        raise EnvironmentFailure(f"{KEY}: it raised SystemExit: {error}") from error
+    return result_of(returns, value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """A command that plays episodes, one process each."""
+
+    arguments: tuple[str, ...]
+    """Program and arguments."""
+    returns: Returns
+    """Use of the result."""
+    folders: TemporaryFolder
+    """Folder for the folders of the episodes."""
+    confined_memory_bytes: int | None = None
+    """Address space of a confined process; None runs the command unconfined."""
+    log: Path | None = None
+    """File for what commands print to their standard error stream, at most 16 KiB per episode; None drops it."""
+
+    async def run(self, task: ProgramTask) -> ProgramResult:
+        """Run the command on a task, and kill all its processes when it exits or when this call is cancelled.
+
+        Raises:
+            EnvironmentFailure: It failed, printed too much, or its result is invalid.
+            InvalidReward: A reward is not a finite number.
+        """
+        folder = self.folders.path / os.urandom(8).hex()
+        folder.mkdir(mode=0o700)
+        try:
+            (folder / "task.json").write_text(json.dumps(task.document(), default=str), encoding="utf-8")
+            return await self._run(task, folder)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    async def _run(self, task: ProgramTask, folder: Path) -> ProgramResult:
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[None] = loop.create_future()
+        output, errors = _Output(ended), _Output(ended)
+        settings = {
+            "command": self.arguments,
+            "parent": os.getpid(),
+            "stdin": str(folder / "task.json"),
+            "package": str(Path(__file__).resolve().parents[2]),
+            "confinement": self._confinement(task, folder),
+        }
+        try:
+            child = Child(
+                [sys.executable, "-I", "-S", supervisor.__file__, json.dumps(settings)],
+                environment=self._variables(task, folder),
+                descriptors=(),
+                stdout=output.theirs,
+                stderr=errors.theirs,
+                on_exit=lambda child: _resolve(ended),
+            )
+        finally:
+            os.close(output.theirs)
+            os.close(errors.theirs)
+        try:
+            await ended
+        finally:
+            await asyncio.shield(_end(child))
+            for stream in (output, errors):
+                stream.close()
+            self._append(errors.kept)
+        if output.num_bytes + errors.num_bytes > MAX_OUTPUT_BYTES:
+            raise EnvironmentFailure(f"{KEY}: it printed more than {MAX_OUTPUT_BYTES >> 20} MiB, so it was killed. Print less.")
+        if code := child.exited.result():
+            said = errors.kept.decode(errors="replace").strip().splitlines()[-3:]
+            raise EnvironmentFailure(f"{KEY}: it exited with code {code}: {' / '.join(said)}")
+        return result_of(self.returns, self._result(folder, output.kept))
+
+    def _result(self, folder: Path, printed: bytes) -> object:
+        """Return the content of the result file, or else the last line of the standard output that is not empty."""
+        if self.returns == "nothing":
+            return None
+        file, place = folder / "result", "the result file"
+        try:
+            with file.open("rb") as opened:
+                raw = opened.read(_MAX_RESULT_BYTES + 1)
+        except FileNotFoundError:
+            place = "the last line of its standard output"
+            raw = next((line for line in reversed(printed.splitlines()) if line.strip()), b"")
+        except OSError as error:  # a folder, or a link to a place that cannot be read
+            raise EnvironmentFailure(f"{KEY}: its result file cannot be read: {error}") from error
+        text = raw.decode(errors="replace").strip()
+        if not text or len(raw) > _MAX_RESULT_BYTES:
+            raise EnvironmentFailure(f"{KEY}: {place} must have its result (got {len(raw)} bytes). Print it last.")
+        if self.returns == "answer":
+            return text
+        try:
+            return parse_object(text) if text.startswith("{") else float(text)
+        except ValueError as error:
+            rule = f"{place} must be a number or a JSON object ({error})"
+            raise EnvironmentFailure(f"{KEY}: {rule} (got {shown(text)}). Print the result last.") from error
+
+    def _variables(self, task: ProgramTask, folder: Path) -> dict[str, str]:
+        inherited = dict(os.environ)
+        if self.confined_memory_bytes is not None:  # without secrets
+            inherited = {name: os.environ[name] for name in ("PATH", "LANG", "LC_ALL", "TZ") if name in os.environ}
+            inherited |= {"HOME": str(folder), "TMPDIR": str(folder)}
+        root = task.url.removesuffix("/v1")
+        return {
+            **inherited,
+            "OPENAI_BASE_URL": task.url,
+            "OPENAI_API_KEY": task.key,
+            "ANTHROPIC_BASE_URL": root,
+            "ANTHROPIC_API_KEY": task.key,
+            "TITANRL_URL": task.url,
+            "TITANRL_KEY": task.key,
+            "TITANRL_MODEL": task.model,
+            "TITANRL_TASK": str(folder / "task.json"),
+            "TITANRL_RESULT": str(folder / "result"),
+            "TITANRL_TIMEOUT_S": f"{task.timeout_s:g}",
+            "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),
+            "NO_PROXY": "127.0.0.1",
+        }
+
+    def _confinement(self, task: ProgramTask, folder: Path) -> dict[str, Any] | None:
+        if self.confined_memory_bytes is None:
+            return None
+        own = [sys.prefix, sys.base_prefix, *sysconfig.get_paths().values(), os.getcwd()]
+        found = shutil.which(self.arguments[0])
+        named = [str(Path(part).resolve()) for part in (found or "", *self.arguments) if part and os.path.exists(part)]
+        environment_of_python = (
+            [str(Path(found).parents[1])] if found and (Path(found).parents[1] / "pyvenv.cfg").exists() else []
+        )
+        return {
+            "readable": [*_SYSTEM, *own, *named, *environment_of_python],
+            "writable": [str(folder), "/dev/null"],
+            "port": int(task.url.removesuffix("/v1").rpartition(":")[2]),
+            "memory_bytes": self.confined_memory_bytes,
+        }
+
+    def _append(self, printed: bytes) -> None:
+        if self.log is not None and printed:
+            with self.log.open("ab") as file:
+                file.write(printed[-_LOGGED_BYTES:])
+
+
+def _resolve(event: "asyncio.Future[None]") -> None:
+    if not event.done():
+        event.set_result(None)
+
+
+class _Output:
+    """The reading end of a pipe to which a command prints. Keeps the last 64 KiB."""
+
+    def __init__(self, too_much: "asyncio.Future[None]") -> None:
+        """Start reading; resolve `too_much` at the limit."""
+        self._ours, self.theirs = os.pipe2(os.O_CLOEXEC)
+        """Descriptor for the command."""
+        os.set_blocking(self._ours, False)
+        self.kept, self.num_bytes, self._too_much = b"", 0, too_much
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._ours, self._read)
+
+    def close(self) -> None:
+        """Read what is left, and close the pipe."""
+        while self._ours >= 0 and self.num_bytes <= MAX_OUTPUT_BYTES and self._read():
+            continue
+        self._stop()
+
+    def _read(self) -> int:
+        try:
+            chunk = os.read(self._ours, _CHUNK_BYTES)
+        except BlockingIOError:
+            return 0
+        self.num_bytes += len(chunk)
+        self.kept = (self.kept + chunk)[-_KEPT_BYTES:]
+        if not chunk:
+            self._stop()
+        elif self.num_bytes > MAX_OUTPUT_BYTES:
+            self._stop()
+            _resolve(self._too_much)
+        return len(chunk)
+
+    def _stop(self) -> None:
+        if self._ours >= 0:
+            self._loop.remove_reader(self._ours)
+            os.close(self._ours)
+            self._ours = -1
+
+
+async def _end(child: Child) -> None:
+    """End the supervisor of a command with all processes, and wait until it has exited."""
+    if child.has_exited:
+        await child.exited
+        return
+    with suppress(ProcessLookupError):
+        os.kill(child.pid, 15)
+    await asyncio.wait([child.exited], timeout=_END_S)
+    child.kill()
+    await child.exited
