@@ -258,16 +258,17 @@ def peers_table(result: Mapping[str, Any]) -> str:
         found = [summary.get(payload, {}).get(system, {}).get(key) for system in names]
         if any(value is not None for value in found):
             lines.append(f"| {label} | {' | '.join(peer_cells(found, unit, baseline=list(names).index('TRL')))} |")
-    text = f"In brackets: the value divided by TRL's. `python -m benchmarks.peers --json FILE`, {where(result['machine'])}."
+    command = f"`python -m benchmarks.peers --json FILE`, {where(result['machine'])}"
+    text = f"Medians of 2 or 3 runs; in brackets, divided by TRL's. {command}."
     return "\n".join([*lines, "", text])
 
 
 PEERS_ROWS = {
-    "quick start: seconds per step": ("quickstart", "step_s", ".3f"),
-    "quick start: first step after launch, s": ("quickstart", "first_step_s", ".1f"),
-    "quick start: held-out score 0.8 after launch, s": ("score", "time_to_score_s", ".1f"),
-    "10M parameters, long-tailed: tokens/s": ("10M", "tokens_per_s", ".0f"),
-    "96M parameters, long-tailed: tokens/s": ("100M", "tokens_per_s", ".0f"),
+    "quick start: seconds per step (less is better)": ("quickstart", "step_s", ".3f"),
+    "quick start: first step after launch, s (less)": ("quickstart", "first_step_s", ".1f"),
+    "quick start: held-out score 0.8 after launch, s (less)": ("score", "time_to_score_s", ".1f"),
+    "10M parameters: generated and trained tokens/s (more)": ("10M", "tokens_per_s", ".0f"),
+    "96M parameters: generated and trained tokens/s (more)": ("100M", "tokens_per_s", ".0f"),
 }
 """Payload, figure and format of each row."""
 
