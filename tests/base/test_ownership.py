@@ -54,6 +54,20 @@ def test_path_that_ends_above_or_in_a_link_to_there_has_the_flaw_of_that_folder(
     assert flaw(tmp_path / "inner" / "up" / "inner") == flaw(tmp_path / "inner" / "root") == flaw(Path("/")) == ""
 
 
+def test_folder_that_disappears_while_it_is_examined_has_a_flaw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, examine = tmp_path / "folder", os.lstat
+    folder.mkdir()
+
+    def remove_after(path: Path) -> os.stat_result:
+        status = examine(path)
+        if path == folder and folder.exists():
+            folder.rmdir()
+        return status
+
+    monkeypatch.setattr(os, "lstat", remove_after)
+    assert flaw(folder) == f"{folder} cannot be examined (No such file or directory)"
+
+
 def test_claimed_path_must_be_a_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "dangling").symlink_to(tmp_path / "missing")

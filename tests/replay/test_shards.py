@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import os
 import pickle
+import resource
 import tempfile
 import threading
 import tracemalloc
@@ -51,6 +52,18 @@ def test_groups_beyond_the_memory_limit_are_in_unnamed_files(tmp_path: Path) -> 
     assert (payloads.usage.num_bytes, payloads.usage.num_spilled_bytes) == (600, 400)
     assert {key: contents(payloads, key) for key in groups} == groups
     assert os.listdir(tmp_path) == []
+
+
+def test_more_groups_than_open_files_are_usually_allowed_are_moved_to_files(tmp_path: Path) -> None:
+    usual = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, usual[1]))
+    try:
+        payloads = Payloads(0, tmp_path)
+        for slot in range(300):
+            payloads.put(handle(slot), [b"group"])
+        assert payloads.usage.num_spilled_bytes == 1500
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, usual)
 
 
 def test_group_larger_than_the_limit_is_stored(tmp_path: Path) -> None:

@@ -248,6 +248,9 @@ def test_completion_of_many_marks_is_searched_in_linear_time(verify_math) -> Non
     for part in ("\\boxed{", "answer is ", "<answer>", "</think>", "{", "1 or "):
         assert verify_math(part * 100_000, {"answer": "18"}) == 0.0
         assert last_boxed(part * 100_000) is None
+    for end in ("It is not 5" + "." * 19_000 + " so 7 it is", "1 or 1" + "," * 19_000 + "a5"):
+        for _ in range(10):
+            verify_math(end, {"answer": "18"})
     assert time.monotonic() - started_s < 20.0  # a quadratic search would take minutes
 
 

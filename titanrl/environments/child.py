@@ -55,11 +55,11 @@ async def _serve(channel: socket.socket) -> None:
         try:
             (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
             request = await reader.readexactly(length)
+            reply = await _attempt(host, request)
+            writer.write(LENGTH.pack(len(reply)) + reply)
+            await writer.drain()
         except (asyncio.IncompleteReadError, ConnectionError):
             os._exit(0)  # threads of the environment must not delay the exit
-        reply = await _attempt(host, request)
-        writer.write(LENGTH.pack(len(reply)) + reply)
-        await writer.drain()
 
 
 async def _attempt(host: "_Host", request: bytes) -> bytes:

@@ -8,6 +8,7 @@ its process, `ShardNews`. Its fetch then fails immediately.
 import asyncio
 import mmap
 import pickle
+import resource
 import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -41,6 +42,7 @@ class Payloads:
         self._in_memory: dict[int, int] = {}  # bytes by slot, oldest first
         self._in_files: dict[int, int] = {}  # bytes by slot
         self._num_memory_bytes = 0
+        _raise_file_limit()
 
     @property
     def usage(self) -> ShardUsage:
@@ -102,6 +104,12 @@ class Payloads:
                     if self._groups.get(slot) is stored:  # else it was dropped or replaced
                         self._forget(slot)
                         self._groups[slot], self._in_files[slot] = spilled, size
+
+
+def _raise_file_limit() -> None:
+    """Allow as many open files as the system lets this process have: a mapping keeps the descriptor of its file."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _in_file(parts: Parts, size: int, folder: Path) -> Parts:

@@ -41,8 +41,8 @@ _JOINTS = {",", "and", "or", ",and", ",or"}
 _STATED = re.compile(r"(?i)\b(?:answer|option|choice)\b[*_\s]*(?:is\b|are\b|=|:)[:*_ \t]*|####")
 _NUMBER = re.compile(r"\d[\d.,]*(?<=\d)")
 _UNSURE = re.compile(
-    r"(?i)\d[^\s\d]*(?:\s+[^\s\d]+)?\s+or\s+[^\s\d]*\d[\d.,]*[^\d]*$"
-    r"|\b(?:not|never|isn't|wrong|incorrect)\b[^\d]{0,20}\d[\d.,]*[^\d]*$"
+    r"(?i)\d[^\s\d]*(?:\s+[^\s\d]+)?\s+or\s+[^\s\d]*+\d[\d.,]*+[^\d]*+$"
+    r"|\b(?:not|never|isn't|wrong|incorrect)\b[^\d]{0,20}\d[\d.,]*+[^\d]*+$"
 )
 _WORD = re.compile(r"(?<![\\a-z])(?!(?:sin|cos|tan|cot|sec|csc|log|exp|sqrt|max|min|lim|mod|inf|arc\w+)\b)[a-z]{3,}")
 
