@@ -30,6 +30,7 @@ from titanrl.carriers.types import (
     OptimUpdate,
 )
 from titanrl.generator.actor import Generator, GeneratorSetup
+from titanrl.generator.loop import OnSampled
 from titanrl.processes.actors import Actor, concurrent_endpoint, endpoint
 from titanrl.replay.groups import ShardUsage
 from titanrl.trainer.rank import TrainerSetup
@@ -191,9 +192,14 @@ class TimedEngine:
         self._swaps: list[tuple[float, int]] = [(0.0, -1)]  # count of steps from which a version samples
 
     async def submit(
-        self, groups: Sequence[Sequence[GenerationRequest]], num_kept: Sequence[int], *, when_drained: bool = False
+        self,
+        groups: Sequence[Sequence[GenerationRequest]],
+        num_kept: Sequence[int],
+        *,
+        when_drained: bool = False,
+        on_sampled: OnSampled | None = None,
     ) -> list[Future[list[Completion]]]:
-        """Add requests; return one future per group."""
+        """Add requests; return one future per group. No simulated client asks for partial completions."""
         added: list[Future[list[Completion]]]
         added = await self.call(lambda engine: self._add(groups, num_kept), when_drained=when_drained)
         return added

@@ -30,7 +30,8 @@ def small_run(finished: Finished, folder: Path) -> list[str]:
 
 
 def test_every_python_block_runs(plain_run: Finished, tmp_path: Path) -> None:
-    (tmp_path / "configs").symlink_to(REPO / "configs")
+    for name in ("configs", "examples"):
+        (tmp_path / name).symlink_to(REPO / name)
     pages = [page for page in PAGES if any(block.language == "python" for block in blocks_of(page))]
     for page in pages:
         for block in blocks_of(page):
