@@ -1,0 +1,80 @@
+"""A run whose episodes are played by a program with OpenAI's official client, on the real engine and trainer."""
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from tests.e2e.conftest import REPO, Finished, Start
+from titanrl.carriers.dumps import DumpReader
+from titanrl.config import load_config
+from titanrl.session.starting_model import prepare_starting_model
+
+TWICE = '''
+import openai
+
+
+async def play(task):
+    """Ask twice at the same time, then continue one of the replies in a stream; the last message counts."""
+    async with openai.AsyncOpenAI(base_url=task.url, api_key=task.key) as client:
+        create = client.chat.completions.create
+        messages = [{"role": "user", "content": task.question}]
+        both = await create(model=task.model, messages=messages, n=2)
+        messages += [both.choices[0].message, {"role": "user", "content": task.question}]
+        stream = await create(model=task.model, messages=messages, stream=True)
+        async for _ in stream:
+            pass
+'''
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_program_trains_on_the_tokens_of_the_engine(
+    start_run: Start, plain_run: Finished, tmp_path_factory: pytest.TempPathFactory, max_staleness: int
+) -> None:
+    folder = tmp_path_factory.mktemp("program")
+    (folder / "twice.py").write_text(TWICE)
+    base = prepare_starting_model(load_config(plain_run.run_dir / "config.yaml")).base
+    run = start_run(
+        f"program_{max_staleness}",
+        "warm_start=null",
+        f"model.path={base}",
+        f"data.environment={{program: '{folder}/twice.py:play', renderer: plain, max_turns: 3}}",
+        "trainer.row_tokens=256",
+        f"max_staleness={max_staleness}",
+        f"rollout.save={folder}/dump",
+        "num_steps=2",
+    ).finish()
+    assert run.code == 0, run.output
+    saved = DumpReader(folder / "dump")
+    rollouts = [rollout for place in range(saved.num_groups) for rollout in saved.group(place).rollouts]
+    assert len(rollouts) == 2 * 64
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    for rollout in rollouts[:64]:
+        assert (len(rollout.segments), len(rollout.turns)) == (2, 3)
+        assert rollout.turns[-1].reward == rollout.reward
+        for segment in rollout.segments if set(rollout.sampled.versions) == {0} else ():
+            with torch.no_grad():
+                logprobs = model(torch.from_numpy(segment.token_ids)[None]).logits[0].log_softmax(-1)
+            for token in np.flatnonzero(segment.mask).tolist():
+                expected = float(logprobs[token - 1, int(segment.token_ids[token])])
+                assert segment.logprobs[token] == pytest.approx(expected, abs=1e-5)
+    for step in run.steps:
+        assert step["mismatch/logprob_abs_max"] < 1e-4 or max_staleness, "the trainer sees the tokens that were sampled"
+        assert (step["environment/calls_mean"], step["environment/segments_mean"]) == (3.0, 2.0)
+        assert step["environment/overridden_calls_mean"] == 0.0
+
+
+@pytest.mark.slow
+def test_held_out_score_of_a_program_rises(start_run: Start, plain_run: Finished) -> None:
+    run = start_run(
+        "program_rises",
+        "warm_start.num_steps=470",
+        "warm_start.num_long_only_steps=415",
+        f"data.environment={{program: '{REPO}/examples/agents/sums.py:play', renderer: plain, max_turns: 1}}",
+        "evaluation.num_prompts=200",
+        "evaluation.every_steps=20",
+        "num_steps=60",
+    ).finish()
+    assert run.code == 0, run.output
+    scores = run.evaluations()
+    assert scores[-1] >= scores[0] + 0.3
