@@ -1,5 +1,6 @@
 """Functions that templates call in `test_template.py`; this module must not import Monarch."""
 
+import logging
 import os
 import tempfile
 import threading
@@ -14,6 +15,13 @@ def note() -> None:
     """Record the process id."""
     global loader
     loader = os.getpid()
+
+
+def say() -> None:
+    """Write to both streams, like packages that warn when they are imported."""
+    note()
+    print("imports")
+    logging.getLogger("say").error("a warning")
 
 
 again: tuple[int, str | None] | None = None

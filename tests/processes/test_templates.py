@@ -4,6 +4,7 @@ import asyncio
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -22,7 +23,7 @@ from titanrl.config.sections import FaultsConfig
 from titanrl.launch.fleet import Fleet, local_host
 from titanrl.launch.supervision import ActorDiedError, OnEvent, Supervisor, Watchdog
 from titanrl.processes.actors import Actor, concurrent_endpoint
-from titanrl.processes.templates import BASE, SHARED, Template, digest_of_imports, shared_template
+from titanrl.processes.templates import BASE, SHARED, Template, digest_of_imports, shared_template, start_early
 from titanrl.processes.temporary import private_folder
 from titanrl.processes.variables import worker_environment
 
@@ -352,6 +353,39 @@ def test_imports_of_all_roles_start_no_thread() -> None:
     quiet = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", **worker_environment()}
     done = subprocess.run([sys.executable, "-c", LOAD_ALL], env=os.environ | quiet, capture_output=True, text=True)
     assert done.stdout == "1 False\n", done.stderr
+
+
+@pytest.mark.parametrize("change", ["none", "variable", "imports", "killed"])
+def test_template_that_started_early_is_used_unless_it_would_import_something_else(
+    change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(fleet: Fleet, supervisor: Supervisor) -> None:
+        unused = start_early({}, template_loads.note)
+        early = start_early({}, template_loads.say)
+        assert unused is not None
+        assert ended(unused)
+        assert early is not None
+        if change == "variable":
+            monkeypatch.setenv("COLOUR", "green")
+        elif change == "killed":
+            os.kill(early, signal.SIGKILL)
+            assert wait_until(lambda: ended(early))
+        fleet.prepare("scribe", {}, template_loads.note if change == "imports" else template_loads.say)
+        look = await supervisor.ask("scribe.look", (await spawn(fleet, "scribe_0")).look.call_one(), 60)
+        assert (look["loader"] == early) == (change == "none")
+        assert ended(early) == (change != "none")
+        lines = (tmp_path / "template_scribe.log").read_text().splitlines()
+        assert [line.split()[-1] for line in lines] == ([] if change == "imports" else ["imports", "warning"])
+
+    with_fleet(tmp_path, work)
+
+
+def test_shared_template_needs_no_early_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = private_folder()
+    monkeypatch.setenv(SHARED, str(folder.path))
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(folder.path / digest_of_imports({}, template_loads.note)))
+        assert start_early({}, template_loads.note) is None
 
 
 STAND_IN = """

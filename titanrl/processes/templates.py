@@ -11,6 +11,8 @@ device nor starts Monarch; its forks do. This module must therefore not import M
 The runs of a machine may share the templates of `titanrl warm`. Each of these has a socket in a folder, named by a digest of
 everything that its imports depend on. A run whose environment variable SHARED names the folder uses the templates with the
 right digests, and starts its own for the other roles.
+
+A run that starts its own base does so with `start_early` while it is being checked, which hides a second of the imports.
 """
 
 import asyncio
@@ -98,25 +100,20 @@ class Template:
         """
         self.log = log
         """File with the template's output."""
-        self._folder = private_folder() if socket_path is None else None
-        self.path = str(socket_path if self._folder is None else self._folder.path / "template")
+        own = _take_early(environment, load) if base is None and socket_path is None else None
+        if own is not None:
+            self._own: _Started | _Branch = own
+        else:
+            sockets, variables = _Sockets(socket_path), _variables(environment)
+            self._own = _Started(variables, load, sockets) if base is None else _Branch(base, variables, load, log, sockets)
+        if isinstance(self._own, _Started):
+            self._own.write_to(log)
+        self._sockets = self._own.sockets
+        self.path = self._sockets.path
         """Path of the socket to which processes connect."""
-        self._state, state = socket.socketpair()
-        variables = {**os.environ, **environment, "OMP_NUM_THREADS": "1"}  # some imports run computations
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener, state, log.open("ab") as output:
-            listener.bind(self.path)
-            listener.listen(128)
-            sockets = (listener.fileno(), state.fileno())
-            self._process = _Started(variables, load, output.fileno(), sockets) if base is None else None
-            self._branch = None if base is None else _Branch(base, variables, load, output.fileno(), sockets)
-        self._state.setblocking(False)
-        self._imported = asyncio.create_task(asyncio.get_running_loop().sock_recv(self._state, 1), name="template")
-
-    @property
-    def _own(self) -> "_Started | _Branch":
-        own = self._process or self._branch
-        assert own is not None
-        return own
+        self._sockets.state.setblocking(False)
+        receiving = asyncio.get_running_loop().sock_recv(self._sockets.state, 1)
+        self._imported = asyncio.create_task(receiving, name="template")
 
     @property
     def pid(self) -> int:
@@ -125,8 +122,8 @@ class Template:
 
     async def started(self) -> int:
         """Wait until the process exists, and return its id; 0 if the base could not be forked."""
-        if self._branch is not None:
-            await asyncio.wait({self._branch.forking})
+        if isinstance(self._own, _Branch):
+            await asyncio.wait({self._own.forking})
         return self.pid
 
     @property
@@ -153,28 +150,58 @@ class Template:
     def close(self) -> None:
         """Kill the template, and with it every running fork."""
         self._imported.cancel()
-        self._state.close()
         self._own.kill()
+        self._sockets.close()
+
+
+class _Sockets:
+    """The sockets of a template: one to which processes connect, and one on which it says that its imports are complete."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._folder = private_folder() if path is None else None
+        self.path = str(path if self._folder is None else self._folder.path / "template")
+        self.state, self._state = socket.socketpair()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(self.path)
+        self._listener.listen(128)
+        self.numbers = self._listener.fileno(), self._state.fileno()
+        """Descriptors for the template."""
+
+    def hand_over(self) -> None:
+        """Close the descriptors that the template has received."""
+        self._listener.close()
+        self._state.close()
+
+    def close(self) -> None:
+        self.state.close()
         if self._folder is not None:
             self._folder.delete()
 
 
 class _Started:
-    """The process of a template that is a Python process of its own."""
+    """The process of a template that is a Python process of its own. Its output is kept in memory until `write_to`."""
 
-    def __init__(self, environment: Mapping[str, str], load: Callable[[], None], output: int, sockets: Sequence[int]) -> None:
+    def __init__(self, environment: Mapping[str, str], load: Callable[[], None], sockets: _Sockets) -> None:
+        self.sockets, self._output = sockets, os.memfd_create("output")
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, *map(str, sockets), str(os.getpid())],
+            [sys.executable, "-c", _PROGRAM, *map(str, sockets.numbers), str(os.getpid())],
             env=environment,
             stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=output,
-            pass_fds=sockets,
+            stdout=self._output,
+            stderr=self._output,
+            pass_fds=sockets.numbers,
         )
+        sockets.hand_over()
         self.pid = self._process.pid
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError), self._process.stdin as order:
             pickle.dump(load, order)
+
+    def write_to(self, log: Path) -> None:
+        """Let the template write its output to a file, which it does after the imports."""
+        with log.open("ab") as file, contextlib.suppress(BrokenPipeError):
+            socket.send_fds(self.sockets.state, [b"+"], [file.fileno()])
+        os.close(self._output)
 
     def poll(self) -> int | None:
         """Return the exit code, or minus the number of the signal that ended the process; None while it runs."""
@@ -190,9 +217,9 @@ class _Branch:
     """The process of a template that is a fork of another template. That template kills it when the connection closes."""
 
     def __init__(
-        self, base: str, environment: Mapping[str, str], load: Callable[[], None], output: int, sockets: Sequence[int]
+        self, base: str, environment: Mapping[str, str], load: Callable[[], None], log: Path, sockets: _Sockets
     ) -> None:
-        self.pid = 0
+        self.sockets, self.pid = sockets, 0
         self._pidfd: int | None = None
         self._code: int | None = None
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -201,11 +228,12 @@ class _Branch:
         order = Order(environment=dict(environment), folder=os.getcwd(), controller=os.getpid(), load=pickled)
         try:
             self._connection.connect(base)
-            with open(os.devnull, "rb") as nothing:
-                send_order(self._connection, order, (nothing.fileno(), output, output, *sockets))
+            with open(os.devnull, "rb") as nothing, log.open("ab") as output:
+                send_order(self._connection, order, (nothing.fileno(), output.fileno(), output.fileno(), *sockets.numbers))
             confirm(self._connection)  # it is wanted, however late it starts
         except OSError as error:
             logger.warning("no template was forked: %s", error)
+        sockets.hand_over()
         self._connection.setblocking(False)
         self.forking = asyncio.create_task(self._fork(), name="fork of a template")
 
@@ -250,6 +278,46 @@ class _Branch:
         self._code = self._code or -signal.SIGKILL
 
 
+_early: list[tuple[str, _Started]] = []
+"""The template that was started early, until it is used, with the digest of its imports."""
+
+
+def start_early(environment: Mapping[str, str], load: Callable[[], None]) -> int | None:
+    """Start a template for the next `Template` with the same arguments, before there is a folder for its output.
+
+    One that is not used ends with this process, or with the next call.
+
+    Returns:
+        The process id; None if there is a shared template.
+    """
+    _close_early()
+    if shared_template(environment, load) is not None:
+        return None
+    started = _Started(_variables(environment), load, _Sockets(None))
+    _early.append((digest_of_imports(environment, load), started))
+    return started.pid
+
+
+def _take_early(environment: Mapping[str, str], load: Callable[[], None]) -> _Started | None:
+    """Return the template that was started early; None if it has ended, imports something else, or does not exist."""
+    if _early and _early[0][1].poll() is None and _early[0][0] == digest_of_imports(environment, load):
+        return _early.pop()[1]
+    _close_early()
+    return None
+
+
+def _close_early() -> None:
+    while _early:
+        _, started = _early.pop()
+        started.kill()
+        started.sockets.close()
+
+
+def _variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a template. Some imports run computations, for which one thread is enough."""
+    return {**os.environ, **environment, "OMP_NUM_THREADS": "1"}
+
+
 def shared_template(environment: Mapping[str, str], load: Callable[[], None]) -> str | None:
     """Return the socket path of the shared template with the same arguments as a `Template`; None if there is none."""
     folder = os.environ.get(SHARED)
@@ -264,8 +332,7 @@ def digest_of_imports(environment: Mapping[str, str], load: Callable[[], None]) 
 
     It covers TitanRL's files, the installed packages, the environment, the working directory and the CPU affinity.
     """
-    inherited = {name: value for name, value in os.environ.items() if name not in _NOT_READ}
-    variables = {**inherited, **environment, "OMP_NUM_THREADS": "1"}  # a template imports with one thread
+    variables = {name: value for name, value in _variables(environment).items() if name not in _NOT_READ or name in environment}
     sources = [(str(file), file.stat().st_mtime_ns) for file in sorted(PACKAGE.rglob("*.py"))]
     packages = Path(sysconfig.get_path("purelib")).stat().st_mtime_ns
     place = (sys.executable, os.getcwd(), sorted(os.sched_getaffinity(0)))
@@ -283,12 +350,13 @@ def main(listener_fd: int, state_fd: int, parent: int) -> None:
     for number in ENDING:
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    load, sockets = sys.stdin.buffer.read(), (listener_fd, state_fd)
+    load, sockets, is_fork = sys.stdin.buffer.read(), (listener_fd, state_fd), False
     while load:
-        forked = _serve(load, *sockets)
+        forked = _serve(load, *sockets, is_fork=is_fork)
         if forked is None:
             return
         order, sockets = forked
+        is_fork = True
         os.environ.clear()
         os.environ.update(order.environment)
         tempfile.tempdir = None  # an import may have read the template's TMPDIR
@@ -301,23 +369,41 @@ def main(listener_fd: int, state_fd: int, parent: int) -> None:
     bootstrap.run(os.environ.pop(bootstrap.NAME), os.environ.pop(bootstrap.ANNOUNCEMENTS))
 
 
-def _serve(load: bytes, listener_fd: int, state_fd: int) -> "tuple[Order, tuple[int, int]] | None":
+def _serve(load: bytes, listener_fd: int, state_fd: int, *, is_fork: bool) -> "tuple[Order, tuple[int, int]] | None":
     """Import packages with a pickled function, then fork on request until the parent exits.
 
     Only forks return, each with its order and the sockets of a template. None is returned if there can be no forks.
     """
-    gc.disable()  # imports create a million objects and hardly any garbage, so collections would take a quarter of their time
-    with loading():
-        pickle.loads(load)()
-    gc.freeze()  # otherwise collections in a fork would touch, and thus copy, every page
-    gc.enable()
-    threads = os.listdir("/proc/self/task")
-    if len(threads) > 1:
-        logger.warning("template disabled: the imports started %d threads, which a fork would lack", len(threads) - 1)
-        return None
     with socket.socket(fileno=state_fd) as state:
+        gc.disable()  # imports create a million objects and hardly any garbage; collections would take a quarter of their time
+        try:
+            with loading():
+                pickle.loads(load)()
+        finally:  # the traceback of a failed import is printed later
+            if not is_fork:
+                _move_output(state)
+        gc.freeze()  # otherwise collections in a fork would touch, and thus copy, every page
+        gc.enable()
+        threads = os.listdir("/proc/self/task")
+        if len(threads) > 1:
+            logger.warning("template disabled: the imports started %d threads, which a fork would lack", len(threads) - 1)
+            return None
         state.send(b"+")
     return _Forker(socket.socket(fileno=listener_fd)).run()
+
+
+def _move_output(state: socket.socket) -> None:
+    """Wait for the file that the parent sends when the run has a folder. Write the output so far to it, and then all output."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    _, (log,), *_ = socket.recv_fds(state, 1, 1)
+    with open(log, "wb") as file:
+        with open(1, "rb", closefd=False) as memory:
+            memory.seek(0)
+            file.write(memory.read())
+        file.flush()
+        os.dup2(log, 1)
+        os.dup2(log, 2)
 
 
 def _adopt(environment: Mapping[str, str]) -> None:

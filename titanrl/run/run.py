@@ -38,7 +38,7 @@ from titanrl.config.schema import Config
 from titanrl.config.sizes import notes
 from titanrl.config.source import Source
 from titanrl.data.selection import check_recorded
-from titanrl.launch.roles import Roles
+from titanrl.launch.roles import Roles, needed
 from titanrl.launch.run_lock import RunLock, claim_new_run, claim_run
 from titanrl.metrics.console import Console
 from titanrl.metrics.hooks import Hooks
@@ -46,6 +46,7 @@ from titanrl.metrics.outcome import conclude, relative
 from titanrl.metrics.steps import PhaseTimer
 from titanrl.metrics.trackers import Recorder
 from titanrl.processes.children import Respawns
+from titanrl.processes.templates import BASE, start_early
 from titanrl.run.checkpoints import FIRST, Checkpoints, Restart, Restarts, Resumable, newest_checkpoint, resumable
 from titanrl.run.evaluations import Evaluations, is_due
 from titanrl.run.recording import Kind, open_recorder
@@ -122,7 +123,7 @@ class Run:
                 resume=resume,
                 source=source,
                 plugins=self._plugins,
-                meanwhile=_import_heavy_packages,
+                meanwhile=partial(_start_imports, config),
                 on_phase=self.console.phase,
                 accepts_changed_data=accepts_changed_data,
             )
@@ -622,6 +623,13 @@ class Run:
     def num_unsaved_steps(self) -> int:
         """Steps taken since the last checkpoint."""
         return self.state.step - self.checkpoints.saved_step
+
+
+def _start_imports(config: Config) -> None:
+    """Start the template that the others are forked from, and import what `Run.start` needs."""
+    if config.hosts.kind == "local":
+        start_early(*needed(config, resolve_device(config.device), Roles())[BASE])
+    _import_heavy_packages()
 
 
 def _import_heavy_packages() -> None:
