@@ -11,7 +11,7 @@ import pytest
 from tests.size import PACKAGE, figures
 
 CEILINGS = {
-    "lines": 57_800,
+    "lines": 58_000,
     "modules": 223,
     "small modules": 7,
     "modules with a shared name": 4,
@@ -19,7 +19,7 @@ CEILINGS = {
     "arrows": 171,
     "floors": 13,
     "modules reached by the loop": 115,
-    "functions with one mention": 0.369,
+    "functions with one mention": 0.372,
 }
 """Largest figures of `tests.size`. Lower them with the code. A change that needs a higher one says why in its message."""
 

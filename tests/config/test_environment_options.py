@@ -43,6 +43,7 @@ def test_name_of_an_environment_can_be_a_key(short: str, function: str, options:
         ("{openenv: maze_env, options: {sessions: 8}}", "all 64 episodes of a worker concurrently, each in its own session"),
         ("{openenv: maze_env, options: {reset: {seed: 1}}}", "seed is set by the run"),
         ("{openenv: maze_env, options: {message: '{a'}}", "message must have paired braces"),
+        ("{openenv: maze_env, options: {pattern: '('}}", "must be a regular expression"),
         ("{openenv: maze_env, num_processes: 64}", "an OpenEnv server is a process already"),
         ("{function: openenv}", "options.openenv is required"),
         ("{verifiers: marble_v1}", "an interpreter of its own, because its pins conflict"),

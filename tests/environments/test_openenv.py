@@ -132,6 +132,20 @@ async def test_texts_become_actions_and_the_policy_learns_of_invalid_ones(
     assert observation.metrics["invalid_actions"] == (0.0 if shown == "go on" else 1.0)
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("<a>walk</a> or <a>end</a>", None),
+        ("end", "Invalid action: there is no match of <a>(.*?)</a>."),
+        ("<a>end</a><a></a>", '{"text": "go on", "left": 3}'),
+    ],
+)
+@in_loop
+async def test_a_pattern_finds_the_action(text: str, shown: str | None) -> None:
+    result = await reply(text, pattern="<a>(.*?)</a>")
+    assert isinstance(result, Done) if shown is None else result.messages[0]["content"] == shown  # type: ignore[union-attr]
+
+
 @in_loop
 async def test_actions_that_are_calls_of_tools_are_calls_of_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENENV_ACTION", "tools")

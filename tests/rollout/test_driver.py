@@ -211,6 +211,19 @@ def test_tool_calls_are_parsed_or_kept_as_text(tokenizer: Tokenizer, call: str, 
     assert talk.num_malformed == isinstance(arguments, str)
 
 
+@pytest.mark.parametrize(
+    ("properties", "required", "arguments"),
+    [(("sum", "base"), ["sum"], {"sum": "1+1"}), (("sum", "base"), [], "1+1"), (("sum", "base"), ["sum", "base"], "1+1")],
+)
+def test_text_of_a_call_is_the_only_required_argument(
+    tokenizer: Tokenizer, properties: tuple[str, ...], required: list[str], arguments: object
+) -> None:
+    tool = Tool(name="add", parameters={"properties": {name: {} for name in properties}, "required": required})
+    environment = Scripted([Done()], Observation(messages=[user("1+1=")], tools=[tool]))
+    play(conversation(environment, tokenizer), Policy(tokenizer, ["<tool_call>1+1</tool_call>"]))
+    assert environment.seen[0]["tool_calls"][0]["function"]["arguments"] == arguments
+
+
 def test_truncated_turn_ends_the_episode_unseen_by_the_environment(tokenizer: Tokenizer) -> None:
     environment = Scripted([Done()])
     talk = play(conversation(environment, tokenizer), Policy(tokenizer, ["x" * 90]))

@@ -452,6 +452,9 @@ class OpenEnvOptions(Section):
     action: str | None = None
     """Field of the action that takes the policy's text. Null selects the only required field; if there are several, the policy
     writes the action as a JSON object."""
+    pattern: str | None = None
+    """Regular expression that finds the action in the policy's text, such as `<answer>(.*?)</answer>`: its first group, or the
+    whole match. The last match counts, and a text without one is an invalid action. Null takes the whole text."""
     message: str | None = None
     """Template of the messages for the policy, with the fields of an observation, such as `{question}`. Null shows the only
     field of the observation; if there are several, all of them as a JSON object."""
@@ -478,6 +481,8 @@ class OpenEnvOptions(Section):
             yield self.broken("openenv", "must be a URL, or the name of an importable package", fix)
         if reserved := self.reset.keys() & {"seed", "episode_id"}:
             yield self.broken("reset", f"{min(reserved)} is set by the run", f"remove {min(reserved)}")
+        if self.pattern is not None:
+            yield from _broken_by_pattern("pattern", self.pattern)
         if self.message is not None:
             try:
                 _fields(self.message)

@@ -161,7 +161,7 @@ class OpenEnv:
         if self._server.has_tools:
             return await self._step_tools(message)
         try:
-            action = self._server.action_of(str(message["content"]), self._options.action)
+            action = self._server.action_of(self._found(str(message["content"])), self._options.action)
         except ValueError as error:
             return self._refused(str(error))
         async with self._limit("step"):
@@ -214,6 +214,15 @@ class OpenEnv:
         if not replies:
             return Done(rewards={REWARD: 0.0}, metrics=await self._metrics())
         return Observation(messages=replies, reward=reward, metrics=self._counts)
+
+    def _found(self, text: str) -> str:
+        """Return the part of the policy's text that is the action; raise ValueError if there is none."""
+        if self._options.pattern is None:
+            return text
+        matches = list(re.finditer(self._options.pattern, text, re.DOTALL))
+        if not matches:
+            raise ValueError(f"there is no match of {self._options.pattern}")
+        return str(matches[-1][1 if matches[-1].re.groups else 0] or "")
 
     def _refused(self, reason: str) -> Observation:
         self._counts["invalid_actions"] += 1

@@ -72,9 +72,9 @@ class PlainRenderer:
     """Renderer for models without a chat template.
 
     Messages are concatenated as plain text; only the policy's turns end with a token. A tool call is
-    `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. If the only tool has a single parameter, the tags may contain
-    just its value. A tool result is `<tool_response>...</tool_response>`. The tools are not described to the policy, which must
-    already know them.
+    `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. If the only tool has a single parameter, or a single
+    required one, the tags may contain just its value. A tool result is `<tool_response>...</tool_response>`. The tools are not
+    described to the policy, which must already know them.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -356,7 +356,7 @@ def _parse_tags(text: str, tools: Sequence[Tool], *, takes_values: bool = True) 
     Args:
         text: Text of the completion.
         tools: Functions that the policy may call.
-        takes_values: True if a call may be just the value of the only parameter of the only tool.
+        takes_values: True if a call may be just the value of the only (required) parameter of the only tool.
     """
     text = readable_text(text)
     matches = enumerate(_CALL.finditer(text))
@@ -375,9 +375,17 @@ def _tagged_call(number: int, text: str, tools: Sequence[Tool]) -> dict[str, Any
     if isinstance(call.get("name"), str):
         arguments = call.get("arguments", {})
         return _tool_call(number, call["name"], arguments if isinstance(arguments, dict) else json.dumps(arguments))
-    if len(tools) == 1 and len(only := list(tools[0].parameters.get("properties", {}))) == 1:
-        return _tool_call(number, tools[0].name, {only[0]: text})
+    if len(tools) == 1 and (name := _only_parameter(tools[0])) is not None:
+        return _tool_call(number, tools[0].name, {name: text})
     return _tool_call(number, "", text)
+
+
+def _only_parameter(tool: Tool) -> str | None:
+    """Return the parameter of a tool that has only one, or of several only one without a default; None if there is none."""
+    for names in (tool.parameters.get("properties"), tool.parameters.get("required")):
+        if isinstance(names, Mapping | list | tuple) and len(names) == 1:
+            return str(next(iter(names)))
+    return None
 
 
 def _library_call(number: int, call: Any) -> dict[str, Any]:
