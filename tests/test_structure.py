@@ -52,3 +52,13 @@ def test_only_models_and_shipped_configs_name_a_model_family() -> None:
     named = re.compile(r"qwen|llama|mistral", re.IGNORECASE)
     paths = [path for path in PACKAGE.rglob("*") if path.suffix in {".py", ".j2", ".c", ".pyi"}]
     assert {path.relative_to(PACKAGE).parts[0] for path in paths if named.search(path.read_text())} == {"models"}
+
+
+def test_errors_of_actors_can_be_imported_without_torch() -> None:
+    # A reply with an error makes its receiver import the module of the error, and torch takes the controller seconds.
+    paths = [path for room in ("trainer", "generator") for path in sorted((PACKAGE / room).glob("*.py"))]
+    defining = [path for path in paths if re.search(r"^class \w+Error\(", path.read_text(), re.MULTILINE)]
+    modules = [".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in defining]
+    program = f"import sys, {', '.join(['titanrl.base.errors', *modules])}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

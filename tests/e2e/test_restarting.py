@@ -89,9 +89,7 @@ def test_killed_generator_and_workers_change_nothing(start_run: Start, plain_run
     assert run.output.count("replaced after") == 3
     for log in ("generator_0_0", "rollout_0_0", "rollout_1_0", "store_0", "trainer_0"):
         assert imported_by(run, log) & IMPORTED_ONCE == set(), log
-    # If the trainer was fetching tokens of the killed worker, the reply with its error makes the controller import the learner.
-    if "forward_backward failed" not in (run.run_dir / "logs" / "trainer_0.log").read_text():
-        assert imported_by(run, "controller_0") & {"torch", "torchstore", "torchtitan", "transformers", "vllm"} == set()
+    assert imported_by(run, "controller_0") & {"torch", "torchstore", "torchtitan", "transformers", "vllm"} == set()
 
 
 def test_generator_that_dies_with_the_trainer_changes_nothing(start_run: Start, plain_run: Finished) -> None:

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from titanrl.base.errors import DivergedError
 from titanrl.carriers.types import GenerationRequest, SamplingParams
-from titanrl.generator.lockstep import Abort, DivergedError, Follower, Leader, Turn, apply_changes
+from titanrl.generator.lockstep import Abort, Follower, Leader, Turn, apply_changes
 from titanrl.weights.records import WeightMismatchError
 
 REQUEST = GenerationRequest(token_ids=(1,), sampling=SamplingParams(max_new_tokens=4, temperature=1.0, seed=None))

@@ -44,6 +44,12 @@ def fail() -> None:
     raise ModuleNotFoundError("no module named vllm")
 
 
+def crash() -> None:
+    """Crash like a library that was built for another processor."""
+    os.write(2, b"illegal instruction in libtorch\n")
+    os.abort()
+
+
 def start_thread() -> None:
     """Leave a thread behind, like a package with a background thread."""
     threading.Thread(target=threading.Event().wait, daemon=True).start()

@@ -23,7 +23,7 @@ from titanrl.config.sections import FaultsConfig
 from titanrl.launch.fleet import Fleet, local_host
 from titanrl.launch.supervision import ActorDiedError, OnEvent, Supervisor, Watchdog
 from titanrl.processes.actors import Actor, concurrent_endpoint
-from titanrl.processes.templates import BASE, SHARED, Template, digest_of_imports, shared_template, start_early
+from titanrl.processes.templates import BASE, SHARED, Template, close_early, digest_of_imports, shared_template, start_early
 from titanrl.processes.temporary import private_folder
 from titanrl.processes.variables import worker_environment
 
@@ -319,7 +319,11 @@ def test_variables_that_were_read_before_the_fork_are_applied() -> None:
 
 @pytest.mark.parametrize(
     ("load", "reason"),
-    [(template_loads.fail, "no module named vllm"), (template_loads.start_thread, "the imports started 1 threads")],
+    [
+        (template_loads.fail, "no module named vllm"),
+        (template_loads.crash, "illegal instruction in libtorch"),
+        (template_loads.start_thread, "the imports started 1 threads"),
+    ],
 )
 def test_process_imports_everything_itself_if_its_template_cannot_fork(
     load: Callable[[], None], reason: str, tmp_path: Path
@@ -329,9 +333,9 @@ def test_process_imports_everything_itself_if_its_template_cannot_fork(
         assert await fleet.template("scribe") is None
         look = await supervisor.ask("scribe.look", (await spawn(fleet, "scribe_0")).look.call_one(), 60)
         assert look["parent"] == os.getpid()
-        assert reason in (tmp_path / "template_scribe.log").read_text()
 
     with_fleet(tmp_path, work)
+    assert reason in (tmp_path / "template_scribe.log").read_text()
 
 
 LOAD_ALL = """
@@ -378,6 +382,13 @@ def test_template_that_started_early_is_used_unless_it_would_import_something_el
         assert [line.split()[-1] for line in lines] == ([] if change == "imports" else ["imports", "warning"])
 
     with_fleet(tmp_path, work)
+
+
+def test_early_template_that_is_not_used_ends() -> None:
+    early = start_early({}, template_loads.say)
+    assert early is not None
+    close_early()
+    assert ended(early)
 
 
 def test_shared_template_needs_no_early_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from tests.trainer import checks, variants
 from titanrl.algorithms.losses import LossMetrics
+from titanrl.base.errors import PhaseError
 from titanrl.carriers.types import AdamParams
 from titanrl.config.algorithm import AVERAGE, AlgorithmConfig, KLConfig
 from titanrl.trainer.agreement import check_replicas
 from titanrl.trainer.checkpoint import Checkpoints
 from titanrl.trainer.collate import PackedRows
-from titanrl.trainer.learner import Learner, PhaseError
+from titanrl.trainer.learner import Learner
 
 Trainer = dict[str, Any]
 DECAY = 0.75

@@ -6,7 +6,8 @@ import torch.distributed as dist
 
 from tests.trainer import checks
 from tests.trainer.variants import Plan
-from titanrl.trainer.checkpoint import Checkpoints, StorageError, export_hf
+from titanrl.base.errors import StorageError
+from titanrl.trainer.checkpoint import Checkpoints, export_hf
 
 
 def save_until_full(model_dir: Path, plan: Plan, folder: Path, in_background: bool) -> tuple[dict[str, str], list[str]]:

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from tests.trainer import checks, variants
-from titanrl.trainer.learner import Learner, PhaseError
+from titanrl.base.errors import GatheredParameterError, PhaseError, SnapshotMismatchError
+from titanrl.trainer.learner import Learner
 from titanrl.trainer.snapshots import (
-    GatheredParameterError,
-    SnapshotMismatchError,
     changing_tensors,
     check_recoverable,
     layout_of,

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from tests.trainer import checks
 from titanrl.algorithms.losses import LossMetrics
 from titanrl.base.choices import FileDtype
+from titanrl.base.errors import PhaseError
 from titanrl.config.algorithm import AlgorithmConfig, KLConfig
 from titanrl.config.device import DEVICES
 from titanrl.config.sections import TrainerConfig
@@ -21,7 +22,7 @@ from titanrl.models.directory import open_model
 from titanrl.trainer import model as policy_model
 from titanrl.trainer.checkpoint import Checkpoints, export_hf, load_hf, load_model
 from titanrl.trainer.collate import PackedRows, collate, empty_rows
-from titanrl.trainer.learner import Learner, PhaseError
+from titanrl.trainer.learner import Learner
 from titanrl.trainer.model import build_model
 from titanrl.weights.layout import local_part
 

@@ -36,3 +36,26 @@ class RankError(FaultError):
 
 class DriftError(FaultError):
     """Replicated weights or optimizer state differ between ranks; the message names the tensor and the ranks."""
+
+
+# Errors of actors. A reply makes the controller import the module of its error, which must therefore not need torch.
+
+
+class PhaseError(TitanRLError):
+    """Call that would mix weights or gradients of different versions. The weights were not changed."""
+
+
+class StorageError(TitanRLError):
+    """Files of the trainer cannot be written or read; the message names the folder and the cause."""
+
+
+class SnapshotMismatchError(TitanRLError):
+    """A snapshot does not match the live parameters; the message names the tensor. No weights were changed."""
+
+
+class GatheredParameterError(TitanRLError):
+    """A parameter managed by FSDP is unsharded; the message names it."""
+
+
+class DivergedError(TitanRLError):
+    """A rank's engine state differs from rank 0's; the message describes the difference."""

@@ -20,7 +20,7 @@ from multiprocessing.connection import Client, Connection, Listener
 
 from torch import nn
 
-from titanrl.base.errors import TitanRLError
+from titanrl.base.errors import DivergedError
 from titanrl.base.ownership import is_own_peer
 from titanrl.carriers.types import EngineLoad, GenerationRequest
 from titanrl.generator.compat import gather_objects
@@ -56,10 +56,6 @@ class Turn:
     """Unfinished requests after the changes, the same on all ranks."""
     version: int | None
     """Version of the weights to swap in; if None, decode one token."""
-
-
-class DivergedError(TitanRLError):
-    """A rank's engine state differs from rank 0's; the message describes the difference."""
 
 
 class Leader:

@@ -112,8 +112,14 @@ class Template:
         self.path = self._sockets.path
         """Path of the socket to which processes connect."""
         self._sockets.state.setblocking(False)
-        receiving = asyncio.get_running_loop().sock_recv(self._sockets.state, 1)
-        self._imported = asyncio.create_task(receiving, name="template")
+        self._imported = asyncio.create_task(self._receive(), name="template")
+
+    async def _receive(self) -> bool:
+        """Wait until the imports are complete; return False if the process ends before."""
+        try:
+            return bool(await asyncio.get_running_loop().sock_recv(self._sockets.state, 1))
+        except ConnectionResetError:  # it has not read the descriptor of its log
+            return False
 
     @property
     def pid(self) -> int:
@@ -129,7 +135,7 @@ class Template:
     @property
     def has_forked(self) -> bool:
         """True if the imports were complete, so that the template may have forks."""
-        return self._imported.done() and not self._imported.cancelled() and bool(self._imported.result())
+        return self._imported.done() and not self._imported.cancelled() and self._imported.result()
 
     @property
     def was_killed(self) -> bool:
@@ -182,7 +188,8 @@ class _Started:
     """The process of a template that is a Python process of its own. Its output is kept in memory until `write_to`."""
 
     def __init__(self, environment: Mapping[str, str], load: Callable[[], None], sockets: _Sockets) -> None:
-        self.sockets, self._output = sockets, os.memfd_create("output")
+        self.sockets, self._log = sockets, Path(os.devnull)
+        self._output = os.fdopen(os.memfd_create("output"), "rb+")
         self._process = subprocess.Popen(
             [sys.executable, "-c", _PROGRAM, *map(str, sockets.numbers), str(os.getpid())],
             env=environment,
@@ -199,18 +206,32 @@ class _Started:
 
     def write_to(self, log: Path) -> None:
         """Let the template write its output to a file, which it does after the imports."""
+        self._log = log
         with log.open("ab") as file, contextlib.suppress(BrokenPipeError):
             socket.send_fds(self.sockets.state, [b"+"], [file.fileno()])
-        os.close(self._output)
 
     def poll(self) -> int | None:
         """Return the exit code, or minus the number of the signal that ended the process; None while it runs."""
-        return self._process.poll()
+        code = self._process.poll()
+        if code is not None:
+            self._keep_output()
+        return code
 
     def kill(self) -> None:
         """Kill the process."""
         self._process.kill()
         self._process.wait()
+        self._keep_output()
+
+    def _keep_output(self) -> None:
+        """Write what an ended process could not, because an import crashed or there was no folder."""
+        if not self._output.closed:
+            with self._output:
+                self._output.seek(0)
+                content = self._output.read()
+            if content:
+                with self._log.open("ab") as log:
+                    log.write(content)
 
 
 class _Branch:
@@ -285,12 +306,12 @@ _early: list[tuple[str, _Started]] = []
 def start_early(environment: Mapping[str, str], load: Callable[[], None]) -> int | None:
     """Start a template for the next `Template` with the same arguments, before there is a folder for its output.
 
-    One that is not used ends with this process, or with the next call.
+    One that is not used ends with `close_early`, with the next call, or with this process.
 
     Returns:
         The process id; None if there is a shared template.
     """
-    _close_early()
+    close_early()
     if shared_template(environment, load) is not None:
         return None
     started = _Started(_variables(environment), load, _Sockets(None))
@@ -302,11 +323,12 @@ def _take_early(environment: Mapping[str, str], load: Callable[[], None]) -> _St
     """Return the template that was started early; None if it has ended, imports something else, or does not exist."""
     if _early and _early[0][1].poll() is None and _early[0][0] == digest_of_imports(environment, load):
         return _early.pop()[1]
-    _close_early()
+    close_early()
     return None
 
 
-def _close_early() -> None:
+def close_early() -> None:
+    """End the template that was started early, if it is not used yet."""
     while _early:
         _, started = _early.pop()
         started.kill()
@@ -402,6 +424,7 @@ def _move_output(state: socket.socket) -> None:
             memory.seek(0)
             file.write(memory.read())
         file.flush()
+        os.ftruncate(1, 0)  # so that the parent does not write it again
         os.dup2(log, 1)
         os.dup2(log, 2)
 

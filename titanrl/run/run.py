@@ -46,7 +46,7 @@ from titanrl.metrics.outcome import conclude, relative
 from titanrl.metrics.steps import PhaseTimer
 from titanrl.metrics.trackers import Recorder
 from titanrl.processes.children import Respawns
-from titanrl.processes.templates import BASE, start_early
+from titanrl.processes.templates import BASE, close_early, start_early
 from titanrl.run.checkpoints import FIRST, Checkpoints, Restart, Restarts, Resumable, newest_checkpoint, resumable
 from titanrl.run.evaluations import Evaluations, is_due
 from titanrl.run.recording import Kind, open_recorder
@@ -112,6 +112,7 @@ class Run:
         self.console = console or Console(config.logging.console, total_steps=config.num_steps, title=config.name)
         with contextlib.ExitStack() as undo:  # also after an interrupt, because a live display hides the cursor
             undo.callback(self.console.close)
+            undo.callback(close_early)
             if resume is not None:
                 self._lock: RunLock = claim_run(resume)
                 undo.callback(self._lock.release)

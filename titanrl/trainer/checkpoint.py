@@ -23,7 +23,7 @@ from torchtitan.components.checkpoint import CheckpointManager, ModelWrapper
 from torchtitan.components.optimizer.utils import init_optim_state
 
 from titanrl.base.choices import FileDtype
-from titanrl.base.errors import TitanRLError, describe
+from titanrl.base.errors import StorageError, describe
 from titanrl.base.files import Digests, digests_of, uncommit_folder
 from titanrl.config.device import Device
 from titanrl.config.sections import TrainerConfig
@@ -62,10 +62,6 @@ COPIED = (
 """Files of the base that an export contains, as glob patterns: tokenizer, generation defaults, chat templates, code."""
 
 logger = logging.getLogger(__name__)
-
-
-class StorageError(TitanRLError):
-    """Files of the trainer cannot be written or read; the message names the folder and the cause."""
 
 
 @contextmanager

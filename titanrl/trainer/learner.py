@@ -22,7 +22,7 @@ from torchtitan.distributed import utils as dist_utils
 from titanrl.algorithms.contracts import PolicyLoss, bound_loss
 from titanrl.algorithms.losses import LossMetrics, cross_entropy, weighted_sum
 from titanrl.algorithms.objective import ObjectiveInputs, lag_metrics, measure_correction, policy_loss
-from titanrl.base.errors import TitanRLError
+from titanrl.base.errors import PhaseError
 from titanrl.carriers.tables import Row
 from titanrl.carriers.types import AdamParams, LossSums, MeasuredCorrection, OptimUpdate
 from titanrl.config.algorithm import AVERAGE, AlgorithmConfig
@@ -35,10 +35,6 @@ from titanrl.weights.layout import LiveState, local_part
 Objective = Callable[[PackedRows, Tensor, Tensor], tuple[Tensor, LossMetrics]]
 """Function of rows, log-probabilities `[N]` and entropies `[N]`. It returns the rows' share of the objective, 0-dim, and its
 metrics."""
-
-
-class PhaseError(TitanRLError):
-    """Call that would mix weights or gradients of different versions. The weights were not changed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,19 +20,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer.utils import canonical_fqn
 
-from titanrl.base.errors import TitanRLError
+from titanrl.base.errors import GatheredParameterError, SnapshotMismatchError
 from titanrl.carriers.tables import Row
 from titanrl.carriers.types import GroupHandle
 from titanrl.trainer.collate import places
 from titanrl.weights.layout import local_part
-
-
-class SnapshotMismatchError(TitanRLError):
-    """A snapshot does not match the live parameters; the message names the tensor. No weights were changed."""
-
-
-class GatheredParameterError(TitanRLError):
-    """A parameter managed by FSDP is unsharded; the message names it."""
 
 
 @dataclass(frozen=True, slots=True)
