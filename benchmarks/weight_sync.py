@@ -140,7 +140,7 @@ class Writer(Actor):
     @endpoint
     async def threads(self) -> int:
         """Return the number of threads of the copies."""
-        return TEAM.num_threads or 1
+        return TEAM.num_threads
 
     @endpoint
     async def torchstore_put(self, key: str) -> None:
@@ -238,7 +238,7 @@ class Reader(Actor):
     @endpoint
     async def threads(self) -> int:
         """Return the number of threads of the copies."""
-        return TEAM.num_threads or 1
+        return TEAM.num_threads
 
     @endpoint
     async def check(self) -> None:

@@ -1,8 +1,8 @@
 """Copies that cast in the same pass: by torch, by `_stream` (bypassing the caches), and on a GPU."""
 
 import asyncio
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.weights.processes import MemoryStore
 from titanrl.processes.machine import THREADS
 from titanrl.weights import _stream, copying
-from titanrl.weights.copying import Copies, CopyOut, Team, as_rows, copy_in, fewest, one_thread, split
+from titanrl.weights.copying import Copies, CopyOut, Team, as_rows, copy_in, one_thread, split
 from titanrl.weights.records import Commit
 from titanrl.weights.transfer import WeightPublisher, WeightReader
 
@@ -61,7 +61,7 @@ def test_streamed_copies_write_the_same_bytes_as_torch(data: st.DataObject) -> N
         by_torch.as_strided(shape, target.stride(), target.storage_offset()).copy_(source)
         targets, sources, wholes, expected = [*targets, target], [*sources, source], [*wholes, whole], [*expected, by_torch]
     team = Team()
-    team.num_threads, team.pool, team._num_measured = 3, POOL, copying._SAMPLE_PARTS
+    team.num_threads, team._pool = 3, POOL
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(copying, "TEAM", team)
         patch.setattr(copying, "PIECE_BYTES", data.draw(st.integers(16, 2000)))
@@ -81,59 +81,32 @@ def test_pieces_are_no_larger_than_asked_and_rows_stay_together_where_they_fit()
     assert [piece.length for piece in split(row, 1000)][:2] == [500, 12]
 
 
-@pytest.mark.parametrize(
-    ("seconds", "most", "chosen"),
-    [
-        ({1: 8.0}, 1, 1),
-        ({1: 8.0, 2: 7.9}, 2, 1),  # one thread already fills the memory's bandwidth
-        ({3: 3.0, 6: 2.0}, 6, 6),
-        ({1: 8.0, 2: 4.2, 4: 3.9, 8: 4.1, 16: 4.0}, 16, 2),
-        ({1: 4.5, 2: 4.3, 4: 4.0}, 4, 2),  # 1 would be as fast as 2, but not as 4
-    ],
-)
-def test_number_of_threads_falls_while_fewer_are_as_fast(seconds: dict[int, float], most: int, chosen: int) -> None:
-    assert fewest(seconds.__getitem__, most) == chosen
-
-
-def test_no_further_number_of_threads_is_tried_after_the_time_for_it() -> None:
-    now = iter([0.0, 0.0, 0.03, 0.06])
-    assert fewest({8: 4.0, 4: 4.0}.__getitem__, 8, budget_s=0.04, clock=lambda: next(now)) == 4
-
-
-def test_number_of_threads_is_measured_again_with_a_larger_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[int] = []
-    monkeypatch.setattr(copying, "_stream", type("Spy", (), {"run": staticmethod(lambda part: ran.append(1))}))
-    monkeypatch.setattr(copying, "fewest", lambda seconds, most: (ran.clear(), seconds(most), most)[2])
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(2)))
-    monkeypatch.setenv(THREADS, "2")
-    team, part = Team(), np.zeros((1, 7), np.int64)
-    for num_parts, num_ran in ((2, 2 + 2), (2, 2), (5, 5 + 5), (30, 12 + 30), (40, 40)):
-        ran.clear()
-        team.run([part] * num_parts)
-        assert len(ran) == num_ran
-
-
-@pytest.mark.parametrize(("share", "most"), [("1", None), ("3", 3), ("8", 4)])  # of 4 cores
-def test_first_copy_finds_the_number_of_threads(share: str, most: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    tried = []
-
-    def fewest(seconds: Callable[[int], float], most: int) -> int:
-        tried.append(most)
-        assert seconds(most) > 0
-        return most
-
+@pytest.mark.parametrize(("share", "num_threads"), [(None, 1), ("1", 1), ("3", 3), ("8", 4)])  # of 4 cores
+def test_copies_use_this_processs_share_of_the_cores(
+    share: str | None, num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(copying, "TEAM", Team())
-    monkeypatch.setattr(copying, "fewest", fewest)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(4)))
-    monkeypatch.setenv(THREADS, share)
+    monkeypatch.delenv(THREADS, raising=False)
+    if share is not None:
+        monkeypatch.setenv(THREADS, share)
     source, target = torch.arange(1 << 22), torch.zeros(1 << 22, dtype=torch.int64)
     copies = Copies([target], [source])
     for _ in range(2):
         target.zero_()
         copies.run()
         assert torch.equal(target, source)
-    assert tried == ([most] if most else [])
-    assert copying.TEAM.num_threads == (most or 1)
+    assert copying.TEAM.num_threads == num_threads
+
+
+def test_parts_are_copied_at_the_same_time_by_no_more_threads_than_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = Barrier(2, timeout=60)
+    monkeypatch.setattr(copying, "_stream", type("Spy", (), {"run": staticmethod(lambda part: both.wait())}))
+    with ThreadPoolExecutor(3) as pool:
+        team = Team()
+        team.num_threads, team._pool = 4, pool
+        team.run([np.zeros((1, 7), np.int64)] * 2)
+        assert len(pool._threads) == 1
 
 
 @pytest.mark.parametrize("first", [0, 1])

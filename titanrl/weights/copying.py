@@ -1,21 +1,20 @@
-"""Batched tensor copies that cast in the same pass, on the CPU threads that help or on a device stream.
+"""Batched tensor copies that cast in the same pass, on `THREADS` CPU threads or on a device stream.
 
-Large copies bypass the CPU caches (`_stream.c`); docs/weights.md describes the effect. The first large copies of a process find
-out how many threads help, up to `THREADS`. Threads take the next part when they have finished one, so that a thread whose core
-is busy delays a copy by at most one part; OpenMP's barriers make a copy ten times slower then. On CUDA, host memory is pinned
-once per arena, so that copies overlap with computation. The device code is written for CUDA and NPU, but has not been run on
-either.
+Large copies bypass the CPU caches (`_stream.c`); docs/weights.md describes the effect. Threads take the next part when they
+have finished one, so that a thread whose core is busy delays a copy by at most one part; OpenMP's barriers make a copy ten
+times slower then. On CUDA, host memory is pinned once per arena, so that copies overlap with computation. The device code is
+written for CUDA and NPU, but has not been run on either.
 """
 
 import asyncio
 import logging
 import os
 import threading
-import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,12 +37,6 @@ PIECE_BYTES = 1 << 20
 """Size of the pieces into which copies are split."""
 PART_PIECES = 4
 """Pieces of the parts that threads take: at most 4 MB, under a millisecond."""
-_SAMPLE_PARTS = 12
-"""Parts that are copied with different numbers of threads; of large tensors 48 MB, more than most caches hold."""
-_PROBE_S = 0.04
-"""Seconds after which no further number of threads is tried."""
-_LEAST_GAIN = 0.1
-"""Part of the time that twice the threads must save."""
 _pinned: set[int] = set()
 """Addresses that `pin` registered."""
 
@@ -150,72 +143,33 @@ class Team:
 
     def __init__(self) -> None:
         """Start no thread yet, because the process may still fork."""
-        self.num_threads: int | None = None
-        self.pool: ThreadPoolExecutor
-        self._num_measured = 0
-        """Parts of the largest sample that was measured."""
         self._running = threading.Lock()
 
+    @cached_property
+    def num_threads(self) -> int:
+        """Number of cores that no other process of the run needs then."""
+        return min(int(os.environ.get(THREADS, "1")), len(os.sched_getaffinity(0)))
+
+    @cached_property
+    def _pool(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(self.num_threads - 1, thread_name_prefix="copy")
+
     def run(self, parts: Sequence[Table]) -> None:
-        """Run all parts of a copy. Calls of several threads wait for each other.
-
-        The first call finds out how many threads help, up to this process's share of the cores, and so does a later one with a
-        larger sample.
-        """
-        with self._running:
-            if (size := min(len(parts), _SAMPLE_PARTS)) > self._num_measured:
-                self._num_measured = size
-                self._measure(parts[:size])
-            self._run(parts, self.num_threads or 1)
-
-    def _measure(self, sample: Sequence[Table]) -> None:
-
-        def seconds(num_threads: int) -> float:
-            started = time.perf_counter()
-            self._run(sample, num_threads)
-            return time.perf_counter() - started
-
-        most = min(int(os.environ.get(THREADS, "1")), len(os.sched_getaffinity(0)))
-        if most == 1:
-            self.num_threads = 1
-            return
-        if self.num_threads is None:
-            self.pool = ThreadPoolExecutor(most - 1, thread_name_prefix="copy")
-        seconds(most)  # the first writes into fresh pages are slow
-        self.num_threads = fewest(seconds, most)
-
-    def _run(self, parts: Sequence[Table], num_threads: int) -> None:
-        """Let each thread, one of them the caller's, take the next part until none is left."""
+        """Let each thread, one of them the caller's, take the next part until none is left. Calls wait for each other."""
         left = iter(parts)
 
         def run_parts() -> None:
             for part in left:
                 _stream.run(part)
 
-        helpers = [self.pool.submit(run_parts) for _ in range(num_threads - 1)]
-        run_parts()
-        for helper in helpers:
-            helper.result()
+        with self._running:
+            helpers = [self._pool.submit(run_parts) for _ in range(min(self.num_threads, len(parts)) - 1)]
+            run_parts()
+            for helper in helpers:
+                helper.result()
 
 
 TEAM = Team()
-
-
-def fewest(
-    seconds: Callable[[int], float], most: int, budget_s: float = _PROBE_S, clock: Callable[[], float] = time.perf_counter
-) -> int:
-    """Measure `most` threads, half of them, and so on, each twice, while that is about as fast; return the last such number.
-
-    No further number is tried after `budget_s` seconds.
-    """
-    started = clock()
-    chosen, least, tried = most, float("inf"), most
-    while tried and clock() - started < budget_s:
-        measured = min(seconds(tried), seconds(tried))
-        if (1 - _LEAST_GAIN) * measured > least:
-            break
-        chosen, least, tried = tried, min(least, measured), tried // 2
-    return chosen
 
 
 @contextmanager

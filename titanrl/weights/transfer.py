@@ -160,10 +160,10 @@ class CopyPlan:
         where = tuple(data[rank].data_ptr() for rank in sorted(data))
         if (copies := self._copies.get(where)) is None:
             copies = Copies(self._filled, [entry_view(data[part.rank], part.entry)[part.source] for part in self._slices])
-        if is_reused and where not in self._copies:
-            if len(self._copies) >= VERSIONS_HELD:  # publishers reuse this many arenas
-                self._copies.clear()
-            self._copies[where] = copies
+            if is_reused:
+                if len(self._copies) >= VERSIONS_HELD:  # publishers reuse this many arenas
+                    self._copies.clear()
+                self._copies[where] = copies
         copy_in(copies)
 
 
