@@ -24,9 +24,10 @@ from typing import Any
 import titanrl
 from benchmarks.machine import write_result
 from benchmarks.victims import SIGNALS, NewEvents, Victim, events, is_recovery, victims
+from titanrl.carriers.record import read_lines
 from titanrl.carriers.types import StepMetrics
 from titanrl.config import load_config
-from titanrl.metrics.reading import read_lines, read_metrics
+from titanrl.metrics.reading import read_metrics
 from titanrl.replay.groups import BufferState
 
 SETTINGS = (

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titanrl.metrics.reading import read_lines
+from titanrl.carriers.record import read_lines
 
 KINDS = ("generator", "rollout", "scoring", "trainer", "store", "evaluator")
 """Kinds of victims. A rollout worker's process also holds its storage shard."""

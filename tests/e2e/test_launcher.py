@@ -15,7 +15,8 @@ import pytest
 
 from tests.e2e.conftest import REPO, SMALL, Finished, shared_folder
 from tests.ports import free_port
-from titanrl.metrics.reading import read_lines, read_metrics
+from titanrl.carriers.record import read_lines
+from titanrl.metrics.reading import read_metrics
 
 LAUNCHER = ("hosts.kind=launcher", "hosts.trusted_network=true", "device=cpu")
 PLATFORM = "platform"

@@ -5,7 +5,8 @@ import re
 
 from tests.documented import TEXT, undocumented
 from tests.e2e.conftest import Finished
-from titanrl.metrics.reading import read_lines, read_metrics
+from titanrl.carriers.record import read_lines
+from titanrl.metrics.reading import read_metrics
 
 
 def test_every_metric_of_a_run_is_documented(plain_run: Finished) -> None:

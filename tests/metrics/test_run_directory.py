@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tests.recorded import record, recorded
-from titanrl.carriers.record import parts_of
+from titanrl.carriers.record import parts_of, read_lines
 from titanrl.carriers.types import StepMetrics
-from titanrl.metrics.reading import read_lines, read_metrics
+from titanrl.metrics.reading import read_metrics
 from titanrl.metrics.run_directory import RunDirectory, append_line
 
 

@@ -15,9 +15,10 @@ import pytest
 
 from tests.metrics import custom_tracker
 from titanrl.base.plugins import plugin_of
+from titanrl.carriers.record import read_lines
 from titanrl.carriers.types import EvaluationResult
 from titanrl.metrics.console import Console
-from titanrl.metrics.reading import read_lines, read_metrics
+from titanrl.metrics.reading import read_metrics
 from titanrl.metrics.run_directory import RunDirectory
 from titanrl.metrics.trackers import Recorder, Trackers, check_tracker, make_trackers
 

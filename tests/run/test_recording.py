@@ -3,10 +3,11 @@
 from pathlib import Path
 
 from tests.recorded import record, recorded
+from titanrl.carriers.record import read_lines
 from titanrl.carriers.types import EvaluationResult, StepMetrics
 from titanrl.config import load_config
 from titanrl.metrics.console import Console
-from titanrl.metrics.reading import read_lines, read_metrics
+from titanrl.metrics.reading import read_metrics
 from titanrl.metrics.trackers import Recorder
 from titanrl.run.checkpoints import Resumable, RunState
 from titanrl.run.recording import open_recorder

@@ -13,12 +13,12 @@ import pytest
 
 from titanrl import ConfigError, grpo
 from titanrl.base.files import commit_folder
+from titanrl.carriers.record import read_lines
 from titanrl.carriers.types import EvaluationResult, OptimUpdate
 from titanrl.config import dump_config, load_config
 from titanrl.grpo import GRPO
 from titanrl.launch.run_lock import LOCK_FILE, RunLock, check_idle, claim_new_run, claim_run
 from titanrl.metrics.console import Console
-from titanrl.metrics.reading import read_lines
 from titanrl.metrics.run_directory import RunDirectory
 from titanrl.metrics.trackers import Recorder, Trackers
 from titanrl.run.checkpoints import FIRST, Checkpoints, Resumable, RunState

@@ -155,9 +155,9 @@ def _flaw_of(place: Path, *, is_last: bool) -> str:
     """Return the flaw of one folder or file. Everyone may write a sticky folder on the way, but not the last one."""
     try:
         status = os.lstat(place)
+        trusted = _trusted() if is_last else _trusted_in(place.parent)
     except OSError as error:  # another user has removed it since it was found
         return f"{place} cannot be examined ({error.strerror})"
-    trusted = _trusted() if is_last else _trusted_in(place.parent)
     if status.st_uid not in trusted:
         return f"{place} belongs to {_user(status.st_uid)}"
     if stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX and not is_last:

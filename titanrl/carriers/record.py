@@ -146,7 +146,7 @@ class RecordFile:
             if lines:
                 assert self._lines is not None, "the part has begun"
                 _write(self._lines, lines)
-        except BaseException:
+        except OSError:  # the ends of the files are not known any more
             self._close()
             raise
 

@@ -19,8 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PrivateAttr, 
 
 from titanrl.base.errors import TitanRLError
 from titanrl.base.files import DamagedError, why_no_folder
-from titanrl.carriers.record import Part, decode, parts_of
-from titanrl.carriers.record import read_lines as read_lines
+from titanrl.carriers.record import Part, decode, parts_of, read_lines
 from titanrl.metrics.index import CompletionIndex, Filters, Found, Kind
 from titanrl.metrics.series import Rows, by_step
 

@@ -255,7 +255,7 @@ def _sampled_groups(run: RunRecord) -> tuple[list[str], int]:
         for number in numbers:
             try:
                 group = hits[number].group
-            except DamagedError:
+            except DamagedError:  # deleted since the search, to keep the size limit
                 continue
             text = json.dumps(_group(run, group, advantages.get(group.index, ())), separators=(",", ":"))
             limit -= len(text)

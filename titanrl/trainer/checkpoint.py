@@ -312,8 +312,7 @@ class Checkpoints:
         with storage_errors("load a state", folder):
             if with_optimizer:
                 self._require_average(folder)
-            names = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-            if with_optimizer or any(name.startswith("model.") for name in names):
+            if with_optimizer or _has(folder, "model"):
                 dcp.load(self._components(with_optimizer=with_optimizer), checkpoint_id=str(folder))
             else:  # torchtitan's checkpoint manager writes the weights under their own names
                 model = ModelWrapper(self._learner.model.module)
@@ -349,8 +348,7 @@ class Checkpoints:
         """Check that a checkpoint has a moving average of the weights if the learner keeps one."""
         if not self._average or not (folder / ".metadata").is_file():  # loading reports an incomplete checkpoint
             return
-        names = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-        if not any(name.startswith(f"{AVERAGE_KEY}.") for name in names):
+        if not _has(folder, AVERAGE_KEY):
             raise ValueError(
                 f"algorithm.ema_decay: {folder.name} was saved without a moving average of the weights (got {folder}). Set "
                 "algorithm.ema_decay to null, or start a new run from an exported model."
@@ -366,6 +364,11 @@ class Checkpoints:
         learner = self._learner
         optimizer = {"optimizer": learner.optimizers, **self._average} if with_optimizer else {}
         return {**self._weights(), "train_state": self._progress, **optimizer}
+
+
+def _has(folder: Path, component: str) -> bool:
+    """Return True if a component was saved to a folder under its name."""
+    return any(name.startswith(f"{component}.") for name in dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)
 
 
 def _own_digests(folder: Path) -> dict[str, str]:
