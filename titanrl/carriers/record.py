@@ -195,7 +195,7 @@ class BackgroundRecord:
         self._num_lost = 0
 
     def put(self, values: Mapping[str, Any], columns: Columns | None = None) -> None:
-        """Queue a record. Only one thread may call this."""
+        """Queue a record. Only one thread may call this and `flush`."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="record", daemon=True)
             self._thread.start()
@@ -210,6 +210,9 @@ class BackgroundRecord:
     def flush(self) -> None:
         """Wait until all records are written."""
         self._hurry.set()
+        if self._num_lost:
+            self._queue.put(({"lost": self._num_lost}, {}))
+            self._num_lost = 0
         self._queue.join()
         self._hurry.clear()
 
