@@ -260,6 +260,19 @@ async def test_a_cancelled_call_leaves_no_process() -> None:
 
 
 @in_loop
+async def test_a_close_that_is_cancelled_ends_the_server() -> None:
+    async with environments() as made:
+        environment = made.make()
+        await environment.reset(episode())
+        observation = await environment.step(calls(("act", {"do": "pid"})))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(environment.step(calls(("act", {"do": "hang"}))), 0.1)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(environment.close(), 0.1)
+        assert not wait_until_gone({int(observation.messages[0]["content"])}, 10.0)  # type: ignore[union-attr]
+
+
+@in_loop
 async def test_servers_of_a_killed_process_end() -> None:
     program = f"""
 import asyncio, os, signal

@@ -211,6 +211,22 @@ async def test_episodes_wait_for_a_session() -> None:
 
 
 @in_loop
+async def test_an_episode_cancelled_while_it_waits_frees_no_session() -> None:
+    async with served() as address, environments(f"http://{address}", sessions=1) as made:
+        first, cancelled, last = (made.make() for _ in range(3))
+        await first.reset(episode())
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(cancelled.reset(episode()), 0.1)
+        await cancelled.close()
+        waiting = asyncio.create_task(last.reset(episode()))
+        await asyncio.wait([waiting], timeout=0.2)
+        assert not waiting.done()
+        await first.close()
+        await waiting
+        await last.close()
+
+
+@in_loop
 async def test_a_server_without_a_free_session_is_named() -> None:
     async with environments() as made:
         playing = [made.make() for _ in range(3)]

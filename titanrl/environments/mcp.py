@@ -13,7 +13,7 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,7 +28,7 @@ from titanrl.environments.interface import (
     ToolError,
 )
 from titanrl.environments.results import readable, readable_text, shown
-from titanrl.environments.servers import ServerProcess, forget, shared
+from titanrl.environments.servers import ServerProcess, opened, running, shared
 from titanrl.environments.tools import ListedTools
 from titanrl.processes.temporary import TemporaryFolder
 
@@ -87,7 +87,7 @@ class McpTools(ListedTools):
             EnvironmentFailure: The server cannot be started, or broke the protocol.
         """
         if self._options.shared:
-            self._server = await self._shared_server()
+            self._server = await running(("server", self._name), lambda: _Server(self._options))
             self._listed_tools = self._server.tools
         else:
             self._listed_tools = (await shared(("tools", self._name), self._listed)).tools
@@ -118,36 +118,20 @@ class McpTools(ListedTools):
         if server is not None and not self._options.shared:
             await server.close()
 
-    async def _shared_server(self) -> "_Server":
-        server = await shared(("server", self._name), self._opened)
-        if server.failure is not None:
-            await forget(("server", self._name), server)
-            server = await shared(("server", self._name), self._opened)
-        return server
-
     async def _listed(self) -> "_Listing":
-        server = await self._opened()
+        server = await opened(_Server(self._options))
         await server.close()
         return _Listing(server.tools)
 
     async def _own_server(self) -> "_Server":
         starts = await shared("starts of MCP servers", _Starts.make)
         async with starts.places:
-            server = await self._opened()
+            server = await opened(_Server(self._options))
         if server.tools != self._listed_tools:
             await server.close()
             raise EnvironmentFailure(
                 f"{_KEY}: the tools of the server have changed since they were listed. Start the run again."
             )
-        return server
-
-    async def _opened(self) -> "_Server":
-        server = _Server(self._options)
-        try:
-            await server.open()
-        except BaseException:  # including cancellation
-            await server.close()
-            raise
         return server
 
 
@@ -205,9 +189,9 @@ class _Server:
         self.tools: Sequence[Tool] = ()
 
     @property
-    def failure(self) -> EnvironmentFailure | None:
-        """The failure that ended the server."""
-        return None if self._transport is None else self._transport.failure
+    def has_ended(self) -> bool:
+        """True if a failure has ended the server."""
+        return self._transport is not None and self._transport.failure is not None
 
     @property
     def num_stray(self) -> int:
@@ -334,24 +318,23 @@ class _Stdio:
         words = [word.replace("{folder}", str(folder)) for word in shlex.split(options.mcp)]
         variables = {name: os.environ[name] for name in _INHERITED if name in os.environ}
         ours, theirs = socket.socketpair()
-        try:
-            process = ServerProcess(words, key=_KEY, environment=variables, stream=theirs.fileno())
-        except BaseException:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
-        made = cls(options, process, folder)
-        made._reader, made._writer = await asyncio.open_connection(sock=ours, limit=MAX_REPLY_BYTES)
+        with ExitStack() as undone:
+            undone.callback(shutil.rmtree, folder, ignore_errors=True)
+            undone.enter_context(ours)
+            with theirs:
+                process = ServerProcess(words, key=_KEY, environment=variables, stream=theirs.fileno())
+            undone.callback(process.kill)
+            made = cls(options, process, folder)
+            made._reader, made._writer = await asyncio.open_connection(sock=ours, limit=MAX_REPLY_BYTES)
+            undone.pop_all()
         made._listening = asyncio.create_task(made._listen())
         return made
 
     async def request(self, method: str, params: Mapping[str, Any]) -> object:
         number, limit_s = next(self._ids), self._options.timeout_s
-        reply: asyncio.Future[object] = asyncio.get_running_loop().create_future()
-        self._send({"jsonrpc": "2.0", "id": number, "method": method, "params": params})
-        self._pending[number] = reply
+        self._pending[number] = reply = asyncio.get_running_loop().create_future()
         try:
+            self._send({"jsonrpc": "2.0", "id": number, "method": method, "params": params})
             async with asyncio.timeout(limit_s):
                 return await reply
         except TimeoutError:
@@ -373,11 +356,12 @@ class _Stdio:
         """Close the connection, which ends a server that keeps to the protocol; kill it if it does not exit."""
         with suppress(OSError):
             self._writer.write_eof()
-        await self._process.close(timeout_s=0.0 if self.failure else 2.0)
-        self._listening.cancel()
-        await asyncio.gather(self._listening, return_exceptions=True)
-        self._writer.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        try:
+            await self._process.close(timeout_s=0.0 if self.failure else 2.0)
+        finally:  # also if the wait is cancelled
+            self._listening.cancel()
+            self._writer.close()
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _send(self, message: Mapping[str, Any]) -> None:
         if self.failure is not None:

@@ -12,8 +12,8 @@ import shutil
 import socket
 import string
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import httpx
@@ -36,7 +36,7 @@ from titanrl.environments.interface import (
     Tool,
 )
 from titanrl.environments.results import readable, readable_text, shown
-from titanrl.environments.servers import ServerProcess, forget, shared
+from titanrl.environments.servers import ServerProcess, running
 from titanrl.processes.temporary import TemporaryFolder, private_folder
 
 REWARD = "openenv"
@@ -126,23 +126,18 @@ class OpenEnv:
         Raises:
             EnvironmentFailure: The server failed.
         """
-        self._server = server = await self._started()
+        server = await self._started()
         await server.places.acquire()
-        try:
-            async with self._limit("reset"):
-                self._session = await server.connect()
-                given = episode.entry.get("metadata")
-                of_row = given.get("reset") if isinstance(given, Mapping) else None
-                arguments = {**self._options.reset, **(of_row if isinstance(of_row, Mapping) else {})}
-                arguments |= {"seed": episode.seed % _MAX_SEED, "episode_id": episode.task_id}
-                reply = await self._ask("reset", arguments)
-                if server.has_tools:
-                    self._tools = _tools_of(await self._ask("step", {"type": "list_tools"}))
-        except BaseException:
-            if self._session is None:  # close does nothing then
-                server.places.release()
-                self._server = None
-            raise
+        self._server = server  # `close` releases the place
+        async with _limit("reset", self._options.timeout_s):
+            self._session = await server.connect()
+            given = episode.entry.get("metadata")
+            of_row = given.get("reset") if isinstance(given, Mapping) else None
+            arguments = {**self._options.reset, **(of_row if isinstance(of_row, Mapping) else {})}
+            arguments |= {"seed": episode.seed % _MAX_SEED, "episode_id": episode.task_id}
+            reply = await self._ask("reset", arguments)
+            if server.has_tools:
+                self._tools = _tools_of(await self._ask("step", {"type": "list_tools"}))
         if reply.get("done") is True:
             raise EnvironmentFailure(f"{_KEY}: reset must not return done (got {shown(reply)})")
         prompt = self._options.system_prompt
@@ -164,7 +159,7 @@ class OpenEnv:
             action = self._server.action_of(self._found(str(message["content"])), self._options.action)
         except ValueError as error:
             return self._refused(str(error))
-        async with self._limit("step"):
+        async with _limit("step", self._options.timeout_s):
             reply = await self._ask("step", action)
             if "refusal" in reply:
                 return self._refused(str(reply["refusal"]))
@@ -202,7 +197,7 @@ class OpenEnv:
             reply: Mapping[str, Any] = {"refusal": "the arguments must be one JSON object"}
             if isinstance(arguments, Mapping):
                 action = {"type": "call_tool", "tool_name": function.get("name") or "", "arguments": dict(arguments)}
-                async with self._limit("step"):
+                async with _limit("step", self._options.timeout_s):
                     reply = await self._ask("step", action)
                 reply = _tool_result(reply)
             text = str(reply["refusal"]) if "refusal" in reply else self._text(reply)
@@ -290,41 +285,17 @@ class OpenEnv:
         raise EnvironmentFailure(f"{_KEY}: the reply to {kind} is not one of OpenEnv (got {shown(reply)})")
 
     async def _started(self) -> "_Server":
-        key = ("openenv", self._name)
-        server = await shared(key, self._opened)
-        if server.has_exited:
-            await forget(key, server)
-            server = await shared(key, self._opened)
-        return server
-
-    async def _opened(self) -> "_Server":
-        server = _Server(self._options)
-        try:
-            await server.open()
-        except BaseException:  # including cancellation
-            await server.close()
-            raise
-        return server
-
-    def _limit(self, name: str) -> "_TimeLimit":
-        return _TimeLimit(name, self._options.timeout_s)
+        return await running(("openenv", self._name), lambda: _Server(self._options))
 
 
-class _TimeLimit:
-    """Raises `EnvironmentTimeout` in place of `TimeoutError`."""
-
-    def __init__(self, name: str, limit_s: float) -> None:
-        self._name, self._limit_s = name, limit_s
-        self._timeout = asyncio.timeout(limit_s)
-
-    async def __aenter__(self) -> None:
-        await self._timeout.__aenter__()
-
-    async def __aexit__(self, *exception: Any) -> None:
-        try:
-            await self._timeout.__aexit__(*exception)
-        except TimeoutError:
-            raise EnvironmentTimeout(f"{_KEY}: {self._name} took longer than {self._limit_s:g} s") from None
+@asynccontextmanager
+async def _limit(name: str, limit_s: float) -> AsyncIterator[None]:
+    """Raise `EnvironmentTimeout` if the block takes longer."""
+    try:
+        async with asyncio.timeout(limit_s):
+            yield
+    except TimeoutError:
+        raise EnvironmentTimeout(f"{_KEY}: {name} took longer than {limit_s:g} s") from None
 
 
 class _Server:
@@ -343,7 +314,7 @@ class _Server:
         """True if the actions are calls of tools."""
 
     @property
-    def has_exited(self) -> bool:
+    def has_ended(self) -> bool:
         """True if this process has started the server, and it has exited."""
         return self._process is not None and self._process.has_exited
 
@@ -366,7 +337,7 @@ class _Server:
         transport = httpx.AsyncHTTPTransport(uds=self._path) if self._path else None
         try:
             async with (
-                _TimeLimit("its start", self._options.timeout_s),
+                _limit("its start", self._options.timeout_s),
                 httpx.AsyncClient(transport=transport, timeout=None) as client,
             ):
                 reply = await client.get(f"{base}/schema")

@@ -51,11 +51,11 @@ class Python:
         """
         if len(code) > MAX_CODE_CHARS:
             raise ToolError(f"The code is longer than {MAX_CODE_CHARS} characters.")
+        pool = await shared_pool(self._config, self._modules)
         try:
-            pool = await shared_pool(self._config, self._modules)
             result = await pool.run(code, max_output_chars=self._max_output_chars)
         except SandboxDied:
-            await forget((self._config, self._modules))  # the next call starts another pool
+            await forget((self._config, self._modules), pool)  # the next call starts another one
             raise
         match result.status:
             case "timeout":

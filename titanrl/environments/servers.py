@@ -33,7 +33,15 @@ class _Shared(Protocol):
     async def close(self) -> None: ...
 
 
+class _Server(_Shared, Protocol):
+    @property
+    def has_ended(self) -> bool: ...
+
+    async def open(self) -> None: ...
+
+
 T = TypeVar("T", bound=_Shared)
+S = TypeVar("S", bound=_Server)
 
 _started: dict[tuple[asyncio.AbstractEventLoop, Hashable], asyncio.Task[Any]] = {}
 
@@ -44,28 +52,50 @@ async def shared(key: Hashable, start: Callable[[], Awaitable[T]]) -> T:
         del _started[loop, name]
 
     async def started() -> T:
-        return await start()
+        try:
+            return await start()
+        except BaseException:  # also if no use waits for it any more, so that no later one gets this exception
+            if _started.get(place) is asyncio.current_task():
+                del _started[place]
+            raise
 
     place = (asyncio.get_running_loop(), key)
     if place not in _started:
         _started[place] = asyncio.create_task(started())
-    task = _started[place]
-    try:
-        result: T = await asyncio.shield(task)
-    except Exception:
-        if _started.get(place) is task:
-            del _started[place]
-        raise
+    result: T = await asyncio.shield(_started[place])
     return result
 
 
-async def forget(key: Hashable, used: object = None) -> None:
-    """Close a shared object, so that the next use starts another one. Do nothing if it is no longer `used`."""
+async def forget(key: Hashable, used: _Shared) -> None:
+    """Close a shared object, so that the next use starts another one. Do nothing if another use has done so."""
     place = (asyncio.get_running_loop(), key)
     task = _started.get(place)
-    if task is not None and (used is None or (task.done() and task.result() is used)):
+    if task is not None and task.done() and task.result() is used:
         del _started[place]
-        await _close(task)
+        await used.close()
+
+
+async def opened(server: S) -> S:
+    """Open a server and return it; close it if that fails."""
+    try:
+        await server.open()
+    except BaseException:  # including cancellation
+        await server.close()
+        raise
+    return server
+
+
+async def running(key: Hashable, make: Callable[[], S]) -> S:
+    """Return the server of this event loop with this key. Open it on first use, and another one after it has ended."""
+
+    async def start() -> S:
+        return await opened(make())
+
+    server = await shared(key, start)
+    if server.has_ended:
+        await forget(key, server)
+        server = await shared(key, start)
+    return server
 
 
 async def close_shared() -> None:
@@ -156,9 +186,10 @@ class ServerProcess:
 
     async def close(self, timeout_s: float = 0.0) -> None:
         """Kill the process after giving it time to exit, and stop reading its output."""
-        if timeout_s:
+        try:
             await self.exited(timeout_s)
-        self.kill()
+        finally:  # also if the wait is cancelled
+            self.kill()
         await self.exited()
         self._stop()
 
