@@ -10,6 +10,7 @@ import asyncio
 import importlib
 import itertools
 import json
+import os
 import re
 import secrets
 import sys
@@ -44,7 +45,6 @@ HARNESS = "titanrl_chat"
 _MODEL = "policy"
 _KEY_VARIABLE = "TITANRL_VERIFIERS_KEY"
 _TAKEN = ("messages", "model", "tools")
-_MAX_ROUNDS = 64
 
 
 class ChatHarness(vf.Harness[vf.HarnessConfig]):
@@ -98,7 +98,7 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):
                     for source in sources
                     for t in source.tools
                 ]
-            for _ in range(_MAX_ROUNDS):
+            while True:  # verifiers refuses the call after a limit
                 try:
                     asked: dict[str, Any] = {"model": ctx.model, "messages": messages}
                     asked |= {"tools": declared} if declared else {}
@@ -197,8 +197,6 @@ class _Host:
         self.current: _Rollout | None = None
 
     async def open(self, verifiers: str, taskset: Mapping[str, Any], env: Mapping[str, Any]) -> None:
-        import os
-
         from verifiers.v1.configs.agent import agent_config_fields
         from verifiers.v1.utils import loaders
 
@@ -324,9 +322,8 @@ class _Rollout:
         try:
             await asyncio.wait([waiting, self._running], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            if not waiting.done():
-                waiting.cancel()
-        if not waiting.done() or waiting.cancelled():
+            waiting.cancel()  # has no effect if there is a call
+        if not waiting.done():
             return self._end()
         self._call = call = waiting.result()
         if self._tools is None:
