@@ -64,6 +64,7 @@ PROMPT_FIELDS = ("question", "answer", "completion", "metadata")
 """Placeholders that a judge's prompt may contain."""
 REQUEST_KEYS = ("messages", "model", "n", "stream")
 """Request fields that the judge sets itself, or whose responses it cannot parse."""
+_FOR_KEYS = "put the key into an environment variable, and set key_variable to its name"
 
 
 class RegexOptions(Section):
@@ -158,14 +159,7 @@ class JudgeOptions(Section):
                 yield self.broken("prompt", f"prompt contains the unknown placeholder {{{field}}}", fix)
             if "completion" not in fields:
                 yield self.broken("prompt", "prompt must contain {completion}", "add it")
-        if not _has_host(self.url):
-            yield self.broken("url", "url must contain a host", "write it like http://host:8000/v1")
-        if "@" in self.url:
-            yield BrokenRule(
-                {"url": re.sub(r"//.*@", "//...@", self.url)},
-                "url must not contain credentials, because the configuration is saved in the run directory",
-                "put the key into an environment variable, and set key_variable to its name",
-            )
+        yield from _broken_by_url("url", self.url, "http://host:8000/v1", _FOR_KEYS)
         if not self.min_score < self.max_score:
             fix = "swap them; use a negative weight to invert the reward"
             yield self.broken("min_score max_score", "min_score must be below max_score", fix)
@@ -219,12 +213,18 @@ def _broken_by_pattern(key: str, pattern: str) -> Iterator[BrokenRule]:
         yield BrokenRule({key: pattern}, f"must be a regular expression ({error})", fix)
 
 
-def _has_host(url: str) -> bool:
+def _broken_by_url(key: str, url: str, example: str, for_credentials: str) -> Iterator[BrokenRule]:
+    """Yield the rules that a URL breaks. `for_credentials` is the fix for a URL with credentials."""
     try:
         parts = urlsplit(url)
-        return bool(parts.hostname) and parts.port != 0
+        has_host = bool(parts.hostname) and parts.port != 0
     except ValueError:
-        return False
+        has_host = False
+    if not has_host:
+        yield BrokenRule({key: url}, f"{key} must contain a host", f"write it like {example}")
+    if "@" in url:
+        rule = f"{key} must not contain credentials, because the configuration is saved in the run directory"
+        yield BrokenRule({key: re.sub(r"//.*@", "//...@", url)}, rule, for_credentials)
 
 
 def _fields(template: str) -> set[str]:
@@ -421,7 +421,7 @@ class McpOptions(Section):
 
     def _broken_rules(self) -> Iterator[BrokenRule]:
         if self.is_url:
-            yield from _broken_by_url("mcp", self.mcp)
+            yield from _broken_by_url("mcp", self.mcp, "http://host:8000/mcp", _FOR_KEYS)
             if "{folder}" in self.mcp:
                 yield self.broken("mcp", "only a command can use {folder}", "remove it")
             return
@@ -473,7 +473,7 @@ class OpenEnvOptions(Section):
 
     def _broken_rules(self) -> Iterator[BrokenRule]:
         if self.is_url:
-            yield from _broken_by_url("openenv", self.openenv)
+            yield from _broken_by_url("openenv", self.openenv, "http://host:8000", "remove them")
             if self.python is not None:
                 yield self.broken("python openenv", "the server at a URL is not started", "remove python")
         elif re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*(:[A-Za-z_]\w*)?", self.openenv, re.ASCII) is None:
@@ -508,14 +508,6 @@ class VerifiersOptions(Section):
 
 def _is_url(text: str) -> bool:
     return re.match(r"(https?|wss?)://", text) is not None
-
-
-def _broken_by_url(key: str, url: str) -> Iterator[BrokenRule]:
-    if not _has_host(url):
-        yield BrokenRule({key: url}, f"{key} must contain a host", "write it like http://host:8000")
-    if "@" in url:
-        rule = f"{key} must not contain credentials, because the configuration is saved in the run directory"
-        yield BrokenRule({key: re.sub(r"//.*@", "//...@", url)}, rule, "remove them")
 
 
 NAMED = ("openenv", "tools", "verifiers")
