@@ -581,7 +581,11 @@ class EnvironmentConfig(FunctionSection):
     @classmethod
     def _split_command(cls, value: Any) -> Any:
         if isinstance(value, dict) and isinstance(program := value.get("program"), str) and not _IMPORT_PATH.fullmatch(program):
-            return value | {"program": shlex.split(program)}
+            try:
+                return value | {"program": shlex.split(program)}
+            except ValueError as error:
+                rule = f"must be a command or an import path ({error})"
+                raise BrokenRules(BrokenRule({"program": program}, rule, "correct its quotes")) from error
         return value
 
     @classmethod

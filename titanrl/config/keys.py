@@ -115,7 +115,7 @@ def dotted(path: KeyPath) -> str:
 def type_text(node: Node) -> str:
     """Describe type and bounds: `an integer >= 1`, `one of float32, bfloat16`, `a path or null`."""
     if "anyOf" in node:
-        return " or ".join(type_text(option) for option in node["anyOf"])
+        return " or ".join(dict.fromkeys(type_text(option) for option in node["anyOf"]))
     if "$ref" in node or "properties" in node:
         return "a section"
     if "enum" in node:

@@ -181,8 +181,8 @@ def _explain_value(details: ErrorDetails, source: Source) -> str:
         return message(source.nearest(path[:-2]), what, rule, "put the key in quotes")
     if details["type"] == "missing":  # a list that is too short is reported as a whole
         path = path[:-1]
-    while len(path) > 1 and node_at(path) is None and node_at(path[:-1]) is not None:  # the type that the value could have
-        path = path[:-1]
+    if node_at(path) is None:  # one part is the type that the value could have
+        path = next(filter(node_at, (path[:i] + path[i + 1 :] for i in reversed(range(len(path))))), path)
     node = node_at(path) or {}
     rule = f"must be {type_text(node)}"
     if isinstance(value, float) and not math.isfinite(value):
