@@ -3,6 +3,8 @@
 import asyncio
 import json
 import os
+import platform
+import signal
 import sys
 import textwrap
 import time
@@ -51,19 +53,28 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_task_comes_on_stdin_in_a_file_and_in_variables(folders: TemporaryFolder) -> None:
+def test_task_comes_on_stdin_in_a_file_and_in_variables(folders: TemporaryFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("no_proxy", "internal.example")
     code = """
         import json, os, sys
         task = json.load(sys.stdin)
         assert task == json.load(open(os.environ["TITANRL_TASK"]))
-        names = "OPENAI_BASE_URL", "OPENAI_API_KEY", "TITANRL_MODEL", "ANTHROPIC_BASE_URL", "TITANRL_TIMEOUT_S"
+        names = ["OPENAI_BASE_URL", "OPENAI_API_KEY", "TITANRL_MODEL", "ANTHROPIC_BASE_URL", "TITANRL_TIMEOUT_S"]
+        names += ["NO_PROXY", "no_proxy"]
         print(json.dumps([task, [os.environ[name] for name in names]]))
     """
     answer = run(folders, code, returns="answer").answer
     assert answer is not None
     task, variables = json.loads(answer)
     assert task == TASK.document()
-    assert variables == ["http://127.0.0.1:9/v1", "secret", "policy", "http://127.0.0.1:9", "9"]
+    assert variables == [
+        "http://127.0.0.1:9/v1",
+        "secret",
+        "policy",
+        "http://127.0.0.1:9",
+        "9",
+        *["internal.example,127.0.0.1"] * 2,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -84,7 +95,7 @@ def test_result_is_the_last_line_or_the_file(folders: TemporaryFolder, code: str
     ("code", "problem"),
     [
         ("raise ValueError('boom')", "exited with code 1: .*boom"),
-        ("import os; os.kill(os.getpid(), 9)", "exited with code"),
+        ("import os; os.kill(os.getpid(), 9)", "exited with code 137"),
         ("print('no number')", "must be a number or a JSON object"),
         ("print('{\"reward\": 1')", "must be a number or a JSON object"),
         ("print('[1]')", "must be a number or a JSON object"),
@@ -92,6 +103,8 @@ def test_result_is_the_last_line_or_the_file(folders: TemporaryFolder, code: str
         ('print(\'{"rewards": {"a b": 1}}\')', "rewards"),
         ("print('{\"result\": 1}')", "must have the key reward or rewards"),
         ("import os; os.mkdir(os.environ['TITANRL_RESULT'])", "cannot be read"),
+        ("import os; os.mkfifo(os.environ['TITANRL_RESULT'])", "cannot be read: .*not a regular file"),
+        ("import os; os.symlink('/etc/passwd', os.environ['TITANRL_RESULT'])", "cannot be read"),
     ],
 )
 def test_crash_and_garbage_fail(folders: TemporaryFolder, code: str, problem: str) -> None:
@@ -107,6 +120,11 @@ def test_reward_that_is_no_finite_number_is_named(folders: TemporaryFolder) -> N
 def test_command_that_does_not_exist_fails(folders: TemporaryFolder) -> None:
     with pytest.raises(EnvironmentFailure, match="cannot be started"):
         run(folders, "", arguments=("/no/such/program",))
+
+
+def test_broken_pipes_end_the_parts_of_a_pipeline(folders: TemporaryFolder) -> None:
+    command = 'yes | head -1; echo "${PIPESTATUS[0]}"'
+    assert run(folders, "", arguments=("bash", "-c", command), returns="answer").answer == str(128 + signal.SIGPIPE)
 
 
 def test_too_much_output_ends_the_command(folders: TemporaryFolder) -> None:
@@ -157,6 +175,24 @@ def test_process_that_left_its_session_dies_with_the_command(folders: TemporaryF
     assert not is_running(int((tmp_path / "pid").read_text()))
 
 
+def test_process_without_its_main_thread_dies_with_the_command(folders: TemporaryFolder, tmp_path: Path) -> None:
+    code = f"""
+        import ctypes, os, threading, time
+        def stay():
+            os.closerange(0, 3)
+            open({str(tmp_path / "pid")!r}, "w").write(str(os.getpid()))
+            time.sleep(600)
+        if os.fork() == 0:
+            threading.Thread(target=stay).start()
+            ctypes.CDLL(None).syscall({60 if platform.machine() == "x86_64" else 93}, 0)
+        while " (zombie)" not in open("/proc/" + open({str(tmp_path / "pid")!r}).read() + "/status").read():
+            time.sleep(0.01)
+    """
+    (tmp_path / "pid").write_text("self")
+    run(folders, code, returns="nothing")
+    assert not Path(f"/proc/{(tmp_path / 'pid').read_text()}").exists()
+
+
 def test_error_stream_is_logged_up_to_a_limit(folders: TemporaryFolder, tmp_path: Path) -> None:
     log = tmp_path / "log"
     run(folders, "import sys; sys.stderr.write('a' * 100_000 + 'end'); print(1)", log=log)
@@ -174,27 +210,34 @@ def test_confined_command_keeps_to_its_folder_and_endpoint(folders: TemporaryFol
             except OSError as error:
                 return error.errno in (1, 13)
             return False
-        def connect(port):
-            with socket.socket() as made:
+        def connect(port, protocol=0):
+            with socket.socket(socket.AF_INET, socket.SOCK_STREAM, protocol) as made:
                 try:
                     made.connect(("127.0.0.1", port))
                 except ConnectionRefusedError:
                     pass
+        def send(call):
+            with socket.socket() as made:
+                call(made)
         with open(os.environ["TITANRL_RESULT"], "w") as file:
             print(json.dumps({{"rewards": {{
                 "write": denied(lambda: open({str(tmp_path / "file")!r}, "w")),
                 "read": denied(lambda: os.listdir("/root")),
                 "connect": denied(lambda: connect(1)),
+                "mptcp": denied(lambda: connect(1, 262)),
+                "fastopen": denied(lambda: send(lambda made: made.sendto(b"x", socket.MSG_FASTOPEN, ("127.0.0.1", 1)))),
+                "sendmsg": denied(lambda: send(lambda made: made.sendmsg([b"x"], [], socket.MSG_FASTOPEN, ("127.0.0.1", 1)))),
                 "signal": denied(lambda: os.kill({os.getpid()}, 0)),
                 "udp": denied(lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM)),
                 "unix": denied(lambda: socket.socket(socket.AF_UNIX)),
                 "child": subprocess.run(["true"]).returncode == 0 and "HF_TOKEN" not in os.environ,
-                "endpoint": not denied(lambda: connect(9)) and not denied(lambda: open("/etc/hosts")),
+                "endpoint": not denied(lambda: connect(9)) and not denied(lambda: connect(9, socket.IPPROTO_TCP)),
+                "system": not denied(lambda: open("/etc/hosts")),
             }}}}), file=file)
     """
     rewards = run(folders, code, confined_memory_bytes=1 << 30).done.rewards
     assert rewards == dict.fromkeys(rewards, 1.0)
-    assert len(rewards) == 8
+    assert len(rewards) == 12
 
 
 def test_results_of_functions() -> None:

@@ -5,11 +5,13 @@ import os
 import platform
 import re
 import signal
+import socket
 import struct
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,11 +44,11 @@ def confined(body: str, setup: str = "") -> str:
     return done.stdout.strip()
 
 
-def decide(machine: str, call: int, *arguments: int, arch: int | None = None) -> str:
+def decide(machine: str, call: int, *arguments: int, arch: int | None = None, make: Any = confine._make_filter) -> str:
     """Interpret the BPF program of a machine's seccomp filter for one call; return the filter's decision."""
     tables = confine._MACHINES[machine]
     data = struct.pack("<iIQ6Q", call, tables.audit_arch if arch is None else arch, 0, *arguments, *[0] * (6 - len(arguments)))
-    program = list(struct.iter_unpack("HBBI", confine._make_filter(tables)))
+    program = list(struct.iter_unpack("HBBI", make(tables)))
     place, value = 0, 0
     while True:
         code, if_true, if_false, operand = program[place]
@@ -58,6 +60,10 @@ def decide(machine: str, call: int, *arguments: int, arch: int | None = None) ->
                 place += if_true if value == operand else if_false
             case 0x25:
                 place += if_true if value > operand else if_false
+            case 0x35:
+                place += if_true if value >= operand else if_false
+            case 0x54:
+                value &= operand
             case 0x45:
                 place += if_true if value & operand else if_false
             case 0x06:
@@ -78,6 +84,23 @@ def test_filter_allows_reading_but_not_writing_forking_or_signals(machine: str) 
     assert decide(machine, 0x40000000) == "EPERM"  # x32's read
 
 
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_programs_may_make_tcp_sockets_and_connect_only_by_connect(machine: str) -> None:
+    def of_program(call: int, *arguments: int) -> str:
+        return decide(machine, call, *arguments, make=confine._make_socket_filter)
+
+    column = confine._MACHINES[machine].column
+    stream, tcp, mptcp = socket.SOCK_STREAM | socket.SOCK_CLOEXEC, socket.IPPROTO_TCP, 262
+    sockets = [(socket.AF_INET, stream, 0), (socket.AF_INET6, stream, tcp)]
+    sockets += [(socket.AF_INET, stream, mptcp), (socket.AF_INET, socket.SOCK_DGRAM, 0), (socket.AF_UNIX, stream, 0)]
+    assert [of_program(confine._SOCKET[column], *each) for each in sockets] == ["allow"] * 2 + ["EPERM"] * 3
+    for numbers, position in confine._SENDS.values():
+        for flags, decision in ((socket.MSG_NOSIGNAL, "allow"), (socket.MSG_NOSIGNAL | socket.MSG_FASTOPEN, "EPERM")):
+            assert of_program(numbers[column], *[0] * position, flags) == decision
+    calls = (confine._PTRACE[column], confine._SYS_IO_URING_SETUP, 0x40000000, 435)
+    assert [of_program(call) for call in calls] == ["EPERM"] * 3 + ["allow"]
+
+
 @pytest.mark.parametrize("machine", sorted({"aarch64", platform.machine()}))
 def test_system_call_numbers_match_the_kernel_headers(machine: str) -> None:
     headers = [Path(path) for path in HEADERS[machine] if Path(path).exists()]
@@ -86,6 +109,11 @@ def test_system_call_numbers_match_the_kernel_headers(machine: str) -> None:
     numbers = {{"fstatat": "newfstatat"}.get(name, name): int(number) for name, number in defined}
     column = confine._MACHINES[machine].column
     tables = {**confine._ALLOWED, "openat": confine._OPENAT, "fcntl": confine._FCNTL}
+    tables |= {
+        "socket": confine._SOCKET,
+        "ptrace": confine._PTRACE,
+        **{name: pair for name, (pair, _) in confine._SENDS.items()},
+    }
     assert {name: pair[column] for name, pair in tables.items()} == {name: numbers.get(name) for name in tables}
     denied = [
         "clone",

@@ -90,12 +90,10 @@ class Policy:
 
 
 def play(talk: Conversation, policy: Callable[[GenerationRequest], Completion]) -> Conversation:
-    async def run() -> None:
-        await talk.start()
-        while (request := talk.request()) is not None:
-            await talk.take([policy(request)])
+    async def generate(requests: Sequence[GenerationRequest]) -> list[Completion]:
+        return list(map(policy, requests))
 
-    asyncio.run(run())
+    asyncio.run(talk.play(generate))
     return talk
 
 
@@ -127,7 +125,7 @@ def test_every_turn_extends_the_tokens_of_the_previous_one(tokenizer: Tokenizer)
 def test_stop_text_is_in_the_tokens_and_only_if_kept_in_the_message(tokenizer: Tokenizer, keep: bool, content: str) -> None:
     environment, stop = Scripted([Observation(messages=[user("?")]), Done()]), ["</answer>"]
 
-    def stop_text(ids: Sequence[int]) -> str:
+    def stop_text(ids: Sequence[int], more: Sequence[str | int]) -> str:
         return tokenizer.decode_completion(ids)[len(tokenizer.decode_completion(ids, stop, keep_stop=keep)) :]
 
     policy = Policy(tokenizer, ["1</answer>", "2"])

@@ -131,6 +131,17 @@ def test_function_that_asks_once(tokenizer: Tokenizer, tmp_path: Path, in_round:
         assert policy.sizes == [4, 0, 0, 0]
 
 
+@pytest.mark.parametrize("retries", [0, 1])
+def test_program_that_uses_all_of_its_calls_in_a_round(tokenizer: Tokenizer, tmp_path: Path, retries: int) -> None:
+    options: dict[str, Any] = {"in_round": True, "max_turns": 1, "retries": retries}
+    group, policy = play(tokenizer, module(tmp_path, ASK), ["2"], num=2, **options)
+    assert [rollout.reward for rollout in group.rollouts] == [1.0, 1.0]
+    assert policy.sizes == [2, *[0] * retries]
+    group, policy = play(tokenizer, module(tmp_path, ASK + "    raise OSError"), num=2, **options)
+    assert [failure.outcome for failure in group.failures] == ["environment_error"] * 2
+    assert policy.sizes == [2] * (retries + 1)
+
+
 def test_command_with_the_official_client(tokenizer: Tokenizer, tmp_path: Path) -> None:
     file = tmp_path / "agent.py"
     file.write_text(
@@ -165,9 +176,10 @@ def test_tools_streams_and_parallel_calls(tokenizer: Tokenizer, tmp_path: Path) 
             create(model=task.model, messages=[*messages, said, result, {{"role": "user", "content": text}}], tools=tools)
             for text in ("a", "b")
         ))
-        return {{"reward": len(both)}}
+        again = [call.id for reply in both for call in reply.choices[0].message.tool_calls or []]
+        return {{"reward": len({{calls[0].id, *again}})}}
     """
-    group, policy = play(tokenizer, module(tmp_path, code), [CALL, "2"], returns="rewards")
+    group, policy = play(tokenizer, module(tmp_path, code), [CALL, CALL, "2"], returns="rewards")
     assert [failure.error for failure in group.failures] == []
     (rollout,) = group.rollouts
     assert rollout.reward_parts == {"program": 2.0}

@@ -273,7 +273,7 @@ def test_conversation_starts_a_segment_only_where_thinking_is_stripped(
 
     async def play() -> None:
         await talk.start()
-        while talk.request() is not None:
+        while await talk.requests():
             ids = np.array(sampled(folder, replies[talk.num_turns]))
             columns = {"logprobs": np.zeros(len(ids), np.float32), "versions": np.zeros(len(ids), int)}
             await talk.take([Completion(token_ids=ids, finish_reason="stop", **columns)])

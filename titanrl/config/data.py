@@ -533,8 +533,8 @@ class EnvironmentConfig(FunctionSection):
     shows_answer: bool = False
     """Give a program the reference answer."""
     confined: bool = False
-    """Confine a command and all it starts: it can change files only in the folder of the episode, connect only to the endpoint,
-    and signal only its own processes. `sandbox.memory_bytes` limits the address space of each."""
+    """Confine a command and all it starts: it can change files only in the folder of the episode, connect only to the port of
+    the endpoint, and signal only its own processes. `sandbox.memory_bytes` limits the address space of each."""
     options: dict[str, Any] = {}
     """Keyword arguments of the class or function. Those of `openenv` and of MCP servers are in docs/howto/tool_servers.md. A
     command gets them in its task."""

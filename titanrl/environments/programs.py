@@ -5,6 +5,7 @@ import inspect
 import json
 import os
 import shutil
+import signal
 import sys
 import sysconfig
 from collections.abc import Awaitable, Callable, Mapping
@@ -12,7 +13,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
+from titanrl.base.ownership import open_regular
 from titanrl.base.plugins import import_object
 from titanrl.environments.interface import Done, EnvironmentFailure
 from titanrl.environments.results import checked, parse_object, readable_text, shown
@@ -27,7 +30,7 @@ KEY = "data.environment.program"
 REWARD = "program"
 """Name of the reward of a program that returns a single number."""
 MAX_OUTPUT_BYTES = 16 << 20
-"""Output of a command, on both streams together, at which it is killed."""
+"""Output of a command on one of its streams at which it is killed."""
 _KEPT_BYTES, _LOGGED_BYTES, _CHUNK_BYTES, _MAX_RESULT_BYTES = 64 << 10, 16 << 10, 64 << 10, 1 << 20
 _END_S = 5.0
 _SYSTEM = (
@@ -163,19 +166,20 @@ class Command:
         settings = {
             "command": self.arguments,
             "parent": os.getpid(),
-            "stdin": str(folder / "task.json"),
             "package": str(Path(__file__).resolve().parents[2]),
             "confinement": self._confinement(task, folder),
         }
         try:
-            child = Child(
-                [sys.executable, "-I", "-S", supervisor.__file__, json.dumps(settings)],
-                environment=self._variables(task, folder),
-                descriptors=(),
-                stdout=output.theirs,
-                stderr=errors.theirs,
-                on_exit=lambda child: _resolve(ended),
-            )
+            with (folder / "task.json").open("rb") as stdin:
+                child = Child(
+                    [sys.executable, "-I", "-S", supervisor.__file__, json.dumps(settings)],
+                    environment=self._variables(task, folder),
+                    descriptors=(),
+                    stdin=stdin.fileno(),
+                    stdout=output.theirs,
+                    stderr=errors.theirs,
+                    on_exit=lambda child: _resolve(ended),
+                )
         finally:
             os.close(output.theirs)
             os.close(errors.theirs)
@@ -186,7 +190,7 @@ class Command:
             for stream in (output, errors):
                 stream.close()
             self._append(errors.kept)
-        if output.num_bytes + errors.num_bytes > MAX_OUTPUT_BYTES:
+        if max(output.num_bytes, errors.num_bytes) > MAX_OUTPUT_BYTES:
             raise EnvironmentFailure(f"{KEY}: it printed more than {MAX_OUTPUT_BYTES >> 20} MiB, so it was killed. Print less.")
         if code := child.exited.result():
             said = errors.kept.decode(errors="replace").strip().splitlines()[-3:]
@@ -199,12 +203,12 @@ class Command:
             return None
         file, place = folder / "result", "the result file"
         try:
-            with file.open("rb") as opened:
+            with open(open_regular(file, os.O_RDONLY), "rb") as opened:
                 raw = opened.read(_MAX_RESULT_BYTES + 1)
         except FileNotFoundError:
             place = "the last line of its standard output"
             raw = next((line for line in reversed(printed.splitlines()) if line.strip()), b"")
-        except OSError as error:  # a folder, or a link to a place that cannot be read
+        except OSError as error:  # not a file, or one that cannot be read
             raise EnvironmentFailure(f"{KEY}: its result file cannot be read: {error}") from error
         text = raw.decode(errors="replace").strip()
         if not text or len(raw) > _MAX_RESULT_BYTES:
@@ -223,6 +227,7 @@ class Command:
             inherited = {name: os.environ[name] for name in ("PATH", "LANG", "LC_ALL", "TZ") if name in os.environ}
             inherited |= {"HOME": str(folder), "TMPDIR": str(folder)}
         root = task.url.removesuffix("/v1")
+        direct = ",".join(filter(None, (os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), "127.0.0.1")))
         return {
             **inherited,
             "OPENAI_BASE_URL": task.url,
@@ -236,7 +241,7 @@ class Command:
             "TITANRL_RESULT": str(folder / "result"),
             "TITANRL_TIMEOUT_S": f"{task.timeout_s:g}",
             "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),
-            "NO_PROXY": "127.0.0.1",
+            **{"NO_PROXY": direct, "no_proxy": direct},  # clients prefer one or the other
         }
 
     def _confinement(self, task: ProgramTask, folder: Path) -> dict[str, Any] | None:
@@ -245,13 +250,11 @@ class Command:
         own = [sys.prefix, sys.base_prefix, *sysconfig.get_paths().values(), os.getcwd()]
         found = shutil.which(self.arguments[0])
         named = [str(Path(part).resolve()) for part in (found or "", *self.arguments) if part and os.path.exists(part)]
-        environment_of_python = (
-            [str(Path(found).parents[1])] if found and (Path(found).parents[1] / "pyvenv.cfg").exists() else []
-        )
+        pythons = [Path(found), Path(found).resolve()] if found and (Path(found).parents[1] / "pyvenv.cfg").exists() else []
         return {
-            "readable": [*_SYSTEM, *own, *named, *environment_of_python],
+            "readable": [*_SYSTEM, *own, *named, *(str(python.parents[1]) for python in pythons)],
             "writable": [str(folder), "/dev/null"],
-            "port": int(task.url.removesuffix("/v1").rpartition(":")[2]),
+            "port": urlsplit(task.url).port,
             "memory_bytes": self.confined_memory_bytes,
         }
 
@@ -311,7 +314,7 @@ async def _end(child: Child) -> None:
         await child.exited
         return
     with suppress(ProcessLookupError):
-        os.kill(child.pid, 15)
+        os.kill(child.pid, signal.SIGTERM)
     await asyncio.wait([child.exited], timeout=_END_S)
     child.kill()
     await child.exited

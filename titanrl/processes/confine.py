@@ -14,7 +14,7 @@ import socket
 import struct
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -45,6 +45,7 @@ _EXECUTE = 1 << 0
 _WRITE_FILE = 1 << 1
 _READ_FILE = 1 << 2
 _READ_DIR = 1 << 3
+_OF_A_FILE = _EXECUTE | _WRITE_FILE | _READ_FILE
 _FILE_RIGHTS = (13, 14, 15, 15, 16)
 """Number of file-access rights in the Landlock ABIs 1, 2, ...; later ABIs have as many as the last entry."""
 
@@ -65,6 +66,8 @@ _MACHINES = {"x86_64": _Machine(0xC000003E, 0, 317), "aarch64": _Machine(0xC0000
 
 _OPENAT = (257, 56)
 _SOCKET, _PTRACE = (41, 198), (101, 117)
+_SENDS = {"sendto": ((44, 206), 3), "sendmsg": ((46, 211), 2), "sendmmsg": ((307, 269), 3)}
+"""Numbers of system calls on both machines, and the position of the argument with their flags."""
 _SYS_IO_URING_SETUP = 425
 _FCNTL = (72, 25)
 _ALLOWED: dict[str, tuple[int, int | None]] = {
@@ -163,7 +166,7 @@ class Confinement:
             resource.RLIMIT_CORE: 0,
             resource.RLIMIT_NPROC: 0,
         }
-        self._ruleset = _make_ruleset(readable)
+        self._ruleset = _make_ruleset([(readable, _READ_FILE | _READ_DIR)])
         filters = _make_filter(machine)
         self._filters = ctypes.create_string_buffer(filters, len(filters))
         self._program = struct.pack("HL", len(filters) // 8, ctypes.addressof(self._filters))
@@ -174,10 +177,7 @@ class Confinement:
         Raises:
             OSError: The kernel rejected a rule. The process may be partly confined.
         """
-        for limit, value in self._limits.items():
-            _, hard = resource.getrlimit(limit)
-            value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-            resource.setrlimit(limit, (value, value))
+        _set_limits(self._limits)
         _check(_prctl(_PR_SET_NO_NEW_PRIVS, 1), "prctl(PR_SET_NO_NEW_PRIVS)")
         _check(_syscall(_SYS_LANDLOCK_RESTRICT_SELF, self._ruleset, 0), "landlock_restrict_self")
         for first, last in ((3, keep - 1), (keep + 1, 0xFFFFFFFF)):
@@ -197,8 +197,8 @@ def missing_for_programs() -> list[str]:
 def confine_program(readable: Iterable[str], writable: Iterable[str], port: int, memory_bytes: int) -> None:
     """Confine the calling process and what it starts, permanently. Unlike `Confinement`, it may start processes.
 
-    It may execute and read only what is below `readable`, change only what is below `writable`, connect only to a TCP port, and
-    signal only processes that it has started. It can make no sockets except TCP sockets and pairs.
+    It may execute and read only what is below `readable`, change only what is below `writable`, connect only to a TCP port (of
+    any host), and signal only processes that it has started. It can make no sockets except TCP sockets and pairs.
 
     Args:
         readable: Files and folders; those that do not exist are left out.
@@ -209,20 +209,10 @@ def confine_program(readable: Iterable[str], writable: Iterable[str], port: int,
     Raises:
         OSError: The kernel rejected a rule. The process may be partly confined.
     """
-    files = (1 << _FILE_RIGHTS[min(landlock_abi(), len(_FILE_RIGHTS)) - 1]) - 1
-    attributes = struct.pack("QQQ", files, 0b11, 0b11)
-    ruleset = _check(_syscall(_SYS_LANDLOCK_CREATE_RULESET, attributes, len(attributes), 0), "landlock_create_ruleset")
-    for paths, folder_rights in ((readable, _EXECUTE | _READ_FILE | _READ_DIR), (writable, files)):
-        for path in filter(os.path.exists, paths):
-            rights = folder_rights if os.path.isdir(path) else folder_rights & (_EXECUTE | _WRITE_FILE | _READ_FILE)
-            descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
-            rule = struct.pack("=Qi", rights, descriptor)
-            _check(_syscall(_SYS_LANDLOCK_ADD_RULE, ruleset, _LANDLOCK_RULE_PATH_BENEATH, rule, 0), "landlock_add_rule")
-            os.close(descriptor)
-    rule = struct.pack("=QQ", _CONNECT_TCP, port)
-    _check(_syscall(_SYS_LANDLOCK_ADD_RULE, ruleset, _LANDLOCK_RULE_NET_PORT, rule, 0), "landlock_add_rule")
-    for limit, value in ((resource.RLIMIT_AS, memory_bytes), (resource.RLIMIT_CORE, 0)):
-        resource.setrlimit(limit, (value, value))
+    existing = [path for path in readable if os.path.exists(path)]
+    ruleset = _make_ruleset([(existing, _EXECUTE | _READ_FILE | _READ_DIR), (writable, _all_rights())])
+    _add_rule(ruleset, _LANDLOCK_RULE_NET_PORT, struct.pack("=QQ", _CONNECT_TCP, port))
+    _set_limits({resource.RLIMIT_AS: memory_bytes, resource.RLIMIT_CORE: 0})
     filters = _make_socket_filter(_MACHINES[platform.machine()])
     buffer = ctypes.create_string_buffer(filters, len(filters))
     _check(_prctl(_PR_SET_NO_NEW_PRIVS, 1), "prctl(PR_SET_NO_NEW_PRIVS)")
@@ -233,8 +223,11 @@ def confine_program(readable: Iterable[str], writable: Iterable[str], port: int,
 
 
 def _make_socket_filter(machine: _Machine) -> bytes:
-    """Compile a filter that denies all sockets but TCP ones, and the system calls that would get around it."""
-    load, equal, at_least, mask, result = 0x20, 0x15, 0x35, 0x54, 0x06
+    """Compile a filter that denies all sockets but TCP ones, and the system calls that would get around it.
+
+    Landlock checks `connect` of TCP sockets only: not that of MPTCP, and not MSG_FASTOPEN, which connects when it sends.
+    """
+    load, equal, at_least, any_bit, mask, result = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
     number, arch, args = 0, 4, 16
     socket_call, ptrace = _SOCKET[machine.column], _PTRACE[machine.column]
     program = [
@@ -242,10 +235,15 @@ def _make_socket_filter(machine: _Machine) -> bytes:
         (load, 0, 0, number), (at_least, 0, 1, 1 << 30), (result, 0, 0, _RET_EPERM),
         (equal, 0, 1, ptrace), (result, 0, 0, _RET_EPERM),
         (equal, 0, 1, _SYS_IO_URING_SETUP), (result, 0, 0, _RET_EPERM),
+        *chain.from_iterable([
+            (equal, 0, 4, calls[machine.column]), (load, 0, 0, args + 8 * position),
+            (any_bit, 0, 1, socket.MSG_FASTOPEN), (result, 0, 0, _RET_EPERM), (result, 0, 0, _RET_ALLOW),
+        ] for calls, position in _SENDS.values()),
         (equal, 1, 0, socket_call), (result, 0, 0, _RET_ALLOW),
         (load, 0, 0, args), (equal, 2, 0, socket.AF_INET), (equal, 1, 0, socket.AF_INET6), (result, 0, 0, _RET_EPERM),
         (load, 0, 0, args + 8), (mask, 0, 0, 0xF), (equal, 1, 0, socket.SOCK_STREAM), (result, 0, 0, _RET_EPERM),
-        (result, 0, 0, _RET_ALLOW),
+        (load, 0, 0, args + 16), (equal, 1, 0, 0), (equal, 0, 1, socket.IPPROTO_TCP), (result, 0, 0, _RET_ALLOW),
+        (result, 0, 0, _RET_EPERM),
     ]  # fmt: skip
     return b"".join(struct.pack("HBBI", *instruction) for instruction in program)
 
@@ -267,23 +265,38 @@ def leaks() -> list[str]:
     return found
 
 
-def _make_ruleset(readable: Iterable[Path]) -> int:
+def _set_limits(limits: Mapping[int, int]) -> None:
+    for limit, value in limits.items():
+        _, hard = resource.getrlimit(limit)
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(limit, (value, value))
+
+
+def _all_rights() -> int:
+    """Return the rights to files and folders that this kernel's Landlock knows."""
+    return (1 << _FILE_RIGHTS[min(landlock_abi(), len(_FILE_RIGHTS)) - 1]) - 1
+
+
+def _make_ruleset(allowed: Iterable[tuple[Iterable[str | Path], int]]) -> int:
     """Create a Landlock ruleset and return its file descriptor.
 
-    The ruleset allows reading `readable` and everything below, and denies all other file access. On newer kernels it also
-    denies TCP (ABI 4) and signals to other processes (ABI 6).
+    The ruleset allows paths and everything below them with the given rights, and denies all other file access. On newer kernels
+    it also denies TCP (ABI 4) and signals to other processes (ABI 6).
     """
     abi = landlock_abi()
-    files = (1 << _FILE_RIGHTS[min(abi, len(_FILE_RIGHTS)) - 1]) - 1
-    attributes = struct.pack("QQQ", files, 0b11 if abi >= 4 else 0, 0b11 if abi >= 6 else 0)
+    attributes = struct.pack("QQQ", _all_rights(), 0b11 if abi >= 4 else 0, 0b11 if abi >= 6 else 0)
     ruleset = _check(_syscall(_SYS_LANDLOCK_CREATE_RULESET, attributes, len(attributes), 0), "landlock_create_ruleset")
-    for path in readable:
-        rights = _READ_FILE | _READ_DIR if path.is_dir() else _READ_FILE
-        descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        rule = struct.pack("=Qi", rights, descriptor)
-        _check(_syscall(_SYS_LANDLOCK_ADD_RULE, ruleset, _LANDLOCK_RULE_PATH_BENEATH, rule, 0), "landlock_add_rule")
-        os.close(descriptor)
+    for paths, rights in allowed:
+        for path in paths:
+            descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            rule = struct.pack("=Qi", rights if os.path.isdir(path) else rights & _OF_A_FILE, descriptor)
+            _add_rule(ruleset, _LANDLOCK_RULE_PATH_BENEATH, rule)
+            os.close(descriptor)
     return ruleset
+
+
+def _add_rule(ruleset: int, kind: int, rule: bytes) -> None:
+    _check(_syscall(_SYS_LANDLOCK_ADD_RULE, ruleset, kind, rule, 0), "landlock_add_rule")
 
 
 def _make_filter(machine: _Machine) -> bytes:

@@ -17,8 +17,8 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 def main(settings: str) -> None:
     """Run the command of the settings, a JSON object, and exit with its status.
 
-    Its keys: `command`; `parent`, the process id of the parent; `stdin`, a file; `package`, the folder of this package, and
-    `confinement`, the arguments of `confine_program`, or null.
+    Its keys: `command`; `parent`, the process id of the parent; `package`, the folder of this package; and `confinement`, the
+    arguments of `confine_program`, or null.
     """
     given = json.loads(settings)
     ended = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT}
@@ -31,30 +31,31 @@ def main(settings: str) -> None:
     command = os.fork()
     if command == 0:
         _run(given)
-    status = 0
-    while (number := signal.sigwait(ended)) == signal.SIGCHLD:
+    code = -signal.SIGTERM
+    while signal.sigwait(ended) == signal.SIGCHLD:
         exited = dict(_reaped())
         if command in exited:
-            status = exited[command]
+            code = os.waitstatus_to_exitcode(exited[command])
             break
     _kill_children()
-    os._exit(os.waitstatus_to_exitcode(status) % 256 if number == signal.SIGCHLD else 143)
+    os._exit(code if code >= 0 else 128 - code)  # like a shell
 
 
 def _run(given: dict[str, object]) -> None:
     """Replace this process with the command, in a session of its own."""
     try:
         os.setsid()
-        os.dup2(os.open(str(given["stdin"]), os.O_RDONLY), 0)
         command = [str(part) for part in given["command"]]  # type: ignore[attr-defined]
         if given["confinement"] is not None:
             sys.path.insert(0, str(given["package"]))
             from titanrl.processes.confine import confine_program
 
             confine_program(**given["confinement"])  # type: ignore[arg-type]
+        for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python, and then also by the command
+            signal.signal(ignored, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         os.execvp(command[0], command)
-    except BaseException as error:
+    except Exception as error:  # edge of the process: the parent shows what it prints
         print(f"cannot be started: {error}", file=sys.stderr, flush=True)
     finally:
         os._exit(127)
@@ -74,7 +75,7 @@ def _reaped() -> list[tuple[int, int]]:
 
 
 def _kill_children() -> None:
-    """Kill all descendants. They are stopped first, so that none can start another one meanwhile."""
+    """Kill all descendants, and wait for their exit. They are stopped first, so that none can start another one meanwhile."""
     while True:
         stopped: set[int] = set()
         while new := _descendants() - stopped:
@@ -82,10 +83,10 @@ def _kill_children() -> None:
             stopped |= new
         _signal(stopped, signal.SIGKILL)
         try:
-            while True:
-                os.waitpid(-1, 0)
+            os.waitpid(-1, 0)
         except ChildProcessError:
             return
+        _reaped()  # look again: a process may have been starting while its parent was stopped
 
 
 def _signal(pids: set[int], number: int) -> None:
@@ -97,17 +98,16 @@ def _signal(pids: set[int], number: int) -> None:
 
 
 def _descendants() -> set[int]:
-    """Return the ids of all processes below this one that have not exited."""
+    """Return the ids of all processes below this one. The main thread of one that seems to be a zombie may have left others."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
             try:
                 with open(f"/proc/{name}/stat", "rb") as file:
-                    state, parent = file.read().rpartition(b")")[2].split()[:2]
+                    parent = int(file.read().rpartition(b")")[2].split()[1])
             except OSError:  # it has exited
                 continue
-            if state not in (b"Z", b"X"):
-                children.setdefault(int(parent), []).append(int(name))
+            children.setdefault(parent, []).append(int(name))
     found, unseen = set(), [os.getpid()]
     while unseen:
         below = children.get(unseen.pop(), [])

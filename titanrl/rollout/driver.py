@@ -31,6 +31,9 @@ from titanrl.rollout.group import Generate
 from titanrl.rollout.renderers import Renderer
 from titanrl.rollout.tree import CallTree, Context, DoesNotFit, NotRenderable, described
 
+StopText = Callable[[Sequence[int], Sequence[str | int]], str]
+"""Function from the tokens of a turn, and further stop texts and tokens of its call, to the text at their end that its message
+leaves out."""
 _MAX_ERROR_CHARS = 2000
 
 
@@ -69,7 +72,7 @@ class Attempt:
         renderer: Renderer,
         limits: Limits,
         sampling: Callable[[int, int], SamplingParams],
-        stop_text: Callable[..., str] = lambda ids, more=(): "",
+        stop_text: StopText = lambda ids, more: "",
     ) -> None:
         """Start without calls.
 
@@ -77,8 +80,7 @@ class Attempt:
             renderer: Renderer of the policy's model.
             limits: Limits of the episode.
             sampling: Function from the number of a turn and its maximum length in tokens to its sampling options.
-            stop_text: Function from the tokens of a turn, and perhaps further stop texts and tokens of its call, to the text at
-                their end that its message leaves out.
+            stop_text: Text that a message leaves out.
         """
         self.messages: list[Message] = []
         """Messages of the whole episode, including messages that were replaced."""
@@ -176,7 +178,7 @@ class Attempt:
 
     def _without_stop(self, content: str, token_ids: Sequence[int], stop: Sequence[str | int]) -> str:
         """Return the content of a message without the stop text at the end of its tokens."""
-        end = self._stop_text(token_ids, stop) if stop else self._stop_text(token_ids)
+        end = self._stop_text(token_ids, stop)
         end = end if content.endswith(end) else end.rstrip()  # a renderer may have trimmed the content
         return content.removesuffix(end)
 
@@ -192,9 +194,8 @@ class Conversation(Attempt):
     """One episode between the policy and an environment.
 
     Example:
-        await conversation.start()
-        while (request := conversation.request()) is not None:
-            await conversation.take([await generate(request)])
+        await conversation.play(generate)
+        await conversation.close()
     """
 
     def __init__(
@@ -204,7 +205,7 @@ class Conversation(Attempt):
         renderer: Renderer,
         limits: Limits,
         sampling: Callable[[int, int], SamplingParams],
-        stop_text: Callable[[Sequence[int]], str] = lambda ids: "",
+        stop_text: StopText = lambda ids, more: "",
     ) -> None:
         """Prepare the episode; `start` creates the environment.
 
@@ -252,17 +253,13 @@ class Conversation(Attempt):
             limit = f"data.environment.max_conversation_tokens={self._limits.max_tokens}"
             raise EpisodeError("environment_error", f"{problem} ({limit})") from None
 
-    def request(self) -> GenerationRequest | None:
-        """Return the generation request for the policy's next turn; None if the episode has ended."""
-        if self.is_done or self._next is None:
-            return None
-        token_ids = self._next.token_ids
-        max_new_tokens = min(self._limits.max_new_tokens, self._limits.max_tokens - len(token_ids))
-        return GenerationRequest(token_ids=token_ids, sampling=self._sampling(self.num_turns, max_new_tokens))
-
     async def requests(self) -> Sequence[GenerationRequest]:
         """Return the request for the policy's next turn; none if the episode has ended."""
-        return [] if (request := self.request()) is None else [request]
+        if self.is_done or self._next is None:
+            return []
+        token_ids = self._next.token_ids
+        max_new_tokens = min(self._limits.max_new_tokens, self._limits.max_tokens - len(token_ids))
+        return [GenerationRequest(token_ids=token_ids, sampling=self._sampling(self.num_turns, max_new_tokens))]
 
     async def take(self, completions: Sequence[Completion]) -> None:
         """Continue the episode with the policy's turn.

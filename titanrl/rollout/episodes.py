@@ -21,7 +21,7 @@ from titanrl.config.schema import Config
 from titanrl.data.tokenizer import Tokenizer
 from titanrl.environments import Environments, Episode, ProcessOptions
 from titanrl.rewards.scoring import in_turns
-from titanrl.rollout.driver import Attempt, Conversation, EpisodeError, Limits
+from titanrl.rollout.driver import Attempt, Conversation, EpisodeError, Limits, StopText
 from titanrl.rollout.group import Generate, ScoreAnswers, derive_seed, training_sampling
 from titanrl.rollout.renderers import Renderer, make_renderer
 
@@ -57,9 +57,8 @@ class Episodes:
     """The program that plays the episodes, and its endpoint."""
     score: ScoreAnswers
     """Function that scores the policy's last messages with the configured rewards."""
-    stop_text: Callable[..., str] = lambda ids, more=(): ""
-    """Function from the tokens of a turn, and perhaps further stop texts and tokens, to the text at their end that messages
-    leave out."""
+    stop_text: StopText = lambda ids, more: ""
+    """Text that messages leave out."""
     decode_raw: Callable[[Sequence[int]], str] | None = None
     """Function from token ids to their text with special tokens."""
     evaluation_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -384,17 +383,7 @@ async def start_episodes(
     """
     environment = config.data.environment
     assert environment is not None
-    processes = None
-    if environment.num_processes:
-        processes = ProcessOptions(
-            num_processes=environment.num_processes,
-            python=environment.python,
-            log=log,
-            reset_s=environment.step_timeout_s,
-            step_s=environment.step_timeout_s,
-            close_s=environment.step_timeout_s,
-        )
-    environments = programs = None
+    environments = programs = processes = None
     if environment.program:
         from titanrl.rollout.program_episodes import Programs
 
@@ -402,12 +391,21 @@ async def start_episodes(
         programs = Programs(environment, tokenizer, memory_bytes=config.sandbox.memory_bytes, stop=stop, log=log)
         await programs.start()
     else:
+        if environment.num_processes:
+            processes = ProcessOptions(
+                num_processes=environment.num_processes,
+                python=environment.python,
+                log=log,
+                reset_s=environment.step_timeout_s,
+                step_s=environment.step_timeout_s,
+                close_s=environment.step_timeout_s,
+            )
         environments = Environments(environment.function, environment.options, plugins, processes=processes)
         await environments.start()
     renderer = make_renderer(tokenizer, environment.renderer, environment.renderer_options)
     rollout = config.rollout
 
-    def stop_text(ids: Sequence[int], more: Sequence[str | int] = ()) -> str:
+    def stop_text(ids: Sequence[int], more: Sequence[str | int]) -> str:
         text = tokenizer.decode_completion(ids, rollout.stop, keep_stop=rollout.keep_stop)
         if more:
             text = min(text, tokenizer.decode_completion(ids, more), key=len)
@@ -439,6 +437,8 @@ async def _run_in_lockstep(slots: Sequence[_Slot], generate: Generate, num_round
         completions = (completion for turn in turns for completion in turn)
         taken = [(slot, list(islice(completions, len(requests)))) for slot, requests in waiting]
         await asyncio.gather(*(slot.take(own) for slot, own in taken))
+    remaining = await asyncio.gather(*(slot.requests() for slot in slots))  # a program ends after its last reply
+    assert not any(remaining), "no attempt has a call left"
 
 
 async def _run_independently(slots: Sequence[_Slot], generate: Generate, num_needed: int) -> None:

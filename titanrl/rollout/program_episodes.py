@@ -24,7 +24,7 @@ from titanrl.environments.programs import KEY, Command, ProgramResult, ProgramTa
 from titanrl.environments.results import readable_text
 from titanrl.processes.confine import SandboxUnavailable, missing_for_programs
 from titanrl.processes.temporary import TemporaryFolder, private_folder
-from titanrl.rollout.driver import Attempt, EpisodeError, Limits
+from titanrl.rollout.driver import Attempt, EpisodeError, Limits, StopText
 from titanrl.rollout.group import Generate
 from titanrl.rollout.renderers import Renderer
 from titanrl.rollout.tree import Context, DoesNotFit, NotRenderable, described
@@ -39,7 +39,7 @@ OVERRIDDEN, ABANDONED = "overridden_calls", "abandoned_calls"
 """Metrics of an episode: calls that asked for other sampling options than those of the run, which decides alone; and calls
 whose client hung up before the reply, which are not trained on."""
 _CALL_S = 86_400.0
-_CLOSE_S = 5.0
+_CLOSE_S = 10.0
 
 
 class Programs:
@@ -133,7 +133,7 @@ class ProgramEpisode(Attempt):
         renderer: Renderer,
         limits: Limits,
         sampling: Callable[[int, int], SamplingParams],
-        stop_text: Callable[..., str] = lambda ids, more=(): "",
+        stop_text: StopText = lambda ids, more: "",
     ) -> None:
         """Prepare the episode; `start` starts the program.
 
@@ -219,7 +219,7 @@ class ProgramEpisode(Attempt):
         program, self._program = self._program, None
         if program is not None and not program.done():
             program.cancel()
-            await asyncio.wait([program], timeout=2 * _CLOSE_S)
+            await asyncio.wait([program], timeout=_CLOSE_S)
 
     async def call(self, call: Call, on_tokens: OnTokens | None = None) -> Reply:
         """Reply to a call of the program; see `titanrl.serving.calls.Caller`."""
@@ -250,9 +250,10 @@ class ProgramEpisode(Attempt):
             self.messages += call.messages[context.num_known :]
         self.turn_rewards.append(0.0)
         self._is_cut = completion.finish_reason == "length" and len(completion.token_ids) == self._room(context)
-        message = self._add(
-            context, completion, self._parsed(call, completion.token_ids.tolist()), (*call.stop, *call.stop_ids)
-        )
+        parsed = self._parsed(call, completion.token_ids.tolist())
+        for number, each in enumerate(parsed.get("tool_calls", ())):
+            each["id"] = f"call_{self.num_turns}_{number}"  # clients expect different ids in a conversation
+        message = self._add(context, completion, parsed, (*call.stop, *call.stop_ids))
         if on_tokens is not None:
             on_tokens(completion.token_ids.tolist(), completion.logprobs.tolist())
         return Reply(prompt_ids=context.token_ids, completion=completion, message=message)
@@ -293,14 +294,9 @@ class ProgramEpisode(Attempt):
         self._repeats[digest] += 1
         room = self._room(context)
         sampling = self._sampling(turn, room if call.max_tokens is None else min(room, call.max_tokens))
-        wanted = {"temperature": call.temperature, "top_p": call.top_p, "top_k": call.top_k, "min_p": call.min_p}
-        decided = {
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "min_p": sampling.min_p,
-        }
-        differs = any(value is not None and value != decided[name] for name, value in wanted.items())
+        wanted = (call.temperature, call.top_p, call.top_k, call.min_p)
+        decided = (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
+        differs = any(value not in (None, own) for value, own in zip(wanted, decided, strict=True))
         self._num_overridden += differs or call.seed is not None
         return replace(sampling, stop=(*sampling.stop, *call.stop), stop_ids=(*sampling.stop_ids, *call.stop_ids))
 

@@ -123,7 +123,7 @@ class CallTree:
             history = tuple(messages)
         self._check_size(history)
         token_ids = tuple(self._rendered(self._renderer.render, history, tools))
-        return self._checked(self.of_tokens(token_ids, history=history, tools=tuple(tools), key=key, num_known=continued))
+        return self.of_tokens(token_ids, history=history, tools=tuple(tools), key=key, num_known=continued)
 
     def of_tokens(self, token_ids: tuple[int, ...], **fields: Any) -> Context:
         """Return the context of given tokens, which continues the longest call that they start with."""
