@@ -106,7 +106,8 @@ async def alternate(
         calls = list[asyncio.Task[list[Completion]]]()
         for request in requests_of(num_calls, num_tokens):
             calls.append(asyncio.create_task(session.sampling.generate([request])))
-            for _ in range(8):  # the generator gets a message of its own, as for calls of independent clients
+            # A call becomes a message three ticks later. The generator gets one for each call, as from independent clients.
+            for _ in range(3):
                 await asyncio.sleep(0)
         return sum(len(completion.token_ids) for (completion,) in await asyncio.gather(*calls))
 

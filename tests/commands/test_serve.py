@@ -74,6 +74,7 @@ def test_model_is_served_with_lengths_that_fit(tmp_path: Path) -> None:
         ("run", None, "POLICY: no intact checkpoint"),
         ("run/checkpoints/best", None, "POLICY: must be a checkpoint"),
         ("run/checkpoints/step-3", None, "--step"),
+        ("run/checkpoints/best", 3, "--step: a checkpoint has its own step"),
     ],
 )
 def test_missing_policy_is_refused(tmp_path: Path, policy: str, step: int | None, problem: str) -> None:

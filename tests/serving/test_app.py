@@ -259,6 +259,14 @@ def test_responses_stream_has_the_plain_response(server: Server) -> None:
     assert events[-1].type == "response.completed"
 
 
+def test_responses_stream_of_reasoning_alone_has_an_empty_message(server: Server) -> None:
+    POLICY.replies.append({"role": "assistant", "content": "", "reasoning_content": "hm"})
+    with server.client().responses.stream(model="policy", input="hey") as stream:
+        items = [event.item.type for event in stream if event.type == "response.output_item.done"]
+        final = stream.get_final_response()
+    assert items == [item.type for item in final.output] == ["reasoning", "message"]
+
+
 def test_messages_text_tools_and_results(server: Server) -> None:
     POLICY.replies.append(CALLS)
     tools = [{"name": "add", "input_schema": {"type": "object"}}, {"name": "subtract", "input_schema": {}}]
@@ -344,6 +352,7 @@ def test_messages_names_the_stop_sequence(server: Server) -> None:
         ("/v1/responses", {"input": "a", "previous_response_id": "resp_1"}, "previous_response_id"),
         ("/v1/responses", {"input": "a", "tools": [{"type": "web_search"}]}, "tools[0].type"),
         ("/v1/responses", {"input": "a", "store": True}, "store"),
+        ("/v1/responses", {"input": "a", "tool_choice": "required"}, "tool_choice"),
         ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"logits_processors": []}}, "sampling_params"),
     ],
 )
@@ -356,7 +365,13 @@ def test_unsupported_parameter_is_refused_by_name(server: Server, path: str, cha
 
 
 @pytest.mark.parametrize(
-    "change", [{"thinking": {"type": "enabled", "budget_tokens": 9}}, {"max_tokens": None}, {"mcp_servers": [1]}]
+    "change",
+    [
+        {"thinking": {"type": "enabled", "budget_tokens": 9}},
+        {"max_tokens": None},
+        {"mcp_servers": [1]},
+        {"tool_choice": {"type": "any"}},
+    ],
 )
 def test_messages_refuse_in_their_own_format(server: Server, change: dict[str, Any]) -> None:
     body = {"model": "policy", "max_tokens": 9, "messages": [{"role": "user", "content": "hey"}]} | change

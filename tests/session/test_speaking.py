@@ -12,10 +12,10 @@ from titanrl.data.byte_tokenizer import write_byte_tokenizer
 from titanrl.data.tokenizer import Tokenizer, load_tokenizer
 from titanrl.environments import Tool
 from titanrl.launch.supervision import ActorDiedError, DeadlineError
-from titanrl.rollout.renderers import make_renderer
+from titanrl.rollout.renderers import PlainRenderer, make_renderer
 from titanrl.serving.calls import Call, OnTokens, Refused
 from titanrl.serving.protocol import Feed
-from titanrl.session.speaking import Speaker
+from titanrl.session.speaking import Speaker, trained_renderer
 
 ADD = Tool(name="add", parameters={"properties": {"a": {}, "b": {}}})
 USER = ({"role": "user", "content": "añ?"},)
@@ -62,6 +62,13 @@ def test_conversation_is_rendered_and_reply_read(tokenizer: Tokenizer) -> None:
     assert reply.prompt_ids == request.token_ids == tuple(tokenizer.encode_start("añ?"))
     assert (request.sampling.max_new_tokens, request.sampling.temperature, request.sampling.seed) == (5, 0.0, None)
     assert set(reply.completion.versions.tolist()) == {7}
+
+
+def test_conversation_is_rendered_as_in_training(tokenizer: Tokenizer) -> None:
+    config = load_config("quickstart", ["data.environment={function: calculator, renderer: plain}"])
+    assert isinstance(trained_renderer(config, tokenizer), PlainRenderer)
+    with pytest.raises(ValueError, match="no renderer is known"):  # the template of the tokenizer belongs to no family
+        trained_renderer(load_config("quickstart"), tokenizer)
 
 
 def test_limits_default_to_those_of_the_run(tokenizer: Tokenizer) -> None:

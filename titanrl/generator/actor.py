@@ -57,27 +57,6 @@ class GeneratorSetup:
     """`model.family` of the configuration."""
 
 
-class _Cancellable:
-    """A `generate` call, whose groups may be cancelled before they are in the batch."""
-
-    def __init__(self) -> None:
-        self._results: Sequence[Future[list[Completion]]] | None = None
-        self._cancelled = list[int]()
-
-    async def start(self, results: "Sequence[Future[list[Completion]]]", loop: EngineLoop) -> None:
-        """Note the groups' futures when the groups are in the batch."""
-        self._results = results
-        for index in self._cancelled:
-            await loop.cancel(results[index])
-
-    async def cancel(self, index: int, loop: EngineLoop) -> None:
-        """Cancel a group."""
-        if self._results is None:
-            self._cancelled.append(index)
-        else:
-            await loop.cancel(self._results[index])
-
-
 class Generator(Actor):
     """One vLLM engine shared by many callers. While a pull is announced, new requests wait; without complete weights, they are
     refused.
@@ -97,7 +76,7 @@ class Generator(Actor):
         self._leader: Leader | None = None
         self._follower: Follower | None = None
         self._rounds = Gathering(self._submit_round)
-        self._calls: dict[str, _Cancellable] = {}
+        self._calls: dict[str, asyncio.Task[Sequence[Future[list[Completion]]]]] = {}
         self._pulling, self._restarting = asyncio.Lock(), asyncio.Event()
         self._expected = self._attempted = -1  # versions
         self._up_to_date = asyncio.Event()
@@ -144,19 +123,16 @@ class Generator(Actor):
         admission = admission or Admission()
         news: asyncio.Queue[tuple[int, asyncio.Future[list[Completion]] | Sampled]] = asyncio.Queue()
         streams = admission.streams and self._setup.config.on_update != "restart"
-        tell, on_sampled = asyncio.get_running_loop().call_soon_threadsafe, None
-        if streams:
+        tell = asyncio.get_running_loop().call_soon_threadsafe
 
-            def on_sampled(index: int, sampled: "Sampled") -> None:
-                tell(news.put_nowait, (index, sampled))
+        def on_sampled(index: int, sampled: "Sampled") -> None:
+            tell(news.put_nowait, (index, sampled))
 
-        call = _Cancellable()
+        admitted = asyncio.create_task(self._admit(groups, num_kept, admission, on_sampled if streams else None))
         if admission.name:
-            self._calls[admission.name] = call
+            self._calls[admission.name] = admitted
         try:
-            results = await self._admit(groups, num_kept, admission, on_sampled)
-            await call.start(results, self._loop)
-            for index, result in enumerate(map(asyncio.wrap_future, results)):
+            for index, result in enumerate(map(asyncio.wrap_future, await admitted)):
                 result.add_done_callback(lambda result, index=index: news.put_nowait((index, result)))  # type: ignore[misc]
             num_sent = 0
             while num_sent < len(groups):
@@ -170,10 +146,10 @@ class Generator(Actor):
 
     @concurrent_endpoint
     async def cancel(self, name: str, index: int) -> None:
-        """Cancel a group of a call, unless it is done; `name` is that of its `Admission`."""
-        call = self._calls.get(name)
-        if call is not None:
-            await call.cancel(index, self._loop)
+        """Cancel a group of a call when it is in the batch, unless it is done; `name` is that of its `Admission`."""
+        admitted = self._calls.get(name)
+        if admitted is not None:
+            await self._loop.cancel((await asyncio.shield(admitted))[index])
 
     async def _admit(
         self,

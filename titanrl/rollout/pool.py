@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -10,11 +10,9 @@ from typing import Any, TypeVar
 from titanrl.base.errors import TitanRLError
 from titanrl.carriers.types import Admission, Completion, GenerationRequest
 from titanrl.processes.actors import SupervisionError, ask_actor, open_replies
+from titanrl.serving.calls import OnTokens
 
 T = TypeVar("T")
-
-OnTokens = Callable[[Sequence[int], Sequence[float]], None]
-"""Function that gets the next tokens of a completion, and their log-probabilities in nats, `[T]` each."""
 
 
 @dataclass(eq=False, slots=True)

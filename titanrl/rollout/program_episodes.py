@@ -30,7 +30,7 @@ from titanrl.rollout.renderers import Renderer
 from titanrl.rollout.tree import Context, DoesNotFit, NotRenderable, described
 from titanrl.serving.app import App
 from titanrl.serving.app import Limits as EndpointLimits
-from titanrl.serving.calls import Call, Callers, OnTokens, Refused, Reply
+from titanrl.serving.calls import Call, Callers, OnTokens, Refused, Reply, after_end
 from titanrl.serving.listening import Listener, listen
 
 MODEL = "policy"
@@ -214,7 +214,7 @@ class ProgramEpisode(Attempt):
             self._programs.callers.close(key)
         for call in self._waiting:
             if not call.completion.done():
-                call.completion.set_exception(_ended())
+                call.completion.set_exception(after_end())
                 call.completion.exception()  # its client may have hung up
         program, self._program = self._program, None
         if program is not None and not program.done():
@@ -224,7 +224,7 @@ class ProgramEpisode(Attempt):
     async def call(self, call: Call, on_tokens: OnTokens | None = None) -> Reply:
         """Reply to a call of the program; see `titanrl.serving.calls.Caller`."""
         if self._key is None:
-            raise _ended()
+            raise after_end()
         if self._num_asked >= self._limits.max_turns:
             self._is_limited = True
             rule = f"the episode has no call left (data.environment.max_turns={self._limits.max_turns})"
@@ -380,7 +380,3 @@ class ProgramEpisode(Attempt):
 def _reply(call: _Waiting, completion: Completion) -> None:
     if not call.completion.done():  # its client may have hung up
         call.completion.set_result(completion)
-
-
-def _ended() -> Refused:
-    return Refused("the episode of this key has ended. Make no calls after the end.", status=410)

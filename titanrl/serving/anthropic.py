@@ -211,7 +211,7 @@ def _chosen(choice: Fields | None, tools: Sequence[Tool]) -> tuple[tuple[Tool, .
     choice.only("disable_parallel_tool_use", False)
     name = choice.needed("name") if kind == "tool" else None
     choice.done()
-    shown = chosen_tools(tools, name, "tool_choice.name")
+    shown = chosen_tools(tools, name, "tool_choice.name" if name else "tool_choice", is_required=kind == "any")
     return () if kind == "none" else shown, kind in ("any", "tool")
 
 

@@ -18,7 +18,7 @@ import prometheus_client as prometheus
 
 from titanrl.serving import anthropic, openai
 from titanrl.serving.anthropic import MessagesRequest
-from titanrl.serving.calls import SERVER_ERROR, Caller, Refused, Reply
+from titanrl.serving.calls import Caller, Refused, Reply
 from titanrl.serving.openai import ChatCompletion, TextCompletion, TokenCompletion
 from titanrl.serving.protocol import Event, Exchange, Feed, Fields, Piece, load_json
 from titanrl.serving.responses import Response
@@ -108,19 +108,20 @@ class App:
         """Answer one request."""
         if scope["type"] != "http":
             return
-        path, response, started = scope["path"], _Response(send), time.perf_counter()
+        path, started = scope["path"], time.perf_counter()
+        response = _Response(send, is_anthropic=path == "/v1/messages")
         try:
             await self._respond(scope, receive, response)
         except _Disconnected:
             self.metrics.cancelled.inc()
         except Refused as refused:
-            await response.refuse(refused, is_anthropic=path == "/v1/messages")
+            await response.refuse(refused)
         except asyncio.CancelledError:  # of this task, which ends here: the listener closes
-            await response.refuse(refusal(503, "the server shuts down."), is_anthropic=path == "/v1/messages")
+            await response.refuse(Refused("the server shuts down.", status=503))
         except Exception as error:  # edge of the program: the log has the traceback, which the client must not see
             logger.exception("a request failed")
             text = f"an internal error ({type(error).__name__}). The log of the server has the details."
-            await response.refuse(refusal(500, text), is_anthropic=path == "/v1/messages")
+            await response.refuse(Refused(text, status=500))
         finally:
             if path in PROTOCOLS:
                 self.metrics.requests.labels(path, response.status).inc()
@@ -129,7 +130,7 @@ class App:
     async def _respond(self, scope: Scope, receive: Receive, response: "_Response") -> None:
         method, path, headers = scope["method"], scope["path"], dict(scope["headers"])
         if self._hosts is not None and (host := _host_of(headers)) not in self._hosts:
-            raise refusal(403, f"host: must be one of {', '.join(sorted(self._hosts))} (got {host[:80]!r})")
+            raise Refused(f"host: must be one of {', '.join(sorted(self._hosts))} (got {host[:80]!r})", status=403)
         if path == "/health":
             problem = self._check()
             await response.send_json({"status": problem or "ok"}, status=503 if problem else 200)
@@ -147,9 +148,9 @@ class App:
             await response.send_json(self._model(self._served(path.removeprefix("/v1/models/"))))
         elif path not in PROTOCOLS:
             known = ", ".join((*PROTOCOLS, "/v1/models", "/health", "/metrics"))
-            raise refusal(404, f"path: must be one of {known} (got {path[:200]!r})")
+            raise Refused(f"path: must be one of {known} (got {path[:200]!r})", status=404)
         elif method != "POST":
-            raise refusal(405, f"method: must be POST (got {method[:20]!r})")
+            raise Refused(f"method: must be POST (got {method[:20]!r})", status=405)
         else:
             await self._answer(path, caller, headers, receive, response)
 
@@ -161,14 +162,16 @@ class App:
             fields = load_json(await self._read_body(headers, receive))
             exchange = PROTOCOLS[path](fields, self._served(fields.text("model")), caller)
         if problem := self._check():
-            raise refusal(503, problem)
+            raise Refused(problem, status=503)
         with self._admitted(caller, len(exchange.calls)):
             work = self._stream(exchange, caller, response) if exchange.streams else _reply(exchange, caller, response)
             try:
                 async with asyncio.timeout(self._limits.call_s):
                     replies = await _unless_disconnected(work, receive)
             except TimeoutError:
-                raise refusal(504, f"the call took longer than {self._limits.call_s:g} s. Ask for fewer tokens.") from None
+                raise Refused(
+                    f"the call took longer than {self._limits.call_s:g} s. Ask for fewer tokens.", status=504
+                ) from None
         self.metrics.prompt_tokens.inc(sum(len(reply.prompt_ids) for reply in replies))
         self.metrics.tokens.inc(sum(len(reply.completion.token_ids) for reply in replies))
         if exchange.requires_tool:
@@ -226,7 +229,7 @@ class App:
         limits, key = self._limits, id(caller)
         if self._num_running.total() + num > limits.max_calls or self._num_running[key] + num > limits.max_calls_per_key:
             text = f"too many calls at once: {limits.max_calls_per_key} per key, {limits.max_calls} in all. Retry later."
-            raise refusal(429, text)
+            raise Refused(text, status=429)
         self._num_running[key] += num
         self.metrics.running.inc(num)
         try:
@@ -241,8 +244,8 @@ class App:
         limit = self._limits.max_body_bytes
         kind, length = headers.get(b"content-type", b""), headers.get(b"content-length", b"0")
         if kind.partition(b";")[0].strip().lower() != b"application/json":  # a web page cannot send it unasked
-            raise refusal(415, f"content-type: must be application/json (got {kind[:80].decode('latin-1')!r})")
-        too_long = refusal(413, f"body: must have at most {limit} bytes. Send less.")
+            raise Refused(f"content-type: must be application/json (got {kind[:80].decode('latin-1')!r})", status=415)
+        too_long = Refused(f"body: must have at most {limit} bytes. Send less.", status=413)
         if not length.isdigit() or len(length) > 18 or int(length) > limit:
             raise too_long
         body = bytearray()
@@ -258,7 +261,7 @@ class App:
                     if not message.get("more_body", False):
                         return bytes(body)
         except TimeoutError:
-            raise refusal(408, f"body: must arrive within {self._limits.body_s:g} s") from None
+            raise Refused(f"body: must arrive within {self._limits.body_s:g} s", status=408) from None
 
     def _served(self, model: str | None) -> str:
         if model is not None and model not in self._models:
@@ -277,8 +280,8 @@ class _Disconnected(Exception):
 class _Response:
     """The response to one request."""
 
-    def __init__(self, send: Send) -> None:
-        self._send = send
+    def __init__(self, send: Send, *, is_anthropic: bool) -> None:
+        self._send, self._is_anthropic = send, is_anthropic
         self.has_started = False
         self.status = 499  # as in other servers: the client has gone
 
@@ -305,20 +308,14 @@ class _Response:
         if lines or is_last:
             await self._send({"type": "http.response.body", "body": "".join(lines).encode(), "more_body": not is_last})
 
-    async def refuse(self, refused: Refused, *, is_anthropic: bool) -> None:
-        error = anthropic.error(refused) if is_anthropic else openai.error(refused)
+    async def refuse(self, refused: Refused) -> None:
+        error = anthropic.error(refused) if self._is_anthropic else openai.error(refused)
         if self.has_started:
             self.status = refused.status
-            await self.send_events([("error" if is_anthropic else None, error)], is_last=True)
+            await self.send_events([("error" if self._is_anthropic else None, error)], is_last=True)
         else:
             headers = [HEADERS[refused.status]] if refused.status in HEADERS else []
             await self.send_json(error, refused.status, *headers)
-
-
-def refusal(status: int, text: str) -> Refused:
-    """Return a refusal with the type of its status in OpenAI's terms."""
-    kind = "rate_limit_error" if status == 429 else SERVER_ERROR if status >= 500 else "invalid_request_error"
-    return Refused(text, status=status, kind=kind)
 
 
 async def _reply(exchange: Exchange, caller: Caller, response: _Response) -> list[Reply]:

@@ -15,8 +15,6 @@ from titanrl.environments.interface import Message, Tool
 OnTokens = Callable[[Sequence[int], Sequence[float]], None]
 """Function that gets the next tokens of a completion, and their log-probabilities in nats, `[T]` each."""
 
-SERVER_ERROR = "server_error"
-"""Type of an error that is not the client's fault, in OpenAI's terms."""
 MAX_ENDED = 65_536
 """Keys of ended callers that `Callers` remembers, to tell a call after the end from a wrong key."""
 
@@ -84,7 +82,6 @@ class Refused(TitanRLError):
         message: str,
         *,
         status: int = 400,
-        kind: str = "invalid_request_error",
         param: str | None = None,
         code: str | None = None,
     ) -> None:
@@ -94,12 +91,23 @@ class Refused(TitanRLError):
             message: Value, rule and fix, for the user of the client.
             status: HTTP status: 400 invalid, 401 wrong key, 410 after the end of the episode, 413 too large, 429 too many
                 calls, 503 no weights or shutting down, 504 out of time.
-            kind: Type of the error in OpenAI's terms.
             param: Parameter of the request that is to blame.
             code: Code of the error in OpenAI's terms, such as `model_not_found`.
         """
         super().__init__(message)
-        self.status, self.kind, self.param, self.code = status, kind, param, code
+        self.status, self.param, self.code = status, param, code
+
+    @property
+    def kind(self) -> str:
+        """Type of the error in OpenAI's terms."""
+        if self.status >= 500:
+            return "server_error"
+        return "rate_limit_error" if self.status == 429 else "invalid_request_error"
+
+
+def after_end() -> Refused:
+    """Return the refusal of a call after the end of its episode."""
+    return Refused("the episode of this key has ended. Make no calls after the end.", status=410, code="ended")
 
 
 class Caller(Protocol):
@@ -159,7 +167,7 @@ class Callers:
         """
         digest = self._digest(key)
         if digest in self._ended:
-            raise Refused("the episode of this key has ended. Make no calls after the end.", status=410, code="ended")
+            raise after_end()
         return self._callers.get(digest)
 
     def _digest(self, key: str) -> bytes:

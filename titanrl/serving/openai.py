@@ -31,6 +31,8 @@ from titanrl.serving.protocol import (
 
 MAX_TOKENS = 2**31 - 1
 """Bound on numbers of tokens; the policy has a lower one."""
+NO_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
+"""Parameters that name the client, or hint at billing and caches."""
 _END: Event = (None, "[DONE]")
 
 
@@ -48,7 +50,7 @@ class ChatCompletion:
         self._model, self._caller, self._id, self._created = model, caller, new_id("chatcmpl-"), int(time.time())
         messages = [read_message(each, f"messages[{index}]") for index, each in enumerate(fields.items("messages"))]
         tools = [_read_tool(each, f"tools[{index}]") for index, each in enumerate(fields.items("tools"))]
-        shown, self.requires_tool = _chosen(fields, tools)
+        shown, self.requires_tool = read_tool_choice(fields.take("tool_choice"), tools)
         limits = [fields.count(name, 1, MAX_TOKENS) for name in ("max_completion_tokens", "max_tokens")]
         call = Call(
             messages=conversation(messages),
@@ -196,8 +198,7 @@ class TextCompletion:
     def finish(self, index: int, piece: Piece, reply: Reply) -> Iterator[Event]:
         """Return the events of the last part of a completion."""
         choice = self._choice(index, piece, self._num_chars[index]) | {"finish_reason": reply.finish_reason}
-        versions = {"weight_versions": version_spans(reply), "prompt_token_ids": list(reply.prompt_ids)}
-        yield None, self._head() | {"choices": [choice | (versions if self._returns_ids else {})]}
+        yield None, self._head() | {"choices": [choice | self._ids(reply)]}
 
     def end(self, replies: Sequence[Reply]) -> Iterator[Event]:
         """Return the last events of a stream."""
@@ -353,22 +354,28 @@ def _read_tool(value: object, path: str) -> Tool:
     return tool
 
 
-def _chosen(fields: Fields, tools: Sequence[Tool]) -> tuple[tuple[Tool, ...], bool]:
-    """Return the functions that the policy sees, and whether the client requires a call."""
-    choice = fields.take("tool_choice")
+def read_tool_choice(choice: object, tools: Sequence[Tool], *, is_flat: bool = False) -> tuple[tuple[Tool, ...], bool]:
+    """Return the functions that the policy sees, and whether the client requires a call.
+
+    Args:
+        choice: The field `tool_choice`.
+        tools: Functions of the request.
+        is_flat: True if the name of a function is beside its type, as in `/v1/responses`.
+
+    Raises:
+        Refused: The choice is invalid.
+    """
     if isinstance(choice, dict):
         named = Fields(choice, "tool_choice")
         named.needed("type", "function")
-        function = Fields(named.take("function"), "tool_choice.function")
+        function = named if is_flat else Fields(named.take("function"), "tool_choice.function")
         name = function.needed("name")
         named.done()
         function.done()
-        return chosen_tools(tools, name, "tool_choice.function.name"), True
+        return chosen_tools(tools, name, function.name("name")), True
     if choice not in (None, "none", "auto", "required"):
         raise wrong("tool_choice", "must be none, auto, required or a function", choice)
-    shown = chosen_tools(tools, None, "tool_choice")
-    if choice == "required" and not shown:
-        raise wrong("tool_choice", "requires tools", choice)
+    shown = chosen_tools(tools, None, "tool_choice", is_required=choice == "required")
     return () if choice == "none" else shown, choice == "required"
 
 
@@ -418,7 +425,7 @@ def _end(fields: Fields) -> None:
     fields.only("repetition_penalty", 1, 1.0)
     fields.only("logit_bias", {})
     fields.only("ignore_eos", False)
-    fields.skip("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
+    fields.skip(*NO_EFFECT)
     fields.done()
 
 

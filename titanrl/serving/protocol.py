@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from titanrl.environments.interface import Message, Tool
 from titanrl.environments.results import NotAnObject, parse_object
-from titanrl.serving.calls import SERVER_ERROR, Call, Caller, Refused, Reply
+from titanrl.serving.calls import Call, Caller, Refused, Reply
 
 MAX_CHOICES = 128
 """Largest number of completions that one request may ask for."""
@@ -103,9 +103,7 @@ class Feed:
         """Return the rest of the completion."""
         content, reasoning = reply.message["content"], reply.message.get("reasoning_content") or ""
         if not (content.startswith(self._text) and reasoning.startswith(self._reasoning)):
-            raise Refused(
-                "the reply differs from the part that was sent. Repeat the call without stream.", status=500, kind=SERVER_ERROR
-            )
+            raise Refused("the reply differs from the part that was sent. Repeat the call without stream.", status=500)
         self._ids, self._logprobs = reply.completion.token_ids.tolist(), reply.completion.logprobs.tolist()
         return self._piece(content, reasoning)
 
@@ -309,12 +307,14 @@ def read_function(fields: Fields, schema: str) -> Tool:
     return Tool(name=name, description=fields.text("description") or "", parameters=parameters or {})
 
 
-def chosen_tools(tools: Sequence[Tool], choice: str | None, name: str) -> tuple[Tool, ...]:
+def chosen_tools(tools: Sequence[Tool], choice: str | None, name: str, *, is_required: bool = False) -> tuple[Tool, ...]:
     """Return the functions that the policy sees: all of them, or the one that the client chose.
 
     Raises:
-        Refused: There are two of a name, or none of the chosen name.
+        Refused: There are two of a name, none of the chosen name, or none although the client requires a call.
     """
+    if is_required and not tools:
+        raise wrong(name, "requires tools", [])
     names = [tool.name for tool in tools]
     if repeated := next((each for each in names if names.count(each) > 1), None):
         raise wrong("tools", "must have different names", repeated)

@@ -7,13 +7,12 @@ from typing import Any
 
 from titanrl.environments.interface import Message, Tool
 from titanrl.serving.calls import Call, Caller, Reply
-from titanrl.serving.openai import MAX_TOKENS
+from titanrl.serving.openai import MAX_TOKENS, NO_EFFECT, read_tool_choice
 from titanrl.serving.protocol import (
     Event,
     Fields,
     Piece,
     arguments_text,
-    chosen_tools,
     conversation,
     joined_text,
     new_id,
@@ -42,7 +41,7 @@ class Response:
         messages = conversation([*system, *_read_input(fields.take("input"))])
         tools = [_read_tool(each, f"tools[{index}]") for index, each in enumerate(fields.items("tools"))]
         choice = fields.take("tool_choice")
-        shown, self.requires_tool = _chosen(choice, tools)
+        shown, self.requires_tool = read_tool_choice(choice, tools, is_flat=True)
         call = Call(
             messages=messages,
             tools=shown,
@@ -71,7 +70,7 @@ class Response:
         fields.only("top_logprobs", 0)
         fields.only("truncation", "disabled")
         fields.only("service_tier", "auto", "default")
-        fields.skip("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
+        fields.skip(*NO_EFFECT)
         fields.done()
         self._head = {
             "id": self._id,
@@ -136,7 +135,7 @@ class Response:
     def finish(self, index: int, piece: Piece, reply: Reply) -> Iterator[Event]:
         """Return the events of the last part of the completion."""
         yield from self.extend(index, piece)
-        if self._open is None and not reply.message.get("tool_calls"):
+        if not self._sent["message"] and not reply.message.get("tool_calls"):
             yield from self._delta("message", "")  # an empty reply is a message, too
         yield from self._close()
         for call in reply.message.get("tool_calls", ()):
@@ -249,20 +248,6 @@ def _read_tool(value: object, path: str) -> Tool:
     fields.flag("strict")  # a wish: sampling is not constrained
     fields.done()
     return tool
-
-
-def _chosen(choice: object, tools: Sequence[Tool]) -> tuple[tuple[Tool, ...], bool]:
-    """Return the functions that the policy sees, and whether the client requires a call."""
-    if isinstance(choice, dict):
-        named = Fields(choice, "tool_choice")
-        named.needed("type", "function")
-        name = named.needed("name")
-        named.done()
-        return chosen_tools(tools, name, "tool_choice.name"), True
-    if choice not in (None, "none", "auto", "required"):
-        raise wrong("tool_choice", "must be none, auto, required or a function", choice)
-    shown = chosen_tools(tools, None, "tool_choice")
-    return () if choice == "none" else shown, choice == "required"
 
 
 def _sent_tool(tool: Tool) -> dict[str, Any]:

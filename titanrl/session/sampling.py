@@ -18,7 +18,8 @@ from titanrl.data.tokenizer import Tokenizer
 from titanrl.launch.generators import GeneratorMeshes
 from titanrl.launch.supervision import Pace
 from titanrl.rollout.group import derive_seed
-from titanrl.rollout.pool import GeneratorPool, OnTokens
+from titanrl.rollout.pool import GeneratorPool
+from titanrl.serving.calls import OnTokens
 
 T = TypeVar("T")
 

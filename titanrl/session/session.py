@@ -37,9 +37,8 @@ from titanrl.metrics.console import Console
 from titanrl.models.directory import open_model
 from titanrl.processes.children import Respawns
 from titanrl.rollout.open_tasks import EvaluationSets, OpenTask, RecordEvaluation, open_tasks
-from titanrl.rollout.renderers import Renderer, make_renderer
 from titanrl.session.sampling import Sample, Sampler, SamplingClient
-from titanrl.session.speaking import Speaker
+from titanrl.session.speaking import Speaker, trained_renderer
 from titanrl.session.starting_model import StartingModel, new_base, prepare_starting_model, warm_start
 from titanrl.session.training import TrainingClient
 from titanrl.weights.sync import WeightSync
@@ -233,11 +232,10 @@ class Session:
             raise TitanRLError("sampling: this session has no generators. Connect with sampling=True.")
         return SamplingClient(self._sampler)
 
-    def speaker(self, renderer: Renderer | None = None, *, version: int | None = None) -> Speaker:
+    def speaker(self, *, version: int | None = None) -> Speaker:
         """Return the newest published version of the policy as a caller, for the HTTP endpoint.
 
         Args:
-            renderer: Renderer of conversations; that of the model by default.
             version: Version of weights that never change; None keeps the versions of the generators.
 
         Raises:
@@ -246,7 +244,7 @@ class Session:
         """
         if self._sampler is None:
             raise TitanRLError("speaker: this session has no generators. Connect with sampling=True.")
-        return Speaker(self._sampler, renderer or make_renderer(self.tokenizer, "auto", {}), version=version)
+        return Speaker(self._sampler, trained_renderer(self.config, self.tokenizer), version=version)
 
     async def task(self) -> Task:
         """Open the configured prompts, and start the reward processes, which run until the session closes.

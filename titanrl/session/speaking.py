@@ -7,11 +7,12 @@ import numpy as np
 
 from titanrl.base.errors import FaultError
 from titanrl.carriers.types import Completion, GenerationRequest, SamplingParams
-from titanrl.data.tokenizer import MAX_TOKEN_CHARS
+from titanrl.config.schema import Config
+from titanrl.data.tokenizer import MAX_TOKEN_CHARS, Tokenizer
 from titanrl.environments.interface import Message
 from titanrl.launch.supervision import DeadlineError
-from titanrl.rollout.renderers import Renderer
-from titanrl.serving.calls import SERVER_ERROR, Call, OnTokens, Refused, Reply
+from titanrl.rollout.renderers import Renderer, make_renderer
+from titanrl.serving.calls import Call, OnTokens, Refused, Reply
 from titanrl.serving.protocol import MAX_SEED, new_id
 from titanrl.session.sampling import Sampler
 
@@ -45,11 +46,11 @@ class Speaker:
         except ValueError as error:
             raise Refused(str(error), param=_source(call)) from error
         except DeadlineError as error:
-            raise Refused(str(error), status=504, kind=SERVER_ERROR) from error
+            raise Refused(str(error), status=504) from error
         except FaultError as error:
-            raise Refused(f"the policy cannot be sampled: {error}", status=503, kind=SERVER_ERROR) from error
+            raise Refused(f"the policy cannot be sampled: {error}", status=503) from error
         if completion.finish_reason == "abort":
-            raise Refused("the completion was cancelled. Try again.", status=503, kind=SERVER_ERROR)
+            raise Refused("the completion was cancelled. Try again.", status=503)
         if self._version is not None:
             completion = replace(completion, versions=np.full_like(completion.versions, self._version))
         return Reply(prompt_ids=prompt_ids, completion=completion, message=self._message(call, completion))
@@ -127,6 +128,18 @@ class Speaker:
             stop=(*rollout.stop_texts, *call.stop),
             stop_ids=(*(self._renderer.stop_ids if call.messages is not None else ()), *rollout.stop_ids, *call.stop_ids),
         )
+
+
+def trained_renderer(config: Config, tokenizer: Tokenizer) -> Renderer:
+    """Return the renderer of the first environment that the policy is trained in, or that of its model if there is none.
+
+    Raises:
+        ValueError: The renderer cannot be used with the model, or none is known for it.
+    """
+    for task in config.data.tasks.values():
+        if task.environment is not None:
+            return make_renderer(tokenizer, task.environment.renderer, task.environment.renderer_options)
+    return make_renderer(tokenizer, "auto", {})
 
 
 def _source(call: Call) -> str:
