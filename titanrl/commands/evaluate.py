@@ -7,14 +7,12 @@ vLLM runs its own implementation of the model.
 import argparse
 import asyncio
 import json
-import logging
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import rich.console
@@ -131,20 +129,22 @@ def run(model: Path, config: Config, names: Sequence[str], *, as_json: bool) -> 
         console = Console(mode, total_steps=0, title=config.name, out=err, err=err)
         try:
             with command.log_to(folder / "controller.log"), temporary_folder():
-                results, code = asyncio.run(_interruptibly(config, names, console))
+                results, code = asyncio.run(command.until_signal(evaluate_sets(config, names, console)))
         except Exception as error:  # top level of the program: the user sees the cause, the log has the traceback
             err.print(f"error: {describe(error)}. The logs are in {folder}", markup=False, highlight=False)
             return 1
-        for name, result in results.items():
+        for name, result in (results or {}).items():
             if result.num_errors:
                 console.warn(f"evaluation {name}: {result.failures} (first error: {result.first_error})")
     shutil.rmtree(folder, ignore_errors=True)
-    if not code and as_json:
+    if code or results is None:
+        return code
+    if as_json:
         print(json.dumps(as_dict(model, results), indent=2))
-    elif not code:
+    else:
         shown = rich.console.Console(width=None if sys.stdout.isatty() else 200)
         print_table(shown, f"Evaluation of {model}", ("set", "completions", "metric", "value", "95 % interval"), rows(results))
-    return code
+    return 0
 
 
 async def evaluate_sets(config: Config, names: Sequence[str], console: Console) -> dict[str, EvaluationResult]:
@@ -201,24 +201,6 @@ def rows(results: Results) -> Iterator[tuple[str, str, str, str, str]]:
             yield "", "", "failed rewards", f"{result.num_errors} of {result.num_completions}", result.first_error
             scored = result.num_prompts - result.num_unscored_prompts
             yield "", "", "prompts in the mean", f"{scored} of {result.num_prompts}", ""
-
-
-async def _interruptibly(config: Config, names: Sequence[str], console: Console) -> tuple[dict[str, EvaluationResult], int]:
-    """Evaluate until done or interrupted; return results and exit code. A second signal exits the process immediately."""
-    task, loop, code = asyncio.create_task(evaluate_sets(config, names, console)), asyncio.get_running_loop(), 0
-
-    def end(number: int, frame: FrameType | None) -> None:
-        nonlocal code
-        code = 128 + number
-        terminal.exit_on_signals()
-        loop.call_soon_threadsafe(task.cancel)
-
-    terminal.handle_ending(end)
-    try:
-        return await task, code
-    except asyncio.CancelledError:
-        logging.getLogger(__name__).info("interrupted")
-        return {}, code
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ generators.
 
 import argparse
 import asyncio
-import contextlib
 import json
 import os
 import shutil
@@ -16,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from ipaddress import ip_address
 from pathlib import Path
-from types import FrameType
 
 import rich.console
 import yaml
@@ -169,6 +167,8 @@ def find_policy(policy: Path, step: int | None, overrides: Sequence[str], scratc
     policy = policy.resolve()
     if policy.parent.name == "checkpoints" and not why_no_file(policy.parents[1] / "config.yaml"):
         name, run_dir = policy.name, policy.parents[1]
+        if step is not None:
+            raise ConfigError(f"--step: a checkpoint has its own step (got {step}, and {policy}). Remove the option.")
         if name != "final" and not name.removeprefix("step-").isdigit():
             raise ConfigError(f"POLICY: must be a checkpoint such as step-10 or final (got {policy}). Give another directory.")
         step = None if name == "final" else int(name.removeprefix("step-"))
@@ -227,27 +227,11 @@ def run(served: Served, keys: Mapping[str, int], arguments: argparse.Namespace, 
         console = Console("plain", total_steps=0, title=served.name, out=err, err=err)
         try:
             with command.log_to(scratch / "controller.log"), temporary_folder():
-                code = asyncio.run(_until_signal(served, keys, arguments, console))
+                _, code = asyncio.run(command.until_signal(serve(served, keys, arguments, console)))
         except Exception as error:  # top level of the program: the user sees the cause, the log has the traceback
             err.print(f"error: {describe(error)}. The logs are in {scratch}", markup=False, highlight=False)
             return 1
     shutil.rmtree(scratch, ignore_errors=True)
-    return code
-
-
-async def _until_signal(served: Served, keys: Mapping[str, int], arguments: argparse.Namespace, console: Console) -> int:
-    """Serve until a signal or a fault; return the exit code. A second signal exits the process immediately."""
-    task, loop, code = asyncio.create_task(serve(served, keys, arguments, console)), asyncio.get_running_loop(), 0
-
-    def end(number: int, frame: FrameType | None) -> None:
-        nonlocal code
-        code = 128 + number
-        terminal.exit_on_signals()
-        loop.call_soon_threadsafe(task.cancel)
-
-    terminal.handle_ending(end)
-    with contextlib.suppress(asyncio.CancelledError):
-        await task
     return code
 
 
@@ -277,7 +261,7 @@ async def serve(served: Served, keys: Mapping[str, int], arguments: argparse.Nam
             [name],
             Limits(max_calls=arguments.max_calls, max_calls_per_key=arguments.max_calls),
             check=lambda: "" if session.fault is None else f"the policy cannot be sampled: {session.fault}",
-            hosts=None if keys or arguments.unix is not None else LOCAL,
+            hosts=None if keys or arguments.unix is not None else {*LOCAL, arguments.host},
         )
         at = arguments.unix or ("127.0.0.1" if arguments.host == "localhost" else arguments.host, arguments.port)
         listener = await listen(app, at)

@@ -13,11 +13,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO, TypeVar
 
 import rich.console
 
@@ -34,6 +34,8 @@ from titanrl.metrics.console import Console
 from titanrl.processes import temporary
 from titanrl.processes.variables import temporary_folder
 from titanrl.run.run import Run
+
+T = TypeVar("T")
 
 CLOSE_LIMIT_S = 25.0
 """Time limit for shutdown, from the end of the work until every process has exited, even if something hangs."""
@@ -235,6 +237,24 @@ def exit_hung_process(code: int, cause: str, err: rich.console.Console, limit_s:
     slow = f"closing took more than {limit_s:g} s"
     err.print(f"error: {cause} ({slow})" if cause else f"error: {slow}", markup=False, highlight=False)
     os._exit(code or 1)
+
+
+async def until_signal(work: Coroutine[Any, Any, T]) -> tuple[T | None, int]:
+    """Await work until a signal cancels it; return its result, and the exit code. A second signal exits the process at once."""
+    task, loop, code = asyncio.create_task(work), asyncio.get_running_loop(), 0
+
+    def end(number: int, frame: FrameType | None) -> None:
+        nonlocal code
+        code = 128 + number
+        terminal.exit_on_signals()
+        loop.call_soon_threadsafe(task.cancel)
+
+    terminal.handle_ending(end)
+    try:
+        return await task, code
+    except asyncio.CancelledError:
+        logging.getLogger(__name__).info("interrupted")
+        return None, code
 
 
 @contextlib.contextmanager
