@@ -268,7 +268,7 @@ def test_conversation_starts_a_segment_only_where_thinking_is_stripped(
         make_renderer(load_tokenizer(folder), name, {}),
         limits,
         lambda turn, limit: SamplingParams(max_new_tokens=limit, temperature=1.0, seed=0),
-        lambda ids: "2",  # a stop text, which messages leave out
+        lambda ids, more: "2",  # a stop text, which messages leave out
     )
 
     async def play() -> None:
