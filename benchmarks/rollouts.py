@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.machine import write_result
 from titanrl.carriers.rewards import Answers, Scored
-from titanrl.carriers.types import Completion, GenerationRequest, Group, GroupHandle, Prompt
+from titanrl.carriers.types import Completion, GenerationRequest, Group, GroupHandle, OnTokens, Prompt
 from titanrl.config import Config
 from titanrl.data.tokenizer import Tokenizer, load_tokenizer, write_tokenizer
 from titanrl.rollout.episodes import start_episodes
@@ -43,7 +43,7 @@ class Stub:
         self._answers = [np.array([*tokenizer.encode(text), tokenizer.eos_ids[0]]) for text in texts]
         self._lengths: dict[int, int] = {}
 
-    async def __call__(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+    async def __call__(self, requests: Sequence[GenerationRequest], *, on_tokens: OnTokens | None = None) -> list[Completion]:
         """Return the completions."""
         return [self._completion(len(request.token_ids)) for request in requests]
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from titanrl.carriers.rewards import Answers, Scored
-from titanrl.carriers.types import Completion, GenerationRequest, Group, Prompt
+from titanrl.carriers.types import Completion, GenerationRequest, Group, OnTokens, Prompt
 from titanrl.config import Config
 from titanrl.config.errors import ConfigError
 from titanrl.data.byte_tokenizer import write_byte_tokenizer
@@ -39,10 +39,15 @@ class Policy:
         self.record: list[tuple[GenerationRequest, Completion]] = []
         self.sizes: list[int] = []
 
-    async def __call__(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+    async def __call__(self, requests: Sequence[GenerationRequest], *, on_tokens: OnTokens | None = None) -> list[Completion]:
         self.sizes.append(len(requests))
         await asyncio.sleep(0)
-        return [self._complete(request) for request in requests]
+        completions = [self._complete(request) for request in requests]
+        if on_tokens is not None:
+            for token, logprob in zip(completions[0].token_ids[:-1].tolist(), completions[0].logprobs.tolist(), strict=False):
+                on_tokens([token], [logprob])
+                await asyncio.sleep(0.01)
+        return completions
 
     def _complete(self, request: GenerationRequest) -> Completion:
         text, limit = self._texts[len(self.record) % len(self._texts)], request.sampling.max_new_tokens
@@ -190,6 +195,63 @@ def test_tools_streams_and_parallel_calls(tokenizer: Tokenizer, tmp_path: Path) 
     assert sum(int(segment.mask.sum()) for segment in rollout.segments) == sum(len(c.token_ids) for _, c in known)
 
 
+STREAM = """
+    messages = [{"role": "user", "content": task.question}]
+    stream = await create(model=task.model, messages=messages, stream=True)
+    texts = [chunk.choices[0].delta.content async for chunk in stream if chunk.choices[0].delta.content]
+"""
+
+
+@pytest.mark.parametrize(("in_round", "num_chunks"), [(False, 5), (True, 1)])
+def test_tokens_are_streamed_while_they_are_sampled(
+    tokenizer: Tokenizer, tmp_path: Path, in_round: bool, num_chunks: int
+) -> None:
+    code = STREAM + "    return {'rewards': {'chunks': len(texts), 'whole': ''.join(texts) == 'abcde'}}"
+    group, policy = play(tokenizer, module(tmp_path, code), ["abcde"], returns="rewards", in_round=in_round)
+    assert group.rollouts[0].reward_parts == {"chunks": num_chunks, "whole": 1.0}
+    assert group.rollouts[0].sampled.token_ids.tolist() == policy.record[0][1].token_ids.tolist()
+
+
+def test_stream_that_is_sampled_again_fails_and_is_not_trained_on(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """A replica that dies may have streamed tokens that its replacement does not sample."""
+    code = f"""
+        try:
+            {textwrap.indent(textwrap.dedent(STREAM), " " * 12).strip()}
+        except openai.APIError as error:
+            said = str(error)
+        {ASK.strip().splitlines()[1].strip()}
+        return {{"reward": "cancelled" in said}}
+    """
+
+    class Lost(Policy):
+        async def __call__(
+            self, requests: Sequence[GenerationRequest], *, on_tokens: OnTokens | None = None
+        ) -> list[Completion]:
+            if on_tokens is not None:
+                on_tokens(self._tokenizer.encode("lost"), [0.0] * 4)
+                on_tokens = None
+            return await super().__call__(requests, on_tokens=on_tokens)
+
+    group, policy = play(tokenizer, module(tmp_path, code), Lost(tokenizer, ["other", "2"]), returns="rewards")
+    assert [failure.error for failure in group.failures] == []
+    assert (group.rollouts[0].reward, len(policy.record)) == (1.0, 2)
+    assert group.rollouts[0].sampled.token_ids.tolist() == [*tokenizer.encode("2"), EOS_ID]
+
+
+def test_reply_without_a_required_call_succeeds_and_is_counted(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    code = f"""
+        messages, tools = [{{"role": "user", "content": task.question}}], [{ADD!r}]
+        named = {{"type": "function", "function": {{"name": "add"}}}}
+        for choice in ("required", named, "auto", "required"):
+            reply = await create(model=task.model, messages=messages, tools=tools, tool_choice=choice)
+            if choice == "required" and reply.choices[0].message.tool_calls is None:
+                assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == ("2", "stop")
+    """
+    group, _ = play(tokenizer, module(tmp_path, code), ["2", "2", "2", CALL])
+    assert [failure.error for failure in group.failures] == []
+    assert (group.rollouts[0].metrics["calls"], group.rollouts[0].metrics["missing_tool_calls"]) == (4, 2)
+
+
 def test_rewritten_history_is_a_branch(tokenizer: Tokenizer, tmp_path: Path) -> None:
     code = (
         ASK
@@ -325,7 +387,9 @@ def test_client_that_hangs_up_is_not_trained_on(tokenizer: Tokenizer, tmp_path: 
     """
 
     class Slow(Policy):
-        async def __call__(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        async def __call__(
+            self, requests: Sequence[GenerationRequest], *, on_tokens: OnTokens | None = None
+        ) -> list[Completion]:
             if not self.record:
                 await asyncio.sleep(0.6)
             return await super().__call__(requests)

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from titanrl.carriers.types import Completion, FinishReason
+from titanrl.carriers.types import Completion, FinishReason, OnTokens
 from titanrl.environments import Message
-from titanrl.serving.calls import Call, OnTokens, Refused, Reply
+from titanrl.serving.calls import Call, Refused, Reply
 
 END = 256
 """Token that ends a reply; the others are bytes."""

@@ -6,14 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from titanrl.carriers.types import Completion, FinishReason, GenerationRequest
+from titanrl.carriers.types import Completion, FinishReason, GenerationRequest, OnTokens
 from titanrl.config import load_config
 from titanrl.data.byte_tokenizer import write_byte_tokenizer
 from titanrl.data.tokenizer import Tokenizer, load_tokenizer
 from titanrl.environments import Tool
 from titanrl.launch.supervision import ActorDiedError, DeadlineError
 from titanrl.rollout.renderers import PlainRenderer, make_renderer
-from titanrl.serving.calls import Call, OnTokens, Refused
+from titanrl.serving.calls import Call, Refused
 from titanrl.serving.protocol import Feed
 from titanrl.session.speaking import Speaker, trained_renderer
 

@@ -6,7 +6,7 @@ counts in the loss. Arrays are numpy, so that no reader needs torch.
 """
 
 import copyreg
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -130,6 +130,10 @@ class Completion:
     """Log-probability of each prompt token except the first, at temperature 1, if requested, `[P - 1]`."""
     supports: Supports | None = None
     """Support of each token's sampling distribution, over which `logprobs` are normalized, if requested, `[T]`."""
+
+
+OnTokens = Callable[[Sequence[int], Sequence[float]], None]
+"""Function that gets the next tokens of a completion, and their log-probabilities in nats, `[T]` each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,7 @@ from titanrl.environments import (
     Observation,
 )
 from titanrl.environments.results import checked, readable_text, shown
-from titanrl.rollout.group import Generate
+from titanrl.rollout.group import GenerateTokens
 from titanrl.rollout.renderers import Renderer
 from titanrl.rollout.tree import CallTree, Context, DoesNotFit, NotRenderable, described
 
@@ -141,7 +141,7 @@ class Attempt:
         """
         raise NotImplementedError
 
-    async def play(self, generate: Generate) -> None:
+    async def play(self, generate: GenerateTokens) -> None:
         """Play the episode from its start to its end.
 
         Raises:

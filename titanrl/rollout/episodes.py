@@ -22,7 +22,7 @@ from titanrl.data.tokenizer import Tokenizer
 from titanrl.environments import Environments, Episode, ProcessOptions
 from titanrl.rewards.scoring import in_turns
 from titanrl.rollout.driver import Attempt, Conversation, EpisodeError, Limits, StopText
-from titanrl.rollout.group import Generate, ScoreAnswers, derive_seed, training_sampling
+from titanrl.rollout.group import Generate, GenerateTokens, ScoreAnswers, derive_seed, training_sampling
 from titanrl.rollout.renderers import Renderer, make_renderer
 
 if TYPE_CHECKING:  # importing the endpoint takes time, and few runs need it
@@ -75,7 +75,7 @@ class Episodes:
         """Maximum number of turns that one episode can take, including its failed attempts."""
         return self.environment.max_turns * (self.environment.retries + 1)
 
-    async def roll_out(self, prompt: Prompt, generate: Generate, *, in_round: bool) -> Group:
+    async def roll_out(self, prompt: Prompt, generate: GenerateTokens, *, in_round: bool) -> Group:
         """Generate a training group.
 
         Args:
@@ -287,7 +287,7 @@ class _Slot:
         if self.conversation.is_done:
             await self.close()
 
-    async def run(self, generate: Generate) -> None:
+    async def run(self, generate: GenerateTokens) -> None:
         """Play the episode until it ends or its last attempt fails."""
         while self.error is None and not self.conversation.is_done:
             try:
@@ -441,7 +441,7 @@ async def _run_in_lockstep(slots: Sequence[_Slot], generate: Generate, num_round
     assert not any(remaining), "no attempt has a call left"
 
 
-async def _run_independently(slots: Sequence[_Slot], generate: Generate, num_needed: int) -> None:
+async def _run_independently(slots: Sequence[_Slot], generate: GenerateTokens, num_needed: int) -> None:
     """Play the episodes concurrently until `num_needed` have succeeded or all have ended, and cancel the others."""
     running = {asyncio.create_task(slot.run(generate)): slot for slot in slots}
     try:

@@ -29,6 +29,7 @@ from titanrl.carriers.types import (
     GroupTokens,
     GroupTurns,
     IntArray,
+    OnTokens,
     Prompt,
     Rejection,
     Rollout,
@@ -42,6 +43,21 @@ from titanrl.config.sections import RolloutConfig, TrainerConfig
 
 Generate = Callable[[Sequence[GenerationRequest]], Awaitable[list[Completion]]]
 """Function from requests to their completions, in the same order."""
+
+
+class GenerateTokens(Protocol):
+    """Function from requests to their completions, which can pass the tokens of a request on while they are sampled."""
+
+    async def __call__(self, requests: Sequence[GenerationRequest], *, on_tokens: OnTokens | None = None) -> list[Completion]:
+        """Return the completions in the same order.
+
+        Args:
+            requests: Requests of one turn.
+            on_tokens: Function that gets the tokens of the only request while they are sampled, except the last ones; None
+                waits for the whole completion, and so does a turn in a round.
+        """
+
+
 ScoreAnswers = Callable[[Answers], Awaitable[list[Scored]]]
 """Function from the answers to one prompt to their rewards, in the same order."""
 Decode = Callable[[Sequence[int]], str]

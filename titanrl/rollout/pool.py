@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from titanrl.base.errors import TitanRLError
-from titanrl.carriers.types import Admission, Completion, GenerationRequest
+from titanrl.carriers.types import Admission, Completion, GenerationRequest, OnTokens
 from titanrl.processes.actors import SupervisionError, ask_actor, open_replies
-from titanrl.serving.calls import OnTokens
 
 T = TypeVar("T")
 
@@ -356,14 +355,18 @@ class Session:
     key: SessionKey
 
     async def generate(
-        self, requests: Sequence[GenerationRequest], num_kept: int | None = None, place: InRound | None = None
+        self,
+        requests: Sequence[GenerationRequest],
+        num_kept: int | None = None,
+        place: InRound | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> list[Completion]:
         """Generate the completions of one turn, like `GeneratorPool.generate`.
 
         The session moves to another replica only if its replica failed, or if it waits for weights and another does not. A turn
-        with a `place` waits for the other groups of the round.
+        with a `place` waits for the other groups of the round, and passes no tokens on before its end.
         """
-        return await self.pool._generate(requests, num_kept, self.key, place=place)
+        return await self.pool._generate(requests, num_kept, self.key, place=place, on_tokens=on_tokens)
 
 
 async def _unless_failed(call: asyncio.Future[None], message: Coroutine[Any, Any, T]) -> T:

@@ -9,14 +9,14 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from titanrl.carriers.types import Completion, GenerationRequest, Outcome, SamplingParams
+from titanrl.carriers.types import Completion, GenerationRequest, OnTokens, Outcome, SamplingParams
 from titanrl.config.data import EnvironmentConfig
 from titanrl.data.tokenizer import Tokenizer
 from titanrl.environments import EnvironmentFailure, Episode, InvalidReward, Message
@@ -25,19 +25,19 @@ from titanrl.environments.results import readable_text
 from titanrl.processes.confine import SandboxUnavailable, missing_for_programs
 from titanrl.processes.temporary import TemporaryFolder, private_folder
 from titanrl.rollout.driver import Attempt, EpisodeError, Limits, StopText
-from titanrl.rollout.group import Generate
+from titanrl.rollout.group import GenerateTokens
 from titanrl.rollout.renderers import Renderer
 from titanrl.rollout.tree import Context, DoesNotFit, NotRenderable, described
 from titanrl.serving.app import App
 from titanrl.serving.app import Limits as EndpointLimits
-from titanrl.serving.calls import Call, Callers, OnTokens, Refused, Reply, after_end
+from titanrl.serving.calls import Call, Callers, Refused, Reply, after_end
 from titanrl.serving.listening import Listener, listen
 
 MODEL = "policy"
 """Name of the policy in calls."""
-OVERRIDDEN, ABANDONED = "overridden_calls", "abandoned_calls"
-"""Metrics of an episode: calls that asked for other sampling options than those of the run, which decides alone; and calls
-whose client hung up before the reply, which are not trained on."""
+OVERRIDDEN, ABANDONED, UNCALLED = "overridden_calls", "abandoned_calls", "missing_tool_calls"
+"""Metrics of an episode: calls that asked for other sampling options than those of the run, which decides alone; calls whose
+client hung up before the reply, which are not trained on; and replies without the tool call that the client required."""
 _CALL_S = 86_400.0
 _CLOSE_S = 10.0
 
@@ -121,6 +121,16 @@ class _Waiting:
 
     request: GenerationRequest
     completion: "asyncio.Future[Completion]"
+    on_tokens: OnTokens | None = None
+    """Gets the tokens while they are sampled."""
+    streamed_ids: list[int] = field(default_factory=list)
+    """Tokens that the client has, `[T]`."""
+
+    def stream(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
+        """Pass sampled tokens on to the client, unless it has hung up."""
+        if self.on_tokens is not None and not self.completion.done():
+            self.streamed_ids += token_ids
+            self.on_tokens(token_ids, logprobs)
 
 
 class ProgramEpisode(Attempt):
@@ -155,7 +165,7 @@ class ProgramEpisode(Attempt):
         self._news = asyncio.Event()
         self._num_asked = 0
         self._repeats = Counter[bytes]()  # of equal conversations, whose seeds differ
-        self._num_open = self._num_overridden = self._num_abandoned = 0
+        self._num_open = self._num_overridden = self._num_abandoned = self._num_uncalled = 0
         self._is_limited = self._is_cut = False
         self._left_s, self._since = limits.episode_timeout_s, 0.0
 
@@ -190,12 +200,12 @@ class ProgramEpisode(Attempt):
         for call, completion in zip(self._wave, completions, strict=True):
             _reply(call, completion)
 
-    async def play(self, generate: Generate) -> None:
+    async def play(self, generate: GenerateTokens) -> None:
         """Play the episode; each call is sent to the generators at once."""
         turns: set[asyncio.Task[None]] = set()
 
         async def turn(call: _Waiting) -> None:
-            (completion,) = await generate([call.request])
+            (completion,) = await generate([call.request], on_tokens=None if call.on_tokens is None else call.stream)
             _reply(call, completion)
 
         await self.start()
@@ -232,7 +242,7 @@ class ProgramEpisode(Attempt):
         context = self._context(call)
         self._num_asked += 1
         request = GenerationRequest(token_ids=context.token_ids, sampling=self._sampling_of(call, context))
-        waiting = _Waiting(request, asyncio.get_running_loop().create_future())
+        waiting = _Waiting(request, asyncio.get_running_loop().create_future(), on_tokens)
         self._new.append(waiting)
         self._waiting.add(waiting)
         self._open(1)
@@ -244,7 +254,8 @@ class ProgramEpisode(Attempt):
         finally:
             self._waiting.discard(waiting)
             self._open(-1)
-        if completion.finish_reason == "abort":
+        num_streamed = len(waiting.streamed_ids)  # a reply is sampled again if its replica dies
+        if completion.finish_reason == "abort" or completion.token_ids[:num_streamed].tolist() != waiting.streamed_ids:
             raise Refused("the completion was cancelled. Call again.", status=503)
         if call.messages is not None:
             self.messages += call.messages[context.num_known :]
@@ -254,9 +265,9 @@ class ProgramEpisode(Attempt):
         for number, each in enumerate(parsed.get("tool_calls", ())):
             each["id"] = f"call_{self.num_turns}_{number}"  # clients expect different ids in a conversation
         message = self._add(context, completion, parsed, (*call.stop, *call.stop_ids))
-        if on_tokens is not None:
-            on_tokens(completion.token_ids.tolist(), completion.logprobs.tolist())
-        return Reply(prompt_ids=context.token_ids, completion=completion, message=message)
+        reply = Reply(prompt_ids=context.token_ids, completion=completion, message=message)
+        self._num_uncalled += reply.misses_tool(call)
+        return reply
 
     def read(self, call: Call, token_ids: Sequence[int]) -> Message:
         """Return the message that the first tokens of a reply are read as."""
@@ -349,6 +360,7 @@ class ProgramEpisode(Attempt):
             "segments": len(self.tree.chains()),
             OVERRIDDEN: self._num_overridden,
             ABANDONED: self._num_abandoned,
+            UNCALLED: self._num_uncalled,
         }
         error = asyncio.CancelledError() if program.cancelled() else program.exception()
         if error is not None and not (self._is_limited and self.num_turns and not isinstance(error, InvalidReward)):

@@ -54,10 +54,11 @@ class MessagesRequest:
         if max_tokens is None:
             raise wrong("max_tokens", "is required", None)
         tools = [_read_tool(each, f"tools[{index}]") for index, each in enumerate(fields.items("tools"))]
-        shown, self.requires_tool = _chosen(fields.nested("tool_choice"), tools)
+        shown, requires_tool = _chosen(fields.nested("tool_choice"), tools)
         call = Call(
             messages=conversation(messages),
             tools=shown,
+            requires_tool=requires_tool,
             max_tokens=max_tokens,
             temperature=fields.number("temperature", 0, 1e6),
             top_p=fields.number("top_p", 0, 1),

@@ -174,8 +174,7 @@ class App:
                 ) from None
         self.metrics.prompt_tokens.inc(sum(len(reply.prompt_ids) for reply in replies))
         self.metrics.tokens.inc(sum(len(reply.completion.token_ids) for reply in replies))
-        if exchange.requires_tool:
-            self.metrics.uncalled.inc(sum(not reply.message.get("tool_calls") for reply in replies))
+        self.metrics.uncalled.inc(sum(reply.misses_tool(call) for call, reply in zip(exchange.calls, replies, strict=True)))
 
     async def _stream(self, exchange: Exchange, caller: Caller, response: "_Response") -> list[Reply]:
         """Send events while the completions are sampled. A refusal before the first event has its own HTTP status."""

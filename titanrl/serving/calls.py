@@ -4,16 +4,13 @@ import hashlib
 import hmac
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from titanrl.base.errors import TitanRLError
-from titanrl.carriers.types import Completion
+from titanrl.carriers.types import Completion, OnTokens
 from titanrl.environments.interface import Message, Tool
-
-OnTokens = Callable[[Sequence[int], Sequence[float]], None]
-"""Function that gets the next tokens of a completion, and their log-probabilities in nats, `[T]` each."""
 
 MAX_ENDED = 65_536
 """Keys of ended callers that `Callers` remembers, to tell a call after the end from a wrong key."""
@@ -36,6 +33,8 @@ class Call:
     """Tokens to continue, `[P]`."""
     tools: tuple[Tool, ...] = ()
     """Functions that the policy may call. Without any, calls in the reply remain text."""
+    requires_tool: bool = False
+    """True if the client requires a call of a function. Sampling is never constrained, so the policy may not make any."""
     max_tokens: int | None = None
     """Longest completion, in tokens."""
     temperature: float | None = None
@@ -72,6 +71,10 @@ class Reply:
         if self.completion.finish_reason == "length":
             return "length"
         return "tool_calls" if self.message.get("tool_calls") else "stop"
+
+    def misses_tool(self, call: Call) -> bool:
+        """Return True if the client required a tool call, and the policy made none."""
+        return call.requires_tool and not self.message.get("tool_calls")
 
 
 class Refused(TitanRLError):

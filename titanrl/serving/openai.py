@@ -50,11 +50,12 @@ class ChatCompletion:
         self._model, self._caller, self._id, self._created = model, caller, new_id("chatcmpl-"), int(time.time())
         messages = [read_message(each, f"messages[{index}]") for index, each in enumerate(fields.items("messages"))]
         tools = [_read_tool(each, f"tools[{index}]") for index, each in enumerate(fields.items("tools"))]
-        shown, self.requires_tool = read_tool_choice(fields.take("tool_choice"), tools)
+        shown, requires_tool = read_tool_choice(fields.take("tool_choice"), tools)
         limits = [fields.count(name, 1, MAX_TOKENS) for name in ("max_completion_tokens", "max_tokens")]
         call = Call(
             messages=conversation(messages),
             tools=shown,
+            requires_tool=requires_tool,
             max_tokens=min((n for n in limits if n), default=None),
             **_sampling(fields),
         )
@@ -151,8 +152,6 @@ class ChatCompletion:
 class TextCompletion:
     """A request to `/v1/completions`."""
 
-    requires_tool = False
-
     def __init__(self, fields: Fields, model: str, caller: Caller) -> None:
         """Read a request for a model.
 
@@ -228,7 +227,6 @@ class TextCompletion:
 class TokenCompletion:
     """A request to vLLM's `/inference/v1/generate`: tokens in, tokens out."""
 
-    requires_tool = False
     by_token = True
 
     def __init__(self, fields: Fields, model: str, caller: Caller) -> None:

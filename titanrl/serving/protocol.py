@@ -49,8 +49,6 @@ class Exchange(Protocol):
     """True if the response is a stream of events."""
     by_token: bool
     """True if an event is due for every token, even if it adds no text."""
-    requires_tool: bool
-    """True if the client requires a tool call. Sampling is never constrained, so the policy may not make any."""
 
     def body(self, replies: Sequence[Reply]) -> object:
         """Return the JSON response."""

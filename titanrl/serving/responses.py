@@ -41,10 +41,11 @@ class Response:
         messages = conversation([*system, *_read_input(fields.take("input"))])
         tools = [_read_tool(each, f"tools[{index}]") for index, each in enumerate(fields.items("tools"))]
         choice = fields.take("tool_choice")
-        shown, self.requires_tool = read_tool_choice(choice, tools, is_flat=True)
+        shown, requires_tool = read_tool_choice(choice, tools, is_flat=True)
         call = Call(
             messages=messages,
             tools=shown,
+            requires_tool=requires_tool,
             max_tokens=fields.count("max_output_tokens", 1, MAX_TOKENS),
             temperature=fields.number("temperature", 0, 1e6),
             top_p=fields.number("top_p", 0, 1),

@@ -12,14 +12,22 @@ from titanrl.base.arguments import check_count, check_list, check_number, check_
 from titanrl.base.errors import TitanRLError
 from titanrl.carriers.datums import Datum, sampled_datum
 from titanrl.carriers.supports import Supports
-from titanrl.carriers.types import Completion, FinishReason, FloatArray, GenerationRequest, IntArray, Prompt, SamplingParams
+from titanrl.carriers.types import (
+    Completion,
+    FinishReason,
+    FloatArray,
+    GenerationRequest,
+    IntArray,
+    OnTokens,
+    Prompt,
+    SamplingParams,
+)
 from titanrl.config.schema import Config
 from titanrl.data.tokenizer import Tokenizer
 from titanrl.launch.generators import GeneratorMeshes
 from titanrl.launch.supervision import Pace
 from titanrl.rollout.group import derive_seed
 from titanrl.rollout.pool import GeneratorPool
-from titanrl.serving.calls import OnTokens
 
 T = TypeVar("T")
 

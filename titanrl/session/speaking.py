@@ -6,13 +6,13 @@ from dataclasses import replace
 import numpy as np
 
 from titanrl.base.errors import FaultError
-from titanrl.carriers.types import Completion, GenerationRequest, SamplingParams
+from titanrl.carriers.types import Completion, GenerationRequest, OnTokens, SamplingParams
 from titanrl.config.schema import Config
 from titanrl.data.tokenizer import MAX_TOKEN_CHARS, Tokenizer
 from titanrl.environments.interface import Message
 from titanrl.launch.supervision import DeadlineError
 from titanrl.rollout.renderers import Renderer, make_renderer
-from titanrl.serving.calls import Call, OnTokens, Refused, Reply
+from titanrl.serving.calls import Call, Refused, Reply
 from titanrl.serving.protocol import MAX_SEED, new_id
 from titanrl.session.sampling import Sampler
 
