@@ -25,6 +25,7 @@ KNOWN = re.compile(
     rf"{TRAINS.pattern}|{COPIES.pattern}|{GENERATES.pattern}|make [a-z-]+"
     r"|(python -m titanrl\.|titanrl )chat "  # tests/e2e/test_docs.py
     r"|titanrl evaluate "  # tests/commands/test_evaluate.py
+    r"|titanrl compare "  # tests/metrics/test_comparison.py
     r"|titanrl serve |curl -s http://127\.0\.0\.1:8000/|\(umask 077; openssl "  # tests/e2e/test_serve.py
     r"|titanrl warm --config quickstart$"  # tests/conftest.py
     r"|\.venv/bin/python -m benchmarks\.table$"  # tests/test_project.py

@@ -30,7 +30,7 @@ def words(lines: list[str]) -> list[str]:
 def test_finished_run_offers_no_resume(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run", {"reward/mean": 0.25}, {"reward/mean": 0.75})
     shown = conclude(run_dir, code=0, cause="", num_steps=2)
-    assert shown[0] == "Mean reward: training 0.500 -> 0.500 over 2 steps"
+    assert shown[0] == "Mean reward: training 0.250 -> 0.750 over 2 steps"
     assert shown[-1] == f"report   {relative(run_dir / 'report.html')}"
     assert words(shown) == ["Mean", "run", "report"]
 
@@ -64,7 +64,7 @@ def test_closing_lines_count_failed_rewards(tmp_path: Path) -> None:
 def test_outcome_of_fine_tuning_shows_losses(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run", {"loss/eval": 2.0, "loss/train": 2.5}, {"loss/train": 1.5, "loss/eval": 1.0})
     shown = conclude(run_dir, code=1, cause="boom", num_steps=3, command="titanrl sft")
-    assert shown[0].endswith("Loss: held-out 2.000 -> 1.000, training 2.000 -> 2.000 over 2 steps")
+    assert shown[0].endswith("Loss: held-out 2.000 -> 1.000, training 2.500 -> 1.500 over 2 steps")
     assert f"resume   titanrl sft --resume {relative(run_dir)}" in shown
 
 

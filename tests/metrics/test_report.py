@@ -229,13 +229,23 @@ def test_report_of_fine_tuning_shows_losses_and_no_rollouts(run: RunDirectory) -
     assert "Sampled rollouts" not in text
 
 
+def test_each_other_metric_has_a_chart_of_its_own(run: RunDirectory) -> None:
+    for step in (1, 2):
+        values = {"reward/mean": 0.5, "reward/format": 0.25, "reward/error_frac": 0.0, "optim/lr": 1e-5 * step}
+        run.log(StepMetrics(step=step, version=step, values=values))
+    page = Page(write_report(run.path, {}).read_text())
+    assert list(page.charts) == ["Mean reward", "optim/lr", "reward/error_frac", "reward/format"]
+    assert page.charts["optim/lr"]["data"][0]["y"] == [1e-5, 2e-5]
+    assert {"optim: 1 more", "reward: 2 more"} <= set(page.texts)
+
+
 def test_chart_without_data_is_omitted_and_nulls_are_skipped(run: RunDirectory) -> None:
     for step, reward in ((1, 0.5), (2, float("nan")), (3, 0.7)):
         run.log(StepMetrics(step=step, version=step, values={"reward/mean": reward, "mismatch/logprob_abs_max": 0.0}))
     page = Page(write_report(run.path, {}).read_text())
     assert list(page.charts) == ["Mean reward", "Log-probability mismatch, nats"]
     assert page.charts["Mean reward"]["data"][0]["x"] == [1, 3]
-    assert "0.600 to 0.600 (first and last five steps)" in page.texts
+    assert "0.500 to 0.700 (first and last step)" in page.texts
 
 
 def test_long_series_is_drawn_as_means_of_neighbors() -> None:

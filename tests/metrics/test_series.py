@@ -1,6 +1,6 @@
 import pytest
 
-from titanrl.metrics.series import count, duration, sparkline
+from titanrl.metrics.series import count, duration, ends_of, sparkline
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.04, "0.0 s"), (12.34, "12.3 s"), (62.9, "1:02"), (3723.0, "1:02:03")])
@@ -18,3 +18,16 @@ def test_sparkline_spans_lowest_to_highest_value() -> None:
     assert sparkline([0.0, 1.0], ascii_only=True) == "_@"
     assert sparkline([0.7, 0.7]) == "\u2581\u2581"
     assert sparkline([]) == ""
+
+
+@pytest.mark.parametrize(
+    ("values", "ends"),
+    [
+        ([2.0], (2.0, 2.0, "the only step")),
+        ([1.0, 2.0, 4.0], (1.0, 4.0, "first and last step")),
+        ([1.0, 2.0, 9.0, 4.0, 6.0], (1.5, 5.0, "means of 2 steps")),
+        ([*range(12)], (2.0, 9.0, "means of 5 steps")),
+    ],
+)
+def test_first_and_last_values_do_not_overlap(values: list[float], ends: tuple[float, float, str]) -> None:
+    assert ends_of(list(enumerate(values))) == ends

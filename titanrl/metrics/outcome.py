@@ -7,7 +7,7 @@ from statistics import median
 from titanrl.base.files import COMMIT_FILE, in_shell
 from titanrl.metrics.reading import RunRecord
 from titanrl.metrics.report import write_report
-from titanrl.metrics.series import Rows, first_and_last_five, heldout_tasks, series, without_reward
+from titanrl.metrics.series import Rows, ends_of, heldout_tasks, series, without_reward
 
 INTERRUPTED, TERMINATED = 130, 143
 """Exit codes of a run that SIGINT or SIGTERM interrupted."""
@@ -78,7 +78,10 @@ def learned(rows: Rows) -> str:
             without = f" (completions without a reward: {' -> '.join(failed)})" if failed else ""
             changes.append(f"{label} {points[0][1]:.3f} -> {points[-1][1]:.3f}{without}")
     if training:
-        changes.append("training {:.3f} -> {:.3f} over {} steps".format(*first_and_last_five(training), len(training)))
+        first, last, _ = ends_of(training)
+        changes.append(
+            f"training {first:.3f} -> {last:.3f} over {len(training)} steps" if len(training) > 1 else f"training {first:.3f}"
+        )
     return f"{name}: {', '.join(changes)}" if changes else ""
 
 

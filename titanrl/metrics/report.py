@@ -1,22 +1,27 @@
-"""The report of a run, `report.html`: a single file that opens in any browser, without a server or network access."""
+"""Pages of runs, each a single file that opens in any browser, without a server or network access.
+
+`report.html` is the report of one run. `titanrl compare --html FILE` writes a comparison of several.
+"""
 
 import base64
 import gzip
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from titanrl.base.files import DamagedError, replace_text
+from titanrl.metrics.comparison import Table, Variant, curve
 from titanrl.metrics.reading import RecordedCompletion, RecordedGroup, RunRecord
 from titanrl.metrics.series import (
+    NUM_ENDS,
     Points,
     Rows,
     count,
-    first_and_last_five,
+    ends_of,
     heldout_tasks,
     phase_seconds,
     series,
@@ -38,6 +43,8 @@ MAX_POINTS = 400
 """Points per line of a chart. Longer series are drawn as means of neighboring steps, to keep the file small."""
 MAX_PHASES = 6
 """Layers in the step-time chart. The shortest phases are merged into "other"."""
+NUM_COLORS = 6
+"""Colors of lines; the template defines them."""
 
 Trace = dict[str, Any]
 """A line of a chart, as plotly.js takes it, without colors: the page applies those of its light or dark scheme."""
@@ -62,6 +69,8 @@ class Chart(NamedTuple):
     """Key values of the chart, such as the first and last mean."""
     figure: str
     """Traces and layout as JSON for plotly.js."""
+    metrics: frozenset[str] = frozenset()
+    """Metrics that the chart shows."""
 
 
 def write_report(run_dir: Path, summary: Mapping[str, str]) -> Path:
@@ -71,29 +80,62 @@ def write_report(run_dir: Path, summary: Mapping[str, str]) -> Path:
         run_dir: Run directory. All its files are optional.
         summary: Text by label. The entry `outcome` is shown below the title, the others below the key figures.
     """
-    import jinja2  # slow to import, and needed only for the report
-
     run = RunRecord(run_dir)
     rows = run.metrics()
     samples, total = _sampled_groups(run)
-    curves = [chart for chart in _charts(rows) if chart is not None]
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
-    page = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+    charts = [chart for chart in _charts(rows) if chart is not None]
+    report = run_dir / "report.html"
+    _write_page(
+        report,
+        kind="report",
         name=run_dir.resolve().name,
         outcome=summary.get("outcome", ""),
         facts={label: text for label, text in summary.items() if label != "outcome"},
         figures=_figures(rows),
         config=run.config,
-        curves=curves,
-        charts=_for_script([curve.figure for curve in curves]),
-        plotly=_packed_plotly() if curves else "",
-        samples=_for_script(samples) if samples else "",
+        charts=charts,
+        others=_other_charts(rows, frozenset().union(*(chart.metrics for chart in charts))),
+        samples=samples,
         has_rollouts=not series(rows, "loss/train"),
         samples_note=f"Showing {'all' if len(samples) == total else 'the first and the newest of'} {total} recorded groups.",
     )
-    report = run_dir / "report.html"
-    replace_text(report, page)
     return report
+
+
+def write_comparison(path: Path, variants: Sequence[Variant], tables: Sequence[Table], metrics: Sequence[str]) -> None:
+    """Write the page that compares runs: the tables, and one chart per metric with one line per variant.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    _write_page(
+        path,
+        kind="comparison",
+        name=", ".join(variant.name for variant in variants),
+        tables=tables,
+        charts=[chart for metric in metrics if (chart := _overlaid(variants, metric)) is not None],
+    )
+
+
+def _write_page(
+    path: Path, *, kind: str, name: str, charts: Sequence[Chart], samples: Sequence[str] = (), **values: Any
+) -> None:
+    import jinja2  # slow to import, and needed only for pages
+
+    absent = {"outcome": "", "facts": {}, "figures": [], "tables": [], "config": "", "others": {}, "has_rollouts": False}
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
+    values = {**absent, "samples_note": "", **values}
+    shown = [*charts, *(chart for group in values["others"].values() for chart in group)]
+    page = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+        kind=kind,
+        name=name,
+        curves=charts,
+        charts=_for_script([chart.figure for chart in shown]),
+        plotly=_packed_plotly() if shown else "",
+        samples=_for_script(samples) if samples else "",
+        **values,
+    )
+    replace_text(path, page)
 
 
 def _for_script(items: Sequence[str]) -> str:
@@ -112,8 +154,8 @@ def _figures(rows: Rows) -> list[Figure]:
     figures = []
     for label, name in (("Mean reward", "reward/mean"), ("Training loss", "loss/train")):
         if points := series(rows, name):
-            first, last = first_and_last_five(points)
-            figures.append(Figure(label, f"{first:.3f} \u2192 {last:.3f}", "means of the first and last five steps"))
+            first, last, note = ends_of(points)
+            figures.append(Figure(label, f"{first:.3f} \u2192 {last:.3f}" if len(points) > 1 else f"{first:.3f}", note))
     heldout = [(task, "mean reward", f"eval/{task}/mean") for task in heldout_tasks(rows)]
     for task, unit, name in [*heldout, ("loss", "nats per token", "loss/eval")]:
         if points := series(rows, name):
@@ -189,19 +231,50 @@ def _lines(
     if not found:
         return None
     traces = [_trace(points, label, **style) for label, points in found.items()]
-    return _chart(title, headline(found), traces, rangemode="tozero", **(axis or {}))
+    return _chart(title, headline(found), traces, labels, rangemode="tozero", **(axis or {}))
+
+
+def _other_charts(rows: Rows, shown: Collection[str]) -> dict[str, list[Chart]]:
+    """Return a chart for each metric that has none yet, by the first part of its name."""
+    charts: dict[str, list[Chart]] = {}
+    for name in sorted({name for row in rows for name in row} - {"step", "version", "time", *shown}):
+        chart = _lines(rows, name, {name: name}, _ends(".3g"))
+        if chart is not None:
+            charts.setdefault(name.partition("/")[0], []).append(chart)
+    return charts
+
+
+def _overlaid(variants: Sequence[Variant], metric: str) -> Chart | None:
+    """Return a chart of a metric with the curve of each variant, and thin ones of its runs if there are several."""
+    traces: list[Trace] = []
+    for number, variant in enumerate(variants):
+        color, points = {"series": number % NUM_COLORS + 1}, curve(variant, metric)
+        single = [series(run.rows, metric) for run in variant.runs] if len(variant.runs) > 1 else []
+        thin_lines = {"opacity": 0.35, "line": {"width": 1}, "showlegend": False, "hoverinfo": "skip", **color}
+        traces += [_trace(each, variant.name, **thin_lines) for each in single if each]
+        if points:
+            dash = {"line": {"dash": "dot"}} if number >= NUM_COLORS else {}
+            mode = "lines+markers" if metric.startswith("eval/") else "lines"
+            traces.append(_trace(points, variant.name, **{"mode": mode, **dash, **color}))
+    return (
+        _chart(metric, "mean over the seeds" if any("opacity" in trace for trace in traces) else "", traces) if traces else None
+    )
 
 
 def _rewards(rows: Rows) -> Chart | None:
     points = series(rows, "reward/mean")
     if not points:
         return None
-    first, last = first_and_last_five(points)
-    steps = [step for step, _ in points]
-    means = {"x": [steps[0], steps[:5][-1], None, steps[-5:][0], steps[-1]], "y": [first, first, None, last, last]}
-    ends = {"type": "scatter", **means, "name": "5-step mean", "mode": "lines", "line": {"width": 4}}
-    headline = f"{first:.3f} to {last:.3f} (first and last five steps)"
-    return _chart("Mean reward", headline, [_trace(points, "reward"), ends])
+    first, last, note = ends_of(points)
+    traces, headline = [_trace(points, "reward")], f"{first:.3f} to {last:.3f} ({note})"
+    if len(points) >= 2 * NUM_ENDS:
+        steps = [step for step, _ in points]
+        means = {
+            "x": [steps[0], steps[NUM_ENDS - 1], None, steps[-NUM_ENDS], steps[-1]],
+            "y": [first, first, None, last, last],
+        }
+        traces.append({"type": "scatter", **means, "name": f"{NUM_ENDS}-step mean", "mode": "lines", "line": {"width": 4}})
+    return _chart("Mean reward", headline, traces, {"reward/mean"})
 
 
 def _step_times(rows: Rows) -> Chart | None:
@@ -221,8 +294,10 @@ def _step_times(rows: Rows) -> Chart | None:
     totals = sorted(sum(phases.values()) for phases in by_number.values())
     # Limit the axis, so that a slow first step (compilation, cold caches) does not flatten the others.
     limits = [0.0, 1.3 * totals[int(0.95 * (len(totals) - 1))]]
-    headline = f"median {median(totals):.2f} s, longest {totals[-1]:.2f} s"
-    return _chart("Step time by phase, seconds", headline, traces, range=limits)
+    cut = " (cut off)" if totals[-1] > limits[1] else ""
+    headline = f"median {median(totals):.2f} s, longest {totals[-1]:.2f} s{cut}"
+    shown = {f"time/{name}_s" for name in names}
+    return _chart("Step time by phase, seconds", headline, traces, shown, range=limits)
 
 
 def _trace(points: Points, name: str, **style: Any) -> Trace:
@@ -238,9 +313,10 @@ def thin(points: Points) -> Points:
     return [(fmean(step for step, _ in run), fmean(value for _, value in run)) for run in runs] or points
 
 
-def _chart(title: str, headline: str, traces: Sequence[Trace], **axis: Any) -> Chart:
+def _chart(title: str, headline: str, traces: Sequence[Trace], metrics: Iterable[str] = (), **axis: Any) -> Chart:
     layout = {"showlegend": len(traces) > 1, **({"yaxis": axis} if axis else {})}
-    return Chart(title, headline, json.dumps({"data": traces, "layout": layout}, separators=(",", ":")))
+    figure = json.dumps({"data": traces, "layout": layout}, separators=(",", ":"))
+    return Chart(title, headline, figure, frozenset(metrics))
 
 
 # Sampled rollouts

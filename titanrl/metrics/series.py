@@ -9,6 +9,8 @@ Rows = Sequence[Mapping[str, float]]
 """Metrics in step order, one mapping per step; each contains `step`."""
 Points = list[tuple[float, float]]
 """(step, value) pairs."""
+NUM_ENDS = 5
+"""Number of steps at either end of a run whose mean is its first and its last value."""
 
 
 def by_step(lines: Iterable[Mapping[str, Any]]) -> Rows:
@@ -27,10 +29,15 @@ def series(rows: Rows, name: str) -> Points:
     return [(row["step"], row[name]) for row in rows if row.get(name) is not None]
 
 
-def first_and_last_five(points: Points) -> tuple[float, float]:
-    """Return the mean of the first five values and the mean of the last five."""
+def ends_of(points: Points) -> tuple[float, float, str]:
+    """Return the means of the first and of the last values, and how many steps they cover, as text.
+
+    A mean covers at most `NUM_ENDS` steps, and no step is in both.
+    """
     values = [value for _, value in points]
-    return fmean(values[:5]), fmean(values[-5:])
+    size = max(1, min(NUM_ENDS, len(values) // 2))
+    covered = "the only step" if len(values) == 1 else "first and last step" if size == 1 else f"means of {size} steps"
+    return fmean(values[:size]), fmean(values[-size:]), covered
 
 
 def heldout_tasks(rows: Rows) -> list[str]:

@@ -1,0 +1,161 @@
+"""Comparison of runs: variants, scores with intervals, differing keys, the page, and the command."""
+
+import json
+import math
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import pytest
+
+from tests.metrics.test_report import ATTACK, Page
+from titanrl.base.errors import TitanRLError
+from titanrl.commands.compare import main
+from titanrl.metrics import comparison
+from titanrl.metrics.comparison import curve, differing_keys, read_runs, score, tables, variants_of
+from titanrl.metrics.reading import RunRecord
+
+
+def write_run(folder: Path, config: str, *lines: dict[str, Any]) -> RunRecord:
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(config)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return RunRecord(folder)
+
+
+def evaluated(*means: float, ci95: float = 0.04) -> list[dict[str, Any]]:
+    return [{"step": 10 * k, "eval/sums/mean": mean, "eval/sums/mean_ci95": ci95} for k, mean in enumerate(means)]
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> list[RunRecord]:
+    """Three seeds of one setting, and another setting."""
+    text = "seed: {}\nname: run{}\nalgorithm:\n  learning_rate: {}\n  loss: ppo\n"
+    finals = (0.8, 0.9, 0.7)
+    seeds = [write_run(tmp_path / f"s{n}", text.format(n, n, 1e-5), *evaluated(0.1, final)) for n, final in enumerate(finals)]
+    return [*seeds, write_run(tmp_path / "fast", text.format(0, 9, 1e-4), *evaluated(0.2, 0.95, 0.5))]
+
+
+def test_runs_that_differ_in_the_seed_are_one_variant(records: list[RunRecord]) -> None:
+    variants = variants_of(read_runs(records))
+    assert [variant.name for variant in variants] == ["s0 (3 seeds)", "fast"]
+    assert differing_keys(variants) == {"algorithm.learning_rate": [1e-5, 1e-4]}
+
+
+def test_final_score_has_the_interval_of_the_seeds_or_of_the_evaluation(records: list[RunRecord]) -> None:
+    seeds, fast = variants_of(read_runs(records))
+    found = score(seeds, "eval/sums/mean")
+    assert found is not None
+    assert found.first == pytest.approx(0.1)
+    assert found.final.value == pytest.approx(0.8)
+    assert found.final.ci95 == pytest.approx(4.303 * stdev((0.8, 0.9, 0.7)) / math.sqrt(3))
+    alone = score(fast, "eval/sums/mean")
+    assert alone is not None
+    assert alone.final == (0.5, 0.04)
+    assert (alone.best, alone.best_step) == (0.95, 10)
+    assert score(fast, "reward/mean") is None
+
+
+@pytest.mark.parametrize(("freedom", "quantile"), [(1, 12.706), (10, 2.228), (11, 2.201), (30, 2.042), (10_000, 1.960)])
+def test_quantiles_of_students_t(freedom: int, quantile: float) -> None:
+    assert comparison._t_975(freedom) == pytest.approx(quantile, abs=0.003)
+
+
+def test_loss_is_best_where_it_is_lowest_and_training_is_a_mean_of_last_steps(tmp_path: Path) -> None:
+    lines = [{"step": step, "loss/train": value} for step, value in enumerate([3.0, 1.0, 2.0, 2.0, 2.5, 2.5], 1)]
+    (variant,) = variants_of(read_runs([write_run(tmp_path / "a", "seed: 0\nnum_steps: 6\n", *lines)]))
+    found = score(variant, "loss/train")
+    assert found is not None
+    assert (found.first, found.best, found.best_step) == (2.0, 1.0, 2)
+    assert found.final.value == pytest.approx(7 / 3)
+    assert found.final.ci95 is None
+
+
+def test_curve_is_the_mean_where_all_seeds_have_a_value(tmp_path: Path) -> None:
+    runs = [
+        write_run(tmp_path / "a", "seed: 0\nx: 1\n", {"step": 1, "reward/mean": 0.0}, {"step": 2, "reward/mean": 1.0}),
+        write_run(tmp_path / "b", "seed: 1\nx: 1\n", {"step": 2, "reward/mean": 0.5}),
+    ]
+    (variant,) = variants_of(read_runs(runs))
+    assert curve(variant, "reward/mean") == [(2, fmean([1.0, 0.5]))]
+
+
+def test_runs_of_the_same_name_are_told_apart_by_their_parents(tmp_path: Path) -> None:
+    line = {"step": 1, "reward/mean": 0.0}
+    runs = read_runs([write_run(tmp_path / name, f"seed: 0\nx: {name}\n", line) for name in ("a/run", "b/run", "c")])
+    assert [run.name for run in runs] == ["a/run", "b/run", "c"]
+
+
+def test_keys_that_only_one_run_has_differ(tmp_path: Path) -> None:
+    line = {"step": 1, "reward/mean": 0.0}
+    texts = ("seed: 0\nmodel: {path: null}\n", "seed: 0\nmodel: {path: null}\ntask: {a: true}\n")
+    variants = variants_of(read_runs([write_run(tmp_path / str(n), text, line) for n, text in enumerate(texts)]))
+    assert tables(variants, [])[0].rows == [("task.a", "(not set)", "true")]
+
+
+@pytest.mark.parametrize(
+    ("config", "lines", "problem"),
+    [
+        ("a: 1", [], "has no metrics yet"),
+        ("[1]", [{"step": 1}], "must be a mapping"),
+        ("{", [{"step": 1}], "cannot be read"),
+        ("[" * 5000, [{"step": 1}], "cannot be read"),
+    ],
+)
+def test_unusable_run_is_named(tmp_path: Path, config: str, lines: list[dict[str, Any]], problem: str) -> None:
+    with pytest.raises(TitanRLError, match=problem):
+        read_runs([write_run(tmp_path / "a", config, *lines)])
+
+
+def test_command_prints_tables_json_and_a_page(
+    records: list[RunRecord], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [str(record.path) for record in records]
+    page = tmp_path / "page.html"
+    main([*paths, "--html", str(page)])
+    printed = capsys.readouterr().out
+    assert "algorithm.learning_rate" in printed
+    assert "0.8 \u00b1 0.25" in printed
+    assert "0.5 \u00b1 0.04" in printed
+    parsed = Page(page.read_text())
+    (chart,) = parsed.charts.values()
+    lines = [(line["name"], line["series"], line.get("opacity")) for line in chart["data"]]
+    assert lines == [*[("s0 (3 seeds)", 1, 0.35)] * 3, ("s0 (3 seeds)", 1, None), ("fast", 2, None)]
+    assert parsed.count("table") == 3
+    main([*paths, "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["differing_keys"] == {"algorithm.learning_rate": {"s0 (3 seeds)": 1e-5, "fast": 1e-4}}
+    assert [run["seed"] for run in found["variants"][0]["runs"]] == [0, 1, 2]
+    assert found["variants"][1]["scores"]["eval/sums/mean"]["best"] == 0.95
+
+
+def test_names_and_values_of_runs_are_escaped_in_the_page(tmp_path: Path) -> None:
+    name = ATTACK.replace("/", "|")
+    line = {"step": 1, "reward/mean": 0.0}
+    for n in range(2):
+        write_run(tmp_path / f"{name}{n}", f"seed: 0\nvalue: {json.dumps(ATTACK + str(n))}\n", line)
+    page = tmp_path / "page.html"
+    main([str(tmp_path / f"{name}{n}") for n in range(2)] + ["--html", str(page)])
+    parsed = Page(page.read_text())
+    assert parsed.count("img") == 0
+    assert parsed.count("script") == 3
+    assert any(ATTACK in text for text in parsed.texts)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [(["missing"], "missing"), (["s0", "s0"], "given twice"), (["s0", "--metric", "nope"], "--metric: no run has 'nope'")],
+)
+def test_wrong_arguments_are_refused(
+    records: list[RunRecord],
+    tmp_path: Path,
+    arguments: list[str],
+    problem: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert problem in capsys.readouterr().err

@@ -1,0 +1,277 @@
+"""Compare runs: their scores with confidence intervals, the configuration keys in which they differ, and their curves.
+
+Runs whose configurations differ only in `seed` are one variant. Its scores are means over the seeds.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median, stdev
+from typing import Any, NamedTuple
+
+import yaml
+
+from titanrl.base.errors import TitanRLError
+from titanrl.config.source import parse
+from titanrl.metrics.reading import RunRecord
+from titanrl.metrics.series import Points, Rows, count, ends_of, heldout_tasks, phase_seconds, series
+
+NAMING = frozenset({"name", "output_dir", "cache_dir"})
+"""Keys of the configuration that only say where files are."""
+SEED = "seed"
+MISSING = "(not set)"
+"""Value of a key that the configuration of a run does not have."""
+_T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+
+
+class Estimate(NamedTuple):
+    """A value with the half-width of its 95 % confidence interval, None if that is unknown."""
+
+    value: float
+    ci95: float | None
+
+    def __str__(self) -> str:
+        return f"{self.value:.4g}" + ("" if self.ci95 is None else f" \u00b1 {self.ci95:.2g}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedRun:
+    """A run with its metrics.
+
+    Example: `ComparedRun(name="rate_5e-5", path=Path("runs/rate_5e-5"), config={"seed": 0}, rows=rows)`
+    """
+
+    name: str
+    """Name of the run directory, with as many of its parents as are needed to tell the runs apart."""
+    path: Path
+    """Run directory."""
+    config: Mapping[str, Any]
+    """Value by dotted key of the configuration; empty if it is missing."""
+    rows: Rows
+    """Metrics, one row per step."""
+
+    @property
+    def identity(self) -> object:
+        """Value that is equal for all runs of a variant, and different for others."""
+        kept = {key: value for key, value in self.config.items() if key != SEED and key not in NAMING}
+        return repr(sorted(kept.items())) if kept else self.path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """Runs whose configurations differ only in the seed."""
+
+    runs: Sequence[ComparedRun]
+
+    @property
+    def name(self) -> str:
+        """Name of the first run, and the number of seeds if there are several."""
+        first = self.runs[0].name
+        return first if len(self.runs) == 1 else f"{first} ({len(self.runs)} seeds)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """One metric of one variant. Values are means over the seeds."""
+
+    first: float
+    """First value of an evaluation, or mean of the first steps of training."""
+    final: Estimate
+    """Last value, or mean of the last steps. Over several seeds, the interval is that of their mean (Student's t); of one run,
+    it is that of its evaluation."""
+    best: float
+    """Highest value, or the lowest of a loss. The best of several noisy evaluations is higher than the policy's true score."""
+    best_step: float
+    """Median over the seeds of the step with the best value."""
+    num_runs: int
+    """Number of runs that have the metric."""
+
+
+class Table(NamedTuple):
+    """A table for the console and for the page."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+def read_runs(records: Sequence[RunRecord]) -> list[ComparedRun]:
+    """Read the runs to compare.
+
+    Raises:
+        TitanRLError: A configuration or a metrics file cannot be read, or a run has no metrics.
+    """
+    paths = [record.path.resolve() for record in records]
+    runs = []
+    for record, path in zip(records, paths, strict=True):
+        if paths.count(path) > 1:
+            raise TitanRLError(f"{record.path}: is given twice. Give each run once.")
+        try:
+            rows, config = record.metrics(), parse(record.config)[0] or {}
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise TitanRLError(f"{record.path}: cannot be read: {error}") from error
+        if not rows:
+            raise TitanRLError(f"{record.path}: has no metrics yet. Leave it out.")
+        if not isinstance(config, dict):
+            raise TitanRLError(f"{record.path / 'config.yaml'}: must be a mapping (got {type(config).__name__}).")
+        runs.append(ComparedRun(name=_short(path, paths), path=record.path, config=dict(_flat(config)), rows=rows))
+    return runs
+
+
+def _short(path: Path, paths: Sequence[Path]) -> str:
+    """Return the shortest end of a path that no other path has."""
+    names = ("/".join(path.parts[-length:]) for length in range(1, len(path.parts)))
+    return next((name for name in names if sum(f"/{other}".endswith(f"/{name}") for other in paths) == 1), str(path))
+
+
+def _flat(config: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in config.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def variants_of(runs: Sequence[ComparedRun]) -> list[Variant]:
+    """Group the runs that differ only in the seed, in the order of their first runs."""
+    groups: dict[object, list[ComparedRun]] = {}
+    for run in runs:
+        groups.setdefault(run.identity, []).append(run)
+    return [Variant(runs=found) for found in groups.values()]
+
+
+def differing_keys(variants: Sequence[Variant]) -> dict[str, list[Any]]:
+    """Return the keys whose values differ between the variants, with the value of each variant."""
+    configs = [variant.runs[0].config for variant in variants]
+    keys = dict.fromkeys(key for config in configs for key in config if key != SEED and key not in NAMING)
+    values = {key: [config.get(key, MISSING) for config in configs] for key in keys}
+    return {key: found for key, found in values.items() if any(repr(value) != repr(found[0]) for value in found)}
+
+
+def score(variant: Variant, metric: str) -> Score | None:
+    """Summarize a metric of a variant; return None if none of its runs has it."""
+    lowest = "loss/" in metric
+    found = [(run, points) for run in variant.runs if (points := series(run.rows, metric))]
+    if not found:
+        return None
+    is_evaluation = metric.startswith("eval/") or metric == "loss/eval"
+    ends = [(points[0][1], points[-1][1]) if is_evaluation else ends_of(points)[:2] for _, points in found]
+    finals = [last for _, last in ends]
+    bests = [(min if lowest else max)(points, key=lambda point: point[1]) for _, points in found]
+    if len(finals) > 1:
+        ci95 = _t_975(len(finals) - 1) * stdev(finals) / math.sqrt(len(finals))
+        final = Estimate(fmean(finals), ci95)
+    else:
+        own = series(found[0][0].rows, f"{metric}_ci95")
+        final = Estimate(finals[0], own[-1][1] if own else None)
+    return Score(
+        first=fmean(first for first, _ in ends),
+        final=final,
+        best=fmean(value for _, value in bests),
+        best_step=median(step for step, _ in bests),
+        num_runs=len(found),
+    )
+
+
+def _t_975(freedom: int) -> float:
+    """Return the 97.5 % quantile of Student's t distribution; beyond the table by its expansion around the normal quantile."""
+    if freedom <= len(_T_975):
+        return _T_975[freedom - 1]
+    return 1.95996 + 2.3723 / freedom + 2.8225 / freedom**2
+
+
+def metrics_to_compare(runs: Sequence[ComparedRun], more: Sequence[str] = ()) -> list[str]:
+    """Return the metrics that at least one run has: those asked for, held-out scores, losses, and the mean reward.
+
+    Raises:
+        TitanRLError: No run has a metric that was asked for.
+    """
+    heldout = dict.fromkeys(f"eval/{task}/mean" for run in runs for task in heldout_tasks(run.rows))
+    known = {name for run in runs for row in run.rows for name in row}
+    for name in more:
+        if name not in known:
+            raise TitanRLError(f"--metric: no run has {name!r}. docs/metrics.md lists the names.")
+    return [name for name in dict.fromkeys([*more, *heldout, "loss/eval", "reward/mean", "loss/train"]) if name in known]
+
+
+def tables(variants: Sequence[Variant], metrics: Sequence[str]) -> list[Table]:
+    """Return a table of the keys that differ, one per metric, and one of the costs of the runs."""
+    names = [variant.name for variant in variants]
+    differing = differing_keys(variants)
+    found = [Table("Keys that differ", ("key", *names), [(key, *map(_shown, values)) for key, values in differing.items()])]
+    for metric in metrics:
+        rows = []
+        for variant in variants:
+            summary = score(variant, metric)
+            if summary is None:
+                rows.append((variant.name, "-", "-", "-", "-"))
+                continue
+            missing = "" if summary.num_runs == len(variant.runs) else f" (of {summary.num_runs} seeds)"
+            best = f"{summary.best:.4g}", f"{summary.best_step:g}"
+            rows.append((variant.name, f"{summary.first:.4g}", f"{summary.final}{missing}", *best))
+        found.append(Table(metric, ("run", "first", "final", "best", "at step"), rows))
+    costs = [(variant.name, *(_over_seeds(variant, cost) for cost in (_steps, _step_s, _tokens))) for variant in variants]
+    columns = "run", "steps", "seconds per step, median", "tokens/s while generating, median"
+    found.append(Table("Steps and speed", columns, costs))
+    return [table for table in found if table.rows]
+
+
+def _over_seeds(variant: Variant, cost: Callable[[Rows], str]) -> str:
+    return ", ".join(dict.fromkeys(cost(run.rows) for run in variant.runs))
+
+
+def _steps(rows: Rows) -> str:
+    return f"{rows[-1]['step']:g}"
+
+
+def _step_s(rows: Rows) -> str:
+    seconds = [sum(phases.values()) for row in rows if (phases := phase_seconds(row))]
+    return f"{median(seconds):.3g}" if seconds else "-"
+
+
+def _tokens(rows: Rows) -> str:
+    rates = [rate for _, rate in series(rows, "perf/gen_tokens_per_s")]
+    return count(median(rates)) if rates else "-"
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def as_dict(variants: Sequence[Variant], metrics: Sequence[str]) -> dict[str, Any]:
+    """Return the comparison as JSON values."""
+    compared = []
+    for variant in variants:
+        scores = {metric: found for metric in metrics if (found := score(variant, metric)) is not None}
+        compared.append(
+            {
+                "name": variant.name,
+                "runs": [_run_dict(run) for run in variant.runs],
+                "scores": {
+                    metric: {
+                        "first": found.first,
+                        "final": found.final.value,
+                        "final_ci95": found.final.ci95,
+                        "best": found.best,
+                        "best_step": found.best_step,
+                        "num_runs": found.num_runs,
+                    }
+                    for metric, found in scores.items()
+                },
+            }
+        )
+    names = [variant.name for variant in variants]
+    differing = {key: dict(zip(names, values, strict=True)) for key, values in differing_keys(variants).items()}
+    return {"variants": compared, "differing_keys": differing}
+
+
+def _run_dict(run: ComparedRun) -> dict[str, Any]:
+    return {"path": str(run.path), "seed": run.config.get(SEED), "steps": run.rows[-1]["step"]}
+
+
+def curve(variant: Variant, metric: str) -> Points:
+    """Return the mean of a metric over the runs of a variant, at the steps that all of its runs with the metric have."""
+    found = [dict(points) for run in variant.runs if (points := series(run.rows, metric))]
+    steps = [step for step in (found[0] if found else ()) if all(step in points for points in found)]
+    return [(step, fmean(points[step] for points in found)) for step in steps]
