@@ -11,12 +11,12 @@ import pytest
 from tests.size import PACKAGE, figures
 
 CEILINGS = {
-    "lines": 58_000,
-    "modules": 223,
+    "lines": 63_000,
+    "modules": 236,
     "small modules": 7,
     "modules with a shared name": 4,
     "rooms": 27,
-    "arrows": 171,
+    "arrows": 178,
     "floors": 13,
     "modules reached by the loop": 115,
     "functions with one mention": 0.372,
