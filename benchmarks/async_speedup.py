@@ -21,7 +21,7 @@ from benchmarks.quickstart import run_command
 from titanrl.config import load_config
 from titanrl.grpo import GRPO
 from titanrl.metrics.reading import read_metrics
-from titanrl.metrics.series import by_step, first_and_last_five, series
+from titanrl.metrics.series import by_step, ends_of, series
 
 BALANCED = (
     "rollout.groups_per_step=16",
@@ -154,7 +154,7 @@ def reward_figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return scores, response length, staleness and clip fraction of a run."""
     steps = [row for row in rows if "reward/mean" in row]
     heldout = series(by_step(rows), "eval/chain_sum/mean")
-    _, last_reward = first_and_last_five(series(by_step(steps), "reward/mean"))
+    _, last_reward, _ = ends_of(series(by_step(steps), "reward/mean"))
     return {
         "heldout_first": heldout[0][1],
         "heldout_last": heldout[-1][1],

@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.machine import write_result
 from titanrl.metrics.reading import read_metrics
-from titanrl.metrics.series import by_step, first_and_last_five, series
+from titanrl.metrics.series import by_step, ends_of, series
 
 TARGET_SCORE = 0.8
 """Held-out score; `time_to_score_s` is the time until it is first reached."""
@@ -65,7 +65,7 @@ def figures(rows: Sequence[Mapping[str, Any]], started: float) -> dict[str, Any]
     heldout = [(row["time"], row["eval/chain_sum/mean"]) for row in rows if "eval/chain_sum/mean" in row]
     reached = [seconds - started for seconds, score in heldout if score >= TARGET_SCORE]
     phases = sorted({name for row in steady for name in row if name.startswith("time/")} - {"time/step_s", "time/evaluate_s"})
-    first_reward, last_reward = first_and_last_five(series(by_step(steps), "reward/mean"))
+    first_reward, last_reward, _ = ends_of(series(by_step(steps), "reward/mean"))
     return {
         "first_step_s": steps[0]["time"] - started,
         "step_s": median(steady, "time/step_s"),

@@ -12,9 +12,8 @@ from titanrl.base import terminal
 from titanrl.base.errors import TitanRLError
 from titanrl.config.dry_run import print_table
 from titanrl.config.errors import ConfigError, refusing
-from titanrl.metrics.comparison import as_dict, metrics_to_compare, read_runs, tables, variants_of
+from titanrl.metrics.comparison import as_dict, metrics_to_compare, read_runs, tables, variants_of, write_comparison
 from titanrl.metrics.reading import open_run
-from titanrl.metrics.report import write_comparison
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "titanrl compare") -> None:

@@ -15,6 +15,7 @@ import yaml
 from titanrl.base.errors import TitanRLError
 from titanrl.config.source import parse
 from titanrl.metrics.reading import RunRecord
+from titanrl.metrics.report import NUM_COLORS, Chart, Trace, make_chart, make_trace, write_page
 from titanrl.metrics.series import Points, Rows, count, ends_of, heldout_tasks, phase_seconds, series
 
 NAMING = frozenset({"name", "output_dir", "cache_dir"})
@@ -275,3 +276,35 @@ def curve(variant: Variant, metric: str) -> Points:
     found = [dict(points) for run in variant.runs if (points := series(run.rows, metric))]
     steps = [step for step in (found[0] if found else ()) if all(step in points for points in found)]
     return [(step, fmean(points[step] for points in found)) for step in steps]
+
+
+def write_comparison(path: Path, variants: Sequence[Variant], tables: Sequence[Table], metrics: Sequence[str]) -> None:
+    """Write the page that compares runs: the tables, and one chart per metric with one line per variant.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    write_page(
+        path,
+        kind="comparison",
+        name=", ".join(variant.name for variant in variants),
+        tables=tables,
+        charts=[chart for metric in metrics if (chart := _overlaid(variants, metric)) is not None],
+    )
+
+
+def _overlaid(variants: Sequence[Variant], metric: str) -> Chart | None:
+    """Return a chart of a metric with the curve of each variant, and thin ones of its runs if there are several."""
+    traces: list[Trace] = []
+    for number, variant in enumerate(variants):
+        color, points = {"series": number % NUM_COLORS + 1}, curve(variant, metric)
+        single = [series(run.rows, metric) for run in variant.runs] if len(variant.runs) > 1 else []
+        thin_lines = {"opacity": 0.35, "line": {"width": 1}, "showlegend": False, "hoverinfo": "skip", **color}
+        traces += [make_trace(each, variant.name, **thin_lines) for each in single if each]
+        if points:
+            dash = {"line": {"dash": "dot"}} if number >= NUM_COLORS else {}
+            mode = "lines+markers" if metric.startswith("eval/") else "lines"
+            traces.append(make_trace(points, variant.name, **{"mode": mode, **dash, **color}))
+    if not traces:
+        return None
+    return make_chart(metric, "mean over the seeds" if any("opacity" in trace for trace in traces) else "", traces)

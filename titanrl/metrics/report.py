@@ -1,7 +1,4 @@
-"""Pages of runs, each a single file that opens in any browser, without a server or network access.
-
-`report.html` is the report of one run. `titanrl compare --html FILE` writes a comparison of several.
-"""
+"""The report of a run, `report.html`: a single file that opens in any browser, without a server or network access."""
 
 import base64
 import gzip
@@ -14,7 +11,6 @@ from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from titanrl.base.files import DamagedError, replace_text
-from titanrl.metrics.comparison import Table, Variant, curve
 from titanrl.metrics.reading import RecordedCompletion, RecordedGroup, RunRecord
 from titanrl.metrics.series import (
     NUM_ENDS,
@@ -85,7 +81,7 @@ def write_report(run_dir: Path, summary: Mapping[str, str]) -> Path:
     samples, total = _sampled_groups(run)
     charts = [chart for chart in _charts(rows) if chart is not None]
     report = run_dir / "report.html"
-    _write_page(
+    write_page(
         report,
         kind="report",
         name=run_dir.resolve().name,
@@ -102,24 +98,14 @@ def write_report(run_dir: Path, summary: Mapping[str, str]) -> Path:
     return report
 
 
-def write_comparison(path: Path, variants: Sequence[Variant], tables: Sequence[Table], metrics: Sequence[str]) -> None:
-    """Write the page that compares runs: the tables, and one chart per metric with one line per variant.
+def write_page(
+    path: Path, *, kind: str, name: str, charts: Sequence[Chart], samples: Sequence[str] = (), **values: Any
+) -> None:
+    """Write a page; the other arguments are those of the template.
 
     Raises:
         OSError: The file cannot be written.
     """
-    _write_page(
-        path,
-        kind="comparison",
-        name=", ".join(variant.name for variant in variants),
-        tables=tables,
-        charts=[chart for metric in metrics if (chart := _overlaid(variants, metric)) is not None],
-    )
-
-
-def _write_page(
-    path: Path, *, kind: str, name: str, charts: Sequence[Chart], samples: Sequence[str] = (), **values: Any
-) -> None:
     import jinja2  # slow to import, and needed only for pages
 
     absent = {"outcome": "", "facts": {}, "figures": [], "tables": [], "config": "", "others": {}, "has_rollouts": False}
@@ -230,8 +216,8 @@ def _lines(
     found = {label: points for name, label in labels.items() if (points := series(rows, name))}
     if not found:
         return None
-    traces = [_trace(points, label, **style) for label, points in found.items()]
-    return _chart(title, headline(found), traces, labels, rangemode="tozero", **(axis or {}))
+    traces = [make_trace(points, label, **style) for label, points in found.items()]
+    return make_chart(title, headline(found), traces, labels, rangemode="tozero", **(axis or {}))
 
 
 def _other_charts(rows: Rows, shown: Collection[str]) -> dict[str, list[Chart]]:
@@ -244,29 +230,12 @@ def _other_charts(rows: Rows, shown: Collection[str]) -> dict[str, list[Chart]]:
     return charts
 
 
-def _overlaid(variants: Sequence[Variant], metric: str) -> Chart | None:
-    """Return a chart of a metric with the curve of each variant, and thin ones of its runs if there are several."""
-    traces: list[Trace] = []
-    for number, variant in enumerate(variants):
-        color, points = {"series": number % NUM_COLORS + 1}, curve(variant, metric)
-        single = [series(run.rows, metric) for run in variant.runs] if len(variant.runs) > 1 else []
-        thin_lines = {"opacity": 0.35, "line": {"width": 1}, "showlegend": False, "hoverinfo": "skip", **color}
-        traces += [_trace(each, variant.name, **thin_lines) for each in single if each]
-        if points:
-            dash = {"line": {"dash": "dot"}} if number >= NUM_COLORS else {}
-            mode = "lines+markers" if metric.startswith("eval/") else "lines"
-            traces.append(_trace(points, variant.name, **{"mode": mode, **dash, **color}))
-    return (
-        _chart(metric, "mean over the seeds" if any("opacity" in trace for trace in traces) else "", traces) if traces else None
-    )
-
-
 def _rewards(rows: Rows) -> Chart | None:
     points = series(rows, "reward/mean")
     if not points:
         return None
     first, last, note = ends_of(points)
-    traces, headline = [_trace(points, "reward")], f"{first:.3f} to {last:.3f} ({note})"
+    traces, headline = [make_trace(points, "reward")], f"{first:.3f} to {last:.3f} ({note})"
     if len(points) >= 2 * NUM_ENDS:
         steps = [step for step, _ in points]
         means = {
@@ -274,7 +243,7 @@ def _rewards(rows: Rows) -> Chart | None:
             "y": [first, first, None, last, last],
         }
         traces.append({"type": "scatter", **means, "name": f"{NUM_ENDS}-step mean", "mode": "lines", "line": {"width": 4}})
-    return _chart("Mean reward", headline, traces, {"reward/mean"})
+    return make_chart("Mean reward", headline, traces, {"reward/mean"})
 
 
 def _step_times(rows: Rows) -> Chart | None:
@@ -290,17 +259,18 @@ def _step_times(rows: Rows) -> Chart | None:
     traces = []
     for label, layer in layers.items():
         points = [(step, sum(phases.get(name, 0.0) for name in layer)) for step, phases in by_number.items()]
-        traces.append(_trace(points, label, stackgroup="phases", line={"width": 0.5}))
+        traces.append(make_trace(points, label, stackgroup="phases", line={"width": 0.5}))
     totals = sorted(sum(phases.values()) for phases in by_number.values())
     # Limit the axis, so that a slow first step (compilation, cold caches) does not flatten the others.
     limits = [0.0, 1.3 * totals[int(0.95 * (len(totals) - 1))]]
     cut = " (cut off)" if totals[-1] > limits[1] else ""
     headline = f"median {median(totals):.2f} s, longest {totals[-1]:.2f} s{cut}"
     shown = {f"time/{name}_s" for name in names}
-    return _chart("Step time by phase, seconds", headline, traces, shown, range=limits)
+    return make_chart("Step time by phase, seconds", headline, traces, shown, range=limits)
 
 
-def _trace(points: Points, name: str, **style: Any) -> Trace:
+def make_trace(points: Points, name: str, **style: Any) -> Trace:
+    """Return a line of a chart. `style` are more plotly properties, and `series`, the number of a color from 1."""
     points = thin(points)
     steps, values = [step for step, _ in points], [float(f"{value:.5g}") for _, value in points]
     return {"type": "scatter", "x": steps, "y": values, "name": name, "mode": "lines", **style}
@@ -313,7 +283,8 @@ def thin(points: Points) -> Points:
     return [(fmean(step for step, _ in run), fmean(value for _, value in run)) for run in runs] or points
 
 
-def _chart(title: str, headline: str, traces: Sequence[Trace], metrics: Iterable[str] = (), **axis: Any) -> Chart:
+def make_chart(title: str, headline: str, traces: Sequence[Trace], metrics: Iterable[str] = (), **axis: Any) -> Chart:
+    """Return a chart of some metrics. `axis` are plotly properties of the vertical axis."""
     layout = {"showlegend": len(traces) > 1, **({"yaxis": axis} if axis else {})}
     figure = json.dumps({"data": traces, "layout": layout}, separators=(",", ":"))
     return Chart(title, headline, figure, frozenset(metrics))
