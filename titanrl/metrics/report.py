@@ -224,9 +224,10 @@ def _other_charts(rows: Rows, shown: Collection[str]) -> dict[str, list[Chart]]:
     """Return a chart for each metric that has none yet, by the first part of its name."""
     charts: dict[str, list[Chart]] = {}
     for name in sorted({name for row in rows for name in row} - {"step", "version", "time", *shown}):
-        chart = _lines(rows, name, {name: name}, _ends(".3g"))
-        if chart is not None:
-            charts.setdefault(name.partition("/")[0], []).append(chart)
+        if points := series(rows, name):
+            headline = f"{points[0][1]:.3g} to {points[-1][1]:.3g}"
+            found = make_chart(name, headline, [make_trace(points, name)], rangemode="tozero")
+            charts.setdefault(name.partition("/")[0], []).append(found)
     return charts
 
 
