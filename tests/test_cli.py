@@ -79,9 +79,8 @@ def test_invalid_command_line_exits_with_2(arguments: list[str], capsys: pytest.
             "--host: an address that other machines can reach requires keys (got 0.0.0.0)",
         ),
         (["serve", "empty", "--keys", "empty"], "--keys: the file is a directory"),
-        (["chat", "nowhere"], "RUN_DIR: it does not exist (got nowhere)"),
-        (["chat", "empty"], "RUN_DIR: checkpoints/final has no trained model (got empty)"),
-        (["chat", "a" * 300], "RUN_DIR: it cannot be read (File name too long)"),
+        (["chat", "nowhere"], "POLICY: it does not exist (got nowhere)"),
+        (["chat", "a" * 300], "POLICY: it cannot be read (File name too long)"),
         (["evaluate", "--model", "file"], '--model="file": must be a directory, but it is a file'),
         (["manifest", "--config", "empty"], "must be a YAML file, but it is a directory"),
         (["warm", "--config", "nowhere"], "must be a YAML file, but it does not exist"),
@@ -89,7 +88,7 @@ def test_invalid_command_line_exits_with_2(arguments: list[str], capsys: pytest.
     ],
 )
 def test_unusable_path_is_named_with_its_reason(
-    arguments: list[str], shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
@@ -97,7 +96,7 @@ def test_unusable_path_is_named_with_its_reason(
     with pytest.raises(SystemExit) as ended:
         cli.main(arguments)
     assert ended.value.code == 2
-    assert shown in capsys.readouterr().err
+    assert shown in capfd.readouterr().err
 
 
 def test_train_and_grpo_module_are_the_same_command() -> None:
@@ -215,7 +214,7 @@ def test_doctor_rejects_missing_device() -> None:
 
 
 def test_chat_with_damaged_weights_exits_with_2(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     create_model(tmp_path / "run/checkpoints/final", RecipeConfig(), seed=0)
@@ -225,4 +224,4 @@ def test_chat_with_damaged_weights_exits_with_2(
     with pytest.raises(SystemExit) as ended:
         cli.main(["chat", "run"])
     assert ended.value.code == 2
-    assert "model.safetensors must be a complete safetensors file" in capsys.readouterr().err
+    assert "model.safetensors must be a complete safetensors file" in capfd.readouterr().err

@@ -120,6 +120,18 @@ def test_documented_requests_are_answered(url: str, page: Path, capsys: pytest.C
     assert capsys.readouterr().out
 
 
+def test_documented_chat_is_a_client_of_the_endpoint(url: str) -> None:
+    commands = [line for block in blocks_of(PAGES[0]) if block.language == "sh" for line in shell_lines(block)]
+    (line,) = (line for line in commands if line.startswith("titanrl chat http"))
+    command = line.replace("http://127.0.0.1:8000", url).replace("titanrl", f"{sys.executable} -m titanrl.cli")
+    result = subprocess.run(
+        shlex.split(command), input=f"{QUESTION}\n{'1' * 5000}\n", capture_output=True, text=True, check=True, timeout=60
+    )
+    reply = client(url).chat.completions.create(model="plain", messages=[{"role": "user", "content": QUESTION}], temperature=0)
+    assert result.stdout == f"{reply.choices[0].message.content}\n"
+    assert result.stderr.startswith("error: messages: ")
+
+
 def test_checkpoint_of_a_step_needs_its_key(plain_run: Finished, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("# mine\n0123456789abcdef0123\n")

@@ -17,7 +17,8 @@ END = 256
 class Scripted:
     """A policy whose next replies are given as messages, or else are the last message in reverse.
 
-    Token `i` of a completion has log-probability `-i / 8` and version 3. It counts its calls, and those cancelled.
+    Token `i` of a completion has log-probability `-i / 8` and version 3. Reasoning is sampled before the content, between the
+    bytes 2 and 3. It counts its calls, and those cancelled.
     """
 
     stop: tuple[str, ...] = ()
@@ -58,10 +59,12 @@ class Scripted:
 
     def read(self, call: Call, token_ids: Sequence[int]) -> Message:
         text = bytes(token for token in token_ids if token != END).decode("utf-8", "replace")
+        reasoning, _, text = text[1:].partition("\3") if text.startswith("\2") else ("", "", text)
         content, mark, _ = text.partition("<tool_call>") if call.tools else (text, "", "")
         ends = [(content.find(stop) + len(stop), content.find(stop)) for stop in call.stop if stop in content]
         content = content[: min(ends)[1]] if ends else content
-        return {"role": "assistant", "content": content} | ({"tool_calls": [{}]} if mark else {})
+        message = {"role": "assistant", "content": content} | ({"tool_calls": [{}]} if mark else {})
+        return message | ({"reasoning_content": reasoning} if reasoning else {})
 
     def token_text(self, token_id: int) -> str:
         return "<end>" if token_id == END else bytes([token_id]).decode("utf-8", "replace")
@@ -82,6 +85,7 @@ class Scripted:
         written = content + "".join(
             f"<tool_call>{json.dumps(each['function'])}</tool_call>" for each in message.get("tool_calls", ())
         )
+        written = f"\2{message['reasoning_content']}\3{written}" if message.get("reasoning_content") else written
         tokens: list[int] = [*written.encode(), END]
         reason: FinishReason = "stop"
         if call.max_tokens is not None and len(tokens) > call.max_tokens:

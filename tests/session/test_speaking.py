@@ -1,6 +1,7 @@
 """The policy of a session as a caller: prompts, sampling options and messages, over a sampler with given completions."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,10 +10,11 @@ import pytest
 from titanrl.carriers.types import Completion, FinishReason, GenerationRequest, OnTokens
 from titanrl.config import load_config
 from titanrl.data.byte_tokenizer import write_byte_tokenizer
+from titanrl.data.streams import make_encoder
 from titanrl.data.tokenizer import Tokenizer, load_tokenizer
 from titanrl.environments import Tool
 from titanrl.launch.supervision import ActorDiedError, DeadlineError
-from titanrl.rollout.renderers import PlainRenderer, make_renderer
+from titanrl.rollout.renderers import PlainRenderer, TemplateRenderer, make_renderer
 from titanrl.serving.calls import Call, Refused
 from titanrl.serving.protocol import Feed
 from titanrl.session.speaking import Speaker, trained_renderer
@@ -67,8 +69,20 @@ def test_conversation_is_rendered_and_reply_read(tokenizer: Tokenizer) -> None:
 def test_conversation_is_rendered_as_in_training(tokenizer: Tokenizer) -> None:
     config = load_config("quickstart", ["data.environment={function: calculator, renderer: plain}"])
     assert isinstance(trained_renderer(config, tokenizer), PlainRenderer)
-    with pytest.raises(ValueError, match="no renderer is known"):  # the template of the tokenizer belongs to no family
-        trained_renderer(load_config("quickstart"), tokenizer)
+    config = load_config("quickstart", ["data.chat_template=never"])
+    assert isinstance(trained_renderer(config, tokenizer), PlainRenderer)
+    # The template of the tokenizer belongs to no family.
+    assert isinstance(trained_renderer(load_config("quickstart"), tokenizer), TemplateRenderer)
+
+
+def test_conversation_is_rendered_with_the_variables_of_the_template(tmp_path: Path) -> None:
+    write_byte_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text('{"eos_token_id": 1}')
+    (tmp_path / "chat_template.jinja").write_text("{{ mood }}: {{ messages[0]['content'] }}")
+    tokenizer = load_tokenizer(tmp_path)
+    config = load_config("quickstart", ["data.chat_template_kwargs={mood: glad}"])
+    rendered = trained_renderer(config, tokenizer).render(USER, ())
+    assert rendered == make_encoder(config.data, tokenizer)({"question": "añ?"}) == tokenizer.encode_chat("glad: añ?")
 
 
 def test_limits_default_to_those_of_the_run(tokenizer: Tokenizer) -> None:

@@ -1,75 +1,165 @@
-"""Chat with a trained policy: `titanrl chat RUN_DIR`.
-
-transformers loads the policy from the run's Hugging Face export, so it behaves as in any other program.
-"""
+"""Chat with a policy: `titanrl chat URL`, or `titanrl chat RUN`, which serves it on a Unix socket for itself."""
 
 import argparse
 import io
+import json
 import math
+import os
+import re
 import signal
+import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from titanrl.base import terminal
-from titanrl.base.errors import describe
-from titanrl.base.files import why_no_file, why_no_folder
-from titanrl.config import Config, ConfigError, load_config
+from titanrl.base.errors import TitanRLError
+from titanrl.commands.serve import read_keys, run_of
+from titanrl.config import ConfigError
 from titanrl.config.device import installed_version
 from titanrl.config.errors import refusing
+from titanrl.config.source import read_source
 from titanrl.metrics.reading import RunRecord
-from titanrl.models.directory import open_model
+from titanrl.processes.confine import end_with_parent
+from titanrl.processes.temporary import private_folder
+from titanrl.run.command import CLOSE_LIMIT_S
+
+if TYPE_CHECKING:
+    import httpx
+
+NEW = "/new"
+"""Line that starts a new conversation."""
+CALL_S = 660.0
+"""Time limit for the next part of a reply, in seconds; the endpoint ends a call before."""
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Characters that control a terminal."""
+
+
+class NoReply(TitanRLError):
+    """The endpoint refuses a request, or its reply ends early."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(" ".join(readable(reason).split())[:1000])  # one line
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titanrl.commands.chat") -> None:
-    """Complete one prompt per line until end of input."""
+    """Send one message per line until end of input."""
     terminal.prepare()
-    parser = argparse.ArgumentParser(prog=prog, description="Chat with a trained policy.")
-    parser.add_argument("run_dir", type=terminal.path, help="directory of a finished run")
+    parser = argparse.ArgumentParser(prog=prog, description="Chat with a policy, one message per line.")
+    parser.add_argument("policy", metavar="POLICY", help="URL of a served policy, or what `titanrl serve` accepts")
+    parser.add_argument(
+        "--conversation", action="store_true", help=f"keep the earlier messages and replies, until a line {NEW}"
+    )
+    parser.add_argument("--system", metavar="TEXT", help="system prompt (default: that of the run's data)")
     parser.add_argument("--temperature", type=float, default=0.0, help="sampling temperature; 0 (the default) is greedy")
+    parser.add_argument(
+        "--keys", type=terminal.path, metavar="FILE", help="file with the key for the URL, which only you can read"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that override those of the run")
     arguments = parser.parse_args(argv)
+    policy, is_url = arguments.policy, arguments.policy.startswith(("http://", "https://", "unix:"))
     if not 0.0 <= arguments.temperature < math.inf:
         parser.error(f"--temperature: must be a finite number >= 0 (got {arguments.temperature}). Give one such as 0.7.")
-    model_dir = arguments.run_dir / "checkpoints" / "final"
+    if is_url and arguments.overrides:
+        parser.error(f"{arguments.overrides[0]}: overrides require a directory (got {policy}). Give them to `titanrl serve`.")
+    if not is_url and arguments.keys is not None:
+        parser.error(f"--keys: requires the URL of a served policy (got {policy}). Remove the option.")
+    terminal.handle_ending(lambda number, frame: sys.exit(128 + number))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    system, example = arguments.system, None
     with refusing():
-        if found := why_no_folder(arguments.run_dir):
-            raise ConfigError(f"RUN_DIR: it {found} (got {arguments.run_dir}). Give the directory of a finished run.")
-        if why_no_file(model_dir / "config.json"):
-            raise ConfigError(
-                f"RUN_DIR: checkpoints/final has no trained model (got {arguments.run_dir}). "
-                "Give the directory of a finished run."
-            )
-        if installed_version("torch") is None:
-            raise ConfigError("torch: the package is not installed. Install the required packages: titanrl doctor --install")
-        config = load_config(arguments.run_dir / "config.yaml")
-        try:
-            open_model(model_dir, config.model.family).weight_files()
-        except ValueError as error:
-            raise ConfigError(f"RUN_DIR: {error}") from None
+        if installed_version("httpx") is None:
+            raise ConfigError("httpx: the package is not installed. Install the required packages: titanrl doctor --install")
+        key = "none" if arguments.keys is None else next(iter(read_keys(arguments.keys)))
+        if not is_url and (run_dir := run_of(Path(policy).resolve())) is not None:
+            values = read_source(run_dir / "config.yaml", arguments.overrides).values
+            system = values.get("data", {}).get("system_prompt") if system is None else system
+            example = RunRecord(run_dir).first_group()  # a fine-tuning has none
     try:
+        with nullcontext(policy) if is_url else serving(policy, arguments.overrides) as url:
+            if example is not None:
+                print(f"The policy was trained on prompts like this one: {readable(example.prompt)}")
+            code = chat(url, key, system, arguments)
+    except KeyboardInterrupt:  # while there was no reply to cancel
+        code = 128 + signal.SIGINT
+    sys.exit(code)
+
+
+@contextmanager
+def serving(policy: str, overrides: Sequence[str]) -> Iterator[str]:
+    """Serve a policy with `titanrl serve`, yield the URL, and end the server.
+
+    Raises:
+        SystemExit: The policy cannot be served. The server has printed the reason.
+    """
+    folder = private_folder()
+    command = [sys.executable, "-m", "titanrl.commands.serve", f"--unix={folder.path}/policy", "--", policy, *overrides]
+    server = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        start_new_session=True,  # Ctrl-C cancels a reply, and not the server
+        preexec_fn=partial(end_with_parent, os.getpid()),
+    )
+    try:
+        assert server.stdout is not None
         with terminal.announcing("loading the policy"):
-            complete = load_policy(model_dir, config, arguments.temperature)
-    except Exception as error:  # transformers and safetensors raise anything for a damaged model
-        print(f"error: {describe(error)}. The model is in {model_dir}", file=sys.stderr)
-        sys.exit(1)
-    example = RunRecord(arguments.run_dir).first_group()
-    if example is not None:  # a fine-tuning has none
-        print(f"The policy was trained on prompts like this one: {example.prompt}")
-    for prompt in read_prompts():
+            if not server.stdout.readline():
+                sys.exit(server.wait())
+        yield f"unix:{folder.path}/policy"
+    finally:
+        terminal.exit_on_signals()  # the server ends with this process
+        server.send_signal(signal.SIGINT)
         try:
-            print(complete(prompt))
-        except ValueError as error:
-            print(error, file=sys.stderr)
+            server.wait(CLOSE_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            server.kill()
+        folder.delete()
 
 
-def read_prompts() -> Iterator[str]:
+def chat(url: str, key: str, system: str | None, arguments: argparse.Namespace) -> int:
+    """Send the lines of standard input, and print the replies while they are sampled; return the exit code."""
+    import httpx
+
+    transport, base = None, url.removesuffix("/").removesuffix("/v1")
+    if url.startswith("unix:"):
+        transport, base = httpx.HTTPTransport(uds=url.removeprefix("unix:")), "http://localhost"
+    start = [] if system is None else [{"role": "system", "content": system}]
+    known, headers = list(start), {"authorization": f"Bearer {key}"}
+    try:
+        with httpx.Client(transport=transport, base_url=base, headers=headers, timeout=CALL_S) as client:
+            match content_of(client.get("/v1/models")):
+                case {"data": [{"id": str(model)}, *_]}:
+                    body = {"model": model, "temperature": arguments.temperature, "stream": True}
+                case _:
+                    raise NoReply("no policy is served there. Give the URL that `titanrl serve` prints.")
+            for line in read_lines():
+                if line == NEW or not arguments.conversation:
+                    known = list(start)
+                if line == NEW:
+                    continue
+                asked = [*known, {"role": "user", "content": line}]
+                try:
+                    known = [*asked, say(client, body | {"messages": asked})]
+                except KeyboardInterrupt:
+                    print("cancelled", file=sys.stderr)
+                except NoReply as error:
+                    print(f"error: {error}", file=sys.stderr)
+    except (NoReply, httpx.HTTPError, httpx.InvalidURL) as error:
+        print(f"error: {url}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def read_lines() -> Iterator[str]:
     """Yield the non-empty lines of standard input until end of file or Ctrl-C."""
     if sys.stdin is None:  # closed
         return
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         while True:
             line = input("> " if sys.stdin.isatty() else "").strip()
@@ -79,39 +169,73 @@ def read_prompts() -> Iterator[str]:
         return
 
 
-def load_policy(model_dir: Path, config: Config, temperature: float) -> Callable[[str], str]:
-    """Return a function that maps a prompt to the policy's completion."""
-    import torch
-    import transformers
+def say(client: "httpx.Client", body: Mapping[str, Any]) -> dict[str, str]:
+    """Print the reply to a conversation while it is sampled; return its message.
 
-    from titanrl.data.streams import make_encoder
-    from titanrl.data.tokenizer import load_tokenizer
+    Raises:
+        NoReply: The request is refused, or the reply ends early.
+    """
+    told, cause = {"reasoning_content": "", "content": ""}, ""
+    with client.stream("POST", "/v1/chat/completions", json=body) as response:
+        if response.is_error:
+            response.read()
+            content_of(response)
+        try:
+            for event in events(response.iter_bytes()):
+                match event:
+                    case {"error": {"message": str(text)}}:
+                        raise NoReply(text)
+                    case {"choices": [{"delta": dict(delta), "finish_reason": cause}]}:
+                        for name, part in delta.items():
+                            if name in told and part:
+                                gap = "\n\n" if name == "content" and told["reasoning_content"] and not told["content"] else ""
+                                print(gap + readable(part), end="", flush=True)
+                                told[name] += part
+        finally:
+            print()
+    if cause == "length":
+        print("the reply was cut at its limit", file=sys.stderr)
+    return {"role": "assistant"} | {name: text for name, text in told.items() if text or name == "content"}
 
-    transformers.logging.disable_progress_bar()
-    tokenizer = load_tokenizer(model_dir)
-    encode, rollout = make_encoder(config.data, tokenizer), config.rollout
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype="auto")
-    sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
 
-    def complete(prompt: str) -> str:
-        input_ids = torch.tensor([encode({"question": prompt})])
-        num_prompt = input_ids.shape[1]
+def events(chunks: Iterable[bytes]) -> Iterator[Any]:
+    """Yield the JSON data of server-sent events.
 
-        def completes_stop(sequences: Any, scores: Any, **options: Any) -> Any:
-            ends = tokenizer.completes_stop(sequences[0, num_prompt:].tolist(), rollout.stop_texts)
-            return torch.full((1,), ends, dtype=torch.bool)
+    Raises:
+        NoReply: An event is no JSON.
+    """
+    rest = b""
+    for chunk in chunks:
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data: {"):
+                try:
+                    yield json.loads(line.removeprefix(b"data: "))
+                except ValueError:
+                    raise NoReply("the reply is no stream of JSON") from None
 
-        output = model.generate(
-            input_ids,
-            attention_mask=torch.ones_like(input_ids),
-            max_new_tokens=rollout.max_new_tokens,
-            eos_token_id=[*tokenizer.stop_ids, *rollout.stop_ids],
-            stopping_criteria=[completes_stop] if rollout.stop_texts else None,
-            **sampling,
-        )
-        return tokenizer.decode_completion(output[0, num_prompt:].tolist(), rollout.stop, keep_stop=rollout.keep_stop)
 
-    return complete
+def content_of(response: "httpx.Response") -> object:
+    """Return the JSON of a response; None if it is none.
+
+    Raises:
+        NoReply: The endpoint refuses the request.
+    """
+    try:
+        content: object = response.json()
+    except ValueError:
+        content = None
+    match content:
+        case {"error": {"message": str(text)}}:
+            raise NoReply(text)
+    if response.is_error:
+        raise NoReply(f"the endpoint answered with status {response.status_code}")
+    return content
+
+
+def readable(text: str) -> str:
+    """Return a text without the characters that control a terminal."""
+    return _CONTROL.sub("\ufffd", text)
 
 
 if __name__ == "__main__":

@@ -165,16 +165,17 @@ def find_policy(policy: Path, step: int | None, overrides: Sequence[str], scratc
     if found := why_no_folder(policy):
         raise ConfigError(f"POLICY: it {found} (got {policy}). Give the directory of a run or a model.")
     policy = policy.resolve()
-    if policy.parent.name == "checkpoints" and not why_no_file(policy.parents[1] / "config.yaml"):
-        name, run_dir = policy.name, policy.parents[1]
+    run_dir = run_of(policy)
+    if run_dir is not None and run_dir != policy:
+        name = policy.name
         if step is not None:
             raise ConfigError(f"--step: a checkpoint has its own step (got {step}, and {policy}). Remove the option.")
         if name != "final" and not name.removeprefix("step-").isdigit():
             raise ConfigError(f"POLICY: must be a checkpoint such as step-10 or final (got {policy}). Give another directory.")
         step = None if name == "final" else int(name.removeprefix("step-"))
         return _of_run(run_dir, step, overrides, scratch)
-    if not why_no_folder(policy / "checkpoints") and not why_no_file(policy / "config.yaml"):
-        return _of_run(policy, step, overrides, scratch)
+    if run_dir is not None:
+        return _of_run(run_dir, step, overrides, scratch)
     if step is not None:
         raise ConfigError(f"--step: only a run has steps (got {step}, and {policy} is no run). Remove the option.")
     model = read_model(policy)
@@ -192,6 +193,14 @@ def find_policy(policy: Path, step: int | None, overrides: Sequence[str], scratc
     file.write_text(yaml.safe_dump(settings), encoding="utf-8")
     source = read_source(file, [*overrides, *_fixed(policy, scratch)])
     return Served(name=policy.name, config=validate(source), source=source, state=None, version=0)
+
+
+def run_of(policy: Path) -> Path | None:
+    """Return the directory of the run that a policy belongs to, given as an absolute path; None for a model of no run."""
+    if policy.parent.name == "checkpoints" and not why_no_file(policy.parents[1] / "config.yaml"):
+        return policy.parents[1]
+    is_run = not why_no_folder(policy / "checkpoints") and not why_no_file(policy / "config.yaml")
+    return policy if is_run else None
 
 
 def _of_run(run_dir: Path, step: int | None, overrides: Sequence[str], scratch: Path) -> Served:

@@ -50,7 +50,7 @@ USED_BY_SFT = {
     "algorithm": ("max_skipped_steps",),
     "data": ("chat_template", "chat_template_kwargs", "system_prompt", "control_tokens"),
     "generator": (),
-    "rollout": ("max_new_tokens",),  # by `titanrl chat`
+    "rollout": ("max_new_tokens",),  # by `titanrl serve`
     "sandbox": (),
     "weights": (),
 }

@@ -1,6 +1,7 @@
 """The policy of a session as a caller: renders the calls of clients, samples, and reads the completions as messages."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -131,15 +132,25 @@ class Speaker:
 
 
 def trained_renderer(config: Config, tokenizer: Tokenizer) -> Renderer:
-    """Return the renderer of the first environment that the policy is trained in, or that of its model if there is none.
+    """Return the renderer of the first environment that the policy is trained in.
+
+    Without an environment, the policy was trained on prompts, and conversations are rendered as these were: without a chat
+    template, or with the chat template of the model and its variables. If no variables are set, the renderer of the model's
+    family does the same and also reads reasoning and tool calls; it is used if it is installed.
 
     Raises:
-        ValueError: The renderer cannot be used with the model, or none is known for it.
+        ValueError: The renderer cannot be used with the model.
     """
-    for task in config.data.tasks.values():
+    first, *_ = tasks = list(config.data.tasks.values())
+    for task in tasks:
         if task.environment is not None:
             return make_renderer(tokenizer, task.environment.renderer, task.environment.renderer_options)
-    return make_renderer(tokenizer, "auto", {})
+    if first.chat_template == "never" or not tokenizer.chat_template:
+        return make_renderer(tokenizer, "plain", {})
+    if not first.chat_template_kwargs:
+        with suppress(ValueError):  # none is known for the family, or its package is missing
+            return make_renderer(tokenizer, "auto", {})
+    return make_renderer(tokenizer, "template", first.chat_template_kwargs)
 
 
 def _source(call: Call) -> str:
