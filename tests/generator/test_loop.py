@@ -2,13 +2,15 @@
 
 import asyncio
 import threading
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 
 from titanrl.carriers.types import Completion, EngineLoad, GenerationRequest, SamplingParams
+from titanrl.generator import loop as generator_loop
 from titanrl.generator.loop import EngineLoop, EngineStoppedError
 from titanrl.processes.actors import StoppedError
 
@@ -65,6 +67,22 @@ class CountingEngine:
             tokens[0] += 1
         ended = [ticket for ticket, (done, limit) in self.running.items() if done >= limit]
         return [Finished(ticket, self.running.pop(ticket)[1], self.version) for ticket in ended]
+
+
+class ClockedEngine(CountingEngine):
+    """Fake engine whose steps take a millisecond, and the clock of its loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.delivered = list[int]()
+        """Steps before each delivery of tokens that are being sampled."""
+
+    def perf_counter(self) -> float:
+        return self.num_steps / 1000
+
+    def sampled(self, starts: Mapping[int, int]) -> dict[int, tuple[list[int], list[float]]]:
+        self.delivered.append(self.num_steps)
+        return {ticket: ([0] * (self.running[ticket][0] - start), []) for ticket, start in starts.items()}
 
 
 def requests(*lengths: int, first: int = 0) -> list[GenerationRequest]:
@@ -285,3 +303,22 @@ def test_start_over_does_not_wait_for_draining_requests() -> None:
         await loop.close()
 
     asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+@pytest.mark.parametrize(("num_streams", "interval"), [(2, 20), (50, 50)])
+def test_more_streams_get_their_tokens_less_often(num_streams: int, interval: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, got = ClockedEngine(), Counter[int]()
+    monkeypatch.setattr(generator_loop, "time", engine)
+
+    async def scenario() -> None:
+        loop = EngineLoop(lambda: engine)  # type: ignore[arg-type,return-value]
+        groups = [[request] for request in requests(*[120] * num_streams)]
+        results = await loop.submit(
+            groups, [1] * num_streams, on_sampled=lambda index, sampled: got.update({index: len(sampled[0])})
+        )
+        await asyncio.gather(*map(asyncio.wrap_future, results))
+        await loop.close()
+
+    asyncio.run(scenario())
+    assert set(np.diff(engine.delivered)) <= {interval, interval + 1}  # of rounding
+    assert got == dict.fromkeys(range(num_streams), engine.delivered[-1])  # the completion has the later ones

@@ -25,6 +25,8 @@ OnSampled = Callable[[int, "Sampled"], None]
 SAMPLED_S = 0.02
 """Shortest time between two deliveries of tokens that are being sampled, in seconds. A tiny model would spend more time on them
 than on its steps."""
+SAMPLED_EACH_S = 0.001
+"""The same for each request whose tokens are delivered, because their messages and events cost time."""
 
 
 class EngineStoppedError(StoppedError):
@@ -257,7 +259,7 @@ class EngineLoop:
             assert group.on_sampled is not None
             group.num_delivered += len(token_ids)
             group.on_sampled((token_ids, logprobs))
-        self._next_delivery = time.perf_counter() + SAMPLED_S
+        self._next_delivery = time.perf_counter() + max(SAMPLED_S, SAMPLED_EACH_S * len(self._streams))
 
     def _abort(self, engine: "Engine | Leader", tickets: Set[int]) -> None:
         for ticket in tickets:

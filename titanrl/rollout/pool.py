@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -302,13 +302,19 @@ class GeneratorPool:
             done = ask_actor(actor.generate, groups, num_kept, replies, admission)
             # Retrieve the exception, because nothing awaits the call if this task is cancelled.
             done.add_done_callback(lambda call: call.cancelled() or call.exception())
+            done.add_done_callback(messages.put_nowait)
             for call in calls:
                 if call.completions.done() and call.place is None:  # cancelled while it was queued
                     call.cancel()
             try:
                 num_missing = len(calls)
                 while num_missing:
-                    finished, load, sampled = await _unless_failed(done, messages.get())
+                    message = await messages.get()
+                    if message is done:
+                        if done.cancelled() or done.exception() is not None:
+                            await done
+                        continue  # what it sent before it returned may still arrive
+                    finished, load, sampled = message
                     num_missing -= len(finished)
                     for place, (token_ids, logprobs) in sampled:
                         on_tokens = calls[place].on_tokens
@@ -367,17 +373,3 @@ class Session:
         with a `place` waits for the other groups of the round, and passes no tokens on before its end.
         """
         return await self.pool._generate(requests, num_kept, self.key, place=place, on_tokens=on_tokens)
-
-
-async def _unless_failed(call: asyncio.Future[None], message: Coroutine[Any, Any, T]) -> T:
-    """Wait for the next message of a call, or raise the exception of the call.
-
-    If the call has returned, all of its messages have been sent, so waiting for the next one is safe.
-    """
-    receiving = asyncio.ensure_future(message)
-    waiting: set[asyncio.Future[Any]] = {call, receiving}
-    await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-    if not receiving.done() and (call.cancelled() or call.exception() is not None):
-        receiving.cancel()
-        await call
-    return await receiving

@@ -358,8 +358,7 @@ async def _cancel(tasks: Sequence["asyncio.Future[Any]"]) -> None:
             task.exception()  # raised elsewhere, if at all
 
 
-def _dump(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+_dump = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 
 def _key_of(headers: Mapping[bytes, bytes]) -> str:

@@ -1,5 +1,6 @@
 """The policy of a session as a caller: renders the calls of clients, samples, and reads the completions as messages."""
 
+import secrets
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -116,7 +117,7 @@ class Speaker:
     def _sampling(self, call: Call, room: int) -> SamplingParams:
         rollout = self._rollout
         temperature = rollout.temperature if call.temperature is None else call.temperature
-        seed = int(np.random.default_rng().integers(MAX_SEED)) if call.seed is None else call.seed
+        seed = secrets.randbelow(MAX_SEED) if call.seed is None else call.seed
         if call.top_p == 0:
             raise Refused("top_p: must be greater than 0 (got 0). Use temperature=0 for greedy decoding.", param="top_p")
         return SamplingParams(
