@@ -54,6 +54,14 @@ def test_groups_beyond_the_memory_limit_are_in_unnamed_files(tmp_path: Path) -> 
     assert os.listdir(tmp_path) == []
 
 
+def test_a_group_has_room_as_long_as_storing_it_moves_none_to_a_file(tmp_path: Path) -> None:
+    payloads = Payloads(250, tmp_path)
+    for slot, has_room in enumerate([True, True, False]):
+        assert payloads.has_room([bytes(60), bytes(40)]) is has_room
+        payloads.put(handle(slot), [bytes(60), bytes(40)])
+        assert bool(payloads.usage.num_spilled_bytes) is not has_room
+
+
 def test_more_groups_than_open_files_are_usually_allowed_are_moved_to_files(tmp_path: Path) -> None:
     usual = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, usual[1]))

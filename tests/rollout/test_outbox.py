@@ -1,6 +1,7 @@
 """Delivery of finished groups to a fake buffer that records calls."""
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,9 +20,16 @@ class FakeBuffer:
         self.log: list[tuple[list[int], list[int]]] = []
         self.error: Exception | None = None
         self.usage = ShardUsage(num_bytes=0, num_spilled_bytes=0)
+        self.room = True
+        self.threads = set[int]()
+        """Threads that stored groups."""
         self._stored: list[int] = []
 
+    def has_room(self, parts: Sequence[bytes]) -> bool:
+        return self.room
+
     def put(self, handle: GroupHandle, parts: Sequence[bytes]) -> None:
+        self.threads.add(threading.get_ident())
         self._stored.append(handle.slot)
 
     @property
@@ -133,6 +141,22 @@ def test_group_without_payload_sends_only_its_record() -> None:
         buffer = FakeBuffer()
         await buffer.outbox().deliver(make_record(4, has_payload=False), ())
         assert buffer.log == [([], [4])]
+
+    asyncio.run(scenario())
+
+
+def test_only_groups_that_may_wait_for_the_disk_are_stored_in_a_thread() -> None:
+    async def scenario() -> None:
+        buffer = FakeBuffer()
+        outbox, own = buffer.outbox(), threading.get_ident()
+        await outbox.deliver(make_record(0), ())
+        assert buffer.threads == {own}
+        buffer.threads.clear()
+        buffer.room = False
+        await outbox.deliver(make_record(1), ())
+        assert own not in buffer.threads
+        assert buffer.threads
+        assert buffer.log == [([0], [0]), ([1], [1])]
 
     asyncio.run(scenario())
 

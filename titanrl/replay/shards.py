@@ -29,8 +29,8 @@ Parts = tuple[bytes | memoryview, ...]
 class Payloads:
     """Pickled segments by handle. When they exceed the memory limit, the oldest groups are moved to files.
 
-    Any thread may call the methods; only `put` waits for the disk. The files are unnamed. The operating system deletes a file
-    when its group is dropped, or when the process exits or crashes.
+    Any thread may call the methods; only `put` waits for the disk, and only if there is no room. The files are unnamed. The
+    operating system deletes a file when its group is dropped, or when the process exits or crashes.
     """
 
     def __init__(self, memory_bytes: int, folder: Path) -> None:
@@ -50,6 +50,11 @@ class Payloads:
         with self._lock:
             spilled = sum(self._in_files.values())
             return ShardUsage(num_bytes=self._num_memory_bytes + spilled, num_spilled_bytes=spilled)
+
+    def has_room(self, parts: Sequence[bytes]) -> bool:
+        """Return whether a group with these parts fits into memory beside the others."""
+        with self._lock:
+            return self._num_memory_bytes + sum(map(len, parts)) <= self._limit
 
     def put(self, handle: GroupHandle, parts: Sequence[bytes]) -> None:
         """Store a group in place of the previous one in its slot.

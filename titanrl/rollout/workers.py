@@ -433,7 +433,11 @@ class Outbox:
             # Store the tokens first: the trainer may fetch them as soon as the buffer has the record.
             for record, rollouts, _ in groups:
                 if record.has_payload:
-                    await asyncio.to_thread(self._payloads.put, record.handle, packed(rollouts))
+                    parts = packed(rollouts)
+                    if self._payloads.has_room(parts):  # a thread costs more than storing the group
+                        self._payloads.put(record.handle, parts)
+                    else:
+                        await asyncio.to_thread(self._payloads.put, record.handle, parts)
             with span("deliver"):
                 await ask_actor(self._buffer.commit, [record for record, _, _ in groups], self._payloads.usage)
 
