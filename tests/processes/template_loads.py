@@ -34,6 +34,11 @@ def note_again() -> None:
     again = (os.getpid(), os.environ.get("COLOUR"))
 
 
+def load_torch() -> None:
+    """Import torch, as the base of a run does."""
+    import torch  # noqa: F401
+
+
 def read_temporary_folder() -> None:
     """Read TMPDIR, like a package that writes a cache."""
     tempfile.gettempdir()

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import psutil
@@ -44,6 +45,19 @@ class Scribe(Actor):
             "colour": os.environ.get("COLOUR"),
             "is_deaf": signal.getsignal(signal.SIGTERM) == signal.SIG_IGN,
         }
+
+
+class ModeCounter(Actor):
+    """Counts how often its process suspends torch's dispatch modes."""
+
+    @concurrent_endpoint
+    async def count(self) -> int:
+        """Return the number since the first call."""
+        from torch.utils import _python_dispatch as dispatch
+
+        if not isinstance(dispatch._disable_current_modes, Mock):
+            dispatch._disable_current_modes = Mock(wraps=dispatch._disable_current_modes)
+        return int(dispatch._disable_current_modes.call_count)
 
 
 def with_fleet(folder: Path, work: Callable[[Fleet, Supervisor], Awaitable[None]], on_event: OnEvent | None = None) -> None:
@@ -181,6 +195,16 @@ def test_templates_of_roles_share_what_their_base_has_imported(tmp_path: Path) -
         assert psutil.Process(template).ppid() == base
         assert psutil.Process(base).ppid() == os.getpid()
         assert [look["colour"] for look in seen[:2]] == ["red", "red"]
+
+    with_fleet(tmp_path, work)
+
+
+def test_messages_are_unpickled_without_torch_also_where_a_template_has_imported_it(tmp_path: Path) -> None:
+    async def work(fleet: Fleet, supervisor: Supervisor) -> None:
+        fleet.prepare("scribe", {}, template_loads.load_torch)
+        template = await fleet.template("scribe")
+        counter: Any = fleet.spawn("scribe_0", local_host(), 1, {}, (), template).spawn("counter", ModeCounter)
+        assert [await supervisor.ask("counter", counter.count.call_one(), 60) for _ in range(3)] == [0, 0, 0]
 
     with_fleet(tmp_path, work)
 
