@@ -59,6 +59,13 @@ def test_dtypes_in_which_this_processor_is_slow_are_noted(monkeypatch: pytest.Mo
         assert noted(dtype, has_instructions=has_instructions, device="cuda") == []
 
 
+def test_memory_of_further_adapters_is_printed_with_lora() -> None:
+    text = dry_run_text(make_config(trainer={"lora": {"rank": 4, "max_models": 3}}))
+    (line,) = (line for line in text.splitlines() if "each further adapter of a session" in line)
+    assert line.split("session")[1].strip().endswith("kB on each trainer rank; at most 3 adapters")
+    assert "further adapter" not in dry_run_text(make_config())
+
+
 def placement(text: str) -> list[list[str]]:
     """Return the rows of the placement table. Columns are separated by two or more spaces."""
     table = text.partition("# Hosts and devices\n")[2].partition("\n\n")[0].splitlines()[1:]

@@ -82,6 +82,7 @@ def test_sizes_of_the_default_recipe() -> None:
             # 4 rows of 200 tokens; 2 layers kept and one at work, each 4 x (128 + 128 + 64 + 384) numbers; logits twice.
             activations=800 * (3 * 4 * 704 + 2 * 112) * 4,
             unreduced=3 * 4 * 112 * 128,
+            another_model=0,
         ),
         replica_weights=408_320 * 4,
         generator_rank_weights=408_320 * 4,
@@ -240,6 +241,7 @@ def test_only_adapters_have_gradients_with_lora() -> None:
     assert lora.trainer.parameters == full.trainer.parameters + 4 * adapters
     assert lora.trainer.gradients == 4 * adapters
     assert lora.trainer.optimizer == 8 * adapters
+    assert lora.trainer.another_model == 16 * adapters
 
 
 def test_checkpointing_and_tensor_parallelism_save_activations() -> None:

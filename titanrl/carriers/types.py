@@ -394,6 +394,31 @@ class AdamParams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSpec:
+    """LoRA adapter of a model that shares its base with others."""
+
+    rank: int
+    """Rank, at most `trainer.lora.rank`."""
+    alpha: float
+    seed: int | None = None
+    """Seed of the initial values; None uses that of the run."""
+    train_attn: bool = True
+    """True if the projections of attention are trained."""
+    train_mlp: bool = True
+    """True if the projections of the feed-forward layers are trained."""
+
+    @property
+    def scale(self) -> float:
+        """Factor of the adapter's output."""
+        return self.alpha / self.rank
+
+    @property
+    def targets(self) -> tuple[Literal["attention", "mlp"], ...]:
+        """Trained layers, named as in `trainer.lora.targets`."""
+        return (*(("attention",) if self.train_attn else ()), *(("mlp",) if self.train_mlp else ()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OptimUpdate:
     """Result of an optimizer step."""
 

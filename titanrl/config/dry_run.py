@@ -142,6 +142,9 @@ def _memory_rows(config: Config, memory: Memory | None) -> Iterator[Sequence[str
     yield "parameters", f"{memory.num_parameters:,}"
     if config.train:
         yield "trainer rank", _trainer_text(config, memory.trainer)
+    if config.train and config.trainer.lora is not None:
+        size, most = gigabytes(memory.trainer.another_model), config.trainer.lora.max_models
+        yield "each further adapter of a session", f"{size} on each trainer rank; at most {most} adapters"
     if not config.num_generator_ranks:
         return
     replica, tp = f"{gigabytes(memory.replica_weights)} of weights in {config.generator.dtype}", config.generator.tp

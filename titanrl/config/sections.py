@@ -271,6 +271,9 @@ class LoraConfig(Section):
     """Scale of the adapters: their output is multiplied by alpha / rank."""
     targets: Annotated[tuple[Literal["attention", "mlp"], ...], Field(strict=False, min_length=1)] = ("attention", "mlp")
     """Layers with adapters on their projections. Embedding and output layer never have adapters."""
+    max_models: Count = 8
+    """Maximum number of further models that a session creates with `new_model`. Each has an adapter and an optimizer of its own
+    on the same base; `--dry-run` prints the memory of one."""
 
 
 class TrainerConfig(Section):

@@ -142,6 +142,8 @@ class TrainerMemory:
     """Estimated activations of the largest micro-batch, with full rows, including logits."""
     unreduced: int
     """Gradients of embedding and output layer at the end of a backward pass, until they are added up or reduced."""
+    another_model: int
+    """Adapter, gradient, moments and moving average of each further model of a session; 0 without LoRA. Runs have none."""
 
     @property
     def state(self) -> int:
@@ -322,14 +324,16 @@ def _trainer_memory(config: "Config", shape: ModelShape, num_rows: int) -> Train
         unreduced = max(unreduced, (3 * DTYPE_BYTES["float32"] - compute_bytes) * shape.embedding_parameters)
     elif trainer.dtype != trainer.compute_dtype:
         gathered = held * compute_bytes
+    average = 0 if config.algorithm.ema_decay is None else trained * DTYPE_BYTES["float32"] // (plan.dp_shard * plan.tp)
     return TrainerMemory(
         parameters=int(held * share),
         gradients=int(trained * share),
         optimizer=int(2 * trained * share),
-        average=0 if config.algorithm.ema_decay is None else trained * DTYPE_BYTES["float32"] // (plan.dp_shard * plan.tp),
+        average=average,
         gathered=gathered // plan.tp,
         activations=_activations(config, shape, num_rows),
         unreduced=0 if trainer.lora is not None else unreduced // plan.tp,
+        another_model=0 if trainer.lora is None else int(4 * trained * share) + average,
     )
 
 

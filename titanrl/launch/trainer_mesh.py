@@ -14,7 +14,7 @@ from titanrl.base.files import DamagedError, Digests, check_folder, commit_folde
 from titanrl.base.plugins import Plugin
 from titanrl.carriers.datums import Datum, ForwardBackwardOutput
 from titanrl.carriers.tables import MicroBatch
-from titanrl.carriers.types import AdamParams, LossSums, MeasuredCorrection, OptimUpdate
+from titanrl.carriers.types import AdamParams, AdapterSpec, LossSums, MeasuredCorrection, OptimUpdate
 from titanrl.config.sections import TimeoutsConfig
 from titanrl.launch.parts import DISK, PACE, Limit, Verb, agreed, done, per_rank, start_request
 from titanrl.launch.supervision import Pace, Supervisor
@@ -84,6 +84,27 @@ def merge_updates(name: str, replies: Sequence[OptimUpdate]) -> OptimUpdate:
     return replace(update, busy_s=fmean(reply.busy_s for reply in replies))
 
 
+@dataclass(frozen=True, slots=True)
+class _EndpointOfModel:
+    endpoint: Any
+    model: str
+
+    def broadcast(self, *args: Any, **kwargs: Any) -> None:
+        """Send a request that names the model to all ranks."""
+        self.endpoint.broadcast(*args, model=self.model, **kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class _OfModel:
+    """The actors of a mesh, whose endpoints get the name of a model as the argument `model`."""
+
+    mesh: Any
+    model: str
+
+    def __getattr__(self, name: str) -> _EndpointOfModel:
+        return _EndpointOfModel(getattr(self.mesh, name), self.model)
+
+
 @dataclass(slots=True)
 class TrainerMesh:
     """Client of all trainer ranks. Each request goes to every rank; a rank serves its requests in order.
@@ -98,6 +119,11 @@ class TrainerMesh:
     """`ShardNews` actors in the trainer's processes; None without rollouts."""
     version: int = 0
     """Version of the weights: the number of completed steps that the controller knows of, one per batch."""
+    model: str | None = None
+    """Model that the requests concern; None for the session's own policy."""
+    turns: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Lock under which the clients of all models send their requests, one at a time and in turn. A request then waits for no
+    other one at the trainer, where the wait would count towards its deadline."""
     _queued: list["asyncio.Task[Any]"] = field(default_factory=list)
     """Optimizer steps queued after passes that have not finished."""
 
@@ -115,6 +141,7 @@ class TrainerMesh:
     finish_checkpoint = Verb[[int], Digests, Digests](PolicyTrainer.finish_checkpoint, merge_digests, pace=DISK)
     load_published = Verb(PolicyTrainer.load_published, done, pace=DISK)
     export_model = Verb(PolicyTrainer.export_model, done, pace=DISK)
+    free_model = Verb(PolicyTrainer.free_model, done)
 
     # Requests that the methods below send
 
@@ -123,6 +150,14 @@ class TrainerMesh:
     _load_checkpoint = Verb(PolicyTrainer.load_checkpoint, agreed, pace=DISK)
     _save_state = Verb(PolicyTrainer.save_state, merge_digests, pace=DISK)
     _load_state = Verb(PolicyTrainer.load_state, agreed, pace=DISK)
+    _new_model = Verb(PolicyTrainer.new_model, done)
+
+    async def new_model(self, name: str, spec: AdapterSpec) -> "TrainerMesh":
+        """Create a model on the same base; return a client whose requests concern it."""
+        client = replace(self, mesh=_OfModel(self.mesh, name), model=name, version=0, _queued=[])
+        async with self.turns:
+            await client._new_model(spec)
+        return client
 
     def forward_backward(
         self,

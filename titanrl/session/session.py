@@ -12,11 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from titanrl.base.arguments import check_type
+from titanrl.base.arguments import check_count, check_number, check_type
 from titanrl.base.errors import FaultError, TitanRLError
 from titanrl.base.plugins import Plugins, plugins_of_data
 from titanrl.carriers.rewards import Answers, Scored, scorer_failed
-from titanrl.carriers.types import EvaluationResult, Prompt
+from titanrl.carriers.types import AdapterSpec, EvaluationResult, Prompt
 from titanrl.checks.extensions import plugins_of, with_declared_traits
 from titanrl.checks.preflight import policy_notes, preflight
 from titanrl.config.device import resolve_device
@@ -40,7 +40,7 @@ from titanrl.rollout.open_tasks import EvaluationSets, OpenTask, RecordEvaluatio
 from titanrl.session.sampling import Sample, Sampler, SamplingClient
 from titanrl.session.speaking import Speaker, trained_renderer
 from titanrl.session.starting_model import StartingModel, new_base, prepare_starting_model, warm_start
-from titanrl.session.training import TrainingClient
+from titanrl.session.training import TrainingClient, check_name
 from titanrl.weights.sync import WeightSync
 
 
@@ -220,6 +220,57 @@ class Session:
         if self._training is None:
             raise TitanRLError("training: this session has no trainer. Connect with training=True.")
         return self._training
+
+    async def new_model(
+        self,
+        name: str,
+        *,
+        rank: int | None = None,
+        alpha: float | None = None,
+        seed: int | None = None,
+        train_attn: bool = True,
+        train_mlp: bool = True,
+        train_unembed: bool = False,
+    ) -> TrainingClient:
+        """Create a LoRA adapter with an optimizer of its own on the session's base model; return its client.
+
+        The adapters of a session share the frozen base. Each trains as if it were alone, bit for bit, and the trainer serves
+        their requests in turn. States and exported models are written into the folder `models/NAME` of the run directory.
+
+        Args:
+            name: Name of the model, which is not in use.
+            rank: Rank of the adapter, at most `trainer.lora.rank`, which is the default.
+            alpha: Scale of the adapter, whose output is multiplied by alpha / rank; by default `trainer.lora.alpha`.
+            seed: Seed of the initial adapter; by default that of the configuration.
+            train_attn: True to train the projections of attention.
+            train_mlp: True to train the projections of the feed-forward layers.
+            train_unembed: Must be False: the output layer has no adapter.
+
+        Raises:
+            TitanRLError: The session has no trainer.
+            TypeError: An argument has another type.
+            ValueError: An argument is out of range, the session's trainer has no adapters (`trainer.lora`), there is a model of
+                this name, or there are already `trainer.lora.max_models`.
+        """
+        if self._training is None:
+            raise TitanRLError("new_model: this session has no trainer. Connect with training=True.")
+        check_name(name)
+        lora = self.config.trainer.lora
+        if lora is None:
+            raise ValueError("new_model: the trainer trains all weights (got trainer.lora=null). Set trainer.lora.")
+        rank, alpha = lora.rank if rank is None else rank, lora.alpha if alpha is None else alpha
+        check_count("rank", rank, f"Give a rank from 1 to {lora.rank}.", least=1)
+        check_number("alpha", alpha, "Give a number above 0.", least=0.0)
+        if alpha == 0.0:
+            raise ValueError("alpha: must be above 0 (got 0). Give a number such as 32.")
+        if seed is not None:
+            check_count("seed", seed, "Give an integer, or None.", least=0)
+        if train_unembed:
+            raise ValueError("train_unembed: the output layer has no adapter (got True). Pass train_unembed=False.")
+        if not (train_attn or train_mlp):
+            raise ValueError("train_attn, train_mlp: nothing to train (got False and False). Set one of them to True.")
+        spec = AdapterSpec(rank=rank, alpha=float(alpha), seed=seed, train_attn=bool(train_attn), train_mlp=bool(train_mlp))
+        return TrainingClient(await self.trainer.new_model(name, spec), self.run_dir / "models" / name)
 
     @property
     def sampling(self) -> SamplingClient:

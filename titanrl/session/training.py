@@ -5,7 +5,9 @@ order of the calls, so `forward_backward` and `optim_step` can be submitted toge
 """
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -53,6 +55,7 @@ class TrainingClient:
         self._weights, self._sampler = weights, sampler
         self._last: asyncio.Task[Any] | None = None
         self._failure: BaseException | None = None
+        self._is_freed = False
 
     @property
     def version(self) -> int:
@@ -136,7 +139,7 @@ class TrainingClient:
 
     def save_state(self, name: str) -> asyncio.Task[Path]:
         """Save model and optimizer under a name; the task returns the path for `load_state` or `load_state_with_optimizer`."""
-        _check_name(name)
+        check_name(name)
         return self._submit(lambda: self._written(self._trainer.save_state, self._folder / "states" / name))
 
     def load_state(self, path: Path) -> asyncio.Task[int]:
@@ -155,7 +158,7 @@ class TrainingClient:
 
     def export(self, name: str = "final") -> asyncio.Task[Path]:
         """Write the policy as a Hugging Face directory, with adapters merged; the task returns its path."""
-        _check_name(name)
+        check_name(name)
         return self._submit(lambda: self._written(self._trainer.export_model, self._folder / "checkpoints" / name))
 
     def publish(self) -> asyncio.Task[SamplingClient]:
@@ -167,29 +170,62 @@ class TrainingClient:
         Raises:
             TitanRLError: The session has no generators.
         """
-        return self._submit(self._publish)
+        return self._submit(self._publish, uses_trainer=False)
 
     def zero_grad(self) -> asyncio.Task[None]:
         """Discard the accumulated gradient. After a failed request, this makes the client accept requests again."""
         return self._submit(self._trainer.zero_grad, recovers=True)
 
-    def _submit(self, request: Callable[[], Awaitable[T]], *, recovers: bool = False) -> asyncio.Task[T]:
-        task = asyncio.create_task(self._in_order(self._last, request, recovers=recovers))
+    def free(self) -> asyncio.Task[None]:
+        """Discard a model of `Session.new_model`: its adapter, gradient, optimizer state and kept versions.
+
+        The request that is running finishes first. Requests that have not started, and later ones, raise `TitanRLError`.
+
+        Raises:
+            TitanRLError: This is the client of the session's own policy, which lives as long as the session.
+        """
+        if self._trainer.model is None:
+            raise TitanRLError("free: the session's own policy cannot be freed. Close the session.")
+        self._check_not_freed()
+        self._is_freed = True
+        return self._submit(self._trainer.free_model, recovers=True, frees=True)
+
+    def _submit(
+        self,
+        request: Callable[[], Awaitable[T]],
+        *,
+        recovers: bool = False,
+        uses_trainer: bool = True,
+        frees: bool = False,
+    ) -> asyncio.Task[T]:
+        turn: AbstractAsyncContextManager[object] = self._trainer.turns if uses_trainer else contextlib.nullcontext()
+        task = asyncio.create_task(self._in_order(self._last, request, turn, recovers=recovers, frees=frees))
         self._last = task
         return task
 
-    async def _in_order(self, previous: asyncio.Task[Any] | None, request: Callable[[], Awaitable[T]], *, recovers: bool) -> T:
+    async def _in_order(
+        self,
+        previous: asyncio.Task[Any] | None,
+        request: Callable[[], Awaitable[T]],
+        turn: AbstractAsyncContextManager[object],
+        *,
+        recovers: bool,
+        frees: bool,
+    ) -> T:
         if previous is not None:
             await asyncio.wait({previous})
-        if recovers:  # only now, because requests submitted earlier must still fail
-            self._failure = None
-        if self._failure is not None:
-            raise PoisonedError(f"request cancelled: an earlier one failed ({self._failure!r}). Call zero_grad() first.")
-        try:
-            return await request()
-        except BaseException as error:  # including cancellation: the gradient may be incomplete
-            self._failure = error
-            raise
+        async with turn:
+            if not frees:
+                self._check_not_freed()
+            if recovers:  # only now, because requests submitted earlier must still fail
+                self._failure = None
+            if self._failure is not None:
+                raise PoisonedError(f"request cancelled: an earlier one failed ({self._failure!r}). Call zero_grad() first.")
+            try:
+                return await request()
+            except BaseException as error:  # including cancellation: the gradient may be incomplete
+                self._failure = error
+                raise
 
     async def _custom(self, data: Sequence[Datum], loss: "CustomLoss") -> ForwardBackwardOutput:
         import torch
@@ -219,7 +255,16 @@ class TrainingClient:
             at_least = max(self._weights.versions, default=-1) + 1
         return await self._trainer.load_state(path, with_optimizer=with_optimizer, at_least=at_least)
 
+    def _check_not_freed(self) -> None:
+        if self._is_freed:
+            raise TitanRLError(f"model: it has been freed (got {self._trainer.model!r}). Create another with new_model.")
+
     async def _publish(self) -> SamplingClient:
+        if self._trainer.model is not None:
+            raise TitanRLError(
+                f"publish: generators serve only the session's own policy (got model {self._trainer.model!r}). "
+                "Use export, or train with session.training."
+            )
         if self._weights is None or self._sampler is None:
             raise TitanRLError("publish: this session has no generators. Connect with sampling=True.")
         version = self._trainer.version
@@ -247,7 +292,7 @@ def _checked_pass(
     return plugin_of("loss_fn", loss_fn) or str(loss_fn), options
 
 
-def _check_name(name: object) -> None:
+def check_name(name: object) -> None:
     """Raise unless the name of a folder is one part of a path, so that the folder lies in the run directory."""
     fix = "Give a name such as step-10."
     check_type("name", name, str, "a text", fix)

@@ -245,7 +245,7 @@ class Checkpoints:
 
         The weights of the snapshot `published` are also written, always before this method returns.
         """
-        self._prepare("save_checkpoint")
+        prepare(self._learner, "save_checkpoint")
         with storage_errors("save a checkpoint", self._folder):
             if published is not None:
                 with self._learner.weights_at(published):
@@ -261,11 +261,11 @@ class Checkpoints:
         with storage_errors("save a checkpoint", self._folder):
             if saving is not None:
                 saving.result()
-            return _own_digests(self._folder / f"step-{step}")
+            return own_digests(self._folder / f"step-{step}")
 
     def load_published(self, step: int, version: int) -> None:
         """Load the weights of the snapshot that `save` wrote, and keep them as a snapshot that `load` does not drop."""
-        self._prepare("load_published")
+        prepare(self._learner, "load_published")
         with storage_errors("load a checkpoint", self._folder):
             dcp.load(self._weights(), checkpoint_id=str(self._published(step)))
         self._learner.version = version
@@ -279,7 +279,7 @@ class Checkpoints:
         Raises:
             ValueError: The checkpoint does not exist, or it has no moving average although one is configured.
         """
-        self._prepare("load_checkpoint")
+        prepare(self._learner, "load_checkpoint")
         with storage_errors("load a checkpoint", self._folder):
             self._manager.maybe_wait_for_saving()
             self._require_average(self._folder / f"step-{step}")
@@ -291,12 +291,12 @@ class Checkpoints:
 
     def save_state(self, folder: Path) -> Digests:
         """Save the state to a folder; return the digests of this rank's files."""
-        self._prepare("save_state")
+        prepare(self._learner, "save_state")
         with storage_errors("save a state", folder):
             if dist.get_rank() == 0:
                 uncommit_folder(folder)
             dcp.save(self._components(with_optimizer=True), checkpoint_id=str(folder))
-            return _own_digests(folder)
+            return own_digests(folder)
 
     def load_state(self, folder: Path, *, with_optimizer: bool) -> None:
         """Restore a state that `save_state` wrote. If `with_optimizer` is False, reset the optimizer and the moving average.
@@ -308,7 +308,7 @@ class Checkpoints:
         """
         if not (folder / ".metadata").is_file():
             raise ValueError(f"load_state: no complete state in this folder (got {folder}). Give the path from save_state.")
-        self._prepare("load_state")
+        prepare(self._learner, "load_state")
         with storage_errors("load a state", folder):
             if with_optimizer:
                 self._require_average(folder)
@@ -329,16 +329,6 @@ class Checkpoints:
         with storage_errors("save a checkpoint", self._folder):
             self._manager.maybe_wait_for_saving()
         self._manager.close()
-
-    def _prepare(self, what: str) -> None:
-        """Create the optimizer state at step 0 if there is none, so that it can be saved or loaded."""
-        self._learner.require_settled(what)
-        self._learner.model.reshard()
-        for optimizer in self._learner.optimizers:
-            if not optimizer.state:
-                init_optim_state(optimizer)
-                for state in optimizer.state.values():
-                    state["step"].zero_()
 
     @property
     def _average(self) -> dict[str, Stateful]:
@@ -366,12 +356,26 @@ class Checkpoints:
         return {**self._weights(), "train_state": self._progress, **optimizer}
 
 
+def prepare(learner: Learner, what: str) -> None:
+    """Check that the learner's weights have a version, and create optimizer state at step 0 if there is none.
+
+    Saving and loading need the tensors of the optimizer state. `what` names the request in the message of the error.
+    """
+    learner.require_settled(what)
+    learner.model.reshard()
+    for optimizer in learner.optimizers:
+        if not optimizer.state:
+            init_optim_state(optimizer)
+            for state in optimizer.state.values():
+                state["step"].zero_()
+
+
 def _has(folder: Path, component: str) -> bool:
     """Return True if a component was saved to a folder under its name."""
     return any(name.startswith(f"{component}.") for name in dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)
 
 
-def _own_digests(folder: Path) -> dict[str, str]:
+def own_digests(folder: Path) -> dict[str, str]:
     """Return the digests of the checkpoint files that this rank wrote. Rank 0 also writes `.metadata`."""
     rank = dist.get_rank()
     return digests_of(folder, [*folder.glob(f"__{rank}_*"), *([folder / ".metadata"] if rank == 0 else [])])

@@ -5,6 +5,7 @@ Gradients accumulate until `optim_step`. Losses are never rescaled here, because
 Shape suffixes: B rows, L tokens of a row, N = B * L.
 """
 
+import copy
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -68,27 +69,41 @@ class Learner:
         The logits are divided by `temperature`, the sampling temperature of the generator. Without `custom_loss`, the loss is
         the built-in one that `algorithm` names. Snapshots are on the device, or else in pinned host memory.
         """
-        self.model = model
-        self.optimizers = new_optimizer(model)
+        self.model, self.temperature = model, temperature
+        self._algorithm, self._loss = algorithm, bound_loss(algorithm, custom_loss)
+        self._snapshots_on_device = snapshots_on_device
+        self._head = ScoringHead(model.module.lm_head, model.module.config.vocab_size)
+        self._state = LiveState(model.module)
+        self._merged: dict[str, Tensor] | None = None if model.lora is None else {}
+        self._begin()
+        self.weights_changed()
+
+    def _begin(self) -> None:
+        """Start at version 0 with the live weights."""
+        self.optimizers = new_optimizer(self.model)
         self.version = 0
         self.num_ahead = 0
         """Number of optimizer steps since the version was last incremented. The weights have a version only while it is 0."""
-        self.snapshots = Snapshots(model.module, on_device=snapshots_on_device)
-        self.temperature = temperature
+        self.snapshots = Snapshots(self.model.module, on_device=self._snapshots_on_device)
         self.average: MovingAverage | None = None
         """Moving average of the weights; None unless `algorithm.ema_decay` is set."""
-        if algorithm.ema_decay is not None:
-            model.reshard()
-            self.average = MovingAverage(trainable_tensors(model.module), algorithm.ema_decay)
-        self._algorithm, self._loss = algorithm, bound_loss(algorithm, custom_loss)
-        self._head = ScoringHead(model.module.lm_head, model.module.config.vocab_size)
-        self._state = LiveState(model.module)
-        self._merged: dict[str, Tensor] = {}
+        if self._algorithm.ema_decay is not None:
+            self.model.reshard()
+            self.average = MovingAverage(trainable_tensors(self.model.module), self._algorithm.ema_decay)
         self.num_pending = 0
         """Number of backward passes since the last optimizer step."""
         self._failed_pass = False
-        self._loss_is_finite = torch.ones((), dtype=torch.bool, device=model.device)
-        self.weights_changed()
+        self._loss_is_finite = torch.ones((), dtype=torch.bool, device=self.model.device)
+
+    def for_adapter(self) -> "Learner":
+        """Return a learner at version 0 for another adapter of the same model. It keeps no merged weights.
+
+        The learners of a model take turns: only that of the live adapter may be used; see `Adapters`.
+        """
+        other = copy.copy(self)
+        other._merged = None
+        other._begin()
+        return other
 
     @property
     def version_in_use(self) -> int:
@@ -186,7 +201,7 @@ class Learner:
                 group["lr"], group["eps"], group["weight_decay"] = params.learning_rate, params.eps, params.weight_decay
                 group["betas"] = (params.beta1, params.beta2)
             self.optimizers.step()
-            self.weights_changed()
+            self.weights_changed(trained_only=True)
             if self.average is not None:
                 self.average.update()
         self.num_ahead += finite
@@ -243,15 +258,18 @@ class Learner:
         place after each step, so this is not a collective.
         """
         self._require_version("reading the weights")
-        if self.model.lora is not None:
+        if self._merged is not None:
             return self._merged
         self.model.reshard()
         return self._state.tensors()
 
-    def weights_changed(self) -> None:
-        """Update what is computed from the weights. Call this after any change of them. This is a collective."""
-        self.model.weights_changed()
-        if self.model.lora is None:
+    def weights_changed(self, *, trained_only: bool = False) -> None:
+        """Update what is computed from the weights. Call this after any change of them. This is a collective.
+
+        `trained_only` states that frozen parameters have not changed.
+        """
+        self.model.weights_changed(trained_only=trained_only)
+        if self._merged is None:
             return
         for name, value in self.model.weights().items():
             merged = self._merged.setdefault(name, value)

@@ -4,7 +4,7 @@ FSDP would cast all parameters, and copy and reduce all gradients, in each micro
 the weights, and each gradient is added to that of its parameter as soon as it is complete.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -31,25 +31,27 @@ class CastParameters:
         """Allocate the copies, without values. Parameters must not be replaced later; their values may change."""
         self._pairs: dict[nn.Parameter, nn.Parameter] = {}
         self._places: list[tuple[nn.Module, str, nn.Parameter]] = []
-        self._is_current = False
+        self._outdated: Collection[nn.Parameter] = ()
         for owner in module.modules():
             for name, parameter in owner.named_parameters(recurse=False):
                 if parameter not in self._pairs:  # tied parameters share a copy
                     self._pairs[parameter] = _copy_of(parameter, dtype)
                 self._places.append((owner, name, parameter))
+        self.weights_changed()
 
-    def weights_changed(self) -> None:
-        """Cast the parameters again before the copies are used the next time."""
-        self._is_current = False
+    def weights_changed(self, *, trained_only: bool = False) -> None:
+        """Cast the parameters, or only those that are trained, again before the copies are used the next time."""
+        trained = [parameter for parameter in self._pairs if parameter.requires_grad]
+        if not (trained_only and self._outdated):
+            self._outdated = trained if trained_only else list(self._pairs)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Compute with the copies inside the context. A backward pass must end inside of it, too."""
-        if not self._is_current:
-            with torch.no_grad():
-                for parameter, copy in self._pairs.items():
-                    local_part(copy).copy_(local_part(parameter))
-            self._is_current = True
+        with torch.no_grad():
+            for parameter in self._outdated:
+                local_part(self._pairs[parameter]).copy_(local_part(parameter))
+        self._outdated = ()
         for owner, name, parameter in self._places:
             owner.register_parameter(name, self._pairs[parameter])
         try:

@@ -96,13 +96,27 @@ class PolicyModel:
         """Reshard all parameters. Call this before any access to parameters outside of forward and backward."""
         reshard(self.module)
 
-    def weights_changed(self) -> None:
-        """Update what is computed from the weights. Call this after any change of them. This is a collective."""
+    def weights_changed(self, *, trained_only: bool = False) -> None:
+        """Update what is computed from the weights. Call this after any change of them. This is a collective.
+
+        `trained_only` states that frozen parameters, such as the base of LoRA adapters, have not changed.
+        """
         if self.cast is not None:
-            self.cast.weights_changed()
-        if self.scales is not None:
+            self.cast.weights_changed(trained_only=trained_only)
+        if self.scales is not None and not (trained_only and self.lora is not None):  # adapters are never in float8
             self.reshard()
             self.scales.refresh()
+
+    @property
+    def adapter_scale(self) -> float:
+        """Factor of the live adapters' output, alpha / rank."""
+        scale: float = next(adapted_layers(self.module))._lora_scaling
+        return scale
+
+    def set_adapter_scale(self, scale: float) -> None:
+        """Change the factor of the live adapters' output. Compiled layers are compiled again for a new factor."""
+        for layer in adapted_layers(self.module):
+            layer._lora_scaling = scale
 
     def computing(self) -> AbstractContextManager[None]:
         """Return the context for passes: inside of it, the parameters have the dtype of the passes."""
@@ -113,7 +127,7 @@ class PolicyModel:
         self.reshard()
         # state_dict() takes a fraction of the time of torch's get_model_state_dict() and returns the same tensors.
         state = {name: value for name, value in self.module.state_dict().items() if isinstance(value, Tensor)}
-        return state if self.lora is None else _merged(state, self.lora.alpha, self.lora.rank)
+        return state if self.lora is None else _merged(state, self.adapter_scale)
 
 
 def build_model(
@@ -171,7 +185,8 @@ def build_model(
         module.init_weights(buffer_device=None)
     if not random_weights:
         mark(checkpoint_state(module))
-    _init_adapters(module, seed)
+    for name, values in initial_adapter(module, seed).items():
+        local_part(module.get_parameter(name)).detach().copy_(values)
     scales = None
     if config.float8 == "tensorwise":
         from titanrl.trainer.float8 import WeightScales
@@ -257,27 +272,46 @@ def unwritten(state: Mapping[str, Tensor]) -> list[str]:
     return sorted(found)
 
 
-@torch.no_grad()
-def _init_adapters(module: nn.Module, seed: int) -> None:
-    """Draw the A of each LoRA adapter with a generator that is seeded with `seed` and its name, and set each B to zero.
+def adapted_layers(module: nn.Module) -> Iterator[Any]:
+    """Yield torchtitan's layers that have an adapter; their attribute `_lora_scaling` is its scale."""
+    for name, _ in module.named_parameters():
+        if name.endswith(A):
+            yield module.get_submodule(name.removesuffix(A))
 
-    The values depend neither on the layout nor on the number of ranks. With torch's initialization of a sharded tensor they
-    would depend on both, because each rank draws its shard separately.
+
+def initial_adapter(
+    module: nn.Module, seed: int, *, rank: int | None = None, trains: Callable[[str], bool] = lambda name: True
+) -> dict[str, Tensor]:
+    """Return this rank's shards of a new adapter, by the names of the model's parameters.
+
+    Each A is drawn with a generator that is seeded with `seed` and its name, and each B is zero. The values depend neither on
+    the layout nor on the number of ranks. With torch's initialization of a sharded tensor they would depend on both, because
+    each rank draws its shard separately.
+
+    Args:
+        module: Parallelized model with adapters.
+        seed: Seed of the values.
+        rank: Rank of the adapter, at most that of the model's, which is the default. The values beyond it are zero, so they
+            have no gradient.
+        trains: Function that returns whether a layer of this name is trained. In the others, A is zero, too.
     """
+    found = {}
     for wrapped, parameter in module.named_parameters():
         name = canonical_fqn(wrapped)
-        if name.endswith(B):
-            parameter.zero_()
-        elif name.endswith(A):
+        if name.endswith((A, B)):
+            found[wrapped] = torch.zeros_like(local_part(parameter.detach()))
+        if name.endswith(A) and trains(name.removesuffix(A)):
             generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
             bound = 1 / math.sqrt(parameter.shape[1])  # kaiming_uniform_ with a = sqrt(5), as in torchtitan
-            values_RI = torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator)
-            local_part(parameter).copy_(values_RI[_local_block(parameter)])
+            values_RI = torch.zeros(parameter.shape)
+            values_RI[:rank].uniform_(-bound, bound, generator=generator)
+            found[wrapped].copy_(values_RI[local_block(parameter)])
+    return found
 
 
 @torch.no_grad()
-def _merged(state: Mapping[str, Tensor], alpha: float, rank: int) -> dict[str, Tensor]:
-    """Return the state without adapters, in which each adapted W is replaced by W + (alpha / rank) * B A (arXiv:2106.09685).
+def _merged(state: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
+    """Return the state without adapters, in which each adapted W is replaced by W + scale * B A (arXiv:2106.09685).
 
     W is not modified. This is a collective: it gathers the adapters, which are small, and each rank adds the block of the
     product that belongs to its shard of W.
@@ -292,8 +326,8 @@ def _merged(state: Mapping[str, Tensor], alpha: float, rank: int) -> dict[str, T
             continue
         adapter = (state[stem + A], state[stem + B])
         a_RI, b_OR = (part.full_tensor() if isinstance(part, DTensor) else part for part in adapter)
-        rows, columns = _local_block(value)
-        plain[name] = torch.addmm(local_part(value), b_OR[rows], a_RI[:, columns], alpha=alpha / rank)
+        rows, columns = local_block(value)
+        plain[name] = torch.addmm(local_part(value), b_OR[rows], a_RI[:, columns], alpha=scale)
         if isinstance(value, DTensor):
             plain[name] = DTensor.from_local(
                 plain[name], value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
@@ -301,7 +335,7 @@ def _merged(state: Mapping[str, Tensor], alpha: float, rank: int) -> dict[str, T
     return plain
 
 
-def _local_block(matrix: Tensor) -> tuple[slice, slice]:
+def local_block(matrix: Tensor) -> tuple[slice, slice]:
     """Return the rows and columns of a matrix that this rank holds."""
     shape: tuple[int, ...] = tuple(matrix.shape)
     offset: tuple[int, ...] = (0, 0)

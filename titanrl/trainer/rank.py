@@ -18,7 +18,7 @@ from titanrl.carriers.datums import Datum
 from titanrl.carriers.record import BackgroundRecord, RecordFile, share
 from titanrl.carriers.spans import span
 from titanrl.carriers.tables import MicroBatch, Row
-from titanrl.carriers.types import AdamParams, GroupHandle, LossSums, MeasuredCorrection, OptimUpdate, Segment
+from titanrl.carriers.types import AdamParams, AdapterSpec, GroupHandle, LossSums, MeasuredCorrection, OptimUpdate, Segment
 from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.config.device import Device
 from titanrl.config.sections import FaultsConfig, TrainerConfig
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from titanrl.base.choices import FileDtype, TransportName, Verify
     from titanrl.trainer.agreement import Agreement, Facts
     from titanrl.trainer.collate import PackedRows
+    from titanrl.trainer.learner import Learner
     from titanrl.trainer.passes import DataResult, RowSizes
     from titanrl.weights.store import WeightStore
 
@@ -75,25 +76,28 @@ class TrainerSetup:
 def collective(
     method: "Callable[Concatenate[PolicyTrainer, P], Awaitable[R]]",
 ) -> "Callable[Concatenate[PolicyTrainer, P], Coroutine[Any, Any, R]]":
-    """Wrap an endpoint whose body is a collective, so that all ranks agree on the phase before it runs."""
+    """Wrap an endpoint of the session's own policy whose body is a collective, so that all ranks agree on the phase first."""
 
     @functools.wraps(method)
     async def run(self: "PolicyTrainer", /, *args: P.args, **kwargs: P.kwargs) -> R:
         with self.agreement.phase(method.__name__) as agree:
-            agree(self.progress)
+            agree(lambda: self.progress(self._learner))
             return await method(self, *args, **kwargs)
 
     return run
 
 
 class PolicyTrainer(Actor):
-    """One rank of the trainer. The controller calls each endpoint on all ranks, in the same order."""
+    """One rank of the trainer. The controller calls each endpoint on all ranks, in the same order.
+
+    The argument `model` of an endpoint is the name of a model that `new_model` created; None is the session's own policy.
+    """
 
     def __init__(self, setup: TrainerSetup) -> None:
         """Store the settings; `start` and `load_model` initialize the rank."""
         self._setup = setup
         self._closing: list[Callable[[], None]] = []
-        self._busy_s = 0.0
+        self._busy_s: defaultdict[str | None, float] = defaultdict(float)  # by model
         # A push copies the weights while other endpoints run, so endpoints that replace the live weights acquire this lock.
         self._weights_lock = asyncio.Lock()
 
@@ -133,6 +137,7 @@ class PolicyTrainer(Actor):
             import torch
 
             from titanrl.models.directory import open_model
+            from titanrl.trainer.adapters import Adapters
             from titanrl.trainer.checkpoint import Checkpoints, load_model
             from titanrl.trainer.learner import Learner
             from titanrl.trainer.model import torch_dtype
@@ -141,24 +146,26 @@ class PolicyTrainer(Actor):
 
             setup, rank = self._setup, current_rank().rank
             torch.manual_seed(setup.seed)
-            model = load_model(open_model(model_dir, setup.family), setup.config, setup.device, seed=setup.seed)
+            source = open_model(model_dir, setup.family)
+            model = load_model(source, setup.config, setup.device, seed=setup.seed)
             self._groups += model.groups
             self._model_dir = model_dir
-            self._learner = Learner(
+            learner = Learner(
                 model,
                 setup.algorithm,
                 setup.temperature,
                 custom_loss=loaded(setup.plugins, "algorithm.loss"),
                 snapshots_on_device=setup.config.snapshots_on_device,
             )
+            self._adapters = Adapters(learner, source.family.lora_targets["mlp"], seed=setup.seed)
             self._kept = KeptLogprobs()
             self._held: Mapping[GroupHandle, Mapping[int, Segment]] = {}
             # Each new row length would recompile compiled code, including FlexAttention.
             is_fixed = setup.config.compile or setup.device.attention == "flex"
             self._row_multiple = setup.config.row_tokens if is_fixed else ROW_MULTIPLE * setup.config.parallelism.tp
-            self._learner.check_snapshots(self._row_multiple)  # the shortest possible row: a long one would take seconds
+            learner.check_snapshots(self._row_multiple)  # the shortest possible row: a long one would take seconds
             self._checkpoints = Checkpoints(
-                self._learner, setup.checkpoint_dir, setup.keep_checkpoints, in_background=setup.device.kind != "cpu"
+                learner, setup.checkpoint_dir, setup.keep_checkpoints, in_background=setup.device.kind != "cpu"
             )
             self._closing.append(self._checkpoints.close)
             self._publisher = WeightPublisher(
@@ -166,8 +173,8 @@ class PolicyTrainer(Actor):
             )
             # Allocate the memory for publishing now. Otherwise page faults would make the first pushes ten times slower.
             if setup.transports:
-                await self._publisher.prepare(self._learner.weights(), self._learner.buffer_names)
-            self._check_replicas()
+                await self._publisher.prepare(learner.weights(), learner.buffer_names)
+            self._check_replicas(learner)
 
     # Passes over planned rows, whose rollouts are fetched from the storage shards
 
@@ -186,7 +193,7 @@ class PolicyTrainer(Actor):
 
         with self.agreement.phase("forward_backward") as agree, self._learner.required_pass():
             rows, packed = await self._rows(microbatch, proximal_version, reference_version)
-            agree(lambda: {**self.progress(num_passes=1), **microbatch.sizes})
+            agree(lambda: {**self.progress(self._learner, num_passes=1), **microbatch.sizes})
             with self._computing():
                 result = self._learner.forward_backward(packed, microbatch.mean_weight)
                 if microbatch.recorded is not None and self._learner.model.tp_rank == 0:
@@ -199,7 +206,7 @@ class PolicyTrainer(Actor):
         """Run a forward pass; return the effect of the off-policy correction on this rank's rows of a micro-batch."""
         with self.agreement.phase("measure_correction") as agree:
             rows, packed = await self._rows(microbatch, proximal_version)
-            agree(lambda: {**self.progress(), **microbatch.sizes})
+            agree(lambda: {**self.progress(self._learner), **microbatch.sizes})
             with self._computing():
                 return self._learner.measure_correction(packed, rows)
 
@@ -209,7 +216,7 @@ class PolicyTrainer(Actor):
         with self.agreement.phase("compute_logprobs") as agree:
             rows, packed = await self._rows(microbatch)
             async with self._weights_lock:
-                agree(lambda: {**self.progress(), **microbatch.sizes})
+                agree(lambda: {**self.progress(self._learner), **microbatch.sizes})
                 with self._computing(), self._learner.weights_at(at_version):
                     logprobs_BL = self._learner.logprobs(packed).cpu()
             self._kept.put(at_version, rows, logprobs_BL)
@@ -231,7 +238,7 @@ class PolicyTrainer(Actor):
         import torch.distributed as dist
 
         with self.agreement.phase("share_logprobs") as agree:
-            agree(self.progress)
+            agree(lambda: self.progress(self._learner))
             kept: list[dict[Any, Any]] = [{}] * dist.get_world_size()
             dist.all_gather_object(kept, self._kept.of(version) if self._learner.model.tp_rank == 0 else {})
             for values in kept:
@@ -241,7 +248,13 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def run_data(
-        self, data: Sequence[Datum], loss_fn: str | Plugin | None, loss_fn_config: Mapping[str, Any], *, backward: bool
+        self,
+        data: Sequence[Datum],
+        loss_fn: str | Plugin | None,
+        loss_fn_config: Mapping[str, Any],
+        *,
+        backward: bool,
+        model: str | None = None,
     ) -> "DataResult":
         """Run this rank's share of the data with a loss; without a loss, only compute log-probabilities.
 
@@ -250,51 +263,53 @@ class PolicyTrainer(Actor):
         from titanrl.trainer.passes import plan_pass, run_data
 
         with self.agreement.phase("run_data") as agree:
-            planned = plan_pass(self._learner.model, data, self._row_sizes, loss_fn, loss_fn_config)
+            learner = self._adapters.use(model)
+            planned = plan_pass(learner.model, data, self._row_sizes, loss_fn, loss_fn_config)
             agree(planned.facts)
             with self._computing():
-                return run_data(self._learner, planned, backward=backward)
+                return run_data(learner, planned, backward=backward)
 
     @endpoint
-    async def compute_data_logprobs(self, data: Sequence[Datum], at_version: int) -> "DataResult":
+    async def compute_data_logprobs(self, data: Sequence[Datum], at_version: int, *, model: str | None = None) -> "DataResult":
         """Compute log-probabilities of this rank's share of the data with the weights of a version."""
         from titanrl.trainer.passes import plan_pass, run_data
 
         with self.agreement.phase("compute_data_logprobs") as agree:
-            planned = plan_pass(self._learner.model, data, self._row_sizes, None, {})
+            learner = self._adapters.use(model)
+            planned = plan_pass(learner.model, data, self._row_sizes, None, {})
             async with self._weights_lock:
                 agree(planned.facts)
-                with self._computing(), self._learner.weights_at(at_version):
-                    return run_data(self._learner, planned, backward=False)
+                with self._computing(), learner.weights_at(at_version):
+                    return run_data(learner, planned, backward=False)
 
     # Optimizer, versions and checkpoints
 
     @endpoint
-    async def optim_step(self, params: AdamParams, completes: bool = True) -> OptimUpdate:
+    async def optim_step(self, params: AdamParams, completes: bool = True, *, model: str | None = None) -> OptimUpdate:
         """Take one optimizer step with the accumulated gradient.
 
         `completes` is False if more optimizer steps on the same batch follow. Only the last one increments the version.
         """
         with self.agreement.phase("optim_step") as agree:
-            agree(lambda: {**self.progress(), "parameters without gradient": self._learner.without_gradient()})
-            before = self._learner.version
+            learner = self._adapters.use(model)
+            agree(lambda: {**self.progress(learner), "parameters without gradient": learner.without_gradient()})
+            before = learner.version
             with self._computing():
-                update = self._learner.optim_step(params, completes=completes)
+                update = learner.optim_step(params, completes=completes)
             every = self._setup.faults.check_replicas_every
             if every and update.version != before and update.version % every == 0:
-                self._check_replicas()
-        busy_s, self._busy_s = self._busy_s, 0.0
-        return replace(update, busy_s=busy_s)
+                self._check_replicas(learner)
+        return replace(update, busy_s=self._busy_s.pop(model))
 
     @endpoint
-    async def zero_grad(self) -> None:
+    async def zero_grad(self, *, model: str | None = None) -> None:
         """Discard the accumulated gradient."""
-        self._learner.zero_grad()
+        self._adapters.use(model).zero_grad()
 
     @endpoint
-    async def keep_weights(self) -> int:
+    async def keep_weights(self, *, model: str | None = None) -> int:
         """Keep a snapshot of the current weights for `compute_logprobs`; return their version."""
-        return self._learner.keep_weights()
+        return self._adapters.use(model).keep_weights()
 
     @endpoint
     async def drop_weights(self, version: int) -> None:
@@ -309,17 +324,18 @@ class PolicyTrainer(Actor):
         Forward and backward passes may run concurrently, because they do not change the weights. The controller calls
         `optim_step` only after this endpoint has returned.
         """
-        assert version == self._learner.version, f"push_weights({version}): the weights have version {self._learner.version}"
+        own = self._adapters.own  # not necessarily live: merged weights do not depend on it
+        assert version == own.version, f"push_weights({version}): the weights have version {own.version}"
         async with self._weights_lock:
             with span("push", version=version):
-                return await self._publisher.publish(version, self._learner.weights(), self._learner.buffer_names)
+                return await self._publisher.publish(version, own.weights(), own.buffer_names)
 
     @endpoint
     @collective
     async def start_over(self) -> None:
         """Reset optimizer state, version, moving average and snapshots, but keep the weights."""
         self._learner.start_over()
-        self._check_replicas()
+        self._check_replicas(self._learner)
 
     @endpoint
     @collective
@@ -348,32 +364,61 @@ class PolicyTrainer(Actor):
     async def load_checkpoint(self, step: int) -> int:
         """Restore a checkpoint and return its version."""
         self._checkpoints.load(step)
-        self._check_replicas()
+        self._check_replicas(self._learner)
         return self._learner.version
 
     @endpoint
-    @collective
-    async def save_state(self, folder: Path) -> Digests:
-        """Write model, optimizer and version to a folder; return the digests of this rank's files."""
-        return self._checkpoints.save_state(folder)
+    async def save_state(self, folder: Path, *, model: str | None = None) -> Digests:
+        """Write model, optimizer and version to a folder; return the digests of this rank's files.
+
+        Of a model that `new_model` created, only the adapter is written, without its base.
+        """
+        with self.agreement.phase("save_state") as agree:
+            learner = self._adapters.use(model)
+            agree(lambda: self.progress(learner))
+            return self._checkpoints.save_state(folder) if model is None else self._adapters.save(model, folder)
 
     @endpoint
-    @collective
-    async def load_state(self, folder: Path, *, with_optimizer: bool, at_least: int) -> int:
+    async def load_state(self, folder: Path, *, with_optimizer: bool, at_least: int, model: str | None = None) -> int:
         """Restore a state that `save_state` wrote; set the version to at least `at_least` and return it."""
-        self._checkpoints.load_state(folder, with_optimizer=with_optimizer)
-        self._check_replicas()
-        self._learner.version = max(self._learner.version, at_least)
-        return self._learner.version
+        with self.agreement.phase("load_state") as agree:
+            learner = self._adapters.use(model)
+            agree(lambda: self.progress(learner))
+            if model is None:
+                self._checkpoints.load_state(folder, with_optimizer=with_optimizer)
+            else:
+                self._adapters.load(model, folder, with_optimizer=with_optimizer)
+            self._check_replicas(learner)
+            learner.version = max(learner.version, at_least)
+            return learner.version
 
     @endpoint
-    @collective
-    async def export_model(self, target: Path, dtype: "FileDtype | None" = None) -> None:
+    async def export_model(self, target: Path, dtype: "FileDtype | None" = None, *, model: str | None = None) -> None:
         """Write the policy as a Hugging Face directory, by default in the dtype of exported weights."""
         from titanrl.trainer.checkpoint import export_hf
 
-        self._learner.require_settled("export_model")
-        export_hf(self._learner.model, self._model_dir, target, dtype or self._setup.export_dtype)
+        with self.agreement.phase("export_model") as agree:
+            learner = self._adapters.use(model)
+            agree(lambda: self.progress(learner))
+            learner.require_settled("export_model")
+            export_hf(learner.model, self._model_dir, target, dtype or self._setup.export_dtype)
+
+    # Further models, which share the base
+
+    @endpoint
+    async def new_model(self, spec: AdapterSpec, *, model: str | None = None) -> None:
+        """Create a model: an adapter with an optimizer of its own."""
+        assert model is not None
+        with self.agreement.phase("new_model") as agree:
+            self._adapters.add(model, spec)
+            agree(lambda: {"models": self._adapters.num_models})
+
+    @endpoint
+    async def free_model(self, *, model: str | None = None) -> None:
+        """Discard a model and its memory."""
+        assert model is not None
+        self._adapters.free(model)
+        self._busy_s.pop(model, None)
 
     @endpoint
     async def close(self) -> None:
@@ -393,7 +438,7 @@ class PolicyTrainer(Actor):
             with span("compute"):
                 yield
         finally:
-            self._busy_s += time.perf_counter() - started
+            self._busy_s[self._adapters.live] += time.perf_counter() - started
 
     async def _rows(
         self, microbatch: MicroBatch, proximal_version: int | None = None, reference_version: int | None = None
@@ -420,17 +465,21 @@ class PolicyTrainer(Actor):
             row_tokens=config.row_tokens, rows_per_microbatch=config.rows_per_microbatch, multiple=self._row_multiple
         )
 
-    def progress(self, *, num_passes: int = 0) -> "Facts":
+    @property
+    def _learner(self) -> "Learner":
+        """Learner of the session's own policy, whose weights become the live ones."""
+        return self._adapters.use(None)
+
+    def progress(self, learner: "Learner", *, num_passes: int = 0) -> "Facts":
         """Return the counts that must be equal on all ranks, including `num_passes` backward passes that are about to run."""
-        learner = self._learner
         return {"micro-batches": learner.num_pending + num_passes, "steps taken": learner.version + learner.num_ahead}
 
-    def _check_replicas(self) -> None:
+    def _check_replicas(self, learner: "Learner") -> None:
         """Compare the replicated tensors of all ranks, unless `faults.check_replicas_every` is 0. This is a collective."""
         from titanrl.trainer.agreement import check_replicas
 
         if self._setup.faults.check_replicas_every:
-            check_replicas(self._learner)
+            check_replicas(learner)
 
     async def _fetch(self, rows: Sequence[Row]) -> Mapping[GroupHandle, Mapping[int, Segment]]:
         """Return the segments of some rows, from the held rollouts if these have all of them, else from the storage shards."""
