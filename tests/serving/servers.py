@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import httpx
 import openai
 
-from titanrl.serving.app import App
+from titanrl.serving.http import Endpoint
 from titanrl.serving.listening import Listener, listen
 
 T = TypeVar("T")
@@ -22,7 +22,7 @@ T = TypeVar("T")
 class Server:
     """A running endpoint."""
 
-    app: App
+    app: Endpoint
     loop: asyncio.AbstractEventLoop
     listener: Listener
 
@@ -54,7 +54,7 @@ def until(condition: Callable[[], bool], limit_s: float = 10) -> None:
 
 
 @contextmanager
-def serving(app: App, at: tuple[str, int] | Path = ("127.0.0.1", 0)) -> Iterator[Server]:
+def serving(app: Endpoint, at: tuple[str, int] | Path = ("127.0.0.1", 0)) -> Iterator[Server]:
     """Serve an application while the body runs."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)

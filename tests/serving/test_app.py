@@ -133,7 +133,7 @@ def test_tool_choice_selects_the_tools_that_the_policy_sees(server: Server, choi
 
 def test_required_call_that_is_missing_is_counted(server: Server) -> None:
     def count() -> float:
-        found = server.app.metrics.registry.get_sample_value("titanrl_required_calls_missing_total")
+        found = server.app.registry.get_sample_value("titanrl_required_calls_missing_total")
         assert found is not None
         return found
 
@@ -407,7 +407,7 @@ def test_unreadable_part_of_a_reply_fails_only_its_stream(server: Server, monkey
 
 
 def running(server: Server) -> float | None:
-    return server.app.metrics.registry.get_sample_value("titanrl_calls_running")
+    return server.app.registry.get_sample_value("titanrl_calls_running")
 
 
 def test_internal_errors_show_no_traceback(server: Server) -> None:

@@ -138,7 +138,7 @@ def test_disconnect_cancels_the_generation(stream: bool, half: bool) -> None:
 
 
 def running(server: Server) -> float | None:
-    return server.app.metrics.registry.get_sample_value("titanrl_calls_running")
+    return server.app.registry.get_sample_value("titanrl_calls_running")
 
 
 def test_slow_body_and_slow_call_have_deadlines() -> None:

@@ -1,0 +1,229 @@
+"""What every HTTP endpoint shares: who may call it, bodies with limits, errors without tracebacks, and metrics.
+
+A client is not trusted: its key is checked before its body is read, and its body has a limit.
+"""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import prometheus_client as prometheus
+
+from titanrl.serving.calls import Refused
+
+T = TypeVar("T")
+
+Scope = Mapping[str, Any]
+Receive = Callable[[], Awaitable[Mapping[str, Any]]]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+Headers = Mapping[bytes, bytes]
+
+HEADERS = {401: (b"www-authenticate", b"Bearer"), 405: (b"allow", b"POST"), 429: (b"retry-after", b"1")}
+"""Header of each refusal that has one."""
+JSON = b"application/json"
+dump = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+"""Function that returns a value as compact JSON."""
+logger = logging.getLogger(__name__)
+
+
+class Disconnected(Exception):
+    """The client has gone."""
+
+
+class Response:
+    """The response to one request."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.has_started = False
+        self.status = 499  # as in other servers: the client has gone
+
+    async def send(self, body: bytes, headers: Iterable[tuple[bytes, bytes]], status: int = 200) -> None:
+        """Send a whole response."""
+        self.has_started, self.status = True, status
+        listed = [*headers, (b"content-length", str(len(body)).encode())]
+        await self._send({"type": "http.response.start", "status": status, "headers": listed})
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def send_json(self, value: object, status: int = 200, *headers: tuple[bytes, bytes]) -> None:
+        """Send a value as JSON."""
+        await self.send(dump(value).encode(), [(b"content-type", JSON), *headers], status)
+
+    async def refuse(self, refused: Refused) -> None:
+        """Send a refusal, in the error format of the protocol."""
+        headers = [HEADERS[refused.status]] if refused.status in HEADERS else []
+        await self.send_json(self.error(refused), refused.status, *headers)
+
+    def error(self, refused: Refused) -> object:
+        """Return the JSON of a refusal."""
+        return {"error": str(refused)}
+
+
+class Endpoint:
+    """An ASGI application: checks who calls, answers `/health` and `/metrics`, and turns errors into responses."""
+
+    def __init__(self, *, check: Callable[[], str] = str, hosts: Collection[str] | None = None) -> None:
+        """Create the endpoint.
+
+        Args:
+            check: Function that returns why the policy cannot be served now; empty if it can.
+            hosts: Names by which the endpoint may be addressed; None allows any. An endpoint without keys needs them, because a
+                web page can make a browser send requests to this machine.
+        """
+        self._check, self._hosts = check, hosts
+        self.registry = prometheus.CollectorRegistry()
+        self._requests = prometheus.Counter("titanrl_requests", "Requests.", ("path", "status"), registry=self.registry)
+        self._cancelled = prometheus.Counter(
+            "titanrl_requests_cancelled", "Requests whose client disconnected.", registry=self.registry
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            return
+        started, response = time.perf_counter(), self.response(scope["path"], send)
+        try:
+            await self._respond(scope, receive, response)
+        except Disconnected:
+            self._cancelled.inc()
+        except Refused as refused:
+            await response.refuse(refused)
+        except asyncio.CancelledError:  # of this task, which ends here: the listener closes
+            await response.refuse(Refused("the server shuts down.", status=503))
+        except Exception as error:  # edge of the program: the log has the traceback, which the client must not see
+            logger.exception("a request failed")
+            await response.refuse(internal(error))
+        finally:
+            if (label := self.label(scope["path"])) is not None:
+                self._requests.labels(label, response.status).inc()
+                self.observe(label, time.perf_counter() - started)
+
+    def response(self, path: str, send: Send) -> Response:
+        """Return the response to a request."""
+        return Response(send)
+
+    def label(self, path: str) -> str | None:
+        """Return the label of a path in the metrics; None leaves it out."""
+        raise NotImplementedError
+
+    def observe(self, label: str, seconds: float) -> None:
+        """Record the time of a request."""
+
+    def authorize(self, key: str) -> bool:
+        """Return whether a key may use the endpoint; it may raise `Refused`."""
+        raise NotImplementedError
+
+    async def answer(self, method: str, path: str, key: str, headers: Headers, receive: Receive, response: Any) -> None:
+        """Answer a request of a client that may use the endpoint."""
+        raise NotImplementedError
+
+    async def _respond(self, scope: Scope, receive: Receive, response: Response) -> None:
+        method, path, headers = scope["method"], scope["path"], dict(scope["headers"])
+        if self._hosts is not None and (host := _host_of(headers)) not in self._hosts:
+            raise Refused(f"host: must be one of {', '.join(sorted(self._hosts))} (got {host[:80]!r})", status=403)
+        if path == "/health":
+            problem = self._check()
+            await response.send_json({"status": problem or "ok"}, status=503 if problem else 200)
+            return
+        key = _key_of(headers)
+        if not self.authorize(key):
+            rule = "the key is wrong or missing. Send it as `Authorization: Bearer KEY` or as `x-api-key: KEY`."
+            raise Refused(rule, status=401, code="invalid_api_key")
+        if path == "/metrics":
+            text = prometheus.generate_latest(self.registry)
+            await response.send(text, [(b"content-type", prometheus.CONTENT_TYPE_LATEST.encode())])
+        else:
+            await self.answer(method, path, key, headers, receive, response)
+
+
+async def read_body(
+    headers: Headers, receive: Receive, *, limit: int, limit_s: float, kinds: Collection[bytes] = (JSON,)
+) -> bytes:
+    """Return the body of a request.
+
+    Args:
+        headers: Headers of the request.
+        receive: Source of its parts.
+        limit: Longest body, in bytes.
+        limit_s: Time limit, in seconds.
+        kinds: Content types that are accepted; none of them is one that a web page can send unasked.
+
+    Raises:
+        Disconnected: The client has gone.
+        Refused: The body is too long or late, or has another content type.
+    """
+    kind, length = headers.get(b"content-type", b""), headers.get(b"content-length", b"0")
+    if kind.partition(b";")[0].strip().lower() not in kinds:
+        names = b" or ".join(kinds).decode()
+        raise Refused(f"content-type: must be {names} (got {kind[:80].decode('latin-1')!r})", status=415)
+    too_long = Refused(f"body: must have at most {limit} bytes. Send less.", status=413)
+    if not length.isdigit() or len(length) > 18 or int(length) > limit:
+        raise too_long
+    body = bytearray()
+    try:
+        async with asyncio.timeout(limit_s):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise Disconnected
+                body += message.get("body", b"")
+                if len(body) > limit:
+                    raise too_long
+                if not message.get("more_body", False):
+                    return bytes(body)
+    except TimeoutError:
+        raise Refused(f"body: must arrive within {limit_s:g} s", status=408) from None
+
+
+async def unless_disconnected(work: Coroutine[Any, Any, T], receive: Receive) -> T:
+    """Await work; cancel it if the client disconnects.
+
+    Raises:
+        Disconnected: The client has gone.
+    """
+    working, watching = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise Disconnected
+        return working.result()
+    finally:
+        await cancel([working, watching])
+
+
+async def cancel(tasks: Sequence["asyncio.Future[Any]"]) -> None:
+    """Cancel tasks, and wait for their end."""
+    if not tasks:
+        return
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()  # raised elsewhere, if at all
+
+
+def internal(error: BaseException) -> Refused:
+    """Return what a client sees of an unexpected error."""
+    return Refused(f"an internal error ({type(error).__name__}). The log of the server has the details.", status=500)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _key_of(headers: Headers) -> str:
+    """Return the key of a request; empty if it has none."""
+    scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
+    key = bearer.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
+    return key.decode("latin-1")
+
+
+def _host_of(headers: Headers) -> str:
+    """Return the name by which a client addresses the endpoint, without the port."""
+    host = headers.get(b"host", b"").decode("latin-1")
+    return host.partition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
