@@ -212,6 +212,11 @@ class Fields:
         value = self.take(key)
         return None if value is None else Fields(value, self.name(key))
 
+    def rest(self) -> dict[str, Any]:
+        """Return all fields that are left."""
+        left, self._left = self._left, {}
+        return left
+
     def only(self, key: str, *values: object) -> None:
         """Refuse a field unless it is missing, null, or one of some values without effect here."""
         value = self.take(key)
