@@ -1,5 +1,6 @@
 """The arguments of `titanrl serve`: keys, addresses and policies."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -85,3 +86,23 @@ def test_missing_policy_is_refused(tmp_path: Path, policy: str, step: int | None
     (tmp_path / "run/config.yaml").write_text("name: run\nnum_steps: 3\n")
     with pytest.raises(ConfigError, match=problem):
         serve.find_policy(tmp_path / policy, step, [], tmp_path)
+
+
+def test_tinker_requires_its_package_and_keys_that_its_client_accepts() -> None:
+    with pytest.raises(ConfigError, match="keys start with tml-" if find_spec("tinker") else "tinker is not installed"):
+        serve.check_tinker([KEY], Path("keys"))
+
+
+def test_tinker_serves_a_configuration_without_temperature(tmp_path: Path) -> None:
+    served = serve.find_policy(Path("quickstart"), None, ["rollout.temperature=0.5"], tmp_path, tinker=True)
+    assert (served.name, served.config.rollout.temperature, served.state) == ("quickstart", 1.0, None)
+    with pytest.raises(ConfigError, match="--step: only a run has steps"):
+        serve.find_policy(Path("quickstart"), 3, [], tmp_path, tinker=True)
+
+
+def test_checkpoints_need_tinker(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        serve.parse(["model", "--checkpoints", "here"], prog="titanrl serve")
+    assert "--checkpoints: only clients of Tinker save any" in capsys.readouterr().err
+    parsed = serve.parse(["--tinker", "model", "--name", "n", "seed=1"], prog="titanrl serve")
+    assert (parsed.policy, parsed.overrides) == (Path("model"), ["seed=1"])

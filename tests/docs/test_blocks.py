@@ -27,6 +27,8 @@ KNOWN = re.compile(
     r"|titanrl evaluate "  # tests/commands/test_evaluate.py
     r"|titanrl compare "  # tests/metrics/test_comparison.py
     r"|titanrl serve |curl -s http://127\.0\.0\.1:8000/|\(umask 077; openssl "  # tests/e2e/test_serve.py
+    r"|pip install 'titanrl\[tinker\]'$|\(umask 077; echo tml-"  # tests/e2e/test_tinker.py
+    r"|(TINKER_\w+=\S+ )+python -m tinker_cookbook\."  # tests/e2e/test_tinker_recipes.py
     r"|titanrl warm --config quickstart$"  # tests/conftest.py
     r"|\.venv/bin/python -m benchmarks\.table$"  # tests/test_project.py
     r"|\.venv/bin/python -m tests\.e2e\.fault_matrix "  # tests/test_fault_matrix.py

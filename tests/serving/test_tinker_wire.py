@@ -126,6 +126,12 @@ BAD: list[tuple[str, Callable[[Any], bytes]]] = [
 ]
 
 
+def test_options_of_the_loss_are_read(tinker: Any) -> None:
+    assert pass_of(request_of(tinker, [rl(tinker)], "ppo", config={"clip_low_threshold": 0.5})).options == {
+        "clip_low_threshold": 0.5
+    }
+
+
 def plain(tinker: Any, **inputs: Any) -> Any:
     return datum_of(tinker, [1, 2], **{"target_tokens": np.array([2, 3]), **inputs})
 
@@ -163,6 +169,16 @@ def test_sparse_tensor_that_lies_takes_no_memory(tinker: Any, damage: dict[str, 
     tensor = pb.Tensor(dtype=pb.DTYPE_INT64, shape=shape, sparse_csr=pb.SparseCsr(**{**fields, **damage}))
     with pytest.raises(ValueError, match="t: "):
         wire.dense(tensor, "t", most=100)
+
+
+def test_pass_has_a_bounded_number_of_values(tinker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = request_of(tinker, [plain(tinker)] * 3)
+    monkeypatch.setattr(wire, "MAX_VALUES", 12)
+    assert len(pass_of(body).data) == 3
+    for limit, problem in ((11, "must have one or two dimensions, and at most 1 values"), (9, "at most 9 values. Send fewer")):
+        monkeypatch.setattr(wire, "MAX_VALUES", limit)
+        with pytest.raises(ValueError, match=problem):
+            pass_of(body)
 
 
 def test_bytes_that_are_no_message_are_malformed(tinker: Any) -> None:

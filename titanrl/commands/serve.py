@@ -1,18 +1,20 @@
-"""Serve a policy over HTTP: `titanrl serve RUN`.
+"""Serve a policy over HTTP: `titanrl serve RUN`, or train it for clients: `titanrl serve --tinker MODEL`.
 
-Clients of any framework reach it through a base URL. It is the endpoint of training (`titanrl.serving`), over a session with
-generators.
+Clients of any framework reach a policy through a base URL. It is the endpoint of training (`titanrl.serving`), over a session
+with generators. With `--tinker`, the session also has a trainer, and clients of Tinker train their own models.
 """
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from ipaddress import ip_address
 from pathlib import Path
 
@@ -53,6 +55,8 @@ class Served:
     """Checkpoint to load into a trainer, which publishes it; None serves `model.path` unchanged."""
     version: int
     """Policy version."""
+    checkpoints: Path | None = None
+    """Folder for the checkpoints of Tinker's clients; None serves the policy."""
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titanrl.commands.serve") -> None:
@@ -64,9 +68,16 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titanrl.co
         with refusing():
             keys = read_keys(arguments.keys) if arguments.keys is not None else {}
             check_address(arguments.host, arguments.unix, has_keys=bool(keys))
-            served = find_policy(arguments.policy, arguments.step, arguments.overrides, scratch)
+            if arguments.tinker:
+                check_tinker(keys, arguments.keys)
+            served = find_policy(arguments.policy, arguments.step, arguments.overrides, scratch, tinker=arguments.tinker)
+            if arguments.tinker:
+                name = arguments.name or served.name
+                folder = arguments.checkpoints or Path("runs", "tinker", name.replace("/", "--"))
+                served = replace(served, name=name, checkpoints=folder.resolve())
+            training = served.state is not None or served.checkpoints is not None
             with terminal.announcing("checking the model"):
-                preflight(served.config, served.source, training=served.state is not None, rollouts=False)
+                preflight(served.config, served.source, training=training, rollouts=False)
     except SystemExit:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
@@ -80,7 +91,16 @@ def parse(argv: Sequence[str] | None, *, prog: str) -> argparse.Namespace:
         "policy",
         type=terminal.path,
         metavar="POLICY",
-        help="directory of a run, of one of its checkpoints, or of a Hugging Face model",
+        help="directory of a run, of one of its checkpoints, or of a Hugging Face model; with --tinker, also a configuration",
+    )
+    parser.add_argument(
+        "--tinker", action="store_true", help="train models for clients of Tinker, instead of completing texts with the policy"
+    )
+    parser.add_argument(
+        "--checkpoints",
+        type=terminal.path,
+        metavar="DIR",
+        help="with --tinker: folder for what clients save (default: runs/tinker/NAME)",
     )
     parser.add_argument("--step", type=int, metavar="N", help="step of the run's checkpoint to serve (default: the newest)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1)")
@@ -96,11 +116,13 @@ def parse(argv: Sequence[str] | None, *, prog: str) -> argparse.Namespace:
         "--max-calls", type=int, default=256, metavar="N", help="completions that clients can wait for at once (default: 256)"
     )
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that override those of the run")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)  # overrides may come after an option
     if not 0 <= arguments.port < 65536:
         parser.error(f"--port: must be 0 to 65535 (got {arguments.port}). Give one such as 8000.")
     if arguments.max_calls < 1:
         parser.error(f"--max-calls: must be at least 1 (got {arguments.max_calls}). Give one such as 256.")
+    if arguments.checkpoints is not None and not arguments.tinker:
+        parser.error("--checkpoints: only clients of Tinker save any. Add --tinker, or remove the option.")
     return arguments
 
 
@@ -131,6 +153,19 @@ def read_keys(file: Path) -> dict[str, int]:
     return keys
 
 
+def check_tinker(keys: Collection[str], file: Path | None) -> None:
+    """Check that Tinker's client can use this server.
+
+    Raises:
+        ConfigError: The package `tinker` is missing, or the client would refuse a key.
+    """
+    if find_spec("tinker") is None:
+        raise ConfigError("--tinker: the package tinker is not installed. Run `pip install 'titanrl[tinker]'`.")
+    if not all(key.startswith("tml-") for key in keys):
+        rule = "Tinker's client requires that keys start with tml-"
+        raise ConfigError(f"--keys: {rule} (got another in {file}). Make one with `echo tml-$(openssl rand -hex 24)`.")
+
+
 def check_address(host: str, unix: Path | None, *, has_keys: bool) -> None:
     """Check that only this machine can reach an endpoint without keys.
 
@@ -150,18 +185,28 @@ def check_address(host: str, unix: Path | None, *, has_keys: bool) -> None:
         )
 
 
-def find_policy(policy: Path, step: int | None, overrides: Sequence[str], scratch: Path) -> Served:
-    """Find the policy in the directory of a run, a checkpoint or a model.
+def find_policy(policy: Path, step: int | None, overrides: Sequence[str], scratch: Path, *, tinker: bool = False) -> Served:
+    """Find the policy in the directory of a run, a checkpoint or a model; for Tinker, also that of a configuration.
 
     Args:
         policy: The directory.
         step: Step of the run's checkpoint; None selects the exported model of a finished run, or else the newest checkpoint.
         overrides: Overrides of the configuration, as `key.path=value`.
         scratch: Directory for the logs, and for the configuration of a model.
+        tinker: True for a policy that clients of Tinker train.
 
     Raises:
         ConfigError: There is no such policy.
     """
+    if tinker:
+        overrides = [*overrides, "rollout.temperature=1.0"]  # the log-probabilities of Tinker's losses have no temperature
+        if why_no_folder(policy):
+            if step is not None:
+                raise ConfigError(f"--step: only a run has steps (got {step}, and {policy} is none). Remove the option.")
+            parts = ("distill=null", "sft=null", f"output_dir={json.dumps(str(scratch))}")
+            source = read_source(policy, [*overrides, *parts])
+            config = validate(source)
+            return Served(name=config.name, config=config, source=source, state=None, version=0)
     if found := why_no_folder(policy):
         raise ConfigError(f"POLICY: it {found} (got {policy}). Give the directory of a run or a model.")
     policy = policy.resolve()
@@ -255,6 +300,11 @@ async def serve(served: Served, keys: Mapping[str, int], arguments: argparse.Nam
     from titanrl.serving.listening import listen
     from titanrl.session.session import connect  # imports torch
 
+    at = arguments.unix or ("127.0.0.1" if arguments.host == "localhost" else arguments.host, arguments.port)
+    hosts = None if keys or arguments.unix is not None else {*LOCAL, arguments.host}
+    if served.checkpoints is not None:
+        await serve_tinker(served, served.checkpoints, keys, at, hosts, arguments.max_calls, console)
+        return
     async with connect(served.config, training=served.state is not None, console=console) as session:
         version: int | None = served.version
         if served.state is not None:
@@ -270,9 +320,8 @@ async def serve(served: Served, keys: Mapping[str, int], arguments: argparse.Nam
             [name],
             Limits(max_calls=arguments.max_calls, max_calls_per_key=arguments.max_calls),
             check=lambda: "" if session.fault is None else f"the policy cannot be sampled: {session.fault}",
-            hosts=None if keys or arguments.unix is not None else {*LOCAL, arguments.host},
+            hosts=hosts,
         )
-        at = arguments.unix or ("127.0.0.1" if arguments.host == "localhost" else arguments.host, arguments.port)
         listener = await listen(app, at)
         try:
             where = listener.url if arguments.unix is not None else f"{listener.url}/v1"
@@ -280,6 +329,59 @@ async def serve(served: Served, keys: Mapping[str, int], arguments: argparse.Nam
             await session.failed()
         finally:
             await listener.close()
+
+
+async def serve_tinker(
+    served: Served,
+    folder: Path,
+    keys: Collection[str],
+    at: tuple[str, int] | Path,
+    hosts: Collection[str] | None,
+    max_calls: int,
+    console: Console,
+) -> None:
+    """Start trainer and generators, listen for clients of Tinker, and wait until the task is cancelled.
+
+    Raises:
+        ConfigError: Another server uses the folder of the checkpoints.
+        TitanRLError: A process died or hung, and was not replaced.
+    """
+    from titanrl.launch.run_lock import RunLock
+    from titanrl.serving.listening import listen
+    from titanrl.serving.tinker import Tinker, Users
+    from titanrl.serving.tinker_checkpoints import Checkpoints
+    from titanrl.serving.tinker_sessions import TinkerLimits
+    from titanrl.session.session import connect  # imports torch
+    from titanrl.session.tinkering import SessionHost
+
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        lock = RunLock(folder)
+    except BlockingIOError:
+        raise ConfigError(f"--checkpoints: another server uses the folder (got {folder}). Stop it, or give another.") from None
+    with contextlib.ExitStack() as undo:
+        undo.callback(lock.release)
+        checkpoints = Checkpoints(folder)
+        async with connect(served.config, console=console) as session:
+            if served.state is not None:
+                await session.training.load_state(served.state)
+            host = SessionHost(session, served.name, shares_files=not keys)
+            await host.start()
+            app = Tinker(
+                host,
+                checkpoints,
+                Users(keys or None),
+                TinkerLimits(max_samples=2 * max_calls, max_samples_per_user=max_calls),
+                check=lambda: "" if session.fault is None else f"the policy cannot be trained: {session.fault}",
+                hosts=hosts,
+            )
+            listener = await listen(app, at)
+            try:
+                print(f"serving {served.name} for Tinker at {listener.url}", flush=True)
+                await session.failed()
+            finally:
+                await listener.close()
+                await app.close()
 
 
 if __name__ == "__main__":

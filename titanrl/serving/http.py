@@ -1,4 +1,4 @@
-"""What every HTTP endpoint shares: who may call it, bodies with limits, errors without tracebacks, and metrics.
+"""Common parts of the HTTP endpoints: checks of the caller, bodies with limits, errors without tracebacks, and metrics.
 
 A client is not trusted: its key is checked before its body is read, and its body has a limit.
 """

@@ -23,6 +23,8 @@ from titanrl.serving.protocol import MAX_SEED, Fields, wrong
 PROTOBUF = b"application/x-protobuf"
 MAX_TARGETS = 64
 """Largest number of targets per token; each costs a pass over its datum."""
+MAX_VALUES = 1 << 24
+"""Largest number of tokens and loss inputs of a pass; the client sends about a million. Sparse tensors count as dense ones."""
 LOSSES: Mapping[str, tuple[str, ...]] = {
     "cross_entropy": ("target_tokens",),
     **dict.fromkeys(("importance_sampling", "ppo", "cispo", "dro"), ("target_tokens", "logprobs", "advantages")),
@@ -121,9 +123,10 @@ def pass_of(message: Any, vocab_size: int) -> Pass:
         options[name] = value.number
     if not message.data:
         raise ValueError("data: must not be empty. Send at least one datum.")
-    data, widths = list[Datum](), list[int | None]()
+    data, widths, num_left = list[Datum](), list[int | None](), MAX_VALUES
     for index, each in enumerate(message.data):
-        columns = _data_of(each, f"data[{index}]", loss_fn, vocab_size)
+        columns = _data_of(each, f"data[{index}]", loss_fn, vocab_size, num_left)
+        num_left -= columns.num_values
         widths.append(None if columns.is_flat else len(columns.data))
         data += columns.data
     return Pass(data=tuple(data), widths=tuple(widths), loss_fn=loss_fn, options=options, backward=not message.forward_only)
@@ -287,11 +290,15 @@ class _Columns:
 
     data: list[Datum]
     is_flat: bool
+    num_values: int
 
 
-def _data_of(message: Any, name: str, loss_fn: str, vocab_size: int) -> _Columns:
-    """Return a datum with one target per token, or one per column of its targets."""
+def _data_of(message: Any, name: str, loss_fn: str, vocab_size: int, num_left: int) -> _Columns:
+    """Return a datum with one target per token, or one per column of its targets, with at most `num_left` values."""
     tokens = _tokens_of(message.model_input, f"{name}.model_input")
+    num_left -= len(tokens)
+    if num_left < 0:
+        raise ValueError(f"{name}: a pass must have at most {MAX_VALUES} values. Send fewer data.")
     _check_tokens(f"{name}.model_input", tokens, vocab_size)
     allowed = {*LOSSES[loss_fn], "weights"}
     inputs = dict[str, Any]()
@@ -299,7 +306,8 @@ def _data_of(message: Any, name: str, loss_fn: str, vocab_size: int) -> _Columns
         where = f"{name}.loss_fn_inputs[{key[:40]!r}]"
         if key not in allowed:
             raise ValueError(f"{where}: {loss_fn} does not use it. Send only {', '.join(sorted(allowed))}.")
-        inputs[key] = array = dense(tensor, where, most=len(tokens) * MAX_TARGETS)
+        inputs[key] = array = dense(tensor, where, most=min(len(tokens) * MAX_TARGETS, num_left))
+        num_left -= array.size
         if key == "target_tokens":
             _check_tokens(where, array, vocab_size)
         elif not np.isfinite(array).all():
@@ -310,10 +318,11 @@ def _data_of(message: Any, name: str, loss_fn: str, vocab_size: int) -> _Columns
         if key not in inputs:
             raise ValueError(f"{name}.loss_fn_inputs: {loss_fn} requires {key} (got {', '.join(sorted(inputs)) or 'none'}).")
     targets = inputs["target_tokens"]
+    num_values = len(tokens) + sum(array.size for array in inputs.values())
     if targets.ndim == 1:
         if wide := [key for key, array in inputs.items() if array.ndim != 1]:
             raise ValueError(f"{name}.loss_fn_inputs[{wide[0]!r}]: must have the shape of target_tokens, {targets.shape}.")
-        return _Columns([Datum(model_input=tokens, loss_fn_inputs=_typed(inputs))], True)
+        return _Columns([Datum(model_input=tokens, loss_fn_inputs=_typed(inputs))], True, num_values)
     if loss_fn != "cross_entropy":
         raise ValueError(f"{name}.loss_fn_inputs['target_tokens']: only cross_entropy takes [T, K] (got {targets.shape}).")
     weights = inputs.get("weights", np.ones(targets.shape, np.float32))
@@ -321,7 +330,7 @@ def _data_of(message: Any, name: str, loss_fn: str, vocab_size: int) -> _Columns
         rule = f"weights must have the shape of target_tokens, [T, 1 to {MAX_TARGETS}]"
         raise ValueError(f"{name}.loss_fn_inputs: {rule} (got {weights.shape} and {targets.shape}).")
     columns = [{"target_tokens": targets[:, k], "weights": weights[:, k]} for k in range(targets.shape[1])]
-    return _Columns([Datum(model_input=tokens, loss_fn_inputs=_typed(column)) for column in columns], False)
+    return _Columns([Datum(model_input=tokens, loss_fn_inputs=_typed(column)) for column in columns], False, num_values)
 
 
 def _typed(inputs: Mapping[str, Any]) -> dict[str, IntArray | FloatArray]:

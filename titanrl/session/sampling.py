@@ -86,8 +86,12 @@ class Sampler:
         self._no_pinned = asyncio.Event()
         self._no_pinned.set()
 
-    async def generate(self, groups: Sequence[Sequence[GenerationRequest]], pinned_to: int | None) -> list[list[Completion]]:
+    async def generate(
+        self, groups: Sequence[Sequence[GenerationRequest]], pinned_to: int | None, *, is_shared: bool = False
+    ) -> list[list[Completion]]:
         """Return the completions of each group. Requests of a pinned client delay the next `publish` of the session.
+
+        With `is_shared`, others use the generators at the same time, so that the usual time of a request says nothing.
 
         Raises:
             VersionGoneError: The generators serve a newer version than `pinned_to`.
@@ -104,6 +108,7 @@ class Sampler:
                 len(request.token_ids) + request.sampling.max_new_tokens for requests in groups for request in requests
             )
             pace = Pace(kind=f"generator.generate {num_tokens.bit_length()}")  # learned per power of two
+            pace = Pace(min_s=timeouts.step_s) if is_shared else pace
             completions = await self._generators.supervisor.ask("generator.generate", replies, timeouts.step_s, pace)
         finally:
             self._num_pinned -= pinned_to is not None
@@ -258,14 +263,16 @@ class SamplingClient:
             for token_ids, group in zip(prompt_ids, completions, strict=True)
         ]
 
-    async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+    async def generate(self, requests: Sequence[GenerationRequest], *, is_shared: bool = False) -> list[Completion]:
         """Return the completions of requests that share a prompt. This method is the `Generate` function of a rollout.
+
+        With `is_shared`, other clients use the generators at the same time, and a request may take up to `timeouts.step_s`.
 
         Raises:
             ValueError: A prompt is empty or too long.
             VersionGoneError: The client is pinned to a version that is no longer served.
         """
-        (completions,) = await self._sampler.generate([requests], self.version)
+        (completions,) = await self._sampler.generate([requests], self.version, is_shared=is_shared)
         return completions
 
     async def compute_logprobs(self, sequences: Sequence[PromptLike]) -> list[FloatArray]:

@@ -34,7 +34,7 @@ from titanrl.launch.run_lock import RunLock, claim_new_run
 from titanrl.launch.supervision import OnEvent
 from titanrl.launch.trainer_mesh import TrainerMesh
 from titanrl.metrics.console import Console
-from titanrl.models.directory import open_model
+from titanrl.models.directory import ModelDirectory, open_model
 from titanrl.processes.children import Respawns
 from titanrl.rollout.open_tasks import EvaluationSets, OpenTask, RecordEvaluation, open_tasks
 from titanrl.session.sampling import Sample, Sampler, SamplingClient
@@ -209,6 +209,11 @@ class Session:
         self._sampler = None if parts.generators is None else Sampler(parts.generators, setup.config, self.tokenizer)
         weights = None if parts.trainer is None or parts.generators is None else parts.weights
         self._training = None if parts.trainer is None else TrainingClient(parts.trainer, self.run_dir, weights, self._sampler)
+
+    @property
+    def model(self) -> ModelDirectory:
+        """Hugging Face directory of the policy, before a warm start."""
+        return open_model(self._base.initial, self.config.model.family)
 
     @property
     def training(self) -> TrainingClient:

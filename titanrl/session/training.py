@@ -172,6 +172,13 @@ class TrainingClient:
         """
         return self._submit(self._publish, uses_trainer=False)
 
+    def recover(self) -> None:
+        """Accept requests again after a failed one, and keep the gradient of the passes that succeeded.
+
+        If a pass failed after it had added to the gradient, the next optimizer step fails, and discards the gradient.
+        """
+        self._failure = None
+
     def zero_grad(self) -> asyncio.Task[None]:
         """Discard the accumulated gradient. After a failed request, this makes the client accept requests again."""
         return self._submit(self._trainer.zero_grad, recovers=True)

@@ -6,7 +6,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -266,7 +266,7 @@ class PolicyTrainer(Actor):
             learner = self._adapters.use(model)
             planned = plan_pass(learner.model, data, self._row_sizes, loss_fn, loss_fn_config)
             agree(planned.facts)
-            with self._computing():
+            with learner.required_pass() if backward else nullcontext(), self._computing():
                 return run_data(learner, planned, backward=backward)
 
     @endpoint

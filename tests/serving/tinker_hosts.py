@@ -1,0 +1,132 @@
+"""A host of models without processes: a model is one number, which training moves."""
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from titanrl.carriers.datums import Datum, ForwardBackwardOutput
+from titanrl.carriers.types import AdamParams, Completion, FloatArray, OptimUpdate
+from titanrl.serving.calls import Refused
+from titanrl.serving.tinker_checkpoints import ModelSpec
+from titanrl.serving.tinker_wire import SampleRequest
+
+VOCAB = 100
+
+
+class NumberHost:
+    """Models whose log-probability of token t is `value - t / 100`. Adam is plain gradient descent."""
+
+    base_model = "base/number"
+    tokenizer_id = None
+    vocab_size = VOCAB
+    max_tokens = 64
+    notice = "Models are numbers."
+
+    def __init__(self, folder: Path, max_models: int = 4) -> None:
+        self.folder, self.max_models = folder, max_models
+        self.models, self.num_samplers, self.num_samples = list["NumberModel"](), 0, 0
+        self.calls = list[str]()
+        self.pause: asyncio.Event | None = None
+        """If set, sampling waits for it."""
+
+    async def create(self, spec: ModelSpec, state: Path | None, *, with_optimizer: bool) -> "NumberModel":
+        if len(self.models) >= self.max_models:
+            raise Refused(f"this server trains {self.max_models} models at a time. Close another client.")
+        model = NumberModel(self)
+        self.models.append(model)
+        if state is not None:
+            await model.load(state, with_optimizer=with_optimizer)
+        return model
+
+    async def base(self) -> "NumberSampler":
+        return NumberSampler(self, 0.0)
+
+    async def open_sampler(self, spec: ModelSpec, state: Path) -> "NumberSampler":
+        return NumberSampler(self, json.loads((state / "value").read_text())[0])
+
+
+class NumberModel:
+    def __init__(self, host: NumberHost) -> None:
+        self.host, self.value, self.gradient, self.momentum, self.num_steps = host, 0.0, 0.0, 0.0, 0
+
+    async def run(
+        self, data: Sequence[Datum], loss_fn: str, options: Mapping[str, float], *, backward: bool
+    ) -> ForwardBackwardOutput:
+        self.host.calls.append(f"{'forward_backward' if backward else 'forward'} {len(data)}")
+        await asyncio.sleep(0)
+        if any(datum.model_input[0] == 13 for datum in data):
+            raise RuntimeError("a secret of the server")
+        logprobs = [np.float32(self.value) - datum.loss_fn_inputs["target_tokens"] / 100 for datum in data]
+        weights = [datum.loss_fn_inputs.get("weights", np.ones(len(datum.model_input))) for datum in data]
+        if backward:
+            self.gradient -= float(sum(each.sum() for each in weights))
+        loss = -sum(float((each * weight).sum()) for each, weight in zip(logprobs, weights, strict=True))
+        outputs = tuple({"logprobs": each.astype(np.float32)} for each in logprobs)
+        return ForwardBackwardOutput(loss_fn_outputs=outputs, metrics={"loss:sum": loss}, version=self.num_steps)
+
+    async def optim_step(self, params: AdamParams) -> OptimUpdate:
+        self.host.calls.append("optim_step")
+        self.momentum = 0.5 * self.momentum + self.gradient
+        self.value -= params.learning_rate * self.momentum
+        self.num_steps += 1
+        update = OptimUpdate(version=self.num_steps, grad_norm=abs(self.gradient), skipped=False)
+        self.gradient = 0.0
+        return update
+
+    async def save(self) -> Path:
+        state = self.host.folder / f"state-{self.num_steps}"
+        state.mkdir(parents=True)
+        (state / "value").write_text(json.dumps([self.value, self.momentum]))
+        return state
+
+    async def load(self, folder: Path, *, with_optimizer: bool) -> None:
+        self.value, momentum = json.loads((folder / "value").read_text())
+        self.momentum = momentum if with_optimizer else 0.0
+
+    async def publish(self) -> "NumberSampler":
+        return NumberSampler(self.host, self.value)
+
+    async def recover(self) -> None:
+        self.host.calls.append("recover")
+
+    async def release(self) -> None:
+        self.host.models.remove(self)
+
+
+class NumberSampler:
+    """Tokens are the seed and what follows it; their log-probabilities are those of the model."""
+
+    def __init__(self, host: NumberHost, value: float) -> None:
+        self.host, self.value = host, value
+        host.num_samplers += 1
+
+    async def sample(self, asked: SampleRequest) -> list[Completion]:
+        self.host.num_samples += 1
+        try:
+            if self.host.pause is not None:
+                await self.host.pause.wait()
+        except asyncio.CancelledError:
+            self.host.calls.append("cancelled")
+            raise
+        seed = asked.sampling.seed or 0
+        tokens = [(seed + np.arange(asked.sampling.max_new_tokens) + index) % VOCAB for index in range(asked.num_samples)]
+        return [
+            Completion(
+                token_ids=each.astype(np.int64),
+                logprobs=(self.value - each / 100).astype(np.float32),
+                versions=np.zeros(len(each), np.int64),
+                finish_reason="length",
+            )
+            for each in tokens
+        ]
+
+    async def logprobs(self, tokens: Sequence[int]) -> FloatArray:
+        found = (self.value - np.asarray(tokens) / 100).astype(np.float32)
+        found[0] = np.nan
+        return found
+
+    async def release(self) -> None:
+        self.host.num_samplers -= 1

@@ -1,0 +1,551 @@
+"""Sessions of Tinker's clients: models whose requests run in order, and samplers.
+
+Routes (`titanrl.serving.tinker`) read requests, and say what each does; here it is decided when. A model has one worker, which
+runs its requests one at a time, by sequence id. A session that ends frees its models and samplers.
+"""
+
+import asyncio
+import logging
+import re
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from titanrl.base.errors import FaultError, TitanRLError
+from titanrl.carriers.datums import Datum, ForwardBackwardOutput
+from titanrl.carriers.types import AdamParams, Completion, FloatArray, OptimUpdate
+from titanrl.serving.calls import Refused
+from titanrl.serving.http import JSON, dump, internal
+from titanrl.serving.protocol import new_id
+from titanrl.serving.tinker_checkpoints import Checkpoints, ModelSpec, Run
+from titanrl.serving.tinker_queue import Answer, Future, Futures, Late, Order
+from titanrl.serving.tinker_wire import Malformed, SampleRequest
+
+logger = logging.getLogger(__name__)
+
+
+class Sampler(Protocol):
+    """One set of weights to sample from. It never samples others: if they are gone, its methods raise."""
+
+    async def sample(self, asked: SampleRequest) -> Sequence[Completion]:
+        """Return `num_samples` completions of the prompt."""
+
+    async def logprobs(self, tokens: Sequence[int]) -> FloatArray:
+        """Return the log-probability of each token, `[S]`, in nats at temperature 1; the first is NaN."""
+
+    async def release(self) -> None:
+        """Free what the weights hold."""
+
+
+class Model(Protocol):
+    """A model that is trained. Its methods are called one at a time."""
+
+    async def run(
+        self, data: Sequence[Datum], loss_fn: str, options: Mapping[str, float], *, backward: bool
+    ) -> ForwardBackwardOutput:
+        """Run a pass; with `backward`, accumulate the gradient."""
+
+    async def optim_step(self, params: AdamParams) -> OptimUpdate:
+        """Take an optimizer step."""
+
+    async def save(self) -> Path:
+        """Write weights and optimizer state into a new folder, and return it."""
+
+    async def load(self, folder: Path, *, with_optimizer: bool) -> None:
+        """Load what `save` wrote."""
+
+    async def publish(self) -> Sampler:
+        """Return a sampler of the current weights."""
+
+    async def recover(self) -> None:
+        """Accept requests after a failed one. The gradient of passes that succeeded remains."""
+
+    async def release(self) -> None:
+        """Free what the model holds. No method is called after this."""
+
+
+class Host(Protocol):
+    """The models behind the endpoint."""
+
+    base_model: str
+    """Name of the model that is fine-tuned."""
+    tokenizer_id: str | None
+    """Name or path of its tokenizer, if clients can open it."""
+    vocab_size: int
+    max_tokens: int
+    """Longest prompt and completion together, in tokens."""
+    notice: str
+    """Text that clients print when they connect; empty if there is none."""
+
+    async def create(self, spec: ModelSpec, state: Path | None, *, with_optimizer: bool) -> Model:
+        """Return a new model, initialized from a saved state if there is one.
+
+        Raises:
+            Refused: There cannot be such a model now.
+        """
+
+    async def base(self) -> Sampler:
+        """Return a sampler of the base model."""
+
+    async def open_sampler(self, spec: ModelSpec, state: Path) -> Sampler:
+        """Return a sampler of saved weights.
+
+        Raises:
+            Refused: They cannot be sampled now.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TinkerLimits:
+    """Limits of the endpoint."""
+
+    max_json_bytes: int = 8 << 20
+    """Longest JSON body."""
+    max_pass_bytes: int = 64 << 20
+    """Longest body of a pass, also when decompressed. The client splits its data into bodies of about 5 MB."""
+    max_bytes: int = 1 << 29
+    """Requests that wait and results that can still be read, of all users, in bytes."""
+    max_requests: int = 4096
+    """Requests of a user that wait or have unread results."""
+    max_samples: int = 1024
+    """Completions that all users can wait for at the same time."""
+    max_samples_per_user: int = 512
+    """Completions that one user can wait for at the same time."""
+    max_sessions: int = 64
+    """Sessions of one user."""
+    max_samplers: int = 10_000
+    """Sampling sessions of one session."""
+    body_s: float = 60.0
+    """Time limit for the body of a request, in seconds."""
+    idle_s: float = 300.0
+    """Time without a sign of life after which a session ends, in seconds. The client sends one every 10 s."""
+    gap_s: float = 3600.0
+    """Time that requests wait for one with a lower sequence id, in seconds."""
+
+
+@dataclass(eq=False, kw_only=True)
+class Job:
+    """A request of a model."""
+
+    action: Callable[[], Awaitable[Answer]]
+    future: Future
+
+
+@dataclass(eq=False, kw_only=True)
+class OpenModel:
+    """A model of a session, and its requests."""
+
+    model_id: str
+    session: "OpenSession"
+    run: Run
+    handle: Model | None = None
+    """None before it has been created, and if that failed."""
+    problem: str = "the model has not been created."
+    order: Order[Job] = field(default_factory=lambda: Order[Job](0))
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when a request arrives, or the model is to end."""
+    has_ended: bool = False
+    seen: dict[int, tuple[bytes, Future]] = field(default_factory=dict)
+    """Digest and future of the requests whose results can still be read, by sequence id."""
+    following: Sampler | None = None
+    """Newest weights of a save with `kind: inflight`."""
+
+    def live(self) -> Model:
+        """Return the model.
+
+        Raises:
+            Refused: It was not created.
+        """
+        if self.handle is None:
+            raise Refused(self.problem)
+        return self.handle
+
+
+@dataclass(eq=False, kw_only=True)
+class OpenSampler:
+    """A sampling session: weights that a client samples from."""
+
+    sampler_id: str
+    session: "OpenSession"
+    path: str | None
+    open: Callable[[], Awaitable[Sampler]]
+    opened: "asyncio.Future[Sampler] | None" = None
+    seen: dict[int, tuple[Future, list[str]]] = field(default_factory=dict)
+    """Future and sequence ids of the requests whose results can still be read, by sequence id."""
+
+    async def sampler(self) -> Sampler:
+        """Return the sampler, opened once; after a failure, the next call tries again."""
+        if self.opened is None or (self.opened.done() and (self.opened.cancelled() or self.opened.exception() is not None)):
+            self.opened = asyncio.ensure_future(self.open())
+        return await asyncio.shield(self.opened)
+
+
+@dataclass(eq=False, kw_only=True)
+class OpenSession:
+    """Models and samplers of one client. A session ends when the client says so, or gives no sign of life."""
+
+    session_id: str
+    owner: str
+    seen_at: float
+    """Time of the last request, on the clock of the event loop."""
+    user_metadata: Mapping[str, str]
+    display_name: str | None
+    timer: asyncio.TimerHandle | None = None
+    models: dict[str, OpenModel] = field(default_factory=dict)
+    creations: dict[int, Future] = field(default_factory=dict)
+    """Futures of the requests that create models, by sequence id."""
+    samplings: dict[int, OpenSampler] = field(default_factory=dict)
+    tasks: "set[asyncio.Task[None]]" = field(default_factory=set)
+    """Requests for completions, and the workers of models."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewModel:
+    """A request for a new model, once it has been checked."""
+
+    spec: ModelSpec
+    user_metadata: Mapping[str, str]
+    state: Path | None = None
+    """Saved state to start from; None starts from the base model."""
+    with_optimizer: bool = False
+    """True to also load the state of the optimizer."""
+
+
+class Sessions:
+    """The sessions of all clients of a host."""
+
+    def __init__(self, host: Host, checkpoints: Checkpoints, limits: TinkerLimits) -> None:
+        self.futures = Futures(limits.max_bytes, limits.max_requests)
+        """Results that clients poll for."""
+        self.open: dict[str, OpenSession] = {}
+        """Sessions by id."""
+        self.num_samples: Counter[str] = Counter()
+        """Completions that are sampled, by user."""
+        self.loaded: dict[str, Sampler] = {}
+        """Samplers of saved weights by path, as long as a session uses them."""
+        self._host, self._checkpoints, self._limits = host, checkpoints, limits
+        self._ending: set[asyncio.Task[None]] = set()
+        self._running: dict[str, asyncio.Task[None]] = {}  # of requests for completions, by request
+
+    def add(self, owner: str, user_metadata: Mapping[str, str], display_name: str | None) -> OpenSession:
+        """Open a session.
+
+        Raises:
+            Refused: The user has too many.
+        """
+        if sum(session.owner == owner for session in self.open.values()) >= self._limits.max_sessions:
+            raise Refused(f"you have {self._limits.max_sessions} sessions. Close one, or wait until it ends.", status=429)
+        loop = asyncio.get_running_loop()
+        session = OpenSession(
+            session_id=new_id("session_"),
+            owner=owner,
+            seen_at=loop.time(),
+            user_metadata=user_metadata,
+            display_name=display_name,
+        )
+        self.open[session.session_id] = session
+        session.timer = loop.call_later(self._limits.idle_s, self._end_if_idle, session)
+        return session
+
+    def session(self, session_id: str, owner: str, status: int = 404) -> OpenSession:
+        """Return a session of a user, and note that its client is alive.
+
+        Raises:
+            Refused: There is none; the error has the status.
+        """
+        session = self.open.get(session_id)
+        if session is None or session.owner != owner:
+            rule = (
+                "you have no such session, or it has ended, for example because the server was restarted. Create a client again"
+            )
+            raise Refused(f"session_id: {rule} (got {session_id[:80]!r})", status=status)
+        session.seen_at = asyncio.get_running_loop().time()
+        return session
+
+    def end(self, session: OpenSession) -> None:
+        """Free what a session holds. Its running requests end first, its waiting ones are dropped."""
+        if self.open.pop(session.session_id, None) is None:
+            return
+        if session.timer is not None:
+            session.timer.cancel()
+        for model in session.models.values():
+            model.has_ended = True
+            model.order.drain()
+            model.news.set()
+        task = asyncio.ensure_future(self._release(session))
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+
+    def _end_if_idle(self, session: OpenSession) -> None:
+        loop = asyncio.get_running_loop()
+        left = session.seen_at + self._limits.idle_s - loop.time()
+        if left > 0:
+            session.timer = loop.call_later(left, self._end_if_idle, session)
+        else:
+            logger.info("session %s ends: no sign of life", session.session_id)
+            self.end(session)
+
+    async def _release(self, session: OpenSession) -> None:
+        for request_id in [each for each, task in self._running.items() if task in session.tasks]:
+            self._running[request_id].cancel()
+        self.futures.drop_group(session.session_id)
+        while session.tasks:
+            await asyncio.wait(session.tasks)
+        for sampling in session.samplings.values():
+            if sampling.opened is not None:
+                await asyncio.wait({sampling.opened})
+                if sampling.path is None and not sampling.opened.cancelled() and sampling.opened.exception() is None:
+                    await self._quietly(sampling.opened.result().release())
+        held = [each for other in self.open.values() for each in other.samplings.values()]
+        models = {model_id for other in self.open.values() for model_id in other.models}
+        used = {each.path for each in held}
+        for path in list(self.loaded):
+            if path not in used and path.removeprefix("tinker://").partition("/")[0] not in models:
+                await self._quietly(self.loaded.pop(path).release())
+
+    async def close(self) -> None:
+        """End all sessions, and wait until what they hold is free."""
+        for session in list(self.open.values()):
+            self.end(session)
+        if self._ending:
+            await asyncio.wait(self._ending)
+
+    def create(
+        self, session: OpenSession, number: int, size: int, read: Callable[[], NewModel], reply: Mapping[str, str]
+    ) -> Future:
+        """Queue the creation of a model as its first request, unless it is repeated; return its future.
+
+        Args:
+            session: The session.
+            number: Number of the model in the session.
+            size: Size of the request, in bytes.
+            read: Function that checks the request; it may raise.
+            reply: Fields of the result.
+        """
+        model_id = f"{session.session_id}:train:{number}"
+        if number in session.creations:
+            return session.creations[number]
+        future = session.creations[number] = self.futures.open(session.owner, session.session_id, size)
+        run = Run(
+            model_id=model_id,
+            owner=session.owner,
+            base_model=self._host.base_model,
+            spec=ModelSpec(rank=0),
+            user_metadata={},
+            used=0.0,
+        )
+        model = session.models[model_id] = OpenModel(model_id=model_id, session=session, run=run)
+
+        async def create() -> Answer:
+            try:
+                new = read()
+                model.handle = await self._host.create(new.spec, new.state, with_optimizer=new.with_optimizer)
+            except Exception as error:
+                model.problem = f"the model was not created: {_text_of(error)}"
+                raise
+            model.run = replace(run, spec=new.spec, user_metadata=new.user_metadata, used=self._checkpoints.now())
+            self._checkpoints.open_run(model.run)
+            return json_answer({"model_id": model_id, **reply})
+
+        model.order.add(0, Job(action=create, future=future))
+        self._start(session, self._work(model))
+        return future
+
+    def model(self, model_id: str, owner: str) -> OpenModel:
+        """Return a model of a user, and note that its client is alive.
+
+        Raises:
+            Refused: There is none.
+        """
+        session_id, _, _ = model_id.partition(":")
+        session = self.open.get(session_id)
+        if session is None or session.owner != owner or model_id not in session.models:
+            rule = "you have no such model, or its session has ended, for example because the server was restarted"
+            fix = "Create a client from a saved state"
+            raise Refused(f"model_id: {rule}. {fix} (got {model_id[:80]!r})", status=404)
+        session.seen_at = asyncio.get_running_loop().time()
+        return session.models[model_id]
+
+    def submit(
+        self, model: OpenModel, seq_id: int, size: int, digest: bytes, action: Callable[[OpenModel], Awaitable[Answer]]
+    ) -> Future:
+        """Queue a request of a model, unless it is repeated; return its future, through which it also fails.
+
+        Args:
+            model: The model.
+            seq_id: Sequence id of the request.
+            size: Size of the request, in bytes.
+            digest: Digest of the request. Another request with the same sequence id fails.
+            action: Function that runs the request when it is due.
+        """
+        if seq_id in model.seen and model.seen[seq_id][0] == digest:
+            return model.seen[seq_id][1]
+        session = model.session
+        future = self.futures.open(session.owner, session.session_id, size, lambda: _forget(model.seen, seq_id, future))
+        try:
+            model.order.add(seq_id, Job(action=lambda: action(model), future=future))
+        except (Late, ValueError) as error:
+            self.futures.resolve(future, failure(error))
+        else:
+            model.seen[seq_id] = digest, future
+            model.news.set()
+        return future
+
+    def add_sampler(
+        self, session: OpenSession, number: int, path: str | None, source: Callable[[], Awaitable[Sampler]]
+    ) -> OpenSampler:
+        """Open a sampler of a session, whose weights `source` returns when they are first used."""
+        if number not in session.samplings:
+            if len(session.samplings) >= self._limits.max_samplers:
+                raise Refused(f"a session can have {self._limits.max_samplers} samplers. Open another client.", status=429)
+            sampler_id = f"{session.session_id}:sample:{number}"
+            session.samplings[number] = OpenSampler(sampler_id=sampler_id, session=session, path=path, open=source)
+        return session.samplings[number]
+
+    def sampler(self, sampler_id: str, owner: str) -> OpenSampler:
+        """Return a sampler of a user, and note that its client is alive.
+
+        Raises:
+            Refused: There is none.
+        """
+        session_id, _, number = sampler_id.partition(":sample:")
+        session = self.open.get(session_id)
+        sampling = session.samplings.get(int(number)) if session is not None and re.fullmatch(r"[0-9]{1,19}", number) else None
+        if session is None or session.owner != owner or sampling is None:
+            rule = "you have no such sampler, or its session has ended, for example because the server was restarted"
+            raise Refused(f"sampling_session_id: {rule}. Create a sampling client again (got {sampler_id[:80]!r})", status=404)
+        session.seen_at = asyncio.get_running_loop().time()
+        return sampling
+
+    def sample(
+        self, sampler: OpenSampler, seq_id: int, size: int, num: int, action: Callable[[], Awaitable[Answer]]
+    ) -> tuple[Future, list[str]]:
+        """Start a request for completions; return its future, and the names of the completions.
+
+        Raises:
+            Refused: There are too many at once.
+        """
+        limits, owner = self._limits, sampler.session.owner
+        is_full = self.num_samples.total() + num > limits.max_samples
+        if is_full or self.num_samples[owner] + num > limits.max_samples_per_user:
+            rule = f"at most {limits.max_samples_per_user} completions per user at once, {limits.max_samples} in all"
+            raise Refused(f"{rule}. Retry later.", status=429)
+        session = sampler.session
+        future = self.futures.open(owner, session.session_id, size, lambda: _forget(sampler.seen, seq_id, future))
+        sampler.seen[seq_id] = future, [f"{future.request_id}:{index}" for index in range(num)]
+        self.num_samples[owner] += num
+
+        async def work() -> None:
+            self.futures.resolve(future, await self._outcome(action))
+
+        def done(task: "asyncio.Task[None]") -> None:
+            if task.cancelled():
+                self.futures.resolve(future, failure(Refused("the request was cancelled.")))
+            self.num_samples[owner] -= num
+            if not self.num_samples[owner]:
+                del self.num_samples[owner]
+            del self._running[future.request_id]
+
+        task = self._running[future.request_id] = self._start(session, work())
+        task.add_done_callback(done)
+        return sampler.seen[seq_id]
+
+    def cancel(self, future: Future) -> None:
+        """Cancel a request for completions. Others run to their end."""
+        if (task := self._running.get(future.request_id)) is not None:
+            task.cancel()
+
+    async def _work(self, model: OpenModel) -> None:
+        """Run the requests of a model in order, until its session ends."""
+        while not model.has_ended:
+            job = model.order.take()
+            if job is not None:
+                answer = await self._outcome(job.action)
+                if model.handle is not None and _is_failure(answer):
+                    await self._quietly(model.handle.recover())
+                self.futures.resolve(job.future, answer)
+                continue
+            model.news.clear()
+            try:
+                async with asyncio.timeout(self._limits.gap_s if model.order.has_gap else None):
+                    await model.news.wait()
+            except TimeoutError:
+                first, last = model.order.skip()
+                logger.warning(
+                    "%s: requests %d to %d did not arrive within %g s", model.model_id, first, last, self._limits.gap_s
+                )
+        if model.following is not None:
+            await self._quietly(model.following.release())
+        if model.handle is not None:
+            await self._quietly(model.handle.release())
+
+    async def _outcome(self, action: Callable[[], Awaitable[Answer]]) -> Answer:
+        try:
+            return await action()
+        except Exception as error:  # a failed request must not end the requests after it
+            if not isinstance(error, TitanRLError | ValueError | TypeError | Malformed):
+                logger.exception("a request failed")
+            return failure(error)
+
+    async def _quietly(self, work: Awaitable[None]) -> None:
+        try:
+            await work
+        except Exception:  # the log has it; the session ends in any case, or its fault is reported elsewhere
+            logger.warning("a model was not freed", exc_info=True)
+
+    def _start(self, session: OpenSession, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        task = asyncio.ensure_future(work)
+        session.tasks.add(task)
+        task.add_done_callback(session.tasks.discard)
+        return task
+
+
+class Following:
+    """Sampler of the newest weights that a model has saved for it."""
+
+    def __init__(self, model: OpenModel) -> None:
+        self._model = model
+
+    async def sample(self, asked: SampleRequest) -> Sequence[Completion]:
+        """Return completions of the newest weights."""
+        return await self._newest().sample(asked)
+
+    async def logprobs(self, tokens: Sequence[int]) -> FloatArray:
+        """Return log-probabilities of the newest weights."""
+        return await self._newest().logprobs(tokens)
+
+    async def release(self) -> None:
+        """Do nothing: the model releases the weights."""
+
+    def _newest(self) -> Sampler:
+        assert self._model.following is not None, "an inflight save came first"
+        return self._model.following
+
+
+def json_answer(value: object) -> Answer:
+    """Return a value as a JSON result."""
+    return Answer(dump(value).encode(), JSON)
+
+
+def failure(error: Exception) -> Answer:
+    """Return how a failed request is answered."""
+    is_user = isinstance(error, TitanRLError | ValueError | TypeError | Late) and not isinstance(error, FaultError)
+    return Answer(dump({"error": _text_of(error), "category": "user" if is_user else "server"}).encode(), JSON)
+
+
+def _is_failure(answer: Answer) -> bool:
+    return answer.kind == JSON and answer.body.startswith(b'{"error":')
+
+
+def _text_of(error: Exception) -> str:
+    """Return what a client sees of an error."""
+    is_known = isinstance(error, TitanRLError | ValueError | TypeError | Late | Malformed)
+    return str(error if is_known else internal(error))
+
+
+def _forget(seen: "dict[int, Any]", seq_id: int, future: Future) -> None:
+    """Remove a request from those that can be repeated, if it is the one of this future."""
+    if seq_id in seen and future in seen[seq_id]:
+        del seen[seq_id]
