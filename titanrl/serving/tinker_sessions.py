@@ -69,15 +69,25 @@ class Model(Protocol):
 class Host(Protocol):
     """The models behind the endpoint."""
 
-    base_model: str
-    """Name of the model that is fine-tuned."""
-    tokenizer_id: str | None
-    """Name or path of its tokenizer, if clients can open it."""
-    vocab_size: int
-    max_tokens: int
-    """Longest prompt and completion together, in tokens."""
-    notice: str
-    """Text that clients print when they connect; empty if there is none."""
+    @property
+    def base_model(self) -> str:
+        """Name of the model that is fine-tuned."""
+
+    @property
+    def tokenizer_id(self) -> str | None:
+        """Name or path of its tokenizer, if clients can open it."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens of the model."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Longest prompt and completion together, in tokens."""
+
+    @property
+    def notice(self) -> str:
+        """Text that clients print when they connect; empty if there is none."""
 
     async def create(self, spec: ModelSpec, state: Path | None, *, with_optimizer: bool) -> Model:
         """Return a new model, initialized from a saved state if there is one.
