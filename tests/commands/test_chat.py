@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,15 @@ def test_conversation_is_kept_until_a_new_one(
         ["S", "d"],
     ]
     assert (POLICY.calls[2].messages or ())[4]["reasoning_content"] == "hm"
+
+
+def test_system_prompt_is_that_of_the_run(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "config.yaml").write_text("name: run\nnum_steps: 3\ndata: {system_prompt: S}\n")
+    monkeypatch.setattr(chat, "serving", lambda policy, overrides: nullcontext(server.url))
+    assert talk(monkeypatch, str(tmp_path), ["ab"]) == 0
+    assert talk(monkeypatch, str(tmp_path), ["ab"], "--system", "T") == 0
+    assert asked() == [["S", "ab"], ["T", "ab"]]
 
 
 def test_key_is_read_from_a_file(

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from tests.docs.blocks import ROOT, blocks_of, shell_lines
-from tests.e2e.conftest import REPO, Finished
+from tests.e2e.conftest import REPO, Finished, Start
 
 QUESTION = "State the final answer to the following arithmetic problem: 7 + 5 - 3 ="
 PAGES = [ROOT / "docs/howto/serve.md", ROOT / "README.md"]
@@ -130,6 +130,22 @@ def test_documented_chat_is_a_client_of_the_endpoint(url: str) -> None:
     reply = client(url).chat.completions.create(model="plain", messages=[{"role": "user", "content": QUESTION}], temperature=0)
     assert result.stdout == f"{reply.choices[0].message.content}\n"
     assert result.stderr.startswith("error: messages: ")
+
+
+def test_running_run_is_served_at_its_newest_checkpoint(start_run: Start) -> None:
+    # The checkpoint that is found is replaced before the processes that load one have started.
+    run = start_run("served", "num_steps=100000", "checkpoint.every_steps=10")
+    run.wait_for_step(10)
+    with serving(run.run_dir) as url:
+        reply = client(url).completions.create(model="served", prompt=QUESTION)
+        assert reply.system_fingerprint is not None
+        version = int(reply.system_fingerprint.removeprefix("version-"))
+        assert version >= 10
+        assert version % 10 == 0
+        run.wait_for_step(version + 1)  # it goes on
+    run.process.send_signal(signal.SIGINT)
+    assert run.finish().code == 128 + signal.SIGINT
+    assert run.leftovers() == []
 
 
 def test_checkpoint_of_a_step_needs_its_key(plain_run: Finished, tmp_path: Path) -> None:

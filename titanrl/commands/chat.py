@@ -69,19 +69,23 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titanrl.co
         parser.error(f"--keys: requires the URL of a served policy (got {policy}). Remove the option.")
     terminal.handle_ending(lambda number, frame: sys.exit(128 + number))
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    system, example = arguments.system, None
-    with refusing():
-        if installed_version("httpx") is None:
-            raise ConfigError("httpx: the package is not installed. Install the required packages: titanrl doctor --install")
-        key = "none" if arguments.keys is None else next(iter(read_keys(arguments.keys)))
-        if not is_url and (run_dir := run_of(Path(policy).resolve())) is not None:
-            values = read_source(run_dir / "config.yaml", arguments.overrides).values
-            system = values.get("data", {}).get("system_prompt") if system is None else system
-            example = RunRecord(run_dir).first_group()  # a fine-tuning has none
     try:
+        with refusing():
+            if installed_version("httpx") is None:
+                raise ConfigError(
+                    "httpx: the package is not installed. Install the required packages: titanrl doctor --install"
+                )
+            key = "none" if arguments.keys is None else next(iter(read_keys(arguments.keys)))
         with nullcontext(policy) if is_url else serving(policy, arguments.overrides) as url:
-            if example is not None:
-                print(f"The policy was trained on prompts like this one: {readable(example.prompt)}")
+            system, run_dir = arguments.system, None if is_url else run_of(Path(policy).resolve())
+            if run_dir is not None:
+                if system is None:  # the server has checked the configuration
+                    system = (
+                        read_source(run_dir / "config.yaml", arguments.overrides).values.get("data", {}).get("system_prompt")
+                    )
+                example = RunRecord(run_dir).first_group()
+                if example is not None:  # a fine-tuning has none
+                    print(f"The policy was trained on prompts like this one: {readable(example.prompt)}")
             code = chat(url, key, system, arguments)
     except KeyboardInterrupt:  # while there was no reply to cancel
         code = 128 + signal.SIGINT

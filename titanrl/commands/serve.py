@@ -57,6 +57,8 @@ class Served:
     """Policy version."""
     checkpoints: Path | None = None
     """Folder for the checkpoints of Tinker's clients; None serves the policy."""
+    is_newest: bool = False
+    """True if `state` is the newest checkpoint of a run, which may go on and replace it."""
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titanrl.commands.serve") -> None:
@@ -255,16 +257,22 @@ def _of_run(run_dir: Path, step: int | None, overrides: Sequence[str], scratch: 
         source = read_source(run_dir / "config.yaml", [*overrides, *_fixed(checkpoints / "final", scratch)])
         config = validate(source)
         return Served(name=config.name, config=config, source=source, state=None, version=newest_version(run_dir) or 0)
+    state, version = _checkpoint(run_dir, step)
+    source = read_source(run_dir / "config.yaml", [*overrides, *_fixed(None, scratch)])
+    config = validate(source)
+    return Served(name=config.name, config=config, source=source, state=state, version=version, is_newest=step is None)
+
+
+def _checkpoint(run_dir: Path, step: int | None) -> tuple[Path, int]:
+    """Return the folder and the policy version of a checkpoint, by default the newest one."""
     try:
         state = resumable(run_dir, step).state
     except ConfigError as error:
         raise ConfigError(str(error).replace("--resume:", "POLICY:")) from None
-    if state.step == 0 and why_no_folder(checkpoint_dir(checkpoints, 0)):
+    folder = checkpoint_dir(run_dir / "checkpoints", state.step)
+    if state.step == 0 and why_no_folder(folder):
         raise ConfigError(f"POLICY: the run has no checkpoint yet (got {run_dir}). Wait for one.")
-    source = read_source(run_dir / "config.yaml", [*overrides, *_fixed(None, scratch)])
-    config = validate(source)
-    folder = checkpoint_dir(checkpoints, state.step)
-    return Served(name=config.name, config=config, source=source, state=folder, version=state.version)
+    return folder, state.version
 
 
 def _fixed(model: Path | None, scratch: Path) -> tuple[str, ...]:
@@ -308,7 +316,11 @@ async def serve(served: Served, keys: Mapping[str, int], arguments: argparse.Nam
     async with connect(served.config, training=served.state is not None, console=console) as session:
         version: int | None = served.version
         if served.state is not None:
-            await session.training.load_state(served.state)
+            state = served.state
+            if served.is_newest and why_no_folder(state):  # the run goes on, and has replaced it
+                state, newest = _checkpoint(state.parents[1], None)
+                served = replace(served, version=newest)
+            await session.training.load_state(state)
             await session.training.publish()
             version = None  # the generators know it
         callers, anyone = Callers(), session.speaker(version=version)
