@@ -4,6 +4,7 @@ python -m titanrl.grpo --config quickstart 'data.environment={program: examples/
 python -m titanrl.grpo --config quickstart 'data.environment={program: python examples/agents/sums.py}'
 """
 
+import functools
 import json
 import os
 import sys
@@ -13,11 +14,17 @@ import openai
 from titanrl.environments.programs import ProgramTask
 
 
+@functools.cache
+def shared(url: str) -> openai.AsyncOpenAI:
+    """Return the client of all episodes. A new one for each would take longer than their calls."""
+    return openai.AsyncOpenAI(base_url=url, api_key="none")
+
+
 async def play(task: ProgramTask) -> None:
     """Ask the policy; the reward of the configuration scores its last message."""
-    async with openai.AsyncOpenAI(base_url=task.url, api_key=task.key) as client:
-        messages = [{"role": "user", "content": task.question}]
-        await client.chat.completions.create(model=task.model, messages=messages)  # type: ignore[arg-type]
+    client = shared(task.url).with_options(api_key=task.key)
+    messages = [{"role": "user", "content": task.question}]
+    await client.chat.completions.create(model=task.model, messages=messages)  # type: ignore[arg-type]
 
 
 def main() -> None:
