@@ -193,13 +193,22 @@ def say(client: "httpx.Client", body: Mapping[str, Any]) -> dict[str, str]:
                         for name, part in delta.items():
                             if name in told and part:
                                 gap = "\n\n" if name == "content" and told["reasoning_content"] and not told["content"] else ""
-                                print(gap + readable(part), end="", flush=True)
+                                show(gap + readable(part))
                                 told[name] += part
         finally:
             print()
     if cause == "length":
         print("the reply was cut at its limit", file=sys.stderr)
     return {"role": "assistant"} | {name: text for name, text in told.items() if text or name == "content"}
+
+
+def show(text: str) -> None:
+    """Print a text. Ctrl-C waits for it, because an interrupted write would be repeated with the next one."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        print(text, end="", flush=True)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def events(chunks: Iterable[bytes]) -> Iterator[Any]:
