@@ -142,7 +142,7 @@ def test_running_run_is_served_at_its_newest_checkpoint(start_run: Start) -> Non
         version = int(reply.system_fingerprint.removeprefix("version-"))
         assert version >= 10
         assert version % 10 == 0
-        run.wait_for_step(version + 1)  # it goes on
+        run.wait_for_step(version + 1)  # it continues
     run.process.send_signal(signal.SIGINT)
     assert run.finish().code == 128 + signal.SIGINT
     assert run.leftovers() == []

@@ -317,7 +317,7 @@ async def serve(served: Served, keys: Mapping[str, int], arguments: argparse.Nam
         version: int | None = served.version
         if served.state is not None:
             state = served.state
-            if served.is_newest and why_no_folder(state):  # the run goes on, and has replaced it
+            if served.is_newest and why_no_folder(state):  # the run continues, and has replaced it
                 state, newest = _checkpoint(state.parents[1], None)
                 served = replace(served, version=newest)
             await session.training.load_state(state)
