@@ -1,4 +1,4 @@
-"""Sample with packed linear layers, then with the weights themselves: `python -m tests.generator.packed_cases IMPL FOLDER`."""
+"""Sample with packed linear layers, then with the weights: `python -m tests.generator.packed_cases IMPL DTYPE FOLDER`."""
 
 import sys
 from pathlib import Path
@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from titanrl.base.choices import Dtype
 from titanrl.carriers.types import GenerationRequest, SamplingParams
 from titanrl.config import sizes
 from titanrl.config.device import DEVICES
@@ -35,15 +36,15 @@ def sample(engine: Any, version: int) -> tuple[list[list[int]], np.ndarray[Any, 
     return [c.token_ids.tolist() for c in completions], np.concatenate([c.logprobs for c in completions])
 
 
-def main(impl: str, folder: Path) -> None:
+def main(impl: str, dtype: Dtype, folder: Path) -> None:
     """Compare the samples of both kinds of linear layers."""
     prepare_torchtitan(DEVICES["cpu"])
     from titanrl.generator.compat import keep_weight
     from titanrl.generator.engine import Engine
 
-    sizes.LARGE_BYTES = 0
+    sizes.LARGE_BYTES, sizes.PACKED_BYTES = 0, {dtype: 0}
     create_model(folder, RecipeConfig(), seed=0)
-    config = GeneratorConfig.model_validate({"kv_cache_bytes": 2 << 20, "dtype": "bfloat16", "model_impl": impl})
+    config = GeneratorConfig.model_validate({"kv_cache_bytes": 2 << 20, "dtype": dtype, "model_impl": impl})
     engine = Engine(open_model(folder), config, DEVICES["cpu"], max_len=64, stop_ids=())
     assert engine._linears is not None
     layers = [*engine._linears._torchtitan, *engine._linears._vllm]
@@ -57,10 +58,10 @@ def main(impl: str, folder: Path) -> None:
     for packed, version in ((first, 1), (second, 2)):
         tokens, logprobs = sample(engine, version)
         assert tokens == packed[0]
-        assert np.allclose(logprobs, packed[1], atol=1e-3)
+        assert np.allclose(logprobs, packed[1], atol=1e-3 if dtype == "bfloat16" else 2e-5)
         print("largest difference", np.abs(logprobs - packed[1]).max())
     print(f"{torch.get_num_threads()} threads")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], "float32" if sys.argv[2] == "float32" else "bfloat16", Path(sys.argv[3]))

@@ -12,44 +12,64 @@ from titanrl.config import load_config
 from titanrl.config.sections import GeneratorConfig
 from titanrl.config.sizes import derive, packed_weights
 from titanrl.generator.compat import PackedLinears
-from titanrl.models.directory import published_shapes
+from titanrl.models.directory import model_shape, published_shapes
 from titanrl.processes.machine import THREADS
 
+MEDIUM = ["model.recipe.hidden_size=384", "model.recipe.num_layers=6", "model.recipe.intermediate_size=1088"]
 needs_bfloat16 = pytest.mark.skipif(
-    not torch.cpu.get_capabilities().get("avx512_bf16"), reason="only CPUs with bfloat16 instructions pack weights"
+    not torch.cpu.get_capabilities().get("avx512_bf16"), reason="only CPUs with bfloat16 instructions pack weights of this type"
 )
+dtypes = pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=needs_bfloat16), "float32"])
 
 
-@needs_bfloat16
-def test_packed_layers_follow_their_weights() -> None:
-    layer = torch.nn.Linear(64, 48, dtype=torch.bfloat16)
-    model, values = torch.nn.Sequential(layer), torch.randn(2, 3, 64, dtype=torch.bfloat16)
+@dtypes
+def test_packed_layers_follow_their_weights(dtype: str) -> None:
+    torch_dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[dtype]
+    layer = torch.nn.Linear(64, 48, dtype=torch_dtype)
+    model, values = torch.nn.Sequential(layer), torch.randn(2, 3, 64, dtype=torch_dtype)
     linears = PackedLinears(model)
+    tolerance = 0.0 if dtype == "bfloat16" else 1e-5  # torch does not use oneDNN in float32
     with torch.no_grad():
         for _ in range(2):
             linears.pack()
             expected = torch.nn.functional.linear(values, layer.weight, layer.bias)
-            assert torch.equal(model(values), expected)
+            torch.testing.assert_close(packed := model(values), expected, rtol=tolerance, atol=tolerance)
             layer.weight.normal_()
-            assert torch.equal(model(values), expected)  # until they are packed again
+            assert torch.equal(model(values), packed)  # until they are packed again
 
 
-@needs_bfloat16
+def test_packed_layers_do_not_depend_on_the_batch() -> None:
+    layer = torch.nn.Linear(384, 256)
+    model, values = torch.nn.Sequential(layer), torch.randn(64, 384)
+    PackedLinears(model).pack()
+    with torch.no_grad():
+        expected = model(values)
+        for size in (2, 3, 7, 16, 33):
+            assert torch.equal(model(values[:size].clone()), expected[:size])
+
+
+@dtypes
 @pytest.mark.parametrize("impl", ["titan", "native"])
-def test_completions_do_not_depend_on_packing(impl: str, tmp_path: Path) -> None:
+def test_completions_do_not_depend_on_packing(impl: str, dtype: str, tmp_path: Path) -> None:
     environment = {**os.environ, THREADS: "2", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1"}
-    command = [sys.executable, "-m", "tests.generator.packed_cases", impl, tmp_path / "model"]
+    command = [sys.executable, "-m", "tests.generator.packed_cases", impl, dtype, tmp_path / "model"]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr[-2000:]
     assert "2 threads" in ran.stdout
 
 
-def test_only_large_bfloat16_models_are_packed_and_the_estimate_counts_the_copies() -> None:
+def test_only_large_models_are_packed_and_the_estimate_counts_the_copies() -> None:
     shape = published_shapes()["Qwen3-0.6B"]
     assert shape.tied_embeddings
     weights = 2 * shape.num_parameters
     assert packed_weights(GeneratorConfig(dtype="bfloat16"), shape) == weights
-    assert packed_weights(GeneratorConfig(dtype="float32"), shape) == 0
+    assert packed_weights(GeneratorConfig(dtype="float32"), shape) == 2 * weights
+    tiny, medium = (model_shape(load_config("configs/quickstart.yaml", changes)) for changes in ([], MEDIUM))
+    assert tiny is not None
+    assert medium is not None
+    assert packed_weights(GeneratorConfig(dtype="float32"), tiny) == 0
+    assert packed_weights(GeneratorConfig(dtype="float32"), medium) == 4 * medium.num_parameters
+    assert packed_weights(GeneratorConfig(dtype="bfloat16"), medium) == 0
     assert packed_weights(GeneratorConfig(dtype="bfloat16", tp=2), shape) == 0
     assert packed_weights(GeneratorConfig(dtype="bfloat16", tp=2, model_impl="native"), shape) == pytest.approx(
         weights / 2, 0.01

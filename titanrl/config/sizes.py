@@ -34,7 +34,9 @@ LIBRARY_BYTES: Mapping[str, int] = {
 """Private memory of a CPU process without its model, by role, as measured by `python -m benchmarks.full_size`."""
 
 LARGE_BYTES = 64 << 20
-"""Weights of a generator rank on a CPU from which packed copies and several threads make it faster."""
+"""Weights of a generator rank on a CPU from which several threads make it faster."""
+PACKED_BYTES: Mapping[Dtype, int] = {"bfloat16": 64 << 20, "float32": 16 << 20}
+"""Weights of a generator rank on a CPU from which packed copies make it faster, by data type."""
 
 SPARE_SHARE = 0.1
 """Share of a machine's memory that no process of a run uses, by the estimates."""
@@ -291,7 +293,7 @@ def _memory(config: "Config", shape: ModelShape, num_rows: int) -> Memory:
 
 
 def is_large(generator: "GeneratorConfig", shape: ModelShape) -> bool:
-    """Return whether a generator rank on a CPU has enough weights for packed copies and for several threads."""
+    """Return whether a generator rank on a CPU has enough weights for several threads."""
     return shape.rank_parameters(generator.tp) * DTYPE_BYTES[generator.dtype] >= LARGE_BYTES
 
 
@@ -300,11 +302,12 @@ def packed_weights(generator: "GeneratorConfig", shape: ModelShape) -> int:
 
     Torchtitan's sharded layers are never packed, and an embedding that is no output layer is not.
     """
-    can_pack = generator.dtype == "bfloat16" and (generator.tp == 1 or generator.model_impl == "native")
-    if not (can_pack and is_large(generator, shape)):
+    num_bytes, held = DTYPE_BYTES[generator.dtype], shape.rank_parameters(generator.tp)
+    can_pack = generator.tp == 1 or generator.model_impl == "native"
+    if not can_pack or held * num_bytes < PACKED_BYTES[generator.dtype]:
         return 0
     looked_up = 0 if shape.tied_embeddings else shape.embedding_parameters // 2 // generator.tp
-    return (shape.rank_parameters(generator.tp) - looked_up) * DTYPE_BYTES[generator.dtype]
+    return (held - looked_up) * num_bytes
 
 
 def _trainer_memory(config: "Config", shape: ModelShape, num_rows: int) -> TrainerMemory:

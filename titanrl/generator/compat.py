@@ -71,8 +71,9 @@ def keep_weight(layer: nn.Module, remove_weight: bool) -> None:
 class PackedLinears:
     """The linear layers of torchtitan's or vLLM's model on a CPU, computed from copies of their weights in oneDNN's layout.
 
-    `torch.nn.functional.linear` in bfloat16 rearranges a matrix in every call; the copies are rearranged once per version of
-    the weights. The results are the same, bit for bit. Small models gain less than the copies take.
+    `torch.nn.functional.linear` rearranges a matrix in every call; the copies are rearranged once per version of the weights.
+    In bfloat16 the results are the same, bit for bit; in float32, in which torch calls MKL, they differ by rounding. Small
+    models gain less than the copies take.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -91,8 +92,9 @@ class PackedLinears:
 
 
 def can_pack(engine: LLMEngine) -> bool:
-    """Return whether this CPU multiplies bfloat16, and the engine does not keep compiled calls of old copies."""
-    return bool(torch.cpu.get_capabilities().get("avx512_bf16")) and engine.model_config.enforce_eager
+    """Return whether oneDNN is fast in the engine's data type, and the engine does not keep compiled calls of old copies."""
+    is_fast = engine.model_config.dtype == torch.float32 or bool(torch.cpu.get_capabilities().get("avx512_bf16"))
+    return is_fast and kernels._supports_onednn and engine.model_config.enforce_eager
 
 
 def packed(weight_OI: Tensor) -> kernels.CPUDNNLGEMMHandler:
