@@ -1,0 +1,152 @@
+"""Measure training steps of a program against those of an environment: `python -m benchmarks.programs --json FILE`.
+
+The same game of two calls is an environment in the rollout worker, an async function with OpenAI's client, and a command with
+this client. A run with the environment alternates every few steps with one of a program, so that both are measured under equal
+conditions. All runs train the quick start's model.
+"""
+
+import argparse
+import asyncio
+import functools
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import openai
+
+from benchmarks.machine import write_result
+from titanrl.config import load_config
+from titanrl.environments import Done, Episode, Message, Observation
+from titanrl.environments.programs import ProgramTask
+from titanrl.grpo import GRPO
+
+GAMES = {
+    "environment": "{function: 'benchmarks.programs:Twice', max_turns: 2}",
+    "function": "{program: 'benchmarks.programs:play', max_turns: 2}",
+    "command": f"{{program: [{sys.executable}, -m, benchmarks.programs, --play], max_turns: 2}}",
+}
+"""Section `data.environment` of each form of the game."""
+SKIPPED_STEPS = 2
+"""Steps at the start of each turn that are not measured."""
+
+
+class Twice:
+    """Asks the question, and asks it again after the reply."""
+
+    async def reset(self, episode: Episode) -> Observation:
+        """Ask the question."""
+        self._asked: Message = {"role": "user", "content": episode.question}
+        self._num_replies = 0
+        return Observation(messages=[self._asked])
+
+    async def step(self, message: Message) -> Observation | Done:
+        """Ask again, or end the episode."""
+        self._num_replies += 1
+        return Observation(messages=[self._asked]) if self._num_replies == 1 else Done()
+
+    async def close(self) -> None:
+        """Do nothing: there is nothing to release."""
+
+
+@functools.cache
+def client(url: str) -> openai.AsyncOpenAI:
+    """Return the client of all episodes; one for each would spend its time on reading certificates."""
+    return openai.AsyncOpenAI(base_url=url, api_key="none")
+
+
+async def play(task: ProgramTask) -> None:
+    """Play the game as a function."""
+    create = client(task.url).with_options(api_key=task.key).chat.completions.create
+    asked: Any = {"role": "user", "content": task.question}
+    reply: Any = await create(model=task.model, messages=[asked])
+    await create(model=task.model, messages=[asked, reply.choices[0].message, asked])
+
+
+def play_as_command() -> None:
+    """Play the game as a command."""
+    create = openai.OpenAI().chat.completions.create
+    model = os.environ["TITANRL_MODEL"]
+    asked: Any = {"role": "user", "content": json.load(sys.stdin)["question"]}
+    reply: Any = create(model=model, messages=[asked])
+    create(model=model, messages=[asked, reply.choices[0].message, asked])
+
+
+def main() -> None:
+    """Measure both programs, and write the JSON."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.programs", description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="file to write")
+    parser.add_argument("--turns", type=int, default=4, help="number of turns of each run")
+    parser.add_argument("--steps", type=int, default=8, help="measured steps per turn")
+    parser.add_argument("--only", choices=["function", "command"], help="measure only one kind of program")
+    parser.add_argument("--play", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--set", dest="overrides", nargs="+", default=[], metavar="key.path=value", help="changes to configs/quickstart.yaml"
+    )
+    arguments = parser.parse_args()
+    if arguments.play:
+        play_as_command()
+        return
+    result = dict[str, Any]()
+    with tempfile.TemporaryDirectory(prefix="titanrl-bench-") as folder:
+        for name in ("function", "command"):
+            if arguments.only in (None, name):
+                # A command takes many times longer, because its process starts for each episode.
+                num_turns, num_steps = (arguments.turns, arguments.steps) if name == "function" else (2, 2)
+                result[name] = asyncio.run(measure(Path(folder), name, num_turns, num_steps, arguments.overrides))
+    if arguments.json is not None:
+        write_result(arguments.json, "programs", result)
+    else:
+        print(json.dumps(result, indent=2))
+
+
+async def measure(folder: Path, program: str, num_turns: int, num_steps: int, overrides: Sequence[str]) -> dict[str, Any]:
+    """Alternate between the environment and a program, and return their figures."""
+    runs: dict[str, GRPO] = {}
+    try:
+        for name in ("environment", program):
+            runs[name] = await started(folder, f"{program}-{name}", name, overrides)
+        rows: dict[str, list[Mapping[str, float]]] = {name: [] for name in runs}
+        for _ in range(num_turns):
+            for name, run in runs.items():
+                steps = [(await run.step()).values for _ in range(SKIPPED_STEPS + num_steps)]
+                rows[name] += steps[SKIPPED_STEPS:]
+    finally:
+        for run in runs.values():
+            await run.close()
+    seconds = {name: [row["time/step_s"] for row in of_run] for name, of_run in rows.items()}
+    ratios = [
+        statistics.fmean(seconds[program][start : start + num_steps])
+        / statistics.fmean(seconds["environment"][start : start + num_steps])
+        for start in range(0, num_turns * num_steps, num_steps)
+    ]
+    return {
+        "step_s": {name: statistics.fmean(values) for name, values in seconds.items()},
+        "step_s_stdev": {name: statistics.stdev(values) for name, values in seconds.items()},
+        "ratio": statistics.fmean(seconds[program]) / statistics.fmean(seconds["environment"]),
+        "ratio_by_turn": ratios,
+        "response_tokens": {
+            name: statistics.fmean(row["tokens/response_len_mean"] for row in of_run) for name, of_run in rows.items()
+        },
+    }
+
+
+async def started(folder: Path, name: str, game: str, overrides: Sequence[str]) -> GRPO:
+    """Start a run."""
+    places = [
+        f"name={name}",
+        f"output_dir={folder}/runs",
+        "logging.console=off",
+        "num_steps=100000",
+        "evaluation.num_prompts=0",
+    ]
+    settings = [f"data.environment={GAMES[game]}", "data.rewards={answer: reasoning_gym}", "trainer.row_tokens=256"]
+    return await GRPO(load_config("configs/quickstart.yaml", [*places, *settings, *overrides])).start()
+
+
+if __name__ == "__main__":
+    main()
