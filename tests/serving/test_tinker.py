@@ -334,7 +334,7 @@ def test_vanished_client_frees_what_it_held(tmp_path: Path) -> None:
 
 def test_second_model_fails_through_its_future(tmp_path: Path) -> None:
     host = NumberHost(tmp_path / "new", max_models=1)
-    with serving(start(tmp_path, host=host)) as server:
+    with serving(start(tmp_path, TinkerLimits(silent_s=12), host)) as server:  # the client sends a sign of life every 10 s
         running = Running(server, host)
         service = running.client()
         first = service.create_lora_training_client(base_model="base/number", rank=0).result()
@@ -343,6 +343,16 @@ def test_second_model_fails_through_its_future(tmp_path: Path) -> None:
         with pytest.raises(tinker.RequestFailedError, match="must be base/number"):
             service.create_lora_training_client(base_model="other/model", rank=0).result()
         step(first)
+
+
+def test_model_of_an_exited_client_makes_room(tmp_path: Path) -> None:
+    host = NumberHost(tmp_path / "new", max_models=1)
+    with serving(start(tmp_path, TinkerLimits(silent_s=0.3), host)) as server, Running(server, host).http() as http:
+        first = new_model(http)
+        second = new_model(http)
+        assert len(host.models) == 1
+        assert http.post("/get_info", json={"model_id": first}).status_code == 404
+        assert http.post("/get_info", json={"model_id": second}).status_code == 200
 
 
 def test_limits_of_sampling_are_status_429(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import numpy as np
 
 from titanrl.carriers.datums import Datum, ForwardBackwardOutput
 from titanrl.carriers.types import AdamParams, Completion, FloatArray, OptimUpdate
-from titanrl.serving.calls import Refused
 from titanrl.serving.tinker_checkpoints import ModelSpec
+from titanrl.serving.tinker_sessions import FullError
 from titanrl.serving.tinker_wire import SampleRequest
 
 VOCAB = 100
@@ -34,7 +34,7 @@ class NumberHost:
 
     async def create(self, spec: ModelSpec, state: Path | None, *, with_optimizer: bool) -> "NumberModel":
         if len(self.models) >= self.max_models:
-            raise Refused(f"this server trains {self.max_models} models at a time. Close another client.")
+            raise FullError(f"this server trains {self.max_models} models at a time. Close another client.")
         model = NumberModel(self)
         self.models.append(model)
         if state is not None:

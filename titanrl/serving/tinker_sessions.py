@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,6 +25,10 @@ from titanrl.serving.tinker_queue import Answer, Future, Futures, Late, Order
 from titanrl.serving.tinker_wire import Malformed, SampleRequest
 
 logger = logging.getLogger(__name__)
+
+
+class FullError(Refused):
+    """The host has no place for another model."""
 
 
 class Sampler(Protocol):
@@ -93,7 +98,8 @@ class Host(Protocol):
         """Return a new model, initialized from a saved state if there is one.
 
         Raises:
-            Refused: There cannot be such a model now.
+            FullError: There are too many models now.
+            Refused: There cannot be such a model.
         """
 
     async def base(self) -> Sampler:
@@ -129,6 +135,8 @@ class TinkerLimits:
     """Sampling sessions of one session."""
     body_s: float = 60.0
     """Time limit for the body of a request, in seconds."""
+    silent_s: float = 35.0
+    """Time without a sign of life after which a session ends if another one needs its place, in seconds."""
     idle_s: float = 300.0
     """Time without a sign of life after which a session ends, in seconds. The client sends one every 10 s."""
     gap_s: float = 3600.0
@@ -203,12 +211,19 @@ class OpenSession:
     user_metadata: Mapping[str, str]
     display_name: str | None
     timer: asyncio.TimerHandle | None = None
+    is_alive: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set by every request."""
     models: dict[str, OpenModel] = field(default_factory=dict)
     creations: dict[int, Future] = field(default_factory=dict)
     """Futures of the requests that create models, by sequence id."""
     samplings: dict[int, OpenSampler] = field(default_factory=dict)
     tasks: "set[asyncio.Task[None]]" = field(default_factory=set)
     """Requests for completions, and the workers of models."""
+
+    def touch(self) -> None:
+        """Note that the client is alive."""
+        self.seen_at = asyncio.get_running_loop().time()
+        self.is_alive.set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +286,7 @@ class Sessions:
                 "you have no such session, or it has ended, for example because the server was restarted. Create a client again"
             )
             raise Refused(f"session_id: {rule} (got {session_id[:80]!r})", status=status)
-        session.seen_at = asyncio.get_running_loop().time()
+        session.touch()
         return session
 
     def end(self, session: OpenSession) -> None:
@@ -296,6 +311,18 @@ class Sessions:
         else:
             logger.info("session %s ends: no sign of life", session.session_id)
             self.end(session)
+
+    async def _end_silent(self, session: OpenSession) -> None:
+        """End the other sessions that have models, but whose clients have exited without saying so."""
+        for other in [each for each in self.open.values() if each is not session and each.models]:
+            other.is_alive.clear()
+            try:
+                async with asyncio.timeout_at(other.seen_at + self._limits.silent_s):
+                    await other.is_alive.wait()
+            except TimeoutError:
+                self.end(other)
+        if self._ending:
+            await asyncio.wait(self._ending)
 
     async def _release(self, session: OpenSession) -> None:
         for request_id in [each for each, task in self._running.items() if task in session.tasks]:
@@ -351,7 +378,12 @@ class Sessions:
         async def create() -> Answer:
             try:
                 new = read()
-                model.handle = await self._host.create(new.spec, new.state, with_optimizer=new.with_optimizer)
+                create = partial(self._host.create, new.spec, new.state, with_optimizer=new.with_optimizer)
+                try:
+                    model.handle = await create()
+                except FullError:
+                    await self._end_silent(session)
+                    model.handle = await create()
             except Exception as error:
                 model.problem = f"the model was not created: {_text_of(error)}"
                 raise
@@ -375,7 +407,7 @@ class Sessions:
             rule = "you have no such model, or its session has ended, for example because the server was restarted"
             fix = "Create a client from a saved state"
             raise Refused(f"model_id: {rule}. {fix} (got {model_id[:80]!r})", status=404)
-        session.seen_at = asyncio.get_running_loop().time()
+        session.touch()
         return session.models[model_id]
 
     def submit(
@@ -426,7 +458,7 @@ class Sessions:
         if session is None or session.owner != owner or sampling is None:
             rule = "you have no such sampler, or its session has ended, for example because the server was restarted"
             raise Refused(f"sampling_session_id: {rule}. Create a sampling client again (got {sampler_id[:80]!r})", status=404)
-        session.seen_at = asyncio.get_running_loop().time()
+        session.touch()
         return sampling
 
     def sample(

@@ -18,7 +18,7 @@ from titanrl.rollout.group import derive_seed
 from titanrl.serving.calls import Refused
 from titanrl.serving.protocol import new_id
 from titanrl.serving.tinker_checkpoints import ModelSpec
-from titanrl.serving.tinker_sessions import Model, Sampler
+from titanrl.serving.tinker_sessions import FullError, Model, Sampler
 from titanrl.serving.tinker_wire import SampleRequest
 from titanrl.session.sampling import SamplingClient, VersionGoneError
 from titanrl.session.session import Session
@@ -62,13 +62,14 @@ class SessionHost:
         """Return the session's model, initialized from the base model or a saved state.
 
         Raises:
-            Refused: Another client trains it, or the trainer has other adapters.
+            FullError: Another client trains it.
+            Refused: The trainer has other adapters.
         """
         _check_spec(spec, self._lora)
         async with self._lock:
             if self._model is not None:
                 rule = "this server trains one model at a time, and a client has one"
-                raise Refused(f"{rule}. Close that client, or wait until its session has ended.")
+                raise FullError(f"{rule}. Close that client, or wait until its session has ended.")
             if state is not None or not self._is_fresh:
                 await self._load(state or self._base, with_optimizer=with_optimizer)
             self._is_fresh = False
