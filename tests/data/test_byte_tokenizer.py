@@ -6,7 +6,7 @@ import pytest
 
 from titanrl.config.sections import ModelConfig, RecipeConfig
 from titanrl.data.byte_tokenizer import write_byte_tokenizer
-from titanrl.data.tokenizer import EOS_ID, Tokenizer, load_tokenizer
+from titanrl.data.tokenizer import EOS_ID, MAX_TOKEN_CHARS, Tokenizer, load_tokenizer
 from titanrl.environments import Tool
 from titanrl.models.directory import open_model
 from titanrl.models.recipe import create_byte_model
@@ -42,10 +42,11 @@ def test_template_renders_and_parses_tool_calls(tokenizer: Tokenizer) -> None:
 
 def test_corpus_shortens_its_text(tmp_path: Path) -> None:
     corpus = "You are a helpful agent that answers questions.\n" * 20
-    size = write_byte_tokenizer(tmp_path, corpus, num_merges=100)
+    size = write_byte_tokenizer(tmp_path, corpus, num_merges=1000)
     short = load_tokenizer(tmp_path)
     assert 272 < size <= 368
     assert len(short.encode(corpus)) < len(corpus.encode()) / 4
+    assert max(map(len, short.vocabulary)) <= MAX_TOKEN_CHARS
     assert short.decode(short.encode("naïve " + corpus)) == "naïve " + corpus
 
 

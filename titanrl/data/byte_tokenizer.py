@@ -12,6 +12,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 PAD_TOKEN, END_TOKEN, START_TOKEN = "<|endoftext|>", "<|im_end|>", "<|im_start|>"
 TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 NUM_SPECIAL = 3 + len(TAGS)
+MAX_MERGED_CHARS = 128
+"""Longest token from a corpus, in characters; see `titanrl.data.tokenizer.MAX_TOKEN_CHARS`."""
 CHAT_TEMPLATE = """\
 {%- if tools %}{{ '<|im_start|>tools' }}
 {%- for tool in tools %}{{ '\\n' + (tool.function | tojson) }}{% endfor %}{{ '<|im_end|>' }}
@@ -49,6 +51,7 @@ def write_byte_tokenizer(directory: Path, corpus: str = "", num_merges: int = 0)
         vocab_size=NUM_SPECIAL + 256 + num_merges,
         special_tokens=[*special, *TAGS],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        max_token_length=MAX_MERGED_CHARS,
         show_progress=False,
     )
     backend.train_from_iterator([corpus] if num_merges else [], trainer)
