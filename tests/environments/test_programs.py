@@ -91,6 +91,15 @@ def test_result_is_the_last_line_or_the_file(folders: TemporaryFolder, code: str
     assert (done.rewards, done.metrics) == (rewards, metrics)
 
 
+@pytest.mark.parametrize("code", ["print()", "import os; open(os.environ['TITANRL_RESULT'], 'w').close()"])
+def test_answer_may_be_empty(folders: TemporaryFolder, code: str) -> None:
+    assert run(folders, code, returns="answer").answer == ""  # the policy wrote it, which is no failure of the program
+    with pytest.raises(EnvironmentFailure, match="must have its result"):
+        run(folders, code)
+    with pytest.raises(EnvironmentFailure, match="must have its result"):
+        run(folders, "pass", returns="answer")
+
+
 @pytest.mark.parametrize(
     ("code", "problem"),
     [

@@ -198,20 +198,24 @@ class Command:
         return result_of(self.returns, self._result(folder, output.kept))
 
     def _result(self, folder: Path, printed: bytes) -> object:
-        """Return the content of the result file, or else the last line of the standard output that is not empty."""
+        """Return the content of the result file, or else the last line of the standard output that is not empty.
+
+        An answer may be empty, because the policy wrote it.
+        """
         if self.returns == "nothing":
             return None
-        file, place = folder / "result", "the result file"
+        file, place, has_written = folder / "result", "the result file", True
         try:
             with open(open_regular(file, os.O_RDONLY), "rb") as opened:
                 raw = opened.read(_MAX_RESULT_BYTES + 1)
         except FileNotFoundError:
-            place = "the last line of its standard output"
+            place, has_written = "the last line of its standard output", bool(printed)
             raw = next((line for line in reversed(printed.splitlines()) if line.strip()), b"")
         except OSError as error:  # not a file, or one that cannot be read
             raise EnvironmentFailure(f"{KEY}: its result file cannot be read: {error}") from error
         text = raw.decode(errors="replace").strip()
-        if not text or len(raw) > _MAX_RESULT_BYTES:
+        may_be_empty = self.returns == "answer" and has_written
+        if not (text or may_be_empty) or len(raw) > _MAX_RESULT_BYTES:
             raise EnvironmentFailure(f"{KEY}: {place} must have its result (got {len(raw)} bytes). Print it last.")
         if self.returns == "answer":
             return text
