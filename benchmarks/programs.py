@@ -1,19 +1,20 @@
 """Measure training steps of a program against those of an environment: `python -m benchmarks.programs --json FILE`.
 
 The same game of two calls is an environment in the rollout worker, an async function with OpenAI's client, and a command with
-this client. A run with the environment alternates every few steps with one of a program, so that both are measured under equal
-conditions. All runs train the quick start's model.
+this client. The runs with the environment and the function alternate every few steps, so that both are measured under equal
+conditions. The command, whose processes start while another run would be measured, has its run for itself. All runs train the
+quick start's model.
 """
 
 import argparse
 import asyncio
-import functools
 import json
 import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ class Twice:
         """Do nothing: there is nothing to release."""
 
 
-@functools.cache
+@cache
 def client(url: str) -> openai.AsyncOpenAI:
     """Return the client of all episodes; one for each would spend its time on reading certificates."""
     return openai.AsyncOpenAI(base_url=url, api_key="none")
@@ -91,54 +92,43 @@ def main() -> None:
     if arguments.play:
         play_as_command()
         return
-    result = dict[str, Any]()
     with tempfile.TemporaryDirectory(prefix="titanrl-bench-") as folder:
-        for name in ("function", "command"):
-            if arguments.only in (None, name):
-                # A command takes many times longer, because its process starts for each episode.
-                num_turns, num_steps = (arguments.turns, arguments.steps) if name == "function" else (2, 2)
-                result[name] = asyncio.run(measure(Path(folder), name, num_turns, num_steps, arguments.overrides))
+        measured = partial(measure, Path(folder), num_steps=arguments.steps, overrides=arguments.overrides)
+        seconds = dict[str, list[float]]()
+        if arguments.only != "command":
+            seconds |= asyncio.run(measured(("environment", "function"), num_turns=arguments.turns))
+        if arguments.only != "function":
+            seconds |= asyncio.run(measured(("command",), num_turns=1))
+    result = {name: {"mean": statistics.fmean(of_run), "stdev": statistics.stdev(of_run)} for name, of_run in seconds.items()}
     if arguments.json is not None:
-        write_result(arguments.json, "programs", result)
+        write_result(arguments.json, "programs", {"step_s": result})
     else:
         print(json.dumps(result, indent=2))
 
 
-async def measure(folder: Path, program: str, num_turns: int, num_steps: int, overrides: Sequence[str]) -> dict[str, Any]:
-    """Alternate between the environment and a program, and return their figures."""
+async def measure(
+    folder: Path, games: Sequence[str], *, num_turns: int, num_steps: int, overrides: Sequence[str]
+) -> dict[str, list[float]]:
+    """Alternate between runs with some forms of the game, and return the seconds of their steps."""
     runs: dict[str, GRPO] = {}
     try:
-        for name in ("environment", program):
-            runs[name] = await started(folder, f"{program}-{name}", name, overrides)
-        rows: dict[str, list[Mapping[str, float]]] = {name: [] for name in runs}
+        for game in games:
+            runs[game] = await started(folder, game, overrides)
+        seconds: dict[str, list[float]] = {game: [] for game in games}
         for _ in range(num_turns):
-            for name, run in runs.items():
-                steps = [(await run.step()).values for _ in range(SKIPPED_STEPS + num_steps)]
-                rows[name] += steps[SKIPPED_STEPS:]
+            for game, run in runs.items():
+                steps = [(await run.step()).values["time/step_s"] for _ in range(SKIPPED_STEPS + num_steps)]
+                seconds[game] += steps[SKIPPED_STEPS:]
     finally:
         for run in runs.values():
             await run.close()
-    seconds = {name: [row["time/step_s"] for row in of_run] for name, of_run in rows.items()}
-    ratios = [
-        statistics.fmean(seconds[program][start : start + num_steps])
-        / statistics.fmean(seconds["environment"][start : start + num_steps])
-        for start in range(0, num_turns * num_steps, num_steps)
-    ]
-    return {
-        "step_s": {name: statistics.fmean(values) for name, values in seconds.items()},
-        "step_s_stdev": {name: statistics.stdev(values) for name, values in seconds.items()},
-        "ratio": statistics.fmean(seconds[program]) / statistics.fmean(seconds["environment"]),
-        "ratio_by_turn": ratios,
-        "response_tokens": {
-            name: statistics.fmean(row["tokens/response_len_mean"] for row in of_run) for name, of_run in rows.items()
-        },
-    }
+    return seconds
 
 
-async def started(folder: Path, name: str, game: str, overrides: Sequence[str]) -> GRPO:
+async def started(folder: Path, game: str, overrides: Sequence[str]) -> GRPO:
     """Start a run."""
     places = [
-        f"name={name}",
+        f"name={game}",
         f"output_dir={folder}/runs",
         "logging.console=off",
         "num_steps=100000",
