@@ -336,8 +336,8 @@ class TimedEngine:
             group.result.set_result([completion for completion in group.completions if completion is not None])
 
 
-class _Reader:
-    """The methods of a `WeightReader` that a generator calls."""
+class _Puller:
+    """The methods of a `Puller` that a generator calls."""
 
     def take_received(self) -> int:
         return 0
@@ -351,7 +351,7 @@ class TimedGenerator(Generator):
 
     def __init__(self, machinery: Machinery, numbers: "itertools.count[int]", setup: GeneratorSetup) -> None:
         super().__init__(setup)
-        self._reader = _Reader()  # type: ignore[assignment]
+        self._puller = _Puller()  # type: ignore[assignment]
         self._machinery, self._replica = machinery, next(numbers)
 
     @endpoint
@@ -359,7 +359,7 @@ class TimedGenerator(Generator):
         """Build the timed engine."""
         self._loop = TimedEngine(self._machinery, self._setup.config.max_num_seqs)  # type: ignore[assignment]
 
-    async def _fetch(self, commit: Commit, reader: Any) -> tuple[Callable[[Any], None], bool]:
+    async def _fetch(self, commit: Commit, puller: Any) -> tuple[Callable[[Any], None], bool]:
         await self._machinery.receive(self._replica, commit.version)
         return lambda model: None, True
 

@@ -87,6 +87,7 @@ def test_sizes_of_the_default_recipe() -> None:
         replica_weights=408_320 * 4,
         generator_rank_weights=408_320 * 4,
         packed_weights=0,
+        published=2 * 408_320 * 4,
         # Keys and values of 2 layers x 2 heads x 32 floats are 1024 bytes a token.
         kv_cache=256 * 90 * 1024,
     )
@@ -243,6 +244,10 @@ def test_only_adapters_have_gradients_with_lora() -> None:
     assert lora.trainer.gradients == 4 * adapters
     assert lora.trainer.optimizer == 8 * adapters
     assert lora.trainer.another_model == 16 * adapters
+    separate = make_config(trainer={"lora": {"rank": 4}}, generator={"model_impl": "native"}, weights={"lora": "adapters"})
+    memory = derive(separate).memory
+    assert memory is not None
+    assert memory.published == 408_320 * 4 + 8 * adapters, "one base and two versions of the adapters"
 
 
 def test_checkpointing_and_tensor_parallelism_save_activations() -> None:

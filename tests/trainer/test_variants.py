@@ -236,6 +236,20 @@ def test_lora_trains_only_adapters_and_publishes_merged_weights(layout: str, wor
     assert not [name for name in found["merged"] if "lora" in name]
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_learner_can_publish_adapters_and_base_separately(layout: str, world: Worlds, tiny_model: Path) -> None:
+    size, plan = LAYOUTS[layout]
+    section = {"lora": LORA, "parallelism": plan}
+    adapters, base, versions = world(size).run(variants.published_adapters, tiny_model, section)[0]
+    merged = world(size).run(variants.train_adapters, tiny_model, section)[0]["merged"]
+    assert versions == [0, 1]
+    assert all(".lora_" in name for name in adapters)
+    assert base.keys() == merged.keys()
+    stem = "layers.1.feed_forward.w2"
+    product = adapters[f"{stem}.lora_b.weight"] @ adapters[f"{stem}.lora_a.weight"]
+    np.testing.assert_allclose(merged[f"{stem}.weight"], base[f"{stem}.weight"] + 2.0 * product, atol=1e-6)
+
+
 def test_initial_adapters_depend_only_on_seed(world: Worlds, tiny_model: Path) -> None:
     one, other = (world(1).run(variants.initial_adapters, tiny_model, {"lora": LORA}, seed)[0] for seed in (1, 2))
     for size, plan in LAYOUTS.values():

@@ -133,6 +133,21 @@ def train_adapters(model_dir: Path, trainer: Plan) -> dict[str, checks.Arrays]:
     return {"before": before, "after": checks.parameters(learner), "merged": merged}
 
 
+def published_adapters(model_dir: Path, trainer: Plan) -> tuple[checks.Arrays, checks.Arrays, list[int]]:
+    """Return what a learner publishes after two steps, its base, and the versions of the base before and after loading."""
+    config = TrainerConfig.model_validate({"row_tokens": checks.ROW_TOKENS, **trainer})
+    model = load_model(open_model(model_dir), config, DEVICES["cpu"], seed=0)
+    learner = Learner(model, AlgorithmConfig(), temperature=1.0, publishes_adapters=True)
+    train(learner, 2)
+    versions = [learner.base_version]
+    learner.weights_loaded()
+    versions.append(learner.base_version)
+    adapters, base = (
+        {name: checks.whole(value) for name, value in state.items()} for state in (learner.weights(), learner.base())
+    )
+    return adapters, base, versions
+
+
 def chunked_gradient_is_equal(model_dir: Path, trainer: Plan) -> bool:
     """Check that scoring in chunks of a few tokens gives the same gradient as scoring all tokens together."""
     learner = checks.make_learner(model_dir, **trainer)

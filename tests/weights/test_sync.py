@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -69,6 +70,26 @@ def test_received_bytes_of_all_pulls_are_added_once() -> None:
         assert world.sync.take_metrics()["sync/network_bytes"] == 9, "the replacement of replica 0 received bytes, too"
 
     asyncio.run(scenario())
+
+
+def test_base_of_adapters_counts_and_is_deleted_only_when_it_changes() -> None:
+    async def scenario() -> list[float]:
+        world, sizes = World(), []
+        for version, base in enumerate((0, 0, 0, 1, 1, 1)):
+
+            async def push(version: int, base: int = base) -> Sequence[WeightManifest]:
+                world.values[f"base {base}"] = b""
+                (manifest,) = await World.push(world, version)
+                return [replace(manifest, base=WeightManifest(base, 0, "base", 100, None, 0, (StoreHandle(f"base {base}"),)))]
+
+            world.sync._push = push
+            await world.publish(version)
+            sizes.append(world.sync.take_metrics()["sync/bytes"])
+            assert ("base 0" in world.values) == (version < 4), "version 2, with this base, is held until 4 is published"
+        assert [entry for entry in world.log if entry.startswith("delete base")] == ["delete base 0"]
+        return sizes
+
+    assert asyncio.run(scenario()) == [104, 4, 4, 104, 4, 4]
 
 
 def test_version_without_generators_frees_slots_immediately() -> None:

@@ -393,6 +393,9 @@ def _broken_by_model(config: Config, *, sampling: bool) -> Iterator[BrokenRule]:
     values = model_values(config) if path is not None else {"model.recipe.family": config.model.recipe.family}
     for problem in model.problems:
         yield rule_of(problem, values, prefix="config.json: ")
+    if config.publishes_adapters and not model.family.vllm_lora_modules:
+        rule = f"the family {model.family.model_type} names no modules of vLLM's model for adapters (vllm_lora_modules)"
+        yield BrokenRule({"weights.lora": config.weights.lora, **values}, rule, "set weights.lora to merged")
     if path is None:  # rules on sizes of the recipe are part of the configuration
         if sampling:
             yield from _broken_by_vocabulary(config, model.shape)

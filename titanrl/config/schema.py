@@ -41,6 +41,10 @@ from titanrl.config.sections import (
     largest_divisor,
 )
 
+LARGEST_RANK = 512
+"""Largest rank of an adapter that vLLM 0.32.0 accepts."""
+VLLM_LORA_ARGS = ("enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank", "lora_dtype", "lora_target_modules")
+"""Arguments of `vllm.EngineArgs` that publishing adapters sets, or leaves at their defaults."""
 MAX_AT_ONCE = 1_000_000
 """Upper bound on completions per step, and on buffer slots."""
 MAX_BUFFERED = 10_000_000
@@ -153,6 +157,11 @@ class Config(Section):
     def tensor_parallel_degrees(self) -> dict[str, int]:
         """Tensor-parallel degrees of the trainer and of each generator replica, by key."""
         return {"trainer.parallelism.tp": self.trainer.parallelism.tp, "generator.tp": self.generator.tp}
+
+    @property
+    def publishes_adapters(self) -> bool:
+        """True if generators receive LoRA adapters by themselves, not merged with the base."""
+        return self.trainer.lora is not None and self.weights.lora == "adapters"
 
     @property
     def num_trainer_ranks(self) -> int:
@@ -433,6 +442,29 @@ def _device(config: Config) -> Iterator[BrokenRule]:
     if trainer.compile and device == "npu":
         rule = "the packages of requirements/npu.txt include no NPU backend for torch.compile"
         yield config.broken("trainer.compile device", rule, "set trainer.compile to false")
+
+
+def _adapters(config: Config) -> Iterator[BrokenRule]:
+    if config.weights.lora == "merged":
+        return
+    lora, merged = config.trainer.lora, "or weights.lora to merged"
+    if lora is None:
+        yield config.broken("weights.lora trainer.lora", "only LoRA has adapters", f"set trainer.lora, {merged}")
+        return
+    if config.generator.model_impl == "titan":
+        rule = "torchtitan's model inside vLLM has no adapters"
+        yield config.broken("weights.lora generator.model_impl", rule, f"set generator.model_impl to native, {merged}")
+    if lora.rank > LARGEST_RANK:
+        rule = f"vLLM's adapters have at most rank {LARGEST_RANK}"
+        yield config.broken("trainer.lora.rank weights.lora", rule, f"lower trainer.lora.rank, {merged}")
+    for key in VLLM_LORA_ARGS:
+        if key in config.generator.vllm:
+            rule = "TitanRL sets this argument for weights.lora: adapters"
+            values = {f"generator.vllm.{key}": config.generator.vllm[key], "weights.lora": config.weights.lora}
+            yield BrokenRule(values, rule, f"remove generator.vllm.{key}")
+    if "quantization" in config.generator.vllm:
+        values = {"generator.vllm.quantization": config.generator.vllm["quantization"], "weights.lora": config.weights.lora}
+        yield BrokenRule(values, "the base of the adapters is not quantized", f"remove generator.vllm.quantization, {merged}")
 
 
 def _recipe(config: Config) -> Iterator[BrokenRule]:
@@ -730,6 +762,6 @@ def _best(config: Config) -> Iterator[BrokenRule]:
 
 
 RULES: tuple[Callable[[Config], Iterator[BrokenRule]], ...] = (
-    *(_size, _staleness, _loss, _rows, _epochs, _sampling, _tasks, _device, _recipe, _warm_start, _environments, _dump),
-    *(_hosts, _placement, _sft, _distillation, _evaluation, _best),
+    *(_size, _staleness, _loss, _rows, _epochs, _sampling, _tasks, _device, _adapters, _recipe, _warm_start, _environments),
+    *(_dump, _hosts, _placement, _sft, _distillation, _evaluation, _best),
 )

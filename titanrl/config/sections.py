@@ -263,7 +263,7 @@ class ParallelismConfig(Section):
 
 
 class LoraConfig(Section):
-    """Low-rank adapters (LoRA). The base weights stay frozen, and generators receive the merged weights."""
+    """Low-rank adapters (LoRA). The base weights stay frozen; `weights.lora` selects what generators receive."""
 
     rank: Count = 32
     """Rank of the adapters."""
@@ -387,6 +387,9 @@ class WeightsConfig(Section):
     verify: Verify = "sampled"
     """Checksum of received weights: `off`, `full`, or `sampled`, which covers one page in 64 and other pages every time.
     Versions, names, shapes, data types and overwrites are always checked."""
+    lora: Literal["merged", "adapters"] = "merged"
+    """Weights that generators receive with `trainer.lora`: `merged` sends all weights with every publication; `adapters` sends
+    the base once and then only the adapters, which vLLM's own model computes beside its layers."""
 
 
 class CheckpointConfig(Section):

@@ -180,6 +180,8 @@ class Memory:
     """Weights on one tensor-parallel rank of a replica."""
     packed_weights: int
     """Copies of these weights for the linear layers on a CPU; see `packed_weights`."""
+    published: int
+    """Published weights in shared memory: two versions, or with `weights.lora: adapters` one base and two of the adapters."""
     kv_cache: int
     """KV cache of `generator.max_num_seqs` completions of maximum length, summed over the ranks of a replica."""
 
@@ -288,8 +290,17 @@ def _memory(config: "Config", shape: ModelShape, num_rows: int) -> Memory:
         replica_weights=shape.num_parameters * DTYPE_BYTES[generator.dtype],
         generator_rank_weights=shape.rank_parameters(generator.tp) * DTYPE_BYTES[generator.dtype],
         packed_weights=packed_weights(generator, shape),
+        published=_published(config, shape) * DTYPE_BYTES[generator.dtype],
         kv_cache=generator.max_num_seqs * config.max_sequence_tokens * shape.kv_token_bytes(generator.dtype),
     )
+
+
+def _published(config: "Config", shape: ModelShape) -> int:
+    """Return the number of published parameters that shared memory holds."""
+    lora = config.trainer.lora
+    if lora is None or not config.publishes_adapters:
+        return 2 * shape.num_parameters
+    return shape.num_parameters + 2 * lora.rank * shape.adapter_width(lora.targets)
 
 
 def is_large(generator: "GeneratorConfig", shape: ModelShape) -> bool:
@@ -363,7 +374,7 @@ def cpu_bytes(config: "Config", memory: Memory, trainer_rank_bytes: int) -> int:
     if not config.num_generator_ranks:
         return libraries + config.num_trainer_ranks * trainer_rank_bytes
     received = received_bytes(config, memory) * config.hosts.generator_hosts
-    published = 2 * memory.replica_weights + received  # two versions in shared memory, over all ranks
+    published = memory.published + received
     weights = generator.num_ranks * (memory.generator_rank_weights + memory.packed_weights)
     generators = weights + generator.replicas * generator.kv_cache_bytes
     return libraries + config.num_trainer_ranks * trainer_rank_bytes + published + generators

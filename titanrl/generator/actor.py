@@ -4,7 +4,7 @@ Importing this module does not import torch. Processes that only call generators
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ from titanrl.base.plugins import loading
 from titanrl.carriers.spans import span
 from titanrl.carriers.types import Admission, Completion, EngineLoad, GenerationRequest, GenerationStats
 from titanrl.config.device import Device
-from titanrl.config.sections import GeneratorConfig
+from titanrl.config.sections import GeneratorConfig, LoraConfig
 from titanrl.generator.loop import EngineLoop, OnSampled
 from titanrl.models.directory import open_model
 from titanrl.processes.actors import Actor, ReplyPort, StoppedError, concurrent_endpoint, current_rank, endpoint
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
     import torch
 
-    from titanrl.generator.engine import Engine, Sampled
+    from titanrl.generator.engine import Engine, Fill, Sampled
     from titanrl.generator.lockstep import Follower, Leader
+    from titanrl.generator.pulling import Puller
     from titanrl.weights.store import WeightSource
-    from titanrl.weights.transfer import Targets, WeightReader
 
 Reply = tuple[list[tuple[int, list[Completion]]], EngineLoad, list[tuple[int, "Sampled"]]]
 """Finished groups of a `generate` call as (index in the call, completions) pairs, the engine's load, and the next tokens of
@@ -55,6 +55,8 @@ class GeneratorSetup:
     """Source of the weights. If None, vLLM loads the weights of `model_dir`, and they never change."""
     family: str | None = None
     """`model.family` of the configuration."""
+    lora: LoraConfig | None = None
+    """Adapters of the trainer, if they are published by themselves."""
 
 
 class Generator(Actor):
@@ -71,8 +73,7 @@ class Generator(Actor):
     def __init__(self, setup: GeneratorSetup) -> None:
         self._setup = setup
         self._rank = current_rank().rank  # read here: on the engine's thread Monarch has no context, and it would be 0
-        self._targets: Targets = {}
-        self._reader: WeightReader | None = None
+        self._puller: Puller | None = None
         self._leader: Leader | None = None
         self._follower: Follower | None = None
         self._rounds = Gathering(self._submit_round)
@@ -217,20 +218,18 @@ class Generator(Actor):
 
         async with self._pulling:
             with span("pull", version=commit.version):
-                if self._reader is None:
-                    from titanrl.weights.transfer import WeightReader
+                if self._puller is None:
+                    from titanrl.generator.pulling import Puller
 
-                    source = self._setup.source
-                    assert source is not None, "a frozen model pulls no weights"
-                    self._reader = WeightReader(source.run, source.store, source.verify, source.name)
-                reader = self._reader
-                fill, fetched = await self._fetch(commit, reader)
+                    self._puller = Puller(self._setup, self._rank)
+                puller = self._puller
+                fill, fetched = await self._fetch(commit, puller)
                 if self._follower is not None:
                     await asyncio.wrap_future(self._follower.swap(fill))
-                    return reader.take_received()
+                    return puller.take_received()
                 try:
                     await self._loop.call(update, when_drained=fetched and on_update == "drain")
-                    return reader.take_received()
+                    return puller.take_received()
                 finally:
                     self._attempted = max(self._attempted, commit.version)
                     if self._attempted >= self._expected:  # also after a failure: the requests must then be refused, not wait
@@ -248,9 +247,9 @@ class Generator(Actor):
             self._restarting.clear()
             if self._follower is None:  # an earlier pull may have let held requests continue
                 await self._loop.start_over(reason)
-            if self._reader is not None:
-                self._reader.close()
-            self._reader, self._setup = None, replace(self._setup, source=source)
+            if self._puller is not None:
+                self._puller.close()
+            self._puller, self._setup = None, replace(self._setup, source=source)
             self._expected = self._attempted = -1
             self._up_to_date.set()
 
@@ -280,7 +279,7 @@ class Generator(Actor):
 
         setup = self._setup
         source = open_model(setup.model_dir, setup.family)
-        engine = Engine(source, setup.config, setup.device, max_len=setup.max_len, stop_ids=setup.stop_ids)
+        engine = Engine(source, setup.config, setup.device, max_len=setup.max_len, stop_ids=setup.stop_ids, lora=setup.lora)
         if setup.source is None:
             engine.version = 0  # vLLM has loaded the weights
         return engine
@@ -299,41 +298,26 @@ class Generator(Actor):
         (leader,) = connect(self._rank, self._setup.config.tp)
         return engine, leader
 
-    async def _fetch(self, commit: Commit, reader: "WeightReader") -> "tuple[Callable[[torch.nn.Module], None], bool]":
+    async def _fetch(self, commit: Commit, puller: "Puller") -> "tuple[Fill, bool]":
         """Fetch a version; return a function that writes it into the model, and whether the fetch succeeded.
 
         A fetch fails if the run restarts. After a failed fetch, the returned function raises the error: in the swap and not
         here, because all ranks must take part in every swap, and then fail at the same step.
         """
-        fetching = asyncio.create_task(reader.fetch(commit))
+        fetching = asyncio.create_task(puller.fetch(commit))
         restarting = asyncio.create_task(self._restarting.wait())
         try:
             await asyncio.wait({fetching, restarting}, return_when=asyncio.FIRST_COMPLETED)
             if not fetching.done():
                 raise StoppedError("the run restarts")
-            fetched = fetching.result()
+            return fetching.result(), True
         except Exception as error:  # whatever the error, the engine must stop serving older weights
             failure = error
 
-            def fail(model: "torch.nn.Module") -> None:
+            def fail(model: "torch.nn.Module") -> bool:
                 raise failure
 
             return fail, False
         finally:
             fetching.cancel()
             restarting.cancel()
-        return lambda model: fetched.copy_into(self._weight_targets(model)), True
-
-    def _weight_targets(self, model: "torch.nn.Module") -> "Targets":
-        """Map the trainer's names to the model's tensors. The mapping is cached, so that the reader can reuse its copy plan."""
-        if not self._targets:
-            if self._setup.config.model_impl == "titan":
-                from titanrl.generator import titan  # imports torchtitan, which is slow; vLLM's own model does not need it
-
-                self._targets = titan.weight_targets(model)
-            else:
-                from titanrl.generator import native
-
-                source = open_model(self._setup.model_dir, self._setup.family)
-                self._targets = native.weight_targets(model, source, self._rank, self._setup.config.tp)
-        return self._targets

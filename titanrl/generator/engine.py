@@ -21,9 +21,10 @@ from vllm import SamplingParams as VllmSamplingParams
 from titanrl.carriers.supports import Int32Array, supports_of
 from titanrl.carriers.types import Completion, EngineLoad, FinishReason, FloatArray, GenerationRequest, SamplingParams
 from titanrl.config.device import Device
-from titanrl.config.sections import GeneratorConfig
+from titanrl.config.sections import GeneratorConfig, LoraConfig
 from titanrl.config.sizes import is_large, packed_weights
 from titanrl.data.tokenizer import Tokenizer, load_tokenizer
+from titanrl.generator.adapters import POLICY, adapter_args, lora_request, prepare_adapters
 from titanrl.generator.compat import (
     EngineCoreOutput,
     PackedLinears,
@@ -48,6 +49,8 @@ from titanrl.processes.machine import THREADS
 
 FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 """vLLM's finish reasons mapped to ours. Aborted requests have none."""
+Fill = Callable[[nn.Module], bool | None]
+"""Function that writes weights into a model. It returns True if the linear layers keep theirs, as only adapters changed."""
 Sampled = tuple[list[int], list[float]]
 """Tokens and their log-probabilities in nats, `[T]` each."""
 MIN_PREFILL_TOKENS = 4096
@@ -111,14 +114,23 @@ class Engine:
     """Continuous batching over one set of weights, which `update_weights` replaces between two steps."""
 
     def __init__(
-        self, source: ModelDirectory, config: GeneratorConfig, device: Device, *, max_len: int, stop_ids: Sequence[int]
+        self,
+        source: ModelDirectory,
+        config: GeneratorConfig,
+        device: Device,
+        *,
+        max_len: int,
+        stop_ids: Sequence[int],
+        lora: LoraConfig | None = None,
     ) -> None:
         """Build the engine with placeholder weights. It accepts requests after the first `update_weights`.
 
         Only the config of the model directory is read, unless `generator.vllm` sets `load_format`. `max_len` is the longest
-        prompt plus completion, in tokens. `stop_ids` end a completion, which includes them.
+        prompt plus completion, in tokens. `stop_ids` end a completion, which includes them. With `lora`, the policy is the
+        model with an adapter, and `fill` also writes the adapter.
         """
-        self._engine = build_engine(source, config, device, max_len)
+        self._engine = build_engine(source, config, device, max_len, lora)
+        self._adapter = None if lora is None else lora_request(POLICY)
         self._linears: PackedLinears | None = None
         if device.kind == "cpu" and packed_weights(config, source.shape) and can_pack(self._engine):
             self._linears = PackedLinears(self.model)
@@ -233,7 +245,7 @@ class Engine:
         """Refuse requests with this reason until the next successful `update_weights`."""
         self.version, self._no_weights = None, reason
 
-    def update_weights(self, version: int, fill: Callable[[nn.Module], None]) -> None:
+    def update_weights(self, version: int, fill: "Fill") -> None:
         """Call `fill` to write the weights of `version` into the model; running requests continue with them.
 
         vLLM recomputes the keys and values of running requests. Each later token thus has the probability that `version`
@@ -243,8 +255,8 @@ class Engine:
         """
         self._close_window()
         self.invalidate(f"version {version} was not written completely")
-        fill(self.model)
-        if self._linears is not None:
+        keeps_linears = fill(self.model)
+        if self._linears is not None and not keeps_linears:
             self._linears.pack()
         reset_prefix_cache(self._engine)
         for running in self._running.values():
@@ -290,12 +302,15 @@ class Engine:
             self._recording = SupportRecording(self._engine, self._vocab_size)
         self._close_window()
         request_id = str(next(self._request_ids))
-        add_request(self._engine, request_id, list(token_ids), sampling_params(request.sampling, self._stop_ids))
+        params = sampling_params(request.sampling, self._stop_ids)
+        add_request(self._engine, request_id, list(token_ids), params, self._adapter)
         decoding = decoding_of(request.sampling, [*self._stop_ids, *request.sampling.stop_ids]) if self._has_windows else None
         self._running[request_id] = _Running(ticket, request, [(0, self.version)], decoding)
 
 
-def build_engine(source: ModelDirectory, config: GeneratorConfig, device: Device, max_len: int) -> LLMEngine:
+def build_engine(
+    source: ModelDirectory, config: GeneratorConfig, device: Device, max_len: int, lora: LoraConfig | None = None
+) -> LLMEngine:
     """Build vLLM's engine. With `generator.tp` > 1, build this rank's shard and wait for the other ranks to build theirs."""
     prepare_vllm()
     if device.kind == "cpu":
@@ -308,8 +323,12 @@ def build_engine(source: ModelDirectory, config: GeneratorConfig, device: Device
 
         register_titan_model(source, device, max_len, config.tp)
     register_loader(source)
+    args = engine_args(source.path, config, device, max_len)
+    if lora is not None:
+        prepare_adapters()
+        args |= adapter_args(source, lora, num_slots=1, num_held=1)
     with temporary_rendezvous():
-        engine = LLMEngine.from_engine_args(EngineArgs(**engine_args(source.path, config, device, max_len)))
+        engine = LLMEngine.from_engine_args(EngineArgs(**args))
     if config.model_impl == "titan" and config.tp == 1:
         from titanrl.generator.titan import speed_up
 

@@ -18,20 +18,15 @@ from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 
-from torch import nn
-
 from titanrl.base.errors import DivergedError
 from titanrl.base.ownership import is_own_peer
 from titanrl.carriers.types import EngineLoad, GenerationRequest
 from titanrl.generator.compat import gather_objects
-from titanrl.generator.engine import Engine, Finished, Sampled
+from titanrl.generator.engine import Engine, Fill, Finished, Sampled
 from titanrl.processes.temporary import private_folder
 from titanrl.weights.records import WeightMismatchError
 
 STOPPED = "the engine of this rank has stopped"
-
-Fill = Callable[[nn.Module], None]
-"""Function that writes weights into a model."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,8 @@ def weight_targets(
     Raises:
         ValueError: The family's names do not fill a parameter completely. It would keep its initial zeros.
     """
-    parameters = {name: parameter.data for name, parameter in model.named_parameters()}
+    # vLLM moves the parameters of a layer with adapters to a module of this name.
+    parameters = {name.replace(".base_layer.", "."): parameter.data for name, parameter in model.named_parameters()}
     layers = sorted({int(match[1]) for name in parameters if (match := re.match(r"model\.layers\.(\d+)\.", name))})
     shape, names = source.shape, source.family.vllm_names
     targets: dict[str, torch.Tensor | PartOf] = {}

@@ -89,7 +89,7 @@ def can_open(engine: LLMEngine) -> bool:
     has_one_kind = len(groups) == 1 and len(worker.model_runner.attn_groups[0]) == 1
     spec = groups[0].kv_cache_spec
     is_full = isinstance(spec, FullAttentionSpec) and spec.sliding_window is None
-    is_plain = config.speculative_config is None and config.lora_config is None and config.kv_transfer_config is None
+    is_plain = config.speculative_config is None and config.kv_transfer_config is None
     return (
         has_one_kind
         and is_full
@@ -190,6 +190,8 @@ class DecodeWindow:
         divisors_N = np.where(greedy_N, np.float32(1), temperature_N)
         self._divisors_N1 = None if (divisors_N == 1).all() else torch.from_numpy(divisors_N)[:, None]
         self._is_greedy_N = torch.from_numpy(greedy_N) if greedy_N.any() else None
+        if self._config.lora_config is not None and len(index_N):
+            self._runner.set_active_loras(self._batch, np.ones(len(index_N), np.int32))
 
     def _reserve(self) -> bool:
         """Give each request a block for its next token; return False if none is left."""

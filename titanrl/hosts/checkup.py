@@ -340,7 +340,7 @@ def needs_of(config: Config, sizes: Sizes, device: DeviceKind) -> list[Needs]:
     total = sum(number * LIBRARY_BYTES[role] for role, number in sizes.processes.items())
     published = 0
     if memory is not None:
-        published = 2 * memory.replica_weights if generators else 0
+        published = memory.published if generators else 0
         total = cpu_bytes(config, memory, memory.trainer.cpu_total) if on_cpu else total
     devices = 0 if on_cpu else max(trainers, generators) if hosts.share_devices else trainers + generators
     count = 1 if hosts.kind == "local" else sum(host_counts(config).values())
@@ -371,7 +371,7 @@ def _needs_by_host(config: Config, sizes: Sizes, *, on_cpu: bool) -> list[Needs]
         private[place] += ranks * rank_bytes
         trainers[place] = ranks
         if memory is not None and config.num_generator_ranks:
-            shared[place] += 2 * memory.replica_weights // hosts.trainer_hosts
+            shared[place] += memory.published // hosts.trainer_hosts
 
     if config.num_generator_ranks:
         rank_bytes = LIBRARY_BYTES["generator"]

@@ -266,6 +266,7 @@ class Assembly:
                 store=store,
                 export_dtype=export_dtype(config, self.files.model_dir),
                 family=config.model.family,
+                publishes_adapters=config.publishes_adapters,
                 plugins=self.files.plugins,
                 faults=config.faults,
                 record_bytes=config.logging.record_bytes,
@@ -417,6 +418,7 @@ def generator_setup(
         stop_ids=files.stop_ids,
         source=source,
         family=family,
+        lora=config.trainer.lora if source is not None and config.publishes_adapters else None,
     )
 
 

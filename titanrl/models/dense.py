@@ -137,6 +137,7 @@ def dense_family(
         vllm_names={**VLLM_NAMES, **(QK_NORM_NAMES if qk_norm else {}), **(QKV_BIAS_NAMES if qkv_bias else {})},
         tensors=lambda hf: weight_shapes(shape(hf)),
         lora_targets={"attention": ("wq", "wkv", "wo"), "mlp": ("w1", "w2", "w3")},
+        vllm_lora_modules={"attention": ("qkv_proj", "o_proj"), "mlp": ("gate_up_proj", "down_proj")},
         renderer=renderer,
         defaults=defaults,
         recipe=recipe,

@@ -64,6 +64,8 @@ class ModelFamily:
     """Parameters of vLLM's native model by trainer tensor name, with `{}` for the layer index."""
     lora_targets: Mapping[Projections, tuple[str, ...]]
     """torchtitan's module names of the linear layers that each value of `trainer.lora.targets` selects."""
+    vllm_lora_modules: Mapping[Projections, tuple[str, ...]] = field(default_factory=dict)
+    """The same layers' module names in vLLM's model, for `weights.lora: adapters`; empty if vLLM's model has no adapters."""
     tensors: Callable[[HFConfig], Mapping[str, tuple[int, ...]]] | None = None
     """Function that returns the shapes of all tensors of a checkpoint by Hugging Face name, so that the dry run can compare
     them with the weight files. With None, they are first compared when the trainer loads them."""

@@ -269,7 +269,7 @@ class Checkpoints:
         with storage_errors("load a checkpoint", self._folder):
             dcp.load(self._weights(), checkpoint_id=str(self._published(step)))
         self._learner.version = version
-        self._learner.weights_changed()
+        self._learner.weights_loaded()
         self._learner.keep_weights()
         self._kept = (*self._kept, version)
 
@@ -287,7 +287,7 @@ class Checkpoints:
         if not is_loaded:
             raise ValueError(f"step: no such checkpoint in {self._folder} (got {step}). Choose the step of an existing folder.")
         self._learner.drop_snapshots(keep=self._kept)
-        self._learner.weights_changed()
+        self._learner.weights_loaded()
 
     def save_state(self, folder: Path) -> Digests:
         """Save the state to a folder; return the digests of this rank's files."""
@@ -322,7 +322,7 @@ class Checkpoints:
         self._learner.drop_snapshots(keep=self._kept)
         if not with_optimizer:
             self._learner.reset_optimizer()
-        self._learner.weights_changed()
+        self._learner.weights_loaded()
 
     def close(self) -> None:
         """Wait until all checkpoints are on disk."""

@@ -29,7 +29,7 @@ from titanrl.carriers.types import AdamParams, LossSums, MeasuredCorrection, Opt
 from titanrl.config.algorithm import AVERAGE, AlgorithmConfig
 from titanrl.models.attention import PackedAttention, packed_block_mask, packed_mask
 from titanrl.trainer.collate import PackedRows, empty_rows, places
-from titanrl.trainer.model import PolicyModel, ScoringHead
+from titanrl.trainer.model import PolicyModel, ScoringHead, adapters_of, without_adapters
 from titanrl.trainer.snapshots import MovingAverage, Snapshots, check_recoverable, trainable_tensors
 from titanrl.weights.layout import LiveState, local_part
 
@@ -63,18 +63,23 @@ class Learner:
         *,
         custom_loss: Callable[..., Any] | None = None,
         snapshots_on_device: bool = False,
+        publishes_adapters: bool = False,
     ) -> None:
         """Start at version 0 with empty optimizer state.
 
         The logits are divided by `temperature`, the sampling temperature of the generator. Without `custom_loss`, the loss is
-        the built-in one that `algorithm` names. Snapshots are on the device, or else in pinned host memory.
+        the built-in one that `algorithm` names. Snapshots are on the device, or else in pinned host memory. With
+        `publishes_adapters`, adapters are published by themselves instead of merged.
         """
         self.model, self.temperature = model, temperature
         self._algorithm, self._loss = algorithm, bound_loss(algorithm, custom_loss)
         self._snapshots_on_device = snapshots_on_device
         self._head = ScoringHead(model.module.lm_head, model.module.config.vocab_size)
         self._state = LiveState(model.module)
-        self._merged: dict[str, Tensor] | None = None if model.lora is None else {}
+        self._publishes_adapters = publishes_adapters
+        self.base_version = 0
+        """Number of times that weights were loaded since the start, which may have changed the base of the adapters."""
+        self._merged: dict[str, Tensor] | None = None if model.lora is None or publishes_adapters else {}
         self._begin()
         self.weights_changed()
 
@@ -252,16 +257,27 @@ class Learner:
                 self.snapshots.drop(version)
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Return the sharded parameters and persistent buffers of the live weights by name, with adapters merged.
+        """Return the sharded tensors to publish, by name: those of `base` with adapters merged, or only the adapters.
 
-        Without adapters, these are the model's own tensors, so the caller must not modify them. Merged weights are updated in
+        Without merging, these are the model's own tensors, so the caller must not modify them. Merged weights are updated in
         place after each step, so this is not a collective.
         """
         self._require_version("reading the weights")
         if self._merged is not None:
             return self._merged
         self.model.reshard()
-        return self._state.tensors()
+        tensors = self._state.tensors()
+        return adapters_of(tensors) if self._publishes_adapters else tensors
+
+    def base(self) -> Mapping[str, Tensor]:
+        """Return the model's own parameters and persistent buffers by name, without adapters; only loading changes them."""
+        self.model.reshard()
+        return without_adapters(self._state.tensors())
+
+    def weights_loaded(self) -> None:
+        """Count a change of the base, and update what is computed from the weights. This is a collective."""
+        self.base_version += 1
+        self.weights_changed()
 
     def weights_changed(self, *, trained_only: bool = False) -> None:
         """Update what is computed from the weights. Call this after any change of them. This is a collective.

@@ -209,7 +209,17 @@ def build_model(
 def checkpoint_state(module: Decoder) -> dict[str, Tensor]:
     """Return the parameters and persistent buffers by name, without adapters: the tensors that a checkpoint contains."""
     state = module.state_dict()
-    return {name: value for name, value in state.items() if isinstance(value, Tensor) and not name.endswith((A, B))}
+    return without_adapters({name: value for name, value in state.items() if isinstance(value, Tensor)})
+
+
+def without_adapters(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a state dict that belong to no adapter."""
+    return {name: value for name, value in state.items() if not name.endswith((A, B))}
+
+
+def adapters_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the A and B of all adapters in a state dict."""
+    return {name: value for name, value in state.items() if name.endswith((A, B))}
 
 
 def torch_dtype(name: str) -> torch.dtype:

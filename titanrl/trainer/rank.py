@@ -24,7 +24,7 @@ from titanrl.config.device import Device
 from titanrl.config.sections import FaultsConfig, TrainerConfig
 from titanrl.processes.actors import Actor, concurrent_endpoint, current_rank, endpoint
 from titanrl.replay.shards import SHARDS
-from titanrl.weights.records import WeightManifest
+from titanrl.weights.records import WeightManifest, base_run
 
 if TYPE_CHECKING:
     from titanrl.base.choices import FileDtype, TransportName, Verify
@@ -64,6 +64,8 @@ class TrainerSetup:
     keep_checkpoints: int
     store: "WeightStore"
     export_dtype: "FileDtype" = "float32"
+    publishes_adapters: bool = False
+    """True to publish the base once, and then only LoRA adapters, instead of merged weights."""
     family: str | None = None
     """`model.family` of the configuration."""
     plugins: Plugins = field(default_factory=dict)
@@ -156,6 +158,7 @@ class PolicyTrainer(Actor):
                 setup.temperature,
                 custom_loss=loaded(setup.plugins, "algorithm.loss"),
                 snapshots_on_device=setup.config.snapshots_on_device,
+                publishes_adapters=setup.publishes_adapters,
             )
             self._adapters = Adapters(learner, source.family.lora_targets["mlp"], seed=setup.seed)
             self._kept = KeptLogprobs()
@@ -168,12 +171,15 @@ class PolicyTrainer(Actor):
                 learner, setup.checkpoint_dir, setup.keep_checkpoints, in_background=setup.device.kind != "cpu"
             )
             self._closing.append(self._checkpoints.close)
-            self._publisher = WeightPublisher(
-                setup.run, rank, setup.store, torch_dtype(setup.generator_dtype), setup.transports, setup.verify
-            )
+            publish = (setup.store, torch_dtype(setup.generator_dtype), setup.transports, setup.verify)
+            self._publisher = WeightPublisher(setup.run, rank, *publish)
+            self._base_publisher = WeightPublisher(base_run(setup.run), rank, *publish, num_arenas=1)
+            self._base: WeightManifest | None = None
             # Allocate the memory for publishing now. Otherwise page faults would make the first pushes ten times slower.
             if setup.transports:
                 await self._publisher.prepare(learner.weights(), learner.buffer_names)
+                if setup.publishes_adapters:
+                    await self._base_publisher.prepare(learner.base(), learner.buffer_names)
             self._check_replicas(learner)
 
     # Passes over planned rows, whose rollouts are fetched from the storage shards
@@ -328,7 +334,12 @@ class PolicyTrainer(Actor):
         assert version == own.version, f"push_weights({version}): the weights have version {own.version}"
         async with self._weights_lock:
             with span("push", version=version):
-                return await self._publisher.publish(version, own.weights(), own.buffer_names)
+                manifest = await self._publisher.publish(version, own.weights(), own.buffer_names)
+                if not self._setup.publishes_adapters:
+                    return manifest
+                if self._base is None or self._base.version != own.base_version:
+                    self._base = await self._base_publisher.publish(own.base_version, own.base(), own.buffer_names)
+                return replace(manifest, base=self._base)
 
     @endpoint
     @collective

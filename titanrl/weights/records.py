@@ -155,6 +155,8 @@ class WeightManifest:
     """Sequence number of the arena while it holds this version."""
     handles: tuple[TransportHandle, ...]
     """Handles of the bytes, one per transport, in order of preference."""
+    base: "WeightManifest | None" = None
+    """With adapters, the rank's bytes of the base, which a reader needs once; its version counts the bases. None without."""
 
 
 def overwritten(manifest: WeightManifest, found: int, expected: int) -> WeightMismatchError:
@@ -181,8 +183,13 @@ class Commit:
 
     @property
     def num_bytes(self) -> int:
-        """Total size of all ranks' bytes."""
+        """Total size of all ranks' bytes, without the base."""
         return sum(manifest.num_bytes for manifest in self.manifests)
+
+    @property
+    def base(self) -> tuple[WeightManifest, ...]:
+        """Manifests of the base on which the version's adapters are; empty without adapters."""
+        return tuple(manifest.base for manifest in self.manifests if manifest.base is not None)
 
 
 def _unpickled(version: int, manifests: bytes) -> Commit:
@@ -192,6 +199,11 @@ def _unpickled(version: int, manifests: bytes) -> Commit:
 def rank_key(run: str, version: int, rank: int) -> str:
     """Return the store key of one rank's bytes for the `store` transport."""
     return f"{run}/v{version}/rank{rank}"
+
+
+def base_run(run: str) -> str:
+    """Return the prefix of the store's keys of the base, beside those of the adapters."""
+    return f"{run}/base"
 
 
 def layout_key(run: str, layout_id: str) -> str:

@@ -53,6 +53,8 @@ class _Pushed:
     commit: Commit
     overwritten: Sequence[Commit]
     """Commit records of the versions that it replaced, which have no readers."""
+    num_bytes: int
+    """Bytes that every replica needs: those of the version, and of its base if the previous version had another."""
     pulls: Sequence["asyncio.Task[None]"]
     started: float
     ended: float
@@ -182,16 +184,21 @@ class WeightSync:
             await self._leases.wait_unused(commit.version)
         started = time.perf_counter()
         commit = Commit(version, tuple(await self._push(version)))
+        has_base = bool(self._held) and self._held[-1].base == commit.base
+        num_bytes = commit.num_bytes + (0 if has_base else sum(manifest.num_bytes for manifest in commit.base))
         self._held.append(commit)
         # Start the pulls before pushed() returns, so that they hold their leases when the version after the next is pushed.
         pulls = [asyncio.create_task(self._pull(replica, commit)) for replica in range(len(self._pulls))]
-        return _Pushed(commit, overwritten, pulls, started, time.perf_counter())
+        return _Pushed(commit, overwritten, num_bytes, pulls, started, time.perf_counter())
 
     async def _finish(self, pushing: "asyncio.Task[_Pushed]", then: Callable[[], Awaitable[None]]) -> None:
         """Run the stages that follow the push."""
         pushed = await pushing
         await asyncio.gather(self._measure(pushed), self._free_slots(pushed, then))
-        manifests = [manifest for commit in pushed.overwritten for manifest in commit.manifests]
+        bases = {manifest for commit in self._held for manifest in commit.base}
+        manifests = [
+            manifest for commit in pushed.overwritten for manifest in (*commit.manifests, *commit.base) if manifest not in bases
+        ]
         keys = [handle.key for manifest in manifests for handle in manifest.handles if isinstance(handle, StoreHandle)]
         for key in keys:
             await self._delete(key)
@@ -227,9 +234,9 @@ class WeightSync:
         self._metrics = {
             "sync/push_s": pushed.ended - pushed.started,
             "sync/pull_s": pulled - pushed.ended,
-            "sync/bytes": float(pushed.commit.num_bytes),
+            "sync/bytes": float(pushed.num_bytes),
             "sync/network_bytes": float(received),
-            "sync/gb_per_s": pushed.commit.num_bytes / (pulled - pushed.started) / 1e9,
+            "sync/gb_per_s": pushed.num_bytes / (pulled - pushed.started) / 1e9,
         }
 
     def _record_end(self, publishing: "asyncio.Task[None]") -> None:

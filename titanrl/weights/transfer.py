@@ -14,6 +14,7 @@ from titanrl.base.choices import TransportName, Verify
 from titanrl.weights.copying import Copies, CopyOut, copy_in, pin, unpin
 from titanrl.weights.fanout import HostTransport
 from titanrl.weights.layout import (
+    PackPlan,
     PartOf,
     SliceCopy,
     Target,
@@ -55,10 +56,12 @@ class WeightPublisher:
         dtype: torch.dtype,
         transports: Sequence[TransportName],
         verify: Verify = "sampled",
+        num_arenas: int = VERSIONS_HELD,
     ) -> None:
         """Prepare to publish parameters, cast to `dtype`, under the name of a run, which is the prefix of the store's keys.
 
-        The manifests offer `transports` in this order. `verify` is the portion of the bytes that the digest covers.
+        The manifests offer `transports` in this order. `verify` is the portion of the bytes that the digest covers. Of the
+        memory for two publications, `num_arenas` are allocated in advance; the other when it is needed.
         """
         self._run, self._rank, self._store = run, rank, store
         self._dtype, self._verify = dtype, verify
@@ -70,8 +73,10 @@ class WeightPublisher:
         self._transports = [known[name] for name in transports]
         self._copy_out = CopyOut()
         self._planned: TensorFingerprint | None = None
-        self._layout: ByteLayout
+        self._plan: PackPlan
+        self._blocks: list[torch.Tensor]
         self._arenas: list[Arena] = []
+        self._num_arenas = num_arenas
         self._copies: list[Copies] = []
         self._num_published = 0
 
@@ -90,23 +95,19 @@ class WeightPublisher:
         if self._planned is not None and self._planned.matches(state):
             return
         planned, plan = TensorFingerprint(state), plan_pack(state, self._rank, self._dtype, keep)
-        if not self._arenas:
-            self._arenas = [Arena(plan.layout.num_bytes) for _ in range(VERSIONS_HELD)]
-            device = next((local_part(value).device for value in state.values()), torch.device("cpu"))
-            for arena in self._arenas:
-                pin(arena.storage, device, read_only=False)
+        for _ in range(0 if self._arenas else self._num_arenas):
+            self._allocate(plan.layout.num_bytes, state)
         allocated = self._arenas[0].handle.num_bytes
         if plan.layout.num_bytes != allocated:
             raise ValueError(
                 f"weights: the size of trainer rank {self._rank}'s shards must stay {allocated} bytes during a run "
                 f"(got {plan.layout.num_bytes}). Start a new run for a model of a different size."
             )
-        blocks = plan.local_blocks(state)
-        copies = [Copies(plan.targets(arena.data), blocks) for arena in self._arenas]
         key = layout_key(self._run, plan.layout.layout_id)
         if not await self._store.exists(key):
             await self._store.put(key, plan.layout)
-        self._layout, self._copies, self._planned = plan.layout, copies, planned
+        self._plan, self._planned, self._blocks = plan, planned, plan.local_blocks(state)
+        self._copies = [Copies(plan.targets(arena.data), self._blocks) for arena in self._arenas]
 
     async def publish(self, version: int, state: Mapping[str, torch.Tensor], keep: Collection[str] = ()) -> WeightManifest:
         """Copy the weights into an arena; the caller may change them afterwards. The last two publications stay readable.
@@ -119,7 +120,11 @@ class WeightPublisher:
         """
         await self.prepare(state, keep)
         slot = self._num_published % VERSIONS_HELD  # counts publications, because versions may skip numbers
-        arena, layout = self._arenas[slot], self._layout
+        layout = self._plan.layout
+        if slot == len(self._arenas):
+            self._allocate(layout.num_bytes, state)
+            self._copies.append(Copies(self._plan.targets(self._arenas[slot].data), self._blocks))
+        arena = self._arenas[slot]
         with arena.writing() as data:
             await self._copy_out.run(self._copies[slot])
         self._num_published += 1
@@ -132,6 +137,13 @@ class WeightPublisher:
             sequence=arena.sequence,
             handles=tuple([await transport.offer(version, arena) for transport in self._transports]),
         )
+
+    def _allocate(self, num_bytes: int, state: Mapping[str, torch.Tensor]) -> None:
+        """Allocate the memory of one publication, pinned for copies from the device of the state."""
+        arena = Arena(num_bytes)
+        device = next((local_part(value).device for value in state.values()), torch.device("cpu"))
+        pin(arena.storage, device, read_only=False)
+        self._arenas.append(arena)
 
 
 class CopyPlan:

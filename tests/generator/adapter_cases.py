@@ -1,0 +1,127 @@
+"""Sample with adapters in the real engine: `python -m tests.generator.adapter_cases FOLDER FILE`."""
+
+import asyncio
+import pickle
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.generator.lab import titan_names
+from tests.weights.processes import MemoryStore
+from titanrl.carriers.types import Completion, GenerationRequest, SamplingParams
+from titanrl.config.device import DEVICES
+from titanrl.config.sections import GeneratorConfig, LoraConfig, RecipeConfig
+from titanrl.generator.actor import GeneratorSetup
+from titanrl.models.directory import open_model
+from titanrl.models.preparation import prepare_torchtitan
+from titanrl.models.recipe import create_model
+
+STOP = 1
+MAX_LEN = 128
+RECIPE = RecipeConfig(init_std=0.1)
+LORA = LoraConfig(rank=3, alpha=6.0)
+"""A rank that vLLM pads, and a scale of 2."""
+
+
+def requests(count: int) -> list[GenerationRequest]:
+    """Return requests with prompts of different lengths, two for each prompt."""
+    prompts = [tuple(2 + (7 * (i // 2) + j) % 90 for j in range(5 + 3 * (i // 2))) for i in range(count)]
+    return [
+        GenerationRequest(token_ids=prompt, sampling=SamplingParams(max_new_tokens=30 - i, temperature=1.0, seed=i))
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def adapter(state: dict[str, torch.Tensor], seed: int, lora: LoraConfig) -> dict[str, torch.Tensor]:
+    """Return a random adapter of each projection in a state dict of the trainer."""
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    for name, weight in state.items():
+        if name.endswith(("wq.weight", "wk.weight", "wv.weight", "wo.weight", "w1.weight", "w2.weight", "w3.weight")):
+            stem = name.removesuffix(".weight")
+            tensors[f"{stem}.lora_a.weight"] = torch.randn(lora.rank, weight.shape[1], generator=generator) * 0.1
+            tensors[f"{stem}.lora_b.weight"] = torch.randn(weight.shape[0], lora.rank, generator=generator) * 0.1
+    return tensors
+
+
+def save_merged(model: Path, found: dict[str, torch.Tensor], lora: LoraConfig, target: Path) -> None:
+    """Write a copy of a model with an adapter merged into its weights."""
+    state = load_file(model / "model.safetensors")
+    ours = {name: next(iter(titan_names({name: value}))) for name, value in state.items()}
+    for name, value in state.items():
+        stem = ours[name].removesuffix(".weight")
+        if f"{stem}.lora_a.weight" in found:
+            product = found[f"{stem}.lora_b.weight"].double() @ found[f"{stem}.lora_a.weight"].double()
+            state[name] = (value.double() + lora.alpha / lora.rank * product).to(value.dtype)
+    target.mkdir()
+    save_file(state, target / "model.safetensors", metadata={"format": "pt"})
+    (target / "config.json").write_text((model / "config.json").read_text())
+
+
+def sample(engine: Any, sent: Sequence[GenerationRequest]) -> list[Completion]:
+    tickets, ended = [engine.add(request) for request in sent], {}
+    while engine.can_step:
+        ended |= {finished.ticket: finished.completion for finished in engine.step()}
+    return [ended[ticket] for ticket in tickets]
+
+
+async def main(folder: Path, file: Path) -> None:
+    """Write the samples of two versions of the policy, of which the second replaces the first while requests decode."""
+    prepare_torchtitan(DEVICES["cpu"])
+    from titanrl.generator.engine import Engine
+    from titanrl.generator.pulling import Puller
+    from titanrl.weights.records import Commit, base_run
+    from titanrl.weights.store import WeightSource
+    from titanrl.weights.transfer import WeightPublisher
+
+    folder.mkdir()
+    create_model(folder / "base", RECIPE, seed=1)
+    create_model(folder / "other", RECIPE, seed=2)
+    store: Any = MemoryStore()
+    config = GeneratorConfig(model_impl="native", kv_cache_bytes=2 << 20)
+    setup = GeneratorSetup(
+        model_dir=folder / "base", config=config, device=DEVICES["cpu"], max_len=MAX_LEN, stop_ids=(STOP,),
+        source=WeightSource("run", store), lora=LORA,
+    )  # fmt: skip
+    states = {name: titan_names(load_file(folder / name / "model.safetensors")) for name in ("base", "other")}
+    publisher = WeightPublisher("run", 0, store, torch.float32, ["arena"])
+    bases = WeightPublisher(base_run("run"), 0, store, torch.float32, ["arena"], num_arenas=1)
+    engine = Engine(open_model(folder / "base"), config, DEVICES["cpu"], max_len=MAX_LEN, stop_ids=(STOP,), lora=LORA)
+    puller = Puller(setup, 0)
+    manifests = [await bases.publish(0, states["base"]), await bases.publish(1, states["other"])]
+    results: dict[str, Any] = {"kept": []}
+
+    async def publish(version: int, base: int = 0) -> None:
+        from dataclasses import replace
+
+        found = adapter(states["base"], version, LORA)
+        save_merged(folder / ("base", "other")[base], found, LORA, folder / f"merged-{version}")
+        manifest = replace(await publisher.publish(version, found), base=manifests[base])
+        fill = await puller.fetch(Commit(version, (manifest,)))
+
+        def filled(model: torch.nn.Module) -> bool:
+            results["kept"].append(fill(model))
+            return bool(results["kept"][-1])
+
+        engine.update_weights(version, filled)
+
+    for engine._has_windows in (False, True):
+        await publish(len(results["kept"]) + 1)
+        results[f"policy {engine._has_windows}"] = sample(engine, requests(8))
+    assert engine._has_windows
+    tickets = [engine.add(request) for request in requests(4)]
+    ended = {finished.ticket: finished.completion for _ in range(5) for finished in engine.step()}
+    await publish(3)
+    while engine.can_step:
+        ended |= {finished.ticket: finished.completion for finished in engine.step()}
+    results["changed"] = [ended[ticket] for ticket in tickets]
+    await publish(4, base=1)
+    results["other base"] = sample(engine, requests(4))
+    file.write_bytes(pickle.dumps(results))
+
+
+if __name__ == "__main__":
+    asyncio.run(main(Path(sys.argv[1]), Path(sys.argv[2])))

@@ -1,0 +1,93 @@
+"""Adapters in vLLM's own model: products by hand, and log-probabilities of the real engine against merged transformers."""
+
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from titanrl.carriers.types import Completion
+from titanrl.config import load_config
+from titanrl.config.device import DEVICES
+from titanrl.generator.adapters import add_products, groups_of
+from titanrl.processes.variables import generator_environment
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Sample in a process of its own, because vLLM changes process-wide settings of torch."""
+    folder = tmp_path_factory.mktemp("adapters")
+    file = folder / "results.pickle"
+    environment = os.environ | generator_environment(load_config("configs/quickstart.yaml"), DEVICES["cpu"], 0)
+    command = [sys.executable, "-m", "tests.generator.adapter_cases", str(folder / "models"), str(file)]
+    subprocess.run(command, env=environment, check=True, timeout=300)
+    found: dict[str, Any] = pickle.loads(file.read_bytes())
+    return folder / "models", found
+
+
+def worst(model_dir: Path, completions: Sequence[Completion], prompts: Sequence[tuple[int, ...]], first: int = 0) -> float:
+    """Return the largest difference to the log-probabilities of transformers, of the tokens from index `first` on."""
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    differences = []
+    for completion, prompt in zip(completions, prompts, strict=True):
+        tokens = torch.tensor([*prompt, *completion.token_ids.tolist()])
+        with torch.no_grad():
+            logprobs = model(tokens[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        expected = logprobs.gather(1, tokens[len(prompt) :, None])[:, 0].numpy()
+        differences.append(np.abs(expected - completion.logprobs)[first:].max(initial=0.0))
+    return float(max(differences))
+
+
+def prompts_of(count: int) -> list[tuple[int, ...]]:
+    from tests.generator.adapter_cases import requests
+
+    return [request.token_ids for request in requests(count)]
+
+
+@pytest.mark.parametrize(("version", "case"), [(1, "policy False"), (2, "policy True")], ids=["steps", "windows"])
+def test_policy_with_adapter_has_the_logprobs_of_merged_weights(cases: Any, version: int, case: str) -> None:
+    models, found = cases
+    assert all(set(completion.versions.tolist()) == {version} for completion in found[case])
+    assert worst(models / f"merged-{version}", found[case], prompts_of(8)) < 1e-5
+    assert worst(models / "base", found[case], prompts_of(8)) > 0.1
+
+
+def test_running_requests_continue_with_the_adapter_of_the_next_version(cases: Any) -> None:
+    models, found = cases
+    for completion in found["changed"]:
+        assert completion.versions.tolist() == [2] * 5 + [3] * (len(completion.versions) - 5)
+    assert worst(models / "merged-3", found["changed"], prompts_of(4), first=5) < 1e-5
+
+
+def test_base_moves_once_and_again_if_it_changes(cases: Any) -> None:
+    models, found = cases
+    assert found["kept"] == [False, True, True, False]
+    assert worst(models / "merged-4", found["other base"], prompts_of(4)) < 1e-5
+
+
+def test_products_of_each_slot_are_added_to_its_tokens_only() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(5, 4, generator=generator), torch.randn(5, 7, generator=generator)
+    a = [torch.randn(2, 1, 3, 4, generator=generator) for _ in range(2)]
+    b = [torch.randn(2, 1, width, 3, generator=generator) for width in (5, 2)]
+    slots = torch.tensor([1, -1, 0, 1, -1])
+    expected = y.clone()
+    for row, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            expected[row] += torch.cat([b[part][slot, 0] @ a[part][slot, 0] @ x[row] for part in range(2)])
+    wrapper: Any = type("Wrapper", (), {})()
+    wrapper.groups = groups_of(slots)
+    add_products(wrapper, y, x, a, b, 1.0, (5, 2))
+    torch.testing.assert_close(y, expected)
+
+
+@pytest.mark.parametrize(("slots", "expected"), [([-1, -1], []), ([0, 0], [(0, None)])], ids=["none", "one"])
+def test_batch_of_one_kind_needs_no_indices(slots: list[int], expected: Any) -> None:
+    assert groups_of(torch.tensor(slots)) == expected

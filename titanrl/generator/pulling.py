@@ -1,0 +1,101 @@
+"""Pulling versions of the weights into a generator rank: all weights, or with LoRA adapters the base once, then only adapters.
+
+Importing this module imports torch, but not vLLM.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from titanrl.models.directory import open_model
+from titanrl.weights.records import Commit, WeightManifest, base_run
+from titanrl.weights.transfer import FetchedWeights, Targets, WeightReader
+
+if TYPE_CHECKING:
+    from titanrl.generator.actor import GeneratorSetup
+    from titanrl.generator.adapters import Adapters
+    from titanrl.generator.engine import Fill
+
+
+@dataclass(frozen=True, slots=True)
+class _Fetched:
+    """A version that is accessible in this process."""
+
+    base: FetchedWeights | None
+    """All weights, or with adapters the base; None if this rank has the base."""
+    adapter: FetchedWeights | None
+    """Tensors of the adapter; None without adapters."""
+
+
+class Puller:
+    """Reader of the policy's versions into the model of one generator rank. Fetch and fill one version after the other."""
+
+    def __init__(self, setup: "GeneratorSetup", rank: int) -> None:
+        """Prepare to read from the setup's source; `rank` is the tensor-parallel rank."""
+        source = setup.source
+        assert source is not None, "a frozen model pulls no weights"
+        self._setup, self._rank = setup, rank
+        self._reader = WeightReader(source.run, source.store, source.verify, source.name)
+        self._base_reader = WeightReader(base_run(source.run), source.store, source.verify, f"{source.name}-base")
+        self._base: Sequence[WeightManifest] = ()
+        self._targets: Targets = {}
+        self._adapters: Adapters | None = None
+
+    async def fetch(self, commit: Commit) -> "Fill":
+        """Make a version accessible; return the function that writes it into the model, to be called between two steps.
+
+        Raises:
+            WeightMismatchError: As in `WeightReader.fetch`.
+        """
+        lora, base = self._setup.lora, commit.base
+        if lora is None:
+            fetched = _Fetched(await self._reader.fetch(commit), None)
+        else:
+            needed = None if base == self._base else await self._base_reader.fetch(Commit(base[0].version, base))
+            fetched = _Fetched(needed, await self._reader.fetch(commit))
+
+        def fill(model: nn.Module) -> bool:
+            if fetched.base is not None:
+                self._base = ()
+                fetched.base.copy_into(self._weight_targets(model))
+                self._base = base
+            if fetched.adapter is not None:
+                self._fill_adapter(model, fetched.adapter)
+            return fetched.base is None
+
+        return fill
+
+    def take_received(self) -> int:
+        """Return the bytes received since the previous call, not counting shared memory."""
+        return self._reader.take_received() + self._base_reader.take_received()
+
+    def close(self) -> None:
+        """Stop receiving. The puller must not be used afterwards."""
+        self._reader.close()
+        self._base_reader.close()
+
+    def _fill_adapter(self, model: nn.Module, fetched: FetchedWeights) -> None:
+        from titanrl.generator.adapters import POLICY, Adapters
+
+        lora = self._setup.lora
+        assert lora is not None
+        if self._adapters is None:
+            self._adapters = Adapters(model, open_model(self._setup.model_dir, self._setup.family))
+        fetched.copy_into(self._adapters.tensors(POLICY, fetched.layouts))
+        self._adapters.use(POLICY, lora.alpha / lora.rank)
+
+    def _weight_targets(self, model: nn.Module) -> Targets:
+        """Map the trainer's names to the model's tensors. The mapping is cached, so that the reader can reuse its copy plan."""
+        if not self._targets:
+            if self._setup.config.model_impl == "titan":
+                from titanrl.generator import titan  # imports torchtitan, which is slow; vLLM's own model does not need it
+
+                self._targets = titan.weight_targets(model)
+            else:
+                from titanrl.generator import native
+
+                source = open_model(self._setup.model_dir, self._setup.family)
+                self._targets = native.weight_targets(model, source, self._rank, self._setup.config.tp)
+        return self._targets
