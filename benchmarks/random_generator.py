@@ -10,4 +10,4 @@ class RandomGenerator(Generator):
     @endpoint
     async def trust_weights(self) -> None:
         """Declare the initial weights to be version 0."""
-        await self._loop.call(lambda engine: engine.update_weights(0, lambda model: None))
+        await self._loop.call(lambda engine: engine.update_weights(0, lambda engine: None))

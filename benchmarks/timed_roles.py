@@ -361,7 +361,7 @@ class TimedGenerator(Generator):
 
     async def _fetch(self, commit: Commit, puller: Any) -> tuple[Callable[[Any], None], bool]:
         await self._machinery.receive(self._replica, commit.version)
-        return lambda model: None, True
+        return lambda engine: None, True
 
 
 class TimedTrainer(Actor):

@@ -1,12 +1,19 @@
-"""A run that publishes adapters by themselves equals one that publishes merged weights, also after faults."""
+"""Runs and sessions that publish adapters by themselves, compared with merged weights, also after faults."""
 
+import asyncio
 from itertools import chain
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
-from tests.e2e.conftest import Finished, Start
+from tests.e2e.conftest import SMALL, Finished, Start
+from titanrl import AdamParams, connect, supervised_datum
+from titanrl.config import load_config
 from titanrl.metrics.reading import open_run
+from titanrl.session.sampling import AdapterLimitError, ReleasedError, SamplingClient
 
 LORA = ("trainer.lora={rank: 4, alpha: 8}", "generator.model_impl=native", "algorithm.learning_rate=3e-3")
 
@@ -54,3 +61,53 @@ def test_adapters_with_sharded_trainer_and_generators(tp: int, plain_run: Finish
     assert run.code == 0, run.output
     assert all(row["mismatch/logprob_abs_max"] < 1e-4 for row in run.steps)
     assert {version for row in run.steps for version in [row["version"]]} == {1, 2}
+
+
+def test_kept_sampler_gives_identical_tokens_after_saves_and_a_replaced_generator(plain_run: Finished, tmp_path: Path) -> None:
+    places = ("name=kept", f"output_dir={tmp_path}", *plain_run.as_start, "logging.console=off")
+    config = load_config("configs/quickstart.yaml", [*SMALL, *places, *LORA, "weights={lora: adapters, held_adapters: 3}"])
+    prompts = ["1 + 2 + 3 =", "4 + 4 + 1 ="]
+
+    async def tokens(client: SamplingClient) -> list[Any]:
+        groups = await client.sample(prompts, num_samples=2, max_tokens=12, temperature=1.0, seed=3)
+        return [(sample.tokens.tolist(), sample.versions.tolist()) for group in groups for sample in group]
+
+    async def scenario() -> None:
+        async with connect(config) as session:
+            datum = supervised_datum(session.tokenizer.encode(prompts[0]), session.tokenizer.encode("9"))
+
+            async def step() -> None:
+                session.training.forward_backward([datum], "cross_entropy")
+                await session.training.optim_step(AdamParams(learning_rate=3e-2))
+
+            await step()
+            old = await session.training.publish(keep=True)
+            before, base = await tokens(old), await tokens(session.base)
+            assert {version for _, versions in before for version in versions} == {1}
+            kept = []
+            for _ in range(2):
+                await step()
+                kept.append(await session.training.publish(keep=True))
+            await step()
+            await session.training.publish()
+            newest = await tokens(session.sampling)
+            assert {version for _, versions in newest for version in versions} == {4}
+            assert await tokens(old) == before
+            assert newest != before
+            with pytest.raises(AdapterLimitError, match="held_adapters"):
+                await session.training.publish(keep=True)
+            pid = int((session.run_dir / "logs" / "generator_0_0.pid").read_text().split()[0])
+            psutil.Process(pid).kill()
+            assert await tokens(old) == before, "the replacement holds the adapter"
+            assert await tokens(session.base) == base
+            expected = await tokens(kept[0])
+            await old.release()
+            await old.release()
+            with pytest.raises(ReleasedError):
+                await tokens(old)
+            await step()
+            again = await session.training.publish(keep=True)
+            assert await tokens(kept[0]) == expected
+            assert {version for _, versions in await tokens(again) for version in versions} == {5}
+
+    asyncio.run(scenario())

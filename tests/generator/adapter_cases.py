@@ -4,6 +4,7 @@ import asyncio
 import pickle
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,8 @@ LORA = LoraConfig(rank=3, alpha=6.0)
 
 
 def requests(count: int) -> list[GenerationRequest]:
-    """Return requests with prompts of different lengths, two for each prompt."""
-    prompts = [tuple(2 + (7 * (i // 2) + j) % 90 for j in range(5 + 3 * (i // 2))) for i in range(count)]
+    """Return requests with prompts of different lengths, longer than a block of the cache, two for each prompt."""
+    prompts = [tuple(2 + (7 * (i // 2) + j) % 90 for j in range(35 + 3 * (i // 2))) for i in range(count)]
     return [
         GenerationRequest(token_ids=prompt, sampling=SamplingParams(max_new_tokens=30 - i, temperature=1.0, seed=i))
         for i, prompt in enumerate(prompts)
@@ -72,8 +73,8 @@ async def main(folder: Path, file: Path) -> None:
     """Write the samples of two versions of the policy, of which the second replaces the first while requests decode."""
     prepare_torchtitan(DEVICES["cpu"])
     from titanrl.generator.engine import Engine
-    from titanrl.generator.pulling import Puller
-    from titanrl.weights.records import Commit, base_run
+    from titanrl.generator.pulling import HeldPuller, Puller
+    from titanrl.weights.records import Commit, HeldAdapter, WeightMismatchError, adapters_run, base_run
     from titanrl.weights.store import WeightSource
     from titanrl.weights.transfer import WeightPublisher
 
@@ -89,21 +90,20 @@ async def main(folder: Path, file: Path) -> None:
     states = {name: titan_names(load_file(folder / name / "model.safetensors")) for name in ("base", "other")}
     publisher = WeightPublisher("run", 0, store, torch.float32, ["arena"])
     bases = WeightPublisher(base_run("run"), 0, store, torch.float32, ["arena"], num_arenas=1)
-    engine = Engine(open_model(folder / "base"), config, DEVICES["cpu"], max_len=MAX_LEN, stop_ids=(STOP,), lora=LORA)
-    puller = Puller(setup, 0)
+    source = open_model(folder / "base")
+    engine = Engine(source, config, DEVICES["cpu"], max_len=MAX_LEN, stop_ids=(STOP,), lora=LORA, num_held=6)
+    puller, held_puller = Puller(setup, 0), HeldPuller(setup)
     manifests = [await bases.publish(0, states["base"]), await bases.publish(1, states["other"])]
     results: dict[str, Any] = {"kept": []}
 
     async def publish(version: int, base: int = 0) -> None:
-        from dataclasses import replace
-
         found = adapter(states["base"], version, LORA)
         save_merged(folder / ("base", "other")[base], found, LORA, folder / f"merged-{version}")
         manifest = replace(await publisher.publish(version, found), base=manifests[base])
         fill = await puller.fetch(Commit(version, (manifest,)))
 
-        def filled(model: torch.nn.Module) -> bool:
-            results["kept"].append(fill(model))
+        def filled(engine: Any) -> bool:
+            results["kept"].append(fill(engine))
             return bool(results["kept"][-1])
 
         engine.update_weights(version, filled)
@@ -118,8 +118,44 @@ async def main(folder: Path, file: Path) -> None:
     while engine.can_step:
         ended |= {finished.ticket: finished.completion for finished in engine.step()}
     results["changed"] = [ended[ticket] for ticket in tickets]
+    results["kept first"] = list(results["kept"])
+
+    async def hold(number: int) -> None:
+        lora = LORA if number % 2 else LoraConfig(rank=2, alpha=1.0)
+        found = adapter(states["base"], 100 + number, lora)
+        save_merged(folder / "base", found, lora, folder / f"held-{number}")
+        one = WeightPublisher(adapters_run("run"), 0, store, torch.float32, ["store"], num_arenas=1)
+        commit = Commit(number, (await one.publish(number, found),))
+        one.close()
+        fill = await held_puller.fetch(HeldAdapter(number=number, version=7, scale=lora.alpha / lora.rank, commit=commit))
+        engine.hold_adapter(number, 7, fill)
+
+    def named(count: int, adapters: Sequence[int | None]) -> list[GenerationRequest]:
+        return [replace(request, adapter=adapters[i % len(adapters)]) for i, request in enumerate(requests(count))]
+
+    for number in (2, 3):
+        await hold(number)
+    for engine._has_windows in (False, True):
+        results[f"mixed {engine._has_windows}"] = sample(engine, named(8, (0, 2, 3, None)))
+    for number in (4, 5, 6):
+        await hold(number)
+    results["after three saves"] = sample(engine, named(8, (0, 2, 3, None)))
+    results["more than slots"] = sample(engine, named(12, (2, 3, 4, 5, 6, 0)))
+    results["refused"] = ""
+    engine.drop_adapters([3])
+    try:
+        engine.add(named(1, (3,))[0])
+    except ValueError as error:
+        results["refused"] = str(error)
+    try:
+        await publish(9, base=1)
+    except WeightMismatchError as error:
+        results["other base while held"] = str(error)
+    engine.drop_adapters(engine.held)
+    results["kept"].clear()
     await publish(4, base=1)
     results["other base"] = sample(engine, requests(4))
+    results["kept other"] = results["kept"]
     file.write_bytes(pickle.dumps(results))
 
 

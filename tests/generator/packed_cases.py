@@ -25,7 +25,7 @@ def fill(model: torch.nn.Module, seed: int) -> None:
 
 def sample(engine: Any, version: int) -> tuple[list[list[int]], np.ndarray[Any, Any]]:
     """Return the tokens and log-probabilities of a few requests."""
-    engine.update_weights(version, lambda model: fill(model, version))
+    engine.update_weights(version, lambda engine: fill(engine.model, version))
     for seed in range(5):
         prompt = tuple(2 + (7 * seed + place) % 90 for place in range(4 + seed))
         engine.add(GenerationRequest(token_ids=prompt, sampling=SamplingParams(max_new_tokens=12, temperature=1.0, seed=seed)))

@@ -68,8 +68,44 @@ def test_running_requests_continue_with_the_adapter_of_the_next_version(cases: A
 
 def test_base_moves_once_and_again_if_it_changes(cases: Any) -> None:
     models, found = cases
-    assert found["kept"] == [False, True, True, False]
+    assert found["kept first"] == [False, True, True]
+    assert found["kept other"] == [False]
     assert worst(models / "merged-4", found["other base"], prompts_of(4)) < 1e-5
+
+
+MIXED = {"base": (0, 4), "held-2": (1, 5), "held-3": (2, 6), "merged-3": (3, 7)}
+"""Places of the requests of each model in a batch."""
+
+
+@pytest.mark.parametrize("case", ["mixed False", "mixed True"], ids=["steps", "windows"])
+@pytest.mark.parametrize("model", MIXED)
+def test_base_and_adapters_in_one_batch_have_the_logprobs_of_their_models(cases: Any, model: str, case: str) -> None:
+    models, found = cases
+    completions, prompts = found[case], prompts_of(8)
+    places = MIXED[model]
+    assert worst(models / model, [completions[place] for place in places], [prompts[place] for place in places]) < 1e-5
+    versions = {"base": 0, "merged-3": 3}.get(model, 7)
+    assert all(set(completions[place].versions.tolist()) == {versions} for place in places)
+
+
+def test_held_adapters_give_identical_tokens_after_three_more(cases: Any) -> None:
+    _, found = cases
+    for before, after in zip(found["mixed True"], found["after three saves"], strict=True):
+        np.testing.assert_array_equal(before.token_ids, after.token_ids)
+        np.testing.assert_array_equal(before.logprobs, after.logprobs)
+
+
+def test_more_adapters_than_slots_wait_for_a_slot(cases: Any) -> None:
+    models, found = cases
+    completions, prompts = found["more than slots"], prompts_of(12)
+    for offset, name in enumerate(("held-2", "held-3", "held-4", "held-5", "held-6", "base")):
+        assert worst(models / name, completions[offset::6], prompts[offset::6]) < 1e-5
+
+
+def test_dropped_adapter_and_changed_base_are_refused(cases: Any) -> None:
+    _, found = cases
+    assert found["refused"] == "adapter: not held by this generator (got 3). It has been released."
+    assert found["other base while held"].startswith("the base changed while 4 adapters on it are held.")
 
 
 def test_products_of_each_slot_are_added_to_its_tokens_only() -> None:

@@ -88,9 +88,9 @@ def test_rank_that_cannot_start_fails_all_waiters() -> None:
 def test_swap_fails_when_rank_0_closes_before_it() -> None:
     here, there = Pipe()
     follower = Follower(lambda: (LoggingEngine(), there))  # type: ignore[arg-type,return-value]
-    swap = follower.swap(lambda model: None)
+    swap = follower.swap(lambda engine: None)
     here.close()
     follower.stopped.result(timeout=10)
-    for refused in (swap, follower.swap(lambda model: None)):
+    for refused in (swap, follower.swap(lambda engine: None)):
         with pytest.raises(WeightMismatchError, match="the engine of this rank has stopped"):
             refused.result(timeout=10)

@@ -82,8 +82,8 @@ def new_weights(engine: Any) -> list[Any]:
     tickets = [engine.add(request) for request in requests(6)]
     ended = [finished for _ in range(5) for finished in engine.step()]
 
-    def halve(model: torch.nn.Module) -> None:
-        for parameter in model.parameters():
+    def halve(engine: Any) -> None:
+        for parameter in engine.model.parameters():
             parameter.data *= 0.5
 
     engine.update_weights(2, halve)
@@ -112,12 +112,12 @@ CASES: dict[str, Callable[[Any], list[Any]]] = {
 }
 
 
-def restore(engine: Any) -> Callable[[torch.nn.Module], None]:
+def restore(engine: Any) -> Callable[[Any], None]:
     """Return a function that fills the model with its first weights."""
 
-    def fill(model: torch.nn.Module) -> None:
+    def fill(engine: Any) -> None:
         generator = torch.Generator().manual_seed(0)
-        for parameter in model.parameters():
+        for parameter in engine.model.parameters():
             if parameter.ndim > 1:
                 parameter.data.normal_(0, 0.1, generator=generator)
             else:

@@ -139,9 +139,12 @@ def published_adapters(model_dir: Path, trainer: Plan) -> tuple[checks.Arrays, c
     model = load_model(open_model(model_dir), config, DEVICES["cpu"], seed=0)
     learner = Learner(model, AlgorithmConfig(), temperature=1.0, publishes_adapters=True)
     train(learner, 2)
-    versions = [learner.base_version]
-    learner.weights_loaded()
-    versions.append(learner.base_version)
+    versions = []
+    for change in (0.0, 1.0):
+        local_part(learner.model.module.norm.weight.detach()).add_(change)
+        learner.weights_loaded()
+        versions.append(learner.base_version)
+        local_part(learner.model.module.norm.weight.detach()).sub_(change)
     adapters, base = (
         {name: checks.whole(value) for name, value in state.items()} for state in (learner.weights(), learner.base())
     )

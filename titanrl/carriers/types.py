@@ -81,6 +81,12 @@ class GenerationRequest:
     """The prompt, `[P]`."""
     sampling: SamplingParams
     """Sampling options."""
+    adapter: int | None = None
+    """Number of a held LoRA adapter that samples, `BASE` for the model without one; None for the policy."""
+
+
+BASE = 0
+"""Number of no adapter, in requests to generators that hold adapters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,6 +42,7 @@ from titanrl.hosts.kinds import broken_by_hosts
 from titanrl.hosts.machine_rules import broken_by_cores
 from titanrl.models.directory import ModelDirectory, model_shape, open_model, read_model, recipe_model
 from titanrl.models.family import vllm_problems
+from titanrl.models.peft import broken_by_adapter
 from titanrl.processes import caches
 
 PROCESSES_PER_CORE = 100
@@ -124,6 +125,8 @@ def broken_rules(
         yield from _broken_by_engine_args(config)
     yield from broken_by_packages(config, device_kind(config.device), training=training, sampling=sampling)
     yield from _broken_by_rewards(config)
+    if training and config.trainer.lora is not None:
+        yield from broken_by_adapter(config.trainer.lora)
     yield from _broken_by_folders(config, is_resumed=is_resumed)
 
 

@@ -446,6 +446,9 @@ def _device(config: Config) -> Iterator[BrokenRule]:
 
 def _adapters(config: Config) -> Iterator[BrokenRule]:
     if config.weights.lora == "merged":
+        if config.weights.held_adapters:
+            rule = "merged weights have only the newest version"
+            yield config.broken("weights.held_adapters weights.lora", rule, "set weights.lora to adapters")
         return
     lora, merged = config.trainer.lora, "or weights.lora to merged"
     if lora is None:

@@ -274,6 +274,9 @@ class LoraConfig(Section):
     max_models: Count = 8
     """Maximum number of further models that a session creates with `new_model`. Each has an adapter and an optimizer of its own
     on the same base; `--dry-run` prints the memory of one."""
+    path: InputPath | None = None
+    """Directory of an adapter in the format of the package peft to start from, such as `checkpoints/final/adapter` of another
+    run. Null starts with a new one, which changes nothing."""
 
 
 class TrainerConfig(Section):
@@ -390,6 +393,9 @@ class WeightsConfig(Section):
     lora: Literal["merged", "adapters"] = "merged"
     """Weights that generators receive with `trainer.lora`: `merged` sends all weights with every publication; `adapters` sends
     the base once and then only the adapters, which vLLM's own model computes beside its layers."""
+    held_adapters: CountOrZero = 0
+    """Number of earlier adapters that generators can hold for sampling clients, with `lora: adapters`: those that
+    `publish(keep=True)` returned and that have not been released."""
 
 
 class CheckpointConfig(Section):

@@ -18,17 +18,15 @@ from titanrl.config.sections import GeneratorConfig, LoraConfig
 from titanrl.generator.loop import EngineLoop, OnSampled
 from titanrl.models.directory import open_model
 from titanrl.processes.actors import Actor, ReplyPort, StoppedError, concurrent_endpoint, current_rank, endpoint
-from titanrl.weights.records import Commit
+from titanrl.weights.records import Commit, HeldAdapter
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
     from multiprocessing.connection import Connection
 
-    import torch
-
     from titanrl.generator.engine import Engine, Fill, Sampled
     from titanrl.generator.lockstep import Follower, Leader
-    from titanrl.generator.pulling import Puller
+    from titanrl.generator.pulling import HeldPuller, Puller
     from titanrl.weights.store import WeightSource
 
 Reply = tuple[list[tuple[int, list[Completion]]], EngineLoad, list[tuple[int, "Sampled"]]]
@@ -57,6 +55,8 @@ class GeneratorSetup:
     """`model.family` of the configuration."""
     lora: LoraConfig | None = None
     """Adapters of the trainer, if they are published by themselves."""
+    num_held: int = 0
+    """Number of other adapters that the generator can hold."""
 
 
 class Generator(Actor):
@@ -74,6 +74,7 @@ class Generator(Actor):
         self._setup = setup
         self._rank = current_rank().rank  # read here: on the engine's thread Monarch has no context, and it would be 0
         self._puller: Puller | None = None
+        self._held_puller: HeldPuller | None = None
         self._leader: Leader | None = None
         self._follower: Follower | None = None
         self._rounds = Gathering(self._submit_round)
@@ -236,6 +237,29 @@ class Generator(Actor):
                         self._up_to_date.set()
 
     @concurrent_endpoint
+    async def hold_adapter(self, held: HeldAdapter) -> None:
+        """Add an adapter beside the policy's between two decoding steps; running requests continue.
+
+        Raises:
+            WeightMismatchError: Its bytes do not match this model.
+        """
+        async with self._pulling:
+            if self._held_puller is None:
+                from titanrl.generator.pulling import HeldPuller
+
+                self._held_puller = HeldPuller(self._setup)
+            fill = await self._held_puller.fetch(held)
+            if self._follower is not None:
+                await asyncio.wrap_future(self._follower.swap(fill))
+            else:
+                await self._loop.call(lambda engine: engine.hold_adapter(held.number, held.version, fill))
+
+    @concurrent_endpoint
+    async def drop_adapter(self, number: int) -> None:
+        """Forget an adapter, whose requests have finished; rank 0 tells the other ranks."""
+        await self._loop.call(lambda engine: engine.drop_adapters([number]))
+
+    @concurrent_endpoint
     async def start_over(self, source: "WeightSource | None") -> None:
         """Drop all requests and weights because the run restarts; later pulls read from `source`."""
         reason = "the run restarts, and the weights are not published yet"
@@ -250,6 +274,11 @@ class Generator(Actor):
             if self._puller is not None:
                 self._puller.close()
             self._puller, self._setup = None, replace(self._setup, source=source)
+            if self._held_puller is not None:
+                self._held_puller.close()
+                self._held_puller = None
+                if self._follower is None:
+                    await self._loop.call(lambda engine: engine.drop_adapters(engine.held))
             self._expected = self._attempted = -1
             self._up_to_date.set()
 
@@ -279,7 +308,15 @@ class Generator(Actor):
 
         setup = self._setup
         source = open_model(setup.model_dir, setup.family)
-        engine = Engine(source, setup.config, setup.device, max_len=setup.max_len, stop_ids=setup.stop_ids, lora=setup.lora)
+        engine = Engine(
+            source,
+            setup.config,
+            setup.device,
+            max_len=setup.max_len,
+            stop_ids=setup.stop_ids,
+            lora=setup.lora,
+            num_held=setup.num_held,
+        )
         if setup.source is None:
             engine.version = 0  # vLLM has loaded the weights
         return engine
@@ -314,7 +351,7 @@ class Generator(Actor):
         except Exception as error:  # whatever the error, the engine must stop serving older weights
             failure = error
 
-            def fail(model: "torch.nn.Module") -> bool:
+            def fail(engine: "Engine") -> bool:
                 raise failure
 
             return fail, False

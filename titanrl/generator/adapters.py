@@ -33,17 +33,19 @@ POLICY = 1
 """Number of the adapter that every publication of a run replaces; the others never change."""
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks for which vLLM has slots; adapters of lower ranks are padded."""
+MAX_SLOTS = 4
+"""Most adapters of a batch. Each slot takes as much memory as an adapter of the largest rank."""
 PARTS = {None: 0, "q": 0, "k": 1, "v": 2, "gate": 0, "up": 1}
 """Index of each projection in its fused layer."""
 
 update_metadata = PunicaWrapperCPU.update_metadata
 
 
-def adapter_args(source: ModelDirectory, lora: LoraConfig, num_slots: int, num_held: int) -> dict[str, Any]:
-    """Return vLLM's options for `num_held` adapters, of which a batch uses up to `num_slots`."""
+def adapter_args(source: ModelDirectory, lora: LoraConfig, num_held: int) -> dict[str, Any]:
+    """Return vLLM's options for `num_held` adapters. A request waits while a batch uses other adapters in all slots."""
     return {
         "enable_lora": True,
-        "max_loras": num_slots,
+        "max_loras": min(num_held, MAX_SLOTS),
         "max_cpu_loras": num_held,
         "max_lora_rank": next(rank for rank in RANKS if rank >= lora.rank),
         "lora_target_modules": [name for target in lora.targets for name in source.family.vllm_lora_modules[target]],
@@ -152,11 +154,6 @@ class Adapters:
         """Forget an adapter, if it is held."""
         if self._held.pop(adapter, None) is not None:
             self._manager.remove_adapter(adapter)
-
-    @property
-    def held(self) -> frozenset[int]:
-        """Numbers of the adapters."""
-        return frozenset(self._held)
 
     def _model(self, adapter: int, tensors: Mapping[str, Tensor]) -> LoRAModel:
         """Return vLLM's form of an adapter, which shares the tensors."""

@@ -19,12 +19,12 @@ from vllm import EngineArgs, LLMEngine
 from vllm import SamplingParams as VllmSamplingParams
 
 from titanrl.carriers.supports import Int32Array, supports_of
-from titanrl.carriers.types import Completion, EngineLoad, FinishReason, FloatArray, GenerationRequest, SamplingParams
+from titanrl.carriers.types import BASE, Completion, EngineLoad, FinishReason, FloatArray, GenerationRequest, SamplingParams
 from titanrl.config.device import Device
 from titanrl.config.sections import GeneratorConfig, LoraConfig
 from titanrl.config.sizes import is_large, packed_weights
 from titanrl.data.tokenizer import Tokenizer, load_tokenizer
-from titanrl.generator.adapters import POLICY, adapter_args, lora_request, prepare_adapters
+from titanrl.generator.adapters import POLICY, Adapters, adapter_args, lora_request, prepare_adapters
 from titanrl.generator.compat import (
     EngineCoreOutput,
     PackedLinears,
@@ -49,8 +49,8 @@ from titanrl.processes.machine import THREADS
 
 FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 """vLLM's finish reasons mapped to ours. Aborted requests have none."""
-Fill = Callable[[nn.Module], bool | None]
-"""Function that writes weights into a model. It returns True if the linear layers keep theirs, as only adapters changed."""
+Fill = Callable[["Engine"], bool | None]
+"""Function that writes weights into an engine. It returns True if the linear layers keep theirs, as only adapters changed."""
 Sampled = tuple[list[int], list[float]]
 """Tokens and their log-probabilities in nats, `[T]` each."""
 MIN_PREFILL_TOKENS = 4096
@@ -122,15 +122,18 @@ class Engine:
         max_len: int,
         stop_ids: Sequence[int],
         lora: LoraConfig | None = None,
+        num_held: int = 0,
     ) -> None:
         """Build the engine with placeholder weights. It accepts requests after the first `update_weights`.
 
         Only the config of the model directory is read, unless `generator.vllm` sets `load_format`. `max_len` is the longest
         prompt plus completion, in tokens. `stop_ids` end a completion, which includes them. With `lora`, the policy is the
-        model with an adapter, and `fill` also writes the adapter.
+        model with an adapter, and `fill` also writes the adapter; the engine can hold `num_held` others.
         """
-        self._engine = build_engine(source, config, device, max_len, lora)
-        self._adapter = None if lora is None else lora_request(POLICY)
+        self._engine = build_engine(source, config, device, max_len, lora, num_held)
+        self.adapters = None if lora is None else Adapters(self.model, source)
+        """LoRA adapters; None if the policy has none."""
+        self._held: dict[int, int] = {}
         self._linears: PackedLinears | None = None
         if device.kind == "cpu" and packed_weights(config, source.shape) and can_pack(self._engine):
             self._linears = PackedLinears(self.model)
@@ -255,13 +258,35 @@ class Engine:
         """
         self._close_window()
         self.invalidate(f"version {version} was not written completely")
-        keeps_linears = fill(self.model)
+        keeps_linears = fill(self)
         if self._linears is not None and not keeps_linears:
             self._linears.pack()
         reset_prefix_cache(self._engine)
         for running in self._running.values():
-            running.switches.append((len(running.token_ids), version))
+            if running.request.adapter is None:
+                running.switches.append((len(running.token_ids), version))
         self.version = version
+
+    @property
+    def held(self) -> frozenset[int]:
+        """Numbers of the adapters that the engine holds beside the policy's."""
+        return frozenset(self._held)
+
+    def hold_adapter(self, adapter: int, version: int, fill: Fill) -> None:
+        """Call `fill` to write an adapter, which later requests can name. Its tokens have this version."""
+        self._close_window()
+        fill(self)
+        self._held[adapter] = version
+
+    def drop_adapters(self, adapters: Iterable[int]) -> None:
+        """Forget held adapters. Requests that name them must have finished; unknown ones are ignored."""
+        assert self.adapters is not None
+        self._close_window()
+        for adapter in adapters:
+            used = [running for running in self._running.values() if running.request.adapter == adapter]
+            assert not used, f"{len(used)} running requests use adapter {adapter}"
+            self._held.pop(adapter, None)
+            self.adapters.drop(adapter)
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
@@ -292,6 +317,7 @@ class Engine:
     def _start(self, ticket: int, request: GenerationRequest) -> None:
         if self.version is None:
             raise RuntimeError(f"the generator has no valid weights: {self._no_weights}")
+        adapter, version = self._adapter_of(request, self.version)
         token_ids = request.token_ids  # vLLM's core does not check them; an invalid one would fail all requests
         if not 0 < len(token_ids) < self._max_len:
             raise ValueError(f"prompt: length must be 1 to {self._max_len - 1} tokens (got {len(token_ids)})")
@@ -303,13 +329,32 @@ class Engine:
         self._close_window()
         request_id = str(next(self._request_ids))
         params = sampling_params(request.sampling, self._stop_ids)
-        add_request(self._engine, request_id, list(token_ids), params, self._adapter)
+        add_request(self._engine, request_id, list(token_ids), params, lora_request(adapter) if adapter else None)
         decoding = decoding_of(request.sampling, [*self._stop_ids, *request.sampling.stop_ids]) if self._has_windows else None
-        self._running[request_id] = _Running(ticket, request, [(0, self.version)], decoding)
+        self._running[request_id] = _Running(ticket, request, [(0, version)], decoding)
+
+    def _adapter_of(self, request: GenerationRequest, version: int) -> tuple[int, int]:
+        """Return the adapter of a request, and the version of its tokens, if that of the policy is `version`."""
+        if self.adapters is None and request.adapter is not None:
+            raise ValueError(f"adapter: this generator holds none (got {request.adapter}). Set weights.lora to adapters.")
+        if self.adapters is None:
+            return BASE, version
+        if request.adapter is None:
+            return POLICY, version
+        if request.adapter == BASE:
+            return BASE, 0
+        if request.adapter not in self._held:
+            raise ValueError(f"adapter: not held by this generator (got {request.adapter}). It has been released.")
+        return request.adapter, self._held[request.adapter]
 
 
 def build_engine(
-    source: ModelDirectory, config: GeneratorConfig, device: Device, max_len: int, lora: LoraConfig | None = None
+    source: ModelDirectory,
+    config: GeneratorConfig,
+    device: Device,
+    max_len: int,
+    lora: LoraConfig | None = None,
+    num_held: int = 0,
 ) -> LLMEngine:
     """Build vLLM's engine. With `generator.tp` > 1, build this rank's shard and wait for the other ranks to build theirs."""
     prepare_vllm()
@@ -326,7 +371,7 @@ def build_engine(
     args = engine_args(source.path, config, device, max_len)
     if lora is not None:
         prepare_adapters()
-        args |= adapter_args(source, lora, num_slots=1, num_held=1)
+        args |= adapter_args(source, lora, 1 + num_held)
     with temporary_rendezvous():
         engine = LLMEngine.from_engine_args(EngineArgs(**args))
     if config.model_impl == "titan" and config.tp == 1:

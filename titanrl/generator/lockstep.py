@@ -42,15 +42,35 @@ class Restart:
 
 
 @dataclass(frozen=True, slots=True)
+class Drop:
+    """Adapters that are not held any more."""
+
+    adapters: tuple[int, ...]
+
+
+Change = GenerationRequest | Abort | Restart | Drop
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """Weights that all ranks write between two steps."""
+
+    version: int
+    """Version of the policy, or of the adapter's tokens."""
+    adapter: int | None
+    """Number of the adapter to hold; None for the policy."""
+
+
+@dataclass(frozen=True, slots=True)
 class Turn:
     """Changes of rank 0's engine since the last turn, and the next action of all ranks."""
 
-    changes: tuple[GenerationRequest | Abort | Restart, ...]
+    changes: tuple[Change, ...]
     """Changes in order; a request represents its addition."""
     num_running: int
     """Unfinished requests after the changes, the same on all ranks."""
-    version: int | None
-    """Version of the weights to swap in; if None, decode one token."""
+    swap: Swap | None
+    """Weights to write; if None, decode one token."""
 
 
 class Leader:
@@ -60,7 +80,7 @@ class Leader:
         """Wrap rank 0's engine; `others` are its connections to the other ranks."""
         self._engine = engine
         self._others = others
-        self._changes: list[GenerationRequest | Abort | Restart] = []
+        self._changes: list[Change] = []
 
     @property
     def can_step(self) -> bool:
@@ -104,16 +124,34 @@ class Leader:
 
     def update_weights(self, version: int, fill: Fill) -> None:
         """Call `Engine.update_weights` on all ranks; raise if it fails on any rank."""
-        self._send(version)
-        swap_together(self._engine, version, fill)
+        swap = Swap(version, None)
+        self._send(swap)
+        swap_together(self._engine, swap, fill)
+
+    @property
+    def held(self) -> frozenset[int]:
+        """Adapters of rank 0, the same on all ranks."""
+        return self._engine.held
+
+    def hold_adapter(self, adapter: int, version: int, fill: Fill) -> None:
+        """Call `Engine.hold_adapter` on all ranks; raise if it fails on any rank."""
+        swap = Swap(version, adapter)
+        self._send(swap)
+        swap_together(self._engine, swap, fill)
+
+    def drop_adapters(self, adapters: Iterable[int]) -> None:
+        """Call `Engine.drop_adapters`."""
+        drop = Drop(tuple(adapters))
+        self._engine.drop_adapters(drop.adapters)
+        self._changes.append(drop)
 
     def close(self) -> None:
         """Close the connections, which stops the other ranks. Call this after the engine's thread has exited."""
         for other in self._others:
             other.close()
 
-    def _send(self, version: int | None) -> None:
-        turn = Turn(tuple(self._changes), self._engine.num_running, version)
+    def _send(self, swap: Swap | None) -> None:
+        turn = Turn(tuple(self._changes), self._engine.num_running, swap)
         self._changes.clear()
         for other in self._others:
             other.send(turn)
@@ -169,18 +207,18 @@ class Follower:
         while True:
             turn: Turn = leader.recv()
             apply_changes(engine, turn)
-            if turn.version is None:
+            if turn.swap is None:
                 engine.step()
             else:
-                self._swap(engine, turn.version)
+                self._swap(engine, turn.swap)
 
-    def _swap(self, engine: Engine, version: int) -> None:
+    def _swap(self, engine: Engine, swap: Swap) -> None:
         waiting = self._swaps.get()
         if waiting is None:
             raise EOFError
         fill, result = waiting
         try:
-            swap_together(engine, version, fill)
+            swap_together(engine, swap, fill)
             result.set_result(None)
         except WeightMismatchError as error:  # raised to the caller of `swap`; the next version may succeed
             result.set_exception(error)
@@ -198,21 +236,26 @@ def apply_changes(engine: Engine, turn: Turn) -> None:
                 engine.abort(tickets)
             case Restart():
                 engine.restart()
+            case Drop(adapters):
+                engine.drop_adapters(adapters)
             case request:
                 engine.add(request)
     if engine.num_running != turn.num_running:
         raise DivergedError(f"{engine.num_running} requests are running on this rank, {turn.num_running} on rank 0")
 
 
-def swap_together(engine: Engine, version: int, fill: Fill) -> None:
-    """Update the weights on all ranks. Every rank must call this between the same two steps.
+def swap_together(engine: Engine, swap: Swap, fill: Fill) -> None:
+    """Update the policy or hold an adapter on all ranks. Every rank must call this between the same two steps.
 
     Raises:
-        WeightMismatchError: A rank failed. All ranks refuse requests until a swap succeeds.
+        WeightMismatchError: A rank failed. All ranks refuse requests until a swap succeeds, or do not hold the adapter.
     """
     failure: Exception | None = None
     try:
-        engine.update_weights(version, fill)
+        if swap.adapter is None:
+            engine.update_weights(swap.version, fill)
+        else:
+            engine.hold_adapter(swap.adapter, swap.version, fill)
     except Exception as error:  # whatever the error, the other ranks must not continue without this one
         failure = error
     failures = gather_objects(None if failure is None else str(failure))
@@ -220,7 +263,10 @@ def swap_together(engine: Engine, version: int, fill: Fill) -> None:
         raise WeightMismatchError(str(failure)) from failure
     if any(failures):
         summary = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(failures) if text)
-        engine.invalidate(summary)
+        if swap.adapter is None:
+            engine.invalidate(summary)
+        else:
+            engine.drop_adapters([swap.adapter])
         raise WeightMismatchError(summary)
 
 

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from titanrl.models.directory import open_model
-from titanrl.weights.records import Commit, WeightManifest, base_run
+from titanrl.weights.records import Commit, HeldAdapter, WeightManifest, WeightMismatchError, adapters_run, base_run
 from titanrl.weights.transfer import FetchedWeights, Targets, WeightReader
 
 if TYPE_CHECKING:
     from titanrl.generator.actor import GeneratorSetup
-    from titanrl.generator.adapters import Adapters
-    from titanrl.generator.engine import Fill
+    from titanrl.generator.engine import Engine, Fill
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,6 @@ class Puller:
         self._base_reader = WeightReader(base_run(source.run), source.store, source.verify, f"{source.name}-base")
         self._base: Sequence[WeightManifest] = ()
         self._targets: Targets = {}
-        self._adapters: Adapters | None = None
 
     async def fetch(self, commit: Commit) -> "Fill":
         """Make a version accessible; return the function that writes it into the model, to be called between two steps.
@@ -49,6 +47,8 @@ class Puller:
         Raises:
             WeightMismatchError: As in `WeightReader.fetch`.
         """
+        from titanrl.generator.adapters import POLICY
+
         lora, base = self._setup.lora, commit.base
         if lora is None:
             fetched = _Fetched(await self._reader.fetch(commit), None)
@@ -56,13 +56,19 @@ class Puller:
             needed = None if base == self._base else await self._base_reader.fetch(Commit(base[0].version, base))
             fetched = _Fetched(needed, await self._reader.fetch(commit))
 
-        def fill(model: nn.Module) -> bool:
+        def fill(engine: "Engine") -> bool:
             if fetched.base is not None:
+                if engine.held:
+                    raise WeightMismatchError(
+                        f"the base changed while {len(engine.held)} adapters on it are held. Release their sampling clients "
+                        "before loading a state with another base."
+                    )
                 self._base = ()
-                fetched.base.copy_into(self._weight_targets(model))
+                fetched.base.copy_into(self._weight_targets(engine.model))
                 self._base = base
             if fetched.adapter is not None:
-                self._fill_adapter(model, fetched.adapter)
+                assert lora is not None
+                fill_adapter(engine, POLICY, lora.alpha / lora.rank, fetched.adapter)
             return fetched.base is None
 
         return fill
@@ -75,16 +81,6 @@ class Puller:
         """Stop receiving. The puller must not be used afterwards."""
         self._reader.close()
         self._base_reader.close()
-
-    def _fill_adapter(self, model: nn.Module, fetched: FetchedWeights) -> None:
-        from titanrl.generator.adapters import POLICY, Adapters
-
-        lora = self._setup.lora
-        assert lora is not None
-        if self._adapters is None:
-            self._adapters = Adapters(model, open_model(self._setup.model_dir, self._setup.family))
-        fetched.copy_into(self._adapters.tensors(POLICY, fetched.layouts))
-        self._adapters.use(POLICY, lora.alpha / lora.rank)
 
     def _weight_targets(self, model: nn.Module) -> Targets:
         """Map the trainer's names to the model's tensors. The mapping is cached, so that the reader can reuse its copy plan."""
@@ -99,3 +95,37 @@ class Puller:
                 source = open_model(self._setup.model_dir, self._setup.family)
                 self._targets = native.weight_targets(model, source, self._rank, self._setup.config.tp)
         return self._targets
+
+
+class HeldPuller:
+    """Reader of adapters that an engine holds beside the policy's."""
+
+    def __init__(self, setup: "GeneratorSetup") -> None:
+        """Prepare to read from the setup's source."""
+        source = setup.source
+        assert source is not None, "a frozen model holds no adapters"
+        self._reader = WeightReader(adapters_run(source.run), source.store, source.verify, f"{source.name}-adapters")
+
+    async def fetch(self, held: HeldAdapter) -> "Fill":
+        """Make an adapter accessible; return the function that writes it into the engine, to be called between two steps.
+
+        Raises:
+            WeightMismatchError: As in `WeightReader.fetch`.
+        """
+        fetched = await self._reader.fetch(held.commit)
+        return lambda engine: fill_adapter(engine, held.number, held.scale, fetched)
+
+    def close(self) -> None:
+        """Stop receiving. The puller must not be used afterwards."""
+        self._reader.close()
+
+
+def fill_adapter(engine: "Engine", adapter: int, scale: float, fetched: FetchedWeights) -> None:
+    """Write an adapter into an engine, which drops it if that fails."""
+    assert engine.adapters is not None
+    try:
+        fetched.copy_into(engine.adapters.tensors(adapter, fetched.layouts))
+    except BaseException:  # whatever the error, the tensors may hold a mixture
+        engine.adapters.drop(adapter)
+        raise
+    engine.adapters.use(adapter, scale)

@@ -419,6 +419,7 @@ def generator_setup(
         source=source,
         family=family,
         lora=config.trainer.lora if source is not None and config.publishes_adapters else None,
+        num_held=config.weights.held_adapters if source is not None else 0,
     )
 
 

@@ -11,7 +11,7 @@ from titanrl.config.sections import TimeoutsConfig
 from titanrl.launch.parts import Part, SharedContext, ask_each, start_request
 from titanrl.launch.supervision import PartDiedError
 from titanrl.processes.actors import ask_actor, ask_ranks
-from titanrl.weights.records import Commit
+from titanrl.weights.records import Commit, HeldAdapter
 
 if TYPE_CHECKING:
     from titanrl.weights.store import WeightSource
@@ -51,6 +51,7 @@ class GeneratorMeshes:
         self._pulled = [-1] * len(self.parts)
         self._newest = -1  # version that a replica needs before it may serve
         self._serving: set[int] = set()
+        self._held: dict[int, HeldAdapter] = {}
 
     @property
     def actors(self) -> tuple[Any, ...]:
@@ -88,6 +89,12 @@ class GeneratorMeshes:
             await self.catch_up(replica)
             if not part.is_started:
                 raise PartDiedError(f"{part.role} died while pulling the newest weights")
+        given = set[int]()
+        while missing := self._held.keys() - given:  # more may be held during these requests
+            for number in sorted(missing):
+                if (held := self._held.get(number)) is not None:
+                    await self._give(part, held)
+            given |= missing
         self._serving.add(replica)
         await self._notify(replica, part.actors.leader)
 
@@ -98,6 +105,7 @@ class GeneratorMeshes:
             source: source of the weights from now on.
         """
         self._newest, self._pulled = -1, [-1] * len(self.parts)
+        self._held.clear()
         survive = await asyncio.gather(*(part.survives() for part in self.parts))
         alive = [part for part, survives in zip(self.parts, survive, strict=True) if survives]
         # The replacement of a part that dies now starts with the new source.
@@ -137,6 +145,25 @@ class GeneratorMeshes:
                 self._pulled[replica] = commit.version
                 return received
         return 0
+
+    async def hold_adapter(self, held: HeldAdapter) -> None:
+        """Hold an adapter on all replicas beside the policy's, also on replacements, until it is dropped."""
+        self._held[held.number] = held
+        try:
+            await self._each("hold_adapter", lambda replica: ask_ranks(replica.mesh.hold_adapter, held), self.timeouts.sync_s)
+        except BaseException:  # including cancellation: no replacement may need it
+            del self._held[held.number]
+            raise
+
+    async def drop_adapter(self, number: int) -> None:
+        """Forget a held adapter, whose requests have finished."""
+        del self._held[number]
+        await self._each("drop_adapter", lambda replica: ask_actor(replica.leader.drop_adapter, number), self.timeouts.sync_s)
+
+    async def _give(self, part: Part, held: HeldAdapter) -> None:
+        """Hold an adapter on one replica."""
+        limit_s = self.timeouts.sync_s
+        await part.ask(f"{part.role}.hold_adapter", lambda replica: ask_ranks(replica.mesh.hold_adapter, held), limit_s)
 
     def take_stats(self) -> "asyncio.Task[GenerationStats]":
         """Request the statistics of all replicas since the last call. A dead replica's work is not included."""

@@ -137,6 +137,8 @@ class TrainerMesh:
     drop_weights = Verb(PolicyTrainer.drop_weights, done)
     zero_grad = Verb(PolicyTrainer.zero_grad, done)
     push_weights = Verb[[int], WeightManifest, Sequence[WeightManifest]](PolicyTrainer.push_weights, per_rank, limit="sync_s")
+    push_adapter = Verb[[int], WeightManifest, Sequence[WeightManifest]](PolicyTrainer.push_adapter, per_rank, limit="sync_s")
+    forget_adapter = Verb(PolicyTrainer.forget_adapter, done, limit="sync_s")
     save_checkpoint = Verb(PolicyTrainer.save_checkpoint, done, pace=DISK)
     finish_checkpoint = Verb[[int], Digests, Digests](PolicyTrainer.finish_checkpoint, merge_digests, pace=DISK)
     load_published = Verb(PolicyTrainer.load_published, done, pace=DISK)

@@ -1,8 +1,9 @@
 """`SamplingClient`: completions and log-probabilities from the generators, with the policy version of every token."""
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -13,6 +14,7 @@ from titanrl.base.errors import TitanRLError
 from titanrl.carriers.datums import Datum, sampled_datum
 from titanrl.carriers.supports import Supports
 from titanrl.carriers.types import (
+    BASE,
     Completion,
     FinishReason,
     FloatArray,
@@ -28,11 +30,20 @@ from titanrl.launch.generators import GeneratorMeshes
 from titanrl.launch.supervision import Pace
 from titanrl.rollout.group import derive_seed
 from titanrl.rollout.pool import GeneratorPool
+from titanrl.weights.records import Commit, HeldAdapter, WeightManifest
 
 T = TypeVar("T")
 
 PromptLike = str | Sequence[int] | IntArray | Prompt
 """A prompt: text (tokenized without a chat template, after BOS if the tokenizer adds it), token ids, or a prompt of a task."""
+
+
+class ReleasedError(TitanRLError):
+    """The client was released, so the generators do not hold its adapter any more."""
+
+
+class AdapterLimitError(TitanRLError):
+    """The generators hold as many adapters as `weights.held_adapters` allows."""
 
 
 class VersionGoneError(TitanRLError):
@@ -71,6 +82,25 @@ class Sample:
         return sampled_datum(self.prompt, self.tokens, self.logprobs, advantage, weight, self.supports)
 
 
+PushAdapter = Callable[[int], Awaitable[Sequence[WeightManifest]]]
+"""Puts an adapter into the store under a number; returns the manifests of all trainer ranks."""
+FIRST_HELD = 2
+"""Lowest number of a held adapter; 0 is the base, and 1 the policy."""
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """An adapter that generators hold, or are about to hold."""
+
+    forget: Callable[[int], Awaitable[None]]
+    num_running: int = 0
+    is_released: bool = False
+    unused: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.unused.set()
+
+
 class Sampler:
     """Sends the requests of all sampling clients to the generators of one model."""
 
@@ -85,31 +115,96 @@ class Sampler:
         self._num_pinned = 0
         self._no_pinned = asyncio.Event()
         self._no_pinned.set()
+        self._held: dict[int, _Held] = {}
+        self._last_number = FIRST_HELD - 1
+
+    async def hold(self, push: PushAdapter, forget: Callable[[int], Awaitable[None]], version: int, scale: float) -> int:
+        """Let the generators hold an adapter until it is released; return its number, which requests name.
+
+        Args:
+            push: Function that puts the adapter with a number into the store.
+            forget: Function that deletes it from the store.
+            version: Policy version of its tokens.
+            scale: Factor of the product of its matrices.
+
+        Raises:
+            AdapterLimitError: The generators hold `weights.held_adapters` already.
+        """
+        limit = self.config.weights.held_adapters
+        if len(self._held) >= limit:
+            raise AdapterLimitError(
+                f"publish(keep=True): the generators hold at most {limit} adapters for clients (weights.held_adapters). "
+                "Release a client that is not needed, or raise the limit."
+            )
+        self._last_number += 1
+        number = self._last_number
+        self._held[number] = _Held(forget)  # first: adapters that are being pushed count
+        try:
+            commit = Commit(number, tuple(await push(number)))
+            held = HeldAdapter(number=number, version=version, scale=scale, commit=commit)
+            await self._generators.hold_adapter(held)
+        except BaseException:  # including cancellation
+            del self._held[number]
+            raise
+        return number
+
+    async def release(self, number: int) -> None:
+        """Refuse new requests of an adapter, wait for its running ones, and drop it. A second call has no effect."""
+        held = self._held.get(number)
+        if held is None or held.is_released:
+            return
+        held.is_released = True
+        await held.unused.wait()
+        await self._generators.drop_adapter(number)
+        await held.forget(number)
+        del self._held[number]
+
+    @contextmanager
+    def _using(self, number: int | None) -> Iterator[None]:
+        """Count the requests of an adapter, which is not dropped before they have finished."""
+        if number is None or number == BASE:
+            yield
+            return
+        held = self._held.get(number)
+        if held is None or held.is_released:
+            raise ReleasedError(f"SamplingClient: this client was released (got adapter {number}). Publish again.")
+        held.num_running += 1
+        held.unused.clear()
+        try:
+            yield
+        finally:
+            held.num_running -= 1
+            if not held.num_running:
+                held.unused.set()
 
     async def generate(
-        self, groups: Sequence[Sequence[GenerationRequest]], pinned_to: int | None, *, is_shared: bool = False
+        self,
+        groups: Sequence[Sequence[GenerationRequest]],
+        pinned_to: int | None,
+        adapter: int | None = None,
+        *,
+        is_shared: bool = False,
     ) -> list[list[Completion]]:
         """Return the completions of each group. Requests of a pinned client delay the next `publish` of the session.
 
-        With `is_shared`, others use the generators at the same time, so that the usual time of a request says nothing.
+        With `adapter`, a held adapter or the base samples, whose version never changes, and `pinned_to` has no effect. With
+        `is_shared`, others use the generators at the same time, so that the usual time of a request says nothing.
 
         Raises:
             VersionGoneError: The generators serve a newer version than `pinned_to`.
+            ReleasedError: The adapter has been released.
             DeadlineError: No reply arrived within `timeouts.step_s`.
         """
+        if adapter is not None:
+            named = [[replace(request, adapter=adapter) for request in group] for group in groups]
+            with self._using(adapter):
+                return await self._generate(named, is_shared=is_shared)
         self._check(pinned_to, self.version)
         self._num_pinned += pinned_to is not None
         if self._num_pinned:
             self._no_pinned.clear()
         try:
-            replies = asyncio.gather(*(self._pool.generate(requests) for requests in groups))
-            timeouts = self._generators.timeouts
-            num_tokens = sum(
-                len(request.token_ids) + request.sampling.max_new_tokens for requests in groups for request in requests
-            )
-            pace = Pace(kind=f"generator.generate {num_tokens.bit_length()}")  # learned per power of two
-            pace = Pace(min_s=timeouts.step_s) if is_shared else pace
-            completions = await self._generators.supervisor.ask("generator.generate", replies, timeouts.step_s, pace)
+            completions = await self._generate(groups, is_shared=is_shared)
         finally:
             self._num_pinned -= pinned_to is not None
             if not self._num_pinned:
@@ -118,6 +213,14 @@ class Sampler:
             for completion in group:
                 self._check(pinned_to, int(completion.versions.max()))
         return completions
+
+    async def _generate(self, groups: Sequence[Sequence[GenerationRequest]], *, is_shared: bool) -> list[list[Completion]]:
+        replies = asyncio.gather(*(self._pool.generate(requests) for requests in groups))
+        num_tokens = sum(len(request.token_ids) + request.sampling.max_new_tokens for group in groups for request in group)
+        timeout_s = self._generators.timeouts.step_s
+        pace = Pace(kind=f"generator.generate {num_tokens.bit_length()}")  # learned per power of two
+        pace = Pace(min_s=timeout_s) if is_shared else pace
+        return await self._generators.supervisor.ask("generator.generate", replies, timeout_s, pace)
 
     async def stream(self, request: GenerationRequest, on_tokens: OnTokens | None) -> Completion:
         """Return the completion of a request; `on_tokens` gets its tokens while they are sampled, except the last ones.
@@ -157,8 +260,8 @@ class SamplingClient:
         print(groups[0][0].text, groups[0][0].logprobs)
     """
 
-    def __init__(self, sampler: Sampler, version: int | None = None) -> None:
-        self._sampler = sampler
+    def __init__(self, sampler: Sampler, version: int | None = None, adapter: int | None = None) -> None:
+        self._sampler, self._adapter = sampler, adapter
         self.version = version
         """Policy version that samples every token; None uses the newest version at the time."""
 
@@ -246,7 +349,7 @@ class SamplingClient:
             ]
             for token_ids, group in zip(prompt_ids, seeds, strict=True)
         ]
-        completions = await self._sampler.generate(groups, self.version)
+        completions = await self._sampler.generate(groups, self.version, self._adapter)
         return [
             [
                 Sample(
@@ -272,7 +375,7 @@ class SamplingClient:
             ValueError: A prompt is empty or too long.
             VersionGoneError: The client is pinned to a version that is no longer served.
         """
-        (completions,) = await self._sampler.generate([requests], self.version, is_shared=is_shared)
+        (completions,) = await self._sampler.generate([requests], self.version, self._adapter, is_shared=is_shared)
         return completions
 
     async def compute_logprobs(self, sequences: Sequence[PromptLike]) -> list[FloatArray]:
@@ -293,10 +396,21 @@ class SamplingClient:
             [GenerationRequest(token_ids=token_ids, sampling=sampling)]
             for token_ids in self._all_token_ids("sequences", sequences)
         ]
-        completions = await self._sampler.generate(requests, self.version)
+        completions = await self._sampler.generate(requests, self.version, self._adapter)
         found = [completion.prompt_logprobs for (completion,) in completions]
         first = np.full(1, np.nan, np.float32)
         return [first if rest is None else np.concatenate([first, rest.astype(np.float32)]) for rest in found]
+
+    async def release(self) -> None:
+        """Free what the generators hold for this client, after its running requests. A second call has no effect.
+
+        Only a client from `publish(keep=True)` holds anything.
+
+        Raises:
+            DeadlineError: A generator did not reply.
+        """
+        if self._adapter is not None:
+            await self._sampler.release(self._adapter)
 
     def _all_token_ids(self, name: str, prompts: Sequence[PromptLike]) -> list[tuple[int, ...]]:
         fix = 'Use ["1 + 2 ="], also for one prompt.'

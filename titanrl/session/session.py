@@ -16,7 +16,7 @@ from titanrl.base.arguments import check_count, check_number, check_type
 from titanrl.base.errors import FaultError, TitanRLError
 from titanrl.base.plugins import Plugins, plugins_of_data
 from titanrl.carriers.rewards import Answers, Scored, scorer_failed
-from titanrl.carriers.types import AdapterSpec, EvaluationResult, Prompt
+from titanrl.carriers.types import BASE, AdapterSpec, EvaluationResult, Prompt
 from titanrl.checks.extensions import plugins_of, with_declared_traits
 from titanrl.checks.preflight import policy_notes, preflight
 from titanrl.config.device import resolve_device
@@ -287,6 +287,17 @@ class Session:
         if self._sampler is None:
             raise TitanRLError("sampling: this session has no generators. Connect with sampling=True.")
         return SamplingClient(self._sampler)
+
+    @property
+    def base(self) -> SamplingClient:
+        """Client of the model without the policy's LoRA adapter.
+
+        Raises:
+            TitanRLError: The generators do not have the model without its adapter.
+        """
+        if self._sampler is None or not self.config.publishes_adapters:
+            raise TitanRLError("base: no generator serves the model without its adapter. Set weights.lora to adapters.")
+        return SamplingClient(self._sampler, adapter=BASE)
 
     def speaker(self, *, version: int | None = None) -> Speaker:
         """Return the newest published version of the policy as a caller, for the HTTP endpoint.

@@ -68,7 +68,7 @@ def prepare_starting_model(config: Config) -> StartingModel:
         "from": initial.name if config.model.path is None else fingerprint(initial),
     }
     # The row layout changes the order of summation, so a base is reused only with the same trainer section.
-    settings["trainer"] = config.trainer.model_dump()
+    settings["trainer"] = config.trainer.model_dump(mode="json")
     return StartingModel(initial, cached("base", config.cache_dir, settings, config.seed))
 
 

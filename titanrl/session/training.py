@@ -19,7 +19,7 @@ from titanrl.carriers.datums import Datum, ForwardBackwardOutput, check_data
 from titanrl.carriers.types import AdamParams, FloatArray, OptimUpdate
 from titanrl.config.algorithm import AVERAGE
 from titanrl.launch.trainer_mesh import TrainerMesh
-from titanrl.session.sampling import Sampler, SamplingClient
+from titanrl.session.sampling import AdapterLimitError, Sampler, SamplingClient
 from titanrl.weights.sync import WeightSync
 
 if TYPE_CHECKING:
@@ -161,15 +161,22 @@ class TrainingClient:
         check_name(name)
         return self._submit(lambda: self._written(self._trainer.export_model, self._folder / "checkpoints" / name))
 
-    def publish(self) -> asyncio.Task[SamplingClient]:
+    def publish(self, *, keep: bool = False) -> asyncio.Task[SamplingClient]:
         """Send the weights to the generators; the task returns a client that samples with exactly this version.
 
         Publication waits until the running requests of clients pinned to older versions have finished. The task completes when
         all generators use the new version.
 
+        Args:
+            keep: True to return a client that stays valid after later publications, until `SamplingClient.release`. Only LoRA
+                adapters can be kept (`weights.lora: adapters`), at most `weights.held_adapters` at a time. The version that
+                `session.sampling` uses does not change.
+
         Raises:
-            TitanRLError: The session has no generators.
+            TitanRLError: The session has no generators, or cannot keep the version.
         """
+        if keep:
+            return self._submit(self._keep)
         return self._submit(self._publish, uses_trainer=False)
 
     def recover(self) -> None:
@@ -230,6 +237,8 @@ class TrainingClient:
                 raise PoisonedError(f"request cancelled: an earlier one failed ({self._failure!r}). Call zero_grad() first.")
             try:
                 return await request()
+            except AdapterLimitError:  # nothing was sent
+                raise
             except BaseException as error:  # including cancellation: the gradient may be incomplete
                 self._failure = error
                 raise
@@ -281,6 +290,19 @@ class TrainingClient:
             self._weights.publish(version, then=_nothing)
         await self._weights.ready()
         return SamplingClient(self._sampler, version)
+
+    async def _keep(self) -> SamplingClient:
+        if self._weights is None or self._sampler is None:
+            raise TitanRLError("publish: this session has no generators. Connect with sampling=True.")
+        config = self._sampler.config
+        if config.trainer.lora is None or not config.publishes_adapters:
+            raise TitanRLError(
+                "publish(keep=True): only LoRA adapters can be kept beside newer versions. Set trainer.lora, "
+                "weights.lora to adapters, and weights.held_adapters."
+            )
+        trainer, scale = self._trainer, config.trainer.lora.alpha / config.trainer.lora.rank
+        number = await self._sampler.hold(trainer.push_adapter, trainer.forget_adapter, trainer.version, scale)
+        return SamplingClient(self._sampler, trainer.version, number)
 
 
 async def _nothing() -> None:

@@ -7,7 +7,7 @@ Checkpoints hold model, optimizer, moving average, policy version and random-num
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpoint import CheckpointManager, ModelWrapper
 from torchtitan.components.optimizer.utils import init_optim_state
 
@@ -26,11 +30,22 @@ from titanrl.base.choices import FileDtype
 from titanrl.base.errors import StorageError, describe
 from titanrl.base.files import Digests, digests_of, uncommit_folder
 from titanrl.config.device import Device
-from titanrl.config.sections import TrainerConfig
+from titanrl.config.sections import LoraConfig, TrainerConfig
 from titanrl.data.tokenizer import export_stop_ids
 from titanrl.models.directory import ModelDirectory
+from titanrl.models.peft import CONFIG, ENDS, PREFIX, WEIGHTS, adapter_config
 from titanrl.trainer.learner import Learner
-from titanrl.trainer.model import MARKS, PolicyModel, build_model, checkpoint_state, torch_dtype, unwritten
+from titanrl.trainer.model import (
+    MARKS,
+    PolicyModel,
+    adapters_of,
+    build_model,
+    checkpoint_state,
+    local_block,
+    torch_dtype,
+    unwritten,
+)
+from titanrl.weights.layout import local_part
 
 AVERAGE_KEY = "average"
 """Prefix of the names of the moving averages in a checkpoint."""
@@ -123,6 +138,8 @@ def load_model(source: ModelDirectory, config: TrainerConfig, device: Device, *,
     """
     model = build_model(source, config, device, seed=seed, random_weights=False)
     load_hf(model, source)
+    if config.lora is not None and config.lora.path is not None:
+        load_adapter(model, config.lora.path)
     return model
 
 
@@ -150,8 +167,59 @@ def load_hf(model: PolicyModel, source: ModelDirectory) -> None:
         )
 
 
-def export_hf(model: PolicyModel, model_dir: Path, target: Path, dtype: FileDtype) -> None:
+def peft_names(model: PolicyModel) -> dict[str, str]:
+    """Return peft's name of each tensor of the adapters by torchtitan's name.
+
+    Raises:
+        ValueError: The family stores a weight in another form than torchtitan computes with, so its adapter has no such name.
+    """
+    state = model.module.state_dict()
+    names = {}
+    for name in adapters_of(state):
+        end = next(end for end in ENDS if name.endswith(end))
+        weight = name.removesuffix(end) + ".weight"
+        ((theirs, value),) = model.adapter.to_hf({weight: state[weight]}).items()
+        if value is not state[weight]:
+            raise ValueError(f"{weight}: has another form in {theirs}, so its adapter cannot be written for peft")
+        names[name] = PREFIX + theirs.removesuffix(".weight") + ENDS[end]
+    return names
+
+
+@torch.no_grad()
+def load_adapter(model: PolicyModel, folder: Path) -> None:
+    """Load the adapters from a directory in the format of peft.
+
+    Raises:
+        ValueError: Its tensors are not those of the model's adapters.
+    """
+    model.reshard()
+    state, names = adapters_of(model.module.state_dict()), peft_names(model)
+    with storage_errors("load the adapter", folder), safe_open(folder / WEIGHTS, framework="pt") as file:
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        wanted = {names[name]: tuple(value.shape) for name, value in state.items()}
+        if odd := sorted(name for name in shapes.keys() | wanted.keys() if shapes.get(name) != wanted.get(name)):
+            raise ValueError(
+                f"trainer.lora.path: {len(odd)} tensors do not fit, such as {odd[0]}: the model needs {wanted.get(odd[0])}, "
+                f"the file has {shapes.get(odd[0])} (got {folder}). Give an adapter of this model with trainer.lora.targets."
+            )
+        for name, value in state.items():
+            local_part(value).copy_(file.get_tensor(names[name])[local_block(value)])
+
+
+def export_adapter(tensors: Mapping[str, Tensor], lora: LoraConfig, base: Path | None, target: Path) -> None:
+    """Write full adapter tensors, by peft's names, as a directory in the format of peft. `base` is the model's directory."""
+    target.mkdir()
+    modules = {name.split(".")[-3] for name in tensors}
+    config = json.dumps(adapter_config(lora, sorted(modules), base), indent=2)
+    (target / CONFIG).write_text(config + "\n", encoding="utf-8")
+    save_file(dict(tensors), target / WEIGHTS, metadata={"format": "pt"})
+
+
+def export_hf(model: PolicyModel, model_dir: Path, target: Path, dtype: FileDtype, *, is_base: bool = True) -> None:
     """Export the policy as a Hugging Face directory: safetensors with merged adapters, config.json, and the files of `COPIED`.
+
+    With LoRA, the subfolder `adapter` has the adapters by themselves, in the format of peft. They name `model_dir` as their
+    base, unless `is_base` is False because weights with another base were loaded.
 
     `model_dir` is the directory of the base, whose config.json and tokenizer the export gets. `generation_config.json` names
     the token that ends a turn, so that other programs stop where the policy does. `target` appears only when it is complete.
@@ -177,6 +245,12 @@ def export_hf(model: PolicyModel, model_dir: Path, target: Path, dtype: FileDtyp
         text = json.dumps(kept | {"dtype": dtype}, indent=2, ensure_ascii=False)
         (partial / "config.json").write_text(text + "\n", encoding="utf-8")
         export_stop_ids(partial)
+        if model.lora is not None:
+            if not is_base:
+                logger.warning(
+                    "export: the adapter names no base, because weights on another base than %s were loaded", model_dir
+                )
+            export_adapter(adapters, model.lora, model_dir if is_base else None, partial / "adapter")
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
 
@@ -185,6 +259,10 @@ def export_hf(model: PolicyModel, model_dir: Path, target: Path, dtype: FileDtyp
         writer = HuggingFaceStorageWriter(path=str(partial), save_distributed=True, enable_consolidation=True)
         weights = {name: value.to(torch_dtype(dtype)) for name, value in model.adapter.to_hf(model.weights()).items()}
         dcp.save(weights, storage_writer=writer)
+        if model.lora is not None:
+            names, state = peft_names(model), adapters_of(model.module.state_dict())
+            full = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
+            adapters = {names[name]: value.to(torch_dtype(dtype)).cpu().contiguous() for name, value in full.items()}
     on_first_rank(what, target, complete)
 
 

@@ -78,8 +78,9 @@ class Learner:
         self._state = LiveState(model.module)
         self._publishes_adapters = publishes_adapters
         self.base_version = 0
-        """Number of times that weights were loaded since the start, which may have changed the base of the adapters."""
+        """Number of times that loaded weights changed the base of the adapters."""
         self._merged: dict[str, Tensor] | None = None if model.lora is None or publishes_adapters else {}
+        self._base_sums = self._sums_of_base() if model.lora is not None else []
         self._begin()
         self.weights_changed()
 
@@ -276,8 +277,19 @@ class Learner:
 
     def weights_loaded(self) -> None:
         """Count a change of the base, and update what is computed from the weights. This is a collective."""
-        self.base_version += 1
+        if self.model.lora is not None:
+            before, self._base_sums = self._base_sums, self._sums_of_base()
+            has_changed = torch.tensor(before != self._base_sums, dtype=torch.int32, device=self.model.device)
+            if torch.distributed.is_initialized():
+                torch.distributed.all_reduce(has_changed, torch.distributed.ReduceOp.MAX)
+            self.base_version += int(has_changed)
         self.weights_changed()
+
+    def _sums_of_base(self) -> list[int]:
+        """Return the sum of the bit patterns of this rank's shard of each tensor of the base."""
+        kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+        shards = [local_part(value) for value in self.base().values()]
+        return [int(shard.contiguous().view(kinds[shard.element_size()]).sum()) for shard in shards]
 
     def weights_changed(self, *, trained_only: bool = False) -> None:
         """Update what is computed from the weights. Call this after any change of them. This is a collective.

@@ -1,6 +1,7 @@
 """Actor of one trainer rank: fetches the planned rollouts, runs the `Learner` and returns metrics."""
 
 import asyncio
+import contextlib
 import functools
 import os
 import time
@@ -24,7 +25,7 @@ from titanrl.config.device import Device
 from titanrl.config.sections import FaultsConfig, TrainerConfig
 from titanrl.processes.actors import Actor, concurrent_endpoint, current_rank, endpoint
 from titanrl.replay.shards import SHARDS
-from titanrl.weights.records import WeightManifest, base_run
+from titanrl.weights.records import WeightManifest, adapters_run, base_run, rank_key
 
 if TYPE_CHECKING:
     from titanrl.base.choices import FileDtype, TransportName, Verify
@@ -147,6 +148,7 @@ class PolicyTrainer(Actor):
             from titanrl.weights.transfer import WeightPublisher
 
             setup, rank = self._setup, current_rank().rank
+            self._rank = rank
             torch.manual_seed(setup.seed)
             source = open_model(model_dir, setup.family)
             model = load_model(source, setup.config, setup.device, seed=setup.seed)
@@ -341,6 +343,25 @@ class PolicyTrainer(Actor):
                     self._base = await self._base_publisher.publish(own.base_version, own.base(), own.buffer_names)
                 return replace(manifest, base=self._base)
 
+    @concurrent_endpoint
+    async def push_adapter(self, number: int) -> WeightManifest:
+        """Put this rank's shards of the adapter into the store, where they stay until `forget_adapter`."""
+        from titanrl.trainer.model import torch_dtype
+        from titanrl.weights.transfer import WeightPublisher
+
+        setup = self._setup
+        assert setup.publishes_adapters, "push_adapter: adapters are merged"
+        dtype, where = torch_dtype(setup.generator_dtype), adapters_run(setup.run)
+        publisher = WeightPublisher(where, self._rank, setup.store, dtype, ("store",), setup.verify, num_arenas=1)
+        async with self._weights_lock:
+            with span("push adapter", version=number), contextlib.closing(publisher):
+                return await publisher.publish(number, self._learner.weights(), self._learner.buffer_names)
+
+    @concurrent_endpoint
+    async def forget_adapter(self, number: int) -> None:
+        """Delete this rank's shards of an adapter from the store."""
+        await self._setup.store.delete(rank_key(adapters_run(self._setup.run), number, self._rank))
+
     @endpoint
     @collective
     async def start_over(self) -> None:
@@ -412,7 +433,8 @@ class PolicyTrainer(Actor):
             learner = self._adapters.use(model)
             agree(lambda: self.progress(learner))
             learner.require_settled("export_model")
-            export_hf(learner.model, self._model_dir, target, dtype or self._setup.export_dtype)
+            dtype = dtype or self._setup.export_dtype
+            export_hf(learner.model, self._model_dir, target, dtype, is_base=not self._adapters.own.base_version)
 
     # Further models, which share the base
 

@@ -192,6 +192,20 @@ class Commit:
         return tuple(manifest.base for manifest in self.manifests if manifest.base is not None)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldAdapter:
+    """A LoRA adapter that generators hold beside the policy's until it is dropped. Its bytes are in the store."""
+
+    number: int
+    """Number that requests name; above that of the policy's adapter."""
+    version: int
+    """Policy version of its tokens."""
+    scale: float
+    """Factor of the product of its matrices."""
+    commit: Commit
+    """Its bytes on all trainer ranks, as version `number`."""
+
+
 def _unpickled(version: int, manifests: bytes) -> Commit:
     return Commit(version, pickle.loads(manifests))
 
@@ -204,6 +218,11 @@ def rank_key(run: str, version: int, rank: int) -> str:
 def base_run(run: str) -> str:
     """Return the prefix of the store's keys of the base, beside those of the adapters."""
     return f"{run}/base"
+
+
+def adapters_run(run: str) -> str:
+    """Return the prefix of the store's keys of the adapters that generators hold beside the policy's."""
+    return f"{run}/adapters"
 
 
 def layout_key(run: str, layout_id: str) -> str:

@@ -138,6 +138,11 @@ class WeightPublisher:
             handles=tuple([await transport.offer(version, arena) for transport in self._transports]),
         )
 
+    def close(self) -> None:
+        """Release the arenas. The publisher must not be used afterwards."""
+        for arena in self._arenas:
+            arena.close()
+
     def _allocate(self, num_bytes: int, state: Mapping[str, torch.Tensor]) -> None:
         """Allocate the memory of one publication, pinned for copies from the device of the state."""
         arena = Arena(num_bytes)
