@@ -47,7 +47,7 @@ COMPARED_BYTES = 16 << 20
 """Bytes compared at a time."""
 MERGE_ADAPTER = (
     "merge the adapter into its base model with `merge_and_unload()` of the package peft, save the result with "
-    "`save_pretrained`, and give that directory"
+    "`save_pretrained`, and give that directory, or give the base model and set trainer.lora.path to the adapter"
 )
 CONVERT = "import sys, transformers as t; t.AutoModelForCausalLM.from_pretrained(sys.argv[1]).save_pretrained(sys.argv[1])"
 """Program that writes `model.safetensors` into a directory whose weights are pickles."""
