@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from safetensors.numpy import load_file
 
 from tests.e2e.conftest import SMALL, Finished, Start
 from titanrl import AdamParams, connect, supervised_datum
@@ -32,6 +33,10 @@ def sampled(run: Finished) -> tuple[list[int], list[float]]:
     return ids, logprobs
 
 
+def weights(folder: Path) -> dict[str, Any]:
+    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
 def test_adapters_give_the_curve_of_merged_weights_through_death_and_resume(plain_run: Finished, start_run: Start) -> None:
     merged = start_run("merged", *plain_run.as_start, *LORA).finish()
     assert merged.code == 0, merged.output
@@ -50,8 +55,11 @@ def test_adapters_give_the_curve_of_merged_weights_through_death_and_resume(plai
     np.testing.assert_allclose(logprobs, expected, atol=1e-5)
     sizes = [row["sync/bytes"] for row in found.steps if "sync/bytes" in row]
     assert min(sizes) < 0.2 * max(row["sync/bytes"] for row in merged.steps if "sync/bytes" in row)
-    exports = [(run.run_dir / "checkpoints/final/model.safetensors") for run in (found, merged)]
-    assert all(path.is_file() for path in exports)
+    ours, theirs = (weights(run.run_dir / "checkpoints/final") for run in (found, merged))
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        np.testing.assert_allclose(value, theirs[name], atol=1e-5)
+    assert (found.run_dir / "checkpoints/final/adapter/adapter_config.json").is_file()
 
 
 @pytest.mark.parametrize("tp", [1, 2])
