@@ -18,7 +18,7 @@ CEILINGS = {
     "rooms": 27,
     "arrows": 178,
     "floors": 13,
-    "modules reached by the loop": 115,
+    "modules reached by the loop": 116,
     "functions with one mention": 0.375,
 }
 """Largest figures of `tests.size`. Lower them with the code. A change that needs a higher one says why in its message."""

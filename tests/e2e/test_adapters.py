@@ -15,6 +15,7 @@ from titanrl import AdamParams, connect, supervised_datum
 from titanrl.config import load_config
 from titanrl.metrics.reading import open_run
 from titanrl.session.sampling import AdapterLimitError, ReleasedError, SamplingClient
+from titanrl.session.session import Session
 
 LORA = ("trainer.lora={rank: 4, alpha: 8}", "generator.model_impl=native", "algorithm.learning_rate=3e-3")
 
@@ -73,12 +74,32 @@ def test_adapters_with_sharded_trainer_and_generators(tp: int, plain_run: Finish
 
 def test_kept_sampler_gives_identical_tokens_after_saves_and_a_replaced_generator(plain_run: Finished, tmp_path: Path) -> None:
     places = ("name=kept", f"output_dir={tmp_path}", *plain_run.as_start, "logging.console=off")
-    config = load_config("configs/quickstart.yaml", [*SMALL, *places, *LORA, "weights={lora: adapters, held_adapters: 3}"])
+    config = load_config("configs/quickstart.yaml", [*SMALL, *places, *LORA, "weights={lora: adapters, held_adapters: 4}"])
     prompts = ["1 + 2 + 3 =", "4 + 4 + 1 ="]
 
     async def tokens(client: SamplingClient) -> list[Any]:
         groups = await client.sample(prompts, num_samples=2, max_tokens=12, temperature=1.0, seed=3)
         return [(sample.tokens.tolist(), sample.versions.tolist()) for group in groups for sample in group]
+
+    async def two_models(session: Session, old: SamplingClient, before: list[Any]) -> None:
+        """A second model with another rank and scale trains and samples beside the policy."""
+        await kept.pop().release()
+        other = await session.new_model("other", rank=2, alpha=1.0, seed=5)
+        datum = supervised_datum(session.tokenizer.encode(prompts[1]), session.tokenizer.encode("7"))
+        for _ in range(3):
+            other.forward_backward([datum], "cross_entropy")
+            await other.optim_step(AdamParams(learning_rate=5e-2))
+        client = await other.publish()
+        sampled, of_old = await asyncio.gather(client.sample(prompts, num_samples=2, max_tokens=12, seed=3), tokens(old))
+        assert of_old == before
+        data = [sample.datum() for group in sampled for sample in group]
+        computed = await other.compute_logprobs(data)
+        for sample, values in zip((sample for group in sampled for sample in group), computed, strict=True):
+            np.testing.assert_allclose(sample.logprobs, values[-len(sample.tokens) :], atol=1e-4)
+        await client.release()
+        await other.free()
+
+    kept: list[SamplingClient] = []
 
     async def scenario() -> None:
         async with connect(config) as session:
@@ -92,14 +113,13 @@ def test_kept_sampler_gives_identical_tokens_after_saves_and_a_replaced_generato
             old = await session.training.publish(keep=True)
             before, base = await tokens(old), await tokens(session.base)
             assert {version for _, versions in before for version in versions} == {1}
-            kept = []
-            for _ in range(2):
+            for _ in range(3):
                 await step()
                 kept.append(await session.training.publish(keep=True))
             await step()
             await session.training.publish()
             newest = await tokens(session.sampling)
-            assert {version for _, versions in newest for version in versions} == {4}
+            assert {version for _, versions in newest for version in versions} == {5}
             assert await tokens(old) == before
             assert newest != before
             with pytest.raises(AdapterLimitError, match="held_adapters"):
@@ -109,6 +129,7 @@ def test_kept_sampler_gives_identical_tokens_after_saves_and_a_replaced_generato
             assert await tokens(old) == before, "the replacement holds the adapter"
             assert await tokens(session.base) == base
             expected = await tokens(kept[0])
+            await two_models(session, old, before)
             await old.release()
             await old.release()
             with pytest.raises(ReleasedError):
@@ -116,6 +137,6 @@ def test_kept_sampler_gives_identical_tokens_after_saves_and_a_replaced_generato
             await step()
             again = await session.training.publish(keep=True)
             assert await tokens(kept[0]) == expected
-            assert {version for _, versions in await tokens(again) for version in versions} == {5}
+            assert {version for _, versions in await tokens(again) for version in versions} == {6}
 
     asyncio.run(scenario())

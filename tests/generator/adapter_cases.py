@@ -99,7 +99,7 @@ async def main(folder: Path, file: Path) -> None:
     async def publish(version: int, base: int = 0) -> None:
         found = adapter(states["base"], version, LORA)
         save_merged(folder / ("base", "other")[base], found, LORA, folder / f"merged-{version}")
-        manifest = replace(await publisher.publish(version, found), base=manifests[base])
+        manifest = replace(await publisher.publish(version, found), base=manifests[base], scale=2.0)
         fill = await puller.fetch(Commit(version, (manifest,)))
 
         def filled(engine: Any) -> bool:
@@ -125,9 +125,10 @@ async def main(folder: Path, file: Path) -> None:
         found = adapter(states["base"], 100 + number, lora)
         save_merged(folder / "base", found, lora, folder / f"held-{number}")
         one = WeightPublisher(adapters_run("run"), 0, store, torch.float32, ["store"], num_arenas=1)
-        commit = Commit(number, (await one.publish(number, found),))
+        manifest = replace(await one.publish(number, found), scale=lora.alpha / lora.rank)
         one.close()
-        fill = await held_puller.fetch(HeldAdapter(number=number, version=7, scale=lora.alpha / lora.rank, commit=commit))
+        held = HeldAdapter(number=number, version=7, commit=Commit(number, (manifest,)))
+        fill = await held_puller.fetch(held)
         engine.hold_adapter(number, 7, fill)
 
     def named(count: int, adapters: Sequence[int | None]) -> list[GenerationRequest]:

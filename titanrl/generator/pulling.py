@@ -49,8 +49,8 @@ class Puller:
         """
         from titanrl.generator.adapters import POLICY
 
-        lora, base = self._setup.lora, commit.base
-        if lora is None:
+        base = commit.base
+        if self._setup.lora is None:
             fetched = _Fetched(await self._reader.fetch(commit), None)
         else:
             needed = None if base == self._base else await self._base_reader.fetch(Commit(base[0].version, base))
@@ -67,8 +67,7 @@ class Puller:
                 fetched.base.copy_into(self._weight_targets(engine.model))
                 self._base = base
             if fetched.adapter is not None:
-                assert lora is not None
-                fill_adapter(engine, POLICY, lora.alpha / lora.rank, fetched.adapter)
+                fill_adapter(engine, POLICY, fetched.adapter)
             return fetched.base is None
 
         return fill
@@ -113,14 +112,14 @@ class HeldPuller:
             WeightMismatchError: As in `WeightReader.fetch`.
         """
         fetched = await self._reader.fetch(held.commit)
-        return lambda engine: fill_adapter(engine, held.number, held.scale, fetched)
+        return lambda engine: fill_adapter(engine, held.number, fetched)
 
     def close(self) -> None:
         """Stop receiving. The puller must not be used afterwards."""
         self._reader.close()
 
 
-def fill_adapter(engine: "Engine", adapter: int, scale: float, fetched: FetchedWeights) -> None:
+def fill_adapter(engine: "Engine", adapter: int, fetched: FetchedWeights) -> None:
     """Write an adapter into an engine, which drops it if that fails."""
     assert engine.adapters is not None
     try:
@@ -128,4 +127,4 @@ def fill_adapter(engine: "Engine", adapter: int, scale: float, fetched: FetchedW
     except BaseException:  # whatever the error, the tensors may hold a mixture
         engine.adapters.drop(adapter)
         raise
-    engine.adapters.use(adapter, scale)
+    engine.adapters.use(adapter, fetched.commit.scale)

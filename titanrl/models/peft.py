@@ -34,14 +34,14 @@ UNSUPPORTED = (
 """Options of peft that must be off or empty, because the trainer's adapters have nothing that corresponds to them."""
 
 
-def adapter_config(lora: LoraConfig, modules: Sequence[str], base: Path | None) -> dict[str, Any]:
+def adapter_config(lora: LoraConfig, alpha: float, modules: Sequence[str], base: Path | None) -> dict[str, Any]:
     """Return the contents of `adapter_config.json` for adapters of these modules of transformers, such as `q_proj`."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": None if base is None else str(base),
         "r": lora.rank,
-        "lora_alpha": lora.alpha,
+        "lora_alpha": alpha,
         "lora_dropout": 0.0,
         "bias": "none",
         "target_modules": sorted(modules),

@@ -118,14 +118,13 @@ class Sampler:
         self._held: dict[int, _Held] = {}
         self._last_number = FIRST_HELD - 1
 
-    async def hold(self, push: PushAdapter, forget: Callable[[int], Awaitable[None]], version: int, scale: float) -> int:
+    async def hold(self, push: PushAdapter, forget: Callable[[int], Awaitable[None]], version: int) -> int:
         """Let the generators hold an adapter until it is released; return its number, which requests name.
 
         Args:
             push: Function that puts the adapter with a number into the store.
             forget: Function that deletes it from the store.
             version: Policy version of its tokens.
-            scale: Factor of the product of its matrices.
 
         Raises:
             AdapterLimitError: The generators hold `weights.held_adapters` already.
@@ -141,7 +140,7 @@ class Sampler:
         self._held[number] = _Held(forget)  # first: adapters that are being pushed count
         try:
             commit = Commit(number, tuple(await push(number)))
-            held = HeldAdapter(number=number, version=version, scale=scale, commit=commit)
+            held = HeldAdapter(number=number, version=version, commit=commit)
             await self._generators.hold_adapter(held)
         except BaseException:  # including cancellation
             del self._held[number]

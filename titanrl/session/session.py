@@ -275,7 +275,7 @@ class Session:
         if not (train_attn or train_mlp):
             raise ValueError("train_attn, train_mlp: nothing to train (got False and False). Set one of them to True.")
         spec = AdapterSpec(rank=rank, alpha=float(alpha), seed=seed, train_attn=bool(train_attn), train_mlp=bool(train_mlp))
-        return TrainingClient(await self.trainer.new_model(name, spec), self.run_dir / "models" / name)
+        return TrainingClient(await self.trainer.new_model(name, spec), self.run_dir / "models" / name, sampler=self._sampler)
 
     @property
     def sampling(self) -> SamplingClient:

@@ -170,12 +170,12 @@ class TrainingClient:
         Args:
             keep: True to return a client that stays valid after later publications, until `SamplingClient.release`. Only LoRA
                 adapters can be kept (`weights.lora: adapters`), at most `weights.held_adapters` at a time. The version that
-                `session.sampling` uses does not change.
+                `session.sampling` uses does not change. Publications of a model of `Session.new_model` are always kept.
 
         Raises:
             TitanRLError: The session has no generators, or cannot keep the version.
         """
-        if keep:
+        if keep or self._trainer.model is not None:
             return self._submit(self._keep)
         return self._submit(self._publish, uses_trainer=False)
 
@@ -276,11 +276,6 @@ class TrainingClient:
             raise TitanRLError(f"model: it has been freed (got {self._trainer.model!r}). Create another with new_model.")
 
     async def _publish(self) -> SamplingClient:
-        if self._trainer.model is not None:
-            raise TitanRLError(
-                f"publish: generators serve only the session's own policy (got model {self._trainer.model!r}). "
-                "Use export, or train with session.training."
-            )
         if self._weights is None or self._sampler is None:
             raise TitanRLError("publish: this session has no generators. Connect with sampling=True.")
         version = self._trainer.version
@@ -292,16 +287,16 @@ class TrainingClient:
         return SamplingClient(self._sampler, version)
 
     async def _keep(self) -> SamplingClient:
-        if self._weights is None or self._sampler is None:
+        if self._sampler is None:
             raise TitanRLError("publish: this session has no generators. Connect with sampling=True.")
         config = self._sampler.config
-        if config.trainer.lora is None or not config.publishes_adapters:
+        if not config.publishes_adapters:
             raise TitanRLError(
                 "publish(keep=True): only LoRA adapters can be kept beside newer versions. Set trainer.lora, "
                 "weights.lora to adapters, and weights.held_adapters."
             )
-        trainer, scale = self._trainer, config.trainer.lora.alpha / config.trainer.lora.rank
-        number = await self._sampler.hold(trainer.push_adapter, trainer.forget_adapter, trainer.version, scale)
+        trainer = self._trainer
+        number = await self._sampler.hold(trainer.push_adapter, trainer.forget_adapter, trainer.version)
         return SamplingClient(self._sampler, trainer.version, number)
 
 

@@ -206,11 +206,14 @@ def load_adapter(model: PolicyModel, folder: Path) -> None:
             local_part(value).copy_(file.get_tensor(names[name])[local_block(value)])
 
 
-def export_adapter(tensors: Mapping[str, Tensor], lora: LoraConfig, base: Path | None, target: Path) -> None:
-    """Write full adapter tensors, by peft's names, as a directory in the format of peft. `base` is the model's directory."""
+def export_adapter(tensors: Mapping[str, Tensor], lora: LoraConfig, scale: float, base: Path | None, target: Path) -> None:
+    """Write full adapter tensors, by peft's names, as a directory in the format of peft. `base` is the model's directory.
+
+    `scale` is the factor of their product, also if this adapter's rank is lower than the one to which its tensors are padded.
+    """
     target.mkdir()
     modules = {name.split(".")[-3] for name in tensors}
-    config = json.dumps(adapter_config(lora, sorted(modules), base), indent=2)
+    config = json.dumps(adapter_config(lora, round(scale * lora.rank, 9), sorted(modules), base), indent=2)
     (target / CONFIG).write_text(config + "\n", encoding="utf-8")
     save_file(dict(tensors), target / WEIGHTS, metadata={"format": "pt"})
 
@@ -250,7 +253,7 @@ def export_hf(model: PolicyModel, model_dir: Path, target: Path, dtype: FileDtyp
                 logger.warning(
                     "export: the adapter names no base, because weights on another base than %s were loaded", model_dir
                 )
-            export_adapter(adapters, model.lora, model_dir if is_base else None, partial / "adapter")
+            export_adapter(adapters, model.lora, model.adapter_scale, model_dir if is_base else None, partial / "adapter")
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
 

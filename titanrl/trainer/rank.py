@@ -28,6 +28,8 @@ from titanrl.replay.shards import SHARDS
 from titanrl.weights.records import WeightManifest, adapters_run, base_run, rank_key
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from titanrl.base.choices import FileDtype, TransportName, Verify
     from titanrl.trainer.agreement import Agreement, Facts
     from titanrl.trainer.collate import PackedRows
@@ -177,9 +179,11 @@ class PolicyTrainer(Actor):
             self._publisher = WeightPublisher(setup.run, rank, *publish)
             self._base_publisher = WeightPublisher(base_run(setup.run), rank, *publish, num_arenas=1)
             self._base: WeightManifest | None = None
+            self._copies: dict[str, Tensor] = {}
             # Allocate the memory for publishing now. Otherwise page faults would make the first pushes ten times slower.
             if setup.transports:
-                await self._publisher.prepare(learner.weights(), learner.buffer_names)
+                weights = self._adapter(None)[0] if setup.publishes_adapters else learner.weights()
+                await self._publisher.prepare(weights, learner.buffer_names)
                 if setup.publishes_adapters:
                     await self._base_publisher.prepare(learner.base(), learner.buffer_names)
             self._check_replicas(learner)
@@ -287,6 +291,7 @@ class PolicyTrainer(Actor):
             planned = plan_pass(learner.model, data, self._row_sizes, None, {})
             async with self._weights_lock:
                 agree(planned.facts)
+                learner = self._adapters.use(model)  # a push may have exchanged it during the wait
                 with self._computing(), learner.weights_at(at_version):
                     return run_data(learner, planned, backward=False)
 
@@ -336,16 +341,29 @@ class PolicyTrainer(Actor):
         assert version == own.version, f"push_weights({version}): the weights have version {own.version}"
         async with self._weights_lock:
             with span("push", version=version):
-                manifest = await self._publisher.publish(version, own.weights(), own.buffer_names)
                 if not self._setup.publishes_adapters:
-                    return manifest
+                    return await self._publisher.publish(version, own.weights(), own.buffer_names)
+                weights, scale = self._adapter(None)
+                manifest = await self._publisher.publish(version, weights, own.buffer_names)
                 if self._base is None or self._base.version != own.base_version:
                     self._base = await self._base_publisher.publish(own.base_version, own.base(), own.buffer_names)
-                return replace(manifest, base=self._base)
+                return replace(manifest, base=self._base, scale=scale)
+
+    def _adapter(self, model: str | None) -> "tuple[Mapping[str, Tensor], float]":
+        """Return copies of a model's adapter, and its scale. A request of another model would exchange the live tensors."""
+        from titanrl.weights.layout import local_part
+
+        learner = self._adapters.use(model)
+        for name, value in learner.weights().items():
+            if name in self._copies:
+                local_part(self._copies[name]).copy_(local_part(value.detach()))
+            else:
+                self._copies[name] = value.detach().clone()
+        return self._copies, learner.model.adapter_scale
 
     @concurrent_endpoint
-    async def push_adapter(self, number: int) -> WeightManifest:
-        """Put this rank's shards of the adapter into the store, where they stay until `forget_adapter`."""
+    async def push_adapter(self, number: int, *, model: str | None = None) -> WeightManifest:
+        """Put this rank's shards of a model's adapter into the store, where they stay until `forget_adapter`."""
         from titanrl.trainer.model import torch_dtype
         from titanrl.weights.transfer import WeightPublisher
 
@@ -354,11 +372,13 @@ class PolicyTrainer(Actor):
         dtype, where = torch_dtype(setup.generator_dtype), adapters_run(setup.run)
         publisher = WeightPublisher(where, self._rank, setup.store, dtype, ("store",), setup.verify, num_arenas=1)
         async with self._weights_lock:
+            weights, scale = self._adapter(model)
             with span("push adapter", version=number), contextlib.closing(publisher):
-                return await publisher.publish(number, self._learner.weights(), self._learner.buffer_names)
+                manifest = await publisher.publish(number, weights, self._adapters.own.buffer_names)
+        return replace(manifest, scale=scale)
 
     @concurrent_endpoint
-    async def forget_adapter(self, number: int) -> None:
+    async def forget_adapter(self, number: int, *, model: str | None = None) -> None:
         """Delete this rank's shards of an adapter from the store."""
         await self._setup.store.delete(rank_key(adapters_run(self._setup.run), number, self._rank))
 

@@ -157,6 +157,8 @@ class WeightManifest:
     """Handles of the bytes, one per transport, in order of preference."""
     base: "WeightManifest | None" = None
     """With adapters, the rank's bytes of the base, which a reader needs once; its version counts the bases. None without."""
+    scale: float = 1.0
+    """With adapters, the factor of the product of their matrices."""
 
 
 def overwritten(manifest: WeightManifest, found: int, expected: int) -> WeightMismatchError:
@@ -187,6 +189,11 @@ class Commit:
         return sum(manifest.num_bytes for manifest in self.manifests)
 
     @property
+    def scale(self) -> float:
+        """Factor of the product of an adapter's matrices, the same on all ranks."""
+        return self.manifests[0].scale
+
+    @property
     def base(self) -> tuple[WeightManifest, ...]:
         """Manifests of the base on which the version's adapters are; empty without adapters."""
         return tuple(manifest.base for manifest in self.manifests if manifest.base is not None)
@@ -200,8 +207,6 @@ class HeldAdapter:
     """Number that requests name; above that of the policy's adapter."""
     version: int
     """Policy version of its tokens."""
-    scale: float
-    """Factor of the product of its matrices."""
     commit: Commit
     """Its bytes on all trainer ranks, as version `number`."""
 
