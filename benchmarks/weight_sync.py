@@ -45,7 +45,7 @@ from titanrl.weights.transfer import WeightPublisher, WeightReader
 DTYPES = {"bf16->bf16": torch.bfloat16, "fp32->bf16": torch.float32}
 PUBLISHED = torch.bfloat16
 NUM_WARM_UPS = 3
-NUM_REPETITIONS = {"small": 25, "large": 9}
+NUM_REPETITIONS = {"small": 25, "large": 9, "adapters": 25}
 
 
 @dataclass(frozen=True, slots=True)
