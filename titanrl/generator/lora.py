@@ -1,7 +1,7 @@
 """LoRA adapters in vLLM's own models: their tensors by the trainer's names, and their products on a CPU.
 
 vLLM keeps all adapters in host memory and copies those of a batch into *slots*: rows of stacked tensors of each adapted layer.
-This module uses private parts of vLLM 0.32.0; `tests/generator/test_adapters.py` checks them.
+This module uses private parts of vLLM 0.32.0; `tests/generator/test_lora.py` checks them.
 
 vLLM 0.32.0 computes adapters on a CPU with one copy of both matrices per token. A token without an adapter gets the last slot,
 because its index is -1. `add_products` replaces these functions: it multiplies the tokens of each adapter at once.

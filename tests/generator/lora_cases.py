@@ -1,4 +1,4 @@
-"""Sample with adapters in the real engine: `python -m tests.generator.adapter_cases FOLDER FILE`."""
+"""Sample with adapters in the real engine: `python -m tests.generator.lora_cases FOLDER FILE`."""
 
 import asyncio
 import pickle
