@@ -16,7 +16,6 @@ from tests.weights.processes import MemoryStore
 from titanrl.carriers.types import Completion, GenerationRequest, SamplingParams
 from titanrl.config.device import DEVICES
 from titanrl.config.sections import GeneratorConfig, LoraConfig, RecipeConfig
-from titanrl.generator.actor import GeneratorSetup
 from titanrl.models.directory import open_model
 from titanrl.models.preparation import prepare_torchtitan
 from titanrl.models.recipe import create_model
@@ -83,16 +82,13 @@ async def main(folder: Path, file: Path) -> None:
     create_model(folder / "other", RECIPE, seed=2)
     store: Any = MemoryStore()
     config = GeneratorConfig(model_impl="native", kv_cache_bytes=2 << 20)
-    setup = GeneratorSetup(
-        model_dir=folder / "base", config=config, device=DEVICES["cpu"], max_len=MAX_LEN, stop_ids=(STOP,),
-        source=WeightSource("run", store), lora=LORA,
-    )  # fmt: skip
     states = {name: titan_names(load_file(folder / name / "model.safetensors")) for name in ("base", "other")}
     publisher = WeightPublisher("run", 0, store, torch.float32, ["arena"])
     bases = WeightPublisher(base_run("run"), 0, store, torch.float32, ["arena"], num_arenas=1)
     source = open_model(folder / "base")
     engine = Engine(source, config, DEVICES["cpu"], max_len=MAX_LEN, stop_ids=(STOP,), lora=LORA, num_held=6)
-    puller, held_puller = Puller(setup, 0), HeldPuller(setup)
+    where = WeightSource("run", store)
+    puller, held_puller = Puller(where, source, config, 0, has_adapters=True), HeldPuller(where)
     manifests = [await bases.publish(0, states["base"]), await bases.publish(1, states["other"])]
     results: dict[str, Any] = {"kept": []}
 

@@ -68,11 +68,11 @@ def test_follower_replays_rank_0_changes_between_the_same_steps(actions: list[st
 def test_rank_with_a_different_number_of_requests_stops() -> None:
     engine, (here, there) = LoggingEngine(), Pipe()
     follower = Follower(lambda: (engine, there))  # type: ignore[arg-type,return-value]
-    here.send(Turn((REQUEST, REQUEST), num_running=1, version=None))
+    here.send(Turn((REQUEST, REQUEST), num_running=1, swap=None))
     with pytest.raises(DivergedError, match="2 requests are running on this rank, 1 on rank 0"):
         follower.stopped.result(timeout=10)
     assert "step" not in engine.log
-    apply_changes(engine, Turn((Abort((0,)),), num_running=1, version=None))  # type: ignore[arg-type]
+    apply_changes(engine, Turn((Abort((0,)),), num_running=1, swap=None))  # type: ignore[arg-type]
 
 
 def test_rank_that_cannot_start_fails_all_waiters() -> None:

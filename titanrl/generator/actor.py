@@ -222,7 +222,10 @@ class Generator(Actor):
                 if self._puller is None:
                     from titanrl.generator.pulling import Puller
 
-                    self._puller = Puller(self._setup, self._rank)
+                    setup, model = self._setup, open_model(self._setup.model_dir, self._setup.family)
+                    assert setup.source is not None, "a frozen model pulls no weights"
+                    has_adapters = setup.lora is not None
+                    self._puller = Puller(setup.source, model, setup.config, self._rank, has_adapters=has_adapters)
                 puller = self._puller
                 fill, fetched = await self._fetch(commit, puller)
                 if self._follower is not None:
@@ -247,7 +250,8 @@ class Generator(Actor):
             if self._held_puller is None:
                 from titanrl.generator.pulling import HeldPuller
 
-                self._held_puller = HeldPuller(self._setup)
+                assert self._setup.source is not None, "a frozen model holds no adapters"
+                self._held_puller = HeldPuller(self._setup.source)
             fill = await self._held_puller.fetch(held)
             if self._follower is not None:
                 await asyncio.wrap_future(self._follower.swap(fill))

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from titanrl.models.directory import open_model
+from titanrl.config.sections import GeneratorConfig
+from titanrl.models.directory import ModelDirectory
 from titanrl.weights.records import Commit, HeldAdapter, WeightManifest, WeightMismatchError, adapters_run, base_run
+from titanrl.weights.store import WeightSource
 from titanrl.weights.transfer import FetchedWeights, Targets, WeightReader
 
 if TYPE_CHECKING:
-    from titanrl.generator.actor import GeneratorSetup
     from titanrl.generator.engine import Engine, Fill
 
 
@@ -31,11 +32,11 @@ class _Fetched:
 class Puller:
     """Reader of the policy's versions into the model of one generator rank. Fetch and fill one version after the other."""
 
-    def __init__(self, setup: "GeneratorSetup", rank: int) -> None:
-        """Prepare to read from the setup's source; `rank` is the tensor-parallel rank."""
-        source = setup.source
-        assert source is not None, "a frozen model pulls no weights"
-        self._setup, self._rank = setup, rank
+    def __init__(
+        self, source: WeightSource, model: ModelDirectory, config: GeneratorConfig, rank: int, *, has_adapters: bool
+    ) -> None:
+        """Prepare to read from a source; `rank` is the tensor-parallel rank."""
+        self._model, self._config, self._rank, self._has_adapters = model, config, rank, has_adapters
         self._reader = WeightReader(source.run, source.store, source.verify, source.name)
         self._base_reader = WeightReader(base_run(source.run), source.store, source.verify, f"{source.name}-base")
         self._base: Sequence[WeightManifest] = ()
@@ -50,7 +51,7 @@ class Puller:
         from titanrl.generator.lora import POLICY
 
         base = commit.base
-        if self._setup.lora is None:
+        if not self._has_adapters:
             fetched = _Fetched(await self._reader.fetch(commit), None)
         else:
             needed = None if base == self._base else await self._base_reader.fetch(Commit(base[0].version, base))
@@ -84,25 +85,22 @@ class Puller:
     def _weight_targets(self, model: nn.Module) -> Targets:
         """Map the trainer's names to the model's tensors. The mapping is cached, so that the reader can reuse its copy plan."""
         if not self._targets:
-            if self._setup.config.model_impl == "titan":
+            if self._config.model_impl == "titan":
                 from titanrl.generator import titan  # imports torchtitan, which is slow; vLLM's own model does not need it
 
                 self._targets = titan.weight_targets(model)
             else:
                 from titanrl.generator import native
 
-                source = open_model(self._setup.model_dir, self._setup.family)
-                self._targets = native.weight_targets(model, source, self._rank, self._setup.config.tp)
+                self._targets = native.weight_targets(model, self._model, self._rank, self._config.tp)
         return self._targets
 
 
 class HeldPuller:
     """Reader of adapters that an engine holds beside the policy's."""
 
-    def __init__(self, setup: "GeneratorSetup") -> None:
-        """Prepare to read from the setup's source."""
-        source = setup.source
-        assert source is not None, "a frozen model holds no adapters"
+    def __init__(self, source: WeightSource) -> None:
+        """Prepare to read from a source."""
         self._reader = WeightReader(adapters_run(source.run), source.store, source.verify, f"{source.name}-adapters")
 
     async def fetch(self, held: HeldAdapter) -> "Fill":
