@@ -253,13 +253,14 @@ def failed_pass(model_dir: Path, trainer: Plan) -> bool:
 
 def refused(model_dir: Path) -> list[str]:
     """Return the messages of models that cannot be created, and check that freeing makes room and releases memory."""
-    adapters, messages = make(model_dir, {}), []
+    adapters, messages = make(model_dir, {}), list[str]()
 
     def refuse(add: Any, *args: Any) -> None:
         with pytest.raises(ValueError, match="got") as error:
             add(*args)
         messages.append(str(error.value))
 
+    refuse(adapters.use, "a")
     adapters.add("a", SPECS["a"])
     refuse(adapters.add, "a", SPECS["a"])
     refuse(adapters.add, "wide", AdapterSpec(rank=9, alpha=1.0))

@@ -129,7 +129,7 @@ class Adapters:
         """
         if name == self.live:
             return self._held[name].learner if self._held else self.own
-        old, new = self._held[self.live], self._known(name)
+        new, old = self._known(name), self._held[self.live]
         assert old.learner.snapshots.current is None, "a snapshot replaces the live weights"
         model = self.own.model
         model.reshard()
