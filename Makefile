@@ -63,7 +63,7 @@ docs: $(DOCS) ## build the documentation site into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet $(ARGS)
 	@echo "Open site/index.html, or run $(BIN)/mkdocs serve."
 
-BENCHMARKS ?= quickstart startup weight_sync trainer_step generator controller rollouts flaky_rollouts hosts evaluations async_speedup chaos record
+BENCHMARKS ?= quickstart startup weight_sync trainer_step generator controller rollouts flaky_rollouts hosts evaluations async_speedup chaos record adapters
 
 bench: $(RUNTIME) ## run the benchmarks and write JSON to runs/bench (BENCHMARKS="quickstart" for one)
 	$(foreach name,$(BENCHMARKS),$(BIN)/python -m benchmarks.$(name) --json runs/bench/$(name).json $(ARGS) &&) true

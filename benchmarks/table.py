@@ -431,6 +431,19 @@ def serve_table(result: Mapping[str, Any]) -> str:
     return "\n".join(lines) + f"\n\n`python -m benchmarks.serve --json FILE`, {where(result['machine'])}."
 
 
+def adapters_table(result: Mapping[str, Any]) -> str:
+    """Return the table of a switch between two adapters, and the ratio of steps."""
+    lines = ["| base | adapter | switch |", "|---|---|---|"]
+    for name, case in result["cases"].items():
+        found, size = case["switch"], f"{case['adapter_bytes'] / 1e6:.1f} MB"
+        switch = f"{found['median_s'] * 1000:.1f} ms ({found['min_s'] * 1000:.1f} to {found['max_s'] * 1000:.1f})"
+        lines.append(f"| {name} | {size} | {switch} |")
+    (ratio,) = (case["step_ratio"] for case in result["cases"].values() if "step_ratio" in case)
+    pairs = "the steps of two models that take turns with each pass take"
+    steps = f"On the smaller base, {pairs} {ratio:.3f} times the CPU seconds of as many steps of one model (median of pairs)."
+    return "\n".join(lines) + f"\n\n{steps}\n\n`python -m benchmarks.adapters --json FILE`, {where(result['machine'])}."
+
+
 TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "README.md": ("peers.json", peers_table),
     "docs/comparison.md": ("peers.json", peers_details),
@@ -441,6 +454,7 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "docs/howto/placement.md": ("hosts.json", hosts_table),
     "docs/howto/serve.md": ("serve.json", serve_table),
     "docs/architecture.md": ("growth.json", growth_table),
+    "docs/trainer.md": ("adapters.json", adapters_table),
     "docs/scale.md": ("scale.json", scale_figures),
     "docs/record.md": ("record.json", record_table),
 }
