@@ -395,6 +395,7 @@ class PolicyTrainer(Actor):
         """Write a checkpoint to resume from: model, optimizer and version, and the weights of snapshot `published` if given."""
         self._record.flush()  # before the checkpoint, because a resumed run does not repeat these steps
         async with self._weights_lock:
+            self._adapters.use(None)  # a push that held the lock may have used another adapter
             self._checkpoints.save(step, published)
 
     @concurrent_endpoint
