@@ -9,7 +9,6 @@ quick start's model.
 import argparse
 import asyncio
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -26,10 +25,18 @@ from titanrl.environments import Done, Episode, Message, Observation
 from titanrl.environments.programs import ProgramTask
 from titanrl.grpo import GRPO
 
+COMMAND = """
+import json, os, sys, openai
+create, model = openai.OpenAI().chat.completions.create, os.environ["TITANRL_MODEL"]
+asked = {"role": "user", "content": json.load(sys.stdin)["question"]}
+reply = create(model=model, messages=[asked])
+create(model=model, messages=[asked, reply.choices[0].message, asked])
+"""
+"""Program of the command, which imports nothing but the client."""
 GAMES = {
     "environment": "{function: 'benchmarks.programs:Twice', max_turns: 2}",
     "function": "{program: 'benchmarks.programs:play', max_turns: 2}",
-    "command": f"{{program: [{sys.executable}, -m, benchmarks.programs, --play], max_turns: 2}}",
+    "command": json.dumps({"program": [sys.executable, "-c", COMMAND], "max_turns": 2}),
 }
 """Section `data.environment` of each form of the game."""
 SKIPPED_STEPS = 2
@@ -68,15 +75,6 @@ async def play(task: ProgramTask) -> None:
     await create(model=task.model, messages=[asked, reply.choices[0].message, asked])
 
 
-def play_as_command() -> None:
-    """Play the game as a command."""
-    create = openai.OpenAI().chat.completions.create
-    model = os.environ["TITANRL_MODEL"]
-    asked: Any = {"role": "user", "content": json.load(sys.stdin)["question"]}
-    reply: Any = create(model=model, messages=[asked])
-    create(model=model, messages=[asked, reply.choices[0].message, asked])
-
-
 def main() -> None:
     """Measure both programs, and write the JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.programs", description=__doc__.splitlines()[0])
@@ -84,14 +82,10 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=4, help="number of turns of each run")
     parser.add_argument("--steps", type=int, default=8, help="measured steps per turn")
     parser.add_argument("--only", choices=["function", "command"], help="measure only one kind of program")
-    parser.add_argument("--play", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument(
         "--set", dest="overrides", nargs="+", default=[], metavar="key.path=value", help="changes to configs/quickstart.yaml"
     )
     arguments = parser.parse_args()
-    if arguments.play:
-        play_as_command()
-        return
     with tempfile.TemporaryDirectory(prefix="titanrl-bench-") as folder:
         measured = partial(measure, Path(folder), num_steps=arguments.steps, overrides=arguments.overrides)
         seconds = dict[str, list[float]]()
