@@ -1,6 +1,7 @@
 """`titanrl serve --tinker` with the real stack and the official client: losses, resuming, sampling, and a killed server."""
 
 import asyncio
+import concurrent.futures
 import contextlib
 import re
 import signal
@@ -214,3 +215,49 @@ def test_documented_example_trains(tinker: Any, tmp_path: Path, capsys: pytest.C
     *steps, path = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in steps] == ["step 0", "step 1", "step 2"]
     assert path.endswith("/weights/three-steps")
+
+
+def test_two_users_train_and_sample_adapters_at_once(tinker: Any, model: Path, tmp_path: Path) -> None:
+    types, keys = tinker.types, tmp_path / "keys"
+    users = {KEY: 1, "tml-fedcba9876543210": 2}
+    keys.write_text("\n".join(users))
+    keys.chmod(0o600)
+    prompt, params = types.ModelInput.from_ints([10, 20, 30]), types.SamplingParams(max_tokens=8, seed=7)
+    adapters = ("trainer.lora.rank=8", "weights.held_adapters=2", "--keys", str(keys))
+    with serving(model, tmp_path / "checkpoints", "--name", NAME, *SETTINGS, *adapters) as server:
+
+        def train(key: str) -> tuple[list[float], Any, list[Any]]:
+            """Return losses, the sampler of the trained adapter, and its tokens and log-probabilities."""
+            service = tinker.ServiceClient(base_url=server.url, api_key=key)
+            client = service.create_lora_training_client(base_model=NAME, rank=4 * users[key], seed=users[key]).result()
+            losses = client_curve(tinker, client, STEPS[:3], users[key])
+            sampler = client.save_weights_and_get_sampling_client().result()
+            return losses, sampler, drawn(sampler)
+
+        def drawn(sampler: Any) -> list[Any]:
+            reply = sampler.sample(prompt, 2, params, include_prompt_logprobs=True).result()
+            return [(list(each.tokens), list(each.logprobs)) for each in reply.sequences] + [list(reply.prompt_logprobs[1:])]
+
+        alone = {key: train(key) for key in users}
+        with concurrent.futures.ThreadPoolExecutor(2) as threads:
+            together = dict(zip(users, threads.map(train, users), strict=True))
+        for key in users:
+            assert together[key][0] == alone[key][0]
+            same_draws(together[key][2], alone[key][2])
+            same_draws(drawn(alone[key][1]), alone[key][2])  # after later saves, and dropped by the generators in between
+        assert alone[KEY][0] != together["tml-fedcba9876543210"][0]
+        service = tinker.ServiceClient(base_url=server.url, api_key=KEY)
+        with pytest.raises(tinker.RequestFailedError, match="rank"):
+            service.create_lora_training_client(base_model=NAME, rank=16).result()
+        with pytest.raises(tinker.RequestFailedError, match=r"trains adapters \(got 0\)"):
+            service.create_lora_training_client(base_model=NAME, rank=0).result()
+        base = service.create_sampling_client(base_model=NAME).result()
+        assert drawn(base)[0] != alone[KEY][2][0]
+
+
+def same_draws(found: list[Any], expected: list[Any]) -> None:
+    """Check that tokens are the same, and log-probabilities nearly."""
+    assert [each[0] for each in found[:-1]] == [each[0] for each in expected[:-1]]
+    for (_, logprobs), (_, others) in zip(found[:-1], expected[:-1], strict=True):
+        np.testing.assert_allclose(logprobs, others, atol=1e-5)
+    np.testing.assert_allclose(found[-1], expected[-1], atol=1e-5)

@@ -14,6 +14,7 @@ import stat
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from ipaddress import ip_address
 from pathlib import Path
@@ -39,6 +40,8 @@ MIN_KEY_CHARS = 16
 """Shortest key in a file of keys."""
 LOCAL = ("127.0.0.1", "localhost", "::1")
 """Names of this machine."""
+ADAPTERS = ("generator.model_impl=native", "weights.lora=adapters", "weights.held_adapters=16")
+"""Overrides with which generators hold the adapters of Tinker's clients."""
 MAX_MODEL_TOKENS = 4096
 """Longest prompt and completion of a model that no run has configured, unless overridden."""
 
@@ -72,8 +75,14 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titanrl.co
             check_address(arguments.host, arguments.unix, has_keys=bool(keys))
             if arguments.tinker:
                 check_tinker(keys, arguments.keys)
-            served = find_policy(arguments.policy, arguments.step, arguments.overrides, scratch, tinker=arguments.tinker)
-            if arguments.tinker:
+            find = partial(find_policy, arguments.policy, arguments.step, scratch=scratch, tinker=arguments.tinker)
+            if not arguments.tinker:
+                served = find(arguments.overrides)
+            else:
+                try:
+                    served = find([*ADAPTERS, *arguments.overrides])
+                except ConfigError:  # it trains all weights, or generators cannot hold adapters
+                    served = find(arguments.overrides)
                 name = arguments.name or served.name
                 folder = arguments.checkpoints or Path("runs", "tinker", name.replace("/", "--"))
                 served = replace(served, name=name, checkpoints=folder.resolve())
@@ -364,7 +373,7 @@ async def serve_tinker(
     from titanrl.serving.tinker_checkpoints import Checkpoints
     from titanrl.serving.tinker_sessions import TinkerLimits
     from titanrl.session.session import connect  # imports torch
-    from titanrl.session.tinkering import SessionHost
+    from titanrl.session.tinkering import AdapterHost, SessionHost
 
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     try:
@@ -377,7 +386,8 @@ async def serve_tinker(
         async with connect(served.config, console=console) as session:
             if served.state is not None:
                 await session.training.load_state(served.state)
-            host = SessionHost(session, served.name, shares_files=not keys)
+            host_of = AdapterHost if served.config.publishes_adapters else SessionHost
+            host = host_of(session, served.name, shares_files=not keys)
             await host.start()
             app = Tinker(
                 host,

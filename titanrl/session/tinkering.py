@@ -1,12 +1,16 @@
-"""A session as the host of a Tinker endpoint: the session's own model, trained by one client at a time.
+"""A session as the host of a Tinker endpoint.
 
-All weights are trained, or the adapters that `trainer.lora` configures. Generators serve the merged weights, of which only the
-newest can be sampled.
+`AdapterHost` trains one LoRA adapter per model, many at a time, and generators hold the saved ones (`weights.lora: adapters`).
+`SessionHost` trains the session's own model, one client at a time: all weights, or adapters that are merged for the generators,
+of which only the newest can be sampled.
 """
 
 import asyncio
+import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +24,9 @@ from titanrl.serving.protocol import new_id
 from titanrl.serving.tinker_checkpoints import ModelSpec
 from titanrl.serving.tinker_sessions import FullError, Model, Sampler
 from titanrl.serving.tinker_wire import SampleRequest
-from titanrl.session.sampling import SamplingClient, VersionGoneError
+from titanrl.session.sampling import AdapterLimitError, ReleasedError, SamplingClient, VersionGoneError
 from titanrl.session.session import Session
+from titanrl.session.training import TrainingClient
 
 
 class SessionHost:
@@ -40,7 +45,7 @@ class SessionHost:
         self.vocab_size = session.model.shape.vocab_size
         self.max_tokens = session.config.max_sequence_tokens
         self._lora = session.config.trainer.lora
-        self._model: SessionModel | None = None
+        self._model: Model | None = None
         self._is_fresh = True  # the trainer has the base model, and nothing else
         self._lock = asyncio.Lock()
 
@@ -56,7 +61,7 @@ class SessionHost:
     async def start(self) -> None:
         """Save the base model, from which every client starts."""
         self._base = await self._session.training.save_state("base")
-        self._base_sampler = SessionSampler(self._session, await self._session.training.publish())
+        self._base_sampler = await self._publish()
 
     async def create(self, spec: ModelSpec, state: Path | None, *, with_optimizer: bool) -> Model:
         """Return the session's model, initialized from the base model or a saved state.
@@ -73,7 +78,7 @@ class SessionHost:
             if state is not None or not self._is_fresh:
                 await self._load(state or self._base, with_optimizer=with_optimizer)
             self._is_fresh = False
-            self._model = SessionModel(self._session, self._free)
+            self._model = TrainedModel(self._session.training, self._publish, self._free)
             return self._model
 
     async def base(self) -> Sampler:
@@ -90,12 +95,15 @@ class SessionHost:
         async with self._lock:
             if self._model is not None:
                 raise Refused(
-                    "the path: the generators have one set of weights at a time, and a client trains others. Sample what it "
+                    "path: the generators have one set of weights at a time, and a client trains others. Sample what it "
                     "saved last, or wait until its session has ended."
                 )
             await self._load(state, with_optimizer=False)
             self._is_fresh = False
-            return SessionSampler(self._session, await self._session.training.publish())
+            return await self._publish()
+
+    async def _publish(self) -> Sampler:
+        return FixedSampler(await self._session.training.publish())
 
     async def _load(self, state: Path, *, with_optimizer: bool) -> None:
         training = self._session.training
@@ -108,11 +116,14 @@ class SessionHost:
             self._model = None
 
 
-class SessionModel:
-    """The session's model, as a client trains it."""
+class TrainedModel:
+    """A model that a client trains, through the training client of a session."""
 
-    def __init__(self, session: Session, free: Callable[[], Awaitable[None]]) -> None:
-        self._session, self._training, self._free = session, session.training, free
+    def __init__(
+        self, training: TrainingClient, publish: Callable[[], Awaitable[Sampler]], free: Callable[[], Awaitable[None]]
+    ) -> None:
+        """Train a model; the last two arguments are `publish` and `release` of the host."""
+        self._training, self._publish, self._free = training, publish, free
 
     async def run(
         self, data: Sequence[Datum], loss_fn: str, options: Mapping[str, float], *, backward: bool
@@ -134,46 +145,41 @@ class SessionModel:
         await (self._training.load_state_with_optimizer(folder) if with_optimizer else self._training.load_state(folder))
 
     async def publish(self) -> Sampler:
-        """Send the weights to the generators."""
-        return SessionSampler(self._session, await self._training.publish())
+        """Return a sampler of the current weights."""
+        return await self._publish()
 
     async def recover(self) -> None:
         """Accept requests after a failed one."""
         self._training.recover()
 
     async def release(self) -> None:
-        """Let the next client use the model."""
+        """Free what the model holds."""
         await self._free()
 
 
-class SessionSampler:
-    """Published weights."""
+class FixedSampler:
+    """Weights that the generators have: a version of the session's model, or the base of its adapters."""
 
-    def __init__(self, session: Session, client: SamplingClient) -> None:
-        self._session, self._client = session, client
+    def __init__(self, client: SamplingClient) -> None:
+        self._client = client
 
     async def sample(self, asked: SampleRequest) -> list[Completion]:
         """Return completions. The same seed gives the same ones."""
-        sampling = asked.sampling
-        seeds = list[int | None]([None] * asked.num_samples)
-        if sampling.temperature > 0:
-            base = int(np.random.default_rng().integers(2**62)) if sampling.seed is None else sampling.seed
-            seeds = [derive_seed(base, 0, index) for index in range(asked.num_samples)]
-        return await self._generate(
-            [GenerationRequest(token_ids=asked.prompt, sampling=replace(sampling, seed=seed)) for seed in seeds]
-        )
+        return await self.generate(_requests(asked))
 
     async def logprobs(self, tokens: Sequence[int]) -> FloatArray:
         """Return the log-probability of each token; the first is NaN."""
-        sampling = SamplingParams(max_new_tokens=1, temperature=0.0, seed=None, prompt_logprobs=True)
-        (completion,) = await self._generate([GenerationRequest(token_ids=tuple(tokens), sampling=sampling)])
-        first, rest = np.full(1, np.nan, np.float32), completion.prompt_logprobs
-        return first if rest is None else np.concatenate([first, rest.astype(np.float32)])
+        return _logprobs(await self.generate(_scoring(tokens)))
 
     async def release(self) -> None:
-        """Do nothing: the next publication replaces the weights."""
+        """Do nothing: the next publication replaces a version, and the base stays."""
 
-    async def _generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+    async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """Return completions.
+
+        Raises:
+            Refused: A later publication has replaced the version.
+        """
         try:
             return await self._client.generate(requests, is_shared=True)
         except VersionGoneError:
@@ -181,6 +187,171 @@ class SessionSampler:
                 "the weights of this sampler have been replaced by a later save, and the generators have one set at a time. "
                 "Create a sampling client after the last save."
             ) from None
+
+
+class AdapterHost:
+    """The host of a session whose models are adapters on one base.
+
+    Generators hold a limited number of saved adapters. If they hold no more, the least recently used one is dropped, and loaded
+    from disk when it is used again.
+    """
+
+    def __init__(self, session: Session, base_model: str, *, shares_files: bool) -> None:
+        """Use a session with `weights.lora: adapters`; the arguments are those of `SessionHost`."""
+        assert session.config.trainer.lora is not None, "AdapterHost requires trainer.lora"
+        self._session, self.base_model, self._lora = session, base_model, session.config.trainer.lora
+        self.tokenizer_id = str(session.model.path) if shares_files else None
+        self.vocab_size = session.model.shape.vocab_size
+        self.max_tokens = session.config.max_sequence_tokens
+        layers = " and ".join(self._lora.targets)
+        self.notice = f"Adapters have at most rank {self._lora.rank}, on {layers}, not on the unembedding."
+        self._held: dict[AdapterSampler, SamplingClient] = {}  # the least recently used first
+        self._num_models = 0
+        self._loading = asyncio.Lock()  # one model is reserved for loading saved adapters
+
+    async def start(self) -> None:
+        """Do nothing: every model starts from the base."""
+
+    async def create(self, spec: ModelSpec, state: Path | None, *, with_optimizer: bool) -> Model:
+        """Return a new adapter, or a saved one.
+
+        Raises:
+            FullError: There are too many.
+            Refused: It trains all weights.
+            ValueError: The trainer cannot have such an adapter.
+        """
+        most = max(1, self._lora.max_models - 1)
+        if self._num_models >= most:
+            raise FullError(
+                f"this server trains at most {most} models at a time. Close a client, wait until the session of another has "
+                "ended, or start the server with a higher trainer.lora.max_models."
+            )
+        self._num_models += 1
+        try:
+            training = await self._new(spec)
+        except BaseException:
+            self._num_models -= 1
+            raise
+        model = TrainedModel(training, partial(self._publish, spec, training), partial(self._free, training))
+        if state is not None:
+            try:
+                await model.load(state, with_optimizer=with_optimizer)
+            except BaseException:
+                await model.release()
+                raise
+        return model
+
+    async def base(self) -> Sampler:
+        """Return a sampler of the base model."""
+        return FixedSampler(self._session.base)
+
+    async def open_sampler(self, spec: ModelSpec, state: Path) -> Sampler:
+        """Return a sampler of a saved adapter, which generators hold once it is used."""
+        return AdapterSampler(self, spec, state)
+
+    async def hold(self, sampler: "AdapterSampler", publish: Callable[[], Awaitable[SamplingClient]]) -> SamplingClient:
+        """Publish an adapter for a sampler; if generators hold no more, drop the least recently used one."""
+        while True:
+            try:
+                client = self._held[sampler] = await publish()
+                return client
+            except AdapterLimitError:
+                if not self._held:
+                    raise
+                await self.drop(next(iter(self._held)))
+
+    async def client(self, sampler: "AdapterSampler") -> SamplingClient:
+        """Return the client of a sampler; load its adapter if generators do not hold it."""
+        async with sampler.lock:
+            if sampler not in self._held:
+                async with self._loading:
+                    training = await self._new(replace(sampler.spec, seed=None))
+                    try:
+                        await training.load_state(sampler.state)
+                        return await self.hold(sampler, training.publish)
+                    finally:
+                        await training.free()
+            self._held[sampler] = self._held.pop(sampler)
+            return self._held[sampler]
+
+    async def drop(self, sampler: "AdapterSampler") -> None:
+        """Let generators drop the adapter of a sampler after its running requests."""
+        client = self._held.pop(sampler, None)
+        if client is not None:
+            await client.release()
+
+    async def _publish(self, spec: ModelSpec, training: TrainingClient) -> Sampler:
+        state = await training.save_state(new_id("state-"))  # lets generators drop the adapter
+        sampler = AdapterSampler(self, spec, state, is_owner=True)
+        await self.hold(sampler, training.publish)
+        return sampler
+
+    async def _free(self, training: TrainingClient) -> None:
+        await training.free()
+        self._num_models -= 1
+
+    async def _new(self, spec: ModelSpec) -> TrainingClient:
+        if not spec.rank:
+            raise Refused(
+                "lora_config.rank: this server trains adapters (got 0). Create the client with a rank, or start the server "
+                "without trainer.lora."
+            )
+        return await self._session.new_model(
+            new_id("model-"), rank=spec.rank, seed=spec.seed, train_attn=spec.train_attn, train_mlp=spec.train_mlp
+        )
+
+
+class AdapterSampler(FixedSampler):
+    """A saved adapter, which generators hold while it is used."""
+
+    def __init__(self, host: AdapterHost, spec: ModelSpec, state: Path, *, is_owner: bool = False) -> None:
+        """Sample a saved adapter.
+
+        Args:
+            host: The host.
+            spec: Its model.
+            state: Folder that `TrainedModel.save` wrote.
+            is_owner: True to delete the folder when the sampler is released.
+        """
+        self._host, self.spec, self.state, self._is_owner = host, spec, state, is_owner
+        self.lock = asyncio.Lock()
+
+    async def release(self) -> None:
+        """Let generators drop the adapter."""
+        async with self.lock:
+            await self._host.drop(self)
+        if self._is_owner:
+            await asyncio.to_thread(shutil.rmtree, self.state, ignore_errors=True)
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """Return completions; load the adapter first if generators have dropped it."""
+        while True:
+            client = await self._host.client(self)
+            with suppress(ReleasedError):  # dropped for another sampler before it was used
+                return await client.generate(requests, is_shared=True)
+
+
+def _requests(asked: SampleRequest) -> list[GenerationRequest]:
+    """Return a request per completion, each with a seed of its own."""
+    sampling = asked.sampling
+    seeds = list[int | None]([None] * asked.num_samples)
+    if sampling.temperature > 0:
+        base = int(np.random.default_rng().integers(2**62)) if sampling.seed is None else sampling.seed
+        seeds = [derive_seed(base, 0, index) for index in range(asked.num_samples)]
+    return [GenerationRequest(token_ids=asked.prompt, sampling=replace(sampling, seed=seed)) for seed in seeds]
+
+
+def _scoring(tokens: Sequence[int]) -> list[GenerationRequest]:
+    """Return the request for the log-probabilities of tokens."""
+    sampling = SamplingParams(max_new_tokens=1, temperature=0.0, seed=None, prompt_logprobs=True)
+    return [GenerationRequest(token_ids=tuple(tokens), sampling=sampling)]
+
+
+def _logprobs(completions: Sequence[Completion]) -> FloatArray:
+    """Return the log-probabilities of a prompt; the first is NaN."""
+    (completion,) = completions
+    first, rest = np.full(1, np.nan, np.float32), completion.prompt_logprobs
+    return first if rest is None else np.concatenate([first, rest.astype(np.float32)])
 
 
 def _check_spec(spec: ModelSpec, lora: LoraConfig | None) -> None:
