@@ -85,7 +85,7 @@ async def run_pages(pages: Sequence[Path], model: str) -> None:
     from titanrl.grpo import GRPO
     from titanrl.session.session import Session
 
-    start, close, close_session = GRPO.start, GRPO.close, Session.close
+    start, close, open_session, close_session = GRPO.start, GRPO.close, titanrl.session.session._start, Session.close
     started: list[GRPO] = []
 
     async def start_once(self: GRPO) -> GRPO:
@@ -93,7 +93,9 @@ async def run_pages(pages: Sequence[Path], model: str) -> None:
             started.append(await start(self))
         return started[0]
 
-    async def connect_once(config: Config, *options: object) -> Session:
+    async def connect_once(config: Config, *options: Any) -> Session:
+        if config.trainer.lora is not None:  # adapters need a trainer of their own
+            return await open_session(config, *options)
         return (started[0] if started else await GRPO(config).start()).session
 
     async def step_once(self: GRPO, num_steps: int | None = None) -> None:
@@ -103,7 +105,7 @@ async def run_pages(pages: Sequence[Path], model: str) -> None:
         pass
 
     async def close_another(self: Session) -> None:
-        if self is not started[0].session:
+        if not started or self is not started[0].session:
             await close_session(self)
 
     GRPO.start, GRPO.train, titanrl.session.session._start = start_once, step_once, connect_once
