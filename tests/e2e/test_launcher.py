@@ -119,7 +119,10 @@ def test_missing_model_ends_both_processes_with_2(launch: Launch, tmp_path: Path
     assert "Traceback" not in run.output()
 
 
-@pytest.mark.parametrize(("ranks", "number", "code"), [((0,), signal.SIGINT, 130), ((1, 0), signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("ranks", "number", "code"),
+    [((0,), signal.SIGINT, 130), pytest.param((1, 0), signal.SIGTERM, 143, marks=pytest.mark.slow)],
+)
 def test_signal_shuts_down_cleanly(launch: Launch, ranks: tuple[int, ...], number: int, code: int) -> None:
     run = launch(f"signal_{number}_{len(ranks)}", PLATFORM, "num_steps=5000", "checkpoint.on_interrupt=true")
     run.wait_for("step 1", lambda: len(run.steps()) > 0)

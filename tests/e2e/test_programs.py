@@ -27,7 +27,7 @@ async def play(task):
 '''
 
 
-@pytest.mark.parametrize("max_staleness", [0, 1])
+@pytest.mark.parametrize("max_staleness", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_program_trains_on_the_tokens_of_the_engine(
     start_run: Start, plain_run: Finished, tmp_path_factory: pytest.TempPathFactory, max_staleness: int
 ) -> None:

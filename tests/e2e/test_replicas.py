@@ -169,6 +169,7 @@ class TracedRequests:
         self._pending, self._since = self._pending + change, now
 
 
+@pytest.mark.slow
 def test_thirty_publications_under_drain_succeed_and_idle_fractions_match_a_trace(
     plain_run: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -207,6 +207,7 @@ def policy(types: Any) -> Any:
     return types.Datum(model_input=types.ModelInput.from_ints([10, 11]), loss_fn_inputs=inputs)
 
 
+@pytest.mark.slow
 def test_documented_example_trains(tinker: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (block,) = (block for block in blocks_of(ROOT / "docs/howto/tinker.md") if block.language == "python")
     with serving("quickstart", tmp_path / "checkpoints", *SMALL) as server:

@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from titanrl.base.files import DamagedError
@@ -32,6 +33,13 @@ def write(run_dir: Path, *groups: dict[str, Any], kind: str = "rollouts", proces
 
 def places(hits: Hits) -> list[tuple[int, int]]:
     return [(hit.group.index, hit.number) for hit in hits]
+
+
+def test_empty_columns_are_read_before_there_is_a_file_for_columns(tmp_path: Path) -> None:
+    trained = {"time": 0.0, "step": 1, "version": 0, "index": 0, "segment": 0}
+    RecordFile(tmp_path, "trained", "trainer_0", 10**6).append((trained, {"weights": np.empty(0, np.float32)}))
+    (segment,) = RunRecord(tmp_path).trained()
+    assert {name: column.tolist() for name, column in segment.columns().items()} == {"weights": []}
 
 
 def test_text_is_found_in_prompts_completions_messages_and_errors(tmp_path: Path) -> None:

@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from benchmarks.table import weight_sync_tables
 
 
+@pytest.mark.slow
 def test_benchmark_measures_two_writers_and_a_reader(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     which = ["--payloads", "small", "--layouts", "FSDP2->1", "--dtypes", "fp32->bf16", "--repetitions", "1"]

@@ -81,6 +81,8 @@ class _Record(BaseModel):
         if not set(place.types.values()) <= set(TYPES):
             raise DamagedError(f"{part.path} has a column of an unknown type (got {', '.join(place.types.values())!a:.80})")
         sizes = [place.count * np.dtype(kind).itemsize for kind in place.types.values()]
+        if not any(sizes):  # the file may not exist yet
+            return {name: np.empty(0, kind) for name, kind in place.types.items()}
         try:
             with part.columns.open("rb") as file:
                 num_bytes = file.seek(0, os.SEEK_END)
