@@ -46,7 +46,7 @@ def parse(argv: Sequence[str] | None, *, prog: str) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog=prog,
-        description="Compare runs: first, final and best scores with 95 %% confidence intervals, and the configuration keys "
+        description="Compare runs: first, final and best scores with 95 % confidence intervals, and the configuration keys "
         "that differ. Runs that differ only in their seed are averaged. Runs in progress can be compared, too.",
     )
     parser.add_argument("runs", nargs="+", type=terminal.path, metavar="RUN", help="directory of a run")

@@ -150,8 +150,11 @@ class Generator(Actor):
     async def cancel(self, name: str, index: int) -> None:
         """Cancel a group of a call when it is in the batch, unless it is done; `name` is that of its `Admission`."""
         admitted = self._calls.get(name)
-        if admitted is not None:
-            await self._loop.cancel((await asyncio.shield(admitted))[index])
+        if admitted is None:
+            return
+        await asyncio.wait({admitted})
+        if not admitted.cancelled() and admitted.exception() is None:  # after a failure, nothing is in the batch
+            await self._loop.cancel(admitted.result()[index])
 
     async def _admit(
         self,

@@ -229,14 +229,14 @@ class AdapterHost:
         self._num_models += 1
         try:
             training = await self._new(spec)
-        except BaseException:
+        except BaseException:  # including cancellation: the place is free again
             self._num_models -= 1
             raise
         model = TrainedModel(training, partial(self._publish, spec, training), partial(self._free, training))
         if state is not None:
             try:
                 await model.load(state, with_optimizer=with_optimizer)
-            except BaseException:
+            except BaseException:  # including cancellation: nobody else would free the model
                 await model.release()
                 raise
         return model
