@@ -384,7 +384,7 @@ class Sessions:
                 except FullError:
                     await self._end_silent(session)
                     model.handle = await create()
-            except Exception as error:  # whatever the error, later requests of the model are told why there is none
+            except Exception as error:  # whatever the error, later requests of the model fail with it
                 model.problem = f"the model was not created: {_text_of(error)}"
                 raise
             model.run = replace(run, spec=new.spec, user_metadata=new.user_metadata, used=self._checkpoints.now())

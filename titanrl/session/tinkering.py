@@ -236,7 +236,7 @@ class AdapterHost:
         if state is not None:
             try:
                 await model.load(state, with_optimizer=with_optimizer)
-            except BaseException:  # including cancellation: nobody else would free the model
+            except BaseException:  # including cancellation: the caller has no model to free
                 await model.release()
                 raise
         return model
