@@ -11,15 +11,15 @@ import pytest
 from tests.size import PACKAGE, figures
 
 CEILINGS = {
-    "lines": 62_900,
-    "modules": 236,
-    "small modules": 6,
-    "modules with a shared name": 4,
-    "rooms": 27,
-    "arrows": 171,
+    "lines": 70_000,
+    "modules": 255,
+    "small modules": 9,
+    "modules with a shared name": 7,
+    "rooms": 28,
+    "arrows": 190,
     "floors": 13,
-    "modules reached by the loop": 116,
-    "functions with one mention": 0.373,
+    "modules reached by the loop": 124,
+    "functions with one mention": 0.39,
 }
 """Largest figures of `tests.size`. Lower them with the code. A change that needs a higher one says why in its message."""
 
