@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -65,6 +66,40 @@ class Finished:
     def rollouts(self) -> list[dict[str, Any]]:
         """Return the recorded groups."""
         return [group.model_dump() for group in open_run(self.run_dir).groups()]
+
+
+@dataclass
+class Serving:
+    """A running `titanrl serve`."""
+
+    url: str
+    process: "subprocess.Popen[str]"
+
+
+@contextlib.contextmanager
+def serving(policy: Path | str, *options: str) -> Iterator[Serving]:
+    """Serve a policy on a free port; at the end, interrupt the server and check that it leaves no process."""
+    command = [sys.executable, "-m", "titanrl.cli", "serve", str(policy), "--port", "0", *options]
+    process = subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        assert process.stdout is not None
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if found := re.search(r" at (http://\S+?)(/v1)?$", line.rstrip()):
+                break
+        else:
+            raise AssertionError("".join(lines))
+        descendants = psutil.Process(process.pid).children(recursive=True)
+        yield Serving(found[1], process)
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 128 + signal.SIGINT, process.stdout.read()
+        _, alive = psutil.wait_procs(descendants, timeout=30)
+        assert alive == []
+    finally:
+        if process.poll() is None:
+            process.kill()
 
 
 class Command:

@@ -1,8 +1,6 @@
 """The command `titanrl serve` with the real stack: a finished run, a checkpoint, streams, and the documented requests."""
 
-import contextlib
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -12,45 +10,19 @@ from pathlib import Path
 
 import httpx
 import openai
-import psutil
 import pytest
 
 from tests.docs.blocks import ROOT, blocks_of, shell_lines
-from tests.e2e.conftest import REPO, Finished, Start
+from tests.e2e.conftest import Finished, Start, serving
 
 QUESTION = "State the final answer to the following arithmetic problem: 7 + 5 - 3 ="
 PAGES = [ROOT / "docs/howto/serve.md", ROOT / "README.md"]
 
 
-@contextlib.contextmanager
-def serving(policy: Path, *options: str) -> Iterator[str]:
-    """Serve a policy on a free port, yield the base URL, and check that Ctrl-C leaves no process."""
-    command = [sys.executable, "-m", "titanrl.cli", "serve", str(policy), "--port", "0", *options]
-    process = subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
-        assert process.stdout is not None
-        lines = []
-        for line in process.stdout:
-            lines.append(line)
-            if found := re.search(r" at (http://\S+)/v1$", line.rstrip()):
-                break
-        else:
-            raise AssertionError("".join(lines))
-        descendants = psutil.Process(process.pid).children(recursive=True)
-        yield found[1]
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 128 + signal.SIGINT, process.stdout.read()
-        _, alive = psutil.wait_procs(descendants, timeout=15)
-        assert alive == []
-    finally:
-        if process.poll() is None:
-            process.kill()
-
-
 @pytest.fixture(scope="module")
 def url(plain_run: Finished) -> Iterator[str]:
-    with serving(plain_run.run_dir) as url:
-        yield url
+    with serving(plain_run.run_dir) as server:
+        yield server.url
 
 
 def client(url: str, key: str = "none") -> openai.OpenAI:
@@ -136,8 +108,8 @@ def test_running_run_is_served_at_its_newest_checkpoint(start_run: Start) -> Non
     # The checkpoint that is found is replaced before the processes that load one have started.
     run = start_run("served", "num_steps=100000", "checkpoint.every_steps=10")
     run.wait_for_step(10)
-    with serving(run.run_dir) as url:
-        reply = client(url).completions.create(model="served", prompt=QUESTION)
+    with serving(run.run_dir) as server:
+        reply = client(server.url).completions.create(model="served", prompt=QUESTION)
         assert reply.system_fingerprint is not None
         version = int(reply.system_fingerprint.removeprefix("version-"))
         assert version >= 10
@@ -152,9 +124,9 @@ def test_checkpoint_of_a_step_needs_its_key(plain_run: Finished, tmp_path: Path)
     keys = tmp_path / "keys"
     keys.write_text("# mine\n0123456789abcdef0123\n")
     keys.chmod(0o600)
-    with serving(plain_run.run_dir, "--step", "2", "--keys", str(keys), "--name", "policy") as url:
+    with serving(plain_run.run_dir, "--step", "2", "--keys", str(keys), "--name", "policy") as server:
         with pytest.raises(openai.AuthenticationError):
-            client(url).models.list()
-        reply = client(url, "0123456789abcdef0123").completions.create(model="policy", prompt=QUESTION)
+            client(server.url).models.list()
+        reply = client(server.url, "0123456789abcdef0123").completions.create(model="policy", prompt=QUESTION)
         assert reply.system_fingerprint == "version-2"
     assert os.listdir(tmp_path) == ["keys"]

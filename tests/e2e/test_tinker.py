@@ -2,13 +2,6 @@
 
 import asyncio
 import concurrent.futures
-import contextlib
-import re
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,48 +10,13 @@ import psutil
 import pytest
 
 from tests.docs.blocks import ROOT, blocks_of
-from tests.e2e.conftest import REPO, SMALL
+from tests.e2e.conftest import SMALL, serving
 from titanrl.config.sections import RecipeConfig
 from titanrl.models.recipe import create_byte_model
 
 NAME = "tiny/bytes"
 KEY = "tml-0123456789abcdef"
 SETTINGS = ("data.max_prompt_tokens=96", "rollout.max_new_tokens=32", "trainer.row_tokens=128")
-
-
-@dataclass
-class Serving:
-    """A running server."""
-
-    url: str
-    process: "subprocess.Popen[str]"
-
-
-@contextlib.contextmanager
-def serving(policy: Path | str, checkpoints: Path, *options: str) -> Iterator[Serving]:
-    """Serve a model for Tinker on a free port; end the server at the end, and check that it leaves no process."""
-    command = [sys.executable, "-m", "titanrl.cli", "serve", "--tinker", str(policy), "--port", "0"]
-    command += ["--checkpoints", str(checkpoints), *options]
-    process = subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
-        assert process.stdout is not None
-        lines = []
-        for line in process.stdout:
-            lines.append(line)
-            if found := re.search(r" for Tinker at (http://\S+)$", line.rstrip()):
-                break
-        else:
-            raise AssertionError("".join(lines))
-        descendants = psutil.Process(process.pid).children(recursive=True)
-        yield Serving(found[1], process)
-        if process.poll() is None:
-            process.send_signal(signal.SIGINT)
-            assert process.wait(60) == 128 + signal.SIGINT, process.stdout.read()
-        _, alive = psutil.wait_procs(descendants, timeout=30)
-        assert alive == []
-    finally:
-        if process.poll() is None:
-            process.kill()
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +96,7 @@ async def session_curve(model: Path, folder: Path) -> list[float]:
 def test_client_trains_like_the_session_and_survives_a_kill(tinker: Any, model: Path, tmp_path: Path) -> None:
     types, checkpoints = tinker.types, tmp_path / "checkpoints"
     prompt = types.ModelInput.from_ints([10, 20, 30])
-    with serving(model, checkpoints, "--name", NAME, *SETTINGS) as server:
+    with serving(model, "--tinker", "--checkpoints", str(checkpoints), "--name", NAME, *SETTINGS) as server:
         service = tinker.ServiceClient(base_url=server.url, api_key=KEY)
         base = service.create_sampling_client(base_model=NAME)
         before = base.compute_logprobs(prompt).result()
@@ -183,7 +141,7 @@ def test_client_trains_like_the_session_and_survives_a_kill(tinker: Any, model: 
         server.process.wait(10)
         psutil.wait_procs(descendants, timeout=30)
     assert sorted(path.name for path in checkpoints.glob("*/*/*/*.json")) == ["best.json", "two.json"]
-    with serving(model, checkpoints, "--name", NAME, *SETTINGS) as server:
+    with serving(model, "--tinker", "--checkpoints", str(checkpoints), "--name", NAME, *SETTINGS) as server:
         service = tinker.ServiceClient(base_url=server.url, api_key=KEY)
         np.testing.assert_allclose(
             service.create_sampling_client(base_model=NAME).compute_logprobs(prompt).result()[1:], before[1:], atol=1e-6
@@ -210,7 +168,7 @@ def policy(types: Any) -> Any:
 @pytest.mark.slow
 def test_documented_example_trains(tinker: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (block,) = (block for block in blocks_of(ROOT / "docs/howto/tinker.md") if block.language == "python")
-    with serving("quickstart", tmp_path / "checkpoints", *SMALL) as server:
+    with serving("quickstart", "--tinker", "--checkpoints", str(tmp_path / "checkpoints"), *SMALL) as server:
         code = block.text.replace("http://127.0.0.1:8000", server.url)
         exec(compile(code, str(block), "exec"), {})
     *steps, path = capsys.readouterr().out.splitlines()
@@ -225,7 +183,9 @@ def test_two_users_train_and_sample_adapters_at_once(tinker: Any, model: Path, t
     keys.chmod(0o600)
     prompt, params = types.ModelInput.from_ints([10, 20, 30]), types.SamplingParams(max_tokens=8, seed=7)
     adapters = ("trainer.lora.rank=8", "weights.held_adapters=2", "--keys", str(keys))
-    with serving(model, tmp_path / "checkpoints", "--name", NAME, *SETTINGS, *adapters) as server:
+    with serving(
+        model, "--tinker", "--checkpoints", str(tmp_path / "checkpoints"), "--name", NAME, *SETTINGS, *adapters
+    ) as server:
 
         def train(key: str) -> tuple[list[float], Any, list[Any]]:
             """Return losses, the sampler of the trained adapter, and its tokens and log-probabilities."""

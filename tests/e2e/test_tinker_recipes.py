@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.test_tinker import Serving, serving
+from tests.e2e.conftest import Serving, serving
 from titanrl.config.sections import RecipeConfig
 from titanrl.models.recipe import create_byte_model
 
@@ -60,7 +60,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Serving]:
     settings = ("data.max_prompt_tokens=700", "rollout.max_new_tokens=64", "trainer.row_tokens=1024")
-    with serving(folder / NAME, folder / "checkpoints", "--name", NAME, "--max-calls", "2048", *settings) as server:
+    options = ("--checkpoints", str(folder / "checkpoints"), "--name", NAME, "--max-calls", "2048", *settings)
+    with serving(folder / NAME, "--tinker", *options) as server:
         yield server
 
 
