@@ -114,7 +114,7 @@ async def step_costs(folder: Path, num_steps: int, *, is_recorded: bool) -> Mapp
     ]
     if not is_recorded:
         vars(assembly).update(span_bytes=lambda config: 0)  # no process but the controller opens a timeline
-        vars(loop).update(open_timeline=lambda *place, is_server: None)
+        vars(loop).update(open_timeline=lambda *place, **options: None)
         overrides.append("logging.rollouts_per_step=0")
     run = await GRPO(load_config("quickstart", overrides)).start()
     try:

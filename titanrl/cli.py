@@ -17,6 +17,7 @@ COMMANDS = {
     "manifest": ("titanrl.commands.manifest", "print the Kubernetes objects of a run, for kubectl apply"),
     "evaluate": ("titanrl.commands.evaluate", "evaluate a model on the evaluation sets of a configuration"),
     "compare": ("titanrl.commands.compare", "compare the scores and configurations of runs"),
+    "timeline": ("titanrl.commands.timeline", "show which process of a run worked, and which waited for what"),
     "serve": ("titanrl.commands.serve", "serve a policy over HTTP, as OpenAI and Anthropic do"),
     "chat": ("titanrl.commands.chat", "chat with a trained policy"),
     "warm": ("titanrl.commands.warm", "keep packages imported, so that runs on this machine start faster"),

@@ -102,7 +102,7 @@ def test_spans_are_written_while_the_process_runs(tmp_path: Path) -> None:
 
 
 def test_server_is_idle_whenever_no_span_is_open(tmp_path: Path) -> None:
-    open_timeline(tmp_path, "trainer_0", 10**6, is_server=True)
+    open_timeline(tmp_path, "trainer_0", 10**6, is_server=True, since=process_start())
     time.sleep(0.2)
     with span("compute"), span("wait for rollouts", "wait"):
         time.sleep(0.1)

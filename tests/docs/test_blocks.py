@@ -26,6 +26,7 @@ KNOWN = re.compile(
     r"|(python -m titanrl\.|titanrl )chat "  # tests/e2e/test_docs.py
     r"|titanrl evaluate "  # tests/commands/test_evaluate.py
     r"|titanrl compare "  # tests/metrics/test_comparison.py
+    r"|titanrl timeline "  # tests/metrics/test_timeline.py
     r"|titanrl serve |curl -s http://127\.0\.0\.1:8000/|\(umask 077; openssl "  # tests/e2e/test_serve.py
     r"|pip install 'titanrl\[tinker\]'$|\(umask 077; echo tml-"  # tests/e2e/test_tinker.py
     r"|(TINKER_\w+=\S+ )+python -m tinker_cookbook\."  # tests/e2e/test_tinker_recipes.py

@@ -1,28 +1,45 @@
 """The record of a real run, compared with numbers computed here from its rewards, its tokens and its model."""
 
+import json
 import shutil
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import jsonschema
 import numpy as np
 import pytest
 import torch
 import transformers
 
+from tests.e2e import slow_once
 from tests.e2e.conftest import Finished, Start
-from tests.recorded import coverage
+from tests.metrics.test_timeline import SCHEMA
 from titanrl.carriers.record import parts_of, read_lines
+from titanrl.commands import timeline
 from titanrl.metrics.reading import RecordedGroup, RunRecord, TrainedSegment, open_run
+from titanrl.metrics.timeline import Window, usages
 
 SETTINGS = ("num_steps=2", "checkpoint.every_steps=1", "logging.rollouts_per_step=8", "evaluation.num_prompts=8")
+PLANTED = f"data.rewards={{answer: reasoning_gym, slow: {{function: '{slow_once.__file__}:slow', weight: 0.0}}}}"
+
+
+@dataclass(frozen=True)
+class Lived(Finished):
+    """A finished run, and when its command was started and ended."""
+
+    start: float
+    end: float
 
 
 @pytest.fixture(scope="module")
-def finished(start_run: Start, plain_run: Finished) -> Finished:
-    run = start_run("recorded", *plain_run.as_start, *SETTINGS, "logging.evaluation_prompts=5").finish()
+def finished(start_run: Start, plain_run: Finished) -> Lived:
+    start = time.time()
+    run = start_run("recorded", *plain_run.as_start, *SETTINGS, PLANTED, "logging.evaluation_prompts=5").finish()
     assert run.code == 0, run.output
-    return run
+    return Lived(run.code, run.output, run.run_dir, start, time.time())
 
 
 def trained_groups(run: RunRecord, step: int) -> list[RecordedGroup]:
@@ -93,11 +110,44 @@ def test_evaluation_samples_of_two_versions_have_the_same_prompts(finished: Fini
         assert "".join(run.token_texts(segment["token_ids"])).startswith(sample.rendered)
 
 
-def test_spans_cover_the_lifetime_of_every_process(finished: Finished) -> None:
+def test_spans_and_named_waits_cover_the_lifetime_of_every_process(finished: Lived) -> None:
     run = open_run(finished.run_dir)
-    roles = {process.name for process in run.processes()}
-    assert roles == {"controller", "trainer_0", "generator_0_0", "rollout_0_0", "store_0"}
-    assert {name: coverage(run, name) for name in roles if coverage(run, name) < 0.98} == {}
+    processes = {process.name: process for process in run.processes()}
+    assert processes.keys() == {"controller", "trainer_0", "generator_0_0", "rollout_0_0", "store_0"}
+    whole = Window(min(process.start for process in processes.values()), max(process.end for process in processes.values()))
+    shares = {usage.process: usage for usage in usages(processes.values(), run.spans(), whole)}
+    assert {name: usage.unknown for name, usage in shares.items() if usage.unknown > 0.02} == {}
+    controller = processes["controller"]
+    assert controller.end - controller.start > 0.98 * (finished.end - finished.start)
+    for name, process in processes.items():  # the last output of a process is near its end
+        log = finished.run_dir / "logs" / f"{name}.log"
+        assert name == "controller" or log.stat().st_mtime < process.end + 0.02 * (process.end - process.start)
+
+
+def test_planted_sleep_is_work_of_its_process_and_a_wait_of_the_others(finished: Lived) -> None:
+    run = open_run(finished.run_dir)
+    score = max((span for span in run.spans("rollout_0_0") if span.name == "score"), key=lambda span: span.seconds)
+    assert 0.98 * slow_once.SLEEP_S < score.seconds < 2 * slow_once.SLEEP_S
+    asleep = Window(score.start, score.start + score.seconds)
+    shares = {usage.process: usage for usage in usages(run.processes(), run.spans(), asleep)}
+    assert shares["rollout_0_0"].busy > 0.98
+    assert shares["trainer_0"].waiting["idle"] > 0.98
+    assert shares["generator_0_0"].waiting["idle"] > 0.95
+    assert shares["controller"].waiting["wait for rollout.evaluate"] > 0.98
+    assert sum(shares["store_0"].waiting.values()) > 0.95
+
+
+def test_timeline_of_a_run_is_a_valid_trace(finished: Lived, tmp_path: Path) -> None:
+    timeline.main([str(finished.run_dir), "--output", str(tmp_path / "timeline.json")])
+    trace = json.loads((tmp_path / "timeline.json").read_text())
+    jsonschema.validate(trace, SCHEMA)
+    events = trace["traceEvents"]
+    assert {event["name"] for event in events if event["ph"] == "i"} >= {"step 1", "step 2", "checkpoint", "start"}
+    assert sorted(event["args"]["version"] for event in events if event["ph"] == "f") == [0, 1, 2]
+
+
+def test_recorded_spans_name_work_and_waits(finished: Lived) -> None:
+    run = open_run(finished.run_dir)
     found = {(span.process, span.name) for span in run.spans()}
     assert found >= {
         ("controller", "rollout"),
@@ -107,9 +157,14 @@ def test_spans_cover_the_lifetime_of_every_process(finished: Finished) -> None:
         ("trainer_0", "idle"),
         ("generator_0_0", "decode"),
         ("generator_0_0", "pull"),
+        ("controller", "prepare the run"),
+        ("controller", "write the report"),
         ("rollout_0_0", "wait for a slot"),
+        ("rollout_0_0", "wait for the generators"),
         ("rollout_0_0", "score"),
         ("store_0", "ReplayBuffer.take_batch"),
+        ("store_0", "wait for groups"),
+        ("store_0", "wait for a free slot"),
     }
     steps = [span.step for span in run.spans("controller") if span.name == "step"]
     assert steps == [1, 2]

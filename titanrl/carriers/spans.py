@@ -4,13 +4,14 @@ A process opens its timeline once; without it, spans cost nothing and are not re
 that overlap, or follow within `MERGE_S`, are one line, so that thousands of short ones per second stay a few lines.
 """
 
+import atexit
 import logging
 import os
 import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from titanrl.carriers.record import BATCH_S, MAX_QUEUED, Record, RecordFile, share
 
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
     from titanrl.config.schema import Config
 
 Kind = Literal["work", "wait", "serve", "phase"]
-"""`work` of the process, `wait` for another one, `serve`: a request of another process, `phase` of the controller."""
+"""`work` of the process, `wait` for another one, `serve`: a request of another process, `phase`: contains work and waits."""
+KINDS = frozenset(get_args(Kind))
 MERGE_S = 0.01
 """Longest pause between two spans that are merged, in seconds."""
 LONGEST_S = 1.0
@@ -187,17 +189,23 @@ def span_bytes(config: "Config") -> int:
 _timeline: Timeline | None = None  # of this process
 
 
-def open_timeline(run_dir: Path, process: str, limit_bytes: int, *, is_server: bool) -> None:
+def open_timeline(run_dir: Path, process: str, limit_bytes: int, *, is_server: bool, since: float | None = None) -> None:
     """Record the spans of this process from now on, in a run directory. A timeline that is open ends.
 
-    A server's timeline begins at the start of its process.
+    Args:
+        run_dir: Run directory.
+        process: Name of the process.
+        limit_bytes: Size limit of its spans.
+        is_server: True if the process waits for requests whenever no span is open.
+        since: Time at which the process began to start, in Unix seconds; a span covers the time from there until now.
     """
     global _timeline
     close_timeline()
     timeline = Timeline(RecordFile(run_dir, "spans", process, limit_bytes), is_server=is_server)
-    if is_server:
-        timeline.add("start the process", process_start())
+    if since is not None:
+        timeline.add("start the process" if is_server else "prepare the run", since)
     _timeline = timeline
+    atexit.register(close_timeline)
 
 
 def close_timeline() -> None:

@@ -20,6 +20,8 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PrivateAttr, 
 from titanrl.base.errors import TitanRLError
 from titanrl.base.files import DamagedError, why_no_folder
 from titanrl.carriers.record import Part, decode, parts_of, read_lines
+from titanrl.carriers.spans import KINDS
+from titanrl.carriers.spans import Kind as SpanKind
 from titanrl.metrics.index import CompletionIndex, Filters, Found, Kind
 from titanrl.metrics.series import Rows, by_step
 
@@ -233,8 +235,8 @@ class Span:
     """Process, such as `trainer_0`."""
     name: str
     """Work, such as `forward_backward`, or wait, such as `wait for a slot`."""
-    kind: str
-    """`work`, `wait`, `serve` (a request of another process) or `phase` (of the controller)."""
+    kind: SpanKind
+    """`work`, `wait`, `serve` (a request of another process) or `phase`, which contains work and waits."""
     start: float
     """Start, in Unix seconds by the clock of the process's host."""
     seconds: float
@@ -534,12 +536,12 @@ def _newest(records: Iterator[RecordT], key: Any) -> list[RecordT]:
 
 def _span(line: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of `Span` from a line."""
-    step, version, count = (line.get(name) for name in ("step", "version", "count"))
+    step, version, count, kind = (line.get(name) for name in ("step", "version", "count", "kind"))
     return {
         "name": str(line["name"]),
-        "kind": str(line.get("kind", "work")),
+        "kind": kind if kind in KINDS else "work",
         "start": _float(line.get("start")),
-        "seconds": _float(line.get("seconds")),
+        "seconds": max(0.0, _float(line.get("seconds"))),
         "busy_s": _float(line.get("busy_s", line.get("seconds"))),
         "count": count if isinstance(count, int) else 1,
         "step": step if isinstance(step, int) else None,
@@ -548,4 +550,4 @@ def _span(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _float(value: object) -> float:
-    return float(value) if isinstance(value, int | float) else 0.0
+    return float(value) if isinstance(value, int | float) and abs(value) < 1e15 else 0.0

@@ -43,7 +43,7 @@ from monarch.actor import current_rank as current_rank
 
 from titanrl.base.errors import TitanRLError
 from titanrl.base.plugins import loading
-from titanrl.carriers.spans import close_timeline, open_timeline, span
+from titanrl.carriers.spans import open_timeline, process_start, span
 
 _log_file: Path | None = None  # of this process; None in the controller
 
@@ -352,8 +352,7 @@ def set_up_process(role: str, log_dir: Path, imports: Sequence[str], path: Seque
     logging.basicConfig(stream=log, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
     atexit.register(_exit_without_teardown, log)
     if span_bytes:
-        open_timeline(log_dir.parent, file.stem, span_bytes, is_server=True)
-        atexit.register(close_timeline)
+        open_timeline(log_dir.parent, file.stem, span_bytes, is_server=True, since=process_start())
     sys.path.extend(entry for entry in path if entry not in sys.path)
     with loading(), span("import the packages"):
         for module in imports:

@@ -27,6 +27,7 @@ from titanrl.base.files import write_bytes
 from titanrl.base.gathering import Gathering
 from titanrl.base.pickling import read_saved
 from titanrl.carriers.rewards import RolloutError, scorer_failed
+from titanrl.carriers.spans import span
 from titanrl.carriers.tables import RecordTable, Table, pack_record
 from titanrl.carriers.types import DoubleArray, GroupHandle, GroupRecord
 from titanrl.data.mixture import Mixture
@@ -223,7 +224,8 @@ class GroupBuffer:
         `life` is the number of workers that the shard had before this one. A worker that died in the meantime gets no slots.
         """
         async with self._has_room:
-            await self._has_room.wait_for(lambda: self._slots.room() or self.has_died(shard, life))
+            with span("wait for a free slot", "wait"):
+                await self._has_room.wait_for(lambda: self._slots.room() or self.has_died(shard, life))
             room = 0 if self.has_died(shard, life) else self._slots.room()
             reserved = [self._reserve(shard) for _ in range(min(limit, room))]
             self._has_room.notify(self._slots.room())  # what this call did not take
@@ -262,7 +264,8 @@ class GroupBuffer:
     async def wait_until_failed(self) -> None:
         """Wait until a worker has failed, then raise its error as a `RolloutError`."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self._failure is not None)
+            with span("watch for failures", "wait"):
+                await self._changed.wait_for(lambda: self._failure is not None)
         raise RolloutError(str(self._failure))
 
     async def take_batch(self, num_groups: int) -> Batch:
@@ -281,7 +284,8 @@ class GroupBuffer:
                     num_rollouts = sum(record.num_errors for record in failed)
                     what = f"all {num_rollouts} completions of the first {len(failed)} groups"
                     raise scorer_failed(what, failed[0].first_error)
-                await self._changed.wait()
+                with span("wait for groups", "wait"):
+                    await self._changed.wait()
         if self._failure is not None:
             raise RolloutError(self._failure)
         return self._take(picked)
@@ -295,7 +299,8 @@ class GroupBuffer:
     async def wait_until_full(self) -> None:
         """Wait until every slot holds a finished group, taken or not, so that the rollout workers are idle."""
         async with self._changed:
-            await self._changed.wait_for(lambda: not (self._slots.room() or self._in_flight) or self._failure is not None)
+            with span("wait for groups", "wait"):
+                await self._changed.wait_for(lambda: not (self._slots.room() or self._in_flight) or self._failure is not None)
 
     async def why_starved(self, num_groups: int, waited_s: float) -> str:
         """Explain why no batch of `num_groups` groups was complete after `waited_s` seconds."""
@@ -685,10 +690,11 @@ class ReplayBuffer(GroupBuffer, Actor):
         Raises:
             StoppedError: A worker or generator died; call again.
         """
-        await self._may_begin.wait()
-        if self.has_died(shard, life):
-            return [], []
-        return await self._rounds.add({shard: None}, num_shards), self.take_dropped(shard)
+        with span("wait for a free slot", "wait"):
+            await self._may_begin.wait()
+            if self.has_died(shard, life):
+                return [], []
+            return await self._rounds.add({shard: None}, num_shards), self.take_dropped(shard)
 
     @concurrent_endpoint
     async def hold_rounds(self) -> None:

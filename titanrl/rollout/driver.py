@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from titanrl.base.errors import TitanRLError
+from titanrl.carriers.spans import span
 from titanrl.carriers.types import Completion, FinishReason, GenerationRequest, Outcome, SamplingParams
 from titanrl.environments import (
     Done,
@@ -359,7 +360,8 @@ class Conversation(Attempt):
 
     async def _checked(self, name: str, call: Callable[[], Awaitable[object]], may_be_none: bool) -> Observation | Done | None:
         try:
-            returned = await call()
+            with span("call the environment"):
+                returned = await call()
         except EnvironmentTimeout as error:
             raise EpisodeError("timeout", f"{name} of the environment: {error}") from error
         except InvalidReward as error:

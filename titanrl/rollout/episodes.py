@@ -89,7 +89,7 @@ class Episodes:
         slots = [_Slot(self, prompt, number, sampling, "training") for number in range(rollout.num_requests)]
         started, num_needed = time.perf_counter(), len(slots) - rollout.num_spare_completions
         try:
-            with span("play episodes"):
+            with span("play episodes", "phase"):
                 if in_round:
                     await _run_in_lockstep(slots, generate, self.num_rounds, in_round=True)
                 else:

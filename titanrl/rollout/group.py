@@ -81,8 +81,7 @@ async def roll_out(
     `decode_raw` decodes with the special tokens.
     """
     started = time.perf_counter()
-    with span("wait for the generators", "wait"):
-        sampled = await generate(requests)
+    sampled = await generate(requests)
     generated = time.perf_counter()
     completions = [completion for completion in sampled if len(completion.token_ids) and completion.finish_reason != "abort"]
     unusable = [completion for completion in sampled if not len(completion.token_ids) or completion.finish_reason == "abort"]

@@ -8,10 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from titanrl.base.errors import TitanRLError
+from titanrl.carriers.spans import span
 from titanrl.carriers.types import Admission, Completion, GenerationRequest, OnTokens
 from titanrl.processes.actors import SupervisionError, ask_actor, open_replies
 
 T = TypeVar("T")
+WAIT = "wait for the generators"
+"""Name of the span of a call that waits for its completions, or for a replica with room."""
 
 
 @dataclass(eq=False, slots=True)
@@ -207,7 +210,8 @@ class GeneratorPool:
             if sum(free) or idle:
                 return max(1, sum(free))
             self._load_changed.clear()
-            await self._load_changed.wait()
+            with span(WAIT, "wait"):
+                await self._load_changed.wait()
 
     @contextmanager
     def session(self) -> "Iterator[Session]":
@@ -261,7 +265,8 @@ class GeneratorPool:
         while True:
             while not self._is_up(fixed):
                 self._load_changed.clear()
-                await self._load_changed.wait()
+                with span(WAIT, "wait"):
+                    await self._load_changed.wait()
             replica = self._replicas[self._router.assign(len(requests), key, fixed).index]
             completions: asyncio.Future[list[Completion]] = asyncio.get_running_loop().create_future()
             call = _Call(requests, num_kept or len(requests), place, completions, on_tokens)
@@ -271,7 +276,8 @@ class GeneratorPool:
                 flush.add_done_callback(replica.flushes.discard)
             replica.queued.append(call)
             try:
-                return await completions
+                with span(WAIT, "wait"):
+                    return await completions
             except ReplicaLostError:
                 on_tokens = None
             except asyncio.CancelledError:

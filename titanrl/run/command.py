@@ -23,6 +23,7 @@ import rich.console
 
 from titanrl.base import terminal
 from titanrl.base.errors import describe
+from titanrl.carriers.spans import process_start
 from titanrl.checks.preflight import Checked, dry_run, parse_run, source_of
 from titanrl.config.errors import ConfigError, refusing
 from titanrl.config.load import check_program, validate
@@ -118,6 +119,7 @@ def run(kind: type[Run], config: Config, resume: Path | None, source: Source, *,
             training = kind.for_config(config)(
                 config, resume=resume, console=console, source=source, accepts_changed_data=accepts_changed_data
             )
+            training.since = process_start()
             with console, log_to(training.run_dir / "logs" / "controller_0.log"), temporary_folder():
                 code, cause, watchdog = asyncio.run(train(training, err))
             watchdog.cancel()

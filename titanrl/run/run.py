@@ -104,6 +104,8 @@ class Run:
             ConfigError: A file or device named by the configuration is missing, or it is for another subcommand.
             TypeError: The configuration is something else, such as a path.
         """
+        self.since = time.time()
+        """Time from which the recorded spans of this process count, in Unix seconds."""
         name = type(self).__name__
         check_type(name, config, Config, "a Config", f"Load it: {name}(load_config('run.yaml')).")
         check_program(config, self.program, source)
@@ -478,7 +480,7 @@ class Run:
     def _open_recorder(self, kind: Kind) -> None:
         self._recorder = open_recorder(self.config, self.run_dir, kind, self._found, self.console, self._plugins)
         if kind != "restart":
-            open_timeline(self.run_dir, "controller", span_bytes(self.config), is_server=False)
+            open_timeline(self.run_dir, "controller", span_bytes(self.config), is_server=False, since=self.since)
 
     @property
     def _session_fault(self) -> FaultError | None:
@@ -540,7 +542,6 @@ class Run:
         with span("stop the processes", "phase"):
             await self.checkpoints.settle()
             await self._close_session()
-        close_timeline()
         if self._recorder is not None:
             recorder, self._recorder = self._recorder, None
             try:
@@ -582,7 +583,10 @@ class Run:
         """Write the report of a stopped run, and print its summary; `code` and `cause` are those of `stop`."""
         num_steps = self.state.version if self.ends_early else self.config.num_steps
         settings = {"num_steps": num_steps, "max_staleness": self.config.max_staleness}
-        self.console.done(conclude(self.run_dir, code=code, cause=cause, command=f"titanrl {self.program}", **settings))
+        with span("write the report", "phase"):
+            outcome = conclude(self.run_dir, code=code, cause=cause, command=f"titanrl {self.program}", **settings)
+        close_timeline()
+        self.console.done(outcome)
 
     async def __aenter__(self) -> Self:
         """Start the run; close it if startup fails."""
