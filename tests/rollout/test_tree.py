@@ -141,13 +141,13 @@ class TinyModel(torch.nn.Module):
         self.embed = torch.nn.Parameter(torch.randn(272, 6, dtype=torch.float64))
         self.out = torch.nn.Parameter(torch.randn(6, 272, dtype=torch.float64))
 
-    def logprobs(self, ids: Sequence[int]) -> torch.Tensor:
-        """Return the log-probability of each token but the first, `[S - 1]`."""
-        tokens = torch.tensor(list(ids))
-        age = torch.arange(len(tokens), dtype=torch.float64)
-        decay = torch.where(age[:, None] >= age, torch.exp(-0.3 * (age[:, None] - age)), 0.0)
+    def loss(self, ids: Sequence[int], scale_L: torch.Tensor) -> torch.Tensor:
+        """Return the sum of negative log-probabilities of all tokens but the first, each times its scale, `[len(ids) - 1]`."""
+        tokens, used = torch.tensor(list(ids)), scale_L.nonzero()[:, 0]
+        age = used.double()[:, None] - torch.arange(len(tokens), dtype=torch.float64)
+        decay = torch.where(age >= 0, torch.exp(-0.3 * age), 0.0)
         logits = torch.tanh(decay @ self.embed[tokens]) @ self.out
-        return logits[:-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+        return -(logits.log_softmax(-1).gather(1, tokens[used + 1, None])[:, 0] * scale_L[used].double()).sum()
 
 
 def gradients(model: TinyModel, losses: Iterator[torch.Tensor]) -> list[torch.Tensor]:
@@ -191,14 +191,16 @@ def test_random_trees_have_the_gradients_of_flat_sequences(renderer: Renderer, t
                     start, end = end, end + sequence.num_placed
                     scale = packed.weights_BL[b] * packed.advantages_BL[b] * packed.mask_BL[b]
                     predicting = slice(start, end - 1)
-                    yield -(model.logprobs(packed.tokens_BL[b, start:end].tolist()) * scale[predicting].double()).sum()
+                    yield model.loss(packed.tokens_BL[b, start:end].tolist(), scale[predicting])
 
         def of_calls(episodes: Any = episodes, rewards: Any = rewards) -> Iterator[torch.Tensor]:
             for episode, reward in zip(episodes, rewards, strict=True):
                 num_sampled = sum(len(completion.token_ids) for _, completion in episode.flat)
                 scale = (reward - sum(rewards) / 2) / num_sampled / 2
                 for before, completion in episode.flat:
-                    yield -model.logprobs([*before, *completion.token_ids])[len(before) - 1 :].sum() * scale
+                    scales = torch.zeros(len(before) + len(completion.token_ids) - 1, dtype=torch.float64)
+                    scales[len(before) - 1 :] = scale
+                    yield model.loss([*before, *completion.token_ids], scales)
 
         for got, expected in zip(gradients(model, of_rows()), gradients(model, of_calls()), strict=True):
             assert torch.allclose(got, expected, rtol=0, atol=1e-6)
