@@ -18,6 +18,7 @@ COMMANDS = {
     "evaluate": ("titanrl.commands.evaluate", "evaluate a model on the evaluation sets of a configuration"),
     "compare": ("titanrl.commands.compare", "compare the scores and configurations of runs"),
     "timeline": ("titanrl.commands.timeline", "show which process of a run worked, and which waited for what"),
+    "steer": ("titanrl.commands.steer", "pause a run in progress, or change keys of its configuration"),
     "serve": ("titanrl.commands.serve", "serve a policy over HTTP, as OpenAI and Anthropic do"),
     "chat": ("titanrl.commands.chat", "chat with a trained policy"),
     "warm": ("titanrl.commands.warm", "keep packages imported, so that runs on this machine start faster"),

@@ -111,6 +111,7 @@ class Distill(Run):
             ),
             **self.session.weights.take_metrics(),
             **self.timer.take(),
+            **self.steering.metrics(),
             **counts.metrics(),
         }
         return self._report(batch, values)
@@ -143,7 +144,7 @@ class Distill(Run):
         assert self.config.distill is not None
         teacher = self.config.distill.teacher
         self._record = GroupRecorder(self.run_dir, "controller", self.config, self.session.tokenizer)
-        await self.resume()
+        await self.load_checkpoint()
         self.console.phase("start", f"teacher x{teacher.tp}")
         engine = self.config.generator.model_copy(update={"replicas": 1, **teacher.model_dump(exclude={"path"})})
         self._teacher, self._task, _ = await asyncio.gather(

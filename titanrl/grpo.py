@@ -9,7 +9,7 @@ How the default objective differs from the GRPO paper (arXiv:2402.03300):
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,7 @@ from titanrl.run.generation import Dump, Generation, check_dump
 from titanrl.run.publications import Publications
 from titanrl.run.recording import batch_metrics, record_advantages, record_drops, recorded_groups
 from titanrl.run.run import Run
+from titanrl.run.steering import PROMPTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +61,7 @@ class GRPO(Run):
     """
 
     with_data = True
+    admits_prompts = True
 
     @classmethod
     def for_config(cls, config: Config) -> type[Run]:
@@ -99,7 +101,7 @@ class GRPO(Run):
         await self._past.start()  # keeps the reference policy, before a checkpoint replaces the weights
         self._num_deaths = 0
         self._publications = Publications(self, self._past, self._replay_schedule, self._dump)
-        await self._publications.begin(self._resume_step)  # calls `self.resume` if there is a checkpoint
+        await self._publications.begin(self._resume_step)  # calls `load_checkpoint` if there is a checkpoint
 
     async def train_step(self) -> StepMetrics:
         """Take a batch, plan it, train on it, publish the weights, report."""
@@ -123,6 +125,17 @@ class GRPO(Run):
         await self._publications.publish(batch, plan.advantages_N, trained.updates)
         self.session.rollouts.buffer.prefetch()  # the next batch is sent while this one is reported, evaluated and saved
         return self._report(batch, plan, trained, params, time.perf_counter() - started)
+
+    async def apply_changes(self, keys: Collection[str]) -> None:
+        """Send changed weights of a mixture to the buffer, and the number of recorded groups to the rollout workers."""
+        if any(key.startswith(PROMPTS) for key in keys):
+            await self.session.rollouts.buffer.reweigh([task.weight for task in self.config.data.mixture.values()])
+        if "logging.rollouts_per_step" in keys:
+            await self.session.rollouts.workers.record_rollouts(self.config.logging.rollouts_per_step)
+
+    async def after_pause(self) -> None:
+        """Learn no deadline from the time since the last batch."""
+        self.session.rollouts.buffer.restart_clock()
 
     def _plan(self, batch: Batch) -> StepPlan:
         """Compute advantages, and loss weights and packing of each mini-batch."""
@@ -207,6 +220,7 @@ class GRPO(Run):
             ),
             **self.session.weights.take_metrics(),
             **self.timer.take(),
+            **self.steering.metrics(),
             "perf/packing_efficiency": plan.packing_efficiency,
             **counts.metrics(),
         }

@@ -13,6 +13,7 @@ from functools import partial
 
 from titanrl.algorithms.batch_plan import adam_params
 from titanrl.carriers.types import AdamParams, GenerationStats, OptimUpdate, StepMetrics
+from titanrl.config.sections import SFTConfig
 from titanrl.data.examples import Demonstration, mean_loss_data
 from titanrl.launch.roles import Roles
 from titanrl.metrics import steps as metrics_of
@@ -35,9 +36,13 @@ class SFT(Run):
 
     def prepare(self) -> None:
         """Take the examples that the check has read."""
-        assert self.config.sft is not None
         assert self._found.examples is not None
-        self._sft, self.examples = self.config.sft, self._found.examples
+        self.examples = self._found.examples
+
+    @property
+    def _sft(self) -> SFTConfig:
+        assert self.config.sft is not None
+        return self.config.sft
 
     async def train_step(self) -> StepMetrics:
         """Train on the next batch, and report the metrics."""
@@ -81,7 +86,7 @@ class SFT(Run):
         """Print the summary of the examples, and load the checkpoint of a resumed run."""
         for name, text in self.examples.summary(self._sft.batch_size, self.config.num_steps).items():
             self.console.note(f"{name}: {text}")
-        await self.resume()
+        await self.load_checkpoint()
 
     def _report(
         self, batch: list[Demonstration], loss: float, update: OptimUpdate, params: AdamParams, step_s: float
@@ -103,6 +108,7 @@ class SFT(Run):
                 trained_tokens=num_tokens, generated=NO_GENERATION, trainer_busy_s=update.busy_s, step_s=step_s
             ),
             **self.timer.take(),
+            **self.steering.metrics(),
             "count/trained_tokens": counts.trained_tokens,
         }
         metrics = StepMetrics(step=self.state.step, version=self.state.version, values=values)

@@ -19,11 +19,13 @@ from titanrl.config import dump_config, load_config
 from titanrl.grpo import GRPO
 from titanrl.launch.run_lock import LOCK_FILE, RunLock, check_idle, claim_new_run, claim_run
 from titanrl.metrics.console import Console
+from titanrl.metrics.hooks import Hooks
 from titanrl.metrics.run_directory import RunDirectory
 from titanrl.metrics.trackers import Recorder, Trackers
 from titanrl.run.checkpoints import FIRST, Checkpoints, Resumable, RunState
 from titanrl.run.evaluations import Evaluations
 from titanrl.run.run import NonFiniteGradientError
+from titanrl.run.steering import Steering
 from titanrl.sft import SFT
 
 pytestmark = pytest.mark.usefixtures("scratch")
@@ -145,6 +147,8 @@ def run_in(path: Path) -> GRPO:
     run._lock = claim_new_run(path)
     run._recorder = Recorder(RunDirectory(path), Trackers({}, print), run.console)
     run.checkpoints, run.evaluations = Checkpoints(run), Evaluations(run)
+    run.run_dir, run.hooks = path, Hooks([])
+    run.steering = Steering.of_new(run)
     run._session = run._closing = run._kept = None
     return run
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from titanrl.base import terminal
 from titanrl.config.errors import inline
-from titanrl.config.keys import SectionKeys, json_schema, sections, type_text
+from titanrl.config.keys import SectionKeys, is_live, json_schema, sections, type_text
 
 _INTRODUCTION = """\
 # Configuration
@@ -42,6 +42,8 @@ Terms used below:
 - **null** is YAML's empty value. A key that is null is off or uses the value that its description states.
 """
 
+_LIVE = "*Can be changed during the run* (docs/howto/steer.md)."
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the schema or the reference."""
@@ -72,7 +74,8 @@ def _section_lines(section: SectionKeys) -> Iterator[str]:
     )
     for key, node in section.keys.items():
         default = "required" if "default" not in node else "see below" if "$ref" in node else f"`{inline(node['default'])}`"
-        cells = (f"`{key}`", type_text(node), default, node.get("description", ""))
+        meaning = f"{node.get('description', '')}{' ' + _LIVE if is_live(node) else ''}"
+        cells = (f"`{key}`", type_text(node), default, meaning)
         yield f"| {' | '.join(cell.replace('|', chr(92) + '|').replace(chr(10), ' ') for cell in cells)} |"
     yield ""
 

@@ -11,7 +11,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PrivateAttr, model_
 
 from titanrl.base.choices import KLEstimator, LearningRateDecay, Proximal, Reduction
 from titanrl.config.errors import BrokenRule
-from titanrl.config.section import Count, Decay, Fraction, OrImportPath, Section, Share, StepsOrZero, Tokens
+from titanrl.config.section import LIVE, Count, Decay, Fraction, OrImportPath, Section, Share, StepsOrZero, Tokens
 
 Traits = TypeVar("Traits")
 Ratio = Literal["sampler", "proximal", "none", "undeclared"]
@@ -295,19 +295,19 @@ class AlgorithmConfig(Section):
     not depend on micro-batches or ranks."""
     constant_length: Tokens | None = None
     """Divisor of each sequence's loss sum with `reduction: constant`; null uses `rollout.max_new_tokens`."""
-    learning_rate: PositiveFloat = 1e-6
+    learning_rate: Annotated[PositiveFloat, LIVE] = 1e-6
     """Peak learning rate."""
-    num_warmup_steps: StepsOrZero = 0
+    num_warmup_steps: Annotated[StepsOrZero, LIVE] = 0
     """Number of linear learning-rate warm-up steps."""
-    lr_decay: LearningRateDecay = "constant"
+    lr_decay: Annotated[LearningRateDecay, LIVE] = "constant"
     """Learning-rate schedule after the warm-up: `constant`, or `linear` decay to zero at the last step."""
     betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = (0.9, 0.95)
     """AdamW's decay rates of the first and second moment."""
     eps: PositiveFloat = 1e-8
     """AdamW's epsilon."""
-    weight_decay: NonNegativeFloat = 0.0
+    weight_decay: Annotated[NonNegativeFloat, LIVE] = 0.0
     """AdamW's decoupled weight decay."""
-    max_grad_norm: PositiveFloat = 1.0
+    max_grad_norm: Annotated[PositiveFloat, LIVE] = 1.0
     """Maximum global gradient norm; larger gradients are scaled down to it."""
     updates_per_publish: Count = 1
     """Number of steps between two publications of weights to the generators. Each step trains on its own batch of

@@ -15,6 +15,7 @@ from pydantic_core import CoreSchema
 from titanrl.config.algorithm import ADVANTAGES, AlgorithmConfig
 from titanrl.config.errors import BrokenRule, BrokenRules
 from titanrl.config.section import (
+    LIVE,
     Count,
     CountOrZero,
     Fraction,
@@ -810,7 +811,7 @@ class DataConfig(Section):
 class TaskConfig(DataConfig):
     """One task of a mixture. It inherits the keys of `data` that it does not set."""
 
-    weight: PositiveFloat = 1.0
+    weight: Annotated[PositiveFloat, LIVE] = 1.0
     """Share of this task among the groups that are trained on, relative to the other weights."""
     max_new_tokens: Tokens | None = None
     """Maximum completion length in tokens; null uses `rollout.max_new_tokens`."""
@@ -907,7 +908,7 @@ Split = Literal["heldout", "all"]
 class EvaluationSetConfig(Section):
     """An additional evaluation set."""
 
-    every_steps: StepsOrZero | None = None
+    every_steps: Annotated[StepsOrZero | None, LIVE] = None
     """Number of steps between evaluations; 0 evaluates only before and after training. Null uses `evaluation.every_steps`."""
     num_prompts: Count = 200
     """Number of prompts."""
@@ -959,7 +960,7 @@ class EvaluationConfig(Section):
     """Evaluation. The default set is `num_prompts` held-out prompts of `data`, or of each task in `data.mixture`, decoded
     greedily. `sets` adds more (docs/howto/evaluate.md)."""
 
-    every_steps: StepsOrZero = 20
+    every_steps: Annotated[StepsOrZero, LIVE] = 20
     """Number of steps between evaluations; 0 evaluates only before and after training."""
     num_prompts: CountOrZero = 200
     """Number of prompts of the default set, per task with `data.mixture`; 0 disables the default set."""
@@ -971,12 +972,12 @@ class EvaluationConfig(Section):
     best_metric: str | None = None
     """Metric of an evaluation set, such as "eval/chain_sum/mean". The policy with its highest value is exported to
     `checkpoints/best`."""
-    min_improvement: Annotated[float, Field(ge=0.0)] = 0.0
+    min_improvement: Annotated[float, Field(ge=0.0), LIVE] = 0.0
     """Minimum increase of `best_metric` for a policy to count as better."""
-    max_error_frac: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    max_error_frac: Annotated[float, Field(ge=0.0, lt=1.0), LIVE] = 0.0
     """Maximum share of completions without a reward in an evaluation that is compared by `best_metric`. Another evaluation is a
     mean over other completions, so it neither selects a policy nor counts for `patience`."""
-    patience: Count | None = None
+    patience: Annotated[Count | None, LIVE] = None
     """Early stopping: number of consecutive evaluations without a better policy after which training ends. Null never stops
     early."""
 

@@ -1,14 +1,14 @@
 """The keys of the configuration with their types and descriptions, derived from the JSON schema."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from pydantic.json_schema import GenerateJsonSchema
 
-from titanrl.config.schema import Config
+from titanrl.config.schema import USED_BY_SFT, Config
 
 Node = dict[str, Any]
 KeyPath = Sequence[str | int]
@@ -58,6 +58,34 @@ def sections(path: str = "") -> Iterator[SectionKeys]:
             yield from sections(f"{path}.{key}".lstrip("."))
         elif _reference(_named(node)):
             yield from sections(f"{path}.{key}.<name>".lstrip("."))
+
+
+def live_keys(config: Config) -> dict[str, Any]:
+    """Return the keys that can be changed during a run of this configuration, with their current values."""
+    values: dict[str, Any] = {}
+    for section in sections():
+        for key in (key for key, node in section.keys.items() if is_live(node)):
+            for path in _paths(config, section.path.split(".") if section.path else []):
+                if config.sft is None or path.partition(".")[0] not in USED_BY_SFT:
+                    values[f"{path}.{key}"] = config.value_of(f"{path}.{key}")
+    return values
+
+
+def is_live(node: Node) -> bool:
+    """Return True for the schema of a key that can be changed during the run."""
+    return node.get("live") is True
+
+
+def _paths(section: Any, pattern: Sequence[str], prefix: str = "") -> Iterator[str]:
+    """Yield the paths of the sections that exist in a configuration, where `<name>` in the pattern is any name."""
+    if not pattern:
+        yield prefix
+        return
+    name, *rest = pattern
+    for each in section if name == "<name>" else [name]:
+        child = section[each] if isinstance(section, Mapping) else getattr(section, each)
+        if child is not None:
+            yield from _paths(child, rest, f"{prefix}.{each}".lstrip("."))
 
 
 def section_at(path: KeyPath) -> SectionKeys | None:

@@ -7,9 +7,9 @@ way.
 import math
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -17,10 +17,11 @@ from pydantic_core import ErrorDetails
 from titanrl.base.choices import Program
 from titanrl.config.algorithm import ALGORITHM_PRESETS
 from titanrl.config.errors import BrokenRule, BrokenRules, ConfigError, inline, message
-from titanrl.config.keys import KeyPath, Node, dotted, node_at, section_at, sections, type_text
+from titanrl.config.keys import KeyPath, Node, dotted, live_keys, node_at, section_at, sections, type_text
 from titanrl.config.schema import Config
+from titanrl.config.section import Section
 from titanrl.config.shipped import data_file
-from titanrl.config.source import Source, dump, read_source, scalar
+from titanrl.config.source import Override, Source, dump, read_source, scalar, with_overrides
 
 Location = tuple[str | int, ...]
 
@@ -67,6 +68,12 @@ FOREIGN = {
 }
 """Names that other libraries use, with the key of the same meaning, or with its name in any section."""
 
+WHY_FIXED = {
+    f"rollout.{name}": f"trainer and generators use one {name}, and tokens sampled with the old one may still be trained on"
+    for name in ("temperature", "top_p", "top_k", "min_p")
+}
+"""Reasons why keys are not live that a user may expect to be."""
+
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read and validate a configuration. Files that it refers to are not read.
@@ -92,6 +99,47 @@ def validate(source: Source) -> Config:
     except ValidationError as error:
         # pydantic reports a value once for each type that it could have
         raise ConfigError(*dict.fromkeys(_messages(error, source))) from None
+
+
+def with_values(config: Config, values: Mapping[str, Any]) -> Config:
+    """Return the configuration with other values of keys that can be changed during a run.
+
+    All rules are checked, between all keys. `values` are by dotted key, as YAML or JSON has them.
+
+    Raises:
+        ConfigError: A key cannot be changed during the run, a value is invalid, or a rule is violated.
+    """
+    if not values:
+        return config
+    overrides = [
+        Override(text=f"{key}={inline(value)}", path=tuple(key.split(".")), value=value) for key, value in values.items()
+    ]
+    source = with_overrides(Path("config"), config.model_dump(), overrides)
+    validated, known = validate(source), live_keys(config)
+    for override, (key, value) in zip(overrides, values.items(), strict=True):
+        if key not in known:
+            names = did_you_mean(key, known) or f"choose one of {', '.join(known)}"
+            fix = f"{names[0].lower()}{names[1:]}; every key can be changed between two runs: --resume RUN {key}=..."
+            rule = WHY_FIXED.get(key, "this key cannot be changed during the run")
+            raise ConfigError(message(f"override {override.text}", f"{key}={inline(value)}", rule, fix))
+        config = _replaced(config, override.path, validated.value_of(key))
+    return config
+
+
+S = TypeVar("S", bound=Section)
+
+
+def _replaced(section: S, path: Sequence[str], value: Any) -> S:
+    """Return a copy of a section with the value at a path replaced."""
+    name, *rest = path
+    child = getattr(section, name)
+    if not rest:
+        new = value
+    elif isinstance(child, Mapping):
+        new = {**child, rest[0]: _replaced(child[rest[0]], rest[1:], value)}
+    else:
+        new = _replaced(child, rest, value)
+    return section.model_copy(update={name: new})
 
 
 def recorded_config(config: Config) -> str:

@@ -40,6 +40,9 @@ Tokens = Annotated[int, Field(ge=1, le=10_000_000)]
 Bytes = Annotated[int, Field(ge=1, le=10**15)]
 Seconds = Annotated[float, Field(gt=0.0, le=10_000_000.0)]
 
+LIVE = Field(json_schema_extra={"live": True})
+"""Annotation of a key that can be changed during the run (`titanrl.run.steering`)."""
+
 FOLDER = Path(__file__).parents[1] / "configs"
 """Directory of the shipped configurations. In a checkout, a link to `configs/`."""
 MAX_PATH_BYTES = 3_000

@@ -14,6 +14,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 from titanrl.base.choices import ConsoleMode, Dtype, LearningRateDecay, TrainOn, TransportName, Verify
 from titanrl.config.errors import BrokenRule
 from titanrl.config.section import (
+    LIVE,
     Bytes,
     Count,
     CountOrZero,
@@ -401,13 +402,13 @@ class WeightsConfig(Section):
 class CheckpointConfig(Section):
     """Checkpoints, from which a run can be resumed."""
 
-    every_steps: StepsOrZero = 50
+    every_steps: Annotated[StepsOrZero, LIVE] = 50
     """Number of steps between checkpoints; 0 saves only at the end."""
     keep_last: Annotated[int, Field(ge=2, le=1_000_000)] = 2
     """Number of checkpoints to keep; older ones are deleted."""
     export_dtype: Literal["base", "float32", "bfloat16", "float16"] = "base"
     """Dtype of the weights in exported models, such as `checkpoints/final`. `base` uses that of the weights in `model.path`."""
-    on_interrupt: bool = False
+    on_interrupt: Annotated[bool, LIVE] = False
     """Save a checkpoint when a signal interrupts the run, after the current step, if that takes at most 10 seconds."""
 
 
@@ -465,7 +466,7 @@ class LoggingConfig(Section):
 
     console: ConsoleMode = "auto"
     """Console output: `live` table, `plain` lines or `off`. `auto` uses `live` on a terminal and `plain` elsewhere."""
-    rollouts_per_step: CountOrZero = 2
+    rollouts_per_step: Annotated[CountOrZero, LIVE] = 2
     """Number of groups per step to record with all their tokens (docs/record.md)."""
     evaluation_prompts: CountOrZero = 64
     """Number of prompts per evaluation to record with their completions: the first ones of the set."""
@@ -731,19 +732,19 @@ class SFTConfig(Section):
     them out."""
     batch_size: Count = 32
     """Number of examples per optimizer step."""
-    learning_rate: PositiveFloat = 1e-5
+    learning_rate: Annotated[PositiveFloat, LIVE] = 1e-5
     """Peak learning rate."""
-    num_warmup_steps: StepsOrZero = 0
+    num_warmup_steps: Annotated[StepsOrZero, LIVE] = 0
     """Number of linear learning-rate warm-up steps."""
-    lr_decay: LearningRateDecay = "linear"
+    lr_decay: Annotated[LearningRateDecay, LIVE] = "linear"
     """Learning-rate schedule after the warm-up: `constant`, or `linear` decay to zero at the last step."""
     betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = (0.9, 0.95)
     """AdamW's decay rates of the first and second moment."""
     eps: PositiveFloat = 1e-8
     """AdamW's epsilon."""
-    weight_decay: NonNegativeFloat = 0.0
+    weight_decay: Annotated[NonNegativeFloat, LIVE] = 0.0
     """AdamW's decoupled weight decay."""
-    max_grad_norm: PositiveFloat = 1.0
+    max_grad_norm: Annotated[PositiveFloat, LIVE] = 1.0
     """Maximum global gradient norm; larger gradients are scaled down to it."""
 
     def _broken_rules(self) -> Iterator[BrokenRule]:

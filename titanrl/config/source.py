@@ -90,6 +90,26 @@ def read_source(path: str | Path, overrides: Sequence[str] = ()) -> Source:
         raise TypeError(f"load_config: expected a path and a list of overrides, such as ['seed=1'] (got {given})")
     path = config_file(path)
     values, node = _read_mapping(path)
+    return _with_overrides(path, node, values, parse_overrides(overrides))
+
+
+def with_overrides(path: Path, values: dict[str, Any], overrides: Sequence[Override]) -> Source:
+    """Return values with overrides as a source, whose messages call them `path`."""
+    return _with_overrides(path, yaml.MappingNode("tag:yaml.org,2002:map", []), values, overrides)
+
+
+def _with_overrides(path: Path, node: yaml.Node, values: dict[str, Any], overrides: Sequence[Override]) -> Source:
+    for override in overrides:
+        values = _with_value(values, override.path, override.value)
+    return Source(path=path, node=node, overrides=tuple(overrides), values=values)
+
+
+def parse_overrides(overrides: Sequence[str]) -> list[Override]:
+    """Parse `key.path=value` arguments.
+
+    Raises:
+        ConfigError: An override is malformed.
+    """
     parsed: list[Override] = []
     mistakes: list[str] = []
     for text in overrides:
@@ -99,9 +119,7 @@ def read_source(path: str | Path, overrides: Sequence[str] = ()) -> Source:
             mistakes += error.messages
     if mistakes:
         raise ConfigError(*mistakes)
-    for override in parsed:
-        values = _with_value(values, override.path, override.value)
-    return Source(path=path, node=node, overrides=tuple(parsed), values=values)
+    return parsed
 
 
 def config_of_run(run_dir: Path) -> Path:

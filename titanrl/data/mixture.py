@@ -8,7 +8,7 @@ counts for its task. Neither filters nor failures nor slow tasks therefore chang
 import operator
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
@@ -219,6 +219,7 @@ class Mixture:
         self._numbers = {task.name: number for number, task in enumerate(tasks)}
         self._num_trained = [0] * len(tasks)  # groups put into batches
         self._num_outstanding = [0] * len(tasks)  # groups in flight or finished
+        self._num_before = [0] * len(tasks)  # groups of earlier weights, which do not count for the present ones
         self._next_indices: list[Counter[int]] = [Counter() for _ in tasks]  # next index by level
         self._draws: dict[int, Draw] = {}
         self._observed: set[int] = set()  # positions whose outcome has been stored
@@ -228,6 +229,11 @@ class Mixture:
     def has_state(self) -> bool:
         """True if there is more than one task or level to choose from."""
         return len(self._tasks) > 1 or self._tasks[0].sampler is not None
+
+    def reweigh(self, weights: Sequence[float]) -> None:
+        """Change the weights of the tasks. The ratio applies to the groups admitted from now on."""
+        self._tasks = [replace(task, weight=weight) for task, weight in zip(self._tasks, weights, strict=True)]
+        self._num_before = [sum(counts) for counts in zip(self._num_trained, self._num_outstanding, strict=True)]
 
     def number_of(self, name: str) -> int:
         """Return the index of a task."""
@@ -304,6 +310,7 @@ class Mixture:
         return {
             "names": [task.name for task in self._tasks],
             "num_trained": num_trained,
+            "num_before": self._num_before,
             "places": [dict(indices) for indices in self._next_indices],
             "draws": {index: draw for index, draw in self._draws.items() if from_index is None or index >= from_index},
             "observed": {index for index in self._observed if index in outcomes or index not in self._outcomes},
@@ -328,6 +335,7 @@ class Mixture:
             if number is not None:
                 task = self._tasks[number]
                 self._num_trained[number] = state["num_trained"][before]
+                self._num_before[number] = state.get("num_before", [0] * len(state["names"]))[before]  # not in earlier versions
                 self._next_indices[number] = Counter(state["places"][before])
                 if task.sampler is not None and state["samplers"][before] is not None:
                     task.sampler.load_state_dict(state["samplers"][before])
@@ -370,7 +378,8 @@ class Mixture:
 
     def _lead(self, number: int) -> float:
         """Return how far a task would be ahead of its share after another half group (Sainte-Lague method)."""
-        return (self._num_trained[number] + self._num_outstanding[number] + 0.5) / self._tasks[number].weight
+        num_groups = self._num_trained[number] + self._num_outstanding[number] - self._num_before[number]
+        return (num_groups + 0.5) / self._tasks[number].weight
 
 
 def make_mixture(config: Config, plugins: Plugins) -> Mixture:

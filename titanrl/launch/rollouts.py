@@ -66,6 +66,7 @@ class RolloutMesh:
         self.notes: Any = None
         """Port for the workers' messages; opened by `spawn`."""
         self._reading: asyncio.Task[None] | None = None
+        self._rollouts_per_step: int | None = None  # since the workers were spawned
         buffer.parts = self.parts
         generators.listeners.append(self.use_generator)
 
@@ -96,6 +97,8 @@ class RolloutMesh:
         )
         # They may have changed since the worker was spawned.
         await self._each("use_generators", self._generators.serving, parts=[part])
+        if self._rollouts_per_step is not None:
+            await self._each("record_rollouts", self._rollouts_per_step, parts=[part])
         if self._is_running:
             await part.ask(f"{part.role}.run", lambda actors: actors.worker.run.call_one(), self.timeouts.step_s)
 
@@ -125,6 +128,11 @@ class RolloutMesh:
         await self._each("use_generator", replica, actor)
         if self._in_rounds and actor is None:
             await self._rewind()
+
+    async def record_rollouts(self, per_step: int) -> None:
+        """Change the number of groups per step that are recorded with their tokens."""
+        self._rollouts_per_step = per_step
+        await self._each("record_rollouts", per_step)
 
     async def wait_until_up(self) -> None:
         """Wait until all workers have started, including replacements of dead ones."""
@@ -244,6 +252,7 @@ class BufferClient:
     return_batch = Verb(GroupBuffer.return_batch, done)
     hold_rounds = Verb[[], None, None](ReplayBuffer.hold_rounds, done)
     rewind = Verb(GroupBuffer.rewind, done)
+    reweigh = Verb(GroupBuffer.reweigh, done)
 
     async def ask(self, name: str, call: Awaitable[T], limit: Limit = "step_s", pace: Pace = PACE) -> T:
         """Await a request to the buffer."""
@@ -254,6 +263,10 @@ class BufferClient:
         if self._requested is None:
             request = ask_actor(self.mesh.take_batch, self.groups_per_step)
             self._requested = start_request(resolve(request), "next batch")
+
+    def restart_clock(self) -> None:
+        """Measure the time to the next batch from the call of `take_batch`, because no batch was wanted before."""
+        self._last_at = None
 
     async def take_batch(self) -> Batch:
         """Return the next batch. The deadline starts with this call, not with `prefetch`.

@@ -1,5 +1,6 @@
 """Hooks: user-defined callbacks around the steps of a run. The controller calls them one after another."""
 
+import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -54,6 +55,7 @@ class Hooks:
     def __init__(self, hooks: Sequence[tuple[str, Hook]]) -> None:
         """Wrap named hooks; error messages use the names."""
         self._hooks = tuple(hooks)
+        self._caller: asyncio.Task[Any] | None = None
 
     @classmethod
     def of(cls, plugins: Plugins) -> Self:
@@ -68,6 +70,11 @@ class Hooks:
             with _named(plugin.name):
                 hooks.append((plugin.name, hook() if isinstance(hook, type) else hook))
         return cls(hooks)
+
+    @property
+    def is_caller(self) -> bool:
+        """True if a hook is running and has called the current function."""
+        return self._caller is not None and self._caller is asyncio.current_task()
 
     async def before_step(self, run: object) -> None:
         """Call `before_step` of every hook; raise HookError if one raises."""
@@ -86,11 +93,15 @@ class Hooks:
         await self._each("after_checkpoint", lambda hook: hook.after_checkpoint(run, folder))
 
     async def _each(self, method: str, call: Callable[[Hook], Awaitable[None] | None]) -> None:
-        for name, hook in self._hooks:
-            with _named(f"{name}.{method}"):
-                result = call(hook)
-                if result is not None:
-                    await result
+        self._caller = asyncio.current_task()
+        try:
+            for name, hook in self._hooks:
+                with _named(f"{name}.{method}"):
+                    result = call(hook)
+                    if result is not None:
+                        await result
+        finally:
+            self._caller = None
 
 
 def check_hook(candidate: object, *, key: str, name: str) -> None:

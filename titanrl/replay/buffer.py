@@ -397,6 +397,10 @@ class GroupBuffer:
             self._notify()
         return again
 
+    async def reweigh(self, weights: Sequence[float]) -> None:
+        """Change the weights of the tasks, for the prompts that are admitted from now on."""
+        self.mixture.reweigh(weights)
+
     def state(self, trained: Sequence[TrainedBatch] = (), from_index: int | None = None) -> BufferState:
         """Return the state from which a resumed run continues.
 
@@ -710,6 +714,7 @@ class ReplayBuffer(GroupBuffer, Actor):
         return again
 
     commit = concurrent_endpoint(GroupBuffer.commit)
+    reweigh = concurrent_endpoint(GroupBuffer.reweigh)
     fail = concurrent_endpoint(GroupBuffer.fail)
     wait_until_failed = concurrent_endpoint(GroupBuffer.wait_until_failed)
     take_batch = concurrent_endpoint(GroupBuffer.take_batch)

@@ -118,6 +118,7 @@ class RolloutWorker(Actor):
         # and the run would not be reproducible. A round needs all workers, so it waits while this one evaluates.
         self._turn = asyncio.Lock()
         self._tasks_of_run: list[OpenTask] = []
+        self._rollouts_per_step = config.logging.rollouts_per_step
 
     @endpoint
     async def start(self) -> None:
@@ -162,6 +163,11 @@ class RolloutWorker(Actor):
         """Replace all generator replicas, as `use_generator` does."""
         for replica, actor in enumerate(actors):
             self._pool.use(replica, actor)
+
+    @concurrent_endpoint
+    async def record_rollouts(self, per_step: int) -> None:
+        """Change the number of groups per step that are recorded with their tokens."""
+        self._rollouts_per_step = per_step
 
     @concurrent_endpoint
     async def abandon_round(self) -> None:
@@ -327,7 +333,7 @@ class RolloutWorker(Actor):
             whole=group,
         )
         # Record before the delivery, so that a checkpoint never contains a group whose record was lost in a crash.
-        if reservation.index % config.rollout.groups_per_step < config.logging.rollouts_per_step:
+        if reservation.index % config.rollout.groups_per_step < self._rollouts_per_step:
             environment = config.data.environment
             await asyncio.to_thread(
                 self._record.rollouts,

@@ -125,6 +125,9 @@ class Generation(Run):
     async def take_steps(self, num_steps: int) -> None:
         """Take batches until the run has taken `num_steps` of them."""
         while self.state.step < num_steps and not self.is_ending:
+            if self.steering.is_pausing:
+                await self.steering.wait()
+                continue
             await self.step()
 
     async def train_step(self) -> StepMetrics:
@@ -145,6 +148,7 @@ class Generation(Run):
             **batch_metrics(batch, [0] * len(batch.records), 0, self.config),
             **speed,
             **self.timer.take(),
+            **self.steering.metrics(),
             **counts.metrics(),
         }
         metrics = StepMetrics(step=self.state.step, version=0, values=values)

@@ -92,6 +92,7 @@ class Publications:
         version = updates[-1].version
         if version - self._versions[-1] >= self._config.algorithm.updates_per_publish:
             trained, self._unpublished = joined(self._unpublished), []
+            await self._run.steering.begin_publication()
             self._publish_version(version, then=partial(self._buffer.release, *trained))
 
     async def save(self, folder: Path) -> None:
@@ -137,7 +138,7 @@ class Publications:
             self._past.resume(published[-1])
         else:  # publish now: the interval is complete, or the configuration was changed
             published += [] if published[-1] == state.version else [state.version]
-            await self._run.resume()
+            await self._run.load_checkpoint()
         self._versions[:] = published[:-1]  # the list of `WeightSync`, to which publishing appends the last
         trained = await self._load_groups(step, published)
         self._unpublished = trained if continues_interval else []
@@ -150,7 +151,7 @@ class Publications:
         self._publish_version(published[-1], then=run)
         await session.weights.ready()
         if continues_interval:  # the generators have the older weights; now load the newer ones
-            await self._run.resume()
+            await self._run.load_checkpoint()
 
     async def _load_groups(self, step: int, published: Sequence[int]) -> list[TrainedBatch]:
         """Load the groups of a checkpoint; return the batches trained on since the last publication."""

@@ -13,7 +13,7 @@ and `evaluate`. The run has its evaluations, checkpoints and restarts as objects
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -50,6 +50,7 @@ from titanrl.processes.templates import BASE, close_early, start_early
 from titanrl.run.checkpoints import FIRST, Checkpoints, Restart, Restarts, Resumable, newest_checkpoint, resumable
 from titanrl.run.evaluations import Evaluations, is_due
 from titanrl.run.recording import Kind, open_recorder
+from titanrl.run.steering import Steering
 
 if TYPE_CHECKING:
     from titanrl.launch.assembly import Parts
@@ -74,6 +75,8 @@ class Run:
     """Description of the subcommand."""
     with_data = False
     """True if the loop uses prompts from the section `data`, which `preflight` then checks."""
+    admits_prompts = False
+    """True if the loop admits prompts by the weights of a mixture, and calls `steering.begin_publication`."""
 
     @classmethod
     def for_config(cls, config: Config) -> "type[Run]":
@@ -155,6 +158,8 @@ class Run:
             self._restarts = Restarts(config.faults, self._respawns)
             self._restart: Restart | None = None
             self._kept: Parts | None = None
+            self.steering = Steering.of_new(self) if resume is None else Steering.of_resumed(self, resume, source)
+            """Pauses, and changes of the configuration."""
             self.prepare()
             undo.pop_all()
 
@@ -223,12 +228,18 @@ class Run:
         raise NotImplementedError
 
     async def begin(self) -> None:
-        """Prepare the loop after the policy was loaded. An override must call `resume` to load a resumed run's checkpoint."""
-        await self.resume()
+        """Prepare the loop after the policy was loaded. An override must call `load_checkpoint`, which a resumed run needs."""
+        await self.load_checkpoint()
 
     async def train_step(self) -> StepMetrics:
         """Take one training step, advance `state`, and return the metrics of the step."""
         raise NotImplementedError
+
+    async def apply_changes(self, keys: Collection[str]) -> None:
+        """Send changed values of `config` to the processes that use them. Loops override this for keys of other processes."""
+
+    async def after_pause(self) -> None:
+        """Prepare the next step after a pause."""
 
     def evaluation_sets(self) -> Mapping[str, int]:
         """Return the evaluation sets, and the number of steps after which each is due."""
@@ -266,6 +277,7 @@ class Run:
         """Take one training step, record and return its metrics."""
         with span("step", "phase", step=self.state.step + 1):
             await self.hooks.before_step(self)
+            await self.steering.begin_step()
             metrics = await self.train_step()
             await self.hooks.after_step(self, metrics)
         return metrics
@@ -278,13 +290,17 @@ class Run:
         Args:
             num_steps: Version to reach; the configuration's `num_steps` by default.
         """
-        await self._with_restarts(partial(self.take_steps, num_steps or self.config.num_steps))
+        with self.steering.training():
+            await self._with_restarts(partial(self.take_steps, num_steps or self.config.num_steps))
 
     async def take_steps(self, num_steps: int) -> None:
         """Train as `train` does, but raise faults instead of restarting."""
         self.is_training = True
         await self.evaluations.run_due(is_last=self._is_last(num_steps))
         while self.state.version < num_steps and not (self.ends_early or self.is_ending):
+            if self.steering.is_pausing:
+                await self.steering.wait()
+                continue
             await self.step()
             await self.evaluations.run_due(is_last=self._is_last(num_steps))
             if is_due(self.state.step, self.config.checkpoint.every_steps) or self._is_last(num_steps):
@@ -295,6 +311,31 @@ class Run:
             await self.save()
         self.is_training = False
         await self.checkpoints.finish()
+
+    async def pause(self) -> None:
+        """Pause `train` after the current step, and return once it has paused.
+
+        Processes stay alive, and asynchronous generation continues until the buffer is full. If `train` does not run, it pauses
+        before its first step, and this returns at once; so it does in a hook, where the step in progress waits for the hook.
+        """
+        await self.steering.pause()
+
+    def resume(self) -> None:
+        """Continue a paused run."""
+        self.steering.resume()
+
+    def set(self, key: str, value: Any) -> int:
+        """Change a key of the configuration that is marked as live (docs/config.md) from the next step on.
+
+        The change is recorded, and repeated at the same step when the run is resumed or restarted from an earlier one.
+
+        Returns:
+            The first step with the new value.
+
+        Raises:
+            ConfigError: The key cannot be changed during the run, or the value is invalid.
+        """
+        return self.steering.set({key: value}) + 1
 
     def end_after_step(self) -> None:
         """Make `train` save a checkpoint and return after the current step.
@@ -405,6 +446,7 @@ class Run:
         for remark in self._found.remarks:
             self.console.warn(remark)
         self._open_recorder("resume" if self._is_resumed else "start")
+        await self.steering.listen()
         await self._with_restarts()
         return self
 
@@ -465,6 +507,7 @@ class Run:
         self._resume_step = (newest and newest.state.step) or None
         self._found = newest or self._found
         self.state, self.checkpoints.saved_step = self._found.state, self._found.state.step
+        self.steering.restore(self.state, forgets_later=fault is None)
         self.hooks = Hooks.of(self._plugins)
         self.timer.take()  # discard the timings of the lost step
         self.recorder.close(resumes=True)
@@ -478,7 +521,7 @@ class Run:
             self.recorder.directory.event("restart", **restart.event(), failed=has_failed)
 
     def _open_recorder(self, kind: Kind) -> None:
-        self._recorder = open_recorder(self.config, self.run_dir, kind, self._found, self.console, self._plugins)
+        self._recorder = open_recorder(self.steering.base, self.run_dir, kind, self._found, self.console, self._plugins)
         if kind != "restart":
             open_timeline(self.run_dir, "controller", span_bytes(self.config), is_server=False, since=self.since)
 
@@ -512,7 +555,7 @@ class Run:
         await self.begin()
         self._record_restart()
 
-    async def resume(self) -> None:
+    async def load_checkpoint(self) -> None:
         """Load the checkpoint to resume from, if there is one."""
         if self._resume_step is not None:
             version = await self.session.trainer.load_checkpoint(self._resume_step)
@@ -539,6 +582,7 @@ class Run:
 
         The last event of the run has its exit code, and the cause of its end if the code is not 0.
         """
+        self.steering.close()
         with span("stop the processes", "phase"):
             await self.checkpoints.settle()
             await self._close_session()

@@ -1,0 +1,53 @@
+"""Steer a running run: `titanrl steer RUN status|pause|resume|set`."""
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+
+from titanrl.base import terminal
+from titanrl.base.control import SteeringError, steer
+from titanrl.config.errors import inline, refusing
+from titanrl.config.source import parse_overrides
+
+
+def main(argv: Sequence[str] | None = None, *, prog: str = "titanrl steer") -> None:
+    """Send a request to a run, and print its reply."""
+    terminal.prepare()
+    parser, arguments = parse(argv, prog=prog)
+    with refusing():
+        values = {".".join(override.path): override.value for override in parse_overrides(arguments.values)}
+    if bool(values) != (arguments.action == "set"):
+        parser.error(
+            "set needs values such as algorithm.learning_rate=2e-5" if arguments.action == "set" else "only set has values"
+        )
+    try:
+        reply = asyncio.run(steer(arguments.run, arguments.action, values))
+    except SteeringError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(2) from error
+    if arguments.json:
+        print(json.dumps(reply, indent=2))
+        return
+    print(reply["text"])
+    for key, value in reply["keys"].items() if arguments.action == "status" else ():
+        print(f"  {key} = {inline(value)}")
+
+
+def parse(argv: Sequence[str] | None, *, prog: str) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description="Steer a run in progress, on the host of its controller: pause it, let it continue, or change keys of its "
+        "configuration. `status` lists the keys that can be changed. A change takes effect from the next step on.",
+    )
+    parser.add_argument("run", type=terminal.path, metavar="RUN", help="directory of the run")
+    parser.add_argument("action", choices=("status", "pause", "resume", "set"), help="what to do")
+    parser.add_argument("values", nargs="*", metavar="key=value", help="new values, for set")
+    parser.add_argument("--json", action="store_true", help="print the reply as JSON")
+    return parser, parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    main()

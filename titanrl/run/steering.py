@@ -1,0 +1,373 @@
+"""Changes of a run while it runs: pauses, and other values of the keys that are marked `LIVE` in the configuration.
+
+The configuration of a run is `config.yaml` with the changes made so far. `changes.json` in the run directory lists all changes,
+each with the number of steps after which it was made. That is all a resume needs: a run that returns to step k starts with the
+changes made before, and makes the later ones again at their steps, so that its curve equals the unbroken one.
+
+A change takes effect between two steps, in the controller, before a step sends its first request, so no step mixes two values.
+Weights of a mixture decide which prompts are admitted. They change right before a publication: until then, the slots of
+synchronous training are all in use, so the first prompts that they affect are the same in every attempt.
+"""
+
+import asyncio
+import time
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+
+from titanrl.base.control import Control, listen
+from titanrl.base.files import replace_text
+from titanrl.carriers.spans import span
+from titanrl.config.errors import BrokenRule, ConfigError, inline
+from titanrl.config.keys import live_keys
+from titanrl.config.load import explain_rule, with_values
+from titanrl.config.schema import Config
+from titanrl.config.source import Source
+from titanrl.metrics.console import Console
+from titanrl.metrics.hooks import Hooks
+from titanrl.metrics.series import duration
+from titanrl.metrics.trackers import Recorder
+from titanrl.run.checkpoints import RunState
+
+CHANGES_FILE = "changes.json"
+"""File of a run directory with all changes, in the order in which they take effect."""
+PROMPTS = "data.mixture."
+"""Prefix of the keys that decide which prompts are admitted."""
+
+
+class Change(BaseModel):
+    """A change of one key."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    step: int
+    """Number of steps taken before the change; the next step is the first with the new value."""
+    key: str
+    value: Any
+    before: Any
+    """Value until the change."""
+    by_hook: bool = False
+    """True if a hook made it. The hook runs again after a resume, so the change is not repeated without it."""
+    time: float
+    """Time of the request, in Unix seconds."""
+
+
+_CHANGES = TypeAdapter(list[Change])
+
+
+class SteeredRun(Protocol):
+    """The part of a `titanrl.run.run.Run` that `Steering` uses."""
+
+    config: Config
+    state: RunState
+    run_dir: Path
+    console: Console
+    hooks: Hooks
+    admits_prompts: bool
+
+    @property
+    def recorder(self) -> Recorder:
+        """Files and trackers."""
+
+    @property
+    def is_ending(self) -> bool:
+        """True if the run was asked to end."""
+
+    async def unless_ending(self, work: Any) -> bool:
+        """Await work, and cancel it if the run is asked to end; return True if it finished."""
+
+    async def apply_changes(self, keys: Collection[str]) -> None:
+        """Send changed values to the processes that use them."""
+
+    async def after_pause(self) -> None:
+        """Prepare the next step after a pause."""
+
+
+class Steering:
+    """Pauses of a run, and changes of its configuration."""
+
+    def __init__(self, run: SteeredRun, changes: list[Change], state: RunState) -> None:
+        """Take over the changes of an earlier process, and set the configuration after the last step."""
+        self._run, self._base, self._changes = run, run.config, changes
+        self._task: asyncio.Task[Any] | None = None
+        self._is_pausing = False
+        self._paused_at: float | None = None
+        self._boundary, self._may_continue = asyncio.Event(), asyncio.Event()
+        self._control: Control | None = None
+        self.restore(state)
+
+    # Start, resume and end
+
+    @classmethod
+    def of_new(cls, run: SteeredRun) -> Self:
+        """Return the steering of a new run."""
+        return cls(run, [], run.state)
+
+    @classmethod
+    def of_resumed(cls, run: SteeredRun, folder: Path, source: Source | None) -> Self:
+        """Return the steering of a resumed run, without the changes of keys to which the user has given another value.
+
+        Raises:
+            ConfigError: The changes cannot be read, or break a rule of the configuration.
+        """
+        changes = _read(folder / CHANGES_FILE)
+        first: dict[str, Any] = {}
+        for change in changes:
+            first.setdefault(change.key, change.before)
+        named = {".".join(override.path) for override in source.overrides} if source is not None else set[str]()
+        known = live_keys(run.config)
+        kept = {
+            key for key, before in first.items() if key not in named and key in known and _plain(known[key]) == _plain(before)
+        }
+        steering = cls(run, [change for change in changes if change.key in kept], run.state)
+        with_values(run.config, {change.key: change.value for change in steering._changes})  # the later ones must be possible
+        return steering
+
+    def restore(self, state: RunState, *, forgets_later: bool = False) -> None:
+        """Set the configuration of a run that continues after a step: with the changes made before it.
+
+        With `forgets_later`, the run does not repeat the later changes.
+        """
+        published = state.published[-1] if state.published else state.version
+        self._begun = state.step
+        self._published = state.step - (state.version - published)  # step of the last publication
+
+        def is_made(change: Change) -> bool:
+            # Evaluations between this step and the next one have the earlier value.
+            return change.step < state.step or (change.step == state.step and change.key.startswith(PROMPTS))
+
+        def is_kept(change: Change) -> bool:
+            return is_made(change) or (change.step == state.step if change.by_hook else not forgets_later)
+
+        changes = list(filter(is_kept, self._changes))
+        made = list(filter(is_made, changes))
+        self._changes = [*made, *(change for change in changes if not is_made(change))]
+        self._num_made = len(made)
+        self._run.config = self._started = with_values(self._base, {change.key: change.value for change in made})
+
+    @property
+    def base(self) -> Config:
+        """Configuration without changes, which `config.yaml` has."""
+        return self._base
+
+    async def listen(self) -> None:
+        """Answer `titanrl steer` from now on. If the file system cannot hold a socket, only warn."""
+        self._write()
+        try:
+            self._control = await listen(self._run.run_dir, self._answer)
+        except OSError as error:
+            self._run.console.warn(f"titanrl steer cannot reach this run: no socket in {self._run.run_dir} ({error.strerror})")
+
+    def close(self) -> None:
+        """Answer no more."""
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        self._boundary.set()
+
+    # Changes
+
+    def set(self, values: Mapping[str, Any]) -> int:
+        """Change keys between two steps; return the number of steps taken before the change.
+
+        A later change of an earlier process to one of these keys is dropped, because the run takes another course from here.
+
+        Raises:
+            ConfigError: A key is not live, or a value is invalid.
+        """
+        run = self._run
+        changed = with_values(run.config, values)
+        self._check(changed, values)
+        by_hook, changes = run.hooks.is_caller, list[Change]()
+        for key in values:
+            step = max(run.state.step, self._begun)
+            if key.startswith(PROMPTS):
+                step = max(step, self._published + run.config.algorithm.updates_per_publish)
+            before, value = run.config.value_of(key), _plain(changed.value_of(key))
+            changes.append(
+                Change(step=step, key=key, value=value, before=_plain(before), by_hook=by_hook, time=round(time.time(), 3))
+            )
+        pending = [change for change in self._changes[self._num_made :] if by_hook or change.key not in values]
+        self._changes[self._num_made :] = sorted([*pending, *changes], key=lambda change: change.step)
+        self._write()
+        return max((change.step for change in changes), default=run.state.step)
+
+    def _check(self, changed: Config, values: Mapping[str, Any]) -> None:
+        """Refuse what a running run cannot do, although it could be started with these values."""
+        for key, value in values.items():
+            rule = fix = ""
+            if key.endswith(".learning_rate") and self._run.state.learning_rate is not None:
+                rule = "run.set_learning_rate overrides the schedule, so this key would have no effect"
+                fix = "call run.set_learning_rate(None) first"
+            if key.startswith(PROMPTS) and not self._run.admits_prompts:
+                rule = "only titanrl train, with a trainer, admits prompts by these weights while it runs"
+                fix = f"resume the run with {key}={inline(value)}"
+            if key.endswith("every_steps") and changed.num_evaluator_ranks > self._started.num_evaluator_ranks:
+                rule = "asynchronous training evaluates between steps on a separate generator, which this run has not started"
+                fix = f"resume the run with {key}={inline(value)}"
+            if rule:
+                raise ConfigError(explain_rule(BrokenRule({key: value}, rule, fix)))
+
+    async def begin_step(self) -> None:
+        """Make the changes that are due before the next step. Call this before the step reads the configuration."""
+        self._begun = self._run.state.step + 1
+        await self._make([change for change in self._due(self._run.state.step) if not change.key.startswith(PROMPTS)])
+
+    async def begin_publication(self) -> None:
+        """Make the changes of prompts that are due. Call this at the end of a step, before it frees slots."""
+        self._published = self._run.state.step + 1
+        await self._make([change for change in self._due(self._published) if change.key.startswith(PROMPTS)])
+
+    def _due(self, step: int) -> list[Change]:
+        return [change for change in self._changes[self._num_made :] if change.step <= step]
+
+    async def _make(self, due: list[Change]) -> None:
+        if not due:
+            return
+        run = self._run
+        step = self._published if due[0].key.startswith(PROMPTS) else run.state.step
+        later = [change for change in self._changes[self._num_made :] if change not in due]
+        made = [change if change.step == step else change.model_copy(update={"step": step}) for change in due]
+        run.config = with_values(run.config, {change.key: change.value for change in made})
+        self._changes[self._num_made :] = [*made, *later]
+        self._num_made += len(made)
+        if made != due:
+            self._write()
+        await run.apply_changes({change.key for change in made})
+        directory = run.recorder.directory
+        for change in made:
+            fields = {"step": step, "key": change.key, "value": change.value}
+            if not directory.has_event("set", **fields):  # a resumed run may have recorded it before
+                directory.event("set", **fields, before=change.before, by="hook" if change.by_hook else "user")
+            run.console.note(f"{change.key} = {inline(change.value)} from step {step + 1} on")
+
+    def metrics(self) -> dict[str, float]:
+        """Return the numbers that have been set, as the step in progress uses them, for its metrics."""
+        made = {change.key: change.value for change in self._changes[: self._num_made] if change.step < self._begun}
+        return {f"set/{key}": float(value) for key, value in made.items() if isinstance(value, int | float)}
+
+    def _write(self) -> None:
+        """Write all changes to disk."""
+        path = self._run.run_dir / CHANGES_FILE
+        if self._changes or path.exists():
+            replace_text(path, _CHANGES.dump_json(self._changes, indent=1).decode() + "\n", durable=True)
+
+    # Pauses
+
+    async def pause(self) -> None:
+        """Pause after the current step. Return when the run has paused or takes no more steps, or at once in its own task."""
+        self._request_pause()
+        if self._task is not None and self._task is not asyncio.current_task():
+            await self._boundary.wait()
+
+    def resume(self) -> None:
+        """End a pause, or cancel the request for one."""
+        self._is_pausing = False
+        self._may_continue.set()
+        self._boundary.set()
+
+    def _request_pause(self) -> None:
+        if not self._is_pausing:
+            self._is_pausing = True
+            self._may_continue.clear()
+            self._boundary.clear()
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Note that this task takes the steps of the body. It never waits for itself, and nothing waits for it afterwards."""
+        self._task = asyncio.current_task()
+        try:
+            yield
+        finally:
+            self._task = None
+            self._boundary.set()
+
+    @property
+    def is_pausing(self) -> bool:
+        """True if the next step must wait for the end of a pause."""
+        return self._is_pausing
+
+    async def wait(self) -> None:
+        """Wait until the pause ends, or the run is asked to end."""
+        run, started = self._run, time.perf_counter()
+        step = run.state.step
+        run.recorder.directory.event("paused", step=step)
+        run.console.note(f"paused after step {step}; continue with `titanrl steer {run.run_dir} resume` or run.resume()")
+        run.console.current_phase("paused")
+        self._paused_at = started
+        self._boundary.set()
+        try:
+            with span("paused", "phase", step=step):
+                await run.unless_ending(self._may_continue.wait())
+        finally:
+            self._paused_at = None
+            run.console.current_phase(None)
+        self._is_pausing = False
+        seconds = time.perf_counter() - started
+        run.recorder.directory.event("continued", step=step, seconds=round(seconds, 3))
+        run.console.note(f"continued after a pause of {duration(seconds)}")
+        await run.after_pause()
+
+    # Requests of other processes
+
+    def status(self) -> dict[str, Any]:
+        """Return the reply to a request; see `titanrl.base.control.steer`."""
+        run = self._run
+        state = "idle" if self._task is None else "training"
+        if self._is_pausing:
+            state = "pausing" if self._paused_at is None else "paused"
+        if run.is_ending:
+            state = "ending"
+        step, num_steps = run.state.step, run.config.num_steps
+        keys = {key: _plain(value) for key, value in live_keys(run.config).items()}
+        text = f"{state} after step {step} of {num_steps}"
+        return {"step": step, "num_steps": num_steps, "state": state, "text": text, "keys": keys}
+
+    def _answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        action, values = request.get("action"), request.get("values", {})
+        if not isinstance(values, dict):
+            raise TypeError(
+                f"values: must be an object of keys and values (got {type(values).__name__}). See docs/howto/steer.md."
+            )
+        match action:
+            case "status":
+                return self.status()
+            case "pause":
+                self._request_pause()
+                return {**self.status(), "text": f"the run pauses after step {max(self._run.state.step, self._begun)}"}
+            case "resume":
+                was_pausing = self._is_pausing
+                self.resume()
+                text = "the run continues" if was_pausing else "the run was not paused"
+                return {**self.status(), "text": text}
+            case "set" if values:
+                step = self.set(values)
+                changes = ", ".join(f"{key} = {inline(value)}" for key, value in values.items())
+                return {**self.status(), "text": f"{changes} from step {step + 1} on"}
+            case "set":
+                raise ValueError("set: needs at least one key (got none). Write it like algorithm.learning_rate=2e-5.")
+        raise ValueError(f"action: must be status, pause, resume or set (got {inline(action)}). See docs/howto/steer.md.")
+
+
+def _read(path: Path) -> list[Change]:
+    """Read the changes of a run; return none if it has none.
+
+    Raises:
+        ConfigError: The file is damaged.
+    """
+    try:
+        return _CHANGES.validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return []
+    except (OSError, ValidationError) as error:
+        cause = error.strerror if isinstance(error, OSError) else "it is not a list of changes"
+        fix = "Delete it to continue with the values of config.yaml"
+        raise ConfigError(f"--resume: the changes made during the run cannot be read: {cause} (got {path}). {fix}.") from None
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON has it."""
+    return list(value) if isinstance(value, tuple) else value
