@@ -3,6 +3,7 @@
 import importlib
 import json
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -330,6 +331,18 @@ def test_missing_tracker_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "installed_version", lambda name: None if name == "wandb" else installed(name))
     text = problem("logging:\n  loggers: [wandb]\n")
     assert 'run.yaml:5: logging.loggers=["wandb"]\n  rule: the package wandb must be installed' in text
+
+
+def test_port_of_the_metrics_that_is_in_use_is_reported() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        text = problem("", f"logging.metrics_port={port}")
+        assert f"logging.metrics_port={port}" in text
+        assert "this machine must be able to listen at it, but Address already in use" in text
+    assert problems("", f"logging.metrics_port={port}") == []
+    with pytest.raises(ConfigError, match="must be an IP address"):
+        problems("", "logging.metrics_host=example.org")
+    assert "Cannot assign requested address" in problem("", f"logging.metrics_port={port}", "logging.metrics_host=192.0.2.1")
 
 
 def test_only_packages_of_started_roles_are_required(monkeypatch: pytest.MonkeyPatch) -> None:

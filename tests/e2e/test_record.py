@@ -3,6 +3,7 @@
 import json
 import shutil
 import time
+import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,10 +14,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e import slow_once
 from tests.e2e.conftest import Finished, Start
 from tests.metrics.test_timeline import SCHEMA
+from tests.ports import free_port
 from titanrl.carriers.record import parts_of, read_lines
 from titanrl.commands import timeline
 from titanrl.metrics.reading import RecordedGroup, RunRecord, TrainedSegment, open_run
@@ -32,14 +35,21 @@ class Lived(Finished):
 
     start: float
     end: float
+    scraped: str
+    """Metrics as Prometheus read them after the first step."""
 
 
 @pytest.fixture(scope="module")
 def finished(start_run: Start, plain_run: Finished) -> Lived:
-    start = time.time()
-    run = start_run("recorded", *plain_run.as_start, *SETTINGS, PLANTED, "logging.evaluation_prompts=5").finish()
+    start, port = time.time(), free_port()
+    telemetry = (f"logging.metrics_port={port}",)
+    command = start_run("recorded", *plain_run.as_start, *SETTINGS, PLANTED, "logging.evaluation_prompts=5", *telemetry)
+    command.wait_for_step(1)
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as response:
+        scraped = response.read().decode()
+    run = command.finish()
     assert run.code == 0, run.output
-    return Lived(run.code, run.output, run.run_dir, start, time.time())
+    return Lived(run.code, run.output, run.run_dir, start, time.time(), scraped)
 
 
 def trained_groups(run: RunRecord, step: int) -> list[RecordedGroup]:
@@ -169,6 +179,23 @@ def test_recorded_spans_name_work_and_waits(finished: Lived) -> None:
     steps = [span.step for span in run.spans("controller") if span.name == "step"]
     assert steps == [1, 2]
     assert [span.version for span in run.spans("trainer_0") if span.name == "push"] == [0, 1, 2]
+
+
+def test_prometheus_scrapes_the_newest_step_and_live_processes(finished: Lived) -> None:
+    samples = [sample for family in text_string_to_metric_families(finished.scraped) for sample in family.samples]
+    assert {sample.labels["run"] for sample in samples if "run" in sample.labels} == {"recorded"}
+    found = {
+        (sample.name, *(text for name, text in sample.labels.items() if name != "run")): sample.value for sample in samples
+    }
+    step = found["titanrl_step",]
+    (row,) = (row for row in finished.steps if row["step"] == step)
+    metrics = {key[1]: value for key, value in found.items() if key[0] == "titanrl_metric"}
+    wanted = {name: value for name, value in row.items() if "/" in name and not name.startswith("count/")}
+    assert {name: metrics[name] for name in wanted} == wanted
+    assert found["titanrl_count_total", "rollouts"] == 64 * step
+    processes = {key[1]: value for key, value in found.items() if key[0] == "titanrl_process_up"}
+    assert processes == dict.fromkeys(("trainer_0", "generator_0_0", "rollout_0_0", "store_0"), 1.0)
+    assert found["titanrl_events_total", "fault"] == 0
 
 
 def test_start_of_a_run_is_recorded(finished: Finished) -> None:

@@ -9,6 +9,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 Kind = Literal["work", "wait", "serve", "phase"]
 """`work` of the process, `wait` for another one, `serve`: a request of another process, `phase`: contains work and waits."""
-KINDS = frozenset(get_args(Kind))
+KINDS: Mapping[str, Kind] = {kind: kind for kind in get_args(Kind)}
 MERGE_S = 0.01
 """Longest pause between two spans that are merged, in seconds."""
 LONGEST_S = 1.0

@@ -9,6 +9,7 @@ import ast
 import importlib.util
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -127,6 +128,8 @@ def broken_rules(
     yield from _broken_by_rewards(config)
     if training and config.trainer.lora is not None:
         yield from broken_by_adapter(config.trainer.lora)
+    if training:
+        yield from _broken_by_port(config)
     yield from _broken_by_folders(config, is_resumed=is_resumed)
 
 
@@ -276,6 +279,17 @@ def broken_by_packages(config: Config, device: str, *, training: bool = True, sa
         if logger in TRACKERS and devices.installed_version(logger) is None:
             fix = f"pip install {logger}, or remove it from logging.loggers"
             yield config.broken("logging.loggers", f"the package {logger} must be installed", fix)
+
+
+def _broken_by_port(config: Config) -> Iterator[BrokenRule]:
+    host, port = config.logging.metrics_host, config.logging.metrics_port
+    if port is None or config.hosts.kind != "local":  # `titanrl submit` checks on another machine
+        return
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        rule = f"this machine must be able to listen at it, but {error.strerror}"
+        yield config.broken("logging.metrics_port logging.metrics_host", rule, "choose a free port, or null")
 
 
 def _broken_by_folders(config: Config, *, is_resumed: bool) -> Iterator[BrokenRule]:

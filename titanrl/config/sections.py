@@ -6,6 +6,7 @@ itself. Validation never assigns values: derived values are properties.
 
 import re
 from collections.abc import Iterator, Mapping
+from ipaddress import ip_address
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal, get_args
 
@@ -476,6 +477,18 @@ class LoggingConfig(Section):
     loggers: Annotated[tuple[Annotated[str, OrImportPath(tuple(TRACKERS))], ...], Field(strict=False)] = ()
     """Experiment trackers, in addition to `metrics.jsonl`. Each built-in tracker requires the package of the same name. Or
     import paths of custom trackers (docs/howto/tracker.md)."""
+    metrics_port: Annotated[int, Field(ge=1024, le=65535)] | None = None
+    """TCP port at which the controller serves the metrics of the run to Prometheus; null serves none
+    (docs/howto/telemetry.md)."""
+    metrics_host: str = "127.0.0.1"
+    """IP address to listen at; `0.0.0.0` listens at all addresses of this machine. Everyone who can reach it can read the
+    metrics."""
+
+    def _broken_rules(self) -> Iterator[BrokenRule]:
+        try:
+            ip_address(self.metrics_host)
+        except ValueError:
+            yield self.broken("metrics_host", "must be an IP address", 'write "127.0.0.1" or, for all interfaces, "0.0.0.0"')
 
 
 _TIME_LIMIT = re.compile(r"\d+|\d+:\d{1,2}(:\d{1,2})?|\d+-\d{1,2}(:\d{1,2}){0,2}")

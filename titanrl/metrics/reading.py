@@ -408,13 +408,9 @@ class RunRecord:
 
     def spans(self, process: str = "*") -> list[Span]:
         """Return the spans of a process, or of all processes, by start."""
-        spans = [
-            Span(process=part.process, **_span(line))
-            for part in parts_of(self.path, "spans", process)
-            for line in _lines_of(part.path)
-            if isinstance(line.get("name"), str)
-        ]
-        return sorted(spans, key=lambda span: span.start)
+        lines = ((part, line) for part in parts_of(self.path, "spans", process) for line in _lines_of(part.path))
+        spans = (span_of(part.process, line) for part, line in lines)
+        return sorted((span for span in spans if span is not None), key=lambda span: span.start)
 
     def processes(self) -> list[RecordedProcess]:
         """Return the processes, in the order of their starts."""
@@ -426,9 +422,8 @@ class RunRecord:
                 if "format" in line:
                     key = part.process, line["pid"] if isinstance(line.get("pid"), int) else -1
                     found.setdefault(key, line)
-                elif "name" in line:
-                    span = _span(line)
-                    times[key] += [span["start"], span["start"] + span["seconds"]]
+                elif (span := span_of(part.process, line)) is not None:
+                    times[key] += [span.start, span.start + span.seconds]
         processes = [
             RecordedProcess(
                 name=name,
@@ -534,19 +529,22 @@ def _newest(records: Iterator[RecordT], key: Any) -> list[RecordT]:
     return [newest[name] for name in sorted(newest)]
 
 
-def _span(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `Span` from a line."""
-    step, version, count, kind = (line.get(name) for name in ("step", "version", "count", "kind"))
-    return {
-        "name": str(line["name"]),
-        "kind": kind if kind in KINDS else "work",
-        "start": _float(line.get("start")),
-        "seconds": max(0.0, _float(line.get("seconds"))),
-        "busy_s": _float(line.get("busy_s", line.get("seconds"))),
-        "count": count if isinstance(count, int) else 1,
-        "step": step if isinstance(step, int) else None,
-        "version": version if isinstance(version, int) else None,
-    }
+def span_of(process: str, line: Mapping[str, Any]) -> Span | None:
+    """Return the span of a line; None for another line. What is damaged in it has a default."""
+    name, step, version, count, kind = (line.get(key) for key in ("name", "step", "version", "count", "kind"))
+    if not isinstance(name, str):
+        return None
+    return Span(
+        process=process,
+        name=name,
+        kind=KINDS.get(kind, "work") if isinstance(kind, str) else "work",
+        start=_float(line.get("start")),
+        seconds=max(0.0, _float(line.get("seconds"))),
+        busy_s=_float(line.get("busy_s", line.get("seconds"))),
+        count=count if isinstance(count, int) else 1,
+        step=step if isinstance(step, int) else None,
+        version=version if isinstance(version, int) else None,
+    )
 
 
 def _float(value: object) -> float:

@@ -51,6 +51,7 @@ from titanrl.run.checkpoints import FIRST, Checkpoints, Restart, Restarts, Resum
 from titanrl.run.evaluations import Evaluations, is_due
 from titanrl.run.recording import Kind, open_recorder
 from titanrl.run.steering import Steering
+from titanrl.run.telemetry import Telemetry
 
 if TYPE_CHECKING:
     from titanrl.launch.assembly import Parts
@@ -153,6 +154,7 @@ class Run:
             """Seconds of the current step by phase."""
             self._session: Session | None = None
             self._recorder: Recorder | None = None
+            self._telemetry: Telemetry | None = None
             self._closing: asyncio.Task[None] | None = None
             self._respawns = Respawns(config.faults)
             self._restarts = Restarts(config.faults, self._respawns)
@@ -524,6 +526,7 @@ class Run:
         self._recorder = open_recorder(self.steering.base, self.run_dir, kind, self._found, self.console, self._plugins)
         if kind != "restart":
             open_timeline(self.run_dir, "controller", span_bytes(self.config), is_server=False, since=self.since)
+            self._telemetry = Telemetry(self.config.logging, self.run_dir, self.console)
 
     @property
     def _session_fault(self) -> FaultError | None:
@@ -630,6 +633,8 @@ class Run:
         with span("write the report", "phase"):
             outcome = conclude(self.run_dir, code=code, cause=cause, command=f"titanrl {self.program}", **settings)
         close_timeline()
+        if self._telemetry is not None:
+            self._telemetry.close()
         self.console.done(outcome)
 
     async def __aenter__(self) -> Self:

@@ -1,0 +1,197 @@
+"""The metrics of a run for Prometheus: an endpoint in a thread of the controller, which reads the run's files when it is asked.
+
+So a run pays nothing for a step, and the numbers are those of `metrics.jsonl` and `events.jsonl`.
+"""
+
+import asyncio
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from titanrl.base.errors import TitanRLError
+from titanrl.carriers.record import HOST
+from titanrl.metrics.following import Follower
+from titanrl.serving.calls import Refused
+from titanrl.serving.http import Endpoint, Headers, Receive
+from titanrl.serving.listening import listen
+
+FAULTS = ("fault", "host_lost", "respawn", "restart", "stall")
+"""Events that are counted from 0, so that an alert sees the first one."""
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
+START_S = 30.0
+"""Time limit for the start and for the end of the endpoint, in seconds."""
+_HEAD = frozenset({"step", "version", "time"})
+
+
+class RunMetrics(Collector):
+    """Reads the files of a run, and returns its metrics."""
+
+    def __init__(self, run_dir: Path) -> None:
+        """Read nothing yet."""
+        self._run_dir = run_dir
+        self._rows, self._events = Follower(run_dir / "metrics.jsonl"), Follower(run_dir / "events.jsonl")
+        self._newest: dict[str, float] = {}  # by name
+        self._head: dict[str, float] = {}
+        self._seconds: dict[str, float] = defaultdict(float)  # by phase
+        self._num_steps = 0
+        self._num_events: Counter[str] = Counter()  # by kind
+        self._num_dropped: Counter[str] = Counter()  # groups by reason
+
+    def collect(self) -> Iterator[Metric]:
+        """Return the metrics of the files as they are now."""
+        self._read()
+        run = self._run_dir.name
+
+        def gauge(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+            family = GaugeMetricFamily(f"titanrl_{name}", text, labels=["run", label])
+            for key, value in sorted(values.items()):
+                family.add_metric([run, key], value)
+            return family
+
+        def counter(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+            family = CounterMetricFamily(f"titanrl_{name}", text, labels=["run", label])
+            for key, value in sorted(values.items()):
+                family.add_metric([run, key], value)
+            return family
+
+        for name, text in (
+            ("step", "Newest step."),
+            ("version", "Policy version of the newest step."),
+            ("step_timestamp_seconds", "End of the newest step, in Unix seconds."),
+        ):
+            if name in self._head:
+                family = GaugeMetricFamily(f"titanrl_{name}", text, labels=["run"])
+                family.add_metric([run], self._head[name])
+                yield family
+        steps = CounterMetricFamily("titanrl_steps", "Steps taken since the run began.", labels=["run"])
+        steps.add_metric([run], self._num_steps)
+        yield steps
+        counts = {name.removeprefix("count/"): value for name, value in self._newest.items() if name.startswith("count/")}
+        metrics = {name: value for name, value in self._newest.items() if not name.startswith("count/")}
+        yield gauge("metric", "Newest value of a metric of metrics.jsonl.", "name", metrics)
+        yield counter("count", "Prompts, rollouts and tokens since the run began.", "name", counts)
+        yield counter("phase_seconds", "Time of the controller by phase.", "phase", self._seconds)
+        yield counter("events", "Events of events.jsonl.", "kind", dict.fromkeys(FAULTS, 0) | self._num_events)
+        yield counter("dropped_groups", "Groups that no batch used.", "reason", self._num_dropped)
+        yield gauge("process_up", "1 for each process of the run on this host that is alive, else 0.", "process", self._alive())
+
+    def _read(self) -> None:
+        while True:
+            rows, is_replaced = self._rows.take()
+            if is_replaced:
+                self._newest, self._head, self._num_steps = {}, {}, 0
+                self._seconds.clear()
+            for row in rows:
+                self._add(row)
+            if not rows:
+                break
+        while True:
+            events, is_replaced = self._events.take()
+            if is_replaced:
+                self._num_events.clear()
+                self._num_dropped.clear()
+            for event in events:
+                self._num_events[str(event.get("kind"))] += 1
+                if event.get("kind") == "drop" and isinstance(groups := event.get("groups"), int):
+                    self._num_dropped[str(event.get("reason"))] += groups
+            if not events:
+                break
+
+    def _add(self, row: Mapping[str, Any]) -> None:
+        values = {name: float(value) for name, value in row.items() if name not in _HEAD and isinstance(value, int | float)}
+        self._newest |= values
+        if "time/step_s" in values:
+            self._num_steps += 1
+            self._head = {name: float(row.get(name, 0)) for name in ("step", "version")}
+            self._head["step_timestamp_seconds"] = float(row.get("time", 0))
+            for name, value in values.items():
+                if name.startswith("time/") and name.endswith("_s") and name != "time/step_s":
+                    self._seconds[name.removeprefix("time/").removesuffix("_s")] += value
+
+    def _alive(self) -> dict[str, float]:
+        """Return 1 for each process on this host that is alive, else 0."""
+        alive = {}
+        for file in (self._run_dir / "logs").glob("*.pid"):
+            pid, _, host = file.read_text().partition(" ")
+            if host == HOST and pid.isdecimal():
+                alive[file.stem] = float(_is_alive(int(pid)))
+        return alive
+
+
+class MetricsEndpoint(Endpoint):
+    """Answers `/metrics` and `/health`."""
+
+    def __init__(self, run_dir: Path, host: str) -> None:
+        """Serve the metrics of a run. On loopback, requests must be addressed to this machine, as those of Prometheus are."""
+        super().__init__(hosts={*LOOPBACK_NAMES, host} if host in LOOPBACK_NAMES else None)
+        self.registry.register(RunMetrics(run_dir))
+
+    def label(self, path: str) -> str | None:
+        """Count requests of metrics."""
+        return path if path == "/metrics" else None
+
+    def authorize(self, key: str) -> bool:
+        """Return True: metrics are numbers, without prompts or completions."""
+        return True
+
+    async def answer(self, method: str, path: str, key: str, headers: Headers, receive: Receive, response: Any) -> None:
+        """Refuse other paths."""
+        raise Refused("not found. This endpoint has /metrics and /health.", status=404)
+
+
+class MetricsServer:
+    """The endpoint of a run, in a thread with an event loop of its own."""
+
+    def __init__(self, run_dir: Path, host: str, port: int) -> None:
+        """Start listening.
+
+        Raises:
+            TitanRLError: The port cannot be used.
+        """
+        self.url = ""
+        self._error: OSError | None = None
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(run_dir, host, port), name="metrics", daemon=True)
+        self._thread.start()
+        if not self._ready.wait(START_S) or self._error is not None:
+            raise TitanRLError(
+                f"logging.metrics_port: cannot listen on {host} port {port}: {self._error}. Choose another port."
+            )
+
+    def close(self) -> None:
+        """Stop listening. A second call does nothing."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join(START_S)
+
+    def _run(self, run_dir: Path, host: str, port: int) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._serve(run_dir, host, port))
+
+    async def _serve(self, run_dir: Path, host: str, port: int) -> None:
+        try:
+            listener = await listen(MetricsEndpoint(run_dir, host), (host, port))
+            self.url = listener.url
+        except OSError as error:
+            self._error = error
+            return
+        finally:
+            self._ready.set()
+        await self._stop.wait()
+        await listener.close()
+
+
+def _is_alive(pid: int) -> bool:
+    """Return True unless the process has ended, or has only not been waited for."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
