@@ -27,6 +27,7 @@ KNOWN = re.compile(
     r"|titanrl evaluate "  # tests/commands/test_evaluate.py
     r"|titanrl compare "  # tests/metrics/test_comparison.py
     r"|titanrl timeline "  # tests/metrics/test_timeline.py
+    r"|titanrl steer "  # tests/e2e/test_steering.py
     r"|titanrl serve |curl -s http://127\.0\.0\.1:8000/|\(umask 077; openssl "  # tests/e2e/test_serve.py
     r"|pip install 'titanrl\[tinker\]'$|\(umask 077; echo tml-"  # tests/e2e/test_tinker.py
     r"|(TINKER_\w+=\S+ )+python -m tinker_cookbook\."  # tests/e2e/test_tinker_recipes.py
