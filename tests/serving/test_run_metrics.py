@@ -117,7 +117,7 @@ def test_later_scrape_has_what_was_appended(server: MetricsServer, run_dir: Path
     assert found["titanrl_phase_seconds_total", "train"] == 4.5
 
 
-def test_restart_from_an_earlier_step_takes_back_its_lines(server: MetricsServer, run_dir: Path) -> None:
+def test_restart_from_an_earlier_step_removes_its_lines(server: MetricsServer, run_dir: Path) -> None:
     scrape(server)
     replace_text(run_dir / "metrics.jsonl", lines(STEPS[:1]))
     replace_text(run_dir / "events.jsonl", lines(EVENTS[:2]))

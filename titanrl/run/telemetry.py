@@ -1,4 +1,4 @@
-"""What a run sends to other systems while it runs: metrics for Prometheus, and spans and metrics for OpenTelemetry."""
+"""Threads of the controller that send metrics to Prometheus, and spans and metrics to OpenTelemetry, while a run works."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
