@@ -5,12 +5,12 @@ future, which the client polls; a failed request fails through its future, and a
 created it: for others it does not exist.
 """
 
-import asyncio
 import hashlib
 import math
 import re
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import prometheus_client as prometheus
 
@@ -28,6 +28,7 @@ from titanrl.serving.tinker_sessions import (
     Sampler,
     Sessions,
     TinkerLimits,
+    Weights,
     failure,
     json_answer,
 )
@@ -301,20 +302,19 @@ class Tinker(Endpoint):
                 self._checkpoints.check_free(model_id, "sampler_weights", name)
                 state = await handle.save()
                 saved = self._checkpoints.add(model_id, "sampler_weights", name, state, ttl_s=ttl_s, user_metadata=metadata)
-                self._sessions.loaded[saved.path] = await handle.publish()
+                self._sessions.loaded[saved.path] = Weights.of(await handle.publish())
                 return json_answer({"path": saved.path, "type": "save_weights_for_sampler"})
             assert number is not None
-            if number in model.session.samplings:
-                raise wrong("sampling_session_seq_id", "must not have been used", number)
             sampler: Sampler = await handle.publish()
+            if number in model.session.samplings:
+                await sampler.release()
+                raise wrong("sampling_session_seq_id", "must not have been used", number)
             if kind == "inflight":
                 replaced, model.following = model.following, sampler
                 if replaced is not None:
                     await replaced.release()
                 sampler = Following(model)
-            opened = self._sessions.add_sampler(model.session, number, None, self._host.base)
-            opened.opened = asyncio.get_running_loop().create_future()
-            opened.opened.set_result(sampler)
+            opened = self._sessions.add_sampler(model.session, number, None, Weights.of(sampler))
             return json_answer({"sampling_session_id": opened.sampler_id, "type": "save_weights_for_sampler"})
 
         return self._submit(request, model_id, seq_id, save)
@@ -343,15 +343,12 @@ class Tinker(Endpoint):
         if base is not None:
             self._check_base(base)
         if path is None:
-            return {"sampling_session_id": self._sessions.add_sampler(session, number, None, self._host.base).sampler_id}
-        run, _, state = self._checkpoints.find(path, request.owner, "sampler_weights")
-
-        async def load() -> Sampler:
-            if path not in self._sessions.loaded:
-                self._sessions.loaded[path] = await self._host.open_sampler(run.spec, state)
-            return self._sessions.loaded[path]
-
-        return {"sampling_session_id": self._sessions.add_sampler(session, number, path, load).sampler_id}
+            weights = Weights(self._host.base)
+        else:
+            run, _, state = self._checkpoints.find(path, request.owner, "sampler_weights")
+            saved = Weights(partial(self._host.open_sampler, run.spec, state))
+            weights = self._sessions.loaded.setdefault(path, saved)
+        return {"sampling_session_id": self._sessions.add_sampler(session, number, path, weights).sampler_id}
 
     async def get_sampler(self, request: "_Request") -> object:
         """Return the model of a sampling session."""
@@ -377,7 +374,7 @@ class Tinker(Endpoint):
             return {"request_id": future.request_id}
 
         async def run() -> Answer:
-            sampler = await sampling.sampler()
+            sampler = await sampling.weights.sampler()
             completions = await sampler.sample(asked)
             logprobs = await sampler.logprobs(asked.prompt) if asked.prompt_logprobs else None
             return Answer(wire.sample_result(completions, logprobs), wire.PROTOBUF)

@@ -133,6 +133,8 @@ class TinkerLimits:
     """Sessions of one user."""
     max_samplers: int = 10_000
     """Sampling sessions of one session."""
+    max_models: int = 1000
+    """Models of one session, with those that could not be created."""
     body_s: float = 60.0
     """Time limit for the body of a request, in seconds."""
     silent_s: float = 35.0
@@ -169,6 +171,8 @@ class OpenModel:
     """Digest and future of the requests whose results can still be read, by sequence id."""
     following: Sampler | None = None
     """Newest weights of a save with `kind: inflight`."""
+    making_room: "asyncio.Task[None] | None" = None
+    """Wait for the end of silent sessions, while there is no place for the model."""
 
     def live(self) -> Model:
         """Return the model.
@@ -181,6 +185,39 @@ class OpenModel:
         return self.handle
 
 
+class Weights:
+    """Weights that samplers share, which are opened when the first of them is used."""
+
+    def __init__(self, open: Callable[[], Awaitable[Sampler]]) -> None:
+        self._open = open
+        self._opened: asyncio.Future[Sampler] | None = None
+
+    @classmethod
+    def of(cls, sampler: Sampler) -> "Weights":
+        """Return weights that are open."""
+
+        async def opened() -> Sampler:
+            return sampler
+
+        weights = cls(opened)
+        weights._opened = asyncio.ensure_future(opened())
+        return weights
+
+    async def sampler(self) -> Sampler:
+        """Return the sampler, opened once; after a failure, the next call tries again."""
+        if self._opened is None or (self._opened.done() and (self._opened.cancelled() or self._opened.exception() is not None)):
+            self._opened = asyncio.ensure_future(self._open())
+        return await asyncio.shield(self._opened)
+
+    async def release(self) -> None:
+        """Free what the weights hold. A second call has no effect."""
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            await asyncio.wait({opened})
+            if not opened.cancelled() and opened.exception() is None:
+                await opened.result().release()
+
+
 @dataclass(eq=False, kw_only=True)
 class OpenSampler:
     """A sampling session: weights that a client samples from."""
@@ -188,16 +225,9 @@ class OpenSampler:
     sampler_id: str
     session: "OpenSession"
     path: str | None
-    open: Callable[[], Awaitable[Sampler]]
-    opened: "asyncio.Future[Sampler] | None" = None
+    weights: Weights
     seen: dict[int, tuple[Future, list[str]]] = field(default_factory=dict)
     """Future and sequence ids of the requests whose results can still be read, by sequence id."""
-
-    async def sampler(self) -> Sampler:
-        """Return the sampler, opened once; after a failure, the next call tries again."""
-        if self.opened is None or (self.opened.done() and (self.opened.cancelled() or self.opened.exception() is not None)):
-            self.opened = asyncio.ensure_future(self.open())
-        return await asyncio.shield(self.opened)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -248,8 +278,8 @@ class Sessions:
         """Sessions by id."""
         self.num_samples: Counter[str] = Counter()
         """Completions that are sampled, by user."""
-        self.loaded: dict[str, Sampler] = {}
-        """Samplers of saved weights by path, as long as a session uses them."""
+        self.loaded: dict[str, Weights] = {}
+        """Saved weights by path, as long as a session uses them."""
         self._host, self._checkpoints, self._limits = host, checkpoints, limits
         self._ending: set[asyncio.Task[None]] = set()
         self._running: dict[str, asyncio.Task[None]] = {}  # of requests for completions, by request
@@ -299,6 +329,8 @@ class Sessions:
             model.has_ended = True
             model.order.drain()
             model.news.set()
+            if model.making_room is not None:
+                model.making_room.cancel()
         task = asyncio.ensure_future(self._release(session))
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
@@ -314,13 +346,16 @@ class Sessions:
 
     async def _end_silent(self, session: OpenSession) -> None:
         """End the other sessions that have models, but whose clients have exited without saying so."""
-        for other in [each for each in self.open.values() if each is not session and each.models]:
+
+        async def end_if_silent(other: OpenSession) -> None:
             other.is_alive.clear()
             try:
                 async with asyncio.timeout_at(other.seen_at + self._limits.silent_s):
                     await other.is_alive.wait()
             except TimeoutError:
                 self.end(other)
+
+        await asyncio.gather(*(end_if_silent(other) for other in self.open.values() if other is not session and other.models))
         if self._ending:
             await asyncio.wait(self._ending)
 
@@ -330,17 +365,15 @@ class Sessions:
         self.futures.drop_group(session.session_id)
         while session.tasks:
             await asyncio.wait(session.tasks)
-        for sampling in session.samplings.values():
-            if sampling.opened is not None:
-                await asyncio.wait({sampling.opened})
-                if sampling.path is None and not sampling.opened.cancelled() and sampling.opened.exception() is None:
-                    await self._quietly(sampling.opened.result().release())
-        held = [each for other in self.open.values() for each in other.samplings.values()]
-        models = {model_id for other in self.open.values() for model_id in other.models}
-        used = {each.path for each in held}
-        for path in list(self.loaded):
-            if path not in used and path.removeprefix("tinker://").partition("/")[0] not in models:
-                await self._quietly(self.loaded.pop(path).release())
+        others = self.open.values()
+        models = {model_id for other in others for model_id in other.models}
+        used = {each.weights for other in others for each in other.samplings.values()}
+        unused = {each.weights for each in session.samplings.values()}
+        for path, weights in list(self.loaded.items()):
+            if weights not in used and path.removeprefix("tinker://").partition("/")[0] not in models:
+                unused.add(self.loaded.pop(path))
+        for weights in unused - used - set(self.loaded.values()):
+            await self._quietly(weights.release())
 
     async def close(self) -> None:
         """End all sessions, and wait until what they hold is free."""
@@ -364,6 +397,8 @@ class Sessions:
         model_id = f"{session.session_id}:train:{number}"
         if number in session.creations:
             return session.creations[number]
+        if len(session.models) >= self._limits.max_models:
+            raise Refused(f"a session can have {self._limits.max_models} models. Open another client.", status=429)
         future = session.creations[number] = self.futures.open(session.owner, session.session_id, size)
         run = Run(
             model_id=model_id,
@@ -382,7 +417,8 @@ class Sessions:
                 try:
                     model.handle = await create()
                 except FullError:
-                    await self._end_silent(session)
+                    model.making_room = asyncio.create_task(self._end_silent(session))
+                    await asyncio.wait({model.making_room})  # `end` cancels it, or two sessions would wait for each other
                     model.handle = await create()
             except Exception as error:  # whatever the error, later requests of the model fail with it
                 model.problem = f"the model was not created: {_text_of(error)}"
@@ -435,15 +471,13 @@ class Sessions:
             model.news.set()
         return future
 
-    def add_sampler(
-        self, session: OpenSession, number: int, path: str | None, source: Callable[[], Awaitable[Sampler]]
-    ) -> OpenSampler:
-        """Open a sampler of a session, whose weights `source` returns when they are first used."""
+    def add_sampler(self, session: OpenSession, number: int, path: str | None, weights: Weights) -> OpenSampler:
+        """Open a sampler of a session, unless that is repeated."""
         if number not in session.samplings:
             if len(session.samplings) >= self._limits.max_samplers:
                 raise Refused(f"a session can have {self._limits.max_samplers} samplers. Open another client.", status=429)
             sampler_id = f"{session.session_id}:sample:{number}"
-            session.samplings[number] = OpenSampler(sampler_id=sampler_id, session=session, path=path, open=source)
+            session.samplings[number] = OpenSampler(sampler_id=sampler_id, session=session, path=path, weights=weights)
         return session.samplings[number]
 
     def sampler(self, sampler_id: str, owner: str) -> OpenSampler:
