@@ -3,6 +3,9 @@
 Pairs of quick starts with and without the record run at the same time on a core each, so that a machine whose speed varies
 favors neither. They report the CPU seconds of all their processes per step. Then the benchmark measures recording alone, and
 opening and searching the record of 5,000 steps and 100,000 rollouts. CPU seconds exclude waiting for a disk.
+
+With `--board`, it measures only pairs of runs. One of them has the record and is shown by `titanrl board`: a client asks it for
+what an open page asks for, as often. The CPU seconds of the client do not count; those of the board do.
 """
 
 import argparse
@@ -20,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 
 from benchmarks.machine import write_result
@@ -40,6 +44,9 @@ SPANS_PER_STEP = 150
 """Spans of all processes in a step of the quick start, before they are merged."""
 NUM_SKIPPED = 10
 """Steps at the start of a run that are not measured."""
+BOARD = (sys.executable, "-m", "titanrl.cli", "board")
+PAGE_S, NUM_VISIBLE = 1.0, 9
+"""Seconds between two updates of a page, and charts that a window of 1400 times 1000 pixels shows."""
 NEEDLE = "a planted Needle"
 SEARCHES: Mapping[str, Callable[[RunRecord], object]] = {
     "needle": lambda run: run.search(NEEDLE.lower()),
@@ -55,21 +62,30 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file to write")
     parser.add_argument("--pairs", type=int, default=4, help="number of pairs of runs; an even number uses both cores equally")
     parser.add_argument("--steps", type=int, default=160, help="steps of a run")
-    parser.add_argument("--run", choices=("on", "off"), help=argparse.SUPPRESS)
+    parser.add_argument("--board", action="store_true", help="measure the record and `titanrl board` together")
+    parser.add_argument("--run", choices=("on", "off", "board"), help=argparse.SUPPRESS)
+    parser.add_argument("--page", help=argparse.SUPPRESS)
     parser.add_argument("--core", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--open", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.run is not None:
         os.sched_setaffinity(0, {arguments.core})
         with tempfile.TemporaryDirectory(prefix="titanrl-bench-") as folder:
-            print(json.dumps(asyncio.run(step_costs(Path(folder), arguments.steps, is_recorded=arguments.run == "on"))))
+            print(json.dumps(asyncio.run(step_costs(Path(folder), arguments.steps, arguments.run))))
+        return
+    if arguments.page is not None:
+        follow(arguments.page)
         return
     if arguments.open is not None:
         print(json.dumps(opened(arguments.open)))
         return
     if arguments.json is None:
         parser.error("--json: give the file to write")
-    runs = [measured_pair(arguments.steps, number) for number in range(arguments.pairs)]
+    state = "board" if arguments.board else "on"
+    runs = [measured_pair(arguments.steps, number, state) for number in range(arguments.pairs)]
+    if arguments.board:
+        write_result(arguments.json, "board", {"steps": arguments.steps, "runs": runs})
+        return
     with tempfile.TemporaryDirectory(prefix="titanrl-bench-") as folder:
         recording = {str(length): recorded(Path(folder) / str(length), length) for length in (20, 200, 2_000)}
         write_run(Path(folder) / "run")
@@ -77,10 +93,10 @@ def main() -> None:
     write_result(arguments.json, "record", {"steps": arguments.steps, "runs": runs, "recording": recording, "opening": opening})
 
 
-def measured_pair(num_steps: int, number: int) -> dict[str, Any]:
-    """Run the quick start with and without the record at the same time, on a core each. The cores are swapped in each pair."""
+def measured_pair(num_steps: int, number: int, state: str) -> dict[str, Any]:
+    """Run the quick start in a state and without the record at the same time, on a core each, swapped in each pair."""
     first, second, *_ = sorted(os.sched_getaffinity(0))
-    cores = {"on": second, "off": first} if number % 2 else {"on": first, "off": second}
+    cores = {state: second, "off": first} if number % 2 else {state: first, "off": second}
     processes = {state: started("--run", state, "--core", core, "--steps", num_steps) for state, core in cores.items()}
     return {state: result_of(process) for state, process in processes.items()}
 
@@ -99,8 +115,11 @@ def result_of(process: subprocess.Popen[str]) -> Any:
     return json.loads(output.splitlines()[-1])
 
 
-async def step_costs(folder: Path, num_steps: int, *, is_recorded: bool) -> Mapping[str, float]:
-    """Run the quick start; return the CPU seconds of all processes per step, and the bytes of the record per step."""
+async def step_costs(folder: Path, num_steps: int, state: str) -> Mapping[str, float]:
+    """Run the quick start; return the CPU seconds of all processes per step, and the bytes of the record per step.
+
+    The state is `off` (without the record), `on` (with it), or `board` (with it, shown by a board whose CPU seconds count).
+    """
     from titanrl.grpo import GRPO
     from titanrl.launch import assembly
     from titanrl.run import run as loop
@@ -112,22 +131,52 @@ async def step_costs(folder: Path, num_steps: int, *, is_recorded: bool) -> Mapp
         "evaluation.every_steps=0",
         "logging.console=off",
     ]
-    if not is_recorded:
+    if state == "off":
         vars(assembly).update(span_bytes=lambda config: 0)  # no process but the controller opens a timeline
         vars(loop).update(open_timeline=lambda *place, **options: None)
         overrides.append("logging.rollouts_per_step=0")
     run = await GRPO(load_config("quickstart", overrides)).start()
+    helpers: list[subprocess.Popen[str]] = []
     try:
+        if state == "board":
+            helpers.append(subprocess.Popen([*BOARD, str(folder)], stdout=subprocess.PIPE, text=True))
+            assert helpers[0].stdout is not None
+            address = helpers[0].stdout.readline().split(" at ")[1].strip()
+            helpers.append(started("--page", address))
         for _ in range(NUM_SKIPPED):
             await run.step()
-        before = sum(cpu_of_processes([os.getpid()]).values())
+
+        def used() -> tuple[float, float]:
+            board, page = (sum(cpu_of_processes([each.pid]).values()) for each in helpers) if helpers else (0.0, 0.0)
+            return sum(cpu_of_processes([os.getpid()]).values()) - page, board
+
+        before = used()
         for _ in range(num_steps - NUM_SKIPPED):
             await run.step()
-        seconds = sum(cpu_of_processes([os.getpid()]).values()) - before
+        seconds, of_board = (after - earlier for after, earlier in zip(used(), before, strict=True))
     finally:
+        for each in reversed(helpers):
+            each.terminate()
+            each.wait()
         await run.close()
     num_bytes = sum(path.stat().st_size for path in (folder / "run" / FOLDER).glob("*"))
-    return {"step_cpu_s": seconds / (num_steps - NUM_SKIPPED), "step_bytes": num_bytes / num_steps}
+    steps = num_steps - NUM_SKIPPED
+    return {"step_cpu_s": seconds / steps, "board_cpu_s": of_board / steps, "step_bytes": num_bytes / num_steps}
+
+
+def follow(address: str) -> None:
+    """Ask a board for what an open page of its run asks for, until this process is ended."""
+    url, _, key = address.partition("/#key=")
+    client = httpx.Client(base_url=url, headers={"x-api-key": key}, timeout=60)
+    with client, client.stream("GET", "/api/changes") as changes:
+        asked = 0.0
+        for line in changes.iter_lines():
+            if not line.startswith("data: ") or time.monotonic() < asked + PAGE_S:
+                continue
+            asked = time.monotonic()
+            shown = client.post("/api/run", json={"run": "run"}).json()
+            names = [name for panel in shown["panels"][:NUM_VISIBLE] for name in panel["labels"]]
+            client.post("/api/charts", json={"run": "run", "name": names})
 
 
 def cpu_s(work: Callable[[], object]) -> float:

@@ -69,7 +69,8 @@ def test_wheel_has_configs_requirements_types_and_command(wheel: Path) -> None:
     for folder in ("configs", "requirements"):
         assert {f"titanrl/{folder}/{path.name}" for path in (ROOT / folder).iterdir()} <= names
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "titanrl").rglob("*.py")}
-    assert {*sources, "titanrl/py.typed", "titanrl/metrics/report_template.html.j2"} <= names
+    page = {f"titanrl/metrics/board.{kind}" for kind in ("css", "html", "js")}
+    assert {*sources, *page, "titanrl/py.typed"} <= names
     assert not [name for name in names if name.split("/")[0] not in ("titanrl", f"titanrl-{__version__}.dist-info")]
     assert "titanrl = titanrl.cli:main" in entry_points
 

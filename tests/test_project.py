@@ -111,7 +111,7 @@ def test_commands_start_with_only_the_declared_dependencies() -> None:
         if not declared & {canonicalize_name(name) for name in distributions.get(package, ())}
     }
     undeclared -= {"pydantic_core", "tokenizers"}  # the cores of pydantic and transformers
-    assert undeclared >= {"httpx", "plotly", "torch", "torchtitan", "vllm"}
+    assert undeclared >= {"httpx", "torch", "torchtitan", "vllm"}
     program = f"""
 import importlib, sys
 

@@ -16,6 +16,7 @@ COMMANDS = {
     "submit": ("titanrl.commands.submit", "submit a configuration as one Slurm job, with the controller on its first node"),
     "manifest": ("titanrl.commands.manifest", "print the Kubernetes objects of a run, for kubectl apply"),
     "evaluate": ("titanrl.commands.evaluate", "evaluate a model on the evaluation sets of a configuration"),
+    "board": ("titanrl.commands.board", "see runs in a browser, while they run"),
     "compare": ("titanrl.commands.compare", "compare the scores and configurations of runs"),
     "timeline": ("titanrl.commands.timeline", "show which process of a run worked, and which waited for what"),
     "steer": ("titanrl.commands.steer", "pause a run in progress, or change keys of its configuration"),

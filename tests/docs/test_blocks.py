@@ -25,6 +25,7 @@ KNOWN = re.compile(
     rf"{TRAINS.pattern}|{COPIES.pattern}|{GENERATES.pattern}|make [a-z-]+"
     r"|(python -m titanrl\.|titanrl )chat "  # tests/e2e/test_docs.py
     r"|titanrl evaluate "  # tests/commands/test_evaluate.py
+    r"|titanrl board\b"  # tests/commands/test_board.py
     r"|titanrl compare "  # tests/metrics/test_comparison.py
     r"|titanrl timeline "  # tests/metrics/test_timeline.py
     r"|titanrl steer "  # tests/e2e/test_steering.py

@@ -1,5 +1,5 @@
 import base64
-import gzip
+import hashlib
 import json
 import re
 import time
@@ -15,7 +15,7 @@ from tests.recorded import record_group
 from titanrl.carriers.types import StepMetrics
 from titanrl.config import Config, dump_config
 from titanrl.metrics import report as report_module
-from titanrl.metrics.report import MAX_POINTS, thin, write_report
+from titanrl.metrics.report import page_file, write_report
 from titanrl.metrics.run_directory import RunDirectory
 from titanrl.metrics.series import by_step, phase_seconds
 
@@ -55,15 +55,21 @@ class Page(HTMLParser):
         return sum(name == tag for name, _ in self.tags)
 
     @property
-    def groups(self) -> list[dict[str, Any]]:
-        groups: list[dict[str, Any]] = json.loads(self.scripts["samples"])
-        return groups
+    def data(self) -> dict[str, Any]:
+        """The data in the page."""
+        data: dict[str, Any] = json.loads(self.scripts["frozen"])
+        return data
 
     @property
-    def charts(self) -> dict[str, dict[str, Any]]:
-        """Figures for plotly.js by title."""
-        labels = [attributes["aria-label"] or "" for _, attributes in self.tags if attributes.get("class") == "chart"]
-        return dict(zip([label.split(":")[0] for label in labels], json.loads(self.scripts["charts"]), strict=True))
+    def run(self) -> dict[str, Any]:
+        """The data of its first run."""
+        run: dict[str, Any] = next(iter(self.data["runs"].values()))
+        return run
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        groups: list[dict[str, Any]] = self.run["rollouts"]["groups"]
+        return groups
 
 
 def completion(text: str, reward: float, num_tokens: int = 2) -> dict[str, Any]:
@@ -110,49 +116,58 @@ def test_finished_run_has_every_chart_and_figure(run: RunDirectory) -> None:
     path = write_report(run.path, {"outcome": "It learned to add.", "Model": "runs/quickstart/model"})
     assert time.process_time() - started < 3.0
     assert path == run.path / "report.html"
-    page = Page(path.read_text())
-    assert len(page.charts) == page.count("figure") == 10
-    assert [line["name"] for line in page.charts["Environment metrics, means over episodes"]["data"]] == ["calls", "late"]
-    texts = [text.strip() for text in page.texts]
-    for expected in (
-        "quickstart",
-        "It learned to add.",
-        "runs/quickstart/model",
-        "0.030 \u2192 0.980",  # means of steps 1 to 5 and 96 to 100
-        "0.250 \u2192 0.960",
-        "mean reward at steps 0 and 100",
-        "0.38 s",
-        "9.0k",
-        "2.0e-05",
-        "median 0.38 s, longest 0.38 s",
-    ):
-        assert expected in texts
+    shown = Page(path.read_text()).run["run"]
+    assert (shown["name"], shown["outcome"], shown["step"]) == ("quickstart", "It learned to add.", 100)
+    assert shown["facts"]["Model"] == "runs/quickstart/model"
+    assert len(shown["panels"]) == 10
+    assert {panel["title"]: list(panel["labels"].values()) for panel in shown["panels"]}[
+        "Environment, means over episodes"
+    ] == [
+        "calls",
+        "late",
+    ]
+    figures = {figure["label"]: (figure["value"], figure["note"]) for figure in shown["figures"]}
+    assert figures["Held-out chain_sum"] == ("0.250 \u2192 0.960", "steps 0 and 100")
+    assert figures["Mean reward in training"] == ("0.030 \u2192 0.980", "means of 5 steps")  # steps 1 to 5 and 96 to 100
+    assert figures["Generation"][0] == "9,000 tokens/s"
+    assert figures["Largest mismatch"][0] == "2.0e-05"
 
 
-def test_page_loads_no_external_resources(run: RunDirectory) -> None:
+def test_page_loads_no_external_resources_and_runs_no_other_script(run: RunDirectory) -> None:
     run.log(step_metrics(1))
     record_group(run.path, group(0, 0, completion("2", 1.0)))
     text = write_report(run.path, {}).read_text()
-    assert re.findall(r"(?i)\b(?:https?|ftp|file):|url\((?!#)|@import", text) == []
-    for tag, attributes in Page(text).tags:
-        assert tag not in ("link", "img", "iframe", "object", "base")
+    assert re.findall(r"(?i)\b(?:https?|ftp|file)://(?!www\.w3\.org/2000/svg)|url\((?!#)|@import", text) == []
+    page = Page(text)
+    for tag, attributes in page.tags:
+        assert tag not in ("img", "iframe", "object", "base")
+        assert not any(name.startswith("on") or name == "style" for name in attributes)
         for name in ("src", "href", "xlink:href"):
-            assert (attributes.get(name) or "#").startswith("#"), (tag, attributes)
-    assert "default-src 'none'" in text
+            assert (attributes.get(name) or "#").startswith(("#", "data:,")), (tag, attributes)
+    (script,) = (code for name, code in page.scripts.items() if name != "frozen")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    (rules,) = (attributes["content"] or "" for tag, attributes in page.tags if "http-equiv" in attributes)
+    assert rules.startswith("default-src 'none'")
+    assert f"script-src 'sha256-{digest}'" in rules
+    assert "unsafe" not in rules
 
 
 def test_markup_in_run_data_stays_text(run: RunDirectory) -> None:
     record_group(run.path, group(0, 0, completion(ATTACK, 1.0), completion("3", 0.0), prompt=ATTACK))
     run.config.write_text(dump_config(Config.model_validate({"name": "quickstart", "num_steps": 1, "data": {"task": ATTACK}})))
     page = Page(write_report(run.path, {"outcome": ATTACK, ATTACK: ATTACK}).read_text())
-    assert page.count("script") == 2  # the samples and their browser
+    assert page.count("script") == 2  # the data and the page
     assert page.count("img") == 0
-    assert not any(name.startswith("on") for _, attributes in page.tags for name in attributes)
     assert page.groups[0]["prompt"] == ATTACK
     assert page.groups[0]["completions"][0]["text"] == ATTACK
-    assert "<" not in page.scripts["samples"]
-    assert not any("innerHTML" in code for name, code in page.scripts.items() if name.startswith("code"))
-    assert "".join(page.texts).count("document.title='owned'") >= 3
+    assert page.run["run"]["outcome"] == page.run["run"]["facts"][ATTACK] == ATTACK
+    assert "<" not in page.scripts["frozen"]
+
+
+def test_script_never_makes_markup_of_data() -> None:
+    code = page_file("board.js")
+    banned = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function|srcdoc|DOMParser|javascript:"
+    assert re.findall(banned, code) == []
 
 
 def test_report_shows_recorded_advantages_of_the_newest_step(run: RunDirectory) -> None:
@@ -163,7 +178,7 @@ def test_report_shows_recorded_advantages_of_the_newest_step(run: RunDirectory) 
     shown = [
         [item["advantage"] for item in found["completions"]] for found in Page(write_report(run.path, {}).read_text()).groups
     ]
-    assert shown == [[0.1235, -0.5], [None, None], [None, None]]
+    assert shown == [[0.12345, -0.5], [None, None], [None, None]]
 
 
 def test_scorer_errors_are_shown_and_skipped_by_advantages(run: RunDirectory) -> None:
@@ -177,22 +192,15 @@ def test_scorer_errors_are_shown_and_skipped_by_advantages(run: RunDirectory) ->
     assert (mixed["mean"], lost["mean"]) == (0.5, None)
 
 
-def test_page_embeds_plotly(run: RunDirectory) -> None:
-    run.log(step_metrics(1))
-    page = Page(write_report(run.path, {}).read_text())
-    library = gzip.decompress(base64.b64decode(page.scripts["plotly"])).decode()
-    assert "plotly.js v" in library[:200]
-
-
 def test_group_sampled_again_is_shown_once(run: RunDirectory) -> None:
     for version, text in ((0, "first"), (1, "old"), (1, "new")):
         record_group(run.path, group(version, version, completion(text, 1.0)))
     page = Page(write_report(run.path, {}).read_text())
     assert [shown["completions"][0]["text"] for shown in page.groups] == ["first", "new"]
-    assert any("Showing all 2 recorded groups." in text for text in page.texts)
+    assert page.run["note"] == ""
 
 
-def test_long_run_shows_first_and_newest_groups(run: RunDirectory) -> None:
+def test_long_run_shows_first_and_newest_groups_in_a_bounded_file(run: RunDirectory) -> None:
     completions = [completion("x" * 5_000, 1.0, num_tokens=500) for _ in range(8)]
     for version in range(100):
         record_group(run.path, group(version, version, *completions))
@@ -203,18 +211,26 @@ def test_long_run_shows_first_and_newest_groups(run: RunDirectory) -> None:
     assert versions[0] == 0
     assert versions[-1] == 99
     assert 20 < len(versions) < 100
-    assert any("Showing the first and the newest of 100 recorded groups." in text for text in page.texts)
+    assert page.run["note"] == "the first and the newest of 100 recorded groups"
     cut = page.groups[0]["completions"][0]
     assert cut["cut"]
-    assert cut["tokens"] == ["a"] * report_module.MAX_TOKENS
-    assert cut["logprobs"] == [-0.123] * report_module.MAX_TOKENS
+    assert cut["segments"][0]["texts"] == ["a"] * report_module.MAX_TOKENS
+    assert cut["segments"][0]["logprobs"] == [-0.12345] * report_module.MAX_TOKENS
+
+
+def test_curves_of_many_metrics_have_fewer_points(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report_module, "CURVE_BYTES", 20_000)
+    for step in range(1, 301):
+        run.log(step_metrics(step))
+    charts = Page(write_report(run.path, {}).read_text()).run["charts"]
+    assert len(json.dumps(charts)) < 40_000
+    assert 25 <= len(charts["curves"]["policy/entropy"]["mean"]) < 100
 
 
 def test_run_without_steps_has_a_report(run: RunDirectory) -> None:
     page = Page(write_report(run.path, {"outcome": "The generator ran out of memory."}).read_text())
-    assert page.count("figure") == 0
-    assert page.count("script") == 0
-    assert any("because the run ended before its first step." in text for text in page.texts)
+    assert page.run["run"]["panels"] == []
+    assert page.run["charts"] == {"axes": [], "curves": {}}
 
 
 def test_report_of_fine_tuning_shows_losses_and_no_rollouts(run: RunDirectory) -> None:
@@ -222,38 +238,11 @@ def test_report_of_fine_tuning_shows_losses_and_no_rollouts(run: RunDirectory) -
     for step in range(1, 4):
         run.log(StepMetrics(step=step, version=step, values={"loss/train": 2.0 - step / 2, "grad/norm": 1.0}))
     run.log(StepMetrics(step=3, version=3, values={"loss/eval": 0.75}))
-    text = write_report(run.path, {"outcome": "loss fell"}).read_text()
-    for shown in ("Loss, nats per token", "training 1.500 to 0.500", "Training loss", "2.000 \u2192 0.750"):
-        assert shown in text
-    assert "rollouts were recorded" not in text
-    assert "Sampled rollouts" not in text
-
-
-def test_each_other_metric_has_a_chart_of_its_own(run: RunDirectory) -> None:
-    for step in (1, 2):
-        values = {"reward/mean": 0.5, "reward/format": 0.25, "reward/error_frac": 0.0, "optim/lr": 1e-5 * step}
-        run.log(StepMetrics(step=step, version=step, values=values))
-    page = Page(write_report(run.path, {}).read_text())
-    assert list(page.charts) == ["Mean reward", "optim/lr", "reward/error_frac", "reward/format"]
-    assert page.charts["optim/lr"]["data"][0]["y"] == [1e-5, 2e-5]
-    assert {"optim: 1 more", "reward: 2 more"} <= set(page.texts)
-
-
-def test_chart_without_data_is_omitted_and_nulls_are_skipped(run: RunDirectory) -> None:
-    for step, reward in ((1, 0.5), (2, float("nan")), (3, 0.7)):
-        run.log(StepMetrics(step=step, version=step, values={"reward/mean": reward, "mismatch/logprob_abs_max": 0.0}))
-    page = Page(write_report(run.path, {}).read_text())
-    assert list(page.charts) == ["Mean reward", "Log-probability mismatch, nats"]
-    assert page.charts["Mean reward"]["data"][0]["x"] == [1, 3]
-    assert "0.500 to 0.700 (first and last step)" in page.texts
-
-
-def test_long_series_is_drawn_as_means_of_neighbors() -> None:
-    points = [(float(step), float(step % 2)) for step in range(10 * MAX_POINTS)]
-    thinned = thin(points)
-    assert len(thinned) == MAX_POINTS
-    assert thinned[0] == (4.5, 0.5)
-    assert thin(points[:MAX_POINTS]) == points[:MAX_POINTS]
+    shown = Page(write_report(run.path, {"outcome": "loss fell"}).read_text()).run["run"]
+    assert [panel["title"] for panel in shown["panels"]] == ["Loss", "Gradient norm"]
+    figures = {figure["label"]: figure["value"] for figure in shown["figures"]}
+    assert figures == {"Training loss": "1.500 \u2192 0.500", "Held-out loss": "2.000 \u2192 0.750"}
+    assert not shown["has_rollouts"]
 
 
 def test_lines_of_one_step_merge_into_one_row() -> None:

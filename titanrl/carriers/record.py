@@ -244,12 +244,12 @@ def sync_record(run_dir: Path) -> None:
         sync_folder(run_dir / FOLDER)
 
 
-def encode(values: Mapping[str, Any]) -> str:
-    """Return a JSON object in one line. Infinities and NaN, which JSON cannot express, become null."""
+def encode(value: Any) -> str:
+    """Return a value as JSON in one line. Infinities and NaN, which JSON cannot express, become null."""
     try:
-        return _encoder.encode(values)
+        return _encoder.encode(value)
     except (TypeError, ValueError):  # rare, and to look for them takes longer than to encode
-        return _encoder.encode(_finite(values))
+        return _encoder.encode(_finite(value))
 
 
 def _finite(value: Any) -> Any:
@@ -263,9 +263,14 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects of a file, except lines that a killed process left incomplete."""
+def read_lines(path: Path, tail_bytes: int | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects of a file, or those in its last bytes, except lines that a killed process left incomplete."""
     with path.open("rb") as file:
+        if tail_bytes is not None and (size := file.seek(0, os.SEEK_END)) > tail_bytes:
+            file.seek(size - tail_bytes - 1)
+            file.readline()
+        elif tail_bytes is not None:
+            file.seek(0)
         for line in file:
             row = decode(line)
             if row is not None:

@@ -22,7 +22,8 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "titanrl compare") ->
     arguments = parse(argv, prog=prog)
     with refusing():
         try:
-            runs = read_runs([open_run(path) for path in arguments.runs])
+            records = [open_run(path) for path in arguments.runs]
+            runs = read_runs(records)
             metrics = metrics_to_compare(runs, arguments.metric)
         except TitanRLError as error:
             raise ConfigError(str(error)) from error
@@ -30,7 +31,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "titanrl compare") ->
     shown = tables(variants, metrics)
     if arguments.html is not None:
         try:
-            write_comparison(arguments.html, variants, shown, metrics)
+            write_comparison(arguments.html, records, arguments.metric)
         except OSError as error:
             print(f"error: --html: {arguments.html} cannot be written: {error}", file=sys.stderr)
             raise SystemExit(1) from error

@@ -15,8 +15,9 @@ import yaml
 from titanrl.base.errors import TitanRLError
 from titanrl.config.source import parse
 from titanrl.metrics.reading import RunRecord
-from titanrl.metrics.report import NUM_COLORS, Chart, Trace, make_chart, make_trace, write_page
-from titanrl.metrics.series import Points, Rows, count, ends_of, heldout_tasks, phase_seconds, series
+from titanrl.metrics.report import frozen_run, write_page
+from titanrl.metrics.series import Rows, count, ends_of, heldout_tasks, phase_seconds, series
+from titanrl.metrics.views import RunView, unit_of
 
 NAMING = frozenset({"name", "output_dir", "cache_dir"})
 """Keys of the configuration that only say where files are."""
@@ -271,40 +272,29 @@ def _run_dict(run: ComparedRun) -> dict[str, Any]:
     return {"path": str(run.path), "seed": run.config.get(SEED), "steps": run.rows[-1]["step"]}
 
 
-def curve(variant: Variant, metric: str) -> Points:
-    """Return the mean of a metric over the runs of a variant, at the steps that all of its runs with the metric have."""
-    found = [dict(points) for run in variant.runs if (points := series(run.rows, metric))]
-    steps = [step for step in (found[0] if found else ()) if all(step in points for points in found)]
-    return [(step, fmean(points[step] for points in found)) for step in steps]
+def compared(views: Sequence[RunView], more: Sequence[str] = ()) -> dict[str, Any]:
+    """Return what the page that compares runs shows: the tables, and the metrics to draw; see `read_runs` for errors."""
+    runs = read_runs([view.record for view in views])
+    names = {view.record.path: view.name for view in views}
+    variants, metrics = variants_of(runs), metrics_to_compare(runs, more)
+    known = sorted({name for run in runs for row in run.rows for name in row} - {"step", "version", "time"})
+    return {
+        "variants": [{"name": variant.name, "runs": [names[run.path] for run in variant.runs]} for variant in variants],
+        "tables": [table._asdict() for table in tables(variants, metrics)],
+        "metrics": metrics,
+        "names": [[name, unit_of(name)] for name in known],
+    }
 
 
-def write_comparison(path: Path, variants: Sequence[Variant], tables: Sequence[Table], metrics: Sequence[str]) -> None:
-    """Write the page that compares runs: the tables, and one chart per metric with one line per variant.
+def write_comparison(path: Path, records: Sequence[RunRecord], more: Sequence[str] = ()) -> None:
+    """Write the page that compares runs: the tables, and the curves of each metric.
 
     Raises:
         OSError: The file cannot be written.
+        TitanRLError: The runs cannot be compared; see `read_runs`.
     """
-    write_page(
-        path,
-        kind="comparison",
-        name=", ".join(variant.name for variant in variants),
-        tables=tables,
-        charts=[chart for metric in metrics if (chart := _overlaid(variants, metric)) is not None],
-    )
-
-
-def _overlaid(variants: Sequence[Variant], metric: str) -> Chart | None:
-    """Return a chart of a metric with the curve of each variant, and thin ones of its runs if there are several."""
-    traces: list[Trace] = []
-    for number, variant in enumerate(variants):
-        color, points = {"series": number % NUM_COLORS + 1}, curve(variant, metric)
-        single = [series(run.rows, metric) for run in variant.runs] if len(variant.runs) > 1 else []
-        thin_lines = {"opacity": 0.35, "line": {"width": 1}, "showlegend": False, "hoverinfo": "skip", **color}
-        traces += [make_trace(each, variant.name, **thin_lines) for each in single if each]
-        if points:
-            dash = {"line": {"dash": "dot"}} if number >= NUM_COLORS else {}
-            mode = "lines+markers" if metric.startswith("eval/") else "lines"
-            traces.append(make_trace(points, variant.name, **{"mode": mode, **dash, **color}))
-    if not traces:
-        return None
-    return make_chart(metric, "mean over the seeds" if any("opacity" in trace for trace in traces) else "", traces)
+    paths = [record.path.resolve() for record in records]
+    views = [RunView(record.path, _short(own, paths)) for record, own in zip(records, paths, strict=True)]
+    found = compared(views, more)
+    data = {"page": "#/compare", "compare": {**found, "run_names": [view.name for view in views]}}
+    write_page(path, {**data, "runs": {view.name: frozen_run(view, curves_only=True) for view in views}})

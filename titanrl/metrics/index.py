@@ -220,6 +220,17 @@ class CompletionIndex:
             rows["number"] = self._completions["number"][found]
             return Found(self._parts, rows)
 
+    def values(self) -> dict[str, list[str]]:
+        """Refresh the index; return the values that completions have, by condition, and the names of their rewards."""
+        with self._lock:
+            self._refresh()
+            names = {code: name for name, code in self._codes.items()}
+            columns: dict[str, _Table] = {name: self._lines[name] for name in _NAMES}
+            columns["outcome"] = self._completions["outcome"]
+            found = {column: [names[code] for code in np.unique(codes).tolist()] for column, codes in columns.items()}
+            values = {column: sorted(name for name in listed if name) for column, listed in found.items()}
+            return {**values, "parts": sorted(self._values)}
+
     def _refresh(self) -> None:
         parts = parts_of(self._run_dir, self._kind)
         self._is_joined &= parts == list(self._tables)

@@ -319,9 +319,17 @@ class Hits(Sequence[Hit]):
 
     def of_groups(self) -> "Hits":
         """Return the first one of each group."""
+        return Hits(Found(self._parts, self._rows[self._is_first()]))
+
+    def numbers(self) -> list[list[int]]:
+        """Return the positions of the completions in their group, for each group of `of_groups()`."""
+        starts = np.flatnonzero(self._is_first())
+        return [part.tolist() for part in np.split(self._rows["number"], starts[1:])] if len(starts) else []
+
+    def _is_first(self) -> npt.NDArray[np.bool_]:
+        """Return whether each is the first one of its group."""
         lines = self._rows[["part", "at"]]
-        is_first = np.append(True, lines[1:] != lines[:-1]) if len(lines) else slice(0)
-        return Hits(Found(self._parts, self._rows[is_first]))
+        return np.append(True, lines[1:] != lines[:-1]) if len(lines) else np.zeros(0, np.bool_)
 
 
 RecordT = TypeVar("RecordT", bound=_Record)
@@ -395,10 +403,17 @@ class RunRecord:
             kind: `rollouts` that were sampled for training, or samples of `evaluations`.
             filters: Conditions, which all must be met.
         """
+        return Hits(self._index(kind).find(text, **filters))
+
+    def values_of(self, kind: Kind = "rollouts") -> dict[str, list[str]]:
+        """Return the values by which a search can select: `set`, `status`, `task`, `environment`, `outcome` and `parts`."""
+        return self._index(kind).values()
+
+    def _index(self, kind: Kind) -> CompletionIndex:
         index = self._indices.get(kind)
         if index is None:
             index = self._indices[kind] = CompletionIndex(self.path, kind)
-        return Hits(index.find(text, **filters))
+        return index
 
     def trained(self, index: int | None = None) -> list[TrainedSegment]:
         """Return the sequences trained on, of one group or of all recorded ones, by step."""
@@ -406,9 +421,18 @@ class RunRecord:
         wanted = (record for record in records if index is None or record.index == index)
         return _newest(wanted, lambda record: (record.step, record.update, record.index, record.segment))
 
-    def spans(self, process: str = "*") -> list[Span]:
-        """Return the spans of a process, or of all processes, by start."""
-        lines = ((part, line) for part in parts_of(self.path, "spans", process) for line in _lines_of(part.path))
+    def spans(self, process: str = "*", *, tail_bytes: int | None = None) -> list[Span]:
+        """Return the spans of a process, or of all processes, by start.
+
+        Args:
+            process: Name of the process.
+            tail_bytes: Read only about so many bytes from the end of each process's parts, which have the newest spans; None
+                reads all.
+        """
+        parts = parts_of(self.path, "spans", process)
+        if tail_bytes is not None:
+            parts = [part for newer, part in enumerate(parts) if _bytes_after(parts[newer + 1 :], part.process) < tail_bytes]
+        lines = ((part, line) for part in parts for line in _lines_of(part.path, tail_bytes))
         spans = (span_of(part.process, line) for part, line in lines)
         return sorted((span for span in spans if span is not None), key=lambda span: span.start)
 
@@ -510,10 +534,15 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [row for row in rows if row is not None]
 
 
-def _lines_of(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a file, none if it does not exist."""
+def _bytes_after(parts: Sequence[Part], process: str) -> int:
+    """Return the size of the parts of a process."""
+    return sum(part.path.stat().st_size for part in parts if part.process == process and part.path.exists())
+
+
+def _lines_of(path: Path, tail_bytes: int | None = None) -> list[dict[str, Any]]:
+    """Return the objects of a file, or those in its last bytes; none if it does not exist."""
     try:
-        return list(read_lines(path))
+        return list(read_lines(path, tail_bytes))
     except FileNotFoundError:
         return []
 

@@ -228,9 +228,7 @@ class _Response(HttpResponse):
         self._is_anthropic = is_anthropic
 
     async def start_events(self, events: Iterable[Event]) -> None:
-        self.has_started, self.status = True, 200
-        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self.start_stream([(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")])
         await self.send_events(events)
 
     async def send_events(self, events: Iterable[Event], *, is_last: bool = False) -> None:
@@ -239,7 +237,7 @@ class _Response(HttpResponse):
             text = data if isinstance(data, str) else dump(data)
             lines.append(f"event: {name}\ndata: {text}\n\n" if name else f"data: {text}\n\n")
         if lines or is_last:
-            await self._send({"type": "http.response.body", "body": "".join(lines).encode(), "more_body": not is_last})
+            await self.send_part("".join(lines).encode(), is_last=is_last)
 
     async def refuse(self, refused: Refused) -> None:
         """Send a refusal, in a stream that has started as its last event."""

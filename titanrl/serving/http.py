@@ -48,6 +48,15 @@ class Response:
         await self._send({"type": "http.response.start", "status": status, "headers": listed})
         await self._send({"type": "http.response.body", "body": body})
 
+    async def start_stream(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        """Start a response whose length is not known yet."""
+        self.has_started, self.status = True, 200
+        await self._send({"type": "http.response.start", "status": 200, "headers": list(headers)})
+
+    async def send_part(self, body: bytes, *, is_last: bool = False) -> None:
+        """Send a part of a response that `start_stream` has started."""
+        await self._send({"type": "http.response.body", "body": body, "more_body": not is_last})
+
     async def send_json(self, value: object, status: int = 200, *headers: tuple[bytes, bytes]) -> None:
         """Send a value as JSON."""
         await self.send(dump(value).encode(), [(b"content-type", JSON), *headers], status)

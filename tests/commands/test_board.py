@@ -1,0 +1,179 @@
+"""The server of `titanrl board`: who gets the data, what it answers, and how soon it tells of changes."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.metrics.test_report import completion, group
+from tests.recorded import record_group
+from tests.serving.servers import Server, serving
+from titanrl.commands.board import ROUTES, Board, main
+
+KEY = "a-key-of-the-board"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, rate in (("a", 0.1), ("b", 0.2)):
+        run = tmp_path / "runs" / name
+        run.mkdir(parents=True)
+        run.joinpath("config.yaml").write_text(f"name: {name}\nnum_steps: 3\nrate: {rate}\n")
+        lines = [{"step": step, "time": 1e9 + step, "reward/mean": step * rate} for step in (1, 2)]
+        run.joinpath("metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        record_group(run, group(1, 0, completion("twelve", 1.0), completion("nine", 0.0)))
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def server(folder: Path) -> Iterator[Server]:
+    board = Board(folder, KEY)
+    with serving(board) as server:
+        yield server
+        board.close()
+
+
+def ask(server: Server, path: str, key: str = KEY, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
+    given = {"authorization": f"Bearer {key}", **(headers or {})}
+    return httpx.post(f"{server.url}/api/{path}", headers=given, json=body, timeout=20)
+
+
+def test_page_needs_no_key_and_contains_no_data(server: Server) -> None:
+    for path, kind in (("/", "text/html"), ("/board.css", "text/css"), ("/board.js", "text/javascript")):
+        reply = httpx.get(server.url + path)
+        assert reply.status_code == 200
+        assert reply.headers["content-type"].startswith(kind)
+        rules = reply.headers["content-security-policy"]
+        assert rules.startswith("default-src 'none'; script-src 'self'")
+        assert "unsafe" not in rules
+        assert KEY not in reply.text
+
+
+@pytest.mark.parametrize("path", [*ROUTES, "changes", "nothing"])
+def test_data_need_the_key(server: Server, path: str) -> None:
+    for key in ("", "wrong", KEY[:-1], KEY + "x"):
+        reply = ask(server, path, key="", headers={"x-api-key": key, "authorization": ""}, run="a")
+        assert reply.status_code == 401
+        assert "twelve" not in reply.text
+    assert httpx.get(f"{server.url}/api/{path}?key={KEY}", cookies={"board": KEY}).status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"host": "evil.example"}, 403),  # a name that was made to resolve to this machine
+        ({"origin": "http://evil.example"}, 403),
+        ({"origin": "http://127.0.0.1:1"}, 403),  # a server of another user on this machine
+        ({"origin": "null"}, 403),
+        ({"content-type": "text/plain"}, 415),
+    ],
+)
+def test_page_of_another_origin_gets_nothing(server: Server, headers: dict[str, str], status: int) -> None:
+    assert ask(server, "runs", headers=headers).status_code == status
+    assert ask(server, "runs", headers={"origin": server.url}).status_code == 200
+
+
+def test_routes_answer_with_json(server: Server) -> None:
+    listed = ask(server, "runs").json()
+    assert [(run["name"], run["step"], run["num_steps"]) for run in listed["runs"]] == [("a", 2, 3), ("b", 2, 3)]
+    assert ask(server, "run", run="a").json()["step"] == 2
+    assert ask(server, "charts", run="b", name=["reward/mean"]).json()["curves"]["reward/mean"]["mean"] == [0.2, 0.4]
+    found = ask(server, "search", run="a", text="TWELVE", reward_from="0.5").json()
+    assert (found["completions"], found["groups"][0]["index"]) == (1, 0)
+    assert ask(server, "search", run="a", part="answer", part_from=2).json()["completions"] == 0
+    whole = ask(server, "group", run="a", index=0, version=1).json()
+    assert whole["completions"][0]["text"] == "twelve"
+    assert ask(server, "group", run="a", index=5).json() is None
+    compared = ask(server, "compare", run=["a", "b"]).json()
+    assert compared["tables"][0]["rows"] == [["rate", "0.1", "0.2"]]
+    for path in ("evaluations", "timeline", "events", "config"):
+        assert ask(server, path, run="a").status_code == 200
+    assert ask(server, "answers", run="a", set="sums", index=0).json()["versions"] == []
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "problem"),
+    [
+        ("run", {"run": "c"}, 404, "there is no run 'c'"),
+        ("run", {"run": "../runs/a"}, 404, "there is no run"),
+        ("run", {"run": "/etc"}, 404, "there is no run"),
+        ("search", {"run": "a", "reward_from": "much"}, 400, "reward_from"),
+        ("search", {"run": "a", "kind": "secrets"}, 400, "kind"),
+        ("run", {"run": "a", "other": 1}, 400, "other"),
+        ("compare", {"run": ["a", "a"]}, 400, "is given twice"),
+        ("nothing", {}, 404, "path: must be"),
+    ],
+)
+def test_wrong_requests_are_refused(server: Server, path: str, body: dict[str, Any], status: int, problem: str) -> None:
+    reply = ask(server, path, **body)
+    assert reply.status_code == status
+    assert problem in reply.json()["error"]
+
+
+def test_page_hears_of_a_step_within_two_seconds(server: Server, folder: Path) -> None:
+    board = server.app
+    assert isinstance(board, Board)
+    ask(server, "runs")
+    watching = asyncio.run_coroutine_threadsafe(board.watch(), server.loop)
+    heard: list[tuple[float, str]] = []
+
+    def listen() -> None:
+        with httpx.stream("GET", f"{server.url}/api/changes", headers={"x-api-key": KEY}, timeout=20) as stream:
+            opened.set()
+            for line in stream.iter_lines():
+                if line.startswith("data: "):
+                    heard.append((time.monotonic(), line))
+                    return
+
+    opened = threading.Event()
+    thread = threading.Thread(target=listen)
+    thread.start()
+    assert opened.wait(10)
+    deadline, written = time.monotonic() + 10, 0.0
+    while not heard and time.monotonic() < deadline:  # the watch may begin after the first line
+        written = time.monotonic()
+        with (folder / "b" / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": 3, "reward/mean": 0.9}) + "\n")
+        thread.join(2)
+    assert heard
+    assert heard[0][0] - written < 2
+    assert json.loads(heard[0][1].removeprefix("data: ")) == {"runs": ["b"]}
+    assert ask(server, "run", run="b").json()["step"] == 3
+    board.close()
+    watching.result(10)
+
+
+def test_command_prints_an_address_with_a_key_and_ends_on_a_signal(folder: Path) -> None:
+    command = [sys.executable, "-m", "titanrl.cli", "board", str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2], env=os.environ) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        url, _, key = line.split(" at ")[1].strip().partition("/#key=")
+        assert url.startswith("http://127.0.0.1:")
+        assert len(key) >= 43  # 32 random bytes
+        assert httpx.post(f"{url}/api/runs", json={}, headers={"x-api-key": key}).status_code == 200
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"), [(["missing"], "FOLDER: it does not exist"), (["--port", "99999"], "--port: must be")]
+)
+def test_wrong_arguments_are_refused(
+    arguments: list[str], problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert problem in capsys.readouterr().err

@@ -1,0 +1,870 @@
+"""Contents of the pages of runs, as JSON values: `titanrl board` serves them, and `report.html` contains them.
+
+A view reads what was appended to the files of its run since the last call, so that it can follow a running run. Curves of any
+length become at most some hundred intervals with their means and extremes, and no text of a run is ever markup.
+"""
+
+import math
+import os
+import re
+import sys
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple, Unpack, cast
+
+import numpy as np
+import numpy.typing as npt
+import yaml
+from pydantic import ValidationError
+
+from titanrl.base.files import DamagedError
+from titanrl.carriers.record import FOLDER, HOST, Part, decode, parts_of
+from titanrl.config.dry_run import changed_keys
+from titanrl.config.schema import Config
+from titanrl.config.source import parse
+from titanrl.metrics.index import Filters, Followed, Kind
+from titanrl.metrics.reading import Hits, RecordedGroup, RunRecord, TrainedSegment
+from titanrl.metrics.series import Points, Rows, ends_of, heldout_tasks, without_reward
+from titanrl.metrics.timeline import State, Window, states_of, usage_of
+
+Json = dict[str, Any]
+MAX_POINTS = 400
+"""Points of a curve. Longer ones are drawn as intervals with mean, smallest and largest value."""
+MAX_TOKENS = 2_000
+"""Tokens shown of a completion."""
+MAX_CHARS = 20_000
+"""Characters shown of a prompt, a completion or an error."""
+MAX_EVENTS = 1_000
+"""Newest events that are shown."""
+MAX_STATES = 600
+"""States shown of a process in a timeline, the longest ones."""
+SPAN_BYTES = 1 << 19
+"""Last bytes of each file of spans, which the timeline of the last steps reads."""
+MAX_LISTED = 400
+"""Characters of a prompt in a list of groups."""
+NUM_SAMPLED = 60
+"""Lines of a metrics file that the list of runs reads for a small curve."""
+TAIL_BYTES = 1 << 18
+"""Last bytes of a metrics file that the list of runs reads."""
+FAULTS = frozenset({"fault", "stall", "host_lost", "respawn", "restart"})
+"""Kinds of events that tell of a failure."""
+_AXES = ("step", "time", "tokens")
+_Column = npt.NDArray[np.float64]
+
+
+class Panel(NamedTuple):
+    """A chart of the first page."""
+
+    title: str
+    unit: str
+    labels: Mapping[str, str]
+    """Labels of its lines by the patterns of their metrics; `\\1` is the first group."""
+    options: Mapping[str, bool] = {}
+    """`log`: a logarithmic axis; `stack`: areas that add up; `failures`: only lines that are not always 0; `several`: only with
+    more than one line."""
+
+
+PANELS = (
+    Panel("Held-out score", "reward", {r"eval/(.+)/mean": r"\1"}),
+    Panel("Mean reward", "reward", {"reward/mean": "reward"}),
+    Panel("Parts of the reward", "reward", {r"reward/(?!mean|error_frac|num_)(.+)": r"\1"}, {"several": True}),
+    Panel("Loss", "nats per token", {"loss/train": "training", "loss/eval": "held-out"}),
+    Panel("KL divergence from the teacher", "nats per token", {"policy/kl_teacher": "divergence"}),
+    Panel(
+        "Completions without a reward",
+        "share",
+        {"reward/error_frac": "failed rewards", r"episode/(?!truncated)(.+)_frac": r"\1"},
+        {"failures": True},
+    ),
+    Panel("Response length", "tokens", {"tokens/response_len_mean": "mean", "tokens/response_len_max": "longest"}),
+    Panel("Environment, means over episodes", "", {r"environment/(.+)_mean": r"\1"}),
+    Panel("Entropy", "nats", {"policy/entropy": "entropy"}),
+    Panel("Groups without a gradient", "share", {"group/zero_variance_frac": "equal rewards"}),
+    Panel(
+        "Mismatch of trainer and generator",
+        "nats",
+        {"mismatch/logprob_abs_mean": "mean", "mismatch/logprob_abs_max": "largest"},
+        {"log": True},
+    ),
+    Panel("Step time by phase", "s", {r"time/(?!step_s)(.+)_s": r"\1"}, {"stack": True}),
+    Panel("Idle time", "share", {"perf/trainer_idle_frac": "trainer", "perf/generator_idle_frac": "generators"}),
+    Panel("Throughput", "tokens/s", {"perf/gen_tokens_per_s": "generators", "perf/train_tokens_per_s": "trainer"}),
+    Panel("Gradient norm", "norm", {"grad/norm": "norm"}),
+    Panel("Staleness", "versions", {"staleness/mean": "mean", "staleness/max": "oldest token"}),
+)
+"""Charts of the first page of a run, in order. A panel without data is left out."""
+
+_UNITS = (
+    (r"eval/.*/(num_errors|num_completions)", "completions"),
+    (r".*(_frac|_efficiency|/share|success_rate|@\d+)|correction/ess", "share"),
+    (r"optim/(skipped|empty)", "share"),
+    (r"(eval/.+|reward)/mean|(task|replay)/?.*reward_mean|reward/(?!num_|error_)[^/]+(/[^/]+)?|task/.+/reward/.+", "reward"),
+    (r"reward/num_(errors|completions)", "rollouts"),
+    (r".*(_len_mean|_len_max|_tokens|support_size_mean)|tokens/(trained|examples)", "tokens"),
+    (r"(mismatch/(?!chi2)|policy/(entropy|kl)|loss/(train|eval)).*", "nats"),
+    (r"perf/.*_per_s", "tokens/s"),
+    (r"sync/gb_per_s", "GB/s"),
+    (r".*bytes", "bytes"),
+    (r".*_s(_mean)?", "s"),
+    (r"staleness/(mean|max)", "versions"),
+)
+"""Units of metrics by patterns of their names, of which the first that matches counts; docs/metrics.md has all of them."""
+
+
+def unit_of(name: str) -> str:
+    """Return the unit of a metric; empty if it has none or it is not known."""
+    return next((unit for pattern, unit in _UNITS if re.fullmatch(pattern, name)), "")
+
+
+class MetricTable:
+    """The metrics of a run as columns. Lines of one step are one row."""
+
+    def __init__(self, path: Path) -> None:
+        """Read nothing yet."""
+        self._file = Followed(path)
+        self._reset()
+
+    def _reset(self) -> None:
+        self._places: dict[int, int] = {}  # row by step
+        self._columns: dict[str, _Column] = {}
+        self._size = 1024
+        self._order: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+
+    def refresh(self) -> None:
+        """Read the lines since the last call."""
+        try:
+            for _, line in self._file.read(self._reset):
+                row = decode(line)
+                if row is not None and isinstance(row.get("step"), int):
+                    self._add(row)
+        except FileNotFoundError:
+            self._reset()
+        if len(self._order) != len(self._places):
+            self._order = np.argsort(np.array(list(self._places), np.int64), kind="stable")
+
+    def _add(self, row: Mapping[str, Any]) -> None:
+        place = self._places.setdefault(row["step"], len(self._places))
+        if place == self._size:
+            self._columns = {name: np.append(old, np.full(self._size, np.nan)) for name, old in self._columns.items()}
+            self._size *= 2
+        for name, value in row.items():
+            if isinstance(value, int | float) and abs(value) <= sys.float_info.max:  # neither infinite nor NaN
+                column = self._columns.get(name)
+                if column is None:
+                    column = self._columns[name] = np.full(self._size, np.nan)
+                column[place] = value
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the metrics, in alphabetical order."""
+        return sorted(self._columns.keys() - {"step", "version", "time"})
+
+    def __len__(self) -> int:
+        """Return the number of steps."""
+        return len(self._order)
+
+    def column(self, name: str) -> _Column:
+        """Return the values of a metric in step order; NaN where it is missing."""
+        column = self._columns.get(name)
+        return np.full(len(self._order), np.nan) if column is None else column[self._order]
+
+    def points(self, name: str) -> Points:
+        """Return the values of a metric with their steps."""
+        steps, values = self.column("step"), self.column(name)
+        has_value = ~np.isnan(values)
+        return list(zip(steps[has_value].tolist(), values[has_value].tolist(), strict=True))
+
+    def rows(self, pattern: str) -> Rows:
+        """Return one row per step, with the metrics whose names match a pattern."""
+        names = [name for name in self._columns if name in {"step", "version"} or re.fullmatch(pattern, name)]
+        columns = [self.column(name).tolist() for name in names]
+        found = (zip(names, values, strict=True) for values in zip(*columns, strict=True))
+        return [{name: value for name, value in row if not math.isnan(value)} for row in found]
+
+    def newest(self, name: str) -> float | None:
+        """Return the newest value of a metric; None without one."""
+        points = self.points(name)
+        return points[-1][1] if points else None
+
+    def charts(self, names: Iterable[str], size: int = MAX_POINTS) -> Json:
+        """Return curves of at most `size` points; longer ones have the mean and the extremes of intervals.
+
+        `axes` has the places of the points by step, seconds since the start and tokens. Metrics with values at the same steps
+        share them. A curve has `ends`: the first and the last value, means over some steps if there are enough.
+        """
+        seconds, tokens = self.column("time"), np.full(len(self), np.nan)
+        for name in ("count/trained_tokens", "count/generated_tokens"):
+            tokens = np.where(np.isnan(self.column(name)), tokens, self.column(name))
+        tokens = np.maximum.accumulate(np.nan_to_num(tokens)) if len(self) else tokens
+        start = np.nanmin(seconds) if len(self) and not np.isnan(seconds).all() else 0.0
+        places = dict(zip(_AXES, (self.column("step"), np.nan_to_num(seconds - start), tokens), strict=True))
+        axes: list[Json] = []
+        numbers: dict[bytes, int] = {}
+        curves: dict[str, Json] = {}
+        for name in names:
+            values = self.column(name)
+            has_value = ~np.isnan(values)
+            if not has_value.any():
+                continue
+            key = has_value.tobytes()
+            if key not in numbers:
+                numbers[key] = len(axes)
+                axes.append({axis: _listed(_intervals(place[has_value], size)[0]) for axis, place in places.items()})
+            means, lows, highs = _intervals(values[has_value], size)
+            curve: Json = {"axis": numbers[key], "mean": _listed(means), "unit": unit_of(name)}
+            if len(means) < has_value.sum():
+                curve |= {"low": _listed(lows), "high": _listed(highs)}
+            first, last, covered = (
+                ends_of(self.points(name)) if not _is_evaluation(name) else _first_and_last(self.points(name))
+            )
+            curves[name] = {**curve, "count": int(has_value.sum()), "ends": [first, last, covered]}
+        return {"axes": axes, "curves": curves}
+
+
+def _is_evaluation(name: str) -> bool:
+    return name.startswith("eval/") or name == "loss/eval"
+
+
+def _first_and_last(points: Points) -> tuple[float, float, str]:
+    covered = "the only evaluation" if len(points) == 1 else f"steps {points[0][0]:g} and {points[-1][0]:g}"
+    return points[0][1], points[-1][1], covered
+
+
+def _intervals(values: _Column, size: int) -> tuple[_Column, _Column, _Column]:
+    """Return mean, smallest and largest value of at most `size` intervals of about equal numbers of values."""
+    if len(values) <= size:
+        return values, values, values
+    starts = np.linspace(0, len(values), size, endpoint=False).astype(np.int64)
+    sums, counts = np.add.reduceat(values, starts), np.diff([*starts.tolist(), len(values)])
+    return sums / counts, np.minimum.reduceat(values, starts), np.maximum.reduceat(values, starts)
+
+
+def _listed(values: _Column) -> list[float | None]:
+    """Return values with six significant digits, which JSON writes shortly."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        magnitude = np.where(values == 0, 0, np.floor(np.log10(np.abs(values))))
+    digits = 10.0 ** np.clip(5 - magnitude, -300, 300)
+    rounded = np.round(values * digits) / digits
+    return [value if math.isfinite(value) else None for value in rounded.tolist()]
+
+
+class RunView:
+    """Contents of the pages of one run. Any thread may call its methods."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        """Read nothing yet. `name` is how the pages call the run."""
+        self.name, self.record = name, RunRecord(path)
+        self.table = MetricTable(path / "metrics.jsonl")
+        self._events = Followed(path / "events.jsonl")
+        self._event_rows: list[Json] = []
+        self._lock = threading.RLock()
+
+    @property
+    def events(self) -> list[Json]:
+        """Events so far, in order."""
+        with self._lock:
+            try:
+                for _, line in self._events.read(self._event_rows.clear):
+                    row = decode(line)
+                    if row is not None and isinstance(row.get("kind"), str):
+                        self._event_rows.append(row)
+            except FileNotFoundError:
+                self._event_rows.clear()
+            return self._event_rows
+
+    def state(self) -> Json:
+        """Return the state of the run: `running`, `finished`, `interrupted`, `failed` or `unknown`, and why it ended."""
+        events = self.events
+        lives = [event for event in events if event["kind"] in {"start", "resume", "end"}]
+        updated = self._updated()
+        if lives and lives[-1]["kind"] == "end":
+            code, cause = lives[-1].get("code"), str(lives[-1].get("cause", ""))
+            name = "finished" if code == 0 else "interrupted" if code in {129, 130, 143} else "failed"
+            return {"state": name, "code": code, "cause": cause, "updated": updated, "ended": lives[-1].get("time")}
+        alive = _is_alive(self.record.path / "run.lock")
+        if alive is False:
+            cause = "Its process has ended without a word: it was killed, or the machine stopped. The logs may say more."
+            return {"state": "failed", "code": None, "cause": cause, "updated": updated, "ended": updated}
+        return {
+            "state": "unknown" if alive is None else "running",
+            "code": None,
+            "cause": "",
+            "updated": updated,
+            "ended": None,
+        }
+
+    def _updated(self) -> float:
+        """Return when the run last wrote to its files, in Unix seconds."""
+        path = self.record.path
+        files = [path / "metrics.jsonl", path / "events.jsonl", path / "config.yaml", *(path / FOLDER).glob("*")]
+        return max((found.st_mtime for file in files if (found := _status(file)) is not None), default=0.0)
+
+    def summary(self) -> Json:
+        """Return the line of the run in a list. It reads only the end of the metrics, and some lines for a small curve."""
+        with self._lock:
+            path = self.record.path / "metrics.jsonl"
+            status = _status(path)
+            tail: list[Json] = []
+            spark: list[float] = []
+            if status is not None and status.st_size:
+                with path.open("rb") as file:
+                    file.seek(max(status.st_size - TAIL_BYTES, 0))
+                    tail = [row for line in file if (row := decode(line)) is not None and isinstance(row.get("step"), int)]
+                    for at in np.linspace(0, max(status.st_size - 4096, 0), NUM_SAMPLED).astype(int).tolist():
+                        file.seek(at)
+                        if at:
+                            file.readline()
+                        value = _score(decode(file.readline()) or {})
+                        spark += [] if value is None else [float(f"{value:.4g}")]
+            scores = [value for row in tail if (value := _score(row)) is not None]
+            held_out = [
+                (name, row[name])
+                for row in tail
+                for name in row
+                if re.fullmatch("eval/.+/mean", name) and row[name] is not None
+            ]
+            label, score = held_out[-1] if held_out else ("training", float(np.mean(scores[-5:])) if scores else None)
+            return {
+                **self.state(),
+                "name": self.name,
+                "step": max((row["step"] for row in tail), default=0),
+                "num_steps": self._num_steps(),
+                "score": score,
+                "score_of": re.sub("eval/(.+)/mean", r"\1", label) if score is not None else "",
+                "spark": spark,
+            }
+
+    def _num_steps(self) -> int | None:
+        found = re.search(r"^num_steps: (\d{1,15})$", self.record.config, re.MULTILINE)
+        return int(found[1]) if found else None
+
+    def overview(self) -> Json:
+        """Return the first page of the run: state, what needs attention, key figures, charts and configuration."""
+        with self._lock:
+            self.table.refresh()
+            table, events = self.table, self.events
+            steps = self.table.column("step")
+            starts = self.record.starts()
+            return {
+                **self.state(),
+                "name": self.name,
+                "path": str(self.record.path),
+                "step": int(steps[-1]) if len(steps) else 0,
+                "num_steps": self._num_steps(),
+                "attention": attention(table, events),
+                "figures": _figures(table),
+                "panels": _panels(table),
+                "metrics": [[name, unit_of(name)] for name in table.names],
+                "facts": _facts(starts[-1] if starts else {}, _deleted(self.record.path)),
+                "starts": len(starts),
+                "last_step_time": table.newest("time"),
+                "step_s": table.newest("time/step_s"),
+                "evaluations": sum(len(table.points(name)) for name in table.names if re.fullmatch("eval/.+/mean", name)),
+                "has_rollouts": not table.points("loss/train"),
+            }
+
+    def configuration(self) -> Json:
+        """Return the text of the configuration, and which keys differ from their defaults."""
+        text = self.record.config
+        try:
+            values = parse(text)[0]
+            changed = [list(item) for item in changed_keys(Config.model_validate(values))] if values else []
+            problem = ""
+        except (ValidationError, yaml.YAMLError, ValueError) as error:
+            changed, problem = (
+                [],
+                f"The configuration is of another version, so its defaults are not known ({type(error).__name__}).",
+            )
+        return {"text": text, "changed": changed, "problem": problem}
+
+    def recent_events(self) -> Json:
+        """Return the newest events, and the number of all."""
+        with self._lock:
+            return {"events": self.events[-MAX_EVENTS:], "count": len(self.events)}
+
+    def charts(self, names: Sequence[str], size: int = MAX_POINTS) -> Json:
+        """Return curves of some metrics, or of all; see `MetricTable.charts`."""
+        with self._lock:
+            self.table.refresh()
+            return self.table.charts(names or self.table.names, size)
+
+    def timeline(self, steps: int = 3, step: int | None = None) -> Json:
+        """Return what each process did in the last steps, or from a step on: its states, and the shares of its time."""
+        with self._lock:
+            spans = self.record.spans(tail_bytes=SPAN_BYTES if step is None else None)
+            by_step = {span.step: span for span in spans if span.process == "controller" and span.name == "step" and span.step}
+            newest = max(by_step, default=0)
+            first, last = (newest - steps + 1, newest) if step is None else (step, step + steps - 1)
+            chosen = [span for number, span in by_step.items() if first <= number <= last] or spans
+            if not chosen:
+                return {"start": 0.0, "end": 0.0, "steps": [], "processes": []}
+            window = Window(min(span.start for span in chosen), max(span.start + span.seconds for span in chosen))
+            if step is None and by_step and self.state()["state"] == "running":  # also what is going on since the last step
+                window = window._replace(end=max(span.start + span.seconds for span in spans))
+            found = []
+            for name, process in _processes(self.record.path).items():
+                states = states_of([span for span in spans if span.process == name and span.name != "step"], window)
+                usage = usage_of(name, states)
+                found.append(
+                    {
+                        "name": name,
+                        **process,
+                        "busy": usage.busy,
+                        "unknown": usage.unknown,
+                        "waits": list(usage.waiting.items()),
+                        "states": [
+                            {"start": state.start, "seconds": state.seconds, "kind": state.kind, "name": state.name}
+                            for state in _longest(states)
+                        ],
+                    }
+                )
+            marks = [
+                {"step": number, "start": span.start}
+                for number, span in by_step.items()
+                if window.start <= span.start < window.end
+            ]
+            return {"start": window.start, "end": window.end, "steps": marks, "processes": found}
+
+    # Rollouts and evaluations
+
+    def search(
+        self,
+        text: str = "",
+        *,
+        kind: Kind = "rollouts",
+        order: str = "newest",
+        at: int = 0,
+        limit: int = 30,
+        **filters: Unpack[Filters],
+    ) -> Json:
+        """Return groups with completions that have a text and meet conditions, and the numbers of both."""
+        hits = self.record.search(text, kind=kind, **filters)
+        groups, numbers = hits.of_groups(), hits.numbers()
+        if order == "newest":
+            groups, numbers = groups[::-1], numbers[::-1]
+        found = []
+        for hit, which in zip(readable(groups[at : at + limit]), numbers[at : at + limit], strict=True):
+            if hit is not None:
+                found.append(_listed_group(hit.group, which, text))
+        return {"completions": len(hits), "count": len(groups), "at": at, "groups": found, **self.record.values_of(kind)}
+
+    def group(self, index: int, filters: Filters, kind: Kind = "rollouts") -> Json | None:
+        """Return the group of a prompt that meets conditions, with its tokens; None if it is not recorded."""
+        hits = self.record.search(kind=kind, **cast(Filters, {**filters, "index": (index, index)})).of_groups()
+        if not len(hits):
+            return None
+        group = hits[len(hits) - 1].group
+        trained = self.record.trained(index) if kind == "rollouts" else []
+        return whole_group(self.record, group, trained, self.record.advantages().get(index, ()) if kind == "rollouts" else ())
+
+    def evaluations(self, name: str | None = None) -> Json:
+        """Return the mean reward of each recorded prompt of an evaluation set at each version."""
+        samples = self.record.evaluations()
+        sets = list(dict.fromkeys(sample.set or "" for sample in samples))
+        name = name if name in sets else sets[0] if sets else None
+        chosen = [sample for sample in samples if (sample.set or "") == name]
+        versions = sorted({sample.version for sample in chosen})
+        rows: dict[int, Json] = {}
+        for sample in chosen:
+            row = rows.setdefault(sample.index, {"index": sample.index, "prompt": sample.prompt[:MAX_LISTED], "rewards": {}})
+            row["rewards"][sample.version] = _mean_reward(sample)
+        table = [{**row, "rewards": [row["rewards"].get(version) for version in versions]} for _, row in sorted(rows.items())]
+        return {"sets": sets, "set": name, "versions": versions, "prompts": table}
+
+    def answers(self, name: str, index: int) -> Json:
+        """Return the answers to one prompt of an evaluation set at each version."""
+        hits = self.record.search(kind="evaluations", set=name, index=(index, index)).of_groups()
+        groups = [hit.group for hit in readable(hits) if hit is not None]
+        first = groups[0] if groups else None
+        return {
+            "index": index,
+            "prompt": first.rendered[:MAX_CHARS] if first else "",
+            "answer": None if first is None or first.answer is None else str(first.answer),
+            "versions": [
+                {"version": group.version, "completions": [_completion(each) for each in group.completions]} for group in groups
+            ],
+        }
+
+
+def _processes(run_dir: Path) -> dict[str, Json]:
+    """Return host, process id and start of each process, of a replaced one the newest, from the first lines of its spans."""
+    found: dict[str, Json] = {}
+    for part in parts_of(run_dir, "spans"):
+        for header in _header(part):
+            pid = header.get("pid")
+            if found.get(part.process, {}).get("pid") != pid:
+                found[part.process] = {"host": str(header.get("host", "")), "pid": pid, "since": header.get("time")}
+    return dict(sorted(found.items(), key=lambda each: each[1]["since"] or 0.0))
+
+
+def _deleted(run_dir: Path) -> dict[str, int]:
+    """Return the number of deleted records by kind, from the first lines of the newest parts."""
+    deleted: dict[str, int] = {}
+    for part in {(part.kind, part.process): part for part in parts_of(run_dir)}.values():
+        for header in _header(part):
+            if isinstance(header.get("dropped"), int) and header["dropped"]:
+                deleted[part.kind] = deleted.get(part.kind, 0) + header["dropped"]
+    return deleted
+
+
+def _header(part: Part) -> list[Json]:
+    """Return the first line of a part; none if it cannot be read."""
+    try:
+        with part.path.open("rb") as file:
+            header = decode(file.readline())
+    except FileNotFoundError:  # deleted to keep the size limit
+        return []
+    return [] if header is None else [header]
+
+
+def _longest(states: Sequence[State]) -> list[State]:
+    """Return at most `MAX_STATES` states, in order: shorter ones could not be seen."""
+    if len(states) <= MAX_STATES:
+        return list(states)
+    shortest = sorted((state.seconds for state in states), reverse=True)[MAX_STATES]
+    return [state for state in states if state.seconds > shortest]
+
+
+def _status(path: Path) -> os.stat_result | None:
+    try:
+        return path.stat()
+    except OSError:
+        return None
+
+
+def _is_alive(lock: Path) -> bool | None:
+    """Return whether the process in a lock file exists; None if that is not known, because it is on another host."""
+    try:
+        pid, _, host = lock.read_text(encoding="utf-8", errors="replace").strip().partition(" ")
+    except OSError:
+        return None
+    if not pid.isdecimal() or host != HOST:
+        return None
+    return Path("/proc", pid).exists()
+
+
+def _score(row: Mapping[str, Any]) -> float | None:
+    """Return the mean reward, or the loss, of a line."""
+    value = row.get("reward/mean", row.get("loss/train"))
+    return float(value) if isinstance(value, int | float) else None
+
+
+# The first page
+
+
+def attention(table: MetricTable, events: Sequence[Json]) -> list[Json]:
+    """Return what a reader should know first, each with the metric or page that shows more; the gravest first."""
+    found: list[Json] = []
+
+    def add(level: str, title: str, text: str, link: str) -> None:
+        found.append({"level": level, "title": title, "text": text, "link": link})
+
+    def ends(name: str) -> tuple[float, float]:
+        points = table.points(name)
+        return ends_of(points)[:2] if points else (math.nan, math.nan)
+
+    by_kind: dict[str, list[Json]] = {}
+    for event in events:
+        by_kind.setdefault(event["kind"], []).append(event)
+    for kind in ("fault", "host_lost", "stall", "restart", "respawn"):
+        if of_kind := by_kind.get(kind):
+            last = of_kind[-1]
+            what = ", ".join(str(last[key]) for key in ("part", "host", "actor", "endpoint") if last.get(key))
+            text = f"The last: {what or kind}. {last.get('cause', '')}".strip()
+            add("bad", f"{len(of_kind)} x {_KINDS[kind]}", text, "events")
+    failed, total = (float(np.nansum(table.column(f"reward/num_{name}"))) for name in ("errors", "completions"))
+    if failed:
+        errors = [event for event in by_kind.get("scorer_error", []) if not event.get("set")]
+        error = f" The newest error: {errors[-1].get('error', '')}" if errors else ""
+        share = f" ({failed / total:.0%})" if total else ""
+        add(
+            "bad",
+            f"Rewards failed for {failed:.0f} of {total:.0f} completions{share}",
+            f"They are left out of training.{error}",
+            "rollouts?outcome=reward_error",
+        )
+    for name, title, outcome in _EPISODES:
+        values = table.column(f"episode/{name}_frac")
+        if np.nanmax(values, initial=0.0) > 0:
+            text = f"Mean over the steps; the most in a step are {np.nanmax(values):.0%}."
+            add("bad", f"{title}: {np.nanmean(values):.1%} of the episodes", text, f"rollouts?outcome={outcome}")
+    first, end = ends("policy/entropy")
+    if end < 0.1 * first and first - end > 0.05:
+        text = (
+            f"From {first:.3g} to {end:.3g} nats per token. The policy samples nearly the same tokens each time, so rewards "
+            "of a group are equal, and nothing more is learned."
+        )
+        add("bad", "The entropy has collapsed", text, "charts?q=entropy")
+    reward_first, reward_last = ends("reward/mean")
+    if len(table) > 10 and reward_last < reward_first - max(0.05, 0.1 * abs(reward_first)):
+        text = f"From {reward_first:.3f} to {reward_last:.3f} in training."
+        add("bad", "The mean reward has fallen", text, "charts?q=reward")
+    if (idle := ends("group/zero_variance_frac")[1]) >= 0.75:
+        text = (
+            f"{idle:.0%} of the groups have equal rewards, so they have no gradient: the task is too easy or too hard, or the "
+            "rewards do not differ."
+        )
+        add("warn", "Most groups teach nothing", text, "charts?q=zero_variance")
+    if (cut := ends("tokens/truncated_frac")[1]) >= 0.5:
+        add("warn", "Most completions are cut", f"{cut:.0%} reach rollout.max_new_tokens.", "charts?q=truncated")
+    if (gap := ends("mismatch/logprob_abs_mean")[1]) >= 0.1:
+        add(
+            "warn",
+            "Trainer and generator disagree",
+            f"Their log-probabilities differ by {gap:.2g} nats per token on average.",
+            "charts?q=mismatch",
+        )
+    if skipped := float(np.nansum(table.column("optim/skipped"))):
+        add("bad", f"{skipped:g} optimizer steps were skipped", "Their gradients were not finite.", "events")
+    steps = table.points("time/step_s")
+    if len(steps) > 10 and (usual := median(value for _, value in steps[1:])) > 0:
+        slow = [step for step, value in steps[1:] if value > 5 * usual]
+        longest = max(value for _, value in steps[1:])
+        if slow and longest > 2:
+            text = (
+                f"The longest took {longest:.1f} s; the median is {usual:.2g} s. The timeline shows which process the others "
+                "waited for."
+            )
+            add("warn", f"{len(slow)} slow steps", text, f"timeline?step={slow[-1]:g}")
+    return found
+
+
+_KINDS = {
+    "fault": "a process failed",
+    "host_lost": "a host was lost",
+    "stall": "a request missed its deadline",
+    "restart": "the run started again from a checkpoint",
+    "respawn": "a process was replaced",
+}
+_EPISODES = (
+    ("timeout", "The environment took too long", "timeout"),
+    ("environment_error", "The environment raised", "environment_error"),
+    ("generation_error", "The generation failed", "generation_error"),
+)
+
+
+def _figures(table: MetricTable) -> list[Json]:
+    """Return the key figures: label, value and note."""
+    figures = []
+
+    def add(label: str, value: str, note: str = "") -> None:
+        figures.append({"label": label, "value": value, "note": note})
+
+    for task in heldout_tasks([dict.fromkeys(table.names, 0.0)]):
+        points = table.points(f"eval/{task}/mean")
+        first, last, note = _first_and_last(points)
+        value = f"{first:.3f} \u2192 {last:.3f}" if len(points) > 1 else f"{first:.3f}"
+        if failed := without_reward(table.rows(f"eval/{re.escape(task)}/num_.+"), task):
+            note += f"; {' and '.join(failed)} completions had no reward and are not in the mean"
+        add(f"Held-out {task}", value, note)
+    for label, name in (
+        ("Mean reward in training", "reward/mean"),
+        ("Training loss", "loss/train"),
+        ("Held-out loss", "loss/eval"),
+    ):
+        if points := table.points(name):
+            first, last, note = ends_of(points) if name != "loss/eval" else _first_and_last(points)
+            add(label, f"{first:.3f} \u2192 {last:.3f}" if len(points) > 1 else f"{first:.3f}", note)
+    for label, name, unit in (("Step time", "time/step_s", "s"), ("Generation", "perf/gen_tokens_per_s", "tokens/s")):
+        if points := table.points(name):
+            usual = median(value for _, value in points)
+            add(label, f"{usual:,.0f} {unit}" if usual >= 20 else f"{usual:.2f} {unit}", "median over steps")
+    idle = [table.points(f"perf/{part}_idle_frac") for part in ("trainer", "generator")]
+    if all(idle):
+        shares = [f"{median(value for _, value in points):.0%}" for points in idle]
+        add("Idle", " and ".join(shares), "trainer and generators, median over steps")
+    if mismatch := table.points("mismatch/logprob_abs_max"):
+        add("Largest mismatch", f"{max(value for _, value in mismatch):.1e}", "nats on one token, trainer and generator")
+    return figures
+
+
+def _panels(table: MetricTable) -> list[Json]:
+    """Return the panels that have data, with the labels of their metrics."""
+    panels, names = [], table.names
+    for panel in PANELS:
+        labels: dict[str, str] = {}
+        for pattern, label in panel.labels.items():
+            labels |= {name: found.expand(label) for name in names if (found := re.fullmatch(pattern, name))}
+        if panel.options.get("failures"):
+            labels = {name: label for name, label in labels.items() if np.nansum(table.column(name))}
+        if len(labels) > panel.options.get("several", False):
+            panels.append({"title": panel.title, "unit": panel.unit, "labels": labels, **panel.options})
+    return panels
+
+
+def _facts(start: Mapping[str, Any], dropped: Mapping[str, int]) -> Json:
+    """Return facts of the newest start by label."""
+    packages = start.get("packages")
+    known = {
+        "Started": start.get("time"),
+        "Host": start.get("host"),
+        "Processor": start.get("processor"),
+        "Cores": start.get("cores"),
+        "Accelerators": ", ".join(map(str, start.get("accelerators") or ())),
+        "Commit": start.get("commit"),
+        "Command": " ".join(map(str, start.get("command") or ())),
+        "Packages": ", ".join(f"{name} {version}" for name, version in packages.items()) if isinstance(packages, dict) else "",
+        "Deleted records": ", ".join(f"{number} of {kind}" for kind, number in dropped.items()),
+    }
+    return {label: value for label, value in known.items() if value not in (None, "")}
+
+
+# Groups
+
+
+def readable(hits: Hits) -> Iterable[Any]:
+    """Yield hits; None for one that the run has deleted since the search."""
+    for number in range(len(hits)):
+        try:
+            yield hits[number]
+        except DamagedError:
+            yield None
+
+
+def _mean_reward(group: RecordedGroup) -> float | None:
+    rewards = [completion.reward for completion in group.completions if completion.reward is not None]
+    return round(sum(rewards) / len(rewards), 4) if rewards else None
+
+
+def _head(group: RecordedGroup) -> Json:
+    return {
+        "index": group.index,
+        "set": group.set,
+        "task": group.task,
+        "version": group.version,
+        "status": group.status,
+        "environment": group.environment,
+        "answer": None if group.answer is None else str(group.answer)[:MAX_CHARS],
+        "mean": _mean_reward(group),
+        "rewards": [completion.reward for completion in group.completions],
+    }
+
+
+def _listed_group(group: RecordedGroup, numbers: Sequence[int], text: str) -> Json:
+    """Return what a list shows of a group: `numbers` are those of the completions found, and `snippet` is from the first."""
+    snippet = ""
+    if text:
+        for completion in (group.completions[number] for number in numbers):
+            place = completion.text.lower().find(text.lower())
+            if place >= 0:
+                start = max(place - 60, 0)
+                snippet = ("\u2026" if start else "") + completion.text[start : place + len(text) + 120]
+                break
+    return {**_head(group), "prompt": group.prompt[:MAX_LISTED], "found": list(numbers), "snippet": snippet}
+
+
+def _completion(completion: Any, advantage: float | None = None) -> Json:
+    return {
+        "text": completion.text[:MAX_CHARS],
+        "reward": completion.reward,
+        "parts": completion.reward_parts,
+        "metrics": completion.metrics,
+        "outcome": completion.outcome,
+        "error": completion.error[:MAX_CHARS],
+        "advantage": advantage,
+        "num_tokens": completion.num_tokens,
+        "finish_reason": completion.finish_reason,
+    }
+
+
+def whole_group(
+    record: RunRecord,
+    group: RecordedGroup,
+    trained: Sequence[TrainedSegment] = (),
+    advantages: Sequence[float | None] = (),
+    *,
+    max_tokens: int = MAX_TOKENS,
+) -> Json:
+    """Return a group with its tokens, at most `max_tokens` of a completion, and what the newest step computed for them.
+
+    `advantages` has one number for each completion with a reward.
+    """
+    with_reward = sum(completion.reward is not None for completion in group.completions)
+    # If the counts differ, some rollouts were left out of training. Which ones is not recorded, so no advantage is shown.
+    given = iter(advantages if len(advantages) == with_reward else ())
+    completions = [_completion(each, None if each.reward is None else next(given, None)) for each in group.completions]
+    step = max((segment.step for segment in trained), default=None)
+    computed = {segment.segment: segment for segment in trained if segment.step == step and segment.update == 0}
+    number, damage = 0, ""
+    try:
+        tokens = group.tokens() if max_tokens else [[] for _ in completions]
+        for completion, segments, recorded in zip(completions, tokens, group.completions, strict=True):
+            parts, room = [], max_tokens
+            for place, columns in enumerate(segments):
+                shared = recorded.segments[place].num_shared
+                mask = columns["mask"]
+                first = shared if place else int(np.argmax(mask)) if mask.any() else 0
+                end = min(len(mask), first + room)
+                room -= end - first
+                parts.append(_tokens(record, columns, first, end, computed.get(number)))
+                number += 1
+            completion["segments"] = parts
+            completion["cut"] = room <= 0 < max_tokens
+    except DamagedError as error:
+        damage = str(error)
+    return {
+        **_head(group),
+        "step": step,
+        "prompt": group.prompt[:MAX_CHARS],
+        "rendered": group.rendered[:MAX_CHARS],
+        "generate_s": group.generate_s,
+        "score_s": group.score_s,
+        "counts": group.counts,
+        "damage": damage,
+        "completions": completions,
+    }
+
+
+def _tokens(record: RunRecord, columns: Mapping[str, Any], first: int, end: int, trained: TrainedSegment | None) -> Json:
+    """Return tokens of a segment: texts, and null where a value is missing, such as that of a token of the environment."""
+    mask = columns["mask"][first:end]
+    values: Json = {
+        "texts": record.token_texts(columns["token_ids"][first:end]),
+        "logprobs": _where(mask, columns["logprobs"][first:end]),
+        "versions": [
+            version if sampled else None for version, sampled in zip(columns["versions"][first:end].tolist(), mask, strict=True)
+        ],
+    }
+    if trained is None:
+        return values
+    try:
+        computed = trained.columns()
+    except DamagedError:
+        return values
+    places = computed["positions"] - first
+    inside = (places >= 0) & (places < end - first)
+    for name, column in (
+        ("mismatch", np.abs(computed["logprobs"] - computed["generator_logprobs"])),
+        ("advantages", computed["advantages"]),
+    ):
+        found = np.full(end - first, np.nan)
+        found[places[inside]] = column[inside]
+        values[name] = _where(~np.isnan(found), found)
+    return values
+
+
+def _where(mask: npt.NDArray[np.bool_], values: npt.NDArray[Any]) -> list[float | None]:
+    rounded = np.round(values.astype(np.float64), 5)
+    return [
+        value if keep and math.isfinite(value) else None for value, keep in zip(rounded.tolist(), mask.tolist(), strict=True)
+    ]
+
+
+def find_runs(folder: Path) -> dict[str, Path]:
+    """Return the run directories in a folder and its folders, by their relative path; or the folder itself if it is one."""
+    if _is_run(folder):
+        return {folder.resolve().name: folder}
+    found: dict[str, Path] = {}
+    for path in sorted(folder.iterdir()):
+        if path.is_dir():
+            below = (
+                [path] if _is_run(path) else [other for other in sorted(path.iterdir()) if other.is_dir() and _is_run(other)]
+            )
+            found |= {str(run.relative_to(folder)): run for run in below}
+    return found
+
+
+def _is_run(path: Path) -> bool:
+    return any((path / name).exists() for name in ("config.yaml", "metrics.jsonl", "events.jsonl"))
