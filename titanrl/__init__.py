@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from titanrl.metrics.hooks import Hook
     from titanrl.metrics.reading import RunRecord, open_run
     from titanrl.rollout.group import ScoredGroup
+    from titanrl.run.explanation import explain
     from titanrl.session.session import Session, connect
     from titanrl.sft import SFT
 
@@ -64,6 +65,7 @@ _MODULES = {
     "TokenRewards": "carriers.rewards",
     "batches": "carriers.datums",
     "connect": "session.session",
+    "explain": "run.explanation",
     "group_advantages": "algorithms.advantages",
     "group_reward": "carriers.rewards",
     "load_config": "config",
@@ -94,6 +96,7 @@ __all__ = [
     "TokenRewards",
     "batches",
     "connect",
+    "explain",
     "group_advantages",
     "group_reward",
     "load_config",

@@ -19,6 +19,7 @@ COMMANDS = {
     "board": ("titanrl.commands.board", "see runs in a browser, while they run"),
     "compare": ("titanrl.commands.compare", "compare the scores and configurations of runs"),
     "timeline": ("titanrl.commands.timeline", "show which process of a run worked, and which waited for what"),
+    "explain": ("titanrl.commands.explain", "show how the tokens of a recorded group entered the loss"),
     "steer": ("titanrl.commands.steer", "pause a run in progress, or change keys of its configuration"),
     "serve": ("titanrl.commands.serve", "serve a policy over HTTP, as OpenAI and Anthropic do"),
     "chat": ("titanrl.commands.chat", "chat with a trained policy"),

@@ -24,6 +24,7 @@ from titanrl.carriers.record import parts_of, read_lines
 from titanrl.commands import timeline
 from titanrl.metrics.reading import RecordedGroup, RunRecord, TrainedSegment, open_run
 from titanrl.metrics.timeline import Window, usages
+from titanrl.run.explanation import explain
 
 SETTINGS = ("num_steps=2", "checkpoint.every_steps=1", "logging.rollouts_per_step=8", "evaluation.num_prompts=8")
 PLANTED = f"data.rewards={{answer: reasoning_gym, slow: {{function: '{slow_once.__file__}:slow', weight: 0.0}}}}"
@@ -84,6 +85,20 @@ def test_recorded_advantages_and_weights_equal_a_hand_computation(finished: Fini
             assert columns["advantages"] == pytest.approx(expected, abs=1e-6)
             assert columns["weights"] == pytest.approx(1.0 / num_tokens, rel=1e-6)  # a mean over all tokens of the batch
             assert (segment.version, segment.update, segment.mean_weight) == (step - 1, 0, 1.0)
+
+
+def test_explained_losses_of_all_tokens_add_up_to_the_loss_of_the_step(finished: Finished) -> None:
+    run = open_run(finished.run_dir)
+    for step in (1, 2):
+        indices = {segment.index for segment in run.trained() if segment.step == step}
+        explained = [segment for index in indices for segment in explain(run, step, index)]
+        total = sum(float(segment.columns["loss"].sum()) for segment in explained)
+        assert total == pytest.approx(finished.steps[step - 1]["loss/policy"], abs=1e-6)
+        groups = trained_groups(run, step)
+        for segment in explained:
+            (group,) = (group for group in groups if group.index == segment.index)
+            tokens = group.tokens()[segment.segment][0]
+            assert segment.columns["token_id"].tolist() == tokens["token_ids"][tokens["mask"]].tolist()
 
 
 def test_recorded_log_probabilities_equal_those_of_transformers(finished: Finished, plain_run: Finished) -> None:

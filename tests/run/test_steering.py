@@ -110,6 +110,11 @@ def run_in(path: Path, *overrides: str, config: Config | None = None, resume_ste
             {"data.mixture.harder.weight": 2.0},
             r"rule: this key cannot be changed .*\n  fix:  did you mean data.mixture.hard",
         ),
+        (
+            ("algorithm.updates_per_publish=2", "checkpoint.every_steps=0"),
+            {"checkpoint.on_interrupt": True},
+            r"rule: checkpoints between two publications need the published weights, of which this run keeps no copy",
+        ),
         ((), {"evaluation.patience": 3}, r"rule: patience requires best_metric"),
         (
             ("max_staleness=1", "evaluation.every_steps=0", "evaluation.num_prompts=8", "data.mixture={}"),
@@ -126,7 +131,7 @@ def test_change_is_refused_with_key_value_rule_and_fix(
         with pytest.raises(ConfigError, match=problem):
             run.steering.set(values)
         with pytest.raises(ConfigError, match=problem):  # one wrong value refuses all
-            run.steering.set({EVERY: 7, **values})
+            run.steering.set({"logging.rollouts_per_step": 7, **values})
         assert run.config is before
         assert not (tmp_path / "run" / CHANGES_FILE).exists()
 

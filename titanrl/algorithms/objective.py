@@ -72,28 +72,59 @@ def policy_loss(
         algorithm: Terms of the objective.
         loss: Policy loss with its options bound, see `bound_loss`; None selects the built-in loss `algorithm.loss`.
     """
+    tokens = token_terms(inputs, algorithm, loss)
+    kept_N = tokens.correction.kept_N
+    terms = {name: weighted_sum(term_N, inputs.weights_N, mask=kept_N) for name, term_N in tokens.terms_N.items()}
+    total = torch.stack(list(terms.values())).sum()
+    return total, _metrics(inputs, terms, tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenTerms:
+    """Terms of the objective at each token, before loss weights. Tokens that the correction rejects have no loss."""
+
+    terms_N: Mapping[str, Tensor]
+    """Each term by the name of its metric, such as `loss/policy`."""
+    values: Mapping[str, Tensor]
+    """Importance ratio (`ratio`), `clip`, and other values of the loss for the metrics."""
+    correction: Correction
+    proximal_N: Tensor
+    """Log-probability under the proximal policy, without gradient."""
+    valid_N: Tensor
+    """True at loss tokens with a finite generator log-probability."""
+    advantages_N: Tensor
+    """Advantages, with `kl.place: reward` after the KL penalty."""
+
+
+def token_terms(inputs: ObjectiveInputs, algorithm: AlgorithmConfig, loss: PolicyLoss | None = None) -> TokenTerms:
+    """Compute the terms of the objective at each token; see `policy_loss`."""
     valid_N = valid_tokens(inputs.mask_N, inputs.generator_logprobs_N)
-    proximal_N = _proximal(inputs)
+    proximal_N, advantages_N = _proximal(inputs), _advantages(inputs, algorithm)
     correction = correct(proximal_N, inputs.generator_logprobs_N, inputs.sequence_N, algorithm.correction, mask=valid_N)
-    loss_N, values = token_loss(loss or bound_loss(algorithm), inputs, algorithm, proximal_N, correction.kept_N)
+    kept_N = correction.kept_N
+    loss_N, values = token_loss(loss or bound_loss(algorithm), inputs, algorithm, proximal_N, advantages_N, kept_N)
     if correction.weights_N is not None:
         loss_N = loss_N * correction.weights_N
     if algorithm.correction.batch_normalize:
         loss_N = loss_N / inputs.mean_weight
-    weights_N = inputs.weights_N
-    terms = {"loss/policy": weighted_sum(loss_N, weights_N, mask=correction.kept_N)}
+    terms_N = {"loss/policy": loss_N}
     if algorithm.kl.coef and algorithm.kl.place == "loss":
-        kl_N = kl_estimate(inputs.logprobs_N, _reference(inputs), algorithm.kl.estimator, mask=correction.kept_N)
+        kl_N = kl_estimate(inputs.logprobs_N, _reference(inputs), algorithm.kl.estimator, mask=kept_N)
         if algorithm.kl.importance_weighted:
-            to_sampler_N = log_ratio(inputs.logprobs_N.detach(), inputs.generator_logprobs_N, mask=correction.kept_N)
+            to_sampler_N = log_ratio(inputs.logprobs_N.detach(), inputs.generator_logprobs_N, mask=kept_N)
             kl_N = bounded_exp(to_sampler_N) * kl_N
-        terms["loss/kl"] = weighted_sum(algorithm.kl.coef * kl_N, weights_N, mask=correction.kept_N)
+        terms_N["loss/kl"] = algorithm.kl.coef * kl_N
     if algorithm.entropy_coef:
         assert inputs.entropy_N is not None, "the entropy bonus needs entropies"
-        bonus_N = algorithm.entropy_coef * inputs.entropy_N
-        terms["loss/entropy"] = -weighted_sum(bonus_N, weights_N, mask=correction.kept_N)
-    total = torch.stack(list(terms.values())).sum()
-    return total, _metrics(inputs, terms, values, correction, proximal_N, valid_N)
+        terms_N["loss/entropy"] = -algorithm.entropy_coef * inputs.entropy_N
+    return TokenTerms(
+        terms_N=terms_N,
+        values=values,
+        correction=correction,
+        proximal_N=proximal_N,
+        valid_N=valid_N,
+        advantages_N=advantages_N,
+    )
 
 
 @torch.no_grad()
@@ -110,7 +141,12 @@ def measure_correction(inputs: ObjectiveInputs, algorithm: AlgorithmConfig) -> t
 
 
 def token_loss(
-    loss: PolicyLoss, inputs: ObjectiveInputs, algorithm: AlgorithmConfig, proximal_N: Tensor, mask_N: Tensor
+    loss: PolicyLoss,
+    inputs: ObjectiveInputs,
+    algorithm: AlgorithmConfig,
+    proximal_N: Tensor,
+    advantages_N: Tensor,
+    mask_N: Tensor,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute the policy loss per token, `[N]`, unweighted and 0 at masked tokens, and its per-token values for the metrics.
 
@@ -121,7 +157,7 @@ def token_loss(
     tokens = LossInputs.of(
         inputs.logprobs_N,
         old_N,
-        _advantages(inputs, algorithm),
+        advantages_N,
         mask_N=mask_N,
         sequence_N=inputs.sequence_N,
         generator_logprobs_N=inputs.generator_logprobs_N,
@@ -172,10 +208,7 @@ def _reference(inputs: ObjectiveInputs) -> Tensor:
 def _metrics(
     inputs: ObjectiveInputs,
     terms: Mapping[str, Tensor],
-    values: Mapping[str, Tensor],
-    correction: Correction,
-    proximal_N: Tensor,
-    valid_N: Tensor,
+    tokens: TokenTerms,
 ) -> LossMetrics:
     """Compute sums and maxima of one micro-batch, over loss tokens with a finite generator log-probability.
 
@@ -183,7 +216,8 @@ def _metrics(
     KL(generator, proximal) by k3 = exp(d) - 1 - d (`mismatch/kl`, never negative) and by k1 = -d (`mismatch/kl_k1`), and the
     chi-squared divergence by exp(2 d) - 1 (`mismatch/chi2`). Source: http://joschu.net/blog/kl-approx.html
     """
-    d_N = log_ratio(proximal_N, inputs.generator_logprobs_N, mask=valid_N)
+    values, correction, valid_N = tokens.values, tokens.correction, tokens.valid_N
+    d_N = log_ratio(tokens.proximal_N, inputs.generator_logprobs_N, mask=valid_N)
     bounded_N = d_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     by_token = {
         "policy/ratio_mean": values["ratio"],

@@ -208,6 +208,9 @@ class Steering:
             if key.endswith("every_steps") and changed.num_evaluator_ranks > self._started.num_evaluator_ranks:
                 rule = "asynchronous training evaluates between steps on a separate generator, which this run has not started"
                 fix = f"resume the run with {key}={inline(value)}"
+            if key.startswith("checkpoint.") and _saves_between(changed) and not _saves_between(self._started):
+                rule = "checkpoints between two publications need the published weights, of which this run keeps no copy"
+                fix = f"resume the run with {key}={inline(value)}"
             if rule:
                 raise ConfigError(explain_rule(BrokenRule({key: value}, rule, fix)))
 
@@ -366,6 +369,12 @@ def _read(path: Path) -> list[Change]:
         cause = error.strerror if isinstance(error, OSError) else "it is not a list of changes"
         fix = "Delete it to continue with the values of config.yaml"
         raise ConfigError(f"--resume: the changes made during the run cannot be read: {cause} (got {path}). {fix}.") from None
+
+
+def _saves_between(config: Config) -> bool:
+    """Return True if a run may save checkpoints between two publications; see `PastPolicies`."""
+    saves = config.checkpoint.every_steps > 0 or config.checkpoint.on_interrupt
+    return saves and config.algorithm.updates_per_publish > 1
 
 
 def _plain(value: Any) -> Any:
