@@ -28,6 +28,7 @@ KNOWN = re.compile(
     r"|titanrl board\b"  # tests/commands/test_board.py
     r"|titanrl compare "  # tests/metrics/test_comparison.py
     r"|titanrl timeline "  # tests/metrics/test_timeline.py
+    r"|titanrl explain "  # tests/run/test_explanation.py
     r"|titanrl steer "  # tests/e2e/test_steering.py
     r"|titanrl serve |curl -s http://127\.0\.0\.1:8000/|\(umask 077; openssl "  # tests/e2e/test_serve.py
     r"|pip install 'titanrl\[tinker\]'$|\(umask 077; echo tml-"  # tests/e2e/test_tinker.py

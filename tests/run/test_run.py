@@ -147,7 +147,7 @@ def run_in(path: Path) -> GRPO:
     run._lock = claim_new_run(path)
     run._recorder = Recorder(RunDirectory(path), Trackers({}, print), run.console)
     run.checkpoints, run.evaluations = Checkpoints(run), Evaluations(run)
-    run.run_dir, run.hooks = path, Hooks([])
+    run.run_dir, run.hooks, run._ending = path, Hooks([]), asyncio.Event()
     run.steering = Steering.of_new(run)
     run._session = run._closing = run._kept = None
     return run
@@ -192,6 +192,13 @@ def test_evaluation_with_failed_rewards_is_not_compared(
     warned = f"{num_errors} of 10 completions have no reward; mean over 10 of 10 prompts, but evaluation.max_error_frac is"
     assert (warned in capsys.readouterr().err.replace("\n", " ")) is not is_compared
     asyncio.run(run.stop())
+
+
+def test_notebook_shows_the_run_with_its_state(tmp_path: Path) -> None:
+    run = run_in(tmp_path / "run")
+    assert "<b>GRPO run</b>: idle after step 0 of 100</p>" in run._repr_html_()
+    asyncio.run(run.stop())
+    assert "No step yet." in run._repr_html_()
 
 
 class ClosedConsole(Console):

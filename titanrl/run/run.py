@@ -15,7 +15,7 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -43,6 +43,7 @@ from titanrl.launch.run_lock import RunLock, claim_new_run, claim_run
 from titanrl.metrics.console import Console
 from titanrl.metrics.hooks import Hooks
 from titanrl.metrics.outcome import conclude, relative
+from titanrl.metrics.reading import RunRecord
 from titanrl.metrics.steps import PhaseTimer
 from titanrl.metrics.trackers import Recorder
 from titanrl.processes.children import Respawns
@@ -672,6 +673,16 @@ class Run:
         """Destination of metrics and events."""
         assert self._recorder is not None, "the run has not started"
         return self._recorder
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows for the run: its state, its curves so far, and the last samples."""
+        from titanrl.metrics.display import run_html  # needed only in notebooks
+
+        return run_html(self._shown, f"{type(self).__name__} {self.run_dir.name}", self.steering.status()["text"])
+
+    @cached_property
+    def _shown(self) -> RunRecord:
+        return RunRecord(self.run_dir)
 
     @property
     def num_unsaved_steps(self) -> int:

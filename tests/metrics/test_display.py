@@ -1,0 +1,59 @@
+"""A run in a notebook: curves of a known shape, escaped texts, and what a broken record leaves out."""
+
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.recorded import record_group
+from titanrl.carriers.types import StepMetrics
+from titanrl.metrics.display import HEIGHT, MARGIN, MAX_POINTS, WIDTH, curve_svg, run_html
+from titanrl.metrics.reading import RunRecord
+from titanrl.metrics.run_directory import RunDirectory
+
+HOSTILE = "</pre><script>alert(1)</script>\x1b[2J&amp;"
+
+
+def points_of(svg: str) -> list[tuple[float, float]]:
+    found = re.search('points="([^"]*)"', svg)
+    assert found
+    return [(float(x), float(y)) for x, y in (pair.split(",") for pair in found[1].split())]
+
+
+def test_curve_is_scaled_to_its_box() -> None:
+    points = points_of(curve_svg([(1, 2.0), (2, 4.0), (3, 3.0)], "reward"))
+    middle = (MARGIN + HEIGHT - MARGIN) / 2
+    assert points == [(MARGIN, HEIGHT - MARGIN), (WIDTH / 2, MARGIN), (WIDTH - MARGIN, middle)]
+    assert "polyline" not in curve_svg([(1, 2.0)], "one step")
+    assert {y for _, y in points_of(curve_svg([(1, 2.0), (2, 2.0)], "flat"))} == {middle}
+
+
+def test_long_curve_is_drawn_as_means_of_neighboring_steps() -> None:
+    points = points_of(curve_svg([(step, float(step % 2)) for step in range(1, 100_001)], "reward"))
+    assert len(points) <= MAX_POINTS
+    assert len(curve_svg([(step, 0.0) for step in range(100_000)], "reward")) < 10_000
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 12])
+def test_page_is_well_formed_and_escapes_every_text(tmp_path: Path, num_steps: int) -> None:
+    directory = RunDirectory(tmp_path / "run")
+    for step in range(1, num_steps + 1):
+        values = {"reward/mean": 0.1 * step, f"eval/{HOSTILE}/mean": 0.5, "grad/norm": float("nan")}
+        directory.log(StepMetrics(step=step, version=step, values=values))
+    directory.close()
+    for index in range(num_steps):
+        completion = {"text": HOSTILE + "x" * 2_000, "num_tokens": 2, "reward": None if index % 2 else 1.0}
+        line = {"index": index, "version": 1, "rendered": HOSTILE, "completions": [completion, completion]}
+        record_group(tmp_path / "run", line)
+    page = run_html(RunRecord(tmp_path / "run"), HOSTILE, "idle")
+    assert "<script" not in page
+    assert "\x1b" not in page
+    root = ElementTree.fromstring(page)
+    assert len(root.findall(".//svg")) == (2 if num_steps else 0), "none of a metric without numbers"
+    summaries = [each.text for each in root.findall(".//summary")]
+    assert len(summaries) == min(num_steps, 4)
+    if num_steps == 12:
+        assert summaries[:2] == ["prompt 11, version 1, no reward", "prompt 10, version 1, reward 1"]
+        captions = [each.text for each in root.findall(".//figcaption")]
+        assert captions[1] == "mean reward: 0.3 \u2192 1 (means of 5 steps)"
