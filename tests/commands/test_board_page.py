@@ -150,7 +150,7 @@ def test_every_page_fits_and_is_accessible(server: Server, opened: Any, width: i
     assert "Rewards failed for" in page.locator(".attention").inner_text()
     for tab in TABS:
         page.get_by_role("navigation", name="Parts of the run").get_by_role("link", name=tab, exact=True).click()
-        page.wait_for_function("document.querySelector('.tabs a[aria-current]').textContent === " + json.dumps(tab))
+        page.wait_for_function("tab => document.querySelector('.tabs a[aria-current]').textContent === tab", arg=tab)
         page.wait_for_timeout(200)
         check_page(page)
 
@@ -263,7 +263,7 @@ def test_long_run_opens_quickly_and_stays_small(tmp_path: Path, browser: Any) ->
         figures = {}
         for name, path, ready in (
             ("open", "#/run/long", "text=step 5000"),
-            ("metrics", "#/run/long/charts?q=m", ".plot path"),
+            ("metrics", "#/run/long/charts?q=m", ".legend b"),
             ("rollouts", "#/run/long/rollouts", "text=100,000 completions"),
         ):
             started = time.monotonic()

@@ -137,20 +137,23 @@ def test_planted_faults_are_named(tmp_path: Path) -> None:
     ]
     write_metrics(tmp_path, *rows)
     view = write_events(
-        tmp_path, {"kind": "scorer_error", "error": "ZeroDivisionError"}, {"kind": "stall", "actor": "rollout_0"}
+        tmp_path,
+        {"kind": "scorer_error", "error": "ZeroDivisionError"},
+        {"kind": "stall", "actor": "rollout_0"},
+        {"kind": "stall", "actor": "trainer", "endpoint": "close"},  # as the run ended
     )
     found = titles(view)
     assert found == [
-        "1 x a request missed its deadline",
         "Rewards failed for 120 of 400 completions (30%)",
         "The environment took too long: 10.0% of the episodes",
+        "1 x a request missed its deadline",
         "The entropy has collapsed",
         "The mean reward has fallen",
         "Most groups teach nothing",
         "1 slow steps",
     ]
     notes = {note["title"]: note for note in attention(view.table, view.events)}
-    assert "ZeroDivisionError" in notes[found[1]]["text"]
+    assert "ZeroDivisionError" in notes[found[0]]["text"]
     assert notes["1 slow steps"]["link"] == "timeline?step=20"
 
 

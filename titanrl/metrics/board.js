@@ -230,7 +230,7 @@ async function listPage() {
   put(main, 
     h("div", { class: "title" }, h("h1", {}, "Runs"), folder), head,
     h("div", { class: "tools", style: { "margin-top": "14px" } }, filter, compare),
-    h("div", { class: "card wide" }, h("table", { class: "runs" },
+    h("div", { class: "card wide", tabindex: 0, role: "region", "aria-label": "Runs" }, h("table", { class: "runs" },
       h("thead", {}, h("tr", {}, ["", "run", "state", "progress", "score", "reward over the run", "last activity"].map((text) => h("th", { scope: "col" }, text || h("span", { class: "hidden" }, "chosen"))))), body)));
   return { runs: null, update, isRunning: () => runs.some((run) => run.state === "running") };
 }
@@ -270,8 +270,9 @@ async function runPage(name, tab, query) {
     run = await get("run", { run: name });
     const progress = `step ${run.step}${run.num_steps ? ` of ${run.num_steps}` : ""}`;
     const facts = [progress, run.step_s ? `${short(run.step_s)} s per step` : "", run.state === "running" || run.state === "unknown" ? `last activity ${ago(run.updated)}` : `ended ${ago(run.ended)}`];
-    const silent = run.state === "running" && run.last_step_time && Date.now() / 1000 - run.last_step_time > Math.max(10, 10 * (run.step_s ?? 0))
-      ? [{ level: "bad", title: `No step for ${duration(Date.now() / 1000 - run.last_step_time)}`, text: `The last step took ${short(run.step_s)} s. The timeline shows what the processes wait for.`, link: "timeline" }] : [];
+    const since = Math.max(run.last_step_time ?? 0, run.facts.Started ?? 0), quiet = Date.now() / 1000 - since;
+    const silent = run.state === "running" && since && quiet > (run.step_s ? Math.max(10, 10 * run.step_s) : 90)
+      ? [{ level: "bad", title: `No step for ${duration(quiet)}`, text: `${run.step_s ? `The last step took ${short(run.step_s)} s.` : "None is complete since the start."} The timeline shows what the processes wait for.`, link: "timeline" }] : [];
     const notes = tab === "overview" ? [...silent, ...run.attention] : silent;
     put(top, 
       h("div", { class: "title" }, h("h1", {}, run.name), chip(run.state), h("span", { class: "muted" }, facts.filter(Boolean).join(" · "))),
@@ -830,8 +831,8 @@ async function configTab(content, run) {
   const found = await get("config", { run: run.name });
   put(content, 
     h("h2", { style: { "margin-top": "0" } }, "What differs from the defaults"),
-    found.problem ? h("p", { class: "muted" }, found.problem) : found.changed.length ? h("div", { class: "card wide" }, h("table", { class: "changed" }, h("thead", {}, h("tr", {}, ["key", "value", "default"].map((text) => h("th", { scope: "col" }, text)))), h("tbody", {}, found.changed.map(([name, value, usual]) => h("tr", {}, h("th", { scope: "row" }, h("code", {}, name)), h("td", { class: "text" }, value), h("td", { class: "text" }, usual)))))) : h("p", { class: "muted" }, "Nothing."),
-    h("h2", {}, "All keys"), h("pre", { class: "card pad wide text" }, found.text));
+    found.problem ? h("p", { class: "muted" }, found.problem) : found.changed.length ? h("div", { class: "card wide", tabindex: 0, role: "region", "aria-label": "Changed keys" }, h("table", { class: "changed" }, h("thead", {}, h("tr", {}, ["key", "value", "default"].map((text) => h("th", { scope: "col" }, text)))), h("tbody", {}, found.changed.map(([name, value, usual]) => h("tr", {}, h("th", { scope: "row" }, h("code", {}, name)), h("td", { class: "text" }, value), h("td", { class: "text" }, usual)))))) : h("p", { class: "muted" }, "Nothing."),
+    h("h2", {}, "All keys"), h("pre", { class: "card pad wide text", tabindex: 0, role: "region", "aria-label": "Configuration" }, found.text));
   return {};
 }
 

