@@ -17,6 +17,7 @@ import pytest
 
 from tests.metrics.test_report import completion, group
 from tests.recorded import record_group
+from tests.run.test_explanation import written
 from tests.serving.servers import Server, serving
 from titanrl.commands.board import ROUTES, Board, main
 
@@ -99,6 +100,15 @@ def test_routes_answer_with_json(server: Server) -> None:
     for path in ("evaluations", "timeline", "events", "config"):
         assert ask(server, path, run="a").status_code == 200
     assert ask(server, "answers", run="a", set="sums", index=0).json()["versions"] == []
+
+
+def test_tokens_are_explained_with_the_code_of_the_trainer(server: Server, folder: Path) -> None:
+    written(folder / "explained", "algorithm.preset=grpo")
+    (segment,) = ask(server, "explain", run="explained", step=3, index=17).json()["segments"]
+    assert segment["columns"]["clip"] == ["high", "", "", "high"]
+    assert sum(segment["columns"]["share"]) == pytest.approx(1.0)
+    refused = ask(server, "explain", run="explained", step=4, index=17)
+    assert (refused.status_code, "no loss of group 17 is recorded" in refused.json()["error"]) == (400, True)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from benchmarks.record import NEEDLE, write_run
 from tests.commands.test_board import KEY
 from tests.metrics.test_report import ATTACK, completion, group
 from tests.recorded import record, record_group
+from tests.run.test_explanation import written
 from tests.serving.servers import Server, serving
 from titanrl.commands.board import Board
 from titanrl.metrics.report import write_report
@@ -281,3 +282,17 @@ def test_long_run_opens_quickly_and_stays_small(tmp_path: Path, browser: Any) ->
         assert figures["needle"] < 1
         assert heap < 300
         page.close()
+
+
+def test_click_on_a_token_explains_its_loss(tmp_path: Path, opened: Any) -> None:
+    run = written(tmp_path / "explained", "algorithm.preset=grpo")
+    record_group(run, {"index": 17, "version": 1, "completions": [{"text": "aaaaaa", "num_tokens": 6, "reward": 1.0}]})
+    board = Board(tmp_path, KEY)
+    with serving(board) as server:
+        page = opened(address(server))
+        page.goto(f"{server.url}/#/run/explained/rollouts")
+        page.locator("details.group summary").first.click()
+        page.locator(".tok").nth(2).click()
+        page.wait_for_selector("text=share of the gradient")
+        assert "1.49, clipped (high)" in page.locator(".explained:visible").inner_text()
+        board.close()

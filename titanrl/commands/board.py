@@ -293,6 +293,16 @@ def _steer(board: Board, asked: Asked) -> Any:
         raise Refused(str(error), status=409) from error
 
 
+def _explain(board: Board, asked: Asked) -> Any:
+    """Return how the tokens of a group entered the loss of a step. A custom loss is not imported."""
+    from titanrl.run.explanation import explain  # imports torch, which the other pages do not need
+
+    try:
+        return {"segments": [each.as_dict() for each in explain(_view(board, asked).record, asked.step or 0, asked.index or 0)]}
+    except TitanRLError as error:
+        raise Refused(str(error), status=400) from error
+
+
 ROUTES: Mapping[str, Callable[[Board, Asked], Any]] = {
     "runs": _runs,
     "run": lambda board, asked: _view(board, asked).overview(),
@@ -307,6 +317,7 @@ ROUTES: Mapping[str, Callable[[Board, Asked], Any]] = {
     "events": lambda board, asked: _view(board, asked).recent_events(),
     "config": lambda board, asked: _view(board, asked).configuration(),
     "compare": _compare,
+    "explain": _explain,
     "steer": _steer,
 }
 """Functions that answer requests, by path below `/api/`."""

@@ -641,6 +641,18 @@ function groupBody(group, needle, found, run) {
   };
   const picker = h("select", { "aria-label": "Color tokens by", on: { change: (event) => { coloring = event.target.value; explain(); } } }, Object.entries(COLORINGS).map(([id, text]) => h("option", { value: id, selected: id === coloring }, text)));
   const facts = [`${group.task} #${group.index}`, group.set ? `set ${group.set}` : "", group.step ? `trained on at step ${group.step}` : "", `version ${group.version}`, group.status, group.environment ? `environment ${group.environment}` : "", group.generate_s ? `generated in ${short(group.generate_s)} s` : "", group.score_s ? `scored in ${short(group.score_s)} s` : ""];
+  let asked;  // how the tokens entered the loss, requested with the first click
+  const lossLines = async (segment, at) => {
+    if (FROZEN || segment.mismatch?.[at] == null) return [];
+    asked ??= get("explain", { run: run.name, step: group.step, index: group.index }).catch((error) => ({ error: error.message }));
+    const reply = await asked;
+    if (reply.error) return [["loss", reply.error]];
+    const found = reply.segments.find((each) => each.segment === all.indexOf(segment) && each.update === 0);
+    if (!found) return [];
+    const nth = segment.mismatch.slice(0, at).filter((value) => value !== null).length;
+    const value = (name) => found.columns[name][nth];
+    return [["ratio", `${short(value("ratio"))}${value("clip") ? `, clipped (${value("clip")})` : ""}`], ["correction", short(value("correction"))], ["loss weight", short(value("weight"))], ["loss", short(value("loss"))], ["share of the gradient", `${(100 * value("share")).toPrecision(2)} %`]];
+  };
   shown.append(...group.completions.map((completion, number) => {
     const hints = h("div", { class: "explained", hidden: true });
     const token = (segment, at) => {
@@ -649,7 +661,10 @@ function groupBody(group, needle, found, run) {
       span.addEventListener("pointerenter", () => { span.title = tokenLines(segment, at).map(([label, text]) => `${label} ${text}`.trim()).join("\n"); });
       span.addEventListener("click", () => {
         hints.hidden = false;
-        put(hints, h("dl", { class: "facts" }, tokenLines(segment, at).flatMap(([label, text]) => [h("dt", {}, label), h("dd", {}, String(text))])));
+        const facts = h("dl", { class: "facts" }), show = (lines) => facts.append(...lines.flatMap(([label, text]) => [h("dt", {}, label), h("dd", {}, String(text))]));
+        put(hints, facts);
+        show(tokenLines(segment, at));
+        lossLines(segment, at).then(show);
         shown.querySelector(".tok.chosen")?.classList.remove("chosen");
         span.classList.add("chosen");
       });

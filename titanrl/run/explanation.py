@@ -7,6 +7,7 @@ is computed here.
 Shape suffix: N loss tokens of a sequence.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -68,10 +69,10 @@ class ExplainedSegment:
     """Terms of the objective that the record cannot explain."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values, for JSON."""
+        """Return plain values, for JSON; a number that is not finite becomes None."""
         names = ("step", "update", "index", "segment", "completion", "version", "left_out")
         values: dict[str, Any] = {name: getattr(self, name) for name in names}
-        return values | {"columns": {name: column.tolist() for name, column in self.columns.items()}}
+        return values | {"columns": {name: list(map(_finite, column.tolist())) for name, column in self.columns.items()}}
 
 
 def explain(run: RunRecord, step: int, index: int, *, loads_loss: bool = False) -> list[ExplainedSegment]:
@@ -156,6 +157,10 @@ def explain_segment(
         columns={name: value.detach().numpy() if isinstance(value, Tensor) else value for name, value in values.items()},
         left_out=("entropy bonus",) if algorithm.entropy_coef else (),
     )
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def share_of(gradient_N: Tensor, logprobs_N: Tensor) -> Tensor:
