@@ -19,6 +19,7 @@ from tests.metrics.test_report import completion, group
 from tests.recorded import record_group
 from tests.run.test_explanation import written
 from tests.serving.servers import Server, serving
+from titanrl.base.control import listen
 from titanrl.commands.board import ROUTES, Board, main
 
 KEY = "a-key-of-the-board"
@@ -128,6 +129,28 @@ def test_wrong_requests_are_refused(server: Server, path: str, body: dict[str, A
     reply = ask(server, path, **body)
     assert reply.status_code == status
     assert problem in reply.json()["error"]
+
+
+def test_run_is_steered_through_its_socket(server: Server, folder: Path) -> None:
+    asked: list[Any] = []
+
+    def answer(request: Any) -> dict[str, Any]:
+        asked.append(request)
+        if request["action"] == "set":
+            raise ValueError("rate: must be positive (got -1)")
+        return {"step": 2, "state": "paused", "text": "paused after step 2", "keys": {"rate": 0.1}}
+
+    refused = ask(server, "steer", run="a", action="pause")
+    assert (refused.status_code, "no run answers here" in refused.json()["error"]) == (409, True)
+    control = server.run(listen(folder / "a", answer))
+    try:
+        assert ask(server, "steer", run="a", action="pause").json()["state"] == "paused"
+        wrong = ask(server, "steer", run="a", action="set", values={"rate": -1})
+        assert (wrong.status_code, wrong.json()["error"]) == (409, "rate: must be positive (got -1)")
+        assert ask(server, "steer", run="a", action="kill").status_code == 400
+    finally:
+        server.loop.call_soon_threadsafe(control.close)
+    assert [(each["action"], each["values"]) for each in asked] == [("pause", {}), ("set", {"rate": -1})]
 
 
 def test_page_hears_of_a_step_within_two_seconds(server: Server, folder: Path) -> None:

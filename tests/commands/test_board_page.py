@@ -231,6 +231,9 @@ def test_page_is_used_with_the_keyboard_only(server: Server, opened: Any) -> Non
     tab_to("node.matches('details.group summary')")
     page.keyboard.press("Enter")
     page.wait_for_selector(".tok")
+    tab_to("node.querySelector('.tok') && node.matches('.text')")
+    page.keyboard.press("ArrowRight")
+    assert "probability" in page.locator(".explained:visible").inner_text()
 
 
 def test_page_without_the_key_says_where_it_is(server: Server, browser: Any) -> None:

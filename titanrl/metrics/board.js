@@ -621,6 +621,14 @@ function tokenLines(segment, at) {
   return lines;
 }
 
+function moveToken(event) {
+  const move = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+  if (!move) return;
+  event.preventDefault();
+  const tokens = [...event.currentTarget.children];
+  tokens[Math.max(0, Math.min(tokens.length - 1, tokens.findIndex((each) => each.classList.contains("chosen")) + move))]?.click();
+}
+
 function groupBody(group, needle, found, run) {
   const all = group.completions.flatMap((completion) => completion.segments ?? []);
   const largest = (name, floor) => all.reduce((best, segment) => (segment[name] ?? []).reduce((high, value) => Math.max(high, Math.abs(value ?? 0)), best), floor);
@@ -654,7 +662,7 @@ function groupBody(group, needle, found, run) {
     return [["ratio", `${short(value("ratio"))}${value("clip") ? `, clipped (${value("clip")})` : ""}`], ["correction", short(value("correction"))], ["loss weight", short(value("weight"))], ["loss", short(value("loss"))], ["share of the gradient", `${(100 * value("share")).toPrecision(2)} %`]];
   };
   shown.append(...group.completions.map((completion, number) => {
-    const hints = h("div", { class: "explained", hidden: true });
+    const hints = h("div", { class: "explained", role: "status", hidden: true });
     const token = (segment, at) => {
       const span = h("span", { class: segment.logprobs[at] === null ? "tok other" : "tok" }, segment.texts[at]);
       texts.push([span, segment, at]);
@@ -671,7 +679,7 @@ function groupBody(group, needle, found, run) {
       return span;
     };
     const segments = completion.segments ?? [], hasTokens = segments.some((segment) => segment.texts.length) && !needle;
-    const body = hasTokens ? segments.map((segment, place) => [place ? h("p", { class: "muted small" }, `segment ${place + 1}`) : null, h("p", { class: "text" }, segment.texts.map((_, at) => token(segment, at)))]) : h("p", { class: "text" }, completion.text ? marked(completion.text, needle) : h("span", { class: "muted" }, "(empty)"));
+    const body = hasTokens ? segments.map((segment, place) => [place ? h("p", { class: "muted small" }, `segment ${place + 1}`) : null, h("p", { class: "text", tabindex: 0, role: "group", "aria-label": "Tokens. Use the arrow keys to read their numbers.", on: { keydown: moveToken } }, segment.texts.map((_, at) => token(segment, at)))]) : h("p", { class: "text" }, completion.text ? marked(completion.text, needle) : h("span", { class: "muted" }, "(empty)"));
     const pair = (label, value, kind) => value === null || value === undefined || value === "" ? [] : [h("dt", {}, label), h("dd", { class: kind }, String(value))];
     return h("div", { class: `completion${needle && found.includes(number) ? " found" : ""}` },
       h("div", {}, h("p", {}, h("b", { class: completion.reward === null ? "big failed-text" : "big" }, completion.reward === null ? "no reward" : short(completion.reward)), completion.advantage === null ? null : h("span", { class: "muted small" }, ` advantage ${short(completion.advantage)}`)), h("p", { class: "muted small" }, `${completion.num_tokens} tokens, ${completion.finish_reason || "no end"}`), h("dl", {}, Object.keys(completion.parts).length > 1 || completion.parts.answer === undefined ? Object.entries(completion.parts).flatMap(([name, value]) => pair(name, short(value))) : [], completion.outcome === "ok" ? [] : pair("outcome", completion.outcome, "failed-text"), Object.entries(completion.metrics ?? {}).flatMap(([name, value]) => pair(name, short(value))))),
