@@ -1,16 +1,16 @@
 """Make a tiny model that can play in the format of an environment or of a program, but badly.
 
-python examples/agents/scripted.py CONFIG MODULE:FUNCTION OVERRIDES
+python examples/agents/scripted.py CONFIG MODULE:FUNCTION OVERRIDES [--episodes N] [--steps N]
 
 The function returns the reply to a conversation, in text. It plays the part of the policy in some episodes of the
 configuration, and the model of the configuration is made from them: a tokenizer that encodes any text and has long tokens for
 the prompts, and weights that are trained on the replies.
 """
 
+import argparse
 import asyncio
 import random
 import shutil
-import sys
 from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
@@ -96,7 +96,7 @@ def learn(folder: Path, segments: Sequence[Segment], num_steps: int) -> None:
     model.save_pretrained(folder)
 
 
-async def make(config: Config, reply: Callable[[str], str], num_episodes: int = 128, num_steps: int = 100) -> None:
+async def make(config: Config, reply: Callable[[str], str], num_episodes: int, num_steps: int) -> None:
     """Write the model that the configuration names."""
     assert config.model.path is not None
     folder = Path(config.model.path)
@@ -113,5 +113,12 @@ async def make(config: Config, reply: Callable[[str], str], num_episodes: int = 
 
 
 if __name__ == "__main__":
-    path, function, *overrides = sys.argv[1:]
-    asyncio.run(make(titanrl.load_config(path, overrides), import_object(function, key="FUNCTION")))
+    parser = argparse.ArgumentParser(description="Make a tiny model that can play in a format, but badly.")
+    parser.add_argument("config")
+    parser.add_argument("function", help="MODULE:FUNCTION of the script that plays the policy's part")
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--episodes", type=int, default=128, help="episodes that the script plays")
+    parser.add_argument("--steps", type=int, default=100, help="steps in which the model learns from them")
+    asked = parser.parse_intermixed_args()
+    config, reply = titanrl.load_config(asked.config, asked.overrides), import_object(asked.function, key="FUNCTION")
+    asyncio.run(make(config, reply, asked.episodes, asked.steps))

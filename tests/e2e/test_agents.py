@@ -40,8 +40,9 @@ def overrides_of(folder: Path, program: object) -> list[str]:
     return [f"data.environment.program={program}", f"model.path={folder}/model", f"output_dir={folder}"]
 
 
-def make_model(overrides: list[str], variables: dict[str, str]) -> None:
+def make_model(overrides: list[str], variables: dict[str, str], num_episodes: int, num_steps: int) -> None:
     script = [sys.executable, AGENTS / "scripted.py", AGENTS / "cards.yaml", f"{AGENTS}/cards.py:reply", *overrides]
+    script += ["--episodes", str(num_episodes), "--steps", str(num_steps)]
     subprocess.run(script, cwd=REPO, env=os.environ | variables, check=True)
 
 
@@ -49,7 +50,7 @@ def make_model(overrides: list[str], variables: dict[str, str]) -> None:
 def test_held_out_score_of_an_agent_rises(tmp_path: Path, variables: dict[str, str], agent: str, num_segments: int) -> None:
     """Half of the episodes stream. smolagents rewrites its history and requires tool calls; that of pydantic-ai extends."""
     overrides = overrides_of(tmp_path, f"{AGENTS}/{agent}_agent.py:play")
-    make_model(overrides, variables)
+    make_model(overrides, variables, 400, 250)
     more = [f"rollout.save={tmp_path}/dump", "logging.console=plain"]
     run = Command(tmp_path / "cards", ["--config", str(AGENTS / "cards.yaml"), *overrides, *more], variables).finish(1500)
     assert run.code == 0, run.output
@@ -73,5 +74,5 @@ def test_held_out_score_of_an_agent_rises(tmp_path: Path, variables: dict[str, s
 @pytest.mark.parametrize("agent", ["smolagents", "pydantic_ai"])
 def test_agents_are_commands_too(tmp_path: Path, variables: dict[str, str], agent: str) -> None:
     program = ["env", f"PYTHONPATH={variables['PYTHONPATH']}", sys.executable, f"{AGENTS}/{agent}_agent.py"]
-    make_model([*overrides_of(tmp_path, program), "data.options.num_players=3"], variables)
+    make_model([*overrides_of(tmp_path, program), "data.options.num_players=3"], variables, 3, 10)
     assert (tmp_path / "model/model.safetensors").is_file()
