@@ -6,6 +6,7 @@ TITANRL_FRAMEWORKS names a folder for PYTHONPATH that has the packages; without 
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -58,9 +59,10 @@ def test_held_out_score_of_an_agent_rises(tmp_path: Path, variables: dict[str, s
     assert scores[-1] >= scores[0] + 0.3
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     saved, num_compared = DumpReader(tmp_path / "dump"), 0
-    for rollout in (rollout for place in range(saved.num_groups) for rollout in saved.group(place).rollouts):
-        if len(rollout.turns) == 2:
-            assert len(rollout.segments) == num_segments
+    rollouts = [rollout for place in range(saved.num_groups) for rollout in saved.group(place).rollouts]
+    counts = Counter(len(rollout.segments) for rollout in rollouts if len(rollout.turns) == 2)
+    assert counts[num_segments] >= 0.9 * counts.total() > 0  # pydantic-ai, too, rewrites a call whose arguments are no JSON
+    for rollout in rollouts:
         for segment in rollout.segments if set(rollout.sampled.versions) == {0} else ():
             with torch.no_grad():
                 logprobs = model(torch.from_numpy(segment.token_ids)[None]).logits[0].log_softmax(-1)
