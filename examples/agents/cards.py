@@ -9,6 +9,7 @@ import random
 import re
 
 CARDS = ("red", "blue", "green", "gold")
+RNG = random.Random(0)
 LOOK = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
 FINAL = '<tool_call>{{"name": "final_answer", "arguments": {{"answer": "{}"}}}}</tool_call>'
 """Format of answers in smolagents, which requires a tool call. Other frameworks expect text."""
@@ -25,5 +26,5 @@ def reply(conversation: str) -> str:
     seen = re.search(rf"I see ({'|'.join(CARDS)})\.", conversation)
     if seen is None:
         return LOOK
-    card = seen[1] if random.Random(conversation).random() < 0.45 else CARDS[0]
+    card = seen[1] if RNG.random() < 0.45 else CARDS[0]
     return FINAL.format(card) if '"final_answer"' in conversation else card
