@@ -25,7 +25,7 @@ from titanrl.metrics.trackers import Recorder, Trackers
 from titanrl.run.checkpoints import FIRST, Checkpoints, Resumable, RunState
 from titanrl.run.evaluations import Evaluations
 from titanrl.run.run import NonFiniteGradientError
-from titanrl.run.steering import Steering
+from titanrl.run.steering import CHANGES_FILE, Steering
 from titanrl.sft import SFT
 
 pytestmark = pytest.mark.usefixtures("scratch")
@@ -68,6 +68,15 @@ def test_dry_run_of_a_resume_names_the_step_it_continues_after(capsys: pytest.Ca
     code, out, _ = dry_run(run_dir, capsys)
     assert code == 0
     assert "Ready to start, continuing after step 3; step-5 cannot be used: commit.json is missing" in out
+
+
+def test_dry_run_refuses_changes_that_a_resume_cannot_repeat(capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = write_run(steps=3)
+    change = {"step": 2, "key": "evaluation.patience", "value": 3, "before": None, "configured": None, "time": 1.0}
+    for content, problem in (("{", "cannot be read: it is not a list of changes"), ([change], "patience requires best_metric")):
+        (run_dir / CHANGES_FILE).write_text(content if isinstance(content, str) else json.dumps(content))
+        code, _, err = dry_run(run_dir, capsys)
+        assert (code, problem in err) == (2, True)
 
 
 def test_dry_run_refuses_what_a_resume_refuses(capsys: pytest.CaptureFixture[str]) -> None:

@@ -242,9 +242,12 @@ def test_changes_of_hooks_are_kept_but_repeated_only_by_the_hook(tmp_path: Path)
         run.steps(4)
         assert [rate for rate, _ in run.values] == [0.5, 0.5, 0.25, 0.25]
         assert run.events() == [(2, LR, 0.25, "hook")]
-    for step, rates in ((3, [0.25]), (1, [0.5, 0.5, 0.5])):  # this time without the hook
+        run.steering.set({LR: 0.125})
+    for step, rates in ((3, [0.25, 0.125]), (1, [0.5, 0.5, 0.5, 0.125]), (4, [0.125])):  # without the hook
         with run_in(tmp_path / "run", config=config, resume_step=step) as resumed:
-            resumed.steps(4 - step)
+            asyncio.run(resumed.steering.listen())  # writes the changes that are left
+            resumed.steering.close()
+            resumed.steps(5 - step)
             assert [rate for rate, _ in resumed.values] == rates
 
 

@@ -51,7 +51,7 @@ from titanrl.processes.templates import BASE, close_early, start_early
 from titanrl.run.checkpoints import FIRST, Checkpoints, Restart, Restarts, Resumable, newest_checkpoint, resumable
 from titanrl.run.evaluations import Evaluations, is_due
 from titanrl.run.recording import Kind, open_recorder
-from titanrl.run.steering import Steering
+from titanrl.run.steering import Steering, repeated_changes
 from titanrl.run.telemetry import Telemetry
 
 if TYPE_CHECKING:
@@ -215,6 +215,8 @@ class Run:
             found = replace(found, examples=(examples := read_examples(config, source)))
             selections = examples.selections
         remarks = [] if resume is None else check_recorded(resume, selections, accepts_changes=accepts_changed_data)
+        if resume is not None:
+            repeated_changes(config, resume, source)
         return replace(found, selections=selections, remarks=tuple(remarks))
 
     # What a loop defines

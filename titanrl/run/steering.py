@@ -49,6 +49,8 @@ class Change(BaseModel):
     value: Any
     before: Any
     """Value until the change."""
+    configured: Any
+    """Value in `config.yaml`."""
     by_hook: bool = False
     """True if a hook made it. The hook runs again after a resume, so the change is not repeated without it."""
     time: float
@@ -108,23 +110,8 @@ class Steering:
 
     @classmethod
     def of_resumed(cls, run: SteeredRun, folder: Path, source: Source | None) -> Self:
-        """Return the steering of a resumed run, without the changes of keys to which the user has given another value.
-
-        Raises:
-            ConfigError: The changes cannot be read, or break a rule of the configuration.
-        """
-        changes = _read(folder / CHANGES_FILE)
-        first: dict[str, Any] = {}
-        for change in changes:
-            first.setdefault(change.key, change.before)
-        named = {".".join(override.path) for override in source.overrides} if source is not None else set[str]()
-        known = live_keys(run.config)
-        kept = {
-            key for key, before in first.items() if key not in named and key in known and _plain(known[key]) == _plain(before)
-        }
-        steering = cls(run, [change for change in changes if change.key in kept], run.state)
-        with_values(run.config, {change.key: change.value for change in steering._changes})  # the later ones must be possible
-        return steering
+        """Return the steering of a resumed run; see `repeated_changes`."""
+        return cls(run, repeated_changes(run.config, folder, source), run.state)
 
     def restore(self, state: RunState, *, forgets_later: bool = False) -> None:
         """Set the configuration of a run that continues after a step: with the changes made before it.
@@ -154,8 +141,13 @@ class Steering:
         return self._base
 
     async def listen(self) -> None:
-        """Answer `titanrl steer` from now on. If the file system cannot hold a socket, only warn."""
+        """Answer `titanrl steer` from now on. If the file system cannot hold a socket, only warn.
+
+        Also tell which changes a resumed run repeats.
+        """
         self._write()
+        for change in self._changes:
+            self._run.console.note(f"repeating: {change.key} = {inline(change.value)} from step {change.step + 1} on")
         try:
             self._control = await listen(self._run.run_dir, self._answer)
         except OSError as error:
@@ -186,10 +178,9 @@ class Steering:
             step = max(run.state.step, self._begun)
             if key.startswith(PROMPTS):
                 step = max(step, self._published + run.config.algorithm.updates_per_publish)
-            before, value = run.config.value_of(key), _plain(changed.value_of(key))
-            changes.append(
-                Change(step=step, key=key, value=value, before=_plain(before), by_hook=by_hook, time=round(time.time(), 3))
-            )
+            value, before, configured = (_plain(config.value_of(key)) for config in (changed, run.config, self._base))
+            values_of = {"value": value, "before": before, "configured": configured}
+            changes.append(Change(step=step, key=key, **values_of, by_hook=by_hook, time=round(time.time(), 3)))
         pending = [change for change in self._changes[self._num_made :] if by_hook or change.key not in values]
         self._changes[self._num_made :] = sorted([*pending, *changes], key=lambda change: change.step)
         self._write()
@@ -353,6 +344,23 @@ class Steering:
             case "set":
                 raise ValueError("set: needs at least one key (got none). Write it like algorithm.learning_rate=2e-5.")
         raise ValueError(f"action: must be status, pause, resume or set (got {inline(action)}). See docs/howto/steer.md.")
+
+
+def repeated_changes(config: Config, run_dir: Path, source: Source | None) -> list[Change]:
+    """Return the changes that a resumed run repeats: all, except of keys to which the user has given another value.
+
+    Raises:
+        ConfigError: The changes cannot be read, or break a rule of the configuration.
+    """
+    named = {".".join(override.path) for override in source.overrides} if source is not None else set[str]()
+    known = {key: _plain(value) for key, value in live_keys(config).items()}
+    changes = [
+        change
+        for change in _read(run_dir / CHANGES_FILE)
+        if change.key in known and change.key not in named and known[change.key] == change.configured
+    ]
+    with_values(config, {change.key: change.value for change in changes})
+    return changes
 
 
 def _read(path: Path) -> list[Change]:
