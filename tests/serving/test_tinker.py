@@ -283,8 +283,13 @@ def test_hostile_bodies_are_refused_without_traceback(running: Running) -> None:
         for body in ("1", "[]", '{"session_id": 1}', '{"session_id": NaN}'):
             reply = http.post("/create_model", content=body, headers={"content-type": "application/json"})
             assert reply.status_code == 400
+        session_id = model_id.partition(":")[0]
+        body = {"session_id": session_id, "model_seq_id": 1, "base_model": "base/number"}
+        no_flag = http.post("/create_model", json=body | {"lora_config": {"rank": 0, "train_attn": "no"}})
+        assert "train_attn: must be true or false" in running.result(http, no_flag)["error"]
         assert http.post("/save_weights_external", json={}).json()["error"].startswith("path: checkpoints stay")
-        assert http.get("/create_model").status_code == 405
+        for reply, needed in ((http.get("/create_model"), "POST"), (http.post("/training_runs"), "GET")):
+            assert (reply.status_code, reply.headers["allow"]) == (405, needed)
         assert http.post("/nothing", json={}).status_code == 404
         parsed = http.post("/forward_backward", content=valid.SerializeToString(), headers=protobuf)
         assert "requires target_tokens" in running.result(http, parsed)["error"]  # through the future
@@ -380,6 +385,20 @@ def test_limits_of_sampling_are_status_429(tmp_path: Path) -> None:
 
 async def pause(host: NumberHost) -> None:
     host.pause = asyncio.Event()
+
+
+def test_training_does_not_wait_for_requests_of_replaced_weights(running: Running) -> None:
+    client = running.client().create_lora_training_client(base_model="base/number", rank=0).result()
+    running.server.run(pause(running.host))
+    sampler = client.save_weights_and_get_sampling_client(kind="inflight").result()
+    reply = sampler.sample(prompt_of([1]), 1, types.SamplingParams(max_tokens=1))
+    until(lambda: running.host.num_samples == 1)
+    client.save_weights_and_get_sampling_client(kind="inflight").result(timeout=10)
+    step(client)
+    assert (running.host.num_samplers, running.host.pause is not None) == (2, True)
+    running.server.loop.call_soon_threadsafe(running.host.pause.set)
+    reply.result(timeout=10)
+    until(lambda: running.host.num_samplers == 1)
 
 
 def test_two_hundred_samplers_at_once(running: Running) -> None:

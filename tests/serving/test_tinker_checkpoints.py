@@ -1,12 +1,15 @@
 """Checkpoints of Tinker's clients on disk."""
 
+import asyncio
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from titanrl.base.files import DamagedError
 from titanrl.serving.calls import Refused
-from titanrl.serving.tinker_checkpoints import Checkpoints, ModelSpec, Run
+from titanrl.serving.tinker_checkpoints import Checkpoint, Checkpoints, Kind, ModelSpec, Run
 
 MODEL = "session_1:train:0"
 
@@ -22,6 +25,10 @@ def run_of(owner: str = "ann", model_id: str = MODEL) -> Run:
     return Run(
         model_id=model_id, owner=owner, base_model="base", spec=ModelSpec(rank=4), user_metadata={"renderer": "r"}, used=1000.0
     )
+
+
+def add(checkpoints: Checkpoints, kind: Kind, name: str, state: Path, **options: Any) -> Checkpoint:
+    return asyncio.run(checkpoints.add(MODEL, kind, name, state, **options))
 
 
 def state_in(folder: Path, text: str = "weights") -> Path:
@@ -41,7 +48,7 @@ def root(tmp_path: Path) -> Path:
 def test_checkpoint_survives_a_restart(root: Path, tmp_path: Path) -> None:
     checkpoints = Checkpoints(root, Clock())
     checkpoints.open_run(run_of())
-    saved = checkpoints.add(MODEL, "weights", "step.1", state_in(tmp_path), user_metadata={"a": "b"})
+    saved = add(checkpoints, "weights", "step.1", state_in(tmp_path), user_metadata={"a": "b"})
     assert saved.path == "tinker://session_1:train:0/weights/step.1"
     again = Checkpoints(root, Clock())
     run, checkpoint, state = again.find(saved.path, "ann", "weights")
@@ -54,7 +61,7 @@ def test_checkpoint_survives_a_restart(root: Path, tmp_path: Path) -> None:
 def test_other_users_see_nothing(root: Path, tmp_path: Path) -> None:
     checkpoints = Checkpoints(root, Clock())
     checkpoints.open_run(run_of())
-    path = checkpoints.add(MODEL, "sampler_weights", "a", state_in(tmp_path)).path
+    path = add(checkpoints, "sampler_weights", "a", state_in(tmp_path)).path
     for look in (checkpoints.find, checkpoints.delete):
         with pytest.raises(Refused, match="you have no such checkpoint") as raised:
             look(path, "bob")
@@ -70,16 +77,16 @@ def test_replaced_deleted_and_expired_states_are_removed(root: Path, tmp_path: P
     clock = Clock()
     checkpoints = Checkpoints(root, clock)
     checkpoints.open_run(run_of())
-    checkpoints.add(MODEL, "weights", "a", state_in(tmp_path))
+    add(checkpoints, "weights", "a", state_in(tmp_path))
     with pytest.raises(Refused, match="the checkpoint exists"):
         checkpoints.check_free(MODEL, "weights", "a")
-    path = checkpoints.add(MODEL, "weights", "a", state_in(tmp_path, "newer")).path
+    path = add(checkpoints, "weights", "a", state_in(tmp_path, "newer")).path
     states = root / "session_1/0/states"
     (state,) = states.iterdir()
     assert (state / "data").read_text() == "newer"
     checkpoints.delete(path, "ann")
     assert list(states.iterdir()) == []
-    checkpoints.add(MODEL, "weights", "b", state_in(tmp_path), ttl_s=10)
+    add(checkpoints, "weights", "b", state_in(tmp_path), ttl_s=10)
     checkpoints.check_free(MODEL, "weights", "c")
     clock.time += 11
     with pytest.raises(Refused, match="no such checkpoint"):
@@ -88,10 +95,25 @@ def test_replaced_deleted_and_expired_states_are_removed(root: Path, tmp_path: P
     assert list(states.iterdir()) == []
 
 
+def test_listing_keeps_a_state_that_is_being_moved(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints, move = Checkpoints(root, Clock()), shutil.move
+    checkpoints.open_run(run_of())
+    seen = list[Checkpoint]()
+
+    def list_meanwhile(source: Path, target: Path) -> None:
+        move(source, target)
+        seen.extend(checkpoints.all_of("ann"))
+
+    monkeypatch.setattr("titanrl.serving.tinker_checkpoints.shutil.move", list_meanwhile)
+    path = add(checkpoints, "weights", "a", state_in(tmp_path)).path
+    assert seen == []
+    assert (checkpoints.find(path, "ann")[2] / "data").read_text() == "weights"
+
+
 def test_killed_save_leaves_nothing(root: Path, tmp_path: Path) -> None:
     checkpoints = Checkpoints(root, Clock())
     checkpoints.open_run(run_of())
-    path = checkpoints.add(MODEL, "weights", "a", state_in(tmp_path)).path
+    path = add(checkpoints, "weights", "a", state_in(tmp_path)).path
     state_in(root / "session_1/0/states", "half")  # moved, but not named
     again = Checkpoints(root, Clock())
     assert len(list((root / "session_1/0/states").iterdir())) == 1

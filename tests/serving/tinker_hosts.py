@@ -86,7 +86,7 @@ class NumberModel:
         self.value, momentum = json.loads((folder / "value").read_text())
         self.momentum = momentum if with_optimizer else 0.0
 
-    async def publish(self) -> "NumberSampler":
+    async def publish(self, state: Path | None = None) -> "NumberSampler":
         return NumberSampler(self.host, self.value)
 
     async def recover(self) -> None:
@@ -101,16 +101,24 @@ class NumberSampler:
 
     def __init__(self, host: NumberHost, value: float) -> None:
         self.host, self.value = host, value
+        self.unused, self.num_running = asyncio.Event(), 0
+        self.unused.set()
         host.num_samplers += 1
 
     async def sample(self, asked: SampleRequest) -> list[Completion]:
         self.host.num_samples += 1
+        self.num_running += 1
+        self.unused.clear()
         try:
             if self.host.pause is not None:
                 await self.host.pause.wait()
         except asyncio.CancelledError:
             self.host.calls.append("cancelled")
             raise
+        finally:
+            self.num_running -= 1
+            if not self.num_running:
+                self.unused.set()
         seed = asked.sampling.seed or 0
         tokens = [(seed + np.arange(asked.sampling.max_new_tokens) + index) % VOCAB for index in range(asked.num_samples)]
         return [
@@ -129,4 +137,5 @@ class NumberSampler:
         return found
 
     async def release(self) -> None:
+        await self.unused.wait()
         self.host.num_samplers -= 1

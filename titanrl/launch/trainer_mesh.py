@@ -6,16 +6,19 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from titanrl.algorithms.batch_plan import mean_correction_weight, without_rejected
 from titanrl.base.files import DamagedError, Digests, check_folder, commit_folder
 from titanrl.base.plugins import Plugin
 from titanrl.carriers.datums import Datum, ForwardBackwardOutput
 from titanrl.carriers.tables import MicroBatch
 from titanrl.carriers.types import AdamParams, AdapterSpec, LossSums, MeasuredCorrection, OptimUpdate
-from titanrl.config.sections import TimeoutsConfig
+from titanrl.config.algorithm import AlgorithmConfig
+from titanrl.config.sections import CheckpointConfig, TimeoutsConfig
 from titanrl.launch.parts import DISK, PACE, Limit, Verb, agreed, done, per_rank, start_request
 from titanrl.launch.supervision import Pace, Supervisor
 from titanrl.processes.actors import ask_ranks
@@ -24,11 +27,6 @@ from titanrl.weights.records import WeightManifest
 
 if TYPE_CHECKING:
     from titanrl.trainer.passes import DataResult
-from itertools import chain
-
-from titanrl.algorithms.batch_plan import mean_correction_weight, without_rejected
-from titanrl.config.algorithm import AlgorithmConfig
-from titanrl.config.sections import CheckpointConfig
 
 T = TypeVar("T")
 

@@ -19,17 +19,9 @@ PREFIX = "base_model.model."
 ENDS = {".lora_a.weight": ".lora_A.weight", ".lora_b.weight": ".lora_B.weight"}
 """Ends of the names of torchtitan and of peft."""
 UNSUPPORTED = (
-    *(
-        "use_dora",
-        "use_rslora",
-        "use_qalora",
-        "lora_bias",
-        "fan_in_fan_out",
-        "modules_to_save",
-        "rank_pattern",
-        "alpha_pattern",
-    ),
-    *("layers_to_transform", "layer_replication", "megatron_config", "trainable_token_indices", "target_parameters"),
+    *("use_dora", "use_rslora", "use_qalora", "lora_bias", "fan_in_fan_out", "modules_to_save", "rank_pattern"),
+    *("alpha_pattern", "layers_to_transform", "layer_replication", "megatron_config", "trainable_token_indices"),
+    "target_parameters",
 )
 """Options of peft that must be off or empty, because the trainer's adapters have nothing that corresponds to them."""
 

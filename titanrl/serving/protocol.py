@@ -185,12 +185,12 @@ class Fields:
             raise wrong(self.name(key), f"must be an integer from {least} to {most}", value)
         return value
 
-    def flag(self, key: str) -> bool:
-        """Return true or false; false if it is missing."""
+    def flag(self, key: str, default: bool = False) -> bool:
+        """Return true or false; the default if it is missing."""
         value = self.take(key)
         if value is not None and not isinstance(value, bool):
             raise wrong(self.name(key), "must be true or false", value)
-        return bool(value)
+        return default if value is None else value
 
     def items(self, key: str) -> list[Any]:
         """Return a list; empty if it is missing."""

@@ -101,7 +101,9 @@ class Tinker(Endpoint):
             raise Refused(f"path: {why} (got {path[:200]!r})", status=404)
         match, handle = next(((match, handle) for verb, match, handle in found if verb == method), (None, None))
         if match is None or handle is None:
-            raise Refused(f"method: must be {found[0][0]} (got {method[:20]!r})", status=405)
+            refused, needed = Refused(f"method: must be {found[0][0]} (got {method[:20]!r})"), found[0][0].encode()
+            await response.send_json(response.error(refused), 405, (b"allow", needed))
+            return
         limits, is_pass = self._limits, path == "/api/v1/forward_backward"
         body = b""
         if method in ("POST", "PUT"):
@@ -161,8 +163,8 @@ class Tinker(Endpoint):
             spec = ModelSpec(
                 rank=_needed_count(lora, "rank"),
                 seed=lora.count("seed", 0, 2**63 - 1),
-                train_attn=lora.take("train_attn") is not False,
-                train_mlp=lora.take("train_mlp") is not False,
+                train_attn=lora.flag("train_attn", True),
+                train_mlp=lora.flag("train_mlp", True),
             )
             lora.skip("train_unembed")  # `Host.notice` says so
             lora.done()
@@ -279,7 +281,7 @@ class Tinker(Endpoint):
             if not overwrite:
                 self._checkpoints.check_free(model_id, "weights", name)
             state = await handle.save()
-            saved = self._checkpoints.add(model_id, "weights", name, state, ttl_s=ttl_s, user_metadata=metadata)
+            saved = await self._checkpoints.add(model_id, "weights", name, state, ttl_s=ttl_s, user_metadata=metadata)
             return json_answer({"path": saved.path, "type": "save_weights"})
 
         return self._submit(request, model_id, seq_id, save)
@@ -301,8 +303,11 @@ class Tinker(Endpoint):
                 self._checkpoints.check_name(name)
                 self._checkpoints.check_free(model_id, "sampler_weights", name)
                 state = await handle.save()
-                saved = self._checkpoints.add(model_id, "sampler_weights", name, state, ttl_s=ttl_s, user_metadata=metadata)
-                self._sessions.loaded[saved.path] = Weights.of(await handle.publish())
+                saved = await self._checkpoints.add(
+                    model_id, "sampler_weights", name, state, ttl_s=ttl_s, user_metadata=metadata
+                )
+                _, _, state = self._checkpoints.find(saved.path, request.owner)
+                self._sessions.loaded[saved.path] = Weights.of(await handle.publish(state))
                 return json_answer({"path": saved.path, "type": "save_weights_for_sampler"})
             assert number is not None
             sampler: Sampler = await handle.publish()
@@ -312,7 +317,7 @@ class Tinker(Endpoint):
             if kind == "inflight":
                 replaced, model.following = model.following, sampler
                 if replaced is not None:
-                    await replaced.release()
+                    self._sessions.free(model.session, replaced)
                 sampler = Following(model)
             opened = self._sessions.add_sampler(model.session, number, None, Weights.of(sampler))
             return json_answer({"sampling_session_id": opened.sampler_id, "type": "save_weights_for_sampler"})

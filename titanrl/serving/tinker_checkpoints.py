@@ -9,6 +9,7 @@ A checkpoint exists from the moment that its JSON file does, which is written la
 states that no file names.
 """
 
+import asyncio
 import json
 import re
 import secrets
@@ -114,6 +115,7 @@ class Checkpoints:
             now: Clock, in seconds since the epoch.
         """
         self._root, self.now = root, now
+        self._incoming = set[str]()  # states that are being moved into the folder
         for folder in self._run_folders():
             self._clean(folder)
 
@@ -159,7 +161,7 @@ class Checkpoints:
                 f"path: the checkpoint exists (got tinker://{model_id}/{kind}/{name}). Use overwrite, or another name."
             )
 
-    def add(
+    async def add(
         self,
         model_id: str,
         kind: Kind,
@@ -169,13 +171,24 @@ class Checkpoints:
         ttl_s: int | None = None,
         user_metadata: Mapping[str, str] | None = None,
     ) -> Checkpoint:
-        """Move a written state into the folder, and name it. A checkpoint of this name is replaced, in one step."""
-        folder, old = self._folder(model_id), self._read(model_id, kind, name)
-        states = folder / "states"
+        """Move a written state into the folder, and name it. A checkpoint of this name is replaced, in one step.
+
+        Another file system may have the state, so that the move copies it.
+        """
+        states = self._folder(model_id) / "states"
         states.mkdir(parents=True, exist_ok=True)
         target = states / secrets.token_hex(8)
-        shutil.move(state, target)
-        now = self.now()
+        self._incoming.add(target.name)
+        try:
+            await asyncio.to_thread(shutil.move, state, target)
+            return self._name(model_id, kind, name, target, ttl_s=ttl_s, user_metadata=user_metadata or {})
+        finally:
+            self._incoming.discard(target.name)
+
+    def _name(
+        self, model_id: str, kind: Kind, name: str, target: Path, *, ttl_s: int | None, user_metadata: Mapping[str, str]
+    ) -> Checkpoint:
+        now, old = self.now(), self._read(model_id, kind, name)
         checkpoint = Checkpoint(
             model_id=model_id,
             kind=kind,
@@ -184,11 +197,11 @@ class Checkpoints:
             size_bytes=sum(file.stat().st_size for file in target.rglob("*") if file.is_file()),
             saved=now,
             expires=None if ttl_s is None else now + ttl_s,
-            user_metadata=user_metadata or {},
+            user_metadata=user_metadata,
         )
         self._write(checkpoint)
         if old is not None:
-            shutil.rmtree(states / old.state, ignore_errors=True)
+            shutil.rmtree(target.parent / old.state, ignore_errors=True)
         if (run := self._read_run(model_id)) is not None:
             self.open_run(replace(run, used=now))
         return checkpoint
@@ -250,7 +263,7 @@ class Checkpoints:
                     file.unlink(missing_ok=True)
                 else:
                     found.append(checkpoint)
-        named = {checkpoint.state for checkpoint in found}
+        named = self._incoming | {checkpoint.state for checkpoint in found}
         for state in (folder / "states").glob("*"):
             if state.name not in named:
                 shutil.rmtree(state, ignore_errors=True)
@@ -277,7 +290,8 @@ class Checkpoints:
         """Return a checkpoint; None if there is none, or if it has expired."""
         values = _read_json(self._file(model_id, kind, name))
         checkpoint = None if values is None else Checkpoint(**values)
-        return None if checkpoint is None or (checkpoint.expires or self.now() + 1) <= self.now() else checkpoint
+        has_expired = checkpoint is not None and checkpoint.expires is not None and checkpoint.expires <= self.now()
+        return None if has_expired else checkpoint
 
     def _write(self, checkpoint: Checkpoint) -> None:
         file = self._file(checkpoint.model_id, checkpoint.kind, checkpoint.name)

@@ -80,6 +80,8 @@ class Answer:
     body: bytes
     kind: bytes
     """Content type of the body."""
+    is_failure: bool = False
+    """True if the body is an error."""
 
 
 @dataclass(eq=False)
@@ -173,7 +175,7 @@ class Futures:
         future = self._futures.get(request_id)
         if future is None or future.owner != owner:
             raise Refused(
-                "request_id: there is no such request, or its result has expired. Send the request again.", status=404
+                "request_id: there is no such request, or its result was read and has been dropped since.", status=404
             )
         return future
 

@@ -61,8 +61,12 @@ class Model(Protocol):
     async def load(self, folder: Path, *, with_optimizer: bool) -> None:
         """Load what `save` wrote."""
 
-    async def publish(self) -> Sampler:
-        """Return a sampler of the current weights."""
+    async def publish(self, state: Path | None = None) -> Sampler:
+        """Return a sampler of the current weights.
+
+        Args:
+            state: Folder to which `save` wrote them, and which stays; None writes what the sampler needs.
+        """
 
     async def recover(self) -> None:
         """Accept requests after a failed one. The gradient of passes that succeeded remains."""
@@ -533,13 +537,17 @@ class Sessions:
         if (task := self._running.get(future.request_id)) is not None:
             task.cancel()
 
+    def free(self, session: OpenSession, sampler: Sampler) -> None:
+        """Free weights in the background, because their running requests end first."""
+        self._start(session, self._quietly(sampler.release()))
+
     async def _work(self, model: OpenModel) -> None:
         """Run the requests of a model in order, until its session ends."""
         while not model.has_ended:
             job = model.order.take()
             if job is not None:
                 answer = await self._outcome(job.action)
-                if model.handle is not None and _is_failure(answer):
+                if model.handle is not None and answer.is_failure:
                     await self._quietly(model.handle.recover())
                 self.futures.resolve(job.future, answer)
                 continue
@@ -608,11 +616,8 @@ def json_answer(value: object) -> Answer:
 def failure(error: Exception) -> Answer:
     """Return how a failed request is answered."""
     is_user = isinstance(error, TitanRLError | ValueError | TypeError | Late) and not isinstance(error, FaultError)
-    return Answer(dump({"error": _text_of(error), "category": "user" if is_user else "server"}).encode(), JSON)
-
-
-def _is_failure(answer: Answer) -> bool:
-    return answer.kind == JSON and answer.body.startswith(b'{"error":')
+    body = dump({"error": _text_of(error), "category": "user" if is_user else "server"})
+    return Answer(body.encode(), JSON, is_failure=True)
 
 
 def _text_of(error: Exception) -> str:

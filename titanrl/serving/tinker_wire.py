@@ -9,6 +9,7 @@ Shape suffixes: T tokens, K targets per token.
 import functools
 import hashlib
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -197,7 +198,7 @@ def read_adam(fields: Fields) -> AdamParams:
     adam = fields.nested("adam_params") or Fields({})
     names = {"learning_rate": "learning_rate", "beta1": "beta1", "beta2": "beta2", "eps": "eps", "weight_decay": "weight_decay"}
     names |= {"grad_clip_norm": "max_grad_norm"}
-    found = {ours: adam.number(theirs, 0.0, math.inf) for theirs, ours in names.items()}
+    found = {ours: adam.number(theirs, 0.0, sys.float_info.max) for theirs, ours in names.items()}
     adam.done()
     fields.done()
     try:

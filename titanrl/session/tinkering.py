@@ -75,9 +75,9 @@ class SessionHost:
             if self._model is not None:
                 rule = "this server trains one model at a time, and a client has one"
                 raise FullError(f"{rule}. Close that client, or wait until its session has ended.")
-            if state is not None or not self._is_fresh:
+            is_fresh, self._is_fresh = self._is_fresh, False  # first: a load that fails may have changed weights
+            if state is not None or not is_fresh:
                 await self._load(state or self._base, with_optimizer=with_optimizer)
-            self._is_fresh = False
             self._model = TrainedModel(self._session.training, self._publish, self._free)
             return self._model
 
@@ -98,11 +98,11 @@ class SessionHost:
                     "path: the generators have one set of weights at a time, and a client trains others. Sample what it "
                     "saved last, or wait until its session has ended."
                 )
-            await self._load(state, with_optimizer=False)
             self._is_fresh = False
+            await self._load(state, with_optimizer=False)
             return await self._publish()
 
-    async def _publish(self) -> Sampler:
+    async def _publish(self, state: Path | None = None) -> Sampler:
         return FixedSampler(await self._session.training.publish())
 
     async def _load(self, state: Path, *, with_optimizer: bool) -> None:
@@ -112,15 +112,18 @@ class SessionHost:
 
     async def _free(self) -> None:
         async with self._lock:
+            self._model = None  # first: the next client discards the gradient, too
             await self._session.training.zero_grad()
-            self._model = None
 
 
 class TrainedModel:
     """A model that a client trains, through the training client of a session."""
 
     def __init__(
-        self, training: TrainingClient, publish: Callable[[], Awaitable[Sampler]], free: Callable[[], Awaitable[None]]
+        self,
+        training: TrainingClient,
+        publish: Callable[[Path | None], Awaitable[Sampler]],
+        free: Callable[[], Awaitable[None]],
     ) -> None:
         """Train a model; the last two arguments are `publish` and `release` of the host."""
         self._training, self._publish, self._free = training, publish, free
@@ -144,9 +147,9 @@ class TrainedModel:
         """Load what `save` wrote."""
         await (self._training.load_state_with_optimizer(folder) if with_optimizer else self._training.load_state(folder))
 
-    async def publish(self) -> Sampler:
+    async def publish(self, state: Path | None = None) -> Sampler:
         """Return a sampler of the current weights."""
-        return await self._publish()
+        return await self._publish(state)
 
     async def recover(self) -> None:
         """Accept requests after a failed one."""
@@ -208,6 +211,7 @@ class AdapterHost:
         self._held: dict[AdapterSampler, SamplingClient] = {}  # the least recently used first
         self._num_models = 0
         self._loading = asyncio.Lock()  # one model is reserved for loading saved adapters
+        self._holding = asyncio.Lock()  # a publication must not miss the place that another one is freeing
 
     async def start(self) -> None:
         """Do nothing: every model starts from the base."""
@@ -251,19 +255,29 @@ class AdapterHost:
 
     async def hold(self, sampler: "AdapterSampler", publish: Callable[[], Awaitable[SamplingClient]]) -> SamplingClient:
         """Publish an adapter for a sampler; if generators hold no more, drop the least recently used one."""
-        while True:
-            try:
-                client = self._held[sampler] = await publish()
-                return client
-            except AdapterLimitError:
-                if not self._held:
-                    raise
-                await self.drop(next(iter(self._held)))
+        async with self._holding:
+            while True:
+                try:
+                    client = self._held[sampler] = await publish()
+                    return client
+                except AdapterLimitError:
+                    if not self._held:
+                        raise
+                    await self.drop(next(iter(self._held)))
 
     async def client(self, sampler: "AdapterSampler") -> SamplingClient:
-        """Return the client of a sampler; load its adapter if generators do not hold it."""
+        """Return the client of a sampler; load its adapter if generators do not hold it.
+
+        Raises:
+            Refused: Its checkpoint has been deleted.
+        """
         async with sampler.lock:
             if sampler not in self._held:
+                if not sampler.state.exists():
+                    raise Refused(
+                        "the generators have dropped this sampler, and its checkpoint has been deleted or has expired. Create "
+                        "a sampling client of another save."
+                    )
                 async with self._loading:
                     training = await self._new(replace(sampler.spec, seed=None))
                     try:
@@ -280,10 +294,14 @@ class AdapterHost:
         if client is not None:
             await client.release()
 
-    async def _publish(self, spec: ModelSpec, training: TrainingClient) -> Sampler:
-        state = await training.save_state(new_id("state-"))  # lets generators drop the adapter
-        sampler = AdapterSampler(self, spec, state, is_owner=True)
-        await self.hold(sampler, training.publish)
+    async def _publish(self, spec: ModelSpec, training: TrainingClient, state: Path | None) -> Sampler:
+        written = await training.save_state(new_id("state-")) if state is None else state  # lets generators drop the adapter
+        sampler = AdapterSampler(self, spec, written, is_owner=state is None)
+        try:
+            await self.hold(sampler, training.publish)
+        except BaseException:  # including cancellation: the caller has no sampler to release
+            await sampler.release()
+            raise
         return sampler
 
     async def _free(self, training: TrainingClient) -> None:
@@ -324,9 +342,9 @@ class AdapterSampler(FixedSampler):
             await asyncio.to_thread(shutil.rmtree, self.state, ignore_errors=True)
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """Return completions; load the adapter first if generators have dropped it."""
+        """Return completions; load the adapter first if generators have dropped it. A cancelled request does not end that."""
         while True:
-            client = await self._host.client(self)
+            client = await asyncio.shield(self._host.client(self))
             with suppress(ReleasedError):  # dropped for another sampler before it was used
                 return await client.generate(requests, is_shared=True)
 
