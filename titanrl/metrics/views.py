@@ -569,6 +569,11 @@ def attention(table: MetricTable, events: Sequence[Json]) -> list[Json]:
     for event in events:
         if event.get("endpoint") != "close":  # the run was ending
             by_kind.setdefault(event["kind"], []).append(event)
+    for name, title, outcome in _EPISODES:
+        values = table.column(f"episode/{name}_frac")
+        if np.nanmax(values, initial=0.0) > 0:
+            text = f"Mean over the steps; the most in a step are {np.nanmax(values):.0%}."
+            add("bad", f"{title}: {np.nanmean(values):.1%} of the episodes", text, f"rollouts?outcome={outcome}")
     failed, total = (float(np.nansum(table.column(f"reward/num_{name}"))) for name in ("errors", "completions"))
     if failed:
         errors = [event for event in by_kind.get("scorer_error", []) if not event.get("set")]
@@ -580,11 +585,6 @@ def attention(table: MetricTable, events: Sequence[Json]) -> list[Json]:
             f"They are left out of training.{error}",
             "rollouts?outcome=reward_error",
         )
-    for name, title, outcome in _EPISODES:
-        values = table.column(f"episode/{name}_frac")
-        if np.nanmax(values, initial=0.0) > 0:
-            text = f"Mean over the steps; the most in a step are {np.nanmax(values):.0%}."
-            add("bad", f"{title}: {np.nanmean(values):.1%} of the episodes", text, f"rollouts?outcome={outcome}")
     for kind in ("fault", "host_lost", "stall", "restart", "respawn"):
         if of_kind := by_kind.get(kind):
             last = of_kind[-1]
