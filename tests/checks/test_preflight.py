@@ -27,6 +27,33 @@ from titanrl.data.tokenizer import Tokenizer
 pytestmark = pytest.mark.usefixtures("scratch")
 
 
+# Mixture of experts
+
+
+@pytest.mark.parametrize(
+    ("override", "rule", "fix"),
+    [
+        ("trainer.parallelism={dp_shard: 3,ep: 3}", "ep must divide the model's 8 experts", "set trainer.parallelism.ep"),
+        ("trainer.compile=true", "compile is not supported for a mixture of experts", "set trainer.compile to false"),
+        ("trainer.float8=rowwise", "float8 is not supported for a mixture of experts", "set trainer.float8 to null"),
+        ("trainer.lora={rank: 4}", "cannot have LoRA adapters", "set trainer.lora.targets to [attention]"),
+        ("generator={model_impl: native,tp: 4}", "sizes on each rank that are multiples of 32", "model_impl to titan"),
+    ],
+)
+def test_what_experts_do_not_support_is_named(override: str, rule: str, fix: str) -> None:
+    recipe = "model: {recipe: {family: qwen3_moe, intermediate_size: 96, num_kv_heads: 4}}\n"
+    (text,) = [text for text in problems(recipe, override) if "hosts.devices" not in text]
+    assert rule in text.partition("\n  rule: ")[2]
+    assert fix in text.partition("\n  fix:  ")[2]
+
+
+def test_dense_model_has_no_experts_to_distribute() -> None:
+    assert "ep distributes experts, but the model has none" in problem("", "trainer.parallelism={dp_shard: 2,ep: 2}")
+    adapters = "model: {recipe: {family: qwen3_moe}}\ntrainer: {lora: {targets: [attention]}}\n"
+    assert problems(adapters) == []
+    assert "names no modules of vLLM's model" in problem(adapters, "weights.lora=adapters", "generator.model_impl=native")
+
+
 # Task and data
 
 

@@ -53,7 +53,39 @@ def test_published_models_have_their_documented_parameters() -> None:
     assert parameters["Mistral-7B-v0.3"] == 7_248_023_552
     # As their model cards say.
     billions = {name.removeprefix("Qwen3-"): round(number / 1e9, 1) for name, number in parameters.items() if "Qwen3" in name}
-    assert billions == {"0.6B": 0.6, "1.7B": 1.7, "4B": 4.0, "8B": 8.2, "14B": 14.8, "32B": 32.8}
+    assert billions == {
+        "0.6B": 0.6,
+        "1.7B": 1.7,
+        "4B": 4.0,
+        "8B": 8.2,
+        "14B": 14.8,
+        "32B": 32.8,
+        "30B-A3B": 30.5,
+        "235B-A22B": 235.1,
+    }
+
+
+def test_experts_count_in_all_parameters_and_only_the_chosen_ones_in_the_active_parameters() -> None:
+    shape = published_shapes()["Qwen3-30B-A3B"]
+    assert shape.expert_parameters == 128 * 3 * 2048 * 768
+    assert shape.active_parameters / 1e9 == pytest.approx(3.3, abs=0.1)  # as its model card says
+    tiny = model_shape(make_config(model={"recipe": {"family": "qwen3_moe", "intermediate_size": 64}}))
+    assert tiny is not None
+    block = 128 * 128 + 128 * 64 + 128 * 64 + 128 * 128 + 2 * 32 + 8 * (3 * 128 * 64 + 128) + 2 * 128
+    assert tiny.num_parameters == 112 * 128 + 2 * block + 128
+    assert tiny.num_parameters - tiny.active_parameters == 2 * 6 * 3 * 128 * 64
+
+
+def test_expert_parallelism_leaves_the_share_and_gathers_fewer_experts() -> None:
+    def memory(**plan: int) -> TrainerMemory:
+        found = derive(make_config(model={"path": "nowhere/Qwen3-30B-A3B"}, trainer={"parallelism": plan})).memory
+        assert found is not None
+        return found.trainer
+
+    alone, shared = memory(dp_shard=8), memory(dp_shard=8, ep=8)
+    assert alone.state == shared.state
+    assert alone.experts == 48 * 128 * 3 * 2048 * 768 * 4 // 8
+    assert alone.gathered - shared.gathered == 2 * (128 - 16) * 3 * 2048 * 768 * 4
 
 
 def test_missing_model_is_recognized_by_its_name() -> None:
@@ -73,6 +105,7 @@ def test_sizes_of_the_default_recipe() -> None:
     assert sizes.max_microbatches == 8
     assert sizes.memory == Memory(
         num_parameters=408_320,
+        active_parameters=408_320,
         trainer=TrainerMemory(
             parameters=408_320 * 4,
             gradients=408_320 * 4,

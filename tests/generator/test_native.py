@@ -9,8 +9,10 @@ from torch import nn
 
 from titanrl.config.sections import ModelConfig, RecipeConfig
 from titanrl.config.sizes import ModelShape
-from titanrl.generator.native import part_rows, share_of, vocab_rows, weight_targets
+from titanrl.generator.native import held_part, part_rows, share_of, vocab_rows, weight_targets
 from titanrl.models.directory import ModelDirectory, recipe_model
+from titanrl.models.family import VllmName
+from titanrl.weights.layout import PartOf
 
 SHAPE = ModelShape(
     hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, intermediate_size=384, vocab_size=112,
@@ -61,6 +63,19 @@ def vllm_parameters(shape: ModelShape) -> nn.Module:
             place = place.get_submodule(part)
         place.register_parameter("weight", nn.Parameter(torch.zeros(size)))
     return root
+
+
+def test_parts_of_experts_are_rows_of_their_second_dimension() -> None:
+    shape = replace(SHAPE, intermediate_size=6, num_experts=2, experts_per_token=1)
+    name = VllmName("w13", part="up", dim=1, axis=1)
+    for tp, rank in ((1, 0), (2, 1)):
+        weight_EFD = torch.zeros(2, 12 // tp, 4)
+        part = held_part(weight_EFD, name, shape, rank, tp)
+        assert isinstance(part, PartOf)
+        assert (part.shape, part.offset) == ((2, 6, 4), (0, 3 * rank, 0))
+        part.local.fill_(1.0)
+        assert weight_EFD[:, 6 // tp :].all()
+        assert not weight_EFD[:, : 6 // tp].any()
 
 
 def recipe() -> ModelDirectory:

@@ -103,7 +103,7 @@ def test_head_dim_of_qwen2_must_be_what_vllm_assumes(tmp_path: Path) -> None:
 def test_error_for_unknown_model_type_lists_supported_types(tmp_path: Path) -> None:
     found = read_model(model_of("llama", tmp_path, model_type="gemma3"))
     assert isinstance(found, BrokenRule)
-    assert "supported model types qwen3, qwen2, llama, mistral, not gemma3" in found.rule
+    assert "supported model types qwen3, qwen3_moe, qwen2, llama, mistral, not gemma3" in found.rule
     assert "set model.family to a custom family" in found.fix
 
 

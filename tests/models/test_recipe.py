@@ -83,7 +83,7 @@ def test_transformers_loads_recipe_model_of_every_family(family: str, tmp_path: 
 
 
 def test_error_for_unknown_recipe_family_lists_supported_families(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="must be one of the supported model types qwen3, qwen2, llama, mistral"):
+    with pytest.raises(ValueError, match="must be one of the supported model types qwen3, qwen3_moe, qwen2, llama, mistral"):
         create_model(tmp_path / "model", RecipeConfig(family="llama4"), seed=0)
     assert names(tmp_path) == []
 

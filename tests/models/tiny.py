@@ -33,6 +33,14 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 OPTIONS: Mapping[str, dict[str, Any]] = {
+    "qwen3_moe": {  # first: vLLM makes a group for experts only with the first engine of a process
+        "head_dim": 32,
+        "moe_intermediate_size": 64,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "tie_word_embeddings": False,
+    },
     "qwen3": {"head_dim": 32, "tie_word_embeddings": True},
     "qwen2": {"tie_word_embeddings": True},
     "llama": {"rope_parameters": LLAMA3_ROPE},

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -32,6 +32,7 @@ from titanrl.weights.layout import (
     digest,
     dim_splits,
     entry_view,
+    first_holders,
     held_indices,
     held_pieces,
     index_runs,
@@ -207,6 +208,35 @@ def test_model_with_fsdp_over_tp_is_rebuilt_bit_for_bit(packed: Path) -> None:
     unpack(packed, "model", targets)
     for name, value in expected.items():
         assert torch.equal(targets[name], value.to(torch.bfloat16)), name
+
+
+def publish_without_first_rank(folder: str) -> None:
+    """Pack a tensor that only the last two ranks have, next to one that all have."""
+    rank = dist.get_rank()
+    mesh, later = init_device_mesh("cpu", (4,)), DeviceMesh("cpu", [2, 3])
+    state: dict[str, torch.Tensor] = {"all": distribute_tensor(VALUE.clone(), mesh, [Replicate()])}
+    if rank >= 2:
+        state |= {
+            "later": distribute_tensor(VALUE.clone(), later, [Shard(0)]),
+            "copies": distribute_tensor(VALUE.clone(), later, [Replicate()]),
+        }
+        state["plain"] = VALUE.clone()
+    names: list[list[str]] = [[]] * 4
+    dist.all_gather_object(names, list(state))
+    plan = plan_pack(state, rank, torch.float32, first=first_holders(names))
+    data = torch.zeros(plan.layout.num_bytes, dtype=torch.uint8)
+    Copies(plan.targets(data), plan.local_blocks(state)).run()
+    torch.save((plan.layout, data), f"{folder}/later{rank}.pt")
+
+
+def test_tensors_that_the_first_rank_lacks_are_published(world: Callable[[int], World], tmp_path: Path) -> None:
+    world(4).run(publish_without_first_rank, str(tmp_path))
+    targets = {name: torch.zeros(7, 3) for name in ("all", "later", "copies", "plain")}
+    layouts = unpack(tmp_path, "later", targets)
+    assert all(torch.equal(value, VALUE) for value in targets.values())
+    assert [[entry.name for entry in layout.entries] for layout in layouts] == [
+        ["all"], [], ["later", "copies", "plain"], ["later"]
+    ]  # fmt: skip
 
 
 # One process

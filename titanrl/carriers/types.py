@@ -437,6 +437,8 @@ class OptimUpdate:
     completes a batch of which an earlier step was not skipped."""
     is_empty: bool = False
     """True if the gradient was 0. Weights and optimizer state are then unchanged, but the step counts."""
+    experts: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the load of the experts over the passes since the previous step; empty for a dense model."""
     busy_s: float = field(default=0.0, compare=False)
     """Seconds of trainer computation since the previous optimizer step, including this step, excluding waits."""
 

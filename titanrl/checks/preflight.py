@@ -42,7 +42,7 @@ from titanrl.data.tokenizer import load_tokenizer
 from titanrl.hosts.kinds import broken_by_hosts
 from titanrl.hosts.machine_rules import broken_by_cores
 from titanrl.models.directory import ModelDirectory, model_shape, open_model, read_model, recipe_model
-from titanrl.models.family import vllm_problems
+from titanrl.models.family import PACKED_MULTIPLE, vllm_problems
 from titanrl.models.peft import broken_by_adapter
 from titanrl.processes import caches
 
@@ -413,6 +413,8 @@ def _broken_by_model(config: Config, *, sampling: bool) -> Iterator[BrokenRule]:
     if config.publishes_adapters and not model.family.vllm_lora_modules:
         rule = f"the family {model.family.model_type} names no modules of vLLM's model for adapters (vllm_lora_modules)"
         yield BrokenRule({"weights.lora": config.weights.lora, **values}, rule, "set weights.lora to merged")
+    if not model.problems:
+        yield from _broken_by_experts(config, model.shape, values)
     if path is None:  # rules on sizes of the recipe are part of the configuration
         if sampling:
             yield from _broken_by_vocabulary(config, model.shape)
@@ -423,6 +425,39 @@ def _broken_by_model(config: Config, *, sampling: bool) -> Iterator[BrokenRule]:
     yield from _broken_by_weights(model, "model.path")
     if not any(path.glob("tokenizer*")):
         yield BrokenRule({"model.path": str(path)}, "must contain the tokenizer (tokenizer*)", "complete the download")
+
+
+def _broken_by_experts(config: Config, shape: ModelShape, values: Mapping[str, object]) -> Iterator[BrokenRule]:
+    """Yield the rules on the distribution of experts, and on what is not supported for them."""
+    trainer, generator, number = config.trainer, config.generator, shape.num_experts
+    ep = trainer.parallelism.ep
+    if not number:
+        if ep > 1:
+            rule = "ep distributes experts, but the model has none"
+            yield BrokenRule({"trainer.parallelism.ep": ep, **values}, rule, "set trainer.parallelism.ep to 1")
+        return
+    if config.train and number % ep:
+        rule = f"ep must divide the model's {number} experts"
+        yield BrokenRule({"trainer.parallelism.ep": ep, **values}, rule, "set trainer.parallelism.ep to a divisor of them")
+    if config.train and trainer.compile:
+        rule = "compile is not supported for a mixture of experts"
+        yield BrokenRule({"trainer.compile": True, **values}, rule, "set trainer.compile to false")
+    if config.train and trainer.float8 is not None:
+        rule = "float8 is not supported for a mixture of experts, whose experts are not linear layers"
+        yield BrokenRule({"trainer.float8": trainer.float8, **values}, rule, "set trainer.float8 to null")
+    if config.train and trainer.lora is not None and "mlp" in trainer.lora.targets:
+        rule = "the experts of a mixture of experts cannot have LoRA adapters"
+        fix = "set trainer.lora.targets to [attention]"
+        yield BrokenRule({"trainer.lora.targets": list(trainer.lora.targets), **values}, rule, fix)
+    share = shape.intermediate_size // generator.tp
+    is_packed = generator.model_impl == "native" and device_kind(config.device) == "cpu" and config.num_generator_ranks
+    if is_packed and (share % PACKED_MULTIPLE or shape.hidden_size % PACKED_MULTIPLE):
+        rule = (
+            f"vLLM's experts on a CPU need hidden and expert sizes on each rank that are multiples of {PACKED_MULTIPLE}, but "
+            f"they are {shape.hidden_size} and {share}"
+        )
+        keys = {"generator.model_impl": generator.model_impl, "generator.tp": generator.tp, **values}
+        yield BrokenRule(keys, rule, "set generator.model_impl to titan")
 
 
 def _broken_by_vllm(config: Config, hf_config: Mapping[str, Any]) -> Iterator[BrokenRule]:

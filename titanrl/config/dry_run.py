@@ -139,7 +139,12 @@ def _memory_rows(config: Config, memory: Memory | None) -> Iterator[Sequence[str
     if memory is None:
         yield "parameters", "unknown: the model cannot be read, for the reason below"
         return
-    yield "parameters", f"{memory.num_parameters:,}"
+    experts = (
+        f", {memory.expert_parameters:,} of them in experts; {memory.active_parameters:,} compute a token"
+        if memory.expert_parameters
+        else ""
+    )
+    yield "parameters", f"{memory.num_parameters:,}{experts}"
     if config.train:
         yield "trainer rank", _trainer_text(config, memory.trainer)
     if config.train and config.trainer.lora is not None:
@@ -158,7 +163,8 @@ def _memory_rows(config: Config, memory: Memory | None) -> Iterator[Sequence[str
 def _trainer_text(config: Config, trainer: TrainerMemory) -> str:
     last = "activations (estimate)" if trainer.activations >= trainer.unreduced else "last gradients of a pass"
     sizes = {
-        f"parameters in {config.trainer.dtype}": trainer.parameters,
+        f"parameters in {config.trainer.dtype}": trainer.parameters - trainer.experts,
+        f"experts in {config.trainer.dtype}": trainer.experts,
         "gradients": trainer.gradients,
         "AdamW moments": trainer.optimizer,
         "moving average": trainer.average,

@@ -50,7 +50,7 @@ class RecipeConfig(Section):
     head_dim: Literal[32, 64, 80, 96, 112, 128, 160, 192, 224, 256] = 32
     """Dimension of an attention head. vLLM's CPU attention supports only these sizes."""
     intermediate_size: Count = 384
-    """Hidden size of the feed-forward layers."""
+    """Hidden size of the feed-forward layers; of each expert, if `family` is a mixture of experts."""
     init_std: PositiveFloat = 0.05
     """Standard deviation of the initial weights."""
     max_positions: Tokens = 512
@@ -239,7 +239,7 @@ class SandboxConfig(Section):
 
 
 class ParallelismConfig(Section):
-    """Degrees of parallelism. Their product is the number of trainer ranks."""
+    """Degrees of parallelism. The product of `dp_replicate`, `dp_shard` and `tp` is the number of trainer ranks."""
 
     dp_replicate: Processes = 1
     """Number of replicas of the sharded model (HSDP)."""
@@ -247,6 +247,10 @@ class ParallelismConfig(Section):
     """Number of ranks that parameters, gradients and optimizer state are sharded over (FSDP2)."""
     tp: Processes = 1
     """Tensor-parallel degree, with sequence parallelism; must divide the number of attention heads."""
+    ep: Processes = 1
+    """Expert-parallel degree: number of ranks that the experts of a layer are distributed over, for a mixture of experts. It
+    uses the ranks of `dp_shard` and `tp` and adds none, so it must divide their product; it must also divide the number of
+    experts. With 1, FSDP and tensor parallelism shard the experts like other parameters."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """FSDP's policy for parameters gathered in the forward pass: `always` frees them, which saves memory; `never` keeps them
     for the backward pass, which saves communication; `default` is torchtitan's choice. On one data-parallel rank, only `always`
@@ -262,6 +266,11 @@ class ParallelismConfig(Section):
     def dp_size(self) -> int:
         """Number of ranks that process different data."""
         return self.dp_replicate * self.dp_shard
+
+    def _broken_rules(self) -> Iterator[BrokenRule]:
+        if self.dp_shard * self.tp % self.ep:
+            rule = "ep must divide dp_shard x tp, because it uses their ranks"
+            yield self.broken("ep dp_shard tp", rule, f"set ep to {largest_divisor(self.dp_shard * self.tp, self.ep)}")
 
 
 class LoraConfig(Section):

@@ -52,7 +52,7 @@ HostPlace = tuple[str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """Dimensions of a dense decoder model, named like the fields of `RecipeConfig`.
+    """Dimensions of a decoder model, named like the fields of `RecipeConfig`.
 
     Example: the model of width 128 with 4 query heads is
     `ModelShape(hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, intermediate_size=384, vocab_size=112,
@@ -72,6 +72,10 @@ class ModelShape:
     """True if queries and keys are normalized per head."""
     qkv_bias: bool = False
     """True if the query, key and value projections have biases."""
+    num_experts: int = 0
+    """Number of experts of each layer, each with a feed-forward layer of `intermediate_size`; 0 for a dense model."""
+    experts_per_token: int = 0
+    """Number of experts that compute each token."""
 
     @property
     def num_parameters(self) -> int:
@@ -79,10 +83,23 @@ class ModelShape:
         return self.embedding_parameters + self.num_layers * self.layer_parameters + self.hidden_size
 
     @property
+    def active_parameters(self) -> int:
+        """Number of parameters that compute a token: all but the experts that are not chosen."""
+        idle = self.expert_parameters * (self.num_experts - self.experts_per_token) // max(1, self.num_experts)
+        return self.num_parameters - self.num_layers * idle
+
+    @property
+    def expert_parameters(self) -> int:
+        """Number of parameters of the experts of one layer."""
+        return self.num_experts * 3 * self.hidden_size * self.intermediate_size
+
+    @property
     def layer_parameters(self) -> int:
         """Number of parameters of one layer."""
         attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)  # q and o, k and v
         feed_forward = 3 * self.hidden_size * self.intermediate_size  # gate, up, down
+        if self.num_experts:
+            feed_forward = self.expert_parameters + self.num_experts * self.hidden_size  # with the router
         biases = self.head_dim * (self.num_heads + 2 * self.num_kv_heads) if self.qkv_bias else 0
         return attention + self.layer_norms + feed_forward + biases
 
@@ -108,7 +125,11 @@ class ModelShape:
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         # Two norms and two residuals; queries and keys before and after norm and rotation, values, the attention's output;
         # gate, its activation, up, their product.
-        return 4 * self.hidden_size + 4 * queries + 4 * keys + 4 * self.intermediate_size
+        common = 4 * self.hidden_size + 4 * queries + 4 * keys
+        if not self.num_experts:
+            return common + 4 * self.intermediate_size
+        # For each chosen expert also its input, output, and weighted output; the router's logits and scores.
+        return common + self.experts_per_token * (4 * self.intermediate_size + 3 * self.hidden_size) + 2 * self.num_experts
 
     def adapter_width(self, targets: Collection[str]) -> int:
         """Return the number of LoRA parameters per unit of rank: the input and output sizes of all adapted projections."""
@@ -131,6 +152,8 @@ class TrainerMemory:
 
     parameters: int
     """Sharded parameters, in `trainer.dtype`."""
+    experts: int = 0
+    """Part of these that belongs to experts."""
     gradients: int
     """Sharded gradients in the same data type; with LoRA only of the adapters."""
     optimizer: int
@@ -172,6 +195,10 @@ class Memory:
 
     num_parameters: int
     """Number of parameters of the policy."""
+    expert_parameters: int = 0
+    """Number of those that belong to experts; 0 for a dense model."""
+    active_parameters: int = 0
+    """Number of those that compute a token."""
     trainer: TrainerMemory
     """Memory of one trainer rank."""
     replica_weights: int
@@ -179,7 +206,7 @@ class Memory:
     generator_rank_weights: int
     """Weights on one tensor-parallel rank of a replica."""
     packed_weights: int
-    """Copies of these weights for the linear layers on a CPU; see `packed_weights`."""
+    """Copies of these weights on a CPU, for the linear layers and the experts; see `packed_weights` and `plain_experts`."""
     published: int
     """Published weights in shared memory: two versions, or with `weights.lora: adapters` one base and two of the adapters."""
     kv_cache: int
@@ -286,10 +313,12 @@ def _memory(config: "Config", shape: ModelShape, num_rows: int) -> Memory:
     generator = config.generator
     return Memory(
         num_parameters=shape.num_parameters,
+        expert_parameters=shape.num_layers * shape.expert_parameters,
+        active_parameters=shape.active_parameters,
         trainer=_trainer_memory(config, shape, num_rows),
         replica_weights=shape.num_parameters * DTYPE_BYTES[generator.dtype],
         generator_rank_weights=shape.rank_parameters(generator.tp) * DTYPE_BYTES[generator.dtype],
-        packed_weights=packed_weights(generator, shape),
+        packed_weights=packed_weights(generator, shape) + plain_experts(generator, shape),
         published=_published(config, shape) * DTYPE_BYTES[generator.dtype],
         kv_cache=generator.max_num_seqs * config.max_sequence_tokens * shape.kv_token_bytes(generator.dtype),
     )
@@ -318,7 +347,15 @@ def packed_weights(generator: "GeneratorConfig", shape: ModelShape) -> int:
     if not can_pack or held * num_bytes < PACKED_BYTES[generator.dtype]:
         return 0
     looked_up = 0 if shape.tied_embeddings else shape.embedding_parameters // 2 // generator.tp
-    return (held - looked_up) * num_bytes
+    experts = shape.num_layers * shape.expert_parameters // generator.tp
+    return (held - looked_up - experts) * num_bytes
+
+
+def plain_experts(generator: "GeneratorConfig", shape: ModelShape) -> int:
+    """Return the bytes of the copies of a generator rank's experts on a CPU, from which vLLM's own are packed."""
+    if generator.model_impl == "titan":
+        return 0
+    return shape.num_layers * shape.expert_parameters // generator.tp * DTYPE_BYTES[generator.dtype]
 
 
 def _trainer_memory(config: "Config", shape: ModelShape, num_rows: int) -> TrainerMemory:
@@ -330,23 +367,28 @@ def _trainer_memory(config: "Config", shape: ModelShape, num_rows: int) -> Train
         trained = trainer.lora.rank * shape.adapter_width(trainer.lora.targets)
     held = shape.num_parameters + (0 if trainer.lora is None else trained)
     # A tied matrix has two gradients, of embedding and output layer, and their sum.
-    gathered, unreduced = 0, (3 if shape.tied_embeddings else 1) * compute_bytes * shape.embedding_parameters
+    gathered, unreduced = 0, (3 if shape.tied_embeddings else 1) * compute_bytes * shape.embedding_parameters // plan.tp
     if trainer.uses_fsdp:
         at_once = shape.num_layers if plan.fsdp_reshard_after_forward == "never" else 2
-        gathered = (at_once * shape.layer_parameters + shape.embedding_parameters) * compute_bytes
+        # With expert parallelism, a rank computes only its experts, and all of each.
+        experts = shape.expert_parameters // (plan.ep if plan.ep > 1 else plan.tp)
+        layer = (shape.layer_parameters - shape.expert_parameters) // plan.tp + experts
+        gathered = (at_once * layer + shape.embedding_parameters // plan.tp) * compute_bytes
         # FSDP frees the gathered parameters first. The reduction holds input and output, and a copy of the input in float32.
-        unreduced = max(unreduced, (3 * DTYPE_BYTES["float32"] - compute_bytes) * shape.embedding_parameters)
+        largest = max(shape.embedding_parameters // plan.tp, layer if shape.num_experts else 0)
+        unreduced = max(unreduced, (3 * DTYPE_BYTES["float32"] - compute_bytes) * largest)
     elif trainer.dtype != trainer.compute_dtype:
-        gathered = held * compute_bytes
+        gathered = held * compute_bytes // plan.tp
     average = 0 if config.algorithm.ema_decay is None else trained * DTYPE_BYTES["float32"] // (plan.dp_shard * plan.tp)
     return TrainerMemory(
         parameters=int(held * share),
+        experts=int(shape.num_layers * shape.expert_parameters * share),
         gradients=int(trained * share),
         optimizer=int(2 * trained * share),
         average=average,
-        gathered=gathered // plan.tp,
+        gathered=gathered,
         activations=_activations(config, shape, num_rows),
-        unreduced=0 if trainer.lora is not None else unreduced // plan.tp,
+        unreduced=0 if trainer.lora is not None else unreduced,
         another_model=0 if trainer.lora is None else int(4 * trained * share) + average,
     )
 

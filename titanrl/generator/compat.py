@@ -29,6 +29,10 @@ from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistri
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel, get_world_group
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.v1.engine import EngineCoreOutput as EngineCoreOutput
@@ -91,6 +95,45 @@ class PackedLinears:
         for other in self._vllm:
             del vars(other)["cpu_linear"]
             vars(other)["cpu_linear"] = partial(linear, packed(other.weight))
+
+
+class PackedExperts:
+    """The experts of vLLM's own model, if its kernel reads their weights in a layout of its own that has the same shapes.
+
+    Writing plain weights into these parameters would be wrong without an error. `plain` are copies to be written instead.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Find the experts, and allocate the copies.
+
+        Raises:
+            ValueError: vLLM chose a kernel whose layout is not known here.
+        """
+        self.plain: dict[str, Tensor] = {}
+        """Copies in the plain layout, by the name of the parameter; none on devices whose kernel reads the plain layout."""
+        self._packed: list[tuple[Tensor, Tensor, str]] = []
+        for name, layer in model.named_modules():
+            if not isinstance(layer, RoutedExperts):
+                continue
+            method = layer.quant_method
+            backend = method.unquantized_backend if isinstance(method, UnquantizedFusedMoEMethod) else type(method).__name__
+            if backend in (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON):
+                continue
+            kernel = method.moe_kernel and method.moe_kernel.fused_experts
+            if not isinstance(kernel, CPUUnquantizedExperts) or kernel._use_zentorch:
+                raise ValueError(
+                    f"generator.model_impl: weights of vLLM's experts cannot be replaced with kernel {backend} (got native). "
+                    "Set generator.model_impl to titan."
+                )
+            for key in ("w13_weight", "w2_weight"):
+                parameter = layer.get_parameter(key).data
+                copy = self.plain[f"{name}.{key}"] = torch.zeros_like(parameter)
+                self._packed.append((parameter, copy, kernel.isa))
+
+    def pack(self) -> None:
+        """Write the copies into the parameters."""
+        for parameter, copy, isa in self._packed:
+            parameter.copy_(kernels.cpu_prepack_moe_weight(copy, isa))
 
 
 def can_pack(engine: LLMEngine) -> bool:

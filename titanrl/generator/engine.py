@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from vllm import EngineArgs, LLMEngine
 from vllm import SamplingParams as VllmSamplingParams
 
@@ -26,6 +26,7 @@ from titanrl.config.sizes import is_large, packed_weights
 from titanrl.data.tokenizer import Tokenizer, load_tokenizer
 from titanrl.generator.compat import (
     EngineCoreOutput,
+    PackedExperts,
     PackedLinears,
     SupportRecording,
     abort_requests,
@@ -134,6 +135,8 @@ class Engine:
         self.adapters = None if lora is None else Adapters(self.model, source)
         """LoRA adapters; None if the policy has none."""
         self._held: dict[int, int] = {}
+        has_packed = source.shape.num_experts > 0 and config.model_impl == "native" and "load_format" not in config.vllm
+        self._experts = PackedExperts(self.model) if has_packed else None
         self._linears: PackedLinears | None = None
         if device.kind == "cpu" and packed_weights(config, source.shape) and can_pack(self._engine):
             self._linears = PackedLinears(self.model)
@@ -154,6 +157,11 @@ class Engine:
     def model(self) -> nn.Module:
         """The model being served."""
         return engine_model(self._engine)
+
+    @property
+    def plain_experts(self) -> Mapping[str, Tensor]:
+        """Tensors to write instead of parameters of these names, before `update_weights` packs them."""
+        return {} if self._experts is None else self._experts.plain
 
     @property
     def num_running(self) -> int:
@@ -259,8 +267,11 @@ class Engine:
         self._close_window()
         self.invalidate(f"version {version} was not written completely")
         keeps_linears = fill(self)
-        if self._linears is not None and not keeps_linears:
-            self._linears.pack()
+        if not keeps_linears:
+            if self._experts is not None:
+                self._experts.pack()
+            if self._linears is not None:
+                self._linears.pack()
         reset_prefix_cache(self._engine)
         for running in self._running.values():
             if running.request.adapter is None:
@@ -368,7 +379,7 @@ def build_engine(
 
         register_titan_model(source, device, max_len, config.tp)
     register_loader(source)
-    args = engine_args(source.path, config, device, max_len)
+    args = engine_args(source.path, config, device, max_len, has_experts=source.shape.num_experts > 0)
     if lora is not None:
         prepare_adapters()
         args |= adapter_args(source, lora, 1 + num_held)
@@ -381,7 +392,9 @@ def build_engine(
     return engine
 
 
-def engine_args(model_dir: Path, config: GeneratorConfig, device: Device, max_len: int) -> dict[str, Any]:
+def engine_args(
+    model_dir: Path, config: GeneratorConfig, device: Device, max_len: int, *, has_experts: bool = False
+) -> dict[str, Any]:
     """Return vLLM's options for our config; `generator.vllm` overrides them.
 
     `processed_logprobs` selects log-probabilities of the sampling distribution, with temperature, as in the trainer.
@@ -409,6 +422,8 @@ def engine_args(model_dir: Path, config: GeneratorConfig, device: Device, max_le
 
         args["config_format"] = CONFIG_FORMAT
     else:
+        if has_experts and device.kind == "cuda":
+            args["moe_backend"] = "triton"  # the others rearrange the weights, which updates would have to repeat
         args["config_format"] = "hf"  # by default, vLLM reads params.json if there is one
     return args | config.vllm
 

@@ -6,7 +6,7 @@ and prefers `consolidated*.safetensors`.
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,15 +23,18 @@ from titanrl.weights.layout import PartOf, local_part
 
 
 def weight_targets(
-    model: torch.nn.Module, source: ModelDirectory, rank: int = 0, tp: int = 1
+    model: torch.nn.Module, source: ModelDirectory, rank: int = 0, tp: int = 1, plain: Mapping[str, Tensor] | None = None
 ) -> dict[str, torch.Tensor | PartOf]:
     """Map the names of the trainer's state dict to vLLM's tensors, as views of fused parameters where needed.
+
+    `plain` replaces parameters by tensors from which `PackedExperts.pack` fills them.
 
     Raises:
         ValueError: The family's names do not fill a parameter completely. It would keep its initial zeros.
     """
     # vLLM moves the parameters of a layer with adapters to a module of this name.
     parameters = {name.replace(".base_layer.", "."): parameter.data for name, parameter in model.named_parameters()}
+    parameters |= plain or {}
     layers = sorted({int(match[1]) for name in parameters if (match := re.match(r"model\.layers\.(\d+)\.", name))})
     shape, names = source.shape, source.family.vllm_names
     targets: dict[str, torch.Tensor | PartOf] = {}
@@ -56,7 +59,9 @@ def held_part(parameter: torch.Tensor, name: VllmName, shape: ModelShape, rank: 
     """Return the rows of vLLM's parameter that belong to one of the trainer's tensors, with their position if sharded."""
     if name.part == "vocab":
         return vocab_rows(parameter, shape.vocab_size, rank)
-    held = parameter if name.part is None else parameter[part_rows(shape, tp)[name.part]]
+    held = parameter
+    if name.part is not None:
+        held = parameter[(*[slice(None)] * name.axis, part_rows(shape, tp)[name.part])]
     return held if name.dim is None else share_of(held, name.dim, rank, tp)
 
 

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torch import nn
-
 from titanrl.config.sections import GeneratorConfig
 from titanrl.models.directory import ModelDirectory
 from titanrl.weights.records import Commit, HeldAdapter, WeightManifest, WeightMismatchError, adapters_run, base_run
@@ -65,7 +63,7 @@ class Puller:
                         "before loading a state with another base."
                     )
                 self._base = ()
-                fetched.base.copy_into(self._weight_targets(engine.model))
+                fetched.base.copy_into(self._weight_targets(engine))
                 self._base = base
             if fetched.adapter is not None:
                 fill_adapter(engine, POLICY, fetched.adapter)
@@ -82,17 +80,19 @@ class Puller:
         self._reader.close()
         self._base_reader.close()
 
-    def _weight_targets(self, model: nn.Module) -> Targets:
+    def _weight_targets(self, engine: "Engine") -> Targets:
         """Map the trainer's names to the model's tensors. The mapping is cached, so that the reader can reuse its copy plan."""
         if not self._targets:
             if self._config.model_impl == "titan":
                 from titanrl.generator import titan  # imports torchtitan, which is slow; vLLM's own model does not need it
 
-                self._targets = titan.weight_targets(model)
+                self._targets = titan.weight_targets(engine.model)
             else:
                 from titanrl.generator import native
 
-                self._targets = native.weight_targets(model, self._model, self._rank, self._config.tp)
+                self._targets = native.weight_targets(
+                    engine.model, self._model, self._rank, self._config.tp, engine.plain_experts
+                )
         return self._targets
 
 

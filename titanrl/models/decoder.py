@@ -1,12 +1,14 @@
-"""Build torchtitan's dense decoder from any config.json that `titanrl.models.dense` accepts.
+"""Build torchtitan's decoder from any config.json that `titanrl.models.dense` accepts.
 
-torchtitan 0.3.0 builds only models of published sizes, by name. Its Qwen3 block implements all dense families, with or without
-QK norm and biases. Module names, parallelization and state-dict adapter are therefore those of torchtitan's Qwen3.
+torchtitan 0.3.0 builds only models of published sizes, by name. Its Qwen3 block implements all families, with or without
+QK norm and biases, and with a feed-forward layer or experts. Module names, parallelization and state-dict adapter are therefore
+those of torchtitan's Qwen3.
 
 Shape suffixes: L positions, H head dimension.
 """
 
 import math
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -27,12 +29,14 @@ from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 
+from titanrl.models.experts import EXPERTS, expert_tensors, moe_config
 from titanrl.models.family import HFConfig
 
 TRAINER = "torchtitan.trainer"
 """Module of torchtitan's own trainer, which imports `datasets`, pandas and pyarrow."""
 _NORMAL = {"weight": partial(nn.init.normal_, std=0.02), "bias": nn.init.zeros_}
 _ONES = {"weight": nn.init.ones_}
+_EXPERTS = {name: partial(nn.init.normal_, std=0.02) for name in ("w1_EFD", "w2_EDF", "w3_EFD")}
 
 
 class Llama3RoPE(CosSinRoPE):
@@ -61,7 +65,7 @@ class Llama3RoPE(CosSinRoPE):
         return torch.cat([angles_LH.cos(), angles_LH.sin()], dim=-1)
 
 
-class DenseDecoder(Qwen3Model):
+class TitanDecoder(Qwen3Model):
     """torchtitan's Qwen3 model, whose configuration is applied without importing torchtitan's trainer."""
 
     @dataclass(kw_only=True, slots=True)
@@ -93,14 +97,34 @@ def without_trainer() -> Iterator[None]:
         del sys.modules[TRAINER]
 
 
-class DenseStateDictAdapter(Qwen3StateDictAdapter):
-    """torchtitan's Qwen3 adapter, extended by the biases of the query, key and value projections."""
+class DecoderStateDictAdapter(Qwen3StateDictAdapter):
+    """torchtitan's Qwen3 adapter, extended by the biases of the query, key and value projections, and for sharded experts.
+
+    torchtitan's own conversion of experts fails for replicated ones and for numbers that the ranks do not divide. Here, each
+    rank has the tensors of its experts. They share the memory of the model, so that loading them fills it.
+    """
 
     def __init__(self, model_config: Qwen3Model.Config, hf_assets_path: str | None) -> None:
         super().__init__(model_config, hf_assets_path)
         self.from_hf_map |= {
             f"model.layers.{{}}.self_attn.{name}_proj.bias": f"layers.{{}}.attention.qkv_linear.w{name}.bias" for name in "qkv"
         }
+
+    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return the tensors of this rank by Hugging Face name."""
+        rest = {name: value for name, value in state_dict.items() if EXPERTS not in name}
+        found: dict[str, Any] = super().to_hf(rest)
+        for name, value in state_dict.items():
+            if match := re.fullmatch(rf"layers\.(\d+){re.escape(EXPERTS)}(\w+)", name):
+                found |= expert_tensors(match[1], match[2], value)
+        return found
+
+    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return the tensors by torchtitan's name, without experts, whose tensors from `to_hf` are views of the model."""
+        found: dict[str, Any] = super().from_hf(
+            {name: value for name, value in hf_state_dict.items() if ".experts." not in name}
+        )
+        return found
 
 
 def decoder_spec(
@@ -112,6 +136,7 @@ def decoder_spec(
     *,
     qk_norm: bool,
     qkv_bias: bool,
+    has_experts: bool = False,
 ) -> ModelSpec:
     """Return the spec with which torchtitan builds, parallelizes, loads and saves the model of a config.json.
 
@@ -157,14 +182,24 @@ def decoder_spec(
         )
         assert isinstance(gqa.qkv_linear, QKVLinear.Config)
         gqa.qkv_linear.wq.bias = gqa.qkv_linear.wkv.bias = qkv_bias
+        shared: dict[str, Any] = {"attention_norm": norm(dim), "ffn_norm": norm(dim), "attention": gqa}
+        if has_experts:
+            moe = moe_config(
+                dim=dim,
+                width=hf["moe_intermediate_size"],
+                num_experts=hf["num_experts"],
+                top_k=hf["num_experts_per_tok"],
+                normalize=hf["norm_topk_prob"],
+                init=_NORMAL,
+                experts_init=_EXPERTS,
+            )
+            return Qwen3TransformerBlock.Config(**shared, moe=moe)
         feed_forward = make_ffn_config(
             dim=dim, hidden_dim=hf["intermediate_size"], w1_param_init=_NORMAL, w2w3_param_init=_NORMAL
         )
-        return Qwen3TransformerBlock.Config(
-            attention_norm=norm(dim), ffn_norm=norm(dim), attention=gqa, feed_forward=feed_forward
-        )
+        return Qwen3TransformerBlock.Config(**shared, feed_forward=feed_forward)
 
-    model = DenseDecoder.Config(
+    model = TitanDecoder.Config(
         vocab_size=vocab,
         dim=dim,
         norm=norm(dim),
@@ -180,5 +215,5 @@ def decoder_spec(
         parallelize_fn=parallelize_qwen3,
         pipelining_fn=None,
         post_optimizer_build_fn=None,
-        state_dict_adapter=DenseStateDictAdapter,
+        state_dict_adapter=DecoderStateDictAdapter,
     )

@@ -102,7 +102,7 @@ def dense_family(
     def spec(hf: HFConfig, attention: "Module.Config", max_positions: int) -> "ModelSpec":
         from titanrl.models.decoder import decoder_spec
 
-        rope = _rope_parameters(hf)
+        rope = rope_parameters(hf)
         return decoder_spec(model_type, hf, rope, attention, max_positions, qk_norm=qk_norm, qkv_bias=qkv_bias)
 
     def recipe(sizes: RecipeConfig) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def dense_family(
 
 
 def weight_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors of a dense decoder's checkpoint, by Hugging Face name."""
+    """Return the shapes of the tensors of a decoder's checkpoint, by Hugging Face name."""
     hidden, head_dim, feed_forward = shape.hidden_size, shape.head_dim, shape.intermediate_size
     query, key_value = shape.num_heads * head_dim, shape.num_kv_heads * head_dim
     layer: dict[str, tuple[int, ...]] = {
@@ -160,12 +160,15 @@ def weight_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
         layer |= {f"self_attn.{name}_proj.bias": (query if name == "q" else key_value,) for name in "qkv"}
     if shape.qk_norm:
         layer |= {"self_attn.q_norm.weight": (head_dim,), "self_attn.k_norm.weight": (head_dim,)}
-    layer |= {
-        "post_attention_layernorm.weight": (hidden,),
-        "mlp.gate_proj.weight": (feed_forward, hidden),
-        "mlp.up_proj.weight": (feed_forward, hidden),
-        "mlp.down_proj.weight": (hidden, feed_forward),
-    }
+    layer["post_attention_layernorm.weight"] = (hidden,)
+    if shape.num_experts:
+        layer["mlp.gate.weight"] = (shape.num_experts, hidden)
+    for mlp in [f"mlp.experts.{i}" for i in range(shape.num_experts)] or ["mlp"]:
+        layer |= {
+            f"{mlp}.gate_proj.weight": (feed_forward, hidden),
+            f"{mlp}.up_proj.weight": (feed_forward, hidden),
+            f"{mlp}.down_proj.weight": (hidden, feed_forward),
+        }
     return {
         "model.embed_tokens.weight": (shape.vocab_size, hidden),
         **{f"model.layers.{i}.{name}": size for i in range(shape.num_layers) for name, size in layer.items()},
@@ -203,7 +206,7 @@ def _rope_problems(hf: HFConfig) -> list[str]:
     key = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
     if not isinstance(hf.get(key) or {}, Mapping):
         return [f"{key}: must be an object (got {hf[key]!r:.200}). Correct config.json."]
-    rope = _rope_parameters(hf)
+    rope = rope_parameters(hf)
     if nested := [name for name, value in rope.items() if isinstance(value, Mapping)]:
         return [
             f"{key}: must be the same for all layers (got separate ones for {', '.join(nested):.200}). Use another checkpoint."
@@ -226,7 +229,7 @@ def _rope_problems(hf: HFConfig) -> list[str]:
     return []
 
 
-def _rope_parameters(hf: HFConfig) -> dict[str, Any]:
+def rope_parameters(hf: HFConfig) -> dict[str, Any]:
     """Return the RoPE parameters like transformers, from `rope_scaling` and `rope_theta` or from `rope_parameters`."""
     rope = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
     rope.setdefault("rope_type", rope.get("type", "default"))

@@ -123,11 +123,12 @@ def read_model(path: Path, family: str | None = None) -> ModelDirectory | Broken
     if isinstance(found, BrokenRule):
         return found
     hf = found.completed(raw)
-    if missing := [key for key in SIZES if not isinstance(hf.get(key), int) or hf[key] is True or hf[key] < 1]:
+    sizes = {**SIZES, **found.sizes}
+    if missing := [key for key in sizes if not isinstance(hf.get(key), int) or hf[key] is True or hf[key] < 1]:
         rule = f"its config.json must contain positive integers for {', '.join(missing)}"
         return BrokenRule(values, rule, fix)
-    if large := [key for key, limit in SIZES.items() if hf[key] > limit]:
-        rule = f"{large[0]} of its config.json must be at most {SIZES[large[0]]:,}, not {hf[large[0]]}"
+    if large := [key for key, limit in sizes.items() if hf[key] > limit]:
+        rule = f"{large[0]} of its config.json must be at most {sizes[large[0]]:,}, not {hf[large[0]]}"
         return BrokenRule(values, rule, fix)
     return ModelDirectory(path=path, family=found, hf=hf)
 

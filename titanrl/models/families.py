@@ -8,13 +8,18 @@ from collections.abc import Mapping
 from titanrl.config.sizes import ModelShape
 from titanrl.models.dense import dense_family
 from titanrl.models.family import HFConfig, ModelFamily
+from titanrl.models.moe import moe_family
 
 
 def _published(
     hidden_size: int, num_layers: int, heads: tuple[int, int, int], intermediate_size: int, vocab_size: int, positions: int,
-    *, tied: bool = False, qk_norm: bool = False, qkv_bias: bool = False,
+    *, tied: bool = False, qk_norm: bool = False, qkv_bias: bool = False, experts: tuple[int, int] = (0, 0),
 ) -> ModelShape:  # fmt: skip
-    """Return the sizes of a published model. `heads` are the numbers of query and key-value heads, and the head dimension."""
+    """Return the sizes of a published model.
+
+    `heads` are the numbers of query and key-value heads, and the head dimension; `experts` all experts of a layer, and those of
+    a token.
+    """
     num_heads, num_kv_heads, head_dim = heads
     return ModelShape(
         hidden_size=hidden_size,
@@ -28,6 +33,8 @@ def _published(
         tied_embeddings=tied,
         qk_norm=qk_norm,
         qkv_bias=qkv_bias,
+        num_experts=experts[0],
+        experts_per_token=experts[1],
     )
 
 
@@ -53,6 +60,26 @@ QWEN3 = dense_family(
         "Qwen/Qwen3-8B": _published(4096, 36, (32, 8, 128), 12_288, 151_936, 40_960, qk_norm=True),
         "Qwen/Qwen3-14B": _published(5120, 40, (40, 8, 128), 17_408, 151_936, 40_960, qk_norm=True),
         "Qwen/Qwen3-32B": _published(5120, 64, (64, 8, 128), 25_600, 151_936, 40_960, qk_norm=True),
+    },
+)
+QWEN3_MOE = moe_family(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    renderer="qwen3",
+    qk_norm=True,
+    defaults={
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32_768,
+        "use_sliding_window": False,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+    },
+    options={"attention_bias": False},
+    published={
+        "Qwen/Qwen3-30B-A3B": _published(2048, 48, (32, 4, 128), 768, 151_936, 40_960, qk_norm=True, experts=(128, 8)),
+        "Qwen/Qwen3-235B-A22B": _published(4096, 94, (64, 4, 128), 1536, 151_936, 40_960, qk_norm=True, experts=(128, 8)),
     },
 )
 QWEN2 = dense_family(
@@ -92,5 +119,5 @@ MISTRAL = dense_family(
     published={"mistralai/Mistral-7B-v0.3": _published(4096, 32, (32, 8, 128), 14_336, 32_768, 32_768)},
 )
 
-FAMILIES: Mapping[str, ModelFamily] = {family.model_type: family for family in (QWEN3, QWEN2, LLAMA, MISTRAL)}
+FAMILIES: Mapping[str, ModelFamily] = {family.model_type: family for family in (QWEN3, QWEN3_MOE, QWEN2, LLAMA, MISTRAL)}
 """Families by model type. The first one is the default of the tiny recipe."""

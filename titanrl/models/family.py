@@ -23,6 +23,8 @@ CPU_HEAD_DIMS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head dimensions for which vLLM 0.32.0 has a CPU attention kernel."""
 CPU_BLOCK_TOKENS = 32
 """Block size of the KV cache on CPU, in tokens. It is the smallest size vLLM accepts, so that short prompts share blocks."""
+PACKED_MULTIPLE = 32
+"""Multiple that the sizes of experts must be on each rank of vLLM's own model on a CPU; vLLM would pad them."""
 LOAD_FORMAT = "titanrl"
 """Value of vLLM's option `load_format` with which vLLM gets the weights from `titanrl.generator.native`."""
 
@@ -41,6 +43,8 @@ class VllmName:
     padding. None selects all rows."""
     dim: int | None = None
     """Dimension that tensor parallelism shards; None if the tensor is replicated, or if `part` is `vocab`."""
+    axis: int = 0
+    """Dimension of the rows that `part` selects; 1 for experts, whose first dimension is their number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +75,10 @@ class ModelFamily:
     them with the weight files. With None, they are first compared when the trainer loads them."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of transformers for keys that config.json may omit."""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """Further keys of config.json that must be positive integers, and their largest values."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Other names that config.json may have for some keys, and the names of these keys."""
     renderer: str | None = None
     """Renderer that `data.environment.renderer: auto` selects: `template`, or a name from the package `renderers`; None if
     unknown."""
@@ -82,6 +90,7 @@ class ModelFamily:
     def completed(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         """Return the contents of a config.json, completed with the defaults of transformers for missing keys."""
         hf: dict[str, Any] = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6, **self.defaults, **raw}
+        hf |= {key: raw[alias] for alias, key in self.aliases.items() if alias in raw and key not in raw}
         hidden, heads = hf.get("hidden_size"), hf.get("num_attention_heads")
         if hf.get("num_key_value_heads") is None:
             hf["num_key_value_heads"] = heads

@@ -152,7 +152,8 @@ def load_hf(model: PolicyModel, source: ModelDirectory) -> None:
     model.reshard()
     state = checkpoint_state(model.module)
     hf_state = model.adapter.to_hf(state)
-    found = source.weight_files({name: tuple(value.shape) for name, value in hf_state.items()})
+    # This rank may hold only some of the experts.
+    found = source.weight_files({**(source.tensors or {}), **{name: tuple(value.shape) for name, value in hf_state.items()}})
     reader = model.adapter.get_hf_storage_reader(str(source.path))
     reader.fs = _ChosenFiles(found.files)
     with storage_errors("load the model", source.path):

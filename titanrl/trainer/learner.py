@@ -30,6 +30,7 @@ from titanrl.config.algorithm import AVERAGE, AlgorithmConfig
 from titanrl.models.attention import PackedAttention, packed_block_mask, packed_mask
 from titanrl.trainer.collate import PackedRows, empty_rows, places
 from titanrl.trainer.model import PolicyModel, ScoringHead, adapters_of, without_adapters
+from titanrl.trainer.routing import ExpertLoad
 from titanrl.trainer.snapshots import MovingAverage, Snapshots, check_recoverable, trainable_tensors
 from titanrl.weights.layout import LiveState, local_part
 
@@ -75,6 +76,7 @@ class Learner:
         self._algorithm, self._loss = algorithm, bound_loss(algorithm, custom_loss)
         self._snapshots_on_device = snapshots_on_device
         self._head = ScoringHead(model.module.lm_head, model.module.config.vocab_size)
+        self._load = ExpertLoad(model.module, model.tp_rank)
         self._state = LiveState(model.module)
         self._publishes_adapters = publishes_adapters
         self.base_version = 0
@@ -108,6 +110,7 @@ class Learner:
         """
         other = copy.copy(self)
         other._merged = None
+        other._load = ExpertLoad(self.model.module, self.model.tp_rank)
         other._begin()
         return other
 
@@ -162,6 +165,7 @@ class Learner:
             logprobs_BL, entropy_BL = self._score(rows)
             loss, metrics = objective(rows, logprobs_BL.flatten(), entropy_BL.flatten())
             if backward:
+                self._load.add(rows.mask_BL)
                 loss.backward()
         if backward:
             self.num_pending += 1
@@ -197,7 +201,8 @@ class Learner:
                 if parameter.grad is None:  # unused in this step: FSDP sets zeros, and all layouts must give the same result
                     parameter.grad = torch.zeros_like(parameter)
         max_norm = params.max_grad_norm or math.inf
-        grad_norm = float(dist_utils.clip_grad_norm_(parameters, max_norm, foreach=True))
+        has_ep = self.model.parallel_dims.ep_enabled  # the experts' gradients are then on a mesh of their own
+        grad_norm = float(dist_utils.clip_grad_norm_(parameters, max_norm, foreach=True, ep_enabled=has_ep))
         losses_are_finite = self._loss_is_finite.to(torch.int32)
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             torch.distributed.all_reduce(losses_are_finite, torch.distributed.ReduceOp.MIN)
@@ -211,14 +216,16 @@ class Learner:
             if self.average is not None:
                 self.average.update()
         self.num_ahead += finite
+        load = self._load.take()
         if completes and self.num_ahead:
             self.version, self.num_ahead = self.version + 1, 0
         self.zero_grad()
-        return OptimUpdate(version=self.version, grad_norm=grad_norm, skipped=not finite, is_empty=not grad_norm)
+        return OptimUpdate(version=self.version, grad_norm=grad_norm, skipped=not finite, is_empty=not grad_norm, experts=load)
 
     def zero_grad(self) -> None:
         """Discard the gradients accumulated since the last optimizer step."""
         self.optimizers.zero_grad()
+        self._load.reset()
         self.num_pending = 0
         self._failed_pass = False
         self._loss_is_finite.fill_(True)

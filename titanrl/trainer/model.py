@@ -148,6 +148,7 @@ def build_model(
         data_parallel_replicate_degree=plan.dp_replicate,
         data_parallel_shard_degree=plan.dp_shard,
         tensor_parallel_degree=plan.tp,
+        expert_parallel_degree=plan.ep,
         fsdp_reshard_after_forward=plan.fsdp_reshard_after_forward,
         spmd_backend=SPMD_BACKEND,
     )

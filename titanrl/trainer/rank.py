@@ -147,6 +147,7 @@ class PolicyTrainer(Actor):
             from titanrl.trainer.learner import Learner
             from titanrl.trainer.model import torch_dtype
             from titanrl.trainer.snapshots import KeptLogprobs
+            from titanrl.weights.layout import first_holders
             from titanrl.weights.transfer import WeightPublisher
 
             setup, rank = self._setup, current_rank().rank
@@ -176,8 +177,11 @@ class PolicyTrainer(Actor):
             )
             self._closing.append(self._checkpoints.close)
             publish = (setup.store, torch_dtype(setup.generator_dtype), setup.transports, setup.verify)
-            self._publisher = WeightPublisher(setup.run, rank, *publish)
-            self._base_publisher = WeightPublisher(base_run(setup.run), rank, *publish, num_arenas=1)
+            names: list[list[str]] = [[]] * torch.distributed.get_world_size()
+            torch.distributed.all_gather_object(names, [*learner.base(), *learner.weights()])
+            first = first_holders(names)
+            self._publisher = WeightPublisher(setup.run, rank, *publish, first=first)
+            self._base_publisher = WeightPublisher(base_run(setup.run), rank, *publish, num_arenas=1, first=first)
             self._base: WeightManifest | None = None
             self._copies: dict[str, Tensor] = {}
             # Allocate the memory for publishing now. Otherwise page faults would make the first pushes ten times slower.

@@ -129,7 +129,8 @@ def trainable_tensors(module: nn.Module) -> dict[str, Tensor]:
     parameters = {canonical_fqn(name): value.detach() for name, value in module.named_parameters() if value.requires_grad}
     if isinstance(module, FSDPModule):
         for name, value in parameters.items():
-            if not isinstance(value, DTensor) or "fsdp" not in (value.device_mesh.mesh_dim_names or ()):
+            # `efsdp` is the dimension over which FSDP shards the experts of a rank.
+            if not isinstance(value, DTensor) or not {"fsdp", "efsdp"} & {*(value.device_mesh.mesh_dim_names or ())}:
                 raise GatheredParameterError(f"{name} is gathered, with shape {tuple(value.shape)}; call reshard first")
     return parameters
 

@@ -140,19 +140,27 @@ def held_pieces(name: str, value: torch.Tensor | PartOf) -> tuple[Piece, ...]:
     return box_pieces([index_runs(dim) for dim in indices])
 
 
-def is_first_holder(value: torch.Tensor, rank: int) -> bool:
+def is_first_holder(value: torch.Tensor, rank: int, first: int = 0) -> bool:
     """Return whether this rank publishes its shard of a tensor. Of several replicas, only the first one is published.
 
     A tensor on a submesh (such as a norm that TP does not shard) is replicated on the other submeshes. Only the submesh that
-    contains rank 0 publishes it.
+    contains `first`, the lowest rank that has a tensor of this name, publishes it.
     """
     if not isinstance(value, DTensor):
-        return rank == 0
-    if 0 not in value.device_mesh.mesh:
+        return rank == first
+    if first not in value.device_mesh.mesh:
         return False
     coordinate = value.device_mesh.get_coordinate()
     assert coordinate is not None, "this rank is not in the tensor's mesh"
     return not any(isinstance(placement, Replicate) and at for placement, at in zip(value.placements, coordinate, strict=True))
+
+
+def first_holders(names: Sequence[Collection[str]]) -> dict[str, int]:
+    """Return the lowest rank that has a tensor of each name, without those that rank 0 has. `names` are those of each rank."""
+    first: dict[str, int] = {}
+    for rank in reversed(range(len(names))):
+        first |= dict.fromkeys(names[rank], rank)
+    return {name: rank for name, rank in first.items() if rank}
 
 
 def local_part(value: "torch.Tensor | PartOf") -> torch.Tensor:
@@ -181,10 +189,17 @@ class PackPlan:
             return [parts[name] if block is None else parts[name][block.slices] for name, block in self.sources]
 
 
-def plan_pack(state: Mapping[str, torch.Tensor], rank: int, dtype: torch.dtype, keep: Collection[str] = ()) -> PackPlan:
+def plan_pack(
+    state: Mapping[str, torch.Tensor],
+    rank: int,
+    dtype: torch.dtype,
+    keep: Collection[str] = (),
+    first: Mapping[str, int] | None = None,
+) -> PackPlan:
     """Plan the bytes that this rank publishes: the first replica of each shard, tied tensors once, and no empty shards.
 
-    Tensors are cast to `dtype`, except for those in `keep` (buffers).
+    Tensors are cast to `dtype`, except for those in `keep` (buffers). `first` is the lowest rank that has a tensor of each
+    name; 0 for missing ones.
 
     Raises:
         ValueError: A tensor is a partial sum or has an unsupported placement.
@@ -194,7 +209,7 @@ def plan_pack(state: Mapping[str, torch.Tensor], rank: int, dtype: torch.dtype, 
     start = 0
     for name in first_names(state):
         value = state[name]
-        if not is_first_holder(value, rank):
+        if not is_first_holder(value, rank, (first or {}).get(name, 0)):
             continue
         published = value.dtype if name in keep else dtype
         for piece in held_pieces(name, value):

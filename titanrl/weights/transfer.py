@@ -57,12 +57,15 @@ class WeightPublisher:
         transports: Sequence[TransportName],
         verify: Verify = "sampled",
         num_arenas: int = VERSIONS_HELD,
+        first: Mapping[str, int] | None = None,
     ) -> None:
         """Prepare to publish parameters, cast to `dtype`, under the name of a run, which is the prefix of the store's keys.
 
         The manifests offer `transports` in this order. `verify` is the portion of the bytes that the digest covers. Of the
-        memory for two publications, `num_arenas` are allocated in advance; the other when it is needed.
+        memory for two publications, `num_arenas` are allocated in advance; the other when it is needed. `first` is that of
+        `first_holders`.
         """
+        self._first = first
         self._run, self._rank, self._store = run, rank, store
         self._dtype, self._verify = dtype, verify
         known: dict[TransportName, Transport] = {
@@ -94,7 +97,7 @@ class WeightPublisher:
         """
         if self._planned is not None and self._planned.matches(state):
             return
-        planned, plan = TensorFingerprint(state), plan_pack(state, self._rank, self._dtype, keep)
+        planned, plan = TensorFingerprint(state), plan_pack(state, self._rank, self._dtype, keep, self._first)
         for _ in range(0 if self._arenas else self._num_arenas):
             self._allocate(plan.layout.num_bytes, state)
         allocated = self._arenas[0].handle.num_bytes

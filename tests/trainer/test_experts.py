@@ -1,0 +1,148 @@
+"""A mixture of experts on every layout: gradient, clipping, loading, export and checkpoints equal those of one rank."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from tests.models.tiny import write_model
+from tests.trainer import checks, variants
+from tests.trainer.ranks import World
+from titanrl.models.experts import PARTS
+from titanrl.trainer.routing import load_metrics
+
+Worlds = Callable[[int], World]
+TOLERANCE = 1e-6
+LAYOUTS = {
+    "fsdp 2": (2, {"dp_shard": 2}),
+    "fsdp 2, ep 2": (2, {"dp_shard": 2, "ep": 2}),
+    "tp 2": (2, {"tp": 2}),
+    "tp 2, ep 2": (2, {"tp": 2, "ep": 2}),
+    "fsdp 4, ep 2": (4, {"dp_shard": 4, "ep": 2}),
+    "fsdp 4, ep 4": (4, {"dp_shard": 4, "ep": 4}),
+    "hsdp 2 x 2, ep 2": (4, {"dp_replicate": 2, "dp_shard": 2, "ep": 2}),
+    "fsdp 2 x tp 2": (4, {"dp_shard": 2, "tp": 2}),
+    "fsdp 2 x tp 2, ep 2": (4, {"dp_shard": 2, "tp": 2, "ep": 2}),
+    "fsdp 2 x tp 2, ep 4": (4, {"dp_shard": 2, "tp": 2, "ep": 4}),
+}
+CASES = [pytest.param(name, marks=pytest.mark.slow if size > 2 else ()) for name, (size, _) in LAYOUTS.items()]
+TWO = [name for name, (size, _) in LAYOUTS.items() if size == 2]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with small weights: larger ones amplify the rounding of partial sums."""
+    return write_model("qwen3_moe", tmp_path_factory.mktemp("experts") / "model", std=0.02, num_hidden_layers=3)
+
+
+@pytest.mark.parametrize("layout", CASES)
+def test_gradient_and_its_norm_equal_those_of_one_rank(layout: str, world: Worlds, model: Path) -> None:
+    size, plan = LAYOUTS[layout]
+    expected, loss = world(1).run(checks.gradient_of, model, (), 2, True)[0]
+    for part in PARTS:
+        assert any(name.endswith(part) for name in expected)
+    largest = max(float(np.abs(gradient).max()) for gradient in expected.values())
+    for rows_per_microbatch in (1, 2):
+        found, same_loss = world(size).run(checks.gradient_of, model, tuple(plan.items()), rows_per_microbatch, True)[0]
+        assert same_loss == pytest.approx(loss, abs=1e-6)
+        assert found.keys() == expected.keys()
+        assert max(float(np.abs(found[name] - expected[name]).max()) for name in expected) <= TOLERANCE * largest
+    norm = np.sqrt(sum(float(np.square(gradient, dtype=np.float64).sum()) for gradient in expected.values()))
+    assert world(size).run(variants.gradient_norm, model, plan, 2) == pytest.approx([norm] * size, rel=1e-6)
+
+
+@pytest.mark.parametrize("layout", CASES)
+def test_export_is_bitwise_the_loaded_model(layout: str, world: Worlds, model: Path, tmp_path: Path) -> None:
+    size, plan = LAYOUTS[layout]
+    world(size).run(variants.export, model, {"parallelism": plan}, tmp_path / "out", 0)
+    expected, found = load_file(model / "model.safetensors"), load_file(next((tmp_path / "out").glob("*.safetensors")))
+    assert found.keys() == expected.keys()
+    assert all(np.array_equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("layout", ["fsdp 2, ep 2", "tp 2, ep 2"])
+def test_trained_experts_are_exported_and_loaded_bitwise_equal(layout: str, world: Worlds, model: Path, tmp_path: Path) -> None:
+    size, plan = LAYOUTS[layout]
+    written = world(size).run(variants.export, model, {"parallelism": plan}, tmp_path / "out", 1)
+    assert world(size).run(variants.loaded_bytes, tmp_path / "out", {"parallelism": plan}) == [own for _, own in written]
+    before, after = load_file(model / "model.safetensors"), load_file(next((tmp_path / "out").glob("*.safetensors")))
+    assert all((before[name] != after[name]).any() for name in before)
+
+
+def test_checkpoint_continues_on_another_layout(world: Worlds, model: Path, tmp_path: Path) -> None:
+    expected = world(2).run(variants.save_and_continue, model, {"dp_shard": 2, "ep": 2}, tmp_path / "steps", False)
+    same = world(2).run(variants.load_and_continue, model, {"dp_shard": 2, "ep": 2}, tmp_path / "steps", 3)
+    assert [own for _, own, _ in same] == expected
+    for plan in ({"dp_shard": 2}, {"tp": 2, "ep": 2}):
+        version, _, found = world(2).run(variants.load_and_continue, model, plan, tmp_path / "steps", 3)[0]
+        assert version == 3
+        for name, value in found.items():
+            np.testing.assert_allclose(value, same[0][2][name], atol=2e-4)
+
+
+def kept_and_swapped(model_dir: Path, plan: dict) -> None:
+    """Check that a snapshot of version 0 gives the log-probabilities of version 0 after a step, and that it can be left."""
+    learner = checks.make_learner(model_dir, parallelism=plan)
+    learner.check_snapshots(checks.ROW_TOKENS)
+    learner.keep_weights()
+    at_0 = variants.scores(learner)
+    variants.train(learner)
+    at_1 = variants.scores(learner)
+    with learner.weights_at(0):
+        assert all(np.array_equal(one, other) for one, other in zip(variants.scores(learner), at_0, strict=True))
+    assert all(np.array_equal(one, other) for one, other in zip(variants.scores(learner), at_1, strict=True))
+    assert not np.array_equal(at_0[0], at_1[0])
+
+
+@pytest.mark.parametrize("layout", ["fsdp 2, ep 2", "tp 2, ep 2"])
+def test_earlier_weights_can_be_used(layout: str, world: Worlds, model: Path) -> None:
+    size, plan = LAYOUTS[layout]
+    world(size).run(kept_and_swapped, model, plan)
+
+
+@pytest.mark.parametrize("kind", ["selective", "full"])
+@pytest.mark.parametrize("plan", [{}, {"dp_shard": 2, "ep": 2}], ids=["one rank", "ep"])
+def test_activation_checkpointing_does_not_change_gradient(plan: dict, kind: str, world: Worlds, model: Path) -> None:
+    plain, loss = world(1).run(variants.gradient_and_loss, model, {})[0]
+    section = {"parallelism": plan, "activation_checkpointing": kind}
+    found, same_loss = world(2 if plan else 1).run(variants.gradient_and_loss, model, section)[0]
+    assert same_loss == pytest.approx(loss, abs=1e-6)
+    for name, gradient in found.items():
+        np.testing.assert_allclose(gradient, plain[name], atol=1e-6)
+
+
+@pytest.mark.parametrize("plan", [{}, {"dp_shard": 2, "ep": 2}], ids=["one rank", "ep"])
+def test_adapters_of_the_attention_leave_experts_unchanged(plan: dict, world: Worlds, model: Path) -> None:
+    section = {"lora": {"rank": 4, "alpha": 8.0, "targets": ["attention"]}, "parallelism": plan}
+    found = world(2 if plan else 1).run(variants.train_adapters, model, section)[0]
+    experts = [name for name in found["before"] if name.endswith(tuple(PARTS))]
+    assert len(experts) == 9
+    assert all(np.array_equal(found["before"][name], found["merged"][name]) for name in experts)
+
+
+def loads(model_dir: Path, plan: dict) -> dict[str, float]:
+    """Return the load of the experts in the first step on the random batch."""
+    learner = checks.make_learner(model_dir, parallelism=plan)
+    for batch in variants.batches_of(learner):
+        learner.run(batch, checks.everything)
+        learner.logprobs(batch)  # not part of the step
+    return dict(learner.optim_step(checks.ADAM).experts)
+
+
+def test_load_of_experts_does_not_depend_on_layout(world: Worlds, model: Path) -> None:
+    (expected,) = world(1).run(loads, model, {})
+    assert 1 < expected["experts/max_load"] <= expected["experts/worst_load"] < 8
+    assert 0 < expected["experts/entropy"] < 1
+    for layout in TWO:
+        size, plan = LAYOUTS[layout]
+        assert world(size).run(loads, model, plan) == [pytest.approx(expected)] * size
+
+
+def test_load_metrics_by_hand() -> None:
+    # Layer 0 is even. In layer 1, one of four experts has half of the tokens, two a quarter each: entropy 1.5 of 2 bits.
+    found = load_metrics(torch.tensor([[5, 5, 5, 5], [4, 2, 2, 0]]))
+    assert found == pytest.approx({"experts/max_load": 1.5, "experts/worst_load": 2.0, "experts/entropy": 0.875})
+    assert load_metrics(torch.zeros(2, 4)) == {}
