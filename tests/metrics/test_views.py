@@ -13,7 +13,7 @@ import pytest
 from tests.metrics.test_report import DOCS, completion, group
 from tests.recorded import record, record_group
 from titanrl.carriers.record import HOST, encode
-from titanrl.metrics.views import MAX_POINTS, MetricTable, RunView, attention, find_runs, unit_of
+from titanrl.metrics.views import MAX_POINTS, MAX_STATES, MetricTable, RunView, attention, find_runs, unit_of
 
 
 def write_metrics(run_dir: Path, *lines: dict[str, Any]) -> RunView:
@@ -219,6 +219,15 @@ def test_timeline_marks_what_a_process_waits_for(tmp_path: Path) -> None:
     assert generator["busy"] == pytest.approx(0.75)
     assert generator["waits"] == [("wait for a request", pytest.approx(0.25))]
     assert RunView(tmp_path, "run").timeline(steps=1, step=2)["start"] == 20.0
+
+
+def test_periods_that_a_timeline_leaves_out_are_counted(tmp_path: Path) -> None:
+    busy = [{"name": "decode", "kind": "work", "start": 2.0 * n, "seconds": 1.0 + n / 10_000} for n in range(1000)]
+    record(tmp_path, "spans", *busy, process="generator_0_0")
+    (process,) = RunView(tmp_path, "run").timeline()["processes"]
+    assert len(process["states"]) <= MAX_STATES
+    assert len(process["states"]) + process["left_out"] == 1999
+    assert process["busy"] == pytest.approx(0.525, abs=0.001)
 
 
 def test_configuration_shows_changed_keys_and_survives_another_version(tmp_path: Path) -> None:

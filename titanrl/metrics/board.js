@@ -813,6 +813,8 @@ async function timelineTab(content, run, query) {
     const height = 40 + row * found.processes.length;
     for (const tick of ticks(0, span, Math.max(3, Math.floor(width / 140)))) nodes.push(s("text", { class: "axis", x: x(found.start + tick), y: height - 4 }, `${short(tick)} s`));
     put(plot, s("svg", { class: "gantt", viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": "Work and waits of each process; the table below has the same in numbers" }, nodes));
+    const leftOut = found.processes.reduce((sum, process) => sum + process.left_out, 0);
+    if (leftOut) plot.append(h("p", { class: "muted small" }, `The ${leftOut.toLocaleString()} shortest periods are not drawn. The table counts them.`));
     const waits = (process) => process.waits.slice(0, 3).map(([wait, share]) => `${wait} ${Math.round(100 * share)} %`).join(", ");
     put(usage, h("h2", {}, "Who works, who waits"), h("div", { class: "card wide", tabindex: 0, role: "region", "aria-label": "Processes" }, h("table", {}, h("thead", {}, h("tr", {}, ["process", "busy", "", "waits for", "host", "pid", "since"].map((text) => h("th", { scope: "col" }, text)))),
       h("tbody", {}, found.processes.map((process) => h("tr", {}, h("th", { scope: "row" }, process.name), h("td", { class: "number nowrap" }, `${Math.round(100 * process.busy)} %`),

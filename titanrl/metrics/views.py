@@ -406,7 +406,7 @@ class RunView:
             found = []
             for name, process in _processes(self.record.path).items():
                 states = states_of([span for span in spans if span.process == name and span.name != "step"], window)
-                usage = usage_of(name, states)
+                usage, drawn = usage_of(name, states), _longest(states)
                 found.append(
                     {
                         "name": name,
@@ -416,8 +416,9 @@ class RunView:
                         "waits": list(usage.waiting.items()),
                         "states": [
                             {"start": state.start, "seconds": state.seconds, "kind": state.kind, "name": state.name}
-                            for state in _longest(states)
+                            for state in drawn
                         ],
+                        "left_out": len(states) - len(drawn),
                     }
                 )
             marks = [
