@@ -1,11 +1,13 @@
 """Real trackers: separate processes write a run and resume it, then the test reads the records back."""
 
+import importlib
+import importlib.util
 import json
 import os
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +16,14 @@ from typing import Any
 import pytest
 
 from tests.metrics import custom_tracker
+from tests.recorded import record
 from titanrl.base.plugins import plugin_of
 from titanrl.carriers.record import read_lines
 from titanrl.carriers.types import EvaluationResult
 from titanrl.metrics.console import Console
 from titanrl.metrics.reading import read_metrics
 from titanrl.metrics.run_directory import RunDirectory
-from titanrl.metrics.trackers import Recorder, Trackers, check_tracker, make_trackers
+from titanrl.metrics.trackers import SAMPLE_COLUMNS, Recorder, Trackers, check_tracker, make_trackers
 
 WRITE = """
 import asyncio, os, signal, sys, time
@@ -32,13 +35,16 @@ resume_step = int(first) - 1 or None
 made = []
 
 async def start():
-    made.append(make_trackers((name,), Path(run_dir), {"seed": 0}, warn=print, resume_step=resume_step))
+    config = {"seed": 0, "algorithm": {"loss": "ppo", "kl": None, "tasks": ["a", "b"]}}
+    made.append(make_trackers((name,), Path(run_dir), config, warn=print, resume_step=resume_step))
 
 async def steps():
     for step in range(int(first), int(last) + 1):
         made[0].log(step, {"reward/mean": step / 10})
         if step % 4 == 0:
             made[0].log(step, {"eval/sums/mean": step / 20})
+            wrong, right = ("2 + 2 =", {"sum": 4}, "four", None, "reward_error"), ("1 + 1 =", "2", "2", 1.0, "ok")
+            made[0].log_samples(step, "sums", [wrong, right])
 
 async def main():  # start, steps and end run in separate contexts, like the asyncio tasks of a run
     await asyncio.create_task(start())
@@ -54,15 +60,33 @@ asyncio.run(main())
 
 def write(name: str, run_dir: Path, first: int, last: int, ending: str = "close") -> None:
     run_dir.mkdir(exist_ok=True)
-    env = {**os.environ, "WANDB_MODE": "offline", "TRACKIO_DIR": str(run_dir.parent / "trackio")}
+    env = os.environ | {"WANDB_MODE": "offline", "TRACKIO_DIR": str(run_dir.parent / "trackio")} | mlflow_store(run_dir)
     command = [sys.executable, "-c", WRITE, name, str(run_dir), str(first), str(last), ending]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, cwd=run_dir)
     assert done.returncode == (-9 if ending == "kill" else 0), done.stderr
     assert "Traceback" not in done.stderr
     assert "will receive no more" not in done.stdout
 
 
 Points = list[tuple[int, float]]
+
+
+def mlflow_store(run_dir: Path) -> dict[str, str]:
+    """Return the variable that makes MLflow write to files beside the run directory."""
+    return {"MLFLOW_TRACKING_URI": f"sqlite:///{run_dir.parent}/mlflow.db", "PYTHONPATH": os.getcwd()}
+
+
+def mlflow_run(run_dir: Path) -> Any:
+    """Return MLflow's client, and its only run."""
+    mlflow = importlib.import_module("mlflow")
+    client = mlflow.MlflowClient(mlflow_store(run_dir)["MLFLOW_TRACKING_URI"])
+    (run,) = client.search_runs([client.get_experiment_by_name("titanrl").experiment_id])
+    return client, run
+
+
+def mlflow_points(run_dir: Path, metric: str) -> Points:
+    client, run = mlflow_run(run_dir)
+    return [(point.step, point.value) for point in client.get_metric_history(run.info.run_id, metric)]
 
 
 def tensorboard_points(run_dir: Path, metric: str) -> Points:
@@ -117,10 +141,12 @@ def trackio_points(run_dir: Path, metric: str) -> Points:
     return [(row["step"], row[metric]) for row in json.loads(done.stdout.splitlines()[-1]) if metric in row]
 
 
-POINTS = {"tensorboard": tensorboard_points, "wandb": wandb_points, "trackio": trackio_points}
+POINTS = {"tensorboard": tensorboard_points, "wandb": wandb_points, "trackio": trackio_points, "mlflow": mlflow_points}
+HAS_MLFLOW = importlib.util.find_spec("mlflow") is not None and importlib.util.find_spec("sqlalchemy") is not None
+needs_mlflow = pytest.mark.skipif(not HAS_MLFLOW, reason="needs the packages mlflow-skinny, sqlalchemy and alembic")
 
 
-@pytest.mark.parametrize("name", POINTS)
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio", pytest.param("mlflow", marks=needs_mlflow)])
 def test_resumed_runs_have_no_gaps_and_no_duplicate_points(name: str, tmp_path: Path) -> None:
     run_dir = tmp_path / "quickstart"
     write(name, run_dir, 1, 7, "kill")
@@ -128,6 +154,68 @@ def test_resumed_runs_have_no_gaps_and_no_duplicate_points(name: str, tmp_path: 
     write(name, run_dir, 10, 12)  # from the end: the run is extended
     assert POINTS[name](run_dir, "reward/mean") == [(step, step / 10) for step in range(1, 13)]
     assert POINTS[name](run_dir, "eval/sums/mean") == [(4, 0.2), (8, 0.4), (12, 0.6)]
+
+
+FLAT = {"seed": 0, "algorithm.loss": "ppo", "algorithm.kl": None, "algorithm.tasks": ["a", "b"]}
+SAMPLES = [["2 + 2 =", '{"sum": 4}', "four", None, "reward_error"], ["1 + 1 =", "2", "2", 1.0, "ok"]]
+
+
+def test_wandb_gets_a_flat_configuration_and_tables_of_samples(tmp_path: Path) -> None:
+    from wandb.proto import wandb_internal_pb2
+
+    run_dir = tmp_path / "quickstart"
+    write("wandb", run_dir, 1, 4)
+    config, tables = {}, []
+    for path in run_dir.glob("wandb/offline-run-*/*.wandb"):
+        for data in wandb_records(path):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(data)
+            if record.WhichOneof("record_type") == "run":
+                config |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
+            found = {tuple(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            if ("samples/sums", "_type") in found:
+                fields = [found["samples/sums", name] for name in ("_type", "nrows", "ncols")]
+                tables.append((record.history.step.num, fields))
+    assert {key: config[key] for key in FLAT} == FLAT
+    assert tables == [(4, ["table-file", 2, 5])]
+    (file,) = run_dir.glob("wandb/offline-run-*/files/media/table/samples/*.table.json")
+    assert json.loads(file.read_text()) == {"columns": list(SAMPLE_COLUMNS), "data": SAMPLES}
+
+
+def test_trackio_gets_a_flat_configuration_and_tables_of_samples(tmp_path: Path) -> None:
+    write("trackio", tmp_path / "quickstart", 1, 4)
+    code = (
+        "import json; from trackio.sqlite_storage import SQLiteStorage as S; (run,) = S.get_run_records('titanrl'); "
+        "logs = S.get_logs('titanrl', run['name'], run_id=run['id']); "
+        "print(json.dumps([S.get_run_config('titanrl', run['name']), [row for row in logs if 'samples/sums' in row]]))"
+    )
+    env = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio")}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    config, (row,) = json.loads(done.stdout.splitlines()[-1])
+    assert {key: config[key] for key in FLAT} == FLAT
+    assert row["step"] == 4
+    table = row["samples/sums"]
+    assert [list(each.values()) for each in table["_value"]] == SAMPLES
+    assert list(table["_value"][0]) == list(SAMPLE_COLUMNS)
+
+
+@needs_mlflow
+def test_mlflow_gets_a_flat_configuration_and_tables_of_samples(tmp_path: Path) -> None:
+    run_dir = tmp_path / "quickstart"
+    write("mlflow", run_dir, 1, 4)
+    client, run = mlflow_run(run_dir)
+    assert (run.info.run_name, run.info.status) == ("quickstart", "FINISHED")
+    assert run.data.params == {
+        "seed": "0",
+        "algorithm.loss": "ppo",
+        "algorithm.kl": "None",
+        "algorithm.tasks": '["a", "b"]',
+    }
+    (folder,) = client.list_artifacts(run.info.run_id, "samples")
+    (file,) = client.list_artifacts(run.info.run_id, folder.path)
+    assert (folder.path, file.path) == ("samples/sums", "samples/sums/4.json")
+    text = (run_dir / run.info.artifact_uri / file.path).read_text()
+    assert json.loads(text) == {"columns": list(SAMPLE_COLUMNS), "data": SAMPLES}
 
 
 def test_trackio_does_not_continue_another_run_of_the_same_name(tmp_path: Path) -> None:
@@ -307,6 +395,41 @@ def test_failed_rewards_of_an_evaluation_are_named(tmp_path: Path, capsys: pytes
     event = {"kind": "scorer_error", "set": "sums", "count": 4, "completions": 10, "error": "answer: KeyError: 'x'"}
     assert events == [event | {"step": 1}, event | {"step": 2}]
     assert errors == [0.0, 4.0, 4.0]
+
+
+class Tables:
+    """A tracker that receives samples."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, str, list[Any]]] = []
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        pass
+
+    def log_samples(self, step: int, name: str, rows: Sequence[Sequence[Any]]) -> None:
+        self.rows.append((step, name, list(rows)))
+
+    def close(self) -> None:
+        pass
+
+
+def test_trackers_get_the_recorded_samples_of_the_evaluated_version(tmp_path: Path) -> None:
+    tables, plain = Tables(), custom_tracker.Lines(tmp_path, {"seed": 0}, None)
+    with closing(RunDirectory(tmp_path)) as directory:
+        recorder = Recorder(directory, Trackers({"tables": tables, "plain": plain}, pytest.fail), Console("off", total_steps=9))
+        for version in (2, 3):
+            completion = {"text": f"four {version}", "num_tokens": 2, "reward": 0.5, "outcome": "ok"}
+            line = {
+                "index": 0,
+                "set": "sums",
+                "version": version,
+                "prompt": "2 + 2 =",
+                "answer": "4",
+                "completions": [completion],
+            }
+            record(tmp_path, "evaluations", line)
+            recorder.evaluation(version, replace(COMPLETE, version=version))
+    assert tables.rows == [(step, "sums", [("2 + 2 =", "4", f"four {step}", 0.5, "ok")]) for step in (2, 3)]
 
 
 def test_training_warns_once_of_failed_rewards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -278,7 +278,8 @@ def broken_by_packages(config: Config, device: str, *, training: bool = True, sa
         yield config.broken("trainer.float8", "the package torchao must be installed", fix)
     # Look for distributions, because a run directory named `wandb` would look like the module.
     for logger in config.logging.loggers:
-        if logger in TRACKERS and devices.installed_version(logger) is None:
+        package = "mlflow-skinny" if logger == "mlflow" else logger  # mlflow requires it
+        if logger in TRACKERS and devices.installed_version(package) is None:
             fix = f"pip install {logger}, or remove it from logging.loggers"
             yield config.broken("logging.loggers", f"the package {logger} must be installed", fix)
     for package in OTEL if training and config.logging.otlp_endpoint is not None else ():

@@ -467,6 +467,7 @@ TRACKERS: Mapping[str, str] = {
     "tensorboard": "titanrl.metrics.trackers:TensorBoardTracker",
     "wandb": "titanrl.metrics.trackers:WandbTracker",
     "trackio": "titanrl.metrics.trackers:TrackioTracker",
+    "mlflow": "titanrl.metrics.trackers:MlflowTracker",
 }
 """Values of `logging.loggers`: the name, which is also the name of the package to install, and the import path of the class."""
 

@@ -1,20 +1,23 @@
 """Destinations of metrics: the recorder, and the experiment trackers that receive a copy of `metrics.jsonl`.
 
-Trackers are TensorBoard, Weights & Biases, trackio (`titanrl.config.sections.TRACKERS`), or a custom tracker: a class or
-function with the signature of `TrackerFactory`, or an object with the methods of `Tracker`.
+Trackers are TensorBoard, Weights & Biases, trackio, MLflow (`titanrl.config.sections.TRACKERS`), or a custom tracker: a class
+or function with the signature of `TrackerFactory`, or an object with the methods of `Tracker`.
 """
 
 import importlib
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping
+import re
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from titanrl.base.files import replace_text
 from titanrl.base.plugins import Plugins, Point, check_call, import_object
 from titanrl.carriers.types import EvaluationResult, StepMetrics
 from titanrl.config.sections import TRACKERS
+from titanrl.metrics.reading import Hit, RunRecord
 from titanrl.metrics.steps import evaluation_metrics
 
 if TYPE_CHECKING:  # checks in child processes need only the protocols
@@ -25,6 +28,11 @@ PROJECT = "titanrl"
 """Project name for runs in W&B and trackio."""
 FLUSH_S = 1.0
 """Interval in seconds at which metrics are flushed to disk, which limits what a killed run loses."""
+
+SAMPLE_COLUMNS = ("prompt", "answer", "completion", "reward", "outcome")
+"""Columns of the samples of an evaluation."""
+MLFLOW_PARAMS, MLFLOW_METRICS, MLFLOW_CHARS = 100, 1000, 500
+"""Most parameters and metrics of a request to MLflow, and the longest value of a parameter."""
 
 EXPECTED = "class MyTracker: def __init__(self, run_dir: Path, config: Mapping[str, Any], resume_step: int | None)"
 LOG_EXPECTED = "def log(self, step: int, values: Mapping[str, float]) -> None"
@@ -51,6 +59,14 @@ class Tracker(Protocol):
 
     def close(self) -> None:
         """Write buffered metrics and finish the run."""
+
+
+@runtime_checkable
+class SampleTracker(Tracker, Protocol):
+    """A tracker that also receives the recorded samples of evaluations."""
+
+    def log_samples(self, step: int, name: str, rows: Sequence[Sequence[Any]], /) -> None:
+        """Record samples of an evaluation after a step, one row of `SAMPLE_COLUMNS` each."""
 
 
 class TrackerFactory(Protocol):
@@ -109,8 +125,8 @@ class RunTracker:
         if is_known:
             state = json.loads(self._state_file.read_text(encoding="utf-8"))
         self._first_step, self._step = state["step"] + 1, state["step"]
-        self._is_wandb = self.module == "wandb"
-        options: dict[str, Any] = {"project": PROJECT, "name": run_dir.name, "config": dict(config)}
+        self._is_wandb, self._table = self.module == "wandb", module.Table
+        options: dict[str, Any] = {"project": PROJECT, "name": run_dir.name, "config": flat(config)}
         if self._is_wandb:
             # Otherwise wandb would capture the live display, which garbles the output of both.
             settings = module.Settings(console="off", quiet=True, x_transaction_log_flush_interval=FLUSH_S)
@@ -131,6 +147,12 @@ class RunTracker:
             # W&B writes a step when the next one begins; trackio writes it immediately.
             self._save(self._step if self._is_wandb else step)
             self._step = step
+
+    def log_samples(self, step: int, name: str, rows: Sequence[Sequence[Any]]) -> None:
+        """Record samples as a table, unless an earlier attempt already recorded this step."""
+        if step >= self._first_step:
+            table = self._table(columns=list(SAMPLE_COLUMNS), data=[list(map(_shown, row)) for row in rows])
+            self._run.log({f"samples/{name}": table}, step=step)
 
     def close(self) -> None:
         """Upload or write the buffered metrics, and finish the run."""
@@ -154,6 +176,57 @@ class TrackioTracker(RunTracker):
     module = "trackio"
 
 
+class MlflowTracker:
+    """Logs to MLflow, at the server or store that `MLFLOW_TRACKING_URI` names. It resumes as `RunTracker` does."""
+
+    module: ClassVar[str] = "mlflow"
+
+    def __init__(self, run_dir: Path, config: Mapping[str, Any], resume_step: int | None) -> None:
+        """Start a run named after the run directory, or continue the run recorded in it."""
+        module = importlib.import_module(self.module)
+        self._client, self._metric = module.MlflowClient(), module.entities.Metric
+        self._state_file = run_dir / f"{self.module}.json"
+        if resume_step is not None and self._state_file.exists():
+            state = json.loads(self._state_file.read_text(encoding="utf-8"))
+            self._run_id, self._step = state["id"], state["step"]
+            self._client.update_run(self._run_id, status="RUNNING")
+        else:
+            found = self._client.get_experiment_by_name(PROJECT)
+            experiment = self._client.create_experiment(PROJECT) if found is None else found.experiment_id
+            self._run_id, self._step = self._client.create_run(experiment, run_name=run_dir.name).info.run_id, -1
+            values = [(_mlflow_name(key), _shown(value)) for key, value in flat(config).items()]
+            params = [module.entities.Param(key, str(value)[:MLFLOW_CHARS]) for key, value in values]
+            for start in range(0, len(params), MLFLOW_PARAMS):
+                self._client.log_batch(self._run_id, params=params[start : start + MLFLOW_PARAMS])
+            self._save()
+        self._first_step = self._step + 1
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Record the metrics of a step, unless an earlier attempt already recorded this step."""
+        if step < self._first_step:
+            return
+        now = round(time.time() * 1000)
+        metrics = [self._metric(_mlflow_name(name), value, now, step) for name, value in values.items()]
+        for start in range(0, len(metrics), MLFLOW_METRICS):
+            self._client.log_batch(self._run_id, metrics=metrics[start : start + MLFLOW_METRICS])
+        if step > self._step:
+            self._step = step
+            self._save()
+
+    def log_samples(self, step: int, name: str, rows: Sequence[Sequence[Any]]) -> None:
+        """Record samples as a table among the artifacts, unless an earlier attempt already recorded this step."""
+        if step >= self._first_step:
+            text = json.dumps({"columns": SAMPLE_COLUMNS, "data": [list(map(_shown, row)) for row in rows]})
+            self._client.log_text(self._run_id, text, f"samples/{_mlflow_name(name)}/{step}.json")
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._client.set_terminated(self._run_id)
+
+    def _save(self) -> None:
+        replace_text(self._state_file, json.dumps({"id": self._run_id, "step": self._step}))
+
+
 class Trackers:
     """All trackers of a run. A tracker that raises is dropped with a warning, and the run continues."""
 
@@ -166,6 +239,15 @@ class Trackers:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Record metrics of one step in every tracker."""
         self._each(lambda tracker: tracker.log(step, values))
+
+    @property
+    def take_samples(self) -> bool:
+        """True if a tracker receives samples of evaluations."""
+        return any(isinstance(tracker, SampleTracker) for tracker in self._trackers.values())
+
+    def log_samples(self, step: int, name: str, rows: Sequence[Sequence[Any]]) -> None:
+        """Record samples of an evaluation in every tracker that receives them."""
+        self._each(lambda tracker: tracker.log_samples(step, name, rows) if isinstance(tracker, SampleTracker) else None)
 
     def close(self, *, keep_given: bool = False) -> None:
         """Close every tracker; with `keep_given`, leave the objects open that the user passed in."""
@@ -190,6 +272,7 @@ class Recorder:
         """Record to an open run directory and to started trackers."""
         self.directory, self.console = directory, console
         self._trackers = trackers
+        self._record = RunRecord(directory.path)
         self._warned_of: set[str] = set()  # evaluation sets
         self._warned_of_training = False
 
@@ -217,6 +300,10 @@ class Recorder:
                     f"eval/{result.task}/error_frac counts them."
                 )
         self._write(StepMetrics(step=step, version=result.version, values=values))
+        if self._trackers.take_samples:
+            version = float(result.version), float(result.version)
+            hits = self._record.search(kind="evaluations", set=result.task, version=version)
+            self._trackers.log_samples(step, result.task, [_sample(hit) for hit in hits])
         self.console.evaluation(result.task, result.version, result.mean, result.failures)
 
     def scorer_errors(self, step: int, count: int, num_completions: int, first_error: str) -> None:
@@ -310,6 +397,29 @@ POINT = Point(
     checked=lambda tracker, plugin, config: check_tracker(tracker, key=plugin.key, name=plugin.name),
     in_controller=True,
 )
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return a configuration with dotted keys, such as `algorithm.loss`, so that trackers can compare and filter by each."""
+    values: dict[str, Any] = {}
+    for key, value in config.items():
+        values |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
+    return values
+
+
+def _sample(hit: Hit) -> tuple[Any, ...]:
+    group, completion = hit.group, hit.completion
+    return group.prompt, group.answer, completion.text, completion.reward, completion.outcome
+
+
+def _shown(value: Any) -> Any:
+    """Return a value as trackers can show it: a number, a text, or JSON."""
+    return value if value is None or isinstance(value, str | int | float) else json.dumps(value)
+
+
+def _mlflow_name(name: str) -> str:
+    """Return a name with the characters that MLflow accepts."""
+    return re.sub(r"[^\w\-./ :]", "_", name, flags=re.ASCII)
 
 
 def _is_factory(candidate: Any) -> bool:
