@@ -20,7 +20,8 @@ from tests.recorded import record_group
 from tests.run.test_explanation import written
 from tests.serving.servers import Server, serving
 from titanrl.base.control import listen
-from titanrl.commands.board import ROUTES, Board, main
+from titanrl.commands.board import explained, main
+from titanrl.serving.runs import ROUTES, Board
 
 KEY = "a-key-of-the-board"
 
@@ -39,7 +40,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def server(folder: Path) -> Iterator[Server]:
-    board = Board(folder, KEY)
+    board = Board(folder, KEY, explained)
     with serving(board) as server:
         yield server
         board.close()

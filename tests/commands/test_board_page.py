@@ -16,8 +16,9 @@ from tests.metrics.test_report import ATTACK, completion, group
 from tests.recorded import record, record_group
 from tests.run.test_explanation import written
 from tests.serving.servers import Server, serving
-from titanrl.commands.board import Board
+from titanrl.commands.board import explained
 from titanrl.metrics.report import write_report
+from titanrl.serving.runs import Board
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
 CHROMIUM = shutil.which("chromium")
@@ -78,7 +79,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Server]:
-    board = Board(folder, KEY)
+    board = Board(folder, KEY, explained)
     with serving(board) as server:
         watching = asyncio.run_coroutine_threadsafe(board.watch(), server.loop)
         yield server
@@ -260,7 +261,7 @@ def test_report_is_the_same_page_without_a_server(folder: Path, opened: Any, wid
 @pytest.mark.slow
 def test_long_run_opens_quickly_and_stays_small(tmp_path: Path, browser: Any) -> None:
     write_run(tmp_path / "long")
-    with serving(Board(tmp_path, KEY)) as server:
+    with serving(Board(tmp_path, KEY, explained)) as server:
         page = browser.new_page()
         page.goto(address(server))
         page.wait_for_selector("text=1 run")
@@ -290,7 +291,7 @@ def test_long_run_opens_quickly_and_stays_small(tmp_path: Path, browser: Any) ->
 def test_click_on_a_token_explains_its_loss(tmp_path: Path, opened: Any) -> None:
     run = written(tmp_path / "explained", "algorithm.preset=grpo")
     record_group(run, {"index": 17, "version": 1, "completions": [{"text": "aaaaaa", "num_tokens": 6, "reward": 1.0}]})
-    board = Board(tmp_path, KEY)
+    board = Board(tmp_path, KEY, explained)
     with serving(board) as server:
         page = opened(address(server))
         page.goto(f"{server.url}/#/run/explained/rollouts")

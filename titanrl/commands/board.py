@@ -1,63 +1,21 @@
-"""See runs while they run: `titanrl board [FOLDER]`.
-
-It serves one page and its data on loopback. The data need a key, which the printed address contains. Requests have the key in a
-header, which a page of another origin cannot set; a browser would send a cookie to every port of the host.
-"""
+"""See runs while they run: `titanrl board [FOLDER]`."""
 
 import argparse
 import asyncio
-import hmac
 import secrets
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any
 
 import rich.console
-import watchfiles
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
 
 from titanrl.base import terminal
-from titanrl.base.control import Action, SteeringError, steer
-from titanrl.base.errors import TitanRLError, describe
+from titanrl.base.errors import describe
 from titanrl.base.files import why_no_folder
-from titanrl.carriers.record import FOLDER, encode
 from titanrl.config.errors import ConfigError, refusing
-from titanrl.metrics.comparison import compared
-from titanrl.metrics.index import Filters, Kind
-from titanrl.metrics.report import page_file
-from titanrl.metrics.views import RunView, find_runs
+from titanrl.metrics.reading import RunRecord
 from titanrl.run import command
-from titanrl.serving.calls import Refused
-from titanrl.serving.http import JSON, Endpoint, Headers, Receive, Response, Scope, dump, read_body, unless_disconnected
-from titanrl.serving.listening import listen
-
-LOCAL = ("127.0.0.1", "localhost", "::1")
-PAGES = {
-    "/": ("board.html", b"text/html"),
-    "/board.css": ("board.css", b"text/css"),
-    "/board.js": ("board.js", b"text/javascript"),
-}
-"""Files of the page, by path. They contain no data, so they need no key."""
-POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
-    "form-action 'none'; frame-ancestors 'none'"
-)
-HEADERS = [
-    (b"content-security-policy", POLICY.encode()),
-    (b"x-content-type-options", b"nosniff"),
-    (b"referrer-policy", b"no-referrer"),
-    (b"cache-control", b"no-store"),
-    (b"cross-origin-resource-policy", b"same-origin"),
-]
-SETTLE_MS = 300
-"""Milliseconds for which changes of files are collected before the pages hear of them."""
-MAX_NAMES = 500
-"""Metrics in one request."""
-MAX_COMPARED = 20
-"""Runs that are compared at once."""
-MAX_BODY_BYTES, BODY_S = 1 << 18, 10.0
-"""Longest body of a request, and time limit for it in seconds."""
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "titanrl board") -> None:
@@ -99,7 +57,10 @@ async def serve(folder: Path, port: int) -> None:
     Raises:
         OSError: The port cannot be used.
     """
-    board = Board(folder, secrets.token_urlsafe(32))
+    from titanrl.serving.listening import listen
+    from titanrl.serving.runs import LOCAL, Board
+
+    board = Board(folder, secrets.token_urlsafe(32), explained)
     listener = await listen(board, (LOCAL[0], port))
     port = int(listener.url.rpartition(":")[2])
     try:
@@ -114,219 +75,11 @@ async def serve(folder: Path, port: int) -> None:
         await listener.close()
 
 
-class Board(Endpoint):
-    """The page and its data."""
-
-    def __init__(self, folder: Path, key: str) -> None:
-        """Serve the runs of a folder to who has the key."""
-        super().__init__(hosts=LOCAL)
-        self.folder, self.key = folder.resolve(), key
-        self._views: dict[str, RunView] = {}
-        self._listeners: set[asyncio.Queue[set[str] | None]] = set()
-        self._stop = asyncio.Event()
-
-    def close(self) -> None:
-        """End the streams of changes."""
-        self._stop.set()
-        for queue in self._listeners:
-            queue.put_nowait(None)
-
-    async def watch(self) -> None:
-        """Report changed runs to the pages, until `close`."""
-        async for changes in watchfiles.awatch(
-            self.folder, stop_event=self._stop, debounce=SETTLE_MS, step=SETTLE_MS // 3, watch_filter=_is_shown
-        ):
-            names = {self._name_of(Path(path)) for _, path in changes}
-            for queue in self._listeners:
-                queue.put_nowait(names)
-
-    def _name_of(self, path: Path) -> str:
-        """Return the name of the run to which a file belongs; that of the folder, if none is known."""
-        known = {view.record.path: name for name, view in self._views.items()}
-        return next((known[parent] for parent in path.parents if parent in known), "")
-
-    def label(self, path: str) -> str | None:
-        """Return no label: the board has no metrics."""
-        return None
-
-    def authorize(self, key: str) -> bool:
-        """Return whether it is the key of this board."""
-        return hmac.compare_digest(key.encode("latin-1", "replace"), self.key.encode())
-
-    async def _respond(self, scope: Scope, receive: Receive, response: Response) -> None:
-        if scope["method"] == "GET" and scope["path"] in PAGES:
-            name, kind = PAGES[scope["path"]]
-            await response.send(page_file(name).encode(), [(b"content-type", kind + b"; charset=utf-8"), *HEADERS])
-        else:
-            await super()._respond(scope, receive, response)
-
-    async def answer(self, method: str, path: str, key: str, headers: Headers, receive: Receive, response: Response) -> None:
-        """Answer a request for data: JSON in, JSON out."""
-        origin = headers.get(b"origin", b"http://" + headers[b"host"])
-        if origin != b"http://" + headers[b"host"]:
-            raise Refused(f"origin: must be that of the board (got {origin[:80].decode('latin-1')!r})", status=403)
-        if path == "/api/changes":
-            await unless_disconnected(self._stream(response), receive)
-            return
-        handle = ROUTES.get(path.removeprefix("/api/"))
-        if handle is None:
-            raise Refused(f"path: must be /api/ and one of {', '.join(ROUTES)} (got {path[:200]!r})", status=404)
-        if method != "POST":
-            raise Refused(f"method: must be POST (got {method[:20]!r})", status=405)
-        body = await read_body(headers, receive, limit=MAX_BODY_BYTES, limit_s=BODY_S)
-        try:
-            asked = Asked.model_validate_json(body)
-        except ValidationError as error:
-            first = error.errors()[0]
-            raise Refused(f"{'.'.join(map(str, first['loc']))}: {first['msg']}", status=400) from error
-        value = await asyncio.to_thread(handle, self, asked)
-        await response.send((await asyncio.to_thread(encode, value)).encode(), [(b"content-type", JSON), *HEADERS])
-
-    async def _stream(self, response: Response) -> None:
-        """Send the names of runs whose files have changed, until the board closes."""
-        queue: asyncio.Queue[set[str] | None] = asyncio.Queue()
-        self._listeners.add(queue)
-        try:
-            await response.start_stream([(b"content-type", b"text/event-stream"), *HEADERS])
-            await response.send_part(b": open\n\n")
-            while (names := await queue.get()) is not None:
-                await response.send_part(f"data: {dump({'runs': sorted(names)})}\n\n".encode())
-            await response.send_part(b"", is_last=True)
-        finally:
-            self._listeners.discard(queue)
-
-    def view(self, name: str | None) -> RunView:
-        """Return the view of a run.
-
-        Raises:
-            Refused: There is no such run.
-        """
-        if name not in self._views:
-            self.find()
-        view = self._views.get(name or "")
-        if view is None:
-            raise Refused(f"run: there is no run {name!r} in {self.folder}. It may have been deleted.", status=404)
-        return view
-
-    def find(self) -> list[RunView]:
-        """Return the views of all runs in the folder."""
-        found = find_runs(self.folder)
-        self._views = {name: self._views.get(name) or RunView(path, name) for name, path in found.items()}
-        return list(self._views.values())
-
-
-class Asked(BaseModel):
-    """The body of a request. Each route uses some of the fields."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    run: str | list[str] = ""
-    name: list[str] = Field(default=[], max_length=MAX_NAMES)
-    kind: Kind = "rollouts"
-    text: str = Field(default="", max_length=1000)
-    order: Literal["newest", "oldest", ""] = "newest"
-    at: NonNegativeInt = 0
-    index: int | None = None
-    version: int | None = None
-    set: str | None = None
-    steps: int = Field(default=3, ge=1, le=100)
-    step: int | None = None
-    action: Action = "status"
-    values: dict[str, Any] = {}
-    status: str | None = None
-    outcome: str | None = None
-    environment: str | None = None
-    task: str | None = None
-    part: str | None = None
-    reward_from: float | None = None
-    reward_to: float | None = None
-    part_from: float | None = None
-    part_to: float | None = None
-    version_from: float | None = None
-    version_to: float | None = None
-    step_from: float | None = None
-    step_to: float | None = None
-
-    def filters(self) -> Filters:
-        """Return the conditions of a search."""
-        given = self.model_dump(exclude_none=True)
-        filters: dict[str, Any] = {
-            name: given[name] for name in ("set", "status", "outcome", "environment", "task") if given.get(name)
-        }
-        for name in ("reward", "version", "step"):
-            limits = given.get(f"{name}_from"), given.get(f"{name}_to")
-            if limits != (None, None):
-                filters[name] = limits
-        if self.part and (self.part_from, self.part_to) != (None, None):
-            filters["parts"] = {self.part: (self.part_from, self.part_to)}
-        return cast(Filters, filters)
-
-
-def _runs(board: Board, asked: Asked) -> Any:
-    return {"folder": str(board.folder), "runs": [view.summary() for view in board.find()]}
-
-
-def _view(board: Board, asked: Asked) -> RunView:
-    return board.view(asked.run if isinstance(asked.run, str) else None)
-
-
-def _group(board: Board, asked: Asked) -> Any:
-    filters: Filters = {} if asked.version is None else {"version": (asked.version, asked.version)}
-    if asked.set is not None:
-        filters["set"] = asked.set
-    return _view(board, asked).group(asked.index or 0, filters, asked.kind)
-
-
-def _compare(board: Board, asked: Asked) -> Any:
-    names = [asked.run] if isinstance(asked.run, str) else asked.run
-    try:
-        return compared([board.view(name) for name in names[:MAX_COMPARED]])
-    except TitanRLError as error:
-        raise Refused(str(error), status=400) from error
-
-
-def _steer(board: Board, asked: Asked) -> Any:
-    """Send a request to a run; see `titanrl.base.control.steer`."""
-    try:
-        return asyncio.run(steer(_view(board, asked).record.path, asked.action, asked.values))
-    except SteeringError as error:
-        raise Refused(str(error), status=409) from error
-
-
-def _explain(board: Board, asked: Asked) -> Any:
+def explained(run: RunRecord, step: int, index: int) -> list[dict[str, Any]]:
     """Return how the tokens of a group entered the loss of a step. A custom loss is not imported."""
     from titanrl.run.explanation import explain  # imports torch, which the other pages do not need
 
-    try:
-        return {"segments": [each.as_dict() for each in explain(_view(board, asked).record, asked.step or 0, asked.index or 0)]}
-    except TitanRLError as error:
-        raise Refused(str(error), status=400) from error
-
-
-ROUTES: Mapping[str, Callable[[Board, Asked], Any]] = {
-    "runs": _runs,
-    "run": lambda board, asked: _view(board, asked).overview(),
-    "charts": lambda board, asked: _view(board, asked).charts(asked.name),
-    "search": lambda board, asked: _view(board, asked).search(
-        asked.text, kind=asked.kind, order=asked.order or "newest", at=asked.at, **asked.filters()
-    ),
-    "group": _group,
-    "evaluations": lambda board, asked: _view(board, asked).evaluations(asked.set),
-    "answers": lambda board, asked: _view(board, asked).answers(asked.set or "", asked.index or 0),
-    "timeline": lambda board, asked: _view(board, asked).timeline(asked.steps, asked.step),
-    "events": lambda board, asked: _view(board, asked).recent_events(),
-    "config": lambda board, asked: _view(board, asked).configuration(),
-    "compare": _compare,
-    "explain": _explain,
-    "steer": _steer,
-}
-"""Functions that answer requests, by path below `/api/`."""
-
-
-def _is_shown(change: watchfiles.Change, path: str) -> bool:
-    """Return whether a page shows a file; checkpoints and logs change often, and are not shown."""
-    file = Path(path)
-    return file.parent.name == FOLDER or file.suffix in (".jsonl", ".yaml", "")
+    return [segment.as_dict() for segment in explain(run, step, index)]
 
 
 if __name__ == "__main__":
