@@ -34,6 +34,7 @@ pytestmark = pytest.mark.usefixtures("scratch")
     ("override", "rule", "fix"),
     [
         ("trainer.parallelism={dp_shard: 3,ep: 3}", "ep must divide the model's 8 experts", "set trainer.parallelism.ep"),
+        ("trainer.parallelism={tp: 2}", "needs expert parallelism", "set trainer.parallelism.ep to 2"),
         ("trainer.compile=true", "compile is not supported for a mixture of experts", "set trainer.compile to false"),
         ("trainer.float8=rowwise", "float8 is not supported for a mixture of experts", "set trainer.float8 to null"),
         ("trainer.lora={rank: 4}", "cannot have LoRA adapters", "set trainer.lora.targets to [attention]"),

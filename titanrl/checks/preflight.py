@@ -446,6 +446,10 @@ def _broken_by_experts(config: Config, shape: ModelShape, values: Mapping[str, o
     if config.train and number % ep:
         rule = f"ep must divide the model's {number} experts"
         yield BrokenRule({"trainer.parallelism.ep": ep, **values}, rule, "set trainer.parallelism.ep to a divisor of them")
+    if config.train and trainer.parallelism.tp > 1 and ep == 1:
+        rule = "tensor parallelism of a mixture of experts needs expert parallelism: without it, torch 2.13 fails for odd rows"
+        keys = {"trainer.parallelism.tp": trainer.parallelism.tp, "trainer.parallelism.ep": ep, **values}
+        yield BrokenRule(keys, rule, f"set trainer.parallelism.ep to {trainer.parallelism.tp}, or tp to 1")
     if config.train and trainer.compile:
         rule = "compile is not supported for a mixture of experts"
         yield BrokenRule({"trainer.compile": True, **values}, rule, "set trainer.compile to false")

@@ -250,7 +250,7 @@ class ParallelismConfig(Section):
     ep: Processes = 1
     """Expert-parallel degree: number of ranks that the experts of a layer are distributed over, for a mixture of experts. It
     uses the ranks of `dp_shard` and `tp` and adds none, so it must divide their product; it must also divide the number of
-    experts. With 1, FSDP and tensor parallelism shard the experts like other parameters."""
+    experts. With 1, FSDP shards the experts like other parameters. Tensor parallelism of experts needs more than 1."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """FSDP's policy for parameters gathered in the forward pass: `always` frees them, which saves memory; `never` keeps them
     for the backward pass, which saves communication; `default` is torchtitan's choice. On one data-parallel rank, only `always`
