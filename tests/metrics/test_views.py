@@ -91,14 +91,14 @@ def test_units_are_those_of_the_documentation() -> None:
 @pytest.mark.parametrize(
     ("end", "state"),
     [
-        ({"code": 0, "cause": ""}, "finished"),
-        ({"code": 1, "cause": "no memory"}, "failed"),
-        ({"code": 130, "cause": "Ctrl-C"}, "interrupted"),
+        ({"code": 0, "cause": ""}, ("finished", None)),
+        ({"code": 1, "cause": "no memory"}, ("failed", None)),
+        ({"code": 143, "cause": "interrupted"}, ("interrupted", "SIGTERM")),
     ],
 )
-def test_state_of_a_run_that_ended(tmp_path: Path, end: dict[str, Any], state: str) -> None:
+def test_state_of_a_run_that_ended(tmp_path: Path, end: dict[str, Any], state: tuple[str, str | None]) -> None:
     found = write_events(tmp_path, {"kind": "start"}, {"kind": "end", **end}).state()
-    assert (found["state"], found["cause"]) == (state, end["cause"])
+    assert (found["state"], found["signal"], found["cause"]) == (*state, end["cause"])
     (tmp_path / "run.lock").write_text(f"{os.getpid()} {HOST}\n")
     assert write_events(tmp_path, {"kind": "resume", "step": 1}).state()["state"] == "running"
 

@@ -126,7 +126,7 @@ async function follow() {
       const response = await fetch("/api/changes", { headers: { authorization: `Bearer ${key}` } });
       if (!response.ok) throw new Error(response.statusText);
       live.className = "on";
-      live.textContent = "live";
+      live.textContent = "connected";
       const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
       for (let text = ""; ;) {
         const { value, done } = await reader.read();
@@ -269,7 +269,7 @@ async function runPage(name, tab, query) {
   const head = async () => {
     run = await get("run", { run: name });
     const progress = `step ${run.step}${run.num_steps ? ` of ${run.num_steps}` : ""}`;
-    const facts = [progress, run.step_s ? `${short(run.step_s)} s per step` : "", run.state === "running" || run.state === "unknown" ? `last activity ${ago(run.updated)}` : `ended ${ago(run.ended)}`];
+    const facts = [progress, run.step_s ? `newest step ${short(run.step_s)} s` : "", run.state === "running" || run.state === "unknown" ? `last activity ${ago(run.updated)}` : `ended ${ago(run.ended)}`];
     const since = Math.max(run.last_step_time ?? 0, run.facts.Started ?? 0), quiet = Date.now() / 1000 - since;
     const silent = run.state === "running" && since && quiet > (run.step_s ? Math.max(10, 10 * run.step_s) : 90)
       ? [{ level: "bad", title: `No step for ${duration(quiet)}`, text: `${run.step_s ? `The last step took ${short(run.step_s)} s.` : "None is complete since the start."} The timeline shows what the processes wait for.`, link: "timeline" }] : [];
@@ -277,7 +277,7 @@ async function runPage(name, tab, query) {
     put(top, 
       h("div", { class: "title" }, h("h1", {}, run.name), chip(run.state), h("span", { class: "muted" }, facts.filter(Boolean).join(" · "))),
       run.outcome ? h("p", { style: { "margin-top": "8px" } }, run.outcome) : "",
-      run.cause && run.state !== "running" ? h("div", { class: `cause ${run.state}` }, h("b", {}, run.state === "failed" ? "Why it failed" : "Why it ended"), h("pre", {}, run.cause), run.code !== null ? h("p", { class: "muted small" }, `exit code ${run.code} after ${progress}`) : null) : "",
+      run.cause && run.state !== "running" ? h("div", { class: `cause ${run.state}` }, h("b", {}, run.state === "failed" ? "Why it failed" : "Why it ended"), h("pre", {}, run.cause), run.code !== null ? h("p", { class: "muted small" }, `exit code ${run.code}${run.signal ? ` (${run.signal})` : ""} after ${progress}`) : null) : "",
       notes.length ? h("ul", { class: "attention", "aria-label": "What needs attention" }, notes.map((note) => h("li", { class: note.level }, h("b", {}, note.title), linkTo(note.link), h("p", {}, note.text)))) : "",
       h("nav", { class: "tabs", "aria-label": "Parts of the run" }, Object.entries(TABS).filter(([id]) => available(id)).map(([id, text]) => h("a", { href: link(["run", name, id]), "aria-current": id === tab ? "page" : null }, text))));
   };
@@ -790,7 +790,7 @@ async function evaluationsTab(content, run, query) {
 
 async function timelineTab(content, run, query) {
   let steps = Number(query.steps ?? 3);
-  const plot = h("div"), usage = h("div"), says = h("div", { class: "explained", role: "status", hidden: true });
+  const plot = h("div", {}, h("p", { class: "muted" }, "Reading the spans.")), usage = h("div"), says = h("div", { class: "explained", role: "status", hidden: true });
   const draw = async () => {
     const found = await get("timeline", { run: run.name, steps, step: query.step });
     if (!found?.processes.length) { put(plot, h("p", { class: "muted" }, "No spans are recorded yet.")); return; }

@@ -7,6 +7,7 @@ length become at most some hundred intervals with their means and extremes, and 
 import math
 import os
 import re
+import signal
 import sys
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -48,6 +49,8 @@ NUM_SAMPLED = 60
 """Lines of a metrics file that the list of runs reads for a small curve."""
 TAIL_BYTES = 1 << 18
 """Last bytes of a metrics file that the list of runs reads."""
+SIGNALS = {128 + number: number.name for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)}
+"""Names of the signals that interrupted a run, by its exit code."""
 FAULTS = frozenset({"fault", "stall", "host_lost", "respawn", "restart"})
 """Kinds of events that tell of a failure."""
 _AXES = ("step", "time", "tokens")
@@ -281,8 +284,9 @@ class RunView:
         updated = self._updated()
         if lives and lives[-1]["kind"] == "end":
             code, cause = lives[-1].get("code"), str(lives[-1].get("cause", ""))
-            name = "finished" if code == 0 else "interrupted" if code in {129, 130, 143} else "failed"
-            return {"state": name, "code": code, "cause": cause, "updated": updated, "ended": lives[-1].get("time")}
+            name = "finished" if code == 0 else "interrupted" if code in SIGNALS else "failed"
+            ended = {"updated": updated, "ended": lives[-1].get("time")}
+            return {"state": name, "code": code, "signal": SIGNALS.get(code), "cause": cause, **ended}
         alive = _is_alive(self.record.path / "run.lock")
         if alive is False:
             cause = "Its process has ended without a word: it was killed, or the machine stopped. The logs may say more."
