@@ -36,7 +36,10 @@ def test_directory_without_config_json_is_reported() -> None:
 @pytest.mark.parametrize(
     ("changes", "rule"),
     [
-        ({"model_type": "gemma3"}, "must have one of the supported model types qwen3, qwen2, llama, mistral, not gemma3"),
+        (
+            {"model_type": "gemma3"},
+            "must have one of the supported model types qwen3, qwen3_moe, qwen2, llama, mistral, not gemma3",
+        ),
         ({"hidden_size": "big"}, "must contain positive integers for hidden_size"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers of its config.json must be at most 10,000, not 1000000000"),
         ({"head_dim": 16}, "config.json: head_dim: vLLM has no CPU attention kernel for this head size (got 16)"),
@@ -49,7 +52,7 @@ def test_unsupported_config_json_is_reported(changes: dict[str, Any], rule: str)
 
 
 def test_wrong_family_error_lists_supported_families() -> None:
-    supported = "must be one of the supported model types qwen3, qwen2, llama, mistral"
+    supported = "must be one of the supported model types qwen3, qwen3_moe, qwen2, llama, mistral"
     assert problem("", "model.recipe.family=lama") == (
         f'override model.recipe.family=lama: model.recipe.family="lama"\n  rule: {supported}\n  fix:  did you mean llama?'
     )

@@ -33,7 +33,7 @@ from titanrl.config.dry_run import print_dry_run, print_table
 from titanrl.config.errors import BrokenRule, BrokenRules, ConfigError, rule_of
 from titanrl.config.load import did_you_mean, explain_rule
 from titanrl.config.schema import Config, broken_by_positions
-from titanrl.config.sections import TRACKERS
+from titanrl.config.sections import SMALLEST_PACKAGES, TRACKERS
 from titanrl.config.sizes import ModelShape, cpu_bytes, derive, gigabytes, host_bytes, model_values
 from titanrl.config.source import Source, config_of_run, read_source
 from titanrl.data import examples
@@ -278,8 +278,7 @@ def broken_by_packages(config: Config, device: str, *, training: bool = True, sa
         yield config.broken("trainer.float8", "the package torchao must be installed", fix)
     # Look for distributions, because a run directory named `wandb` would look like the module.
     for logger in config.logging.loggers:
-        package = "mlflow-skinny" if logger == "mlflow" else logger  # mlflow requires it
-        if logger in TRACKERS and devices.installed_version(package) is None:
+        if logger in TRACKERS and devices.installed_version(SMALLEST_PACKAGES.get(logger, logger)) is None:
             fix = f"pip install {logger}, or remove it from logging.loggers"
             yield config.broken("logging.loggers", f"the package {logger} must be installed", fix)
     for package in OTEL if training and config.logging.otlp_endpoint is not None else ():

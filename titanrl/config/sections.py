@@ -470,6 +470,8 @@ TRACKERS: Mapping[str, str] = {
     "mlflow": "titanrl.metrics.trackers:MlflowTracker",
 }
 """Values of `logging.loggers`: the name, which is also the name of the package to install, and the import path of the class."""
+SMALLEST_PACKAGES: Mapping[str, str] = {"mlflow": "mlflow-skinny"}
+"""Packages that suffice for a tracker and that its own package requires."""
 
 
 class LoggingConfig(Section):

@@ -210,7 +210,7 @@ def _clips(terms: TokenTerms, algorithm: AlgorithmConfig) -> list[str]:
         else:
             names.append("low" if ratio < low else "high" if ratio > high else "")
     dual = algorithm.dual_clip
-    if algorithm.loss == "ppo" and dual is not None:
+    if algorithm.loss in LOSSES and dual is not None:
         is_dual = ((terms.advantages_N < 0) & (terms.values["ratio"] > dual)).tolist()
         names = ["dual" if name and beyond else name for name, beyond in zip(names, is_dual, strict=True)]
     return names
