@@ -528,8 +528,8 @@ class Run:
     def _open_recorder(self, kind: Kind) -> None:
         self._recorder = open_recorder(self.steering.base, self.run_dir, kind, self._found, self.console, self._plugins)
         if kind != "restart":
-            open_timeline(self.run_dir, "controller", span_bytes(self.config), is_server=False, since=self.since)
             self._telemetry = Telemetry(self.config.logging, self.run_dir, self.console, since=self.since)
+            open_timeline(self.run_dir, "controller", span_bytes(self.config), is_server=False, since=self.since)
 
     @property
     def _session_fault(self) -> FaultError | None:
