@@ -11,15 +11,15 @@ import pytest
 from tests.size import PACKAGE, figures
 
 CEILINGS = {
-    "lines": 70_000,
-    "modules": 255,
-    "small modules": 9,
-    "modules with a shared name": 7,
-    "rooms": 28,
-    "arrows": 190,
+    "lines": 67_100,
+    "modules": 254,
+    "small modules": 8,
+    "modules with a shared name": 6,
+    "rooms": 27,
+    "arrows": 175,
     "floors": 13,
-    "modules reached by the loop": 124,
-    "functions with one mention": 0.39,
+    "modules reached by the loop": 122,
+    "functions with one mention": 0.37,
 }
 """Largest figures of `tests.size`. Lower them with the code. A change that needs a higher one says why in its message."""
 

@@ -64,7 +64,7 @@ def test_adapters_give_the_curve_of_merged_weights_through_death_and_resume(plai
     assert (found.run_dir / "checkpoints/final/adapter/adapter_config.json").is_file()
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_adapters_with_sharded_trainer_and_generators(tp: int, plain_run: Finished, start_run: Start) -> None:
     layout = ("trainer.parallelism={dp_shard: 2}",) if tp == 1 else ("trainer.parallelism={tp: 2}", "generator.tp=2")
     run = start_run(f"adapters-{tp}", *plain_run.as_start, *LORA, *layout, "weights.lora=adapters", "num_steps=2").finish()

@@ -141,6 +141,7 @@ def test_killed_controller_leaves_nothing(launch: Launch) -> None:
     assert run.leftovers() == []
 
 
+@pytest.mark.slow
 def test_run_restarts_on_the_same_hosts_and_obeys_a_signal_to_one_of_them(launch: Launch) -> None:
     options = ("num_steps=5000", "checkpoint.every_steps=1", "checkpoint.on_interrupt=true", "faults.max_respawns=3")
     run = launch("restarts", PLATFORM, *options)

@@ -49,7 +49,7 @@ NUM_SAMPLED = 60
 """Lines of a metrics file that the list of runs reads for a small curve."""
 TAIL_BYTES = 1 << 18
 """Last bytes of a metrics file that the list of runs reads."""
-SIGNALS = {128 + number: number.name for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)}
+SIGNALS: Mapping[Any, str] = {128 + number: number.name for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)}
 """Names of the signals that interrupted a run, by its exit code."""
 FAULTS = frozenset({"fault", "stall", "host_lost", "respawn", "restart"})
 """Kinds of events that tell of a failure."""
