@@ -74,7 +74,7 @@ class _Simulated(GRPO):
         return Resumable(state=FIRST, unusable={})
 
     async def listen(self) -> None:
-        """Listen to nobody, since the simulated clock has no sockets."""
+        """Do not listen: the simulated clock has no sockets."""
 
 
 def simulate(
