@@ -73,9 +73,6 @@ class _Simulated(GRPO):
         """Check nothing."""
         return Resumable(state=FIRST, unusable={})
 
-    async def listen(self) -> None:
-        """Do not listen: the simulated clock has no sockets."""
-
 
 def simulate(
     size: Size, costs: Costs, *, num_steps: int, callback_s: float | None = None, is_free: bool = False, warmup: int = 2

@@ -8,6 +8,7 @@ A process that replaces a device (`is_free`) is not charged for its CPU time; it
 """
 
 import asyncio
+import errno
 import heapq
 import itertools
 import pickle
@@ -288,6 +289,9 @@ class _Loop(asyncio.AbstractEventLoop):
         return handle
 
     call_soon_threadsafe = call_soon  # type: ignore[assignment]
+
+    async def create_server(self, *args: Any, **options: Any) -> Any:
+        raise OSError(errno.EOPNOTSUPP, "a virtual process has no sockets")
 
     def call_later(  # type: ignore[override]
         self, delay: float, callback: Any, *args: Any, context: Context | None = None

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from titanrl.base.files import DamagedError
+from titanrl.base.files import DamagedError, replace_text
 from titanrl.carriers.record import RecordFile, parts_of
 from titanrl.metrics import index
+from titanrl.metrics.index import Followed
 from titanrl.metrics.reading import Hits, RunRecord
 from titanrl.metrics.run_directory import RunDirectory
 
@@ -256,3 +257,23 @@ def test_threads_share_an_index(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert found == [200] * 4
+
+
+def test_appended_objects_are_read_once_and_again_after_the_file_was_replaced(tmp_path: Path) -> None:
+    path, resets = tmp_path / "metrics.jsonl", list[int]()
+    followed = Followed(path)
+
+    def appended(text: str = "") -> list[dict[str, Any]]:
+        if text:
+            with path.open("a") as file:
+                file.write(text)
+        return list(followed.objects(lambda: resets.append(1)))
+
+    assert appended() == []
+    assert appended('{"step": 1}\n{"step": 2}\n{"st') == [{"step": 1}, {"step": 2}]
+    assert appended('ep": 3}\nnot json\n[4]\n{"step": 5}\n') == [{"step": 3}, {"step": 5}]
+    assert appended() == []
+    resets.clear()
+    replace_text(path, '{"step": 1}\n')
+    assert appended() == [{"step": 1}]
+    assert resets == [1]

@@ -57,6 +57,7 @@ ROWS = [
 EVENTS = [
     {"time": 100.5, "kind": "start", "step": 0},
     {"time": 107.0, "kind": "fault", "cause": "rollout_0_0 died", "ranks": [1, 2]},
+    {"time": 107.0, "kind": "respawn"},  # at the same time as another one
     {"time": 110.0, "kind": "checkpoint", "step": 1},
 ]
 
@@ -104,7 +105,8 @@ def check_spans(spans: list[Exported]) -> None:
     kinds = {span.name: span.kind for span in spans}
     assert kinds["rl.request.PolicyTrainer.optim_step"] == SERVER
     assert kinds["rl.wait.trainer.optim_step"] == CLIENT
-    assert [root.events for root in roots] == [[("rl.start", 100.5)], [("rl.fault", 107.0)], [("rl.checkpoint", 110.0)], []]
+    of_step = [("rl.fault", 107.0), ("rl.respawn", 107.0)]
+    assert [root.events for root in roots] == [[("rl.start", 100.5)], of_step, [("rl.checkpoint", 110.0)], []]
 
 
 def test_collector_receives_a_trace_per_step(tmp_path: Path, collector: Collector) -> None:
@@ -127,7 +129,7 @@ def test_collector_receives_every_value_once(tmp_path: Path, collector: Collecto
     }
     assert {point.name for point in collector.points if point.is_counter} == {"rl.count.rollouts", "rl.events"}
     events = {point.attributes["rl.event"]: point.value for point in collector.points if point.name == "rl.events"}
-    assert events == {"start": 1.0, "fault": 1.0, "checkpoint": 1.0}
+    assert events == {"start": 1.0, "fault": 1.0, "respawn": 1.0, "checkpoint": 1.0}
 
 
 def test_file_has_the_same_requests(tmp_path: Path) -> None:
@@ -143,7 +145,7 @@ def test_file_has_the_same_requests(tmp_path: Path) -> None:
             if key in each:
                 each[key] = otlp.base64.b64encode(bytes.fromhex(each[key])).decode()
     check_spans(spans_in(ParseDict(spans, ExportTraceServiceRequest())))
-    assert len(points_in(ParseDict(metrics, ExportMetricsServiceRequest()))) == 9
+    assert len(points_in(ParseDict(metrics, ExportMetricsServiceRequest()))) == 10
 
 
 def test_resumed_run_exports_only_what_is_new(tmp_path: Path, collector: Collector) -> None:
@@ -166,7 +168,7 @@ def test_lines_are_exported_while_the_run_writes_them(
     write_run(tmp_path)
     received = threading.Event()
     for _ in range(500):
-        if len(collector.spans) >= 10 and len(collector.points) >= 9:
+        if len(collector.spans) >= 10 and len(collector.points) >= 10:
             break
         received.wait(0.02)
     replace_text(tmp_path / "metrics.jsonl", lines(ROWS[:1]))  # a restart from a checkpoint

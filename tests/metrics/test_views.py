@@ -94,6 +94,7 @@ def test_units_are_those_of_the_documentation() -> None:
         ({"code": 0, "cause": ""}, ("finished", None)),
         ({"code": 1, "cause": "no memory"}, ("failed", None)),
         ({"code": 143, "cause": "interrupted"}, ("interrupted", "SIGTERM")),
+        ({"code": [143], "cause": "no number"}, ("failed", None)),
     ],
 )
 def test_state_of_a_run_that_ended(tmp_path: Path, end: dict[str, Any], state: tuple[str, str | None]) -> None:

@@ -75,17 +75,15 @@ async def steer(run_dir: Path, action: Action, values: Mapping[str, Any] | None 
 
 
 async def _exchange(run_dir: Path, request: bytes) -> bytes:
-    connection = socket.socket(socket.AF_UNIX)
-    connection.setblocking(False)
-    try:
+    with contextlib.ExitStack() as undo:
+        connection = undo.enter_context(socket.socket(socket.AF_UNIX))
+        connection.setblocking(False)
         with _short(run_dir) as folder:
             await asyncio.get_running_loop().sock_connect(connection, f"{folder}/{SOCKET}")
         if not is_own_peer(connection):
             raise PermissionError(1, "it belongs to another user")
         reader, writer = await asyncio.open_unix_connection(sock=connection, limit=MAX_BYTES)
-    except BaseException:
-        connection.close()
-        raise
+        undo.pop_all()  # the writer closes it
     try:
         writer.write(request)
         return await reader.readline()
@@ -116,16 +114,15 @@ async def listen(run_dir: Path, answer: Answer) -> Control:
     """
     path = run_dir / SOCKET
     path.unlink(missing_ok=True)  # of a run that was killed; the lock excludes others
-    listener = socket.socket(socket.AF_UNIX)
-    try:
+    with contextlib.ExitStack() as undo:
+        listener = undo.enter_context(socket.socket(socket.AF_UNIX))
         listener.setblocking(False)
         os.fchmod(listener.fileno(), 0o600)  # the kernel gives this mode to the file, so it never has another one
         with _short(run_dir) as folder:
             listener.bind(f"{folder}/{SOCKET}")
+        undo.callback(path.unlink, missing_ok=True)
         server = await asyncio.start_server(_handler(answer), sock=listener, limit=MAX_BYTES)
-    except BaseException:
-        listener.close()
-        raise
+        undo.pop_all()  # the server closes it
     return Control(server, path)
 
 

@@ -204,11 +204,15 @@ def say(client: "httpx.Client", body: Mapping[str, Any]) -> dict[str, str]:
 
 def show(text: str) -> None:
     """Print a text. Ctrl-C waits for it, because an interrupted write would be repeated with the next one."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    # A mask of signals would not suffice: another thread can receive the signal, and Python would still interrupt this one.
+    received: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, frame: received.append(number))
     try:
         print(text, end="", flush=True)
     finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.signal(signal.SIGINT, handler)
+    if received:
+        raise KeyboardInterrupt
 
 
 def events(chunks: Iterable[bytes]) -> Iterator[Any]:

@@ -136,6 +136,13 @@ class Followed:
                     end += len(line)
             self._end, self._tail = end, _tail(file, end)  # after an interrupt, the lines are read again
 
+    def objects(self, reset: Callable[[], object]) -> Iterator[dict[str, Any]]:
+        """Yield the JSON objects of the lines of `read`; after `reset()` none if the file does not exist."""
+        try:
+            yield from (row for _, line in self.read(reset) if (row := decode(line)) is not None)
+        except FileNotFoundError:
+            reset()
+
 
 def _id(file: BinaryIO) -> tuple[int, int]:
     status = os.fstat(file.fileno())

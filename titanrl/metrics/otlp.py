@@ -42,7 +42,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, TraceFlags
 
 from titanrl.carriers.record import BATCH_S, Part, parts_of
-from titanrl.metrics.following import Follower
+from titanrl.metrics.index import Followed
 from titanrl.metrics.reading import Span, span_of
 
 INTERVAL_S = 5.0
@@ -179,6 +179,10 @@ class FileSink:
         return True
 
 
+def _keep() -> None:
+    """Forget nothing when a file is replaced: what was sent stays sent."""
+
+
 class Exporter:
     """The thread that follows the files of a run and exports what was appended."""
 
@@ -186,9 +190,9 @@ class Exporter:
         """Start the thread. Lines from before a time are of an earlier process of the run, and are left out."""
         self._run_dir, self._sink, self._since, self._warn = run_dir, sink, since, warn
         self._traces = Traces(since)
-        self._followers: dict[Path, Follower] = {}
+        self._spans: dict[Path, Followed] = {}  # by part
         self._resources: dict[str, Resource] = {}  # by process
-        self._rows, self._lines = Follower(run_dir / "metrics.jsonl"), Follower(run_dir / "events.jsonl")
+        self._rows, self._lines = Followed(run_dir / "metrics.jsonl"), Followed(run_dir / "events.jsonl")
         self._newest_row = self._newest_event = since
         self._events: list[Mapping[str, Any]] = []  # that no root has yet
         self._num_events: Counter[str] = Counter()
@@ -245,37 +249,34 @@ class Exporter:
                 self._warn("logging.otlp_endpoint: a request was not delivered; the log of the controller names the error")
 
     def _read_spans(self, part: Part) -> None:
-        follower = self._followers.setdefault(part.path, Follower(part.path))
-        while lines := follower.take()[0]:
-            for line in lines:
-                if "format" in line:
-                    self._resources[part.process] = self._described(part.process, line)
-                elif (span := span_of(part.process, line)) is not None:
-                    self._traces.add(span)
+        for line in self._spans.setdefault(part.path, Followed(part.path)).objects(_keep):
+            if "format" in line:
+                self._resources[part.process] = self._described(part.process, line)
+            elif (span := span_of(part.process, line)) is not None:
+                self._traces.add(span)
 
     def _read_events(self) -> None:
-        while events := self._lines.take()[0]:
-            for event in events:
-                moment, kind = event.get("time"), event.get("kind")
-                if isinstance(moment, int | float) and isinstance(kind, str) and moment > self._newest_event:
-                    self._newest_event = moment
-                    self._num_events[kind] += 1
-                    self._events.append(event)
+        newest = self._newest_event
+        for event in self._lines.objects(_keep):
+            moment, kind = event.get("time"), event.get("kind")
+            if isinstance(moment, int | float) and isinstance(kind, str) and moment > newest:
+                self._newest_event = max(self._newest_event, moment)
+                self._num_events[kind] += 1
+                self._events.append(event)
 
     def _metrics(self) -> Iterator[Metric]:
         """Return the metrics of the rows that were appended, and the number of events so far."""
         points: dict[str, list[NumberDataPoint]] = defaultdict(list)
         newest = self._newest_row
-        while rows := self._rows.take()[0]:
-            for row in rows:
-                moment = row.get("time")
-                if not isinstance(moment, int | float) or moment <= newest:  # repeated, because a restart replaced the file
-                    continue
-                self._newest_row = max(self._newest_row, moment)
-                values = {name: value for name, value in row.items() if name not in _HEAD} | {"step": row.get("step")}
-                for name, value in values.items():
-                    if isinstance(value, int | float) and math.isfinite(value):
-                        points[name].append(self._point(float(value), moment))
+        for row in self._rows.objects(_keep):
+            moment = row.get("time")
+            if not isinstance(moment, int | float) or moment <= newest:  # repeated, because a restart replaced the file
+                continue
+            self._newest_row = max(self._newest_row, moment)
+            values = {name: value for name, value in row.items() if name not in _HEAD} | {"step": row.get("step")}
+            for name, value in values.items():
+                if isinstance(value, int | float) and math.isfinite(value):
+                    points[name].append(self._point(float(value), moment))
         for name, own in points.items():
             is_count = name.startswith("count/")
             yield Metric(f"rl.{name.replace('/', '.')}", "", "", _sum(own) if is_count else Gauge(own))

@@ -137,13 +137,9 @@ class MetricTable:
 
     def refresh(self) -> None:
         """Read the lines since the last call."""
-        try:
-            for _, line in self._file.read(self._reset):
-                row = decode(line)
-                if row is not None and isinstance(row.get("step"), int):
-                    self._add(row)
-        except FileNotFoundError:
-            self._reset()
+        for row in self._file.objects(self._reset):
+            if isinstance(row.get("step"), int):
+                self._add(row)
         if len(self._order) != len(self._places):
             self._order = np.argsort(np.array(list(self._places), np.int64), kind="stable")
 
@@ -268,13 +264,9 @@ class RunView:
     def events(self) -> list[Json]:
         """Events so far, in order."""
         with self._lock:
-            try:
-                for _, line in self._events.read(self._event_rows.clear):
-                    row = decode(line)
-                    if row is not None and isinstance(row.get("kind"), str):
-                        self._event_rows.append(row)
-            except FileNotFoundError:
-                self._event_rows.clear()
+            for row in self._events.objects(self._event_rows.clear):
+                if isinstance(row.get("kind"), str):
+                    self._event_rows.append(row)
             return self._event_rows
 
     def state(self) -> Json:
@@ -284,6 +276,7 @@ class RunView:
         updated = self._updated()
         if lives and lives[-1]["kind"] == "end":
             code, cause = lives[-1].get("code"), str(lives[-1].get("cause", ""))
+            code = code if isinstance(code, int) else None
             name = "finished" if code == 0 else "interrupted" if code in SIGNALS else "failed"
             ended = {"updated": updated, "ended": lives[-1].get("time")}
             return {"state": name, "code": code, "signal": SIGNALS.get(code), "cause": cause, **ended}

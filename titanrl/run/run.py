@@ -451,7 +451,7 @@ class Run:
         for remark in self._found.remarks:
             self.console.warn(remark)
         self._open_recorder("resume" if self._is_resumed else "start")
-        await self.listen()
+        await self.steering.listen()
         await self._with_restarts()
         return self
 
@@ -560,10 +560,6 @@ class Run:
         await self._session.load()
         await self.begin()
         self._record_restart()
-
-    async def listen(self) -> None:
-        """Answer requests of `titanrl steer` and of the board from now on."""
-        await self.steering.listen()
 
     async def load_checkpoint(self) -> None:
         """Load the checkpoint to resume from, if there is one."""

@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 
 from titanrl.base.errors import TitanRLError
 from titanrl.carriers.record import HOST
-from titanrl.metrics.following import Follower
+from titanrl.metrics.index import Followed
 from titanrl.serving.calls import Refused
 from titanrl.serving.http import Endpoint, Headers, Receive
 from titanrl.serving.listening import listen
@@ -34,7 +34,7 @@ class RunMetrics(Collector):
     def __init__(self, run_dir: Path) -> None:
         """Read nothing yet."""
         self._run_dir = run_dir
-        self._rows, self._events = Follower(run_dir / "metrics.jsonl"), Follower(run_dir / "events.jsonl")
+        self._rows, self._events = Followed(run_dir / "metrics.jsonl"), Followed(run_dir / "events.jsonl")
         self._newest: dict[str, float] = {}  # by name
         self._head: dict[str, float] = {}
         self._seconds: dict[str, float] = defaultdict(float)  # by phase
@@ -81,26 +81,20 @@ class RunMetrics(Collector):
         yield gauge("process_up", "1 for each process of the run on this host that is alive, else 0.", "process", self._alive())
 
     def _read(self) -> None:
-        while True:
-            rows, is_replaced = self._rows.take()
-            if is_replaced:
-                self._newest, self._head, self._num_steps = {}, {}, 0
-                self._seconds.clear()
-            for row in rows:
-                self._add(row)
-            if not rows:
-                break
-        while True:
-            events, is_replaced = self._events.take()
-            if is_replaced:
-                self._num_events.clear()
-                self._num_dropped.clear()
-            for event in events:
-                self._num_events[str(event.get("kind"))] += 1
-                if event.get("kind") == "drop" and isinstance(groups := event.get("groups"), int):
-                    self._num_dropped[str(event.get("reason"))] += groups
-            if not events:
-                break
+        for row in self._rows.objects(self._forget_rows):
+            self._add(row)
+        for event in self._events.objects(self._forget_events):
+            self._num_events[str(event.get("kind"))] += 1
+            if event.get("kind") == "drop" and isinstance(groups := event.get("groups"), int):
+                self._num_dropped[str(event.get("reason"))] += groups
+
+    def _forget_rows(self) -> None:
+        self._newest, self._head, self._num_steps = {}, {}, 0
+        self._seconds.clear()
+
+    def _forget_events(self) -> None:
+        self._num_events.clear()
+        self._num_dropped.clear()
 
     def _add(self, row: Mapping[str, Any]) -> None:
         values = {name: float(value) for name, value in row.items() if name not in _HEAD and isinstance(value, int | float)}
