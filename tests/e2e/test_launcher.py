@@ -133,6 +133,7 @@ def test_signal_shuts_down_cleanly(launch: Launch, ranks: tuple[int, ...], numbe
     assert run.leftovers() == []
 
 
+@pytest.mark.slow  # tests/hosts/test_launcher.py kills a controller that has started no host
 def test_killed_controller_leaves_nothing(launch: Launch) -> None:
     run = launch("killed_0", PLATFORM, "num_steps=5000")
     run.wait_for("step 1", lambda: len(run.steps()) > 0)

@@ -31,8 +31,8 @@ from titanrl.config.keys import sections
 from titanrl.config.sections import RecipeConfig
 from titanrl.config.shipped import shipped_configs
 from titanrl.data.examples import read_examples
-from titanrl.metrics.outcome import conclude
 from titanrl.metrics.reading import open_run, read_metrics
+from titanrl.metrics.report import conclude
 from titanrl.metrics.run_directory import RunDirectory
 from titanrl.models.directory import model_shape
 from titanrl.models.recipe import create_model

@@ -1,4 +1,4 @@
-"""Sample with packed linear layers, then with the weights: `python -m tests.generator.packed_cases IMPL DTYPE FOLDER`."""
+"""Sample with packed linear layers, then with the weights: `python -m tests.generator.packed_cases DTYPE FOLDER`."""
 
 import sys
 from pathlib import Path
@@ -36,15 +36,22 @@ def sample(engine: Any, version: int) -> tuple[list[list[int]], np.ndarray[Any, 
     return [c.token_ids.tolist() for c in completions], np.concatenate([c.logprobs for c in completions])
 
 
-def main(impl: str, dtype: Dtype, folder: Path) -> None:
-    """Compare the samples of both kinds of linear layers."""
+def main(dtype: Dtype, folder: Path) -> None:
+    """Compare the samples of both kinds of linear layers, for each implementation of the model."""
     prepare_torchtitan(DEVICES["cpu"])
+    sizes.LARGE_BYTES, sizes.PACKED_BYTES = 0, {dtype: 0}
+    create_model(folder, RecipeConfig(), seed=0)
+    for impl in ("titan", "native"):
+        config = GeneratorConfig.model_validate({"kv_cache_bytes": 2 << 20, "dtype": dtype, "model_impl": impl})
+        compare(config, folder)
+    print(f"{torch.get_num_threads()} threads")
+
+
+def compare(config: GeneratorConfig, folder: Path) -> None:
+    """Compare the samples of packed layers with those of the same layers after removing the packed copies."""
     from titanrl.generator.compat import keep_weight
     from titanrl.generator.engine import Engine
 
-    sizes.LARGE_BYTES, sizes.PACKED_BYTES = 0, {dtype: 0}
-    create_model(folder, RecipeConfig(), seed=0)
-    config = GeneratorConfig.model_validate({"kv_cache_bytes": 2 << 20, "dtype": dtype, "model_impl": impl})
     engine = Engine(open_model(folder), config, DEVICES["cpu"], max_len=64, stop_ids=())
     assert engine._linears is not None
     layers = [*engine._linears._torchtitan, *engine._linears._vllm]
@@ -58,10 +65,9 @@ def main(impl: str, dtype: Dtype, folder: Path) -> None:
     for packed, version in ((first, 1), (second, 2)):
         tokens, logprobs = sample(engine, version)
         assert tokens == packed[0]
-        assert np.allclose(logprobs, packed[1], atol=1e-3 if dtype == "bfloat16" else 2e-5)
+        assert np.allclose(logprobs, packed[1], atol=1e-3 if config.dtype == "bfloat16" else 2e-5)
         print("largest difference", np.abs(logprobs - packed[1]).max())
-    print(f"{torch.get_num_threads()} threads")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], "float32" if sys.argv[2] == "float32" else "bfloat16", Path(sys.argv[3]))
+    main("float32" if sys.argv[1] == "float32" else "bfloat16", Path(sys.argv[2]))

@@ -58,8 +58,9 @@ async def main(overrides: list[str]) -> None:
         names += (await asyncio.wait_for(members.name.call(), 60)).values()
     print(f"actors: {len(names)}")
     if "wait" in sys.argv[1]:
-        print(f"lost: {await asyncio.wait_for(lost.get(), 60)}")
-        print(f"states: {hosts.has_ended(0)} {hosts.has_ended(1)} {hosts.has_ended(2)}")
+        for _ in range(int(sys.argv[1].removeprefix("wait") or 1)):  # as many losses as `wait2` names
+            print(f"lost: {await asyncio.wait_for(lost.get(), 60)}")
+            print(f"states: {hosts.has_ended(0)} {hosts.has_ended(1)} {hosts.has_ended(2)}")
     await hosts.kill()
     await hosts.kill()
     print("killed")

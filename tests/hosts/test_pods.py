@@ -79,25 +79,18 @@ def test_pods_become_hosts_and_are_deleted_with_the_run(cluster: Kubernetes, sta
     cluster.wait("no pods", lambda: not cluster.objects("Pod") and not cluster.objects("MonarchMesh"), 30)
 
 
-def test_killed_pod_is_named_within_ten_seconds(cluster: Kubernetes, start: Start) -> None:
-    process = start("wait")
-    assert process.stdout is not None
-    lines = iter(process.stdout.readline, "")
-    seen = until(lines, "actors: 3")
-    (victim,) = (name for name in cluster.names("Pod") if name.endswith("-1"))
-    killed = time.monotonic()
-    cluster.kill(victim)
-    seen += until(lines, "lost: ")
-    assert time.monotonic() - killed < 10
-    assert f"pod {victim} on node2 exited or is unreachable; Error, exit code 137" in seen[-1]
-    assert "states: False True False" in finish(process)
-
-
-def test_deleted_pod_is_lost_immediately_with_the_reason(cluster: Kubernetes, start: Start) -> None:
-    process = start("wait")
+def test_killed_and_deleted_pods_are_named_within_seconds(cluster: Kubernetes, start: Start) -> None:
+    process = start("wait2")
     assert process.stdout is not None
     lines = iter(process.stdout.readline, "")
     until(lines, "actors: 3")
+    (victim,) = (name for name in cluster.names("Pod") if name.endswith("-1"))
+    killed = time.monotonic()
+    cluster.kill(victim)
+    lost = until(lines, "lost: ")[-1]
+    assert time.monotonic() - killed < 10
+    assert f"pod {victim} on node2 exited or is unreachable; Error, exit code 137" in lost
+    assert "states: False True False" in until(lines, "states: ")[-1]
     victim = next(name for name in cluster.names("Pod") if "generators" in name)
     deleted = time.monotonic()
     cluster.delete("Pod", victim)
@@ -105,16 +98,10 @@ def test_deleted_pod_is_lost_immediately_with_the_reason(cluster: Kubernetes, st
     assert time.monotonic() - deleted < 5
     assert f"pod {victim} on node1 exited" in lost
     assert "the pod is being deleted" in lost or "the pod was deleted" in lost
+    finish(process)
 
 
-def test_pods_of_a_manifest_are_found_and_deleted_with_the_run(cluster: Kubernetes, start: Start) -> None:
-    apply_meshes(cluster)
-    assert "actors: 3" in finish(start("once"))
-    assert not any(one.startswith("POST") for one in cluster.requests)
-    cluster.wait("no pods", lambda: not cluster.objects("Pod"), 30)
-
-
-def test_kept_pods_serve_one_run_after_another(cluster: Kubernetes, start: Start) -> None:
+def test_pods_of_a_manifest_serve_runs_until_one_does_not_keep_them(cluster: Kubernetes, start: Start) -> None:
     apply_meshes(cluster)
     for _ in range(2):
         assert "actors: 3" in finish(start("once", "hosts.kubernetes.keep=true"))
@@ -122,17 +109,25 @@ def test_kept_pods_serve_one_run_after_another(cluster: Kubernetes, start: Start
     log = (cluster.folder / "quickstartgenerators-0.log").read_text()
     assert log.count("ended serving quickstart@") == 2
     assert log.count("waits for a controller") == 1, "the pod was not started again"
+    assert "actors: 3" in finish(start("once"))
+    assert not any(one.startswith("POST") for one in cluster.requests)
+    cluster.wait("no pods", lambda: not cluster.objects("Pod"), 30)
 
 
-def test_pods_of_a_live_run_serve_no_other_run(cluster: Kubernetes, start: Start) -> None:
+def test_pods_serve_no_other_run_until_their_controller_is_killed(cluster: Kubernetes, start: Start, tmp_path: Path) -> None:
     apply_meshes(cluster)
     first = start("wait")
     assert first.stdout is not None
     until(iter(first.stdout.readline, ""), "actors: 3")
-    assert "serves another run (got quickstart@" in finish(start("once"))
-    assert first.poll() is None
+    for other in (("once",), ("examine", f"output_dir={tmp_path}/runs")):
+        assert "serves another run (got quickstart@" in finish(start(*other))
+        assert first.poll() is None
     assert cluster.names("MonarchMesh") == ["quickstartgenerators", "quickstarttrainers"]
     assert cluster.names("Pod") == ["quickstartgenerators-0", "quickstarttrainers-0", "quickstarttrainers-1"]
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    logs = [cluster.folder / f"{name}.log" for name in cluster.names("Pod")]
+    cluster.wait("free pods", lambda: all("ended serving" in log.read_text() for log in logs), 10)
 
 
 @pytest.mark.parametrize("exist", [True, False])
@@ -158,26 +153,6 @@ def test_doctor_examines_every_pod_and_keeps_existing_ones(
         assert cluster.names("MonarchMesh") == ["quickstartgenerators", "quickstarttrainers"]
         assert "actors: 3" in finish(start("once")), "the pods serve a run afterwards"
     cluster.wait("no pods", lambda: not cluster.objects("Pod") and not cluster.objects("MonarchMesh"), 30)
-
-
-def test_doctor_does_not_disturb_a_run(cluster: Kubernetes, start: Start, tmp_path: Path) -> None:
-    apply_meshes(cluster)
-    first = start("wait")
-    assert first.stdout is not None
-    until(iter(first.stdout.readline, ""), "actors: 3")
-    assert "serves another run (got quickstart@" in finish(start("examine", f"output_dir={tmp_path}/runs"))
-    assert first.poll() is None
-    assert len(cluster.names("Pod")) == 3
-
-
-def test_pods_become_free_when_the_controller_is_killed(cluster: Kubernetes, start: Start) -> None:
-    process = start("wait")
-    assert process.stdout is not None
-    until(iter(process.stdout.readline, ""), "actors: 3")
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    logs = [cluster.folder / f"{name}.log" for name in cluster.names("Pod")]
-    cluster.wait("free pods", lambda: all("ended serving" in log.read_text() for log in logs), 10)
 
 
 def test_missing_image_is_named_with_its_pod(cluster: Kubernetes, start: Start) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from titanrl.carriers.types import StepMetrics
-from titanrl.metrics.outcome import INTERRUPTED, TERMINATED, conclude, idle_line, relative
+from titanrl.metrics.report import INTERRUPTED, TERMINATED, conclude, idle_line, relative
 from titanrl.metrics.run_directory import RunDirectory
 
 

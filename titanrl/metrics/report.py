@@ -1,16 +1,22 @@
-"""The page of `titanrl board`, frozen into one file that opens in any browser without a server: reports and comparisons."""
+"""Result of a run: the page of `titanrl board`, frozen into one file that opens in any browser, and the closing lines.
+
+Comparisons of runs are such a page, too.
+"""
 
 import base64
 import hashlib
 import json
+import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from titanrl.base.files import replace_text
+from titanrl.base.files import COMMIT_FILE, in_shell, replace_text
 from titanrl.carriers.record import encode
-from titanrl.metrics.reading import TrainedSegment
+from titanrl.metrics.reading import RunRecord, TrainedSegment
+from titanrl.metrics.series import Rows, ends_of, heldout_tasks, series, without_reward
 from titanrl.metrics.views import MAX_POINTS, Json, RunView, readable, whole_group
 
 FIRST_BYTES = 1_000_000
@@ -23,6 +29,10 @@ CURVE_BYTES = 2_000_000
 """Size limit for the curves of a run, in bytes of JSON. Above it, they have fewer points."""
 MAX_TOKENS = 400
 """Tokens of a completion in a file."""
+INTERRUPTED, TERMINATED = 130, 143
+"""Exit codes of a run that SIGINT or SIGTERM interrupted."""
+NOTABLE = 0.15
+"""Difference between the idle fractions of trainer and generators above which `idle_line` suggests moving devices."""
 
 
 def page_file(name: str) -> str:
@@ -130,3 +140,116 @@ def _within(limit: int, values: Iterable[Any]) -> Iterable[Any]:
         if limit < 0:
             return
         yield value
+
+
+def conclude(
+    run_dir: Path, *, code: int, cause: str, num_steps: int, max_staleness: int = 0, command: str = "titanrl train"
+) -> list[str]:
+    """Write the report of a run, if it recorded any metrics, and return the closing lines for the console.
+
+    This function does not raise, so that a full disk or a damaged file cannot hide why the run failed. Such problems are among
+    the lines.
+
+    Args:
+        run_dir: Run directory.
+        code: Exit code of the run.
+        cause: Reason for a nonzero exit code.
+        num_steps: Policy version at which training is complete.
+        max_staleness: Configured bound on staleness.
+        command: Command that resumes the run, without its arguments.
+    """
+    rows: Rows = []
+    sentence, idle, failed, report = "", "", "", None
+    problems = []
+    try:
+        rows = RunRecord(run_dir).metrics()
+        sentence, idle, failed = learned(rows), idle_line(rows, max_staleness), failed_rewards(rows)
+    except Exception as error:  # a damaged file must not hide why the run failed
+        problems.append(f"metrics.jsonl cannot be read ({type(error).__name__}: {error})")
+    if code != 0:
+        # The cause of a failure is printed later, as the last line.
+        reason = f": {cause}" if code in (INTERRUPTED, TERMINATED) else ""
+        sentence = f"Stopped after step {rows[-1]['step'] if rows else 0}{reason}. {sentence}".strip()
+    try:
+        facts = {"Failed rewards": failed} if failed else {}
+        report = write_report(run_dir, {"outcome": sentence, **facts}) if rows else None
+    except Exception as error:  # nor must a missing package or a full disk
+        problems.append(f"the report cannot be written ({type(error).__name__}: {error})")
+    where, argument, checkpoints = relative(run_dir), in_shell(relative(run_dir)), run_dir / "checkpoints"
+    lines = [sentence] if sentence else []
+    lines += [f"warning  {problem}" for problem in problems]
+    lines += [f"failed   {failed}"] if failed else []
+    lines += [f"idle     {idle}"] if idle else []
+    lines.append(f"run      {where}")
+    if report is not None:
+        lines.append(f"report   {relative(report)}")
+    if (checkpoints / "final" / "config.json").exists():
+        lines += [f"model    {where}/checkpoints/final", f"chat     titanrl chat {argument}"]
+    is_finished = code == 0 and bool(rows) and rows[-1]["version"] >= num_steps
+    if not is_finished and any(checkpoints.glob(f"step-*/{COMMIT_FILE}")):
+        lines.append(f"resume   {command} --resume {argument}")
+    return lines
+
+
+def learned(rows: Rows) -> str:
+    """Describe how the mean reward (or the loss, in supervised fine-tuning) changed on held-out data and in training."""
+    if training := series(rows, "loss/train"):
+        name, heldout = "Loss", {"loss": ("held-out", series(rows, "loss/eval"))}
+    else:
+        name, training = "Mean reward", series(rows, "reward/mean")
+        heldout = {task: (f"held-out {task}", series(rows, f"eval/{task}/mean")) for task in heldout_tasks(rows)}
+    changes = []
+    for task, (label, points) in heldout.items():
+        if points:
+            failed = without_reward(rows, task)
+            without = f" (completions without a reward: {' -> '.join(failed)})" if failed else ""
+            changes.append(f"{label} {points[0][1]:.3f} -> {points[-1][1]:.3f}{without}")
+    if training:
+        first, last, _ = ends_of(training)
+        changes.append(
+            f"training {first:.3f} -> {last:.3f} over {len(training)} steps" if len(training) > 1 else f"training {first:.3f}"
+        )
+    return f"{name}: {', '.join(changes)}" if changes else ""
+
+
+def failed_rewards(rows: Rows) -> str:
+    """Return how many completions of the whole run had no reward in training; empty if none failed."""
+    failed, total = (sum(value for _, value in series(rows, f"reward/num_{name}")) for name in ("errors", "completions"))
+    if not failed:
+        return ""
+    return f"{failed:.0f} of {total:.0f} completions had no reward in training (scorer_error in events.jsonl has the errors)"
+
+
+def idle_line(rows: Rows, max_staleness: int) -> str:
+    """Summarize the idle fractions of trainer and generators, with advice; return an empty string without these metrics.
+
+    The fractions are medians over the steps. The first fifth is left out, because caches are cold and the buffer is filling.
+    `max_staleness` is the configured bound: a short asynchronous run may have no stale token.
+    """
+    steps = rows[len(rows) // 5 :]
+    trainers = [value for _, value in series(steps, "perf/trainer_idle_frac")]
+    generators = [value for _, value in series(steps, "perf/generator_idle_frac")]
+    if not trainers or not generators:
+        return ""
+    trainer, generator = median(trainers), median(generators)
+    shares = f"trainer {trainer:.0%}, generators {generator:.0%} of the time (median)"
+    if not series(steps, "staleness/max"):  # a distillation is always synchronous
+        return shares
+    if max_staleness == 0:
+        advice = "they alternate because max_staleness is 0; set it to 1 to overlap generation and training"
+    elif trainer > generator + NOTABLE:
+        advice = "generation is the bottleneck: give the generators more devices (generator.replicas) or the trainer fewer"
+    elif generator > trainer + NOTABLE:
+        advice = (
+            "training is the bottleneck: give the trainer more devices (trainer.parallelism.dp_shard) or the generators fewer"
+        )
+    elif min(trainer, generator) > NOTABLE:
+        advice = "each waits for the other: raise max_staleness, or rollout.window if a few completions are very long"
+    else:
+        advice = "they are well balanced"
+    return f"{shares}; {advice}"
+
+
+def relative(path: Path) -> Path:
+    """Return the shorter of the absolute path and the path relative to the current directory."""
+    return Path(min(os.path.relpath(path), str(path), key=len))

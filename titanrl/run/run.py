@@ -42,17 +42,16 @@ from titanrl.launch.roles import Roles, needed
 from titanrl.launch.run_lock import RunLock, claim_new_run, claim_run
 from titanrl.metrics.console import Console
 from titanrl.metrics.hooks import Hooks
-from titanrl.metrics.outcome import conclude, relative
 from titanrl.metrics.reading import RunRecord
+from titanrl.metrics.report import conclude, relative
 from titanrl.metrics.steps import PhaseTimer
 from titanrl.metrics.trackers import Recorder
 from titanrl.processes.children import Respawns
 from titanrl.processes.templates import BASE, close_early, start_early
 from titanrl.run.checkpoints import FIRST, Checkpoints, Restart, Restarts, Resumable, newest_checkpoint, resumable
 from titanrl.run.evaluations import Evaluations, is_due
-from titanrl.run.recording import Kind, open_recorder
+from titanrl.run.recording import Kind, Telemetry, open_recorder
 from titanrl.run.steering import Steering, repeated_changes
-from titanrl.run.telemetry import Telemetry
 
 if TYPE_CHECKING:
     from titanrl.launch.assembly import Parts
