@@ -6,7 +6,7 @@ import random
 import pytest
 
 from titanrl.serving.calls import Refused
-from titanrl.serving.tinker_queue import OVERHEAD, Answer, Future, Futures, Late, Order
+from titanrl.serving.tinker_queue import OVERHEAD, Answer, Future, Futures, Order, Unordered
 
 
 def test_items_come_in_the_order_of_their_ids() -> None:
@@ -25,10 +25,10 @@ def test_used_id_is_late() -> None:
     order = Order[str]()
     order.add(1, "a")
     for is_taken in (False, True):
-        with pytest.raises(Late, match="1 has already been used"):
+        with pytest.raises(Unordered, match="1 has already been used"):
             order.add(1, "b")
         assert is_taken or order.take() == "a"
-    with pytest.raises(ValueError, match="seq_id: must be at most"):
+    with pytest.raises(Unordered, match="seq_id: must be at most"):
         order.add(10**9, "c")
 
 
@@ -40,7 +40,7 @@ def test_missing_items_can_be_given_up() -> None:
     assert order.take() is None
     assert order.skip() == (1, 3)
     assert order.take() == "d"
-    with pytest.raises(Late):
+    with pytest.raises(Unordered):
         order.add(2, "b")
     assert order.drain() == ["f"]
     assert not order.has_gap
@@ -56,7 +56,7 @@ def answer(size: int) -> Answer:
 
 def test_waiting_ends_with_the_result_or_in_time() -> None:
     async def run() -> None:
-        futures = Futures(1 << 20, 10)
+        futures = Futures(1 << 20, 10, 1 << 20)
         future = opened(futures)
         assert await future.wait(0.0) is None
         waiting = asyncio.create_task(future.wait(10.0))
@@ -69,7 +69,7 @@ def test_waiting_ends_with_the_result_or_in_time() -> None:
 
 
 def test_result_of_another_user_does_not_exist() -> None:
-    futures = Futures(1 << 20, 10)
+    futures = Futures(1 << 20, 10, 1 << 20)
     future = opened(futures)
     for request_id, owner in ((future.request_id, "bob"), ("future_0", "ann")):
         with pytest.raises(Refused, match="no such request") as raised:
@@ -78,7 +78,7 @@ def test_result_of_another_user_does_not_exist() -> None:
 
 
 def test_only_results_that_were_read_are_dropped_for_memory() -> None:
-    futures, dropped = Futures(3 * (100 + OVERHEAD), 100), list[str]()
+    futures, dropped = Futures(3 * (100 + OVERHEAD), 100, 1 << 20), list[str]()
     first, second, third = (futures.open("ann", "s", 100, lambda name=name: dropped.append(name)) for name in "abc")  # type: ignore[misc]
     for future in (first, second, third):
         futures.resolve(future, answer(100))
@@ -98,7 +98,7 @@ def test_only_results_that_were_read_are_dropped_for_memory() -> None:
 
 
 def test_user_can_have_only_so_many_open_requests() -> None:
-    futures = Futures(1 << 20, 2)
+    futures = Futures(1 << 20, 2, 1 << 20)
     first, _ = opened(futures), opened(futures)
     with pytest.raises(Refused, match="at most 2 requests"):
         opened(futures)
@@ -106,3 +106,18 @@ def test_user_can_have_only_so_many_open_requests() -> None:
     futures.resolve(first, answer(1))
     futures.read(first)
     opened(futures)
+
+
+def test_unread_results_of_a_user_leave_memory_for_others() -> None:
+    futures = Futures(1 << 20, 100, 2 * (100 + OVERHEAD))
+    first, second = opened(futures, 100), opened(futures, 100)
+    with pytest.raises(Refused, match="of a user may have 2248 bytes") as raised:
+        opened(futures, 0)
+    assert raised.value.status == 429
+    opened(futures, 100, owner="bob")
+    futures.resolve(first, answer(400))  # larger than the request: accepted, but no further request is
+    futures.read(second)
+    with pytest.raises(Refused, match="bytes"):
+        opened(futures, 0)
+    futures.read(first)
+    opened(futures, 100)

@@ -10,8 +10,16 @@ import pytest
 from tests.serving.tinker_hosts import NumberHost
 from titanrl.serving.calls import Refused
 from titanrl.serving.tinker_checkpoints import Checkpoints, ModelSpec
-from titanrl.serving.tinker_queue import Future
-from titanrl.serving.tinker_sessions import NewModel, OpenSession, Sessions, TinkerLimits, Weights
+from titanrl.serving.tinker_queue import Answer, Future
+from titanrl.serving.tinker_sessions import (
+    NewModel,
+    OpenModel,
+    OpenSession,
+    Sessions,
+    TinkerLimits,
+    Weights,
+    json_answer,
+)
 
 NEW = NewModel(spec=ModelSpec(rank=0), user_metadata={})
 
@@ -91,3 +99,25 @@ def test_weights_of_a_path_are_opened_once_and_freed_with_their_last_session(tmp
         assert (host.num_samplers, sessions.loaded) == (0, {})
 
     run(share())
+
+
+def test_later_requests_do_not_extend_the_wait_for_a_missing_one(tmp_path: Path) -> None:
+    async def arrive() -> None:
+        host = NumberHost(tmp_path)
+        sessions = sessions_of(host, gap_s=0.3)
+        session = sessions.add("ann", {}, None)
+        await create(sessions, session).wait(5)
+        (model,) = session.models.values()
+
+        async def done(model: OpenModel) -> Answer:
+            return json_answer({})
+
+        first = sessions.submit(model, 2, 0, b"2", done)  # 1 never arrives
+        for seq_id in range(3, 100):
+            sessions.submit(model, seq_id, 0, b"", done)
+            if await first.wait(0.1) is not None:
+                break
+        assert seq_id < 50
+        await sessions.close()
+
+    run(arrive())

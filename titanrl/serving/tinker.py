@@ -373,7 +373,7 @@ class Tinker(Endpoint):
             fields.only("model_path")
             asked = wire.read_sample(fields, self._host.vocab_size, limits.max_samples_per_user)
             asked = wire.with_limit(asked, self._host.max_tokens)
-        except (Refused, ValueError) as error:
+        except (Refused, wire.Malformed) as error:
             future = self._sessions.futures.open(owner, sampling.session.session_id, len(request.body))
             self._sessions.futures.resolve(future, failure(error))
             return {"request_id": future.request_id}

@@ -6,7 +6,7 @@ Each number runs once, in order, and a failed request does not stop those after 
 
 import asyncio
 import secrets
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -21,8 +21,8 @@ MAX_AHEAD = 100_000
 """Largest distance of a sequence id from the next one that runs."""
 
 
-class Late(Exception):
-    """A request with a sequence id that has already run, or that was given up."""
+class Unordered(Exception):
+    """A request with a sequence id that has already been used or given up, or that is too far ahead."""
 
 
 class Order(Generic[T]):
@@ -40,13 +40,12 @@ class Order(Generic[T]):
         """Add an item.
 
         Raises:
-            Late: The sequence id is not due any more, or has an item.
-            ValueError: It is too far ahead.
+            Unordered: The sequence id is not due any more, has an item, or is too far ahead.
         """
         if seq_id < self.next or seq_id in self._held:
-            raise Late(f"seq_id: {seq_id} has already been used (the next one is {self.next}).")
+            raise Unordered(f"seq_id: {seq_id} has already been used (the next one is {self.next}).")
         if seq_id - self.next > MAX_AHEAD:
-            raise ValueError(f"seq_id: must be at most {self.next + MAX_AHEAD} now (got {seq_id}).")
+            raise Unordered(f"seq_id: must be at most {self.next + MAX_AHEAD} now (got {seq_id}).")
         self._held[seq_id] = item
 
     def take(self) -> T | None:
@@ -119,17 +118,19 @@ class Futures:
     their session lives: further requests are refused instead.
     """
 
-    def __init__(self, max_bytes: int, max_open: int) -> None:
+    def __init__(self, max_bytes: int, max_open: int, max_bytes_per_user: int) -> None:
         """Create the futures.
 
         Args:
             max_bytes: Largest sum of the sizes of requests and results, in bytes.
             max_open: Largest number of futures of one user that have not been read.
+            max_bytes_per_user: Largest sum of their sizes, in bytes.
         """
-        self._max_bytes, self._max_open = max_bytes, max_open
+        self._max_bytes, self._max_open, self._max_bytes_per_user = max_bytes, max_open, max_bytes_per_user
         self._futures: dict[str, Future] = {}
         self._read: OrderedDict[str, Future] = OrderedDict()
-        self._num_open: dict[str, int] = {}
+        self._num_open = Counter[str]()  # futures that have not been read, by user
+        self._bytes_open = Counter[str]()
         self.num_bytes = 0
         """Sum of the sizes of all requests and results, in bytes."""
 
@@ -142,17 +143,21 @@ class Futures:
         Raises:
             Refused: The user has too many of them, or there is no memory left.
         """
-        if self._num_open.get(owner, 0) >= self._max_open:
+        if self._num_open[owner] >= self._max_open:
             rule = f"at most {self._max_open} requests of a user may wait or have unread results"
             raise Refused(f"{rule}. Await earlier ones, then retry.", status=429)
         size += OVERHEAD
+        if self._bytes_open[owner] + size > self._max_bytes_per_user:
+            rule = f"requests and unread results of a user may have {self._max_bytes_per_user} bytes"
+            raise Refused(f"{rule}. Await earlier ones, then retry.", status=429)
         self._make_room(size)
         if self.num_bytes + size > self._max_bytes:
             rule = f"requests and unread results may have {self._max_bytes} bytes in all"
             raise Refused(f"{rule}. Retry later.", status=429)
         future = Future(f"future_{secrets.token_hex(12)}", owner, group, size, on_drop=on_drop)
         self._futures[future.request_id] = future
-        self._num_open[owner] = self._num_open.get(owner, 0) + 1
+        self._num_open[owner] += 1
+        self._bytes_open[owner] += size
         self.num_bytes += size
         return future
 
@@ -162,6 +167,7 @@ class Futures:
             return
         size = len(answer.body) + OVERHEAD
         self.num_bytes += size - future.size
+        self._bytes_open[future.owner] += size - future.size
         future.size, future.answer = size, answer
         future._done.set()
         self._make_room(0)
@@ -206,8 +212,7 @@ class Futures:
             future.on_drop()
 
     def _close(self, future: Future) -> None:
-        left = self._num_open[future.owner] - 1
-        if left:
-            self._num_open[future.owner] = left
-        else:
-            del self._num_open[future.owner]
+        self._num_open[future.owner] -= 1
+        self._bytes_open[future.owner] -= future.size
+        if not self._num_open[future.owner]:
+            del self._num_open[future.owner], self._bytes_open[future.owner]

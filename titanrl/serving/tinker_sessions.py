@@ -21,10 +21,13 @@ from titanrl.serving.calls import Refused
 from titanrl.serving.http import JSON, dump, internal
 from titanrl.serving.protocol import new_id
 from titanrl.serving.tinker_checkpoints import Checkpoints, ModelSpec, Run
-from titanrl.serving.tinker_queue import Answer, Future, Futures, Late, Order
+from titanrl.serving.tinker_queue import Answer, Future, Futures, Order, Unordered
 from titanrl.serving.tinker_wire import Malformed, SampleRequest
 
 logger = logging.getLogger(__name__)
+
+KNOWN = TitanRLError, Malformed, Unordered
+"""Errors whose messages are for the client."""
 
 
 class FullError(Refused):
@@ -127,6 +130,8 @@ class TinkerLimits:
     """Longest body of a pass, also when decompressed. The client splits its data into bodies of about 5 MB."""
     max_bytes: int = 1 << 29
     """Requests that wait and results that can still be read, of all users, in bytes."""
+    max_bytes_per_user: int = 1 << 28
+    """Requests that wait and unread results of one user, in bytes."""
     max_requests: int = 4096
     """Requests of a user that wait or have unread results."""
     max_samples: int = 1024
@@ -276,7 +281,7 @@ class Sessions:
     """The sessions of all clients of a host."""
 
     def __init__(self, host: Host, checkpoints: Checkpoints, limits: TinkerLimits) -> None:
-        self.futures = Futures(limits.max_bytes, limits.max_requests)
+        self.futures = Futures(limits.max_bytes, limits.max_requests, limits.max_bytes_per_user)
         """Results that clients poll for."""
         self.open: dict[str, OpenSession] = {}
         """Sessions by id."""
@@ -468,7 +473,7 @@ class Sessions:
         future = self.futures.open(session.owner, session.session_id, size, lambda: _forget(model.seen, seq_id, future))
         try:
             model.order.add(seq_id, Job(action=lambda: action(model), future=future))
-        except (Late, ValueError) as error:
+        except Unordered as error:
             self.futures.resolve(future, failure(error))
         else:
             model.seen[seq_id] = digest, future
@@ -543,19 +548,24 @@ class Sessions:
 
     async def _work(self, model: OpenModel) -> None:
         """Run the requests of a model in order, until its session ends."""
+        gap_ends: float | None = None
         while not model.has_ended:
             job = model.order.take()
             if job is not None:
+                gap_ends = None
                 answer = await self._outcome(job.action)
                 if model.handle is not None and answer.is_failure:
                     await self._quietly(model.handle.recover())
                 self.futures.resolve(job.future, answer)
                 continue
             model.news.clear()
+            if model.order.has_gap and gap_ends is None:  # later arrivals do not extend the wait for the missing request
+                gap_ends = asyncio.get_running_loop().time() + self._limits.gap_s
             try:
-                async with asyncio.timeout(self._limits.gap_s if model.order.has_gap else None):
+                async with asyncio.timeout_at(gap_ends):
                     await model.news.wait()
             except TimeoutError:
+                gap_ends = None
                 first, last = model.order.skip()
                 logger.warning(
                     "%s: requests %d to %d did not arrive within %g s", model.model_id, first, last, self._limits.gap_s
@@ -569,7 +579,7 @@ class Sessions:
         try:
             return await action()
         except Exception as error:  # a failed request must not end the requests after it
-            if not isinstance(error, TitanRLError | ValueError | TypeError | Malformed):
+            if not isinstance(error, KNOWN):
                 logger.exception("a request failed")
             return failure(error)
 
@@ -615,15 +625,14 @@ def json_answer(value: object) -> Answer:
 
 def failure(error: Exception) -> Answer:
     """Return how a failed request is answered."""
-    is_user = isinstance(error, TitanRLError | ValueError | TypeError | Late) and not isinstance(error, FaultError)
+    is_user = isinstance(error, KNOWN) and not isinstance(error, FaultError)
     body = dump({"error": _text_of(error), "category": "user" if is_user else "server"})
     return Answer(body.encode(), JSON, is_failure=True)
 
 
 def _text_of(error: Exception) -> str:
     """Return what a client sees of an error."""
-    is_known = isinstance(error, TitanRLError | ValueError | TypeError | Late | Malformed)
-    return str(error if is_known else internal(error))
+    return str(error if isinstance(error, KNOWN) else internal(error))
 
 
 def _forget(seen: "dict[int, Any]", seq_id: int, future: Future) -> None:

@@ -42,7 +42,7 @@ _DTYPES: Mapping[int, "np.dtype[Any]"] = {1: np.dtype("<f4"), 2: np.dtype("<i8")
 
 
 class Malformed(Exception):
-    """The body is no message of the protocol."""
+    """The body is no message of the protocol, or asks for something that cannot be done."""
 
 
 @functools.cache
@@ -111,19 +111,19 @@ def pass_of(message: Any, vocab_size: int) -> Pass:
     """Return the data of a pass.
 
     Raises:
-        ValueError: A datum is not supported, or does not fit the loss.
+        Malformed: A datum is not supported, or does not fit the loss.
     """
     loss_fn = message.loss_fn
     if loss_fn not in LOSSES:
         why = REFUSED_LOSSES.get(loss_fn, f"unknown loss. Choose one of {', '.join(LOSSES)}")
-        raise ValueError(f"loss_fn: {why} (got {loss_fn[:40]!r}).")
+        raise Malformed(f"loss_fn: {why} (got {loss_fn[:40]!r}).")
     options = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
         if value.WhichOneof("value") != "number":
-            raise ValueError(f"loss_fn_config.{name[:40]}: must be a number (got {value.text[:40]!r}).")
+            raise Malformed(f"loss_fn_config.{name[:40]}: must be a number (got {value.text[:40]!r}).")
         options[name] = value.number
     if not message.data:
-        raise ValueError("data: must not be empty. Send at least one datum.")
+        raise Malformed("data: must not be empty. Send at least one datum.")
     data, widths, num_left = list[Datum](), list[int | None](), MAX_VALUES
     for index, each in enumerate(message.data):
         columns = _data_of(each, f"data[{index}]", loss_fn, vocab_size, num_left)
@@ -299,37 +299,37 @@ def _data_of(message: Any, name: str, loss_fn: str, vocab_size: int, num_left: i
     tokens = _tokens_of(message.model_input, f"{name}.model_input")
     num_left -= len(tokens)
     if num_left < 0:
-        raise ValueError(f"{name}: a pass must have at most {MAX_VALUES} values. Send fewer data.")
+        raise Malformed(f"{name}: a pass must have at most {MAX_VALUES} values. Send fewer data.")
     _check_tokens(f"{name}.model_input", tokens, vocab_size)
     allowed = {*LOSSES[loss_fn], "weights"}
     inputs = dict[str, Any]()
     for key, tensor in message.loss_fn_inputs.items():
         where = f"{name}.loss_fn_inputs[{key[:40]!r}]"
         if key not in allowed:
-            raise ValueError(f"{where}: {loss_fn} does not use it. Send only {', '.join(sorted(allowed))}.")
+            raise Malformed(f"{where}: {loss_fn} does not use it. Send only {', '.join(sorted(allowed))}.")
         inputs[key] = array = dense(tensor, where, most=min(len(tokens) * MAX_TARGETS, num_left))
         num_left -= array.size
         if key == "target_tokens":
             _check_tokens(where, array, vocab_size)
         elif not np.isfinite(array).all():
-            raise ValueError(f"{where}: must be finite. Remove the tokens without a value.")
+            raise Malformed(f"{where}: must be finite. Remove the tokens without a value.")
         if array.shape[:1] != (len(tokens),) or array.ndim > 2:
-            raise ValueError(f"{where}: must have one row per input token, {len(tokens)} (got shape {array.shape}).")
+            raise Malformed(f"{where}: must have one row per input token, {len(tokens)} (got shape {array.shape}).")
     for key in LOSSES[loss_fn]:
         if key not in inputs:
-            raise ValueError(f"{name}.loss_fn_inputs: {loss_fn} requires {key} (got {', '.join(sorted(inputs)) or 'none'}).")
+            raise Malformed(f"{name}.loss_fn_inputs: {loss_fn} requires {key} (got {', '.join(sorted(inputs)) or 'none'}).")
     targets = inputs["target_tokens"]
     num_values = len(tokens) + sum(array.size for array in inputs.values())
     if targets.ndim == 1:
         if wide := [key for key, array in inputs.items() if array.ndim != 1]:
-            raise ValueError(f"{name}.loss_fn_inputs[{wide[0]!r}]: must have the shape of target_tokens, {targets.shape}.")
+            raise Malformed(f"{name}.loss_fn_inputs[{wide[0]!r}]: must have the shape of target_tokens, {targets.shape}.")
         return _Columns([Datum(model_input=tokens, loss_fn_inputs=_typed(inputs))], True, num_values)
     if loss_fn != "cross_entropy":
-        raise ValueError(f"{name}.loss_fn_inputs['target_tokens']: only cross_entropy takes [T, K] (got {targets.shape}).")
+        raise Malformed(f"{name}.loss_fn_inputs['target_tokens']: only cross_entropy takes [T, K] (got {targets.shape}).")
     weights = inputs.get("weights", np.ones(targets.shape, np.float32))
     if weights.shape != targets.shape or not 1 <= targets.shape[1] <= MAX_TARGETS:
         rule = f"weights must have the shape of target_tokens, [T, 1 to {MAX_TARGETS}]"
-        raise ValueError(f"{name}.loss_fn_inputs: {rule} (got {weights.shape} and {targets.shape}).")
+        raise Malformed(f"{name}.loss_fn_inputs: {rule} (got {weights.shape} and {targets.shape}).")
     columns = [{"target_tokens": targets[:, k], "weights": weights[:, k]} for k in range(targets.shape[1])]
     return _Columns([Datum(model_input=tokens, loss_fn_inputs=_typed(column)) for column in columns], False, num_values)
 
@@ -346,19 +346,19 @@ def _tokens_of(chunks: Any, name: str) -> IntArray:
     parts = []
     for index, chunk in enumerate(chunks):
         if chunk.WhichOneof("chunk") != "encoded_text":
-            raise ValueError(f"{name}[{index}]: must be encoded_text; images and audio are not supported.")
+            raise Malformed(f"{name}[{index}]: must be encoded_text; images and audio are not supported.")
         parts.append(_from_bytes(chunk.encoded_text.tokens, np.dtype("<i4"), f"{name}[{index}].tokens"))
     if not sum(map(len, parts)):
-        raise ValueError(f"{name}: must have tokens.")
+        raise Malformed(f"{name}: must have tokens.")
     return np.asarray(np.concatenate(parts), np.int64)
 
 
 def _check_tokens(name: str, tokens: Any, vocab_size: int) -> None:
     if not np.issubdtype(tokens.dtype, np.integer):
-        raise ValueError(f"{name}: must be integers (got {tokens.dtype}).")
+        raise Malformed(f"{name}: must be integers (got {tokens.dtype}).")
     if tokens.size and not (int(tokens.min()) >= 0 and int(tokens.max()) < vocab_size):
         outside = int(tokens.min()) if int(tokens.min()) < 0 else int(tokens.max())
-        raise ValueError(f"{name}: must be tokens of the model, 0 to {vocab_size - 1} (got {outside}).")
+        raise Malformed(f"{name}: must be tokens of the model, 0 to {vocab_size - 1} (got {outside}).")
 
 
 def dense(tensor: Any, name: str, *, most: int) -> Any:
@@ -370,17 +370,17 @@ def dense(tensor: Any, name: str, *, most: int) -> Any:
         most: Largest number of elements, because a sparse tensor of a few bytes can claim any shape.
 
     Raises:
-        ValueError: It is malformed, too large, or has another dtype than float32, int32 and int64.
+        Malformed: It is malformed, too large, or has another dtype than float32, int32 and int64.
     """
     dtype, shape = _DTYPES.get(tensor.dtype), tuple(tensor.shape)
     if dtype is None:
-        raise ValueError(f"{name}: must be float32, int32 or int64 (got dtype {tensor.dtype}).")
+        raise Malformed(f"{name}: must be float32, int32 or int64 (got dtype {tensor.dtype}).")
     if tensor.WhichOneof("encoding") != "sparse_csr":
         values = _from_bytes(tensor.dense, dtype, name)
         shape = shape or values.shape
         _check_shape(name, shape, most)
         if math.prod(shape) != values.size:
-            raise ValueError(f"{name}: has {values.size} values, which do not fit the shape {shape[:4]}.")
+            raise Malformed(f"{name}: has {values.size} values, which do not fit the shape {shape[:4]}.")
         return values.reshape(shape)
     _check_shape(name, shape, most)
     csr = tensor.sparse_csr
@@ -397,7 +397,7 @@ def dense(tensor: Any, name: str, *, most: int) -> Any:
         and bool(((columns >= 0) & (columns < shape[1])).all())
     )
     if not is_valid:
-        raise ValueError(f"{name}: is no valid sparse tensor in CSR layout, of shape {shape[:4]}.")
+        raise Malformed(f"{name}: is no valid sparse tensor in CSR layout, of shape {shape[:4]}.")
     found = np.zeros(shape, dtype)
     np.add.at(found, (np.repeat(np.arange(shape[0]), counts), columns), values)
     return found
@@ -405,12 +405,12 @@ def dense(tensor: Any, name: str, *, most: int) -> Any:
 
 def _check_shape(name: str, shape: Sequence[int], most: int) -> None:
     if len(shape) > 2 or any(size < 0 for size in shape) or math.prod(shape) > most:
-        raise ValueError(f"{name}: must have one or two dimensions, and at most {most} values (got shape {shape[:4]}).")
+        raise Malformed(f"{name}: must have one or two dimensions, and at most {most} values (got shape {shape[:4]}).")
 
 
 def _from_bytes(data: bytes, dtype: "np.dtype[Any]", name: str) -> Any:
     if len(data) % dtype.itemsize:
-        raise ValueError(f"{name}: has {len(data)} bytes, no multiple of {dtype.itemsize}.")
+        raise Malformed(f"{name}: has {len(data)} bytes, no multiple of {dtype.itemsize}.")
     return np.frombuffer(data, dtype)
 
 
@@ -418,10 +418,10 @@ def with_limit(asked: SampleRequest, max_tokens: int) -> SampleRequest:
     """Return a request with the longest completion that fits, unless it has a limit.
 
     Raises:
-        ValueError: The prompt and the completion together are too long.
+        Malformed: The prompt and the completion together are too long.
     """
     room = max_tokens - len(asked.prompt)
     if room < max(1, asked.sampling.max_new_tokens):
         length = f"{len(asked.prompt)} + {max(1, asked.sampling.max_new_tokens)}"
-        raise ValueError(f"prompt: prompt and completion must have at most {max_tokens} tokens (got {length}).")
+        raise Malformed(f"prompt: prompt and completion must have at most {max_tokens} tokens (got {length}).")
     return replace(asked, sampling=replace(asked.sampling, max_new_tokens=asked.sampling.max_new_tokens or room))

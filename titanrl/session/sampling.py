@@ -154,9 +154,11 @@ class Sampler:
             return
         held.is_released = True
         await held.unused.wait()
-        await self._generators.drop_adapter(number)
-        await held.forget(number)
-        del self._held[number]
+        try:
+            await self._generators.drop_adapter(number)
+            await held.forget(number)
+        finally:  # a failure must not take the place of another adapter forever
+            del self._held[number]
 
     @contextmanager
     def _using(self, number: int | None) -> Iterator[None]:

@@ -132,8 +132,12 @@ class TrainedModel:
         self, data: Sequence[Datum], loss_fn: str, options: Mapping[str, float], *, backward: bool
     ) -> ForwardBackwardOutput:
         """Run a pass; with `backward`, accumulate the gradient."""
-        run = self._training.forward_backward if backward else self._training.forward
-        return await run(data, loss_fn, options)
+        start = self._training.forward_backward if backward else self._training.forward
+        try:
+            running = start(data, loss_fn, options)
+        except (TypeError, ValueError) as error:  # of a check; those of a running pass are internal
+            raise Refused(str(error)) from None
+        return await running
 
     async def optim_step(self, params: AdamParams) -> OptimUpdate:
         """Take an optimizer step."""
@@ -221,8 +225,7 @@ class AdapterHost:
 
         Raises:
             FullError: There are too many.
-            Refused: It trains all weights.
-            ValueError: The trainer cannot have such an adapter.
+            Refused: It trains all weights, or the trainer cannot have such an adapter.
         """
         most = max(1, self._lora.max_models - 1)
         if self._num_models >= most:
@@ -314,9 +317,11 @@ class AdapterHost:
                 "lora_config.rank: this server trains adapters (got 0). Create the client with a rank, or start the server "
                 "without trainer.lora."
             )
-        return await self._session.new_model(
-            new_id("model-"), rank=spec.rank, seed=spec.seed, train_attn=spec.train_attn, train_mlp=spec.train_mlp
-        )
+        name, layers = new_id("model-"), {"train_attn": spec.train_attn, "train_mlp": spec.train_mlp}
+        try:
+            return await self._session.new_model(name, rank=spec.rank, seed=spec.seed, **layers)
+        except ValueError as error:
+            raise Refused(f"lora_config: {error}") from None
 
 
 class AdapterSampler(FixedSampler):
