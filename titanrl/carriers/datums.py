@@ -8,6 +8,7 @@ from typing import TypeVar
 import numpy as np
 
 from titanrl.base.arguments import check_count, check_list, check_number, check_type, checked_numbers, checked_tokens
+from titanrl.carriers.routes import ExpertIds
 from titanrl.carriers.supports import Supports, placed
 from titanrl.carriers.types import FloatArray, IntArray
 
@@ -30,6 +31,9 @@ class Datum:
     `logprobs` (from the sampler) and `advantages`."""
     supports: Supports | None = None
     """Supports of the sampling distributions, if sampling was truncated; the trainer normalizes over the same tokens."""
+    experts: ExpertIds | None = None
+    """Experts that the generator of a mixture of experts chose for the input tokens, `[S, layers, experts of a token]`; used
+    with `trainer.routing: compared` or `replayed`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +55,7 @@ def sampled_datum(
     advantage: float | Sequence[float] | FloatArray,
     weight: float = 1.0,
     supports: Supports | None = None,
+    experts: ExpertIds | None = None,
 ) -> Datum:
     """Build the datum of a sampled completion for a policy loss such as `ppo` or `importance_sampling`.
 
@@ -61,6 +66,7 @@ def sampled_datum(
         advantage: Advantage of the completion, or of each of its tokens, `[T]`.
         weight: Loss weight of each sampled token, such as 1 / number of tokens in the batch for a mean.
         supports: Support of each sampled token, `[T]`, if sampling was truncated.
+        experts: Experts of the tokens of prompt and completion, `[P + T, ...]`, if they were recorded.
 
     Raises:
         TypeError: An argument has another type.
@@ -80,9 +86,9 @@ def sampled_datum(
             raise ValueError(f"{name}: must have one value per token, {len(tokens)} (got {len(values)}). {fix}")
     inputs = {name: values.astype(np.float32) for name, values in by_token.items()}
     datum = _datum(prompt, tokens, {**inputs, "weights": np.full(len(tokens), weight, np.float32)})
-    if supports is None:
-        return datum
-    return replace(datum, supports=placed([(len(prompt) - 1, supports)], len(prompt) - 1 + len(supports)))
+    if supports is not None:
+        datum = replace(datum, supports=placed([(len(prompt) - 1, supports)], len(prompt) - 1 + len(supports)))
+    return datum if experts is None else replace(datum, experts=experts[: len(datum.model_input)])
 
 
 def supervised_datum(prompt: Sequence[int] | IntArray, tokens: Sequence[int] | IntArray, weight: float = 1.0) -> Datum:

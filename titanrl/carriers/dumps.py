@@ -19,6 +19,7 @@ import numpy as np
 
 from titanrl.base.errors import TitanRLError
 from titanrl.base.files import naming, replace_lines, replace_text, sync_file, sync_folder
+from titanrl.carriers.routes import ExpertIds
 from titanrl.carriers.supports import Supports, join
 from titanrl.carriers.types import Completion, Group, Prompt, Rollout, ScorerFailure, Segment, Turn
 from titanrl.config.errors import BrokenRule, rule_of
@@ -286,6 +287,8 @@ COLUMNS = {
     "support_counts": "int32[]",
     "support_words": "int32[]",
     "support_vocabulary": "int64",
+    "experts": "uint16[]",
+    "experts_shape": "int32[]",
     "segment_lengths": "int32[]",
     "turn_segments": "int32[]",
     "turn_ends": "int32[]",
@@ -300,7 +303,7 @@ COLUMNS = {
     "counts": "string",
 }
 """Types of the columns of `rollouts/*.parquet`, in file order."""
-TOKEN_COLUMNS = ("token_ids", "mask", "logprobs", "versions", "support_counts", "support_words")
+TOKEN_COLUMNS = ("token_ids", "mask", "logprobs", "versions", "support_counts", "support_words", "experts")
 """Columns with per-token values, which are read as arrays."""
 
 
@@ -346,6 +349,8 @@ def _scored(rollout: Rollout) -> dict[str, Any]:
     # Either all segments of a rollout have supports, or, without truncated sampling, none has.
     limited = [segment.supports for segment in segments if segment.supports is not None]
     supports = join(limited) if limited else None
+    routed = [segment.experts for segment in segments if segment.experts is not None]
+    experts = np.concatenate(routed) if routed else None
     return {
         "outcome": "ok",
         "error": None,
@@ -360,6 +365,8 @@ def _scored(rollout: Rollout) -> dict[str, Any]:
         "support_counts": [] if supports is None else supports.counts_S,
         "support_words": [] if supports is None else supports.words_K,
         "support_vocabulary": None if supports is None else supports.vocab_size,
+        "experts": [] if experts is None else experts.ravel(),
+        "experts_shape": None if experts is None else [*experts.shape[1:], experts.itemsize],
         "segment_lengths": [len(segment.token_ids) for segment in segments],
         "turn_segments": [turn.segment for turn in turns],
         "turn_ends": [turn.end for turn in turns],
@@ -409,8 +416,8 @@ def _rollout(row: Mapping[str, Any]) -> Rollout:
     token_rewards = row.get("token_rewards")  # missing in dumps of earlier versions
     return Rollout(
         segments=tuple(
-            Segment(token_ids=ids, mask=mask, logprobs=logprobs, versions=sampled_by, supports=supports)
-            for (ids, mask, logprobs, sampled_by), supports in zip(columns, _supports(row), strict=True)
+            Segment(token_ids=ids, mask=mask, logprobs=logprobs, versions=sampled_by, supports=supports, experts=experts)
+            for (ids, mask, logprobs, sampled_by), supports, experts in zip(columns, _supports(row), _experts(row), strict=True)
         ),
         reward=row["reward"],
         reward_parts=json.loads(row["reward_parts"]),
@@ -430,6 +437,16 @@ def _supports(row: Mapping[str, Any]) -> Sequence[Supports | None]:
     supports = Supports(counts_S=counts, words_K=words, vocab_size=row["support_vocabulary"])
     ends = np.cumsum(lengths).tolist()
     return [supports[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def _experts(row: Mapping[str, Any]) -> Sequence[ExpertIds | None]:
+    """Return the experts of each segment, or None per segment if they were not recorded."""
+    lengths, shape = row["segment_lengths"], row.get("experts_shape")  # missing in dumps of earlier versions
+    if shape is None:
+        return [None] * len(lengths)
+    num_layers, per_token, itemsize = shape
+    ids: ExpertIds = row["experts"].astype(np.uint8 if itemsize == 1 else np.uint16)
+    return np.split(ids.reshape(-1, num_layers, per_token), np.cumsum(lengths)[:-1])
 
 
 def _completion(row: Mapping[str, Any]) -> Completion:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from titanrl.base.arguments import check_number
 from titanrl.base.pickling import float32_bytes, int32_bytes, pickle_fast
+from titanrl.carriers.routes import ExpertIds, experts_bytes, experts_from
 from titanrl.carriers.supports import Supports
 
 IntArray = npt.NDArray[np.int64]
@@ -71,6 +72,8 @@ class SamplingParams:
     """True to also return the log-probabilities of the prompt tokens."""
     supports: bool = False
     """True to also return the vocabulary entries that `top_p`, `top_k` and `min_p` keep for each token."""
+    experts: bool = False
+    """True to also return the experts that a mixture of experts chose for each token of prompt and completion."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +139,9 @@ class Completion:
     """Log-probability of each prompt token except the first, at temperature 1, if requested, `[P - 1]`."""
     supports: Supports | None = None
     """Support of each token's sampling distribution, over which `logprobs` are normalized, if requested, `[T]`."""
+    experts: ExpertIds | None = None
+    """Experts of the tokens of prompt and completion, if requested, `[P + T, layers, experts of a token]`. The last token has
+    none, because the model did not compute it."""
 
 
 OnTokens = Callable[[Sequence[int], Sequence[float]], None]
@@ -159,6 +165,8 @@ class Segment:
     """Policy version of each sampled token, -1 elsewhere, `[S]`."""
     supports: Supports | None = None
     """Support of each sampled token's distribution, the whole vocabulary elsewhere, `[S]`; None without truncated sampling."""
+    experts: ExpertIds | None = None
+    """Experts that the generator chose for each token, `[S, layers, experts of a token]`; None if they were not recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -522,7 +530,7 @@ for _carrier in (SamplingParams, GenerationRequest, GroupHandle, GroupRecord):
 
 
 def _completion(token_ids: bytes, logprobs: bytes, versions: bytes, finish_reason: FinishReason, *optional: Any) -> Completion:
-    prompt_logprobs, supports = optional
+    prompt_logprobs, supports, experts = optional
     return Completion(
         token_ids=np.frombuffer(token_ids, np.int32).astype(np.int64),
         logprobs=np.frombuffer(logprobs, np.float32),
@@ -530,27 +538,38 @@ def _completion(token_ids: bytes, logprobs: bytes, versions: bytes, finish_reaso
         finish_reason=finish_reason,
         prompt_logprobs=prompt_logprobs,
         supports=supports,
+        experts=None if experts is None else experts_from(*experts),
     )
 
 
-def _segment(token_ids: bytes, mask: bytes, logprobs: bytes, versions: bytes, supports: Supports | None = None) -> Segment:
+def _segment(
+    token_ids: bytes,
+    mask: bytes,
+    logprobs: bytes,
+    versions: bytes,
+    supports: Supports | None = None,
+    experts: tuple[Any, ...] | None = None,
+) -> Segment:
     return Segment(
         token_ids=np.frombuffer(token_ids, np.int32).astype(np.int64),
         mask=np.frombuffer(mask, np.bool_),
         logprobs=np.frombuffer(logprobs, np.float32),
         versions=np.frombuffer(versions, np.int32).astype(np.int64),
         supports=supports,
+        experts=None if experts is None else experts_from(*experts),
     )
 
 
 def _reduce_completion(value: Completion) -> tuple[Any, ...]:
     arrays = int32_bytes(value.token_ids), float32_bytes(value.logprobs), int32_bytes(value.versions)
-    return _completion, (*arrays, value.finish_reason, value.prompt_logprobs, value.supports)
+    return _completion, (*arrays, value.finish_reason, value.prompt_logprobs, value.supports, experts_bytes(value.experts))
 
 
 def _reduce_segment(value: Segment) -> tuple[Any, ...]:
     mask = np.asarray(value.mask, np.bool_).tobytes()
     arrays = int32_bytes(value.token_ids), mask, float32_bytes(value.logprobs), int32_bytes(value.versions)
+    if value.experts is not None:
+        return _segment, (*arrays, value.supports, experts_bytes(value.experts))
     return _segment, arrays if value.supports is None else (*arrays, value.supports)
 
 

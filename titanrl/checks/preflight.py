@@ -441,7 +441,17 @@ def _broken_by_experts(config: Config, shape: ModelShape, values: Mapping[str, o
         if ep > 1:
             rule = "ep distributes experts, but the model has none"
             yield BrokenRule({"trainer.parallelism.ep": ep, **values}, rule, "set trainer.parallelism.ep to 1")
+        if config.records_experts:
+            rule = "routing of experts needs a mixture of experts, and the model is dense"
+            yield BrokenRule({"trainer.routing": trainer.routing, **values}, rule, "set trainer.routing to own")
         return
+    if config.records_experts and config.program == "sft":
+        rule = "the experts are recorded by generators, and fine-tuning has none"
+        yield BrokenRule({"trainer.routing": trainer.routing}, rule, "set trainer.routing to own")
+    elif config.records_experts and config.num_generator_ranks and device_kind(config.device) != "cpu":
+        rule = "the generators can record experts only on a CPU"
+        fix = "set trainer.routing to own"
+        yield BrokenRule({"trainer.routing": trainer.routing, "device": config.device}, rule, fix)
     if config.train and number % ep:
         rule = f"ep must divide the model's {number} experts"
         yield BrokenRule({"trainer.parallelism.ep": ep, **values}, rule, "set trainer.parallelism.ep to a divisor of them")

@@ -164,6 +164,11 @@ class Config(Section):
         return self.trainer.lora is not None and self.weights.lora == "adapters"
 
     @property
+    def records_experts(self) -> bool:
+        """True if generators return the experts that they chose for the tokens to train on."""
+        return self.train and self.trainer.routing != "own"
+
+    @property
     def num_trainer_ranks(self) -> int:
         """Number of trainer ranks; 0 if nothing is trained."""
         return self.trainer.parallelism.world_size if self.train else 0

@@ -333,6 +333,10 @@ class TrainerConfig(Section):
     debugging."""
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of all weights; null trains all weights."""
+    routing: Literal["own", "compared", "replayed"] = "own"
+    """Experts that compute a token in a mixture of experts: `own` uses the choice of the trainer's routers; `replayed` uses the
+    generator's choice, weighted by the trainer's routers (R3, arXiv:2510.11370); `compared` uses the trainer's choice and
+    reports how often the generator's differs (docs/howto/model_families.md)."""
     snapshots_on_device: bool = False
     """Keep the weight snapshots for proximal and reference log-probabilities in device memory instead of host memory."""
 

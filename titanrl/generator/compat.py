@@ -3,13 +3,14 @@
 Besides this module, only `lora.py`, `titan.py` (CPU kernels) and `window.py` (decoding without the scheduler) use
 private parts of vLLM.
 
-Shapes: N requests of a step, V vocabulary entries, K columns of words.
+Shapes: N requests of a step, V vocabulary entries, K columns of words. In `ExpertRecording`, N tokens of a step, Y layers,
+K experts of a token.
 """
 
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from glob import escape
@@ -32,6 +33,7 @@ from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
@@ -41,6 +43,7 @@ from vllm.v1.executor import uniproc_executor
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 from vllm.v1.outputs import LogprobsTensors
 
+from titanrl.carriers.routes import ExpertIds, id_dtype
 from titanrl.carriers.supports import WORD_BITS, Int32Array, bitmap_words, words_of
 from titanrl.models.preparation import WithoutDraws
 
@@ -309,6 +312,63 @@ class SupportRecording:
             assert logprobs_NV.shape[1] == self._vocab_size, "the logits do not have the vocabulary of the model"
             output.logprobs_tensors = with_supports(output.logprobs_tensors, logprobs_NV)
         return output
+
+
+class ExpertRecording:
+    """Recording of the experts that each layer of a mixture of experts chooses for each token.
+
+    vLLM's `enable_return_routed_experts` needs model runner V2, which needs Triton. This class reads the routers after each
+    pass of the runner, and cuts their choices by request. `tests/trainer/test_routing.py` checks it.
+    """
+
+    def __init__(self, engine: LLMEngine, num_experts: int, choices: Callable[[], list[Tensor]] | None = None) -> None:
+        """Patch the model runner of this rank; recording is initially off.
+
+        Args:
+            engine: The engine.
+            num_experts: Experts of a layer.
+            choices: Function that returns the choices of each layer in the last pass, `[N, K]`; None for vLLM's own model.
+        """
+        self._runner: Any = engine_core(engine).model_executor.driver_worker.worker.model_runner
+        self._dtype = id_dtype(num_experts)
+        self._choices = native_choices(engine_model(engine)) if choices is None else choices
+        self._execute_model = self._runner.execute_model
+        self._runner.execute_model = self._execute_and_keep
+        self.is_on = False
+        """True while passes are recorded; set it between two steps."""
+        self._taken: list[tuple[str, int, ExpertIds]] = []
+
+    def keep(self, request_ids: Sequence[str], counts: Sequence[int], starts: Sequence[int]) -> None:
+        """Read the last pass, whose tokens are those of each request in turn: `counts` tokens from token `starts` on."""
+        if not self.is_on:
+            return
+        ids_NYK = torch.stack(self._choices(), dim=1).cpu().numpy().astype(self._dtype)
+        assert len(ids_NYK) == sum(counts), "a pass has other tokens than those of its requests"
+        ends = np.cumsum(counts)
+        for request_id, count, start, end in zip(request_ids, counts, starts, ends, strict=True):
+            self._taken.append((request_id, int(start), ids_NYK[end - count : end]))
+
+    def take(self) -> list[tuple[str, int, ExpertIds]]:
+        """Return what was recorded since the last call: request, index of its first token, and ids, `[count, Y, K]`."""
+        taken, self._taken = self._taken, []
+        return taken
+
+    def _execute_and_keep(self, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+        output = self._execute_model(scheduled, *args, **kwargs)
+        if scheduled.total_num_scheduled_tokens:
+            batch = self._runner.input_batch
+            counts = [scheduled.num_scheduled_tokens[request_id] for request_id in batch.req_ids]
+            self.keep(batch.req_ids, counts, batch.num_computed_tokens_cpu[: len(counts)].tolist())
+        return output
+
+
+def native_choices(model: nn.Module) -> Callable[[], list[Tensor]]:
+    """Make the routers of vLLM's own model keep their choices; return a function that reads those of the last pass."""
+    layers = [module for module in model.modules() if isinstance(module, MoERunner)]
+    chosen: dict[int, Tensor] = {}
+    for number, layer in enumerate(layers):
+        layer.router.set_capture_fn(partial(chosen.__setitem__, number))
+    return lambda: [chosen[number] for number in range(len(layers))]
 
 
 def with_supports(tensors: LogprobsTensors, logprobs_NV: Tensor) -> LogprobsTensors:

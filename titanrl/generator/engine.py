@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from vllm import EngineArgs, LLMEngine
 from vllm import SamplingParams as VllmSamplingParams
 
+from titanrl.carriers.routes import ExpertIds, first_recorded
 from titanrl.carriers.supports import Int32Array, supports_of
 from titanrl.carriers.types import BASE, Completion, EngineLoad, FinishReason, FloatArray, GenerationRequest, SamplingParams
 from titanrl.config.device import Device
@@ -26,6 +27,7 @@ from titanrl.config.sizes import is_large, packed_weights
 from titanrl.data.tokenizer import Tokenizer, load_tokenizer
 from titanrl.generator.compat import (
     EngineCoreOutput,
+    ExpertRecording,
     PackedExperts,
     PackedLinears,
     SupportRecording,
@@ -80,6 +82,9 @@ class _Running:
     logprobs: list[float] = field(default_factory=list)
     prompt_logprobs: FloatArray | None = None
     supports: list[Int32Array] = field(default_factory=list)
+    experts: list[ExpertIds] = field(default_factory=list)
+    num_routed: int = 0
+    """Number of tokens in `experts`."""
 
     def take(self, output: EngineCoreOutput, vocab_size: int) -> None:
         """Append the tokens of one step: usually one, or none during prefill."""
@@ -91,6 +96,17 @@ class _Running:
                 self.supports += support_words(output, vocab_size)
         if output.new_prompt_logprobs_tensors is not None:
             self.prompt_logprobs = output.new_prompt_logprobs_tensors.logprobs[:, 0].numpy()  # column 0 is the prompt's token
+
+    def route(self, start: int, experts: ExpertIds) -> None:
+        """Append the experts of the tokens from token `start` on.
+
+        vLLM computes tokens again after an update of the weights, or after a preemption. The next token was sampled with the
+        experts of the first time.
+        """
+        assert start <= self.num_routed, "vLLM did not compute some tokens of the request"
+        fresh = experts[self.num_routed - start :]
+        self.experts.append(fresh)
+        self.num_routed += len(fresh)
 
     def extend(self, decoded: Decoded) -> None:
         """Append the tokens of a window."""
@@ -108,7 +124,12 @@ class _Running:
             finish_reason=finish_reason,
             prompt_logprobs=self.prompt_logprobs,
             supports=supports_of(self.supports, vocab_size) if self.request.sampling.supports else None,
+            experts=self._experts() if self.request.sampling.experts else None,
         )
+
+    def _experts(self) -> ExpertIds | None:
+        num_tokens = len(self.request.token_ids) + len(self.token_ids)
+        return first_recorded([np.concatenate(self.experts)[:num_tokens]], num_tokens) if self.experts else None
 
 
 class Engine:
@@ -148,6 +169,8 @@ class Engine:
         self._request_ids = itertools.count()
         self._running: dict[str, _Running] = {}
         self._recording: SupportRecording | None = None
+        self._num_experts, self._is_titan = source.shape.num_experts, config.model_impl == "titan"
+        self._routes: ExpertRecording | None = None
         self._has_windows = can_open(self._engine)
         self._window: DecodeWindow | None = None
         self.version: int | None = None
@@ -226,17 +249,22 @@ class Engine:
 
     def step(self) -> list[Finished]:
         """Decode one token for every running request; return the requests that finished."""
+        if self._routes is not None:
+            self._routes.is_on = any(running.request.sampling.experts for running in self._running.values())
         if self._window is None:
             self._window = self._opened_window()
         if self._window is not None:
             decoded = self._window.step()
+            self._take_routes()
             if decoded is not None:
                 return [self._ended(tokens) for tokens in decoded]
             self._close_window()  # if the KV cache is full, vLLM decides which request has to wait
         ended = []
         if self._recording is not None:
             self._recording.switch(any(running.request.sampling.supports for running in self._running.values()))
-        for output in step_core(self._engine):
+        outputs = step_core(self._engine)
+        self._take_routes()
+        for output in outputs:
             running = self._running.get(output.request_id)
             if running is None:  # aborted during an asynchronous step, which vLLM runs on accelerators
                 continue
@@ -307,7 +335,22 @@ class Engine:
         """Open a window if it can decode all requests; vLLM computes the prompts first."""
         requests = {request_id: running.decoding for request_id, running in self._running.items() if running.decoding}
         is_possible = self._has_windows and len(requests) == len(self._running)
-        return DecodeWindow.open(self._engine, requests) if is_possible else None
+        return DecodeWindow.open(self._engine, requests, self._routes) if is_possible else None
+
+    def _take_routes(self) -> None:
+        """Give the recorded experts to their requests."""
+        for request_id, start, experts in () if self._routes is None else self._routes.take():
+            running = self._running.get(request_id)
+            if running is not None and running.request.sampling.experts:
+                running.route(start, experts)
+
+    def _record_routes(self) -> ExpertRecording:
+        choices = None
+        if self._is_titan:
+            from titanrl.generator.titan import expert_choices
+
+            choices = expert_choices(self.model)
+        return ExpertRecording(self._engine, self._num_experts, choices)
 
     def _close_window(self) -> None:
         """Let vLLM continue: call this before any change of its requests or of the weights."""
@@ -337,6 +380,10 @@ class Engine:
             raise ValueError(f"prompt: token ids must be 0 to {self._vocab_size - 1} (got {low} to {high})")
         if request.sampling.supports and self._recording is None:
             self._recording = SupportRecording(self._engine, self._vocab_size)
+        if request.sampling.experts and self._routes is None:
+            if not self._num_experts:
+                raise ValueError("experts: the model has none. Set trainer.routing to own.")
+            self._routes = self._record_routes()
         self._close_window()
         request_id = str(next(self._request_ids))
         params = sampling_params(request.sampling, self._stop_ids)
@@ -441,5 +488,7 @@ def sampling_params(sampling: SamplingParams, stop_ids: Sequence[int]) -> VllmSa
         ignore_eos=True,
         logprobs=0,
         prompt_logprobs=0 if sampling.prompt_logprobs else None,
+        # A token in the prefix cache is not computed, so its experts would be unknown. None: vLLM decides.
+        skip_reading_prefix_cache=True if sampling.experts else None,
         detokenize=False,
     )

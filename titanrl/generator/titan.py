@@ -1,6 +1,7 @@
 """The trainer's model definition inside vLLM: torchtitan's wrapper, set up to receive weights instead of loading them."""
 
 import contextlib
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -22,6 +23,7 @@ from vllm import _custom_ops as kernels
 
 from titanrl.config.device import Device
 from titanrl.models.directory import ModelDirectory
+from titanrl.models.experts import routers_of
 
 CONFIG_FORMAT = TORCHTITAN_CONFIG_FORMAT
 
@@ -76,6 +78,16 @@ def weight_targets(model: nn.Module) -> dict[str, torch.Tensor]:
         held, state_dict_layouts=model.get_state_dict_layouts(), parallel_dims=model.parallel_dims
     )
     return targets
+
+
+def expert_choices(model: nn.Module) -> Callable[[], list[Tensor]]:
+    """Return a function that reads the choices of each router in the last pass, `[tokens, experts of a token]`."""
+    routers = routers_of(model)
+
+    def choices() -> list[Tensor]:
+        return [router.chosen_BLK.flatten(0, 1) for router in routers if router.chosen_BLK is not None]
+
+    return choices
 
 
 def attend(attention: GQAttention, x_1LD: Tensor, attention_masks: None, positions_1L: Tensor) -> Tensor:

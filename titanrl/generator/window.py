@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from titanrl.carriers.types import FinishReason, SamplingParams
-from titanrl.generator.compat import abort_requests, engine_core
+from titanrl.generator.compat import ExpertRecording, abort_requests, engine_core
 
 GREEDY_BELOW = 1e-5
 """Temperature below which vLLM samples greedily."""
@@ -101,8 +101,9 @@ def can_open(engine: LLMEngine) -> bool:
 class DecodeWindow:
     """Decoding steps of all running requests. After `close`, or if `step` returns None, vLLM takes the next step."""
 
-    def __init__(self, engine: LLMEngine, requests: Mapping[str, Decoding]) -> None:
+    def __init__(self, engine: LLMEngine, requests: Mapping[str, Decoding], routes: ExpertRecording | None) -> None:
         """Take over the batch of vLLM's model runner; use `open`."""
+        self._routes = routes
         core = engine_core(engine)
         self._engine, self._config, self._scheduler = engine, core.vllm_config, core.scheduler
         self._runner: Any = core.model_executor.driver_worker.worker.model_runner
@@ -135,7 +136,7 @@ class DecodeWindow:
         self._regroup()
 
     @classmethod
-    def open(cls, engine: LLMEngine, requests: Mapping[str, Decoding]) -> Self | None:
+    def open(cls, engine: LLMEngine, requests: Mapping[str, Decoding], routes: ExpertRecording | None = None) -> Self | None:
         """Open a window on all requests of the engine; return None if any of them waits, or has prompt tokens to compute."""
         scheduler = engine_core(engine).scheduler
         running = scheduler.running
@@ -143,7 +144,7 @@ class DecodeWindow:
             return None
         if any(request.num_tokens - request.num_computed_tokens != 1 for request in running):
             return None
-        return cls(engine, requests)
+        return cls(engine, requests, routes)
 
     @torch.inference_mode()
     def step(self) -> list[Decoded] | None:
@@ -240,6 +241,8 @@ class DecodeWindow:
                 intermediate_tensors=None,
                 inputs_embeds=None,
             )
+        if self._routes is not None:
+            self._routes.keep(self._batch.req_ids, [1] * num, positions_N.tolist())
         logits: Tensor = self._runner.model.compute_logits(hidden)
         return logits.to(torch.float32)
 

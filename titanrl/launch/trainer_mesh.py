@@ -334,7 +334,8 @@ class PastPolicies:
         if not self._algorithm.kl.coef:
             return PastVersions(proximal=proximal)
         reference = self._algorithm.kl.reference_version
-        await self._compute(microbatches, reference)
+        # The log-probabilities are kept by version.
+        await self._compute(microbatches, reference, is_reference=reference != proximal)
         return PastVersions(proximal=proximal, reference=reference)
 
     async def with_correction(self, microbatches: Sequence[MicroBatch], past: PastVersions) -> Sequence[MicroBatch]:
@@ -373,8 +374,8 @@ class PastPolicies:
         await self._compute(microbatches, start)
         return start
 
-    async def _compute(self, microbatches: Sequence[MicroBatch], version: int) -> None:
+    async def _compute(self, microbatches: Sequence[MicroBatch], version: int, *, is_reference: bool = False) -> None:
         for microbatch in microbatches:
-            await self._trainer.compute_logprobs(microbatch, at_version=version)
+            await self._trainer.compute_logprobs(microbatch, at_version=version, is_reference=is_reference)
         if self._epochs > 1 and len(microbatches[0].rows) > 1:
             await self._trainer.share_logprobs(version)

@@ -6,7 +6,7 @@ tokens, X any other dimension.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -112,7 +112,7 @@ class Gate(Linear):
 
 
 class Router(TokenChoiceTopKRouter):
-    """torchtitan's router with softmax, which keeps the experts that it chose in the last pass."""
+    """torchtitan's router with softmax. It keeps the experts of the last pass, and can use those that a generator recorded."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(TokenChoiceTopKRouter.Config):
@@ -122,6 +122,15 @@ class Router(TokenChoiceTopKRouter):
         super().__init__(config)
         self.chosen_BLK: Tensor | None = None
         """Experts of the tokens of the last pass on this rank. With expert and tensor parallelism, these are a part of L."""
+        self.mode: Literal["own", "compared", "replayed"] = "own"
+        """Use of recorded experts: none, to be compared with those of the highest scores, or in place of these."""
+        self.recorded_BLK: Tensor | None = None
+        """Recorded experts of all tokens of the rows, as `ExpertIds` defines; None without. They also serve the passes that
+        activation checkpointing repeats, so they stay until the next forward pass."""
+        self.tp_rank = 0
+        """Index of this rank's part among the ranks that see a part of L."""
+        self.differs_BL: Tensor | None = None
+        """True for tokens of the last pass whose recorded experts are not those that this router would choose."""
 
     def forward(self, x_BLD: Tensor, expert_bias_E: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return weights and indices of the chosen experts, `[B, L, K]` each, and the scores of all experts, `[B, L, E]`."""
@@ -129,11 +138,30 @@ class Router(TokenChoiceTopKRouter):
         choice_BLE = scores_BLE if expert_bias_E is None else scores_BLE + expert_bias_E
         ids_BLK = choice_BLE.topk(self.top_k, dim=-1, sorted=False).indices
         local_BLK = ids_BLK.to_local() if isinstance(ids_BLK, DTensor) else ids_BLK
+        if self.recorded_BLK is not None:
+            local_BLK = self._compared(local_BLK, self.recorded_BLK)
+            if isinstance(ids_BLK, DTensor):
+                shape, stride = ids_BLK.shape, ids_BLK.stride()
+                ids_BLK = DTensor.from_local(
+                    local_BLK, ids_BLK.device_mesh, ids_BLK.placements, run_check=False, shape=shape, stride=stride
+                )
+            else:
+                ids_BLK = local_BLK
         self.chosen_BLK = local_BLK.detach()
         weights_BLK = scores_BLE.gather(-1, ids_BLK)
         if self.route_norm:
             weights_BLK = weights_BLK / weights_BLK.sum(-1, keepdim=True)
         return weights_BLK, ids_BLK, scores_BLE
+
+    def _compared(self, own_BLK: Tensor, recorded_BLK: Tensor) -> Tensor:
+        """Compare the choice on this rank's part of L with the recorded one; return the experts to use."""
+        length = own_BLK.shape[1]
+        start = 0 if length == recorded_BLK.shape[1] else self.tp_rank * length
+        none = torch.iinfo(recorded_BLK.dtype).max
+        recorded_BLK = recorded_BLK[:, start : start + length].to(torch.int64)
+        has_ids_BL = (recorded_BLK != none).any(-1)
+        self.differs_BL = has_ids_BL & (own_BLK.sort(-1).values != recorded_BLK.sort(-1).values).any(-1)
+        return torch.where(has_ids_BL[..., None], recorded_BLK, own_BLK) if self.mode == "replayed" else own_BLK
 
 
 def routers_of(module: nn.Module) -> list[Router]:

@@ -85,7 +85,9 @@ class Episodes:
                 groups then make the same number of calls.
         """
         rollout = self.config.rollout
-        sampling = training_sampling(rollout, seed=self.config.seed, stop_ids=self.renderer.stop_ids)
+        sampling = training_sampling(
+            rollout, seed=self.config.seed, stop_ids=self.renderer.stop_ids, experts=self.config.records_experts
+        )
         slots = [_Slot(self, prompt, number, sampling, "training") for number in range(rollout.num_requests)]
         started, num_needed = time.perf_counter(), len(slots) - rollout.num_spare_completions
         try:

@@ -112,20 +112,24 @@ async def roll_out(
     )
 
 
-def sampling_requests(prompt: Prompt, config: RolloutConfig, seed: int) -> list[GenerationRequest]:
+def sampling_requests(prompt: Prompt, config: RolloutConfig, seed: int, *, experts: bool = False) -> list[GenerationRequest]:
     """Return the requests of a training group. Their seeds depend only on the run's seed, the prompt and the position."""
     return [
         GenerationRequest(
-            token_ids=prompt.token_ids, sampling=training_sampling(config, seed=derive_seed(seed, prompt.index, g))
+            token_ids=prompt.token_ids,
+            sampling=training_sampling(config, seed=derive_seed(seed, prompt.index, g), experts=experts),
         )
         for g in range(config.num_requests)
     ]
 
 
-def training_sampling(config: RolloutConfig, *, seed: int, stop_ids: tuple[int, ...] = ()) -> SamplingParams:
+def training_sampling(
+    config: RolloutConfig, *, seed: int, stop_ids: tuple[int, ...] = (), experts: bool = False
+) -> SamplingParams:
     """Return the sampling options of training groups; `stop_ids` end a completion in addition to those of the configuration.
 
-    If top-p, top-k or min-p is set, each token's support, the tokens that it was sampled from, is returned as well.
+    If top-p, top-k or min-p is set, each token's support, the tokens that it was sampled from, is returned as well. With
+    `experts`, so are the experts that the generator chose.
     """
     return SamplingParams(
         max_new_tokens=config.max_new_tokens,
@@ -135,6 +139,7 @@ def training_sampling(config: RolloutConfig, *, seed: int, stop_ids: tuple[int, 
         top_k=config.top_k,
         min_p=config.min_p,
         supports=config.is_truncated,
+        experts=experts,
         stop=config.stop_texts,
         stop_ids=(*stop_ids, *config.stop_ids),
     )
@@ -179,6 +184,7 @@ def rollouts_of(prompt: Prompt, completions: Sequence[Completion], scores: Seque
                         logprobs=logprobs[sequence],
                         versions=versions[sequence],
                         supports=supports,
+                        experts=completion.experts,
                     ),
                 ),
                 reward=scored.reward,
@@ -210,6 +216,7 @@ def fit_to_rows(group: Group, config: TrainerConfig) -> tuple[Group, int]:
             logprobs=segment.logprobs[:limit],
             versions=segment.versions[:limit],
             supports=None if segment.supports is None else segment.supports[:limit],
+            experts=None if segment.experts is None else segment.experts[:limit],
         )
 
     rollouts = tuple(replace(rollout, segments=tuple(map(fitting, rollout.segments))) for rollout in group.rollouts)

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from titanrl.base.errors import TitanRLError
+from titanrl.carriers.routes import first_recorded
 from titanrl.carriers.supports import placed
 from titanrl.carriers.types import Completion, Segment, Turn
 from titanrl.data.tokenizer import MAX_TOKEN_CHARS
@@ -209,6 +210,8 @@ class CallTree:
             logprobs=logprobs,
             versions=versions,
             supports=placed(supports, len(token_ids)) if supports else None,
+            # A later call computes the tokens of an earlier one again, but those of the earlier one sampled its tokens.
+            experts=first_recorded([e for call in calls if (e := call.completion.experts) is not None], len(token_ids)),
         )
 
     def _check_size(self, messages: Sequence[Message]) -> None:

@@ -306,7 +306,7 @@ class RolloutWorker(Actor):
         prompt = task.prompts.prompt(reservation.index, draw.level, draw.stream_index)
         with self._pool.session() as session:
             if task.episodes is None:
-                requests = sampling_requests(prompt, config.rollout, config.seed)
+                requests = sampling_requests(prompt, config.rollout, config.seed, experts=config.records_experts)
                 generate = partial(session.generate, num_kept=config.rollout.group_size, place=place)
                 group = await roll_out(prompt, requests, generate, task.scoring.score, self._decode, self._tokenizer.decode_raw)
             else:

@@ -12,6 +12,7 @@ import numpy as np
 from titanrl.base.arguments import check_count, check_list, check_number, check_type, checked_tokens
 from titanrl.base.errors import TitanRLError
 from titanrl.carriers.datums import Datum, sampled_datum
+from titanrl.carriers.routes import ExpertIds
 from titanrl.carriers.supports import Supports
 from titanrl.carriers.types import (
     BASE,
@@ -71,6 +72,9 @@ class Sample:
     """`stop`: ended by the policy or a stop text; `length`: truncated at the limit; `abort`: cancelled."""
     supports: Supports | None = None
     """Support of each token's distribution, if sampling was truncated, `[T]`."""
+    experts: ExpertIds | None = None
+    """Experts of the tokens of prompt and completion, with `trainer.routing: compared` or `replayed`, `[P + T, layers, experts
+    of a token]`."""
 
     @property
     def sequence(self) -> IntArray:
@@ -79,7 +83,7 @@ class Sample:
 
     def datum(self, advantage: float | Sequence[float] | FloatArray = 0.0, weight: float = 1.0) -> Datum:
         """Return the sample as a datum for a policy loss; see `sampled_datum`."""
-        return sampled_datum(self.prompt, self.tokens, self.logprobs, advantage, weight, self.supports)
+        return sampled_datum(self.prompt, self.tokens, self.logprobs, advantage, weight, self.supports, self.experts)
 
 
 PushAdapter = Callable[[int], Awaitable[Sequence[WeightManifest]]]
@@ -334,6 +338,7 @@ class SamplingClient:
             top_k=top_k,
             min_p=min_p,
             supports=top_p < 1.0 or top_k > 0 or min_p > 0.0,
+            experts=self._sampler.config.records_experts,
             stop_ids=tuple(value for value in stop if isinstance(value, int)),
             stop=tuple(value for value in stop if isinstance(value, str)),
         )
@@ -361,6 +366,7 @@ class SamplingClient:
                     text=decode(completion.token_ids.tolist()),
                     finish_reason=completion.finish_reason,
                     supports=completion.supports,
+                    experts=completion.experts,
                 )
                 for completion in group
             ]

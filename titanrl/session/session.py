@@ -347,6 +347,7 @@ class Session:
         tokenizer = load_tokenizer(folder)
         files = RunFiles(run_dir=self.run_dir, model_dir=folder, stop_ids=tokenizer.stop_ids)
         config = self.config if generator is None else self.config.model_copy(update={"generator": generator})
+        config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"routing": "own"})})  # not trained on
         generators = await self._parts.assembly.spawn_teacher(self._parts, config.generator, files)
         return SamplingClient(Sampler(generators, config, tokenizer))
 

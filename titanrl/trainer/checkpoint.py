@@ -33,6 +33,7 @@ from titanrl.config.device import Device
 from titanrl.config.sections import LoraConfig, TrainerConfig
 from titanrl.data.tokenizer import export_stop_ids
 from titanrl.models.directory import ModelDirectory
+from titanrl.models.experts import routers_of
 from titanrl.models.peft import CONFIG, ENDS, PREFIX, WEIGHTS, adapter_config
 from titanrl.trainer.learner import Learner
 from titanrl.trainer.model import (
@@ -137,6 +138,8 @@ def load_model(source: ModelDirectory, config: TrainerConfig, device: Device, *,
         ValueError: As in `load_hf`.
     """
     model = build_model(source, config, device, seed=seed, random_weights=False)
+    for router in routers_of(model.module):
+        router.mode = config.routing
     load_hf(model, source)
     if config.lora is not None and config.lora.path is not None:
         load_adapter(model, config.lora.path)

@@ -2,7 +2,7 @@
 
 The model's output at position t predicts the token at t + 1, so all values of a token are stored at the position before it.
 
-Shape suffixes: B rows, L tokens of a row, N = B * L, S tokens of a sequence.
+Shape suffixes: B rows, L tokens of a row, N = B * L, S tokens of a sequence, Y layers, K experts of a token.
 """
 
 import time
@@ -15,6 +15,7 @@ import torch
 
 from titanrl.algorithms.logprobs import TokenSupports, token_supports
 from titanrl.carriers.record import Columns
+from titanrl.carriers.routes import ExpertIds
 from titanrl.carriers.supports import Supports
 from titanrl.carriers.tables import MicroBatch, Row
 from titanrl.carriers.types import GroupHandle, Segment
@@ -42,12 +43,16 @@ class PackedRows:
     """Advantage of the target."""
     weights_BL: torch.Tensor
     """Loss weight of the target; 0 outside the mask."""
+    predicts_BL: torch.Tensor
+    """True at the tokens of sequences, except the last of each, whose prediction is not used."""
     proximal_BL: torch.Tensor | None = None
     """Log-probability of the target under the proximal policy, if the loss needs it."""
     reference_BL: torch.Tensor | None = None
     """Log-probability of the target under the reference policy, if the loss needs it."""
     supports: TokenSupports | None = None
     """Supports of the targets' distributions, `[N]`; None without truncated sampling."""
+    experts_BLYK: torch.Tensor | None = None
+    """Experts that the generator chose for each input token, as `ExpertIds` defines; None if no sequence has them."""
     shares_prompts: bool = False
     """True if any sequence shares a prefix with an earlier sequence of its row."""
 
@@ -143,6 +148,24 @@ def recorded_segments(
         yield values, {"positions": positions, **columns}
 
 
+def placed_experts(parts: Sequence[tuple[int, slice, ExpertIds]], num_rows: int, row_tokens: int) -> torch.Tensor | None:
+    """Place the experts of sequences, each with its row and positions, among tokens without; return None without parts.
+
+    Raises:
+        ValueError: The parts are of different models.
+    """
+    if not parts:
+        return None
+    kinds = {(experts.shape[1:], experts.dtype) for _, _, experts in parts}
+    if len(kinds) > 1:
+        raise ValueError(f"experts: recorded with different models (got {sorted(map(str, kinds))}). Use data of one model.")
+    first = parts[0][2]
+    experts_BLYK = np.full((num_rows, row_tokens, *first.shape[1:]), np.iinfo(first.dtype).max, first.dtype)
+    for row, place, experts in parts:
+        experts_BLYK[row, place] = experts
+    return torch.from_numpy(experts_BLYK)
+
+
 def collate(rows: Sequence[Row], payload: Mapping[GroupHandle, Mapping[int, Segment]], row_tokens: int) -> PackedRows:
     """Collate planned rows and their segments into tensors.
 
@@ -156,7 +179,9 @@ def collate(rows: Sequence[Row], payload: Mapping[GroupHandle, Mapping[int, Segm
     versions = np.zeros((num_rows, row_tokens), np.int64)
     mask = np.zeros((num_rows, row_tokens), np.bool_)
     logprobs, advantages, weights = (np.zeros((num_rows, row_tokens), np.float32) for _ in range(3))
+    predicts = np.zeros((num_rows, row_tokens), np.bool_)
     supports: list[tuple[int, Supports]] = []
+    experts: list[tuple[int, slice, ExpertIds]] = []
     for b in range(num_rows):
         end = 0
         for sequence, place in zip(rows[b], places(rows[b]), strict=True) if rows else ():
@@ -167,6 +192,9 @@ def collate(rows: Sequence[Row], payload: Mapping[GroupHandle, Mapping[int, Segm
             tokens[b, start:end] = segment.token_ids[first:]
             positions[b, start:end] = np.arange(first, sequence.length)
             predicting, predicted = slice(start, end - 1), slice(first + 1, None)
+            predicts[b, predicting] = True
+            if segment.experts is not None:
+                experts.append((b, place, segment.experts[first:]))
             targets[b, predicting] = segment.token_ids[predicted]
             trained = segment.mask[predicted] & np.isfinite(segment.logprobs[predicted])
             mask[b, predicting] = trained
@@ -193,5 +221,7 @@ def collate(rows: Sequence[Row], payload: Mapping[GroupHandle, Mapping[int, Segm
         advantages_BL=torch.from_numpy(advantages),
         weights_BL=torch.from_numpy(weights),
         supports=token_supports(supports, num_rows * row_tokens),
+        experts_BLYK=placed_experts(experts, num_rows, row_tokens),
+        predicts_BL=torch.from_numpy(predicts),
         shares_prompts=any(sequence.num_shared for row in rows for sequence in row),
     )

@@ -165,7 +165,7 @@ class Learner:
             logprobs_BL, entropy_BL = self._score(rows)
             loss, metrics = objective(rows, logprobs_BL.flatten(), entropy_BL.flatten())
             if backward:
-                self._load.add(rows.mask_BL)
+                self._load.add(rows)
                 loss.backward()
         if backward:
             self.num_pending += 1
@@ -373,6 +373,7 @@ class Learner:
             mask = packed_block_mask(positions_BL, attention.block_size)
         else:
             mask = module.get_attention_masks(positions_BL)  # faster to build than `packed_block_mask`
+        self._load.record(rows)
         with self._head.scoring(rows.targets_BL, self.temperature, rows.supports):
             scores: tuple[Tensor, Tensor] = module(rows.tokens_BL, positions=positions_BL, attention_masks=mask)
         return scores

@@ -20,10 +20,12 @@ from titanrl.algorithms.losses import LossMetrics
 from titanrl.algorithms.packing import balance, pack, row_costs
 from titanrl.base.plugins import Plugin, plugin_of
 from titanrl.carriers.datums import Datum
+from titanrl.carriers.routes import ExpertIds, has_ids_S
 from titanrl.carriers.supports import Supports
 from titanrl.carriers.types import FloatArray, LossSums
+from titanrl.models.experts import routers_of
 from titanrl.trainer.agreement import Facts
-from titanrl.trainer.collate import PackedRows, empty_rows, row_length
+from titanrl.trainer.collate import PackedRows, empty_rows, placed_experts, row_length
 from titanrl.trainer.learner import Learner, Objective, policy_objective, supervised_objective
 from titanrl.trainer.model import PolicyModel
 
@@ -108,6 +110,8 @@ def plan_pass(
     chosen = None if loss is None else chosen_loss(loss, config)
     check_data(data, sizes, chosen)
     check_supports(data, model.module.config.vocab_size)
+    routers = routers_of(model.module)
+    check_experts(data, len(routers), routers[0].top_k if routers else 0, routers[0].num_experts if routers else 0)
     microbatches = plan_data([len(datum.model_input) for datum in data], sizes, model.dp_size, model.dp_rank)
     return DataPass(data=data, sizes=sizes, loss=chosen, microbatches=list(microbatches))
 
@@ -223,11 +227,31 @@ def check_supports(data: Sequence[Datum], vocab_size: int) -> None:
             raise ValueError(f"{name}: target {outside[0]} is not in its support (got token {targets_S[outside[0]]}). {fix}")
 
 
+def check_experts(data: Sequence[Datum], num_layers: int, per_token: int, num_experts: int) -> None:
+    """Check that the experts of all data are those of the model.
+
+    Raises:
+        ValueError: Ids have the wrong shape, or the model has no such expert.
+    """
+    for index, datum in enumerate(data):
+        if datum.experts is None:
+            continue
+        shape = (len(datum.model_input), num_layers, per_token)
+        if datum.experts.shape != shape:
+            fix = "Use the experts of samples of this model."
+            raise ValueError(f"data[{index}].experts: must have shape {shape} (got {datum.experts.shape}). {fix}")
+        largest = datum.experts[has_ids_S(datum.experts)].max(initial=0)
+        if largest >= num_experts:
+            fix = "Use samples of this model."
+            raise ValueError(f"data[{index}].experts: the model has {num_experts} experts (got id {largest}). {fix}")
+
+
 def build_rows(data: Sequence[Datum], locations: Sequence[Location], sizes: RowSizes) -> PackedRows:
     """Build the packed rows of one micro-batch."""
     length = row_length((location.tokens.stop for location in locations), sizes.row_tokens, sizes.multiple)
     rows = empty_rows(1 + max((location.row for location in locations), default=0), length)
     supports: list[tuple[int, Supports]] = []
+    experts: list[tuple[int, slice, ExpertIds]] = []
     for location in locations:
         datum, row = data[location.index], location.row
         rows.tokens_BL[row, location.tokens] = torch.from_numpy(np.asarray(datum.model_input))
@@ -239,9 +263,16 @@ def build_rows(data: Sequence[Datum], locations: Sequence[Location], sizes: RowS
         rows.weights_BL[row, location.tokens] = weights
         rows.logprobs_BL[row, location.tokens] = logprobs.nan_to_num()
         rows.advantages_BL[row, location.tokens] = _input(datum, "advantages", 0.0)
+        rows.predicts_BL[row, location.tokens] = True
         if datum.supports is not None:
             supports.append((row * length + location.tokens.start, datum.supports))
-    return replace(rows, supports=token_supports(supports, rows.tokens_BL.numel()))
+        if datum.experts is not None:
+            experts.append((row, location.tokens, datum.experts))
+    return replace(
+        rows,
+        supports=token_supports(supports, rows.tokens_BL.numel()),
+        experts_BLYK=placed_experts(experts, len(rows.tokens_BL), length),
+    )
 
 
 def _input(datum: Datum, name: str, default: float) -> Tensor:

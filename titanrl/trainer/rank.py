@@ -227,10 +227,15 @@ class PolicyTrainer(Actor):
                 return self._learner.measure_correction(packed, rows)
 
     @endpoint
-    async def compute_logprobs(self, microbatch: MicroBatch, at_version: int) -> None:
-        """Compute log-probabilities with the weights of a version, and keep them on this rank for a later loss."""
+    async def compute_logprobs(self, microbatch: MicroBatch, at_version: int, is_reference: bool = False) -> None:
+        """Compute log-probabilities with the weights of a version, and keep them on this rank for a later loss.
+
+        A reference policy uses the experts that its own routers choose, whatever the generator chose.
+        """
         with self.agreement.phase("compute_logprobs") as agree:
             rows, packed = await self._rows(microbatch)
+            if is_reference:
+                packed = replace(packed, experts_BLYK=None)
             async with self._weights_lock:
                 agree(lambda: {**self.progress(self._learner), **microbatch.sizes})
                 with self._computing(), self._learner.weights_at(at_version):

@@ -1,0 +1,205 @@
+"""Experts that a real generator recorded, in the trainer: log-probabilities, gradients of every layout, and metrics."""
+
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.generator.route_cases import NUM, requests
+from tests.models.tiny import change_weights, write_model
+from tests.trainer import checks
+from tests.trainer.ranks import World
+from titanrl.carriers.routes import has_ids_S
+from titanrl.carriers.tables import SequencePlan
+from titanrl.carriers.types import Completion, GroupHandle, Segment
+from titanrl.config import load_config
+from titanrl.config.device import DEVICES
+from titanrl.processes.variables import generator_environment
+from titanrl.trainer.collate import collate
+
+Worlds = Callable[[int], World]
+LENGTH = 256
+Case = Sequence[Completion]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose weights are exact in bfloat16, so that a generator in bfloat16 differs only in its arithmetic."""
+    path = tmp_path_factory.mktemp("routing")
+    write_model("qwen3_moe", path / "model", std=0.15, num_hidden_layers=3)
+
+    def rounded(weights: dict[str, torch.Tensor]) -> None:
+        for weight in weights.values():
+            weight.copy_(weight.bfloat16())
+
+    change_weights(path / "model", rounded)
+    return path
+
+
+@pytest.fixture(scope="module")
+def sampled(folder: Path) -> Callable[[str, str], Mapping[str, Case]]:
+    """Samples of an engine, which is started once for each implementation and dtype."""
+    found: dict[tuple[str, str], Mapping[str, Case]] = {}
+
+    def run(impl: str, dtype: str) -> Mapping[str, Case]:
+        if (impl, dtype) not in found:
+            environment = os.environ | generator_environment(load_config("configs/quickstart.yaml"), DEVICES["cpu"], 0)
+            command = [sys.executable, "-m", "tests.generator.route_cases", str(folder), impl, dtype]
+            subprocess.run(command, env=environment, check=True, timeout=300)
+            found[impl, dtype] = pickle.loads((folder / f"{impl}-{dtype}.pickle").read_bytes())
+        return found[impl, dtype]
+
+    return run
+
+
+def segments_of(completions: Case) -> list[Segment]:
+    """Return each completion after its prompt."""
+    segments = []
+    for request, completion in zip(requests(len(completions)), completions, strict=True):
+        num_prompt, num = len(request.token_ids), len(request.token_ids) + len(completion.token_ids)
+        mask, logprobs = np.arange(num) >= num_prompt, np.zeros(num, np.float32)
+        logprobs[mask] = completion.logprobs
+        ids = np.concatenate([np.array(request.token_ids), completion.token_ids])
+        segments.append(
+            Segment(token_ids=ids, mask=mask, logprobs=logprobs, versions=np.where(mask, 1, -1), experts=completion.experts)
+        )
+    return segments
+
+
+def planned(segments: Sequence[Segment], rows: Sequence[Sequence[int]], shared: int = 0) -> tuple[list[Any], Any]:
+    """Return rows with the segments of these indices, all but the first of which share `shared` tokens of the prompt."""
+    random, payload, plans = np.random.default_rng(0), {}, []
+    for index, segment in enumerate(segments):
+        handle = GroupHandle(shard=0, slot=index, serial=1)
+        payload[handle] = {0: segment}
+        length, advantage = len(segment.token_ids), float(random.normal())
+        plans.append(SequencePlan(handle=handle, segment=0, length=length, advantage=advantage, weight=0.004))
+    return [
+        tuple(plans[i] if n == 0 or not shared else replace(plans[i], num_shared=shared) for n, i in enumerate(row))
+        for row in rows
+    ], payload
+
+
+def difference(model_dir: Path, segments: Sequence[Segment], routing: str) -> tuple[float, float, dict[str, float]]:
+    """Return largest and mean difference to the log-probabilities of the generator, and the metrics of experts."""
+    learner = checks.make_learner(model_dir, routing=routing)
+    rows = collate(*planned(segments, [[i] for i in range(len(segments))]), LENGTH)
+    result = learner.run(rows, checks.everything)
+    gap = (result.logprobs_BL - rows.logprobs_BL)[rows.mask_BL].abs()
+    return float(gap.max()), float(gap.mean()), dict(learner.optim_step(checks.ADAM).experts)
+
+
+IMPLEMENTATIONS = ["titan", "native"]
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_replay_removes_the_mismatch_of_bfloat16(impl: str, world: Worlds, folder: Path, sampled: Any) -> None:
+    found = {}
+    for dtype in ("float32", "bfloat16"):
+        segments = segments_of(sampled(impl, dtype)["windows"])
+        for routing in ("compared", "replayed"):
+            found[dtype, routing] = world(1).run(difference, folder / "model", segments, routing)[0]
+            largest, mean, experts = found[dtype, routing]
+            print(f"{impl} {dtype} {routing}: max {largest:.2e} mean {mean:.2e} differ {experts['experts/differ_frac']:.3f}")
+    assert found["float32", "compared"][0] < 1e-4
+    assert found["float32", "replayed"][0] < 1e-4
+    assert found["float32", "replayed"][2]["experts/differ_frac"] == 0.0
+    assert found["bfloat16", "compared"][0] > 0.3
+    assert found["bfloat16", "replayed"][0] < 0.05
+    for routing in ("compared", "replayed"):
+        experts = found["bfloat16", routing][2]
+        assert 0.0 < experts["experts/differ_frac"] < 0.2
+        assert experts["experts/no_ids_frac"] == 0.0
+        assert experts["experts/id_bytes"] == 3 * 2
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("case", ["windows", "steps", "continued", "restarted"])
+def test_all_tokens_but_the_last_have_ids(case: str, impl: str, world: Worlds, folder: Path, sampled: Any) -> None:
+    completions = sampled(impl, "float32")[case]
+    assert len(completions) == NUM
+    for segment in segments_of(completions):
+        assert segment.experts is not None
+        assert segment.experts.dtype == np.uint8
+        assert segment.experts.shape == (len(segment.token_ids), 3, 2)
+        assert has_ids_S(segment.experts).tolist() == [True] * (len(segment.token_ids) - 1) + [False]
+    largest, _, experts = world(1).run(difference, folder / "model", segments_of(completions), "replayed")[0]
+    assert largest < 1e-4
+    assert experts["experts/differ_frac"] == 0.0
+
+
+def test_recording_does_not_change_samples(sampled: Any) -> None:
+    found = sampled("titan", "float32")
+    for other, recorded in zip(found["unrecorded"], found["windows"], strict=True):
+        assert other.experts is None
+        assert other.token_ids.tolist() == recorded.token_ids.tolist()
+    assert [completion.experts is None for completion in found["mixed"]] == [False, False, True, True]
+
+
+def gradient(
+    model_dir: Path,
+    plan: dict[str, int],
+    segments: Sequence[Segment],
+    rows: Sequence[Sequence[int]],
+    shared: int,
+    **section: Any,
+) -> tuple[Any, dict[str, float]]:
+    """Return the gradient of the rows with replayed experts, and the metrics."""
+    learner = checks.make_learner(model_dir, parallelism=plan, routing="replayed", **section)
+    all_rows, payload = planned(segments, rows, shared)
+    for number in range(2):
+        own = [row for index, row in enumerate(all_rows) if index % learner.model.dp_size == learner.model.dp_rank]
+        half = own[number * (len(own) // 2) : (number + 1) * (len(own) // 2)] if len(own) > 1 else own[number:]
+        learner.run(collate(half, payload, LENGTH), checks.everything)
+    return checks.gradients(learner), dict(learner.optim_step(checks.ADAM).experts)
+
+
+def other_experts(segments: Sequence[Segment]) -> list[Segment]:
+    """Return segments whose recorded experts no router would choose, the same for a common prefix; some tokens have none."""
+    changed = []
+    for segment in segments:
+        assert segment.experts is not None
+        experts = (segment.experts + 3) % 8
+        experts[:, :, 1] = (experts[:, :, 0] + 1 + experts[:, :, 1] % 7) % 8
+        experts[-1], experts[10:14] = 255, 255
+        changed.append(replace(segment, experts=experts))
+    return changed
+
+
+LAYOUTS: list[Any] = [
+    ("packed", 1, {}, [[0, 1], [2, 3], [4, 5], [6, 7]], 0, {}),
+    ("shared prompts", 1, {}, [[0, 1, 2], [3, 4, 5], [6, 7]], 40, {}),
+    ("recomputed", 1, {}, [[0, 1], [2, 3], [4, 5], [6, 7]], 0, {"activation_checkpointing": "full"}),
+    ("ep", 2, {"dp_shard": 2, "ep": 2}, [[0, 1], [2, 3], [4, 5], [6, 7]], 0, {}),
+    ("ep and tp", 2, {"tp": 2, "ep": 2}, [[0, 1], [2, 3], [4, 5], [6, 7]], 0, {"activation_checkpointing": "selective"}),
+]
+
+
+@pytest.mark.parametrize(("size", "plan", "rows", "shared", "section"), [x[1:] for x in LAYOUTS], ids=[x[0] for x in LAYOUTS])
+def test_gradient_with_replay_equals_that_of_unpacked_rows_on_one_rank(
+    size: int, plan: Any, rows: Any, shared: int, section: Any, world: Worlds, folder: Path, sampled: Any
+) -> None:
+    segments = other_experts(segments_of(sampled("titan", "float32")["windows"]))
+    if shared:  # the first sequence of a row computes the prompt
+        assert all(np.array_equal(s.experts[:40], segments[0].experts[:40]) for s in segments if s.experts is not None)
+    alone = [[i] for i in range(NUM)]
+    expected, metrics = world(1).run(gradient, folder / "model", {}, segments, alone, 0)[0]
+    found, same = world(size).run(gradient, folder / "model", plan, segments, rows, shared, **section)[0]
+    largest = max(float(np.abs(value).max()) for value in expected.values())
+    worst = max(float(np.abs(found[name] - value).max()) for name, value in expected.items()) / largest
+    print(f"worst gradient {worst:.1e}")
+    assert worst <= 1e-6
+    assert metrics["experts/no_ids_frac"] > 0.0
+    if not shared:
+        assert same == pytest.approx(metrics)
+    if not plan:
+        own, _ = world(1).run(gradient, folder / "model", {}, [replace(s, experts=None) for s in segments], alone, 0)[0]
+        assert max(float(np.abs(own[name] - value).max()) for name, value in expected.items()) > 1e-3 * largest
