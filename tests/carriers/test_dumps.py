@@ -43,7 +43,8 @@ def group(index: int, reward: float = 0.1) -> Group:
         metrics={"calls": 1 / 3},
     )
     supports = supports_of([np.array(ids, np.int32) for ids in ([], [], [1, 4])], 70)
-    truncated = replace(segment([5, 6, 1], 2), supports=supports)
+    experts = np.array([[[0, 5], [7, 1]], [[5, 2], [1, 3]], [[255, 255], [255, 255]]], np.uint8)
+    truncated = replace(segment([5, 6, 1], 2), supports=supports, experts=experts)
     second = Rollout(segments=(truncated,), reward=1.0, reward_parts={}, finish_reason="length")
     failed = Completion(
         token_ids=np.array([7, 7]),
@@ -111,7 +112,12 @@ def test_docs_list_all_columns_with_types(tmp_path: Path) -> None:
         if len(cells) == 3 and cells[0].startswith("`"):
             described |= dict.fromkeys((name.strip(" `") for name in cells[0].split(",")), cells[1])
     names = {"JSON": "string", "timestamp": "timestamp[us, tz=UTC]", "float64": "double"}
-    lists = {"int32": "list<element: int32>", "float32": "list<element: float>", "bool": "list<element: bool>"}
+    lists = {
+        "int32": "list<element: int32>",
+        "uint16": "list<element: uint16>",
+        "float32": "list<element: float>",
+        "bool": "list<element: bool>",
+    }
     names |= {f"list of {kind}": name for kind, name in lists.items()} | {"list of float64": "list<element: double>"}
     found = {field.name: str(field.type) for field in table.schema}
     assert {name: names.get(kind, kind) for name, kind in described.items() if name in found} == found

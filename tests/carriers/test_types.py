@@ -7,6 +7,7 @@ import cloudpickle
 import numpy as np
 import pytest
 
+from titanrl.carriers.routes import first_recorded, has_ids_S, id_dtype
 from titanrl.carriers.supports import supports_of
 from titanrl.carriers.tables import SequencePlan
 from titanrl.carriers.types import Completion, GenerationRequest, GroupHandle, SamplingParams, Segment
@@ -76,3 +77,34 @@ def test_supports_are_pickled_only_with_truncated_sampling(pickler: object) -> N
         assert arrived.vocab_size == 150_000
         assert arrived.counts_S.tolist() == [20] * length
         assert arrived.words_K.tobytes() == supports.words_K.tobytes()[: 80 * length]
+
+
+@pytest.mark.parametrize(("num_experts", "size"), [(128, 1), (255, 1), (256, 2), (65_535, 2)])
+def test_recorded_experts_take_one_or_two_bytes_each(num_experts: int, size: int) -> None:
+    tokens = np.arange(1000)
+    ids = np.random.default_rng(0).integers(0, num_experts, (1000, 48, 8)).astype(id_dtype(num_experts))
+    plain = Segment(token_ids=tokens, mask=tokens > 9, logprobs=np.zeros(1000, np.float32), versions=tokens)
+    recorded = replace(plain, experts=ids)
+    assert len(pickle.dumps(recorded)) - len(pickle.dumps(plain)) < 1000 * 48 * 8 * size + 200
+    completion = Completion(token_ids=tokens, logprobs=plain.logprobs, versions=tokens, finish_reason="stop", experts=ids[::2])
+    for carrier in (recorded, completion, recorded_slice(recorded)):
+        arrived = pickle.loads(pickle.dumps(carrier)).experts
+        assert (arrived.dtype, arrived.shape) == (carrier.experts.dtype, carrier.experts.shape)
+        assert (arrived == carrier.experts).all()
+    assert pickle.loads(pickle.dumps(plain)).experts is None
+
+
+def recorded_slice(segment: Segment) -> Segment:
+    assert segment.experts is not None
+    return replace(segment, experts=segment.experts[3:7])
+
+
+def test_first_recorded_experts_of_a_token_count() -> None:
+    def ids(*values: int) -> np.ndarray:
+        return np.array(values, np.uint8)[:, None, None]
+
+    merged = first_recorded([ids(1, 2, 255), ids(3, 4, 5, 6, 255)], 6)
+    assert merged is not None
+    assert merged.ravel().tolist() == [1, 2, 5, 6, 255, 255]
+    assert has_ids_S(merged).tolist() == [True, True, True, True, False, False]
+    assert first_recorded([], 3) is None

@@ -48,6 +48,13 @@ def test_what_experts_do_not_support_is_named(override: str, rule: str, fix: str
     assert fix in text.partition("\n  fix:  ")[2]
 
 
+def test_recorded_experts_need_experts_and_generators_that_record() -> None:
+    assert "routing of experts needs a mixture of experts" in problem("", "trainer.routing=compared")
+    experts = "model: {recipe: {family: qwen3_moe}}\ntrainer: {routing: replayed}\n"
+    assert problems(experts) == []
+    assert any("can record experts only on a CPU" in text for text in problems(experts, "device=cuda"))
+
+
 def test_dense_model_has_no_experts_to_distribute() -> None:
     assert "ep distributes experts, but the model has none" in problem("", "trainer.parallelism={dp_shard: 2,ep: 2}")
     adapters = "model: {recipe: {family: qwen3_moe}}\ntrainer: {lora: {targets: [attention]}}\n"

@@ -65,6 +65,16 @@ def test_supports_are_aligned_with_tokens_and_truncated_with_them() -> None:
     assert (cut.counts_S.tolist(), cut.words_K.tolist()) == ([0, 0, 2], [7, 9])
 
 
+def test_experts_cover_the_prompt_and_are_truncated_with_tokens() -> None:
+    experts = np.array([1, 2, 3, 255], np.uint8)[:, None, None]
+    rollouts = rollouts_of(PROMPT, [replace(completion([7, 1]), experts=experts)], scored(1.0))
+    assert rollouts[0].segments[0].experts is experts
+    group = Group(prompt=PROMPT, rollouts=rollouts, generate_s=0.0, score_s=0.0)
+    cut = fit_to_rows(group, TrainerConfig(row_tokens=3, overlong="truncate"))[0].rollouts[0].segments[0].experts
+    assert cut is not None
+    assert cut.ravel().tolist() == [1, 2, 3]
+
+
 def scored(*rewards: float) -> list[Scored]:
     return [Scored(reward=reward, parts={"answer": reward}) for reward in rewards]
 

@@ -3,7 +3,7 @@
 import json
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -272,6 +272,25 @@ def test_record_has_the_branch_points(renderer: Renderer) -> None:
     shared = second["num_shared"]
     assert (whole.token_ids[:shared] == branch.token_ids[:shared]).all()
     assert whole.token_ids[shared] != branch.token_ids[shared]
+
+
+def test_tokens_keep_the_experts_with_which_the_next_token_was_sampled(renderer: Renderer) -> None:
+    tree = CallTree(renderer, 1000)
+
+    def with_experts(context: Context, ids: Sequence[int], expert: int) -> Completion:
+        experts = np.full((len(context.token_ids) + len(ids), 2, 1), expert, np.uint8)
+        experts[-1] = 255
+        return replace(sampled(ids), experts=experts)
+
+    first = tree.context([user("a")])
+    message = reply(tree, renderer, first, with_experts(first, [70, EOS_ID], 3))
+    second = tree.context([user("a"), message, user("b")])
+    reply(tree, renderer, second, with_experts(second, [71, EOS_ID], 5))
+    (segment,) = tree.segments()
+    assert segment.experts is not None
+    num_first = len(first.token_ids) + 1  # the last token of the first reply was computed only for the second
+    expected = [3] * num_first + [5] * (len(segment.token_ids) - num_first - 1) + [255]
+    assert segment.experts[:, 0, 0].tolist() == expected
 
 
 def test_other_tools_are_another_conversation(renderer: Renderer) -> None:

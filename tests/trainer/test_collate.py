@@ -11,7 +11,7 @@ from titanrl.carriers.supports import supports_of
 from titanrl.carriers.tables import MicroBatch, RecordedGroups, SequencePlan
 from titanrl.carriers.types import GroupHandle, Segment
 from titanrl.trainer.collate import collate, recorded_segments, row_length
-from titanrl.trainer.passes import Location, RowSizes, build_rows, check_supports, plan_data
+from titanrl.trainer.passes import Location, RowSizes, build_rows, check_experts, check_supports, plan_data
 
 HANDLE = GroupHandle(shard=0, slot=0, serial=1)
 
@@ -57,6 +57,38 @@ def test_supports_are_at_predicting_position_of_trained_tokens() -> None:
     assert rows.supports.ids_I.tolist() == [3, 7, 0, 1, 9]
     assert rows.supports.id_tokens_I.tolist() == [1, 1, 2, 2, 4]
     assert collate([(plan(2, 4, 1.0, 1.0),)], payload, 9).supports is None
+
+
+def ids(*values: int) -> np.ndarray:
+    return np.array(values, np.uint8)[:, None, None]
+
+
+def test_experts_are_at_their_token_also_after_a_shared_prompt() -> None:
+    first, second = PAYLOAD[HANDLE][0], PAYLOAD[HANDLE][1]
+    payload = {HANDLE: {0: replace(first, experts=ids(1, 2, 3, 255)), 1: second, 2: replace(first, experts=ids(5, 6, 7, 255))}}
+    rows = collate([(plan(0, 4, 2.0, 0.5), plan(1, 3, 1.0, 1.0)), (plan(2, 4, 1.0, 1.0, num_shared=1),)], payload, 9)
+    assert rows.experts_BLYK is not None
+    assert rows.experts_BLYK.dtype == torch.uint8
+    assert rows.experts_BLYK[:, :, 0, 0].tolist() == [[1, 2, 3, 255, 255, 255, 255, 255, 255], [6, 7, 255] + [255] * 6]
+    assert rows.predicts_BL.int().tolist() == [[1, 1, 1, 0, 1, 1, 0, 0, 0], [1, 1, 0, 0, 0, 0, 0, 0, 0]]
+    assert collate([(plan(1, 3, 1.0, 1.0),)], payload, 9).experts_BLYK is None
+    payload[HANDLE][1] = replace(second, experts=np.zeros((3, 2, 1), np.uint8))
+    with pytest.raises(ValueError, match="recorded with different models"):
+        collate([(plan(0, 4, 2.0, 0.5), plan(1, 3, 1.0, 1.0))], payload, 9)
+
+
+def test_experts_of_data_are_placed_and_checked() -> None:
+    data = [sampled_datum([5, 6], [7, 1], [-0.5, -0.25], 1.0, experts=ids(1, 2, 3, 255)), sampled_datum([5], [7], [-0.5], 1.0)]
+    locations = [Location(0, 0, slice(0, 3)), Location(1, 0, slice(3, 4))]
+    rows = build_rows(data, locations, RowSizes(row_tokens=8, rows_per_microbatch=1, multiple=8))
+    assert rows.experts_BLYK is not None
+    assert rows.experts_BLYK.ravel().tolist() == [1, 2, 3, 255, 255, 255, 255, 255]
+    assert rows.predicts_BL.int().tolist() == [[1, 1, 1, 1, 0, 0, 0, 0]]
+    check_experts(data, 1, 1, 4)
+    with pytest.raises(ValueError, match=r"data\[0\].experts: the model has 3 experts \(got id 3\)"):
+        check_experts(data, 1, 1, 3)
+    with pytest.raises(ValueError, match=r"must have shape \(3, 2, 1\) \(got \(3, 1, 1\)\)"):
+        check_experts(data, 2, 1, 4)
 
 
 def test_sampled_token_outside_its_support_fails_assertion() -> None:

@@ -1,0 +1,61 @@
+"""Runs of a mixture of experts with routing replay: both implementations, turns, shared prompts, stored groups, a resume."""
+
+import signal
+from pathlib import Path
+
+from tests.e2e.conftest import REPO, Start
+from titanrl.carriers.dumps import DumpReader
+from titanrl.carriers.routes import has_ids_S
+
+TOOL = REPO / "examples/custom_tool/custom_tool.py"
+EXPERTS = (
+    "model.recipe={family: qwen3_moe, hidden_size: 64, intermediate_size: 32, num_layers: 2}",
+    "warm_start.tool_calls=true",
+    "warm_start.num_steps=80",
+    "data.task_config={min_terms: 3, max_terms: 3, min_digits: 2, max_digits: 2}",
+    "rollout.groups_per_step=4",
+    "evaluation.num_prompts=8",
+    "generator.dtype=bfloat16",
+)
+
+
+def test_replay_of_turns_survives_a_resume(start_run: Start, tmp_path: Path) -> None:
+    turns = (
+        f"data.environment={{function: '{TOOL}:Abacus', max_turns: 3}}",
+        f"data.rewards={{answer: reasoning_gym, brief: {{function: '{TOOL}:brief', weight: 0.1}}}}",
+    )
+    reuse = ("replay.fraction=0.5", "trainer.share_prompts=true", f"rollout.save={tmp_path}/dump")
+    command = start_run("routed", *EXPERTS, *turns, *reuse, "trainer.routing=replayed")
+    command.wait_for_step(3)
+    command.process.send_signal(signal.SIGKILL)
+    command.finish()
+    run = start_run("routed", resume=True).finish()
+    assert run.code == 0, run.output
+    assert len(run.steps) == 4
+    print([(step["mismatch/logprob_abs_max"], step["experts/differ_frac"]) for step in run.steps])
+    for step in run.steps:
+        assert step["mismatch/numeric/logprob_abs_max"] < 0.1
+        assert 0.0 < step["experts/differ_frac"] < 0.5
+        assert step["experts/no_ids_frac"] == 0.0
+        assert step["experts/id_bytes"] == 2 * 2
+    saved = DumpReader(tmp_path / "dump")
+    rollouts = [rollout for place in range(saved.num_groups) for rollout in saved.group(place).rollouts]
+    assert max(len(rollout.turns) for rollout in rollouts) > 1
+    for segment in (segment for rollout in rollouts for segment in rollout.segments):
+        assert segment.experts is not None
+        assert has_ids_S(segment.experts).tolist() == [True] * (len(segment.token_ids) - 1) + [False]
+
+
+def test_replay_with_vllms_own_experts(start_run: Start) -> None:
+    native = ("generator.model_impl=native", "num_steps=2")
+    reward = f"data.rewards={{answer: reasoning_gym, brief: {{function: '{TOOL}:brief', weight: 0.1}}}}"
+    compared, replayed = (
+        start_run(name, *EXPERTS, *native, reward, f"trainer.routing={name}").finish() for name in ("compared", "replayed")
+    )
+    assert compared.code == 0, compared.output
+    assert replayed.code == 0, replayed.output
+    print(*((run.steps[0]["mismatch/logprob_abs_max"], run.steps[0]["experts/differ_frac"]) for run in (compared, replayed)))
+    assert len(replayed.steps) == 2
+    assert replayed.steps[0]["experts/no_ids_frac"] == 0.0
+    assert compared.steps[0]["reward/mean"] == replayed.steps[0]["reward/mean"], "the first steps train on the same tokens"
+    assert replayed.steps[0]["mismatch/logprob_abs_max"] < compared.steps[0]["mismatch/logprob_abs_max"]
