@@ -13,6 +13,8 @@ EXPERTS = (
     "warm_start.tool_calls=true",
     "warm_start.num_steps=80",
     "data.task_config={min_terms: 3, max_terms: 3, min_digits: 2, max_digits: 2}",
+    f"data.environment={{function: '{TOOL}:Abacus', max_turns: 3}}",
+    f"data.rewards={{answer: reasoning_gym, brief: {{function: '{TOOL}:brief', weight: 0.1}}}}",
     "rollout.groups_per_step=4",
     "evaluation.num_prompts=8",
     "generator.dtype=bfloat16",
@@ -20,12 +22,8 @@ EXPERTS = (
 
 
 def test_replay_of_turns_survives_a_resume(start_run: Start, tmp_path: Path) -> None:
-    turns = (
-        f"data.environment={{function: '{TOOL}:Abacus', max_turns: 3}}",
-        f"data.rewards={{answer: reasoning_gym, brief: {{function: '{TOOL}:brief', weight: 0.1}}}}",
-    )
     reuse = ("replay.fraction=0.5", "trainer.share_prompts=true", f"rollout.save={tmp_path}/dump")
-    command = start_run("routed", *EXPERTS, *turns, *reuse, "trainer.routing=replayed")
+    command = start_run("routed", *EXPERTS, *reuse, "trainer.routing=replayed")
     command.wait_for_step(3)
     command.process.send_signal(signal.SIGKILL)
     command.finish()
@@ -48,9 +46,8 @@ def test_replay_of_turns_survives_a_resume(start_run: Start, tmp_path: Path) -> 
 
 def test_replay_with_vllms_own_experts(start_run: Start) -> None:
     native = ("generator.model_impl=native", "num_steps=2")
-    reward = f"data.rewards={{answer: reasoning_gym, brief: {{function: '{TOOL}:brief', weight: 0.1}}}}"
     compared, replayed = (
-        start_run(name, *EXPERTS, *native, reward, f"trainer.routing={name}").finish() for name in ("compared", "replayed")
+        start_run(name, *EXPERTS, *native, f"trainer.routing={name}").finish() for name in ("compared", "replayed")
     )
     assert compared.code == 0, compared.output
     assert replayed.code == 0, replayed.output

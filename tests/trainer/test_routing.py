@@ -34,7 +34,7 @@ Case = Sequence[Completion]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose weights are exact in bfloat16, so that a generator in bfloat16 differs only in its arithmetic."""
     path = tmp_path_factory.mktemp("routing")
-    write_model("qwen3_moe", path / "model", std=0.1, num_hidden_layers=3)
+    write_model("qwen3_moe", path / "model", std=0.08, num_hidden_layers=3)
 
     def rounded(weights: dict[str, torch.Tensor]) -> None:
         for weight in weights.values():
@@ -112,7 +112,7 @@ def test_replay_removes_the_mismatch_of_bfloat16(impl: str, world: Worlds, folde
     assert found["float32", "compared"][0] < 1e-4
     assert found["float32", "replayed"][0] < 1e-4
     assert found["float32", "replayed"][2]["experts/differ_frac"] == 0.0
-    assert found["bfloat16", "compared"][0] > 0.3
+    assert found["bfloat16", "compared"][0] > 0.2
     assert found["bfloat16", "replayed"][0] < 0.05
     for routing in ("compared", "replayed"):
         experts = found["bfloat16", routing][2]

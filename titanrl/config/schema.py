@@ -165,8 +165,8 @@ class Config(Section):
 
     @property
     def records_experts(self) -> bool:
-        """True if generators return the experts that they chose for the tokens to train on."""
-        return self.train and self.trainer.routing != "own"
+        """True if generators return the experts that they chose for the tokens to train on, or for those of a dump."""
+        return self.trainer.routing != "own"
 
     @property
     def num_trainer_ranks(self) -> int:
