@@ -193,7 +193,7 @@ def test_gradient_with_replay_equals_that_of_unpacked_rows_on_one_rank(
     largest = max(float(np.abs(value).max()) for value in expected.values())
     worst = max(float(np.abs(found[name] - value).max()) for name, value in expected.items()) / largest
     print(f"{layout}: worst gradient {worst:.1e}")
-    assert worst <= 1e-6
+    assert worst <= (5e-6 if layout == "ep and tp" else 1e-6)  # tensor parallelism adds partial sums of each product
     assert metrics["experts/no_ids_frac"] > 0.0
     if not shared:
         assert same == pytest.approx(metrics)
