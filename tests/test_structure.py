@@ -11,14 +11,14 @@ import pytest
 from tests.size import PACKAGE, figures
 
 CEILINGS = {
-    "lines": 67_500,
-    "modules": 254,
-    "small modules": 8,
+    "lines": 67_400,
+    "modules": 253,
+    "small modules": 7,
     "modules with a shared name": 6,
     "rooms": 27,
     "arrows": 175,
     "floors": 13,
-    "modules reached by the loop": 123,
+    "modules reached by the loop": 122,
     "functions with one mention": 0.371,
 }
 """Largest figures of `tests.size`. Lower them with the code. A change that needs a higher one says why in its message."""
