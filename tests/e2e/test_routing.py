@@ -30,7 +30,6 @@ def test_replay_of_turns_survives_a_resume(start_run: Start, tmp_path: Path) -> 
     run = start_run("routed", resume=True).finish()
     assert run.code == 0, run.output
     assert len(run.steps) == 4
-    print([(step["mismatch/logprob_abs_max"], step["experts/differ_frac"]) for step in run.steps])
     for step in run.steps:
         assert step["mismatch/numeric/logprob_abs_max"] < 0.1
         assert 0.0 < step["experts/differ_frac"] < 0.5
@@ -45,14 +44,12 @@ def test_replay_of_turns_survives_a_resume(start_run: Start, tmp_path: Path) -> 
 
 
 def test_replay_with_vllms_own_experts(start_run: Start) -> None:
-    native = ("generator.model_impl=native", "num_steps=2")
-    compared, replayed = (
-        start_run(name, *EXPERTS, *native, f"trainer.routing={name}").finish() for name in ("compared", "replayed")
-    )
-    assert compared.code == 0, compared.output
-    assert replayed.code == 0, replayed.output
-    print(*((run.steps[0]["mismatch/logprob_abs_max"], run.steps[0]["experts/differ_frac"]) for run in (compared, replayed)))
-    assert len(replayed.steps) == 2
-    assert replayed.steps[0]["experts/no_ids_frac"] == 0.0
-    assert compared.steps[0]["reward/mean"] == replayed.steps[0]["reward/mean"], "the first steps train on the same tokens"
-    assert replayed.steps[0]["mismatch/logprob_abs_max"] < compared.steps[0]["mismatch/logprob_abs_max"]
+    run = start_run(
+        "routed_native", *EXPERTS, "trainer.routing=replayed", "generator.model_impl=native", "num_steps=2"
+    ).finish()
+    assert run.code == 0, run.output
+    assert len(run.steps) == 2
+    for step in run.steps:
+        assert step["mismatch/logprob_abs_max"] < 0.1
+        assert step["experts/no_ids_frac"] == 0.0
+        assert 0.0 <= step["experts/differ_frac"] < 0.5
