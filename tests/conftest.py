@@ -20,11 +20,13 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup, whose proc
 
 HEAVY = ("tests/e2e/", "tests/launch/", "tests/docs/")
 """Tests that start complete runs. They run first, so that no worker is left with a long test at the end."""
+FIRST = "tests/hosts/test_pods.py"
+"""Long tests without complete runs, for one worker while another starts the templates and the run that the others share."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the longest tests first."""
-    items.sort(key=lambda item: not item.nodeid.startswith(HEAVY))
+    items.sort(key=lambda item: (not item.nodeid.startswith(FIRST), not item.nodeid.startswith(HEAVY)))
 
 
 @pytest.fixture

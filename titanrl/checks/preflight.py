@@ -17,8 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from titanrl.base import terminal
 from titanrl.base.choices import DeviceKind
 from titanrl.base.files import why_not_writable
@@ -29,7 +27,7 @@ from titanrl.checks.extensions import plugins_of
 from titanrl.config import device as devices
 from titanrl.config.data import JudgeOptions, OverlongOptions
 from titanrl.config.device import device_kind, missing_for
-from titanrl.config.dry_run import print_dry_run, print_table
+from titanrl.config.dry_run import print_dry_run, print_table, table_console
 from titanrl.config.errors import BrokenRule, BrokenRules, ConfigError, rule_of
 from titanrl.config.load import did_you_mean, explain_rule
 from titanrl.config.schema import Config, broken_by_positions
@@ -187,7 +185,7 @@ def dry_run(config: Config, source: Source | None, check: Callable[[], Checked])
         ConfigError: The run cannot start.
     """
     device = device_kind(config.device)
-    console = Console(width=None if sys.stdout.isatty() else 200)
+    console = table_console()
     device_bytes = _device_bytes(device)
     print_dry_run(config, console, source, shape=model_shape(config), device=device, device_bytes=device_bytes)
     with terminal.announcing("checking the model, the data and the rewards"):

@@ -6,12 +6,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import rich.console
-
 from titanrl.base import terminal
-from titanrl.base.errors import TitanRLError
-from titanrl.config.dry_run import print_table
-from titanrl.config.errors import ConfigError, refusing
+from titanrl.config.dry_run import print_table, table_console
+from titanrl.config.errors import refusing
 from titanrl.metrics.comparison import as_dict, metrics_to_compare, read_runs, tables, variants_of, write_comparison
 from titanrl.metrics.reading import open_run
 
@@ -21,12 +18,9 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "titanrl compare") ->
     terminal.prepare()
     arguments = parse(argv, prog=prog)
     with refusing():
-        try:
-            records = [open_run(path) for path in arguments.runs]
-            runs = read_runs(records)
-            metrics = metrics_to_compare(runs, arguments.metric)
-        except TitanRLError as error:
-            raise ConfigError(str(error)) from error
+        records = [open_run(path) for path in arguments.runs]
+        runs = read_runs(records)
+        metrics = metrics_to_compare(runs, arguments.metric)
     variants = variants_of(runs)
     shown = tables(variants, metrics)
     if arguments.html is not None:
@@ -38,7 +32,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "titanrl compare") ->
     if arguments.json:
         print(json.dumps(as_dict(variants, metrics), indent=2))
         return
-    console = rich.console.Console(width=None if sys.stdout.isatty() else 200)
+    console = table_console()
     for table in shown:
         print_table(console, table.title, table.columns, table.rows)
 

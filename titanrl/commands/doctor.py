@@ -16,14 +16,12 @@ from pathlib import Path
 from statistics import median
 from typing import Literal
 
-from rich.console import Console
-
 from titanrl import __version__
 from titanrl.base import terminal
 from titanrl.base.choices import DeviceKind
 from titanrl.base.errors import TitanRLError
 from titanrl.config.device import DEVICES, device_kind, install, install_verifiers, missing_for, packages
-from titanrl.config.dry_run import print_table
+from titanrl.config.dry_run import print_table, table_console
 from titanrl.config.errors import BrokenRules, ConfigError
 from titanrl.config.load import explain_rule, validate
 from titanrl.config.schema import Config
@@ -271,7 +269,7 @@ def _world(config: Config, source: Source) -> World | None:
 
 def print_checkup(checkup: Checkup) -> None:
     """Print the tables and the verdict."""
-    console = Console(width=None if sys.stdout.isatty() else 200)
+    console = table_console()
     print_table(console, "Hosts", _COLUMNS, map(_row, checkup.hosts))
     common = dict(checkup.hosts[0].report.versions)
     same = [

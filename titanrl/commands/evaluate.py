@@ -24,7 +24,7 @@ from titanrl.base.files import why_no_file, why_no_folder
 from titanrl.carriers.types import EvaluationResult
 from titanrl.checks.preflight import preflight
 from titanrl.config import Config, ConfigError, Source
-from titanrl.config.dry_run import print_table
+from titanrl.config.dry_run import print_table, table_console
 from titanrl.config.errors import BrokenRule, refusing
 from titanrl.config.load import validate
 from titanrl.config.source import read_source
@@ -142,8 +142,8 @@ def run(model: Path, config: Config, names: Sequence[str], *, as_json: bool) -> 
     if as_json:
         print(json.dumps(as_dict(model, results), indent=2))
     else:
-        shown = rich.console.Console(width=None if sys.stdout.isatty() else 200)
-        print_table(shown, f"Evaluation of {model}", ("set", "completions", "metric", "value", "95 % interval"), rows(results))
+        columns = ("set", "completions", "metric", "value", "95 % interval")
+        print_table(table_console(), f"Evaluation of {model}", columns, rows(results))
     return 0
 
 

@@ -2,16 +2,12 @@
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 
-import rich.console
-
 from titanrl.base import terminal
-from titanrl.base.errors import TitanRLError
 from titanrl.base.plugins import loading
-from titanrl.config.dry_run import print_table
-from titanrl.config.errors import ConfigError, inline, refusing
+from titanrl.config.dry_run import print_table, table_console
+from titanrl.config.errors import inline, refusing
 from titanrl.metrics.reading import open_run
 
 COLUMNS = {
@@ -37,15 +33,12 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "titanrl explain") ->
     with loading():
         from titanrl.run.explanation import explain  # imports torch, which help does not need
     with refusing():
-        try:
-            run = open_run(arguments.run)
-            segments = explain(run, arguments.step, arguments.index, loads_loss=arguments.load_loss)
-        except TitanRLError as error:
-            raise ConfigError(str(error)) from error
+        run = open_run(arguments.run)
+        segments = explain(run, arguments.step, arguments.index, loads_loss=arguments.load_loss)
     if arguments.json:
         print(json.dumps([segment.as_dict() for segment in segments], indent=1))
         return
-    console = rich.console.Console(width=None if sys.stdout.isatty() else 200)
+    console = table_console()
     for segment in segments:
         columns = segment.columns
         texts = run.token_texts(columns["token_id"]) if segment.completion is not None else [""] * len(columns["position"])

@@ -3,11 +3,10 @@
 import argparse
 import asyncio
 import json
-import sys
 from collections.abc import Sequence
 
 from titanrl.base import terminal
-from titanrl.base.control import SteeringError, steer
+from titanrl.base.control import steer
 from titanrl.config.errors import inline, refusing
 from titanrl.config.source import parse_overrides
 
@@ -22,11 +21,8 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "titanrl steer") -> N
         parser.error(
             "set needs values such as algorithm.learning_rate=2e-5" if arguments.action == "set" else "only set has values"
         )
-    try:
+    with refusing():
         reply = asyncio.run(steer(arguments.run, arguments.action, values))
-    except SteeringError as error:
-        print(error, file=sys.stderr)
-        raise SystemExit(2) from error
     if arguments.json:
         print(json.dumps(reply, indent=2))
         return

@@ -7,11 +7,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import rich.console
-
 from titanrl.base import terminal
 from titanrl.base.errors import TitanRLError
-from titanrl.config.dry_run import print_table
+from titanrl.config.dry_run import print_table, table_console
 from titanrl.config.errors import ConfigError, refusing
 from titanrl.metrics.reading import open_run
 from titanrl.metrics.timeline import Usage, trace_of, usages, window_of
@@ -39,7 +37,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "titanrl timeline") -
         except OSError as error:
             print(f"error: --output: {arguments.output} cannot be written: {error}", file=sys.stderr)
             raise SystemExit(1) from error
-    console = rich.console.Console(width=None if sys.stdout.isatty() else 200)
+    console = table_console()
     title = f"{window.end - window.start:.1f} s of {arguments.run}"
     rows = (row for usage in usages(processes, spans, window) for row in rows_of(usage))
     print_table(console, title, ["process", "seconds", "works", "waits", "for"], rows)

@@ -1,5 +1,6 @@
 """The report of `--dry-run`: changed keys, hosts and devices, sizes, notes, and values that may not fit."""
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -81,6 +82,11 @@ def changed_keys(section: BaseModel, defaults: BaseModel | None = None, path: st
             yield from below or ([(f"{path}{name}", "{}", "null")] if default is None else [])
         elif field.is_required() or value != default:
             yield f"{path}{name}", inline(value), "required" if field.is_required() else inline(default)
+
+
+def table_console() -> Console:
+    """Return a console that prints to stdout: as wide as the terminal, or wide enough for tables in a file or a pipe."""
+    return Console(width=None if sys.stdout.isatty() else 200)
 
 
 def print_table(console: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

@@ -68,13 +68,13 @@ class ConfigError(TitanRLError, ValueError):
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """Exit with code 2 and a message, without a traceback, if the body raises a `ConfigError` or cannot read a file.
+    """Exit with code 2 and a message, without a traceback, if the body raises a `TitanRLError` or cannot read a file.
 
     Use this at the edge of a command, around everything that precedes its work.
     """
     try:
         yield
-    except ConfigError as error:
+    except TitanRLError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
     except OSError as error:

@@ -215,18 +215,14 @@ class MetricTable:
             curve: Json = {"axis": numbers[key], "mean": _listed(means), "unit": unit_of(name)}
             if len(means) < has_value.sum():
                 curve |= {"low": _listed(lows), "high": _listed(highs)}
-            first, last, covered = (
-                ends_of(self.points(name)) if not _is_evaluation(name) else _first_and_last(self.points(name))
-            )
-            curves[name] = {**curve, "count": int(has_value.sum()), "ends": [first, last, covered]}
+            curves[name] = {**curve, "count": int(has_value.sum()), "ends": list(_ends(name, self.points(name)))}
         return {"axes": axes, "curves": curves}
 
 
-def _is_evaluation(name: str) -> bool:
-    return name.startswith("eval/") or name == "loss/eval"
-
-
-def _first_and_last(points: Points) -> tuple[float, float, str]:
+def _ends(name: str, points: Points) -> tuple[float, float, str]:
+    """Return the ends of a curve, as `ends_of` does; those of evaluations are single values."""
+    if not name.startswith("eval/") and name != "loss/eval":
+        return ends_of(points)
     covered = "the only evaluation" if len(points) == 1 else f"steps {points[0][0]:g} and {points[-1][0]:g}"
     return points[0][1], points[-1][1], covered
 
@@ -653,20 +649,15 @@ def _figures(table: MetricTable) -> list[Json]:
     def add(label: str, value: str, note: str = "") -> None:
         figures.append({"label": label, "value": value, "note": note})
 
-    for task in heldout_tasks([dict.fromkeys(table.names, 0.0)]):
-        points = table.points(f"eval/{task}/mean")
-        first, last, note = _first_and_last(points)
-        value = f"{first:.3f} \u2192 {last:.3f}" if len(points) > 1 else f"{first:.3f}"
-        if failed := without_reward(table.rows(f"eval/{re.escape(task)}/num_.+"), task):
-            note += f"; {' and '.join(failed)} completions had no reward and are not in the mean"
-        add(f"Held-out {task}", value, note)
-    for label, name in (
-        ("Mean reward in training", "reward/mean"),
-        ("Training loss", "loss/train"),
-        ("Held-out loss", "loss/eval"),
-    ):
+    tasks = {f"eval/{task}/mean": task for task in heldout_tasks([dict.fromkeys(table.names, 0.0)])}
+    labels = {name: f"Held-out {task}" for name, task in tasks.items()}
+    labels |= {"reward/mean": "Mean reward in training", "loss/train": "Training loss", "loss/eval": "Held-out loss"}
+    for name, label in labels.items():
         if points := table.points(name):
-            first, last, note = ends_of(points) if name != "loss/eval" else _first_and_last(points)
+            first, last, note = _ends(name, points)
+            task = tasks.get(name)
+            if task and (failed := without_reward(table.rows(f"eval/{re.escape(task)}/num_.+"), task)):
+                note += f"; {' and '.join(failed)} completions had no reward and are not in the mean"
             add(label, f"{first:.3f} \u2192 {last:.3f}" if len(points) > 1 else f"{first:.3f}", note)
     for label, name, unit in (("Step time", "time/step_s", "s"), ("Generation", "perf/gen_tokens_per_s", "tokens/s")):
         if points := table.points(name):

@@ -628,7 +628,7 @@ class Run:
             await asyncio.shield(self._closing)
             self._closing = None
 
-    def summarize(self, *, code: int = 0, cause: str = "") -> None:
+    def summarize(self, *, code: int, cause: str) -> None:
         """Write the report of a stopped run, and print its summary; `code` and `cause` are those of `stop`."""
         num_steps = self.state.version if self.ends_early else self.config.num_steps
         settings = {"num_steps": num_steps, "max_staleness": self.config.max_staleness}

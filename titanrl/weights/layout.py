@@ -140,7 +140,7 @@ def held_pieces(name: str, value: torch.Tensor | PartOf) -> tuple[Piece, ...]:
     return box_pieces([index_runs(dim) for dim in indices])
 
 
-def is_first_holder(value: torch.Tensor, rank: int, first: int = 0) -> bool:
+def is_first_holder(value: torch.Tensor, rank: int, first: int) -> bool:
     """Return whether this rank publishes its shard of a tensor. Of several replicas, only the first one is published.
 
     A tensor on a submesh (such as a norm that TP does not shard) is replicated on the other submeshes. Only the submesh that
