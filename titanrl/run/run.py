@@ -43,7 +43,7 @@ from titanrl.launch.run_lock import RunLock, claim_new_run, claim_run
 from titanrl.metrics.console import Console
 from titanrl.metrics.hooks import Hooks
 from titanrl.metrics.reading import RunRecord
-from titanrl.metrics.report import conclude, relative
+from titanrl.metrics.report import conclude, relative, run_html
 from titanrl.metrics.steps import PhaseTimer
 from titanrl.metrics.trackers import Recorder
 from titanrl.processes.children import Respawns
@@ -680,8 +680,6 @@ class Run:
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows for the run: its state, its curves so far, and the last samples."""
-        from titanrl.metrics.display import run_html  # needed only in notebooks
-
         return run_html(self._shown, f"{type(self).__name__} {self.run_dir.name}", self.steering.status()["text"])
 
     @cached_property

@@ -8,8 +8,8 @@ import pytest
 
 from tests.recorded import record_group
 from titanrl.carriers.types import StepMetrics
-from titanrl.metrics.display import HEIGHT, MARGIN, MAX_POINTS, WIDTH, curve_svg, run_html
 from titanrl.metrics.reading import RunRecord
+from titanrl.metrics.report import HEIGHT, MARGIN, NOTEBOOK_POINTS, WIDTH, curve_svg, run_html
 from titanrl.metrics.run_directory import RunDirectory
 
 HOSTILE = "</pre><script>alert(1)</script>\x1b[2J&amp;"
@@ -31,7 +31,7 @@ def test_curve_is_scaled_to_its_box() -> None:
 
 def test_long_curve_is_drawn_as_means_of_neighboring_steps() -> None:
     points = points_of(curve_svg([(step, float(step % 2)) for step in range(1, 100_001)], "reward"))
-    assert len(points) <= MAX_POINTS
+    assert len(points) <= NOTEBOOK_POINTS
     assert len(curve_svg([(step, 0.0) for step in range(100_000)], "reward")) < 10_000
 
 
