@@ -57,8 +57,9 @@ async def serve(folder: Path, port: int) -> None:
     Raises:
         OSError: The port cannot be used.
     """
+    from titanrl.serving.http import LOCAL
     from titanrl.serving.listening import listen
-    from titanrl.serving.runs import LOCAL, Board
+    from titanrl.serving.runs import Board
 
     board = Board(folder, secrets.token_urlsafe(32), explained)
     listener = await listen(board, (LOCAL[0], port))

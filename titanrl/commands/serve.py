@@ -38,8 +38,6 @@ from titanrl.run.checkpoints import checkpoint_dir, newest_version, resumable
 
 MIN_KEY_CHARS = 16
 """Shortest key in a file of keys."""
-LOCAL = ("127.0.0.1", "localhost", "::1")
-"""Names of this machine."""
 ADAPTERS = ("generator.model_impl=native", "weights.lora=adapters", "weights.held_adapters=16")
 """Overrides with which generators hold the adapters of Tinker's clients."""
 MAX_MODEL_TOKENS = 4096
@@ -314,6 +312,7 @@ async def serve(served: Served, keys: Mapping[str, int], arguments: argparse.Nam
     """
     from titanrl.serving.app import App, Limits
     from titanrl.serving.calls import Callers
+    from titanrl.serving.http import LOCAL
     from titanrl.serving.listening import listen
     from titanrl.session.session import connect  # imports torch
 

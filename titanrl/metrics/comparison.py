@@ -4,7 +4,7 @@ Runs whose configurations differ only in `seed` are one variant. Its scores are 
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median, stdev
@@ -14,7 +14,7 @@ import yaml
 
 from titanrl.base.errors import TitanRLError
 from titanrl.config.source import parse
-from titanrl.metrics.reading import RunRecord
+from titanrl.metrics.reading import RunRecord, flat
 from titanrl.metrics.report import frozen_run, write_page
 from titanrl.metrics.series import Rows, count, ends_of, heldout_tasks, phase_seconds, series
 from titanrl.metrics.views import RunView, unit_of
@@ -117,7 +117,7 @@ def read_runs(records: Sequence[RunRecord]) -> list[ComparedRun]:
             raise TitanRLError(f"{record.path}: has no metrics yet. Leave it out.")
         if not isinstance(config, dict):
             raise TitanRLError(f"{record.path / 'config.yaml'}: must be a mapping (got {type(config).__name__}).")
-        runs.append(ComparedRun(name=_short(path, paths), path=record.path, config=dict(_flat(config)), rows=rows))
+        runs.append(ComparedRun(name=_short(path, paths), path=record.path, config=flat(config), rows=rows))
     return runs
 
 
@@ -125,14 +125,6 @@ def _short(path: Path, paths: Sequence[Path]) -> str:
     """Return the shortest end of a path that no other path has."""
     names = ("/".join(path.parts[-length:]) for length in range(1, len(path.parts)))
     return next((name for name in names if sum(f"/{other}".endswith(f"/{name}") for other in paths) == 1), str(path))
-
-
-def _flat(config: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in config.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def variants_of(runs: Sequence[ComparedRun]) -> list[Variant]:

@@ -578,3 +578,11 @@ def span_of(process: str, line: Mapping[str, Any]) -> Span | None:
 
 def _float(value: object) -> float:
     return float(value) if isinstance(value, int | float) and abs(value) < 1e15 else 0.0
+
+
+def flat(config: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """Return a configuration with dotted keys, such as `algorithm.loss`."""
+    values: dict[str, Any] = {}
+    for key, value in config.items():
+        values |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
+    return values

@@ -1,4 +1,4 @@
-"""What a run shows of itself without a server: the page of `titanrl board` frozen into a file, the closing lines, a notebook.
+"""Result of a run, without a server: the page of `titanrl board` frozen into a file, the closing lines, the notebook view.
 
 Comparisons of runs are such a page, too.
 """

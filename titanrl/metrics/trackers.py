@@ -17,7 +17,7 @@ from titanrl.base.files import replace_text
 from titanrl.base.plugins import Plugins, Point, check_call, import_object
 from titanrl.carriers.types import EvaluationResult, StepMetrics
 from titanrl.config.sections import TRACKERS
-from titanrl.metrics.reading import Hit, RunRecord
+from titanrl.metrics.reading import Hit, RunRecord, flat
 from titanrl.metrics.steps import evaluation_metrics
 
 if TYPE_CHECKING:  # checks in child processes need only the protocols
@@ -397,14 +397,6 @@ POINT = Point(
     checked=lambda tracker, plugin, config: check_tracker(tracker, key=plugin.key, name=plugin.name),
     in_controller=True,
 )
-
-
-def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a configuration with dotted keys, such as `algorithm.loss`, so that trackers can compare and filter by each."""
-    values: dict[str, Any] = {}
-    for key, value in config.items():
-        values |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
-    return values
 
 
 def _sample(hit: Hit) -> tuple[Any, ...]:

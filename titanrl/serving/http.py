@@ -24,6 +24,8 @@ Headers = Mapping[bytes, bytes]
 HEADERS = {401: (b"www-authenticate", b"Bearer"), 405: (b"allow", b"POST"), 429: (b"retry-after", b"1")}
 """Header of each refusal that has one."""
 JSON = b"application/json"
+LOCAL = ("127.0.0.1", "localhost", "::1")
+"""Names of this machine."""
 dump = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 """Function that returns a value as compact JSON."""
 logger = logging.getLogger(__name__)

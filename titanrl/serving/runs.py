@@ -22,11 +22,10 @@ from titanrl.metrics.reading import RunRecord
 from titanrl.metrics.report import page_file
 from titanrl.metrics.views import RunView, find_runs
 from titanrl.serving.calls import Refused
-from titanrl.serving.http import JSON, Endpoint, Headers, Receive, Response, Scope, dump, read_body, unless_disconnected
+from titanrl.serving.http import JSON, LOCAL, Endpoint, Headers, Receive, Response, Scope, dump, read_body, unless_disconnected
 
 Explain = Callable[[RunRecord, int, int], Sequence[Mapping[str, Any]]]
 """Returns the segments of a group, from the record of a run, a step and the index of a prompt."""
-LOCAL = ("127.0.0.1", "localhost", "::1")
 PAGES = {
     "/": ("board.html", b"text/html"),
     "/board.css": ("board.css", b"text/css"),
