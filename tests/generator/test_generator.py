@@ -253,7 +253,7 @@ def update_during_generation(lab: Lab, impl: str, sampling: SamplingParams) -> l
 
 @pytest.mark.parametrize("impl", ["titan", "titan-tp2"])
 def test_update_during_generation_keeps_the_log_probabilities_of_each_version(lab: Lab, impl: str) -> None:
-    sampling = SamplingParams(max_new_tokens=112, temperature=0.7, seed=3)
+    sampling = SamplingParams(max_new_tokens=200, temperature=0.7, seed=3)
     completions = update_during_generation(lab, impl, sampling)
     assert any(set(completion.versions.tolist()) == {1, 2} for completion in completions)
     for prompt, completion in zip(PROMPTS, completions, strict=True):
@@ -267,7 +267,7 @@ def test_update_during_generation_keeps_the_log_probabilities_of_each_version(la
 
 @pytest.mark.parametrize("impl", ["native", "native-tp2"])
 def test_restarted_completions_have_only_tokens_of_the_new_version(lab: Lab, impl: str) -> None:
-    sampling = SamplingParams(max_new_tokens=112, temperature=0.7, seed=3)
+    sampling = SamplingParams(max_new_tokens=200, temperature=0.7, seed=3)
     restarted = update_during_generation(lab, impl, sampling)
     fresh = lab.do(lab.generate(impl, sampling))
     assert [set(completion.versions.tolist()) for completion in restarted] == [{2}] * len(PROMPTS)
