@@ -12,7 +12,7 @@ import pytest
 
 from tests.metrics.test_report import DOCS, completion, group
 from tests.recorded import record, record_group
-from titanrl.carriers.record import HOST, encode
+from titanrl.carriers.record import FOLDER, HOST, encode
 from titanrl.metrics.views import MAX_POINTS, MAX_STATES, MetricTable, RunView, attention, find_runs, unit_of
 
 
@@ -256,3 +256,20 @@ def test_damaged_lines_and_values_do_not_break_a_page(tmp_path: Path) -> None:
     shown = view.overview()
     assert shown["step"] == 1
     assert "Infinity" not in encode([shown, view.charts([]), view.recent_events(), view.summary()])
+
+
+@pytest.mark.parametrize("kind", ["device", "fifo", "folder"])
+def test_run_whose_files_are_no_regular_files_is_shown_without_waiting(kind: str, tmp_path: Path) -> None:
+    for name in ("metrics.jsonl", "events.jsonl", "config.yaml", "run.lock", f"{FOLDER}/rollouts-worker.0.jsonl"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        if kind == "device":
+            path.symlink_to("/dev/zero")
+        elif kind == "fifo":
+            os.mkfifo(path)
+        else:
+            path.mkdir()
+    view = RunView(tmp_path, "odd")
+    assert (view.summary()["state"], view.events, len(view.table)) == ("unknown", [], 0)
+    assert view.charts(["reward/mean"])["curves"] == {}
+    assert view.search("x")["count"] == 0

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from titanrl.base.files import naming, sync_file, sync_folder
+from titanrl.base.ownership import open_regular
 
 FOLDER = "record"
 """Folder of the record in a run directory."""
@@ -65,12 +66,15 @@ class Part(NamedTuple):
 
 
 def parts_of(run_dir: Path, kind: str = "*", process: str = "*") -> list[Part]:
-    """Return the parts of a run's record of a kind and of a process, by default all, ordered by process and number."""
+    """Return the parts of a run's record of a kind and of a process, by default all, ordered by process and number.
+
+    Links and other files that are no regular files are left out, because their readers could wait forever.
+    """
     parts = []
     for path in (run_dir / FOLDER).glob(f"{kind}-{process}.*.jsonl"):
         name, _, number = path.stem.rpartition(".")
         its_kind, _, its_process = name.partition("-")
-        if number.isdecimal():
+        if number.isdecimal() and path.is_file() and not path.is_symlink():
             parts.append(Part(its_kind, its_process, int(number), path))
     return sorted(parts)
 
@@ -265,7 +269,7 @@ def _finite(value: Any) -> Any:
 
 def read_lines(path: Path, tail_bytes: int | None = None) -> Iterator[dict[str, Any]]:
     """Yield the JSON objects of a file, or those in its last bytes, except lines that a killed process left incomplete."""
-    with path.open("rb") as file:
+    with open(path, "rb", opener=open_regular) as file:
         if tail_bytes is not None and (size := file.seek(0, os.SEEK_END)) > tail_bytes:
             file.seek(size - tail_bytes - 1)
             file.readline()

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, Field, ValidationError
 
+from titanrl.base.ownership import open_regular
 from titanrl.carriers.record import Part, decode, parts_of
 
 TAIL_BYTES = 4096
@@ -123,9 +124,9 @@ class Followed:
         """Yield the complete lines since the last call with their places, after `reset()` all lines if the file was replaced.
 
         Raises:
-            FileNotFoundError: The file does not exist.
+            OSError: There is no such regular file. A link, or a FIFO without a writer, could let its reader wait forever.
         """
-        with self.path.open("rb") as file:
+        with open(self.path, "rb", opener=open_regular) as file:
             if _id(file) != self._id or _tail(file, self._end) != self._tail:
                 self._id, self._end, self._tail = _id(file), 0, _tail(file, 0)
                 reset()
@@ -137,10 +138,10 @@ class Followed:
             self._end, self._tail = end, _tail(file, end)  # after an interrupt, the lines are read again
 
     def objects(self, reset: Callable[[], object]) -> Iterator[dict[str, Any]]:
-        """Yield the JSON objects of the lines of `read`; after `reset()` none if the file does not exist."""
+        """Yield the JSON objects of the lines of `read`; after `reset()` none if there is no such regular file."""
         try:
             yield from (row for _, line in self.read(reset) if (row := decode(line)) is not None)
-        except FileNotFoundError:
+        except OSError:
             reset()
 
 
@@ -344,7 +345,7 @@ class CompletionIndex:
             lines = self._lines[chunk]
             start, end = int(lines["at"][0]), int(lines["at"][-1] + lines["size"][-1])
             try:
-                with self._parts[lines["part"][0]].path.open("rb") as file:
+                with open(self._parts[lines["part"][0]].path, "rb", opener=open_regular) as file:
                     file.seek(start)
                     content = file.read(end - start)
             except FileNotFoundError:  # deleted to keep the size limit

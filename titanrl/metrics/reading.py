@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PrivateAttr, 
 
 from titanrl.base.errors import TitanRLError
 from titanrl.base.files import DamagedError, why_no_folder
+from titanrl.base.ownership import open_regular
 from titanrl.carriers.record import Part, decode, parts_of, read_lines
 from titanrl.carriers.spans import KINDS
 from titanrl.carriers.spans import Kind as SpanKind
@@ -86,7 +87,7 @@ class _Record(BaseModel):
         if not any(sizes):  # the file may not exist yet
             return {name: np.empty(0, kind) for name, kind in place.types.items()}
         try:
-            with part.columns.open("rb") as file:
+            with open(part.columns, "rb", opener=open_regular) as file:
                 num_bytes = file.seek(0, os.SEEK_END)
                 file.seek(min(place.at, num_bytes))
                 content = file.read(min(sum(sizes), num_bytes))
@@ -305,7 +306,7 @@ class Hits(Sequence[Hit]):
         part_number, at, size, crc32, number = self._rows[index].tolist()
         part = self._parts[part_number]
         try:
-            with part.path.open("rb") as file:
+            with open(part.path, "rb", opener=open_regular) as file:
                 file.seek(at)
                 line = file.read(size)
         except OSError as error:
@@ -345,9 +346,9 @@ class RunRecord:
 
     @property
     def config(self) -> str:
-        """Text of `config.yaml`; empty if it is missing."""
+        """Text of `config.yaml`; empty if there is no such regular file."""
         file = self.path / "config.yaml"
-        return file.read_text(encoding="utf-8") if file.exists() else ""
+        return file.read_text(encoding="utf-8") if file.is_file() and not file.is_symlink() else ""
 
     def metrics(self) -> Rows:
         """Return the metrics, one row per step.
@@ -526,7 +527,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     Raises:
         ValueError: An earlier line is not a JSON object.
     """
-    lines = path.read_bytes().splitlines()
+    with open(path, "rb", opener=open_regular) as file:
+        lines = file.read().splitlines()
     rows = [decode(line) for line in lines]
     for number, row in enumerate(rows[:-1], start=1):
         if row is None:

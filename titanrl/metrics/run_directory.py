@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from titanrl.base.files import in_shell, naming, replace_lines, sync_file
+from titanrl.base.ownership import open_regular
 from titanrl.carriers.record import FOLDER, encode, parts_of, read_lines, sync_record
 from titanrl.carriers.types import StepMetrics
 
@@ -225,11 +226,11 @@ def _keep_rows(path: Path, keeps: Callable[[_Head], bool | None]) -> int:
     """
     if not path.exists():
         return 0
-    with path.open("rb") as file:
+    with open(path, "rb", opener=open_regular) as file:
         marks = [False if not line.strip() else None if (head := _head(line)) is None else keeps(head) for line in file]
         file.seek(max(file.tell() - 1, 0))
         ends_in_mid_line = file.read() not in (b"", b"\n")
     if ends_in_mid_line or not all(marks):
-        with path.open("rb") as file:
+        with open(path, "rb", opener=open_regular) as file:
             replace_lines(path, (line.decode().rstrip("\n") + "\n" for line in itertools.compress(file, marks)))
     return marks.count(None)

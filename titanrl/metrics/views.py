@@ -8,6 +8,7 @@ import math
 import os
 import re
 import signal
+import stat
 import sys
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,6 +22,7 @@ import yaml
 from pydantic import ValidationError
 
 from titanrl.base.files import DamagedError
+from titanrl.base.ownership import open_regular
 from titanrl.carriers.record import FOLDER, HOST, Part, decode, parts_of
 from titanrl.config.dry_run import changed_keys
 from titanrl.config.schema import Config
@@ -302,7 +304,7 @@ class RunView:
             tail: list[Json] = []
             spark: list[float] = []
             if status is not None and status.st_size:
-                with path.open("rb") as file:
+                with open(path, "rb", opener=open_regular) as file:
                     file.seek(max(status.st_size - TAIL_BYTES, 0))
                     tail = [row for line in file if (row := decode(line)) is not None and isinstance(row.get("step"), int)]
                     for at in np.linspace(0, max(status.st_size - 4096, 0), NUM_SAMPLED).astype(int).tolist():
@@ -506,7 +508,7 @@ def _deleted(run_dir: Path) -> dict[str, int]:
 def _header(part: Part) -> list[Json]:
     """Return the first line of a part; none if it cannot be read."""
     try:
-        with part.path.open("rb") as file:
+        with open(part.path, "rb", opener=open_regular) as file:
             header = decode(file.readline())
     except FileNotFoundError:  # deleted to keep the size limit
         return []
@@ -522,16 +524,19 @@ def _longest(states: Sequence[State]) -> list[State]:
 
 
 def _status(path: Path) -> os.stat_result | None:
+    """Return the status of a regular file; None if there is none."""
     try:
-        return path.stat()
+        status = path.lstat()
     except OSError:
         return None
+    return status if stat.S_ISREG(status.st_mode) else None
 
 
 def _is_alive(lock: Path) -> bool | None:
     """Return whether the process in a lock file exists; None if that is not known, because it is on another host."""
     try:
-        pid, _, host = lock.read_text(encoding="utf-8", errors="replace").strip().partition(" ")
+        with open(lock, encoding="utf-8", errors="replace", opener=open_regular) as file:
+            pid, _, host = file.read().strip().partition(" ")
     except OSError:
         return None
     if not pid.isdecimal() or host != HOST:
