@@ -93,7 +93,8 @@ async def bytes_per_group(run: GRPO) -> float:
     groups_per_step = run.config.rollout.groups_per_step
     batch = await run.session.rollouts.buffer.take_batch()
     num_bytes = len(pickle.dumps(batch, -1))  # as it was sent, because planning caches columns in its table
-    messages = [*run._plan(batch).microbatches, batch.records.handles.copy()]
+    plan, _ = await run._plan(batch)
+    messages = [*plan.microbatches, batch.records.handles.copy()]
     return (num_bytes + sum(len(pickle.dumps(message, -1)) for message in messages)) / groups_per_step
 
 

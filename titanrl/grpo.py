@@ -14,7 +14,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
 from titanrl.algorithms.batch_plan import StepPlan, adam_params, advantages_by_task, plan_batch, plan_step
+from titanrl.algorithms.gae import collect_values, critic_advantages, value_metrics
 from titanrl.algorithms.replay import ReplaySchedule
 from titanrl.base.errors import RankError, TitanRLError, TokensLostError
 from titanrl.base.plugins import loaded
@@ -114,8 +117,8 @@ class GRPO(Run):
             with self.timer.phase("rollout"):
                 batch = await self._publications.take()
             with self.timer.phase("train"):
-                plan = self._plan(batch)
                 try:
+                    plan, of_values = await self._plan(batch)
                     trained = await self._train(batch, plan, params)
                     break
                 except TitanRLError as error:
@@ -124,6 +127,7 @@ class GRPO(Run):
             self.count_skipped(update, batch.records.rewards)
         await self._publications.publish(batch, plan.advantages_N, trained.updates)
         self.session.rollouts.buffer.prefetch()  # the next batch is sent while this one is reported, evaluated and saved
+        trained = replace(trained, batch_metrics={**trained.batch_metrics, **of_values})
         return self._report(batch, plan, trained, params, time.perf_counter() - started)
 
     async def apply_changes(self, keys: Collection[str]) -> None:
@@ -137,8 +141,8 @@ class GRPO(Run):
         """Learn no deadline from the time since the last batch."""
         self.session.rollouts.buffer.restart_clock()
 
-    def _plan(self, batch: Batch) -> StepPlan:
-        """Compute advantages, and loss weights and packing of each mini-batch."""
+    async def _plan(self, batch: Batch) -> tuple[StepPlan, dict[str, float]]:
+        """Compute advantages, and loss weights and packing of each mini-batch; return the plan and the critic's metrics."""
         config = self.config
         plan = partial(
             plan_batch,
@@ -152,9 +156,15 @@ class GRPO(Run):
             weight_of=config.data.weight_of,
             by_task=self._advantages_by_task,
         )
+        records, of_values = batch.all_records.by_index(), dict[str, float]()
+        if config.algorithm.has_critic:
+            passes = plan(records, advantages_N=np.zeros(len(records.rewards))).microbatches  # over all sequences
+            values = [await self.session.trainer.compute_values(microbatch) for microbatch in passes]
+            advantages_N, spans = critic_advantages(records, collect_values(records, passes, values), config.algorithm)
+            plan, of_values = partial(plan, advantages_N=advantages_N, spans=spans), value_metrics(spans)
         epochs, num_minibatches = config.trainer.epochs, config.trainer.minibatches_per_batch
         seed = (config.seed, self.state.step)
-        return plan_step(batch.all_records, plan, epochs=epochs, num_minibatches=num_minibatches, seed=seed)
+        return plan_step(records, plan, epochs=epochs, num_minibatches=num_minibatches, seed=seed), of_values
 
     async def _train(self, batch: Batch, plan: StepPlan, params: AdamParams) -> Trained:
         """Accumulate the gradient of each mini-batch and step the optimizer.

@@ -232,7 +232,10 @@ def test_equal_rewards_have_no_advantage_with_a_batch_baseline(make_record: Reco
 REWARDS = st.sampled_from([0.0, 0.1, 0.25, 1.0])
 
 
-@pytest.mark.parametrize("advantage", [name for name in ADVANTAGES if not ADVANTAGES[name].traits.compares_parts] + ["custom"])
+BY_REWARD = [name for name, each in ADVANTAGES.items() if not (each.traits.compares_parts or each.traits.has_critic)]
+
+
+@pytest.mark.parametrize("advantage", [*BY_REWARD, "custom"])
 @given(
     groups=st.lists(st.lists(st.tuples(REWARDS, st.integers(0, 4)), min_size=1, max_size=4), min_size=1, max_size=4),
     credit=st.sampled_from(["rollout", "turn", "token"]),

@@ -42,9 +42,9 @@ class Watched(GRPO):
         super().__init__(config)
         self.batches: list[list[int]] = []
 
-    def _plan(self, batch: Batch) -> StepPlan:
+    async def _plan(self, batch: Batch) -> tuple[StepPlan, dict[str, float]]:
         self.batches.append(batch.records.groups["index"].tolist())
-        return super()._plan(batch)
+        return await super()._plan(batch)
 
 
 @asynccontextmanager

@@ -30,7 +30,7 @@ from titanrl.algorithms.contracts import GroupRewards, advantage_arguments
 from titanrl.algorithms.packing import balance, pack, pack_sharing, row_costs
 from titanrl.base.choices import LearningRateDecay, Reduction
 from titanrl.base.plugins import Plugins, loaded
-from titanrl.carriers.tables import SEQUENCE, BatchPlan, MicroBatch, RecordTable, RowTable, Spans, Table
+from titanrl.carriers.tables import SEQUENCE, SPAN, BatchPlan, MicroBatch, RecordTable, RowTable, Spans, Table
 from titanrl.carriers.types import AdamParams, BoolArray, DoubleArray, IntArray, MeasuredCorrection
 from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.config.data import TaskConfig
@@ -101,7 +101,7 @@ def plan_batch(
     sequences, prompts_S, prompt_lens_S = _sequences(ordered, chosen_M, advantages_N[rollout_of_M], weights_N[rollout_of_M])
     if spans is not None:
         spans_S = spans.take(np.flatnonzero(chosen_M))
-        is_equal = spans_S.num_spans == 1
+        is_equal = (spans_S.num_spans == 1) & (spans.table.dtype == SPAN)
         sequences["advantage"][is_equal] = spans_S.take(np.flatnonzero(is_equal)).table["advantage"]
         sequences["num_spans"] = np.where(is_equal, 0, spans_S.num_spans)
         # The table itself holds the advantage of a sequence with a single span.

@@ -30,6 +30,20 @@ class LossMetrics:
     """Metrics that are reduced by maximum; 0 without tokens."""
 
 
+def value_loss(values_N: Tensor, old_values_N: Tensor, returns_N: Tensor, *, clip: float | None) -> tuple[Tensor, Tensor]:
+    """Compute the critic's loss per token, 0.5 max((v - R)^2, (v_clip - R)^2), and a mask of the tokens whose v is clipped.
+
+    v_clip is v, clipped to `clip` around its value before the update. A clipped token has no gradient. Without `clip`, the loss
+    is 0.5 (v - R)^2. Source: PPO (arXiv:1707.06347) as in OpenAI's baselines.
+    """
+    loss_N = 0.5 * (values_N - returns_N).square()
+    if clip is None:
+        return loss_N, torch.zeros_like(loss_N, dtype=torch.bool)
+    bounded_N = values_N.clamp(old_values_N - clip, old_values_N + clip)
+    bounded_loss_N = 0.5 * (bounded_N - returns_N).square()
+    return torch.maximum(loss_N, bounded_loss_N), bounded_loss_N > loss_N
+
+
 def ppo(
     inputs: LossInputs, *, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> tuple[Tensor, Mapping[str, Tensor]]:

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from titanrl.base.pickling import pickle_fast
 from titanrl.carriers.types import (
+    BoolArray,
     DoubleArray,
     GroupHandle,
     GroupRecord,
@@ -47,6 +48,8 @@ SEQUENCE = np.dtype(
 """Columns of planned sequences; see `SequencePlan`. `rollout` is the index of the rollout in its group."""
 SPAN = np.dtype([("advantage", "<f8"), ("num_tokens", "<i4")])
 """Columns of spans, which are runs of loss tokens with the same advantage."""
+CRITIC_SPAN = np.dtype([*SPAN.descr, ("value", "<f4"), ("target", "<f4")])
+"""Columns of spans with a critic, each of one token: also its value, and its return, which the critic learns."""
 _GROUP = np.dtype(
     [
         ("index", "<i8"),
@@ -80,8 +83,9 @@ class SequencePlan:
     """w_i, the loss weight of each sampled token, from the step's global counts."""
     num_shared: int = 0
     """Tokens at the start of the sequence that the row stores only once, in the preceding sequence of the same group."""
-    spans: tuple[tuple[float, int], ...] = ()
-    """Advantage and length of consecutive runs of loss tokens, if the advantages differ; they replace `advantage`."""
+    spans: tuple[tuple[float, int] | tuple[float, int, float, float], ...] = ()
+    """Advantage and length of consecutive runs of loss tokens, if the advantages differ; they replace `advantage`. With a
+    critic, each token is a span, which also has the columns of `CRITIC_SPAN`."""
 
     @property
     def num_placed(self) -> int:
@@ -224,6 +228,8 @@ class PackedRecord(NamedTuple):
     """Turns of the segments; None if each segment is one turn."""
     tokens: PackedColumns | None = None
     """Token rewards; None if no reward returned any."""
+    truncated: tuple[int, ...] = ()
+    """Indices of the rollouts truncated at the length limit."""
 
     def with_weight(self, weight: float) -> Self:
         """Return the record with an importance weight, which multiplies the group's loss weights."""
@@ -266,6 +272,7 @@ def pack_record(record: GroupRecord, task: int = 0) -> PackedRecord:
         task=task,
         turns=None if record.turns is None else TurnTable.pack(record.turns),
         tokens=None if record.tokens is None else TokenTable.pack(record.tokens),
+        truncated=record.truncated,
     )
 
 
@@ -287,6 +294,8 @@ class RecordTable:
     """Values by reward part, `[N]`; NaN where a rollout lacks the part."""
     tasks: IntArray
     """Index of each group's task, `[P]`; 0 without a mixture."""
+    is_truncated: BoolArray
+    """True for the rollouts truncated at the length limit, `[N]`."""
     known_turns: TurnTable | None = None
     """Turns of the segments; None if each segment is one turn."""
     known_tokens: TokenTable | None = None
@@ -314,7 +323,11 @@ class RecordTable:
                 for part in parts
             },
             tasks=np.array([record.task for record in packed], np.int64),
+            is_truncated=np.zeros(sum(len(record.rewards) // 8 for record in packed), np.bool_),
         )
+        for start, record in zip(table.starts.tolist(), packed, strict=True):
+            if record.truncated:
+                table.is_truncated[start + np.array(record.truncated)] = True
         if any(record.turns for record in packed):
             num_segments = [len(record.lengths) // 8 for record in packed]
             table = replace(table, known_turns=table.turns.replaced([record.turns for record in packed], num_segments))
@@ -383,7 +396,7 @@ class RecordTable:
         parts = dict.fromkeys([*self.reward_parts, *other.reward_parts])
         columns = {
             name: np.concatenate([getattr(self, name), getattr(other, name)])
-            for name in ("groups", "tasks", "rewards", "num_segments", "lengths", "num_sampled")
+            for name in ("groups", "tasks", "rewards", "num_segments", "lengths", "num_sampled", "is_truncated")
         }
         turns, tokens = self.known_turns or other.known_turns, self.known_tokens or other.known_tokens
         return replace(
@@ -414,6 +427,7 @@ class RecordTable:
             num_sampled=self.num_sampled[segments],
             reward_parts={part: values[rollouts] for part, values in self.reward_parts.items()},
             tasks=self.tasks[order],
+            is_truncated=self.is_truncated[rollouts],
             known_turns=None if self.known_turns is None else self.known_turns.take(segments),
             known_tokens=None if self.known_tokens is None else self.known_tokens.take(rollouts),
         )
@@ -427,7 +441,7 @@ class Spans(Ragged):
     num_spans: IntArray
     """Spans per segment, `[M]`."""
     table: Table
-    """Spans of all segments in segment order, as a table of `SPAN`."""
+    """Spans of all segments in segment order, as a table of `SPAN` or `CRITIC_SPAN`."""
 
     @property
     def segment_of(self) -> IntArray:
@@ -444,7 +458,7 @@ class RowTable:
     ends: IntArray
     """Index after the last sequence of each row, `[R]`."""
     spans: Table = field(default_factory=lambda: np.zeros(0, SPAN))
-    """Spans of all sequences (`num_spans` of each) in sequence order, as a table of `SPAN`."""
+    """Spans of all sequences (`num_spans` of each) in sequence order, as a table of `SPAN` or `CRITIC_SPAN`."""
 
     def __len__(self) -> int:
         """Return the number of rows."""

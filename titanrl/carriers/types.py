@@ -313,7 +313,7 @@ class GroupRecord:
     num_sampled: tuple[int, ...]
     """Loss tokens per segment, which are sampled and have a finite log-probability, `[K]`."""
     num_truncated: int
-    """Rollouts truncated at the length limit."""
+    """Rollouts truncated at the length limit; `truncated` has their indices."""
     num_overlong: int
     """Rollouts longer than a packed row, which were truncated or excluded from training."""
     num_nonfinite: int
@@ -346,6 +346,8 @@ class GroupRecord:
     """Token rewards of the group; None if no reward returned any."""
     metrics: Mapping[str, tuple[float, int]] = field(default_factory=dict)
     """Sum over rollouts and number of rollouts of each metric that the environment reported, by name."""
+    truncated: tuple[int, ...] = ()
+    """Indices of the rollouts truncated at the length limit."""
 
     @property
     def has_signal(self) -> bool:
@@ -365,6 +367,17 @@ class MeasuredCorrection:
     """Number of these weights."""
     counts: IntArray
     """Loss tokens of each sequence before and after rejection, in the order of the rows, `[S, 2]`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankValues:
+    """The critic's values of the sequences of one rank's rows of a micro-batch, in the order of the rows."""
+
+    dp_rank: int
+    values: FloatArray
+    """Value before each loss token, concatenated over sequences, float32."""
+    last: FloatArray
+    """Value after the last token of each sequence, float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -447,6 +460,8 @@ class OptimUpdate:
     """True if the gradient was 0. Weights and optimizer state are then unchanged, but the step counts."""
     experts: Mapping[str, float] = field(default_factory=dict)
     """Metrics of the load of the experts over the passes since the previous step; empty for a dense model."""
+    critic: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the critic's optimizer step; empty without a critic."""
     busy_s: float = field(default=0.0, compare=False)
     """Seconds of trainer computation since the previous optimizer step, including this step, excluding waits."""
 

@@ -58,6 +58,8 @@ class AdvantageTraits:
     """True if scaling all rewards and the divisor's `eps` by the same factor changes nothing."""
     compares_parts: bool = False
     """True if each part of the reward is normalized separately, and their weighted sum over the batch."""
+    has_critic: bool = False
+    """True if advantages are computed from the values of a critic, which the trainer then trains, too."""
 
 
 _LOSSES, _ADVANTAGES = "titanrl.algorithms.losses", "titanrl.algorithms.advantages"
@@ -82,6 +84,7 @@ ADVANTAGES: Mapping[str, BuiltIn[AdvantageTraits]] = {
     "maxrl": BuiltIn(f"{_ADVANTAGES}:maxrl", AdvantageTraits(is_scale_free=True, divides_by_mean=True)),
     "pass_at_k": BuiltIn(f"{_ADVANTAGES}:pass_at_k", AdvantageTraits(is_scale_free=True)),
     "gdpo": BuiltIn(f"{_ADVANTAGES}:gdpo", AdvantageTraits(compares_parts=True)),
+    "gae": BuiltIn("titanrl.algorithms.gae:gae", AdvantageTraits(keeps_equal_rewards=True, has_critic=True)),
 }
 """Values of `algorithm.advantage`."""
 
@@ -102,6 +105,7 @@ ALGORITHM_PRESETS: Mapping[str, Mapping[str, Any]] = {
     "gspo": {"advantage": "grpo", "loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "reduction": "sequence_mean"},
     "cispo": {"advantage": "grpo", "loss": "cispo", "clip_low": 1.0, "clip_high": 3.0, "reduction": "token_mean"},
     "sapo": {"advantage": "grpo", "loss": "sapo", "sapo_temperatures": [1.0, 1.05], "reduction": "sequence_mean"},
+    "ppo": {"advantage": "gae", "loss": "ppo", "clip_low": 0.2, "clip_high": 0.2, "reduction": "token_mean"},
 }
 """Keys of `algorithm` that each preset sets."""
 
@@ -158,6 +162,32 @@ class KLConfig(Section):
         if self.coef and self.place == "reward" and self.estimator != "k1":
             rule = "a KL penalty in the reward requires the unbiased estimator k1"
             yield self.broken("estimator place", rule, "set estimator to k1, or place to loss")
+
+
+class CriticConfig(Section):
+    """Critic of `advantage: gae`: a second model in the trainer's processes, which predicts the return at each token.
+
+    It starts as a copy of the policy with a head of one output, which is zero. All of its parameters are trained.
+    """
+
+    learning_rate: PositiveFloat = 1e-5
+    """Learning rate of the critic, which is constant. The other options of AdamW are those of `algorithm`."""
+    max_grad_norm: PositiveFloat = 1.0
+    """Maximum global norm of the critic's gradient; larger gradients are scaled down to it."""
+    token_lambda: Share = 1.0
+    """GAE's lambda between two tokens of a turn: 1 uses the rewards of all later tokens, 0 only the value of the next token."""
+    turn_lambda: Share = 0.95
+    """GAE's lambda between the last token of a turn and the next turn."""
+    value_clip: PositiveFloat | None = 0.2
+    """Maximum change of a token's value per step: beyond it, the critic's loss has no gradient, unless it grew. Null does not
+    clip."""
+    standardize: bool = True
+    """Subtract the mean of the advantages over the tokens of the batch, and divide by their standard deviation."""
+    bootstrap_truncated: bool = True
+    """Add the value after the last token to the return of a completion or episode that was cut at its length limit. `false`
+    treats the cut as an end, as a task with a fixed limit requires."""
+    warmup_steps: StepsOrZero = 0
+    """Number of steps at the start of the run in which only the critic is trained."""
 
 
 class CorrectionConfig(Section):
@@ -238,7 +268,7 @@ class CorrectionConfig(Section):
 class AlgorithmConfig(Section):
     """Objective and optimizer of the policy."""
 
-    preset: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo"] | None = None
+    preset: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "ppo"] | None = None
     """Published algorithm to take defaults of this section from (docs/algorithms.md). Keys that you set override it; null uses
     the defaults below."""
     advantage: Annotated[str, OrImportPath(tuple(ADVANTAGES))] = "dr_grpo"
@@ -246,7 +276,8 @@ class AlgorithmConfig(Section):
     standard deviation, `maxrl` by the group's mean. `rloo` subtracts the mean of the other completions. `reinforce_pp`
     standardizes rewards over the batch; `reinforce_pp_baseline` subtracts the group's mean first. `pass_at_k` optimizes the
     best of `pass_k` completions. `gdpo` applies `grpo` to each part of the reward and standardizes their weighted sum over the
-    batch. Or the import path of a custom estimator (docs/howto/advantage.md)."""
+    batch. `gae` compares with the values of a critic, per token (docs/howto/critic.md). Or the import path of a custom
+    estimator (docs/howto/advantage.md)."""
     std_ddof: Literal[0, 1] = 0
     """Delta degrees of freedom of the standard deviation in `grpo` and, for each part of the reward, in `gdpo`; 1 is the
     unbiased estimate."""
@@ -257,9 +288,10 @@ class AlgorithmConfig(Section):
     discounted return with those of the same turn in the group's other completions. `token` does this for each token, with
     rewards per token (docs/algorithms.md)."""
     turn_discount: Share = 1.0
-    """Discount factor per later turn in the return of a turn, with `credit: turn` or a custom advantage."""
+    """Discount factor per later turn in the return of a turn, with `credit: turn`, `advantage: gae` or a custom advantage."""
     token_discount: Share = 1.0
-    """Discount factor per later token in the return of a token, with `credit: token` or a custom advantage."""
+    """Discount factor per later token in the return of a token, with `credit: token`, `advantage: gae` or a custom
+    advantage."""
     loss: Annotated[str, OrImportPath(tuple(LOSSES))] = "ppo"
     """Per-token policy loss (docs/algorithms.md), or the import path of a custom loss (docs/howto/loss.md)."""
     loss_options: dict[str, Any] = {}
@@ -278,6 +310,8 @@ class AlgorithmConfig(Section):
     """Weight of the squared log-ratio in the loss `dro`."""
     sapo_temperatures: Annotated[tuple[PositiveFloat, PositiveFloat], Field(strict=False)] = (1.0, 1.05)
     """Gate temperatures of the loss `sapo` for positive and negative advantages."""
+    critic: CriticConfig = CriticConfig()
+    """Critic, with `advantage: gae`."""
     kl: KLConfig = KLConfig()
     """KL penalty toward a reference policy."""
     ema_decay: Fraction | None = None
@@ -344,6 +378,11 @@ class AlgorithmConfig(Section):
         return ADVANTAGES[self.advantage].traits if self.advantage in ADVANTAGES else CUSTOM_ADVANTAGE
 
     @property
+    def has_critic(self) -> bool:
+        """True if a critic is trained, whose values the advantages are computed from."""
+        return self.advantage_traits.has_critic
+
+    @property
     def ratio_starts_at_sampler(self) -> bool:
         """True if the loss contains the importance ratio of the policy to the sampling policy."""
         ratio = self.loss_traits.ratio
@@ -358,7 +397,7 @@ class AlgorithmConfig(Section):
     def runs_without_advantage(self) -> bool:
         """True if sequences with advantage 0 need a forward pass, because they have a gradient or contribute to batch
         statistics."""
-        has_gradient = not self.loss_traits.zero_without_advantage
+        has_gradient = not self.loss_traits.zero_without_advantage or self.has_critic
         return self.kl.coef > 0 or self.entropy_coef > 0 or self.correction.is_measured or has_gradient
 
     @property
@@ -384,14 +423,21 @@ class AlgorithmConfig(Section):
         if self.credit != "rollout" and is_custom:
             rule = "a custom advantage selects the unit of credit by what it returns (docs/howto/advantage.md)"
             yield self.broken("credit advantage", rule, "remove credit")
+        elif self.credit != "rollout" and self.has_critic:
+            rule = "gae assigns credit to each token by itself"
+            yield self.broken("credit advantage", rule, "remove credit; see critic.turn_lambda and critic.token_lambda")
         elif self.credit != "rollout" and self.advantage in ("pass_at_k", "gdpo"):
             rule = f"{self.advantage} compares whole completions, so credit must be rollout"
             fix = "remove credit, or set advantage to dr_grpo, grpo, rloo, maxrl, reinforce_pp or reinforce_pp_baseline"
             yield self.broken("credit advantage", rule, fix)
         for unit, discount in (("turn", self.turn_discount), ("token", self.token_discount)):
-            if discount != 1.0 and self.credit != unit and not is_custom:
+            if discount != 1.0 and self.credit != unit and not is_custom and not self.has_critic:
                 rule = f"{unit}_discount has an effect only with credit: {unit}"
                 yield self.broken(f"{unit}_discount credit", rule, f"set credit to {unit}, or remove {unit}_discount")
+        if not self.has_critic and self.critic != CriticConfig():
+            unused = [f"critic.{key}" for key, value in self.critic if value != getattr(CriticConfig(), key)]
+            rule = "only advantage: gae has a critic"
+            yield self.broken(" ".join(["advantage", *unused]), rule, "set advantage to gae, or remove the keys of critic")
         for key in LOSS_KEYS:
             if key in self.loss_options:
                 rule = f"{key} is a key of algorithm, which already passes it to the loss"

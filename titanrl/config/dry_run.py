@@ -174,6 +174,7 @@ def _trainer_text(config: Config, trainer: TrainerMemory) -> str:
         "gradients": trainer.gradients,
         "AdamW moments": trainer.optimizer,
         "moving average": trainer.average,
+        "critic with gradients and moments": trainer.critic,
         f"parameters in {config.trainer.compute_dtype} for the passes": trainer.gathered,
         last: max(trainer.activations, trainer.unreduced),
     }

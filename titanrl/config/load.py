@@ -354,7 +354,9 @@ def nearest_keys(path: KeyPath) -> list[str]:
         is_here = here is not None and section.keys == here.keys
         around = words(section.path.replace("<name>", ""))
         distance = 0 if is_here else 1 if parent and set(words(" ".join(parent))) <= set(around) else 2
-        is_off = not is_here and (section.is_optional or "<name>" in section.path or section.path.startswith("hosts."))
+        is_off = not is_here and (
+            section.is_optional or "<name>" in section.path or section.path.startswith(("hosts.", "algorithm.critic"))
+        )
         where = dotted(parent) if is_here else section.path
         for key in section.keys:
             others = _num_other_words(asked, words(key), around)

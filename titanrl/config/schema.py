@@ -65,7 +65,7 @@ UNUSED_BY_DISTILLATION = {
     "replay": ("fraction",),
     "algorithm": (
         *("preset", "advantage", "std_ddof", "pass_k", "loss", "loss_options", "proximal", "clip_low", "clip_high"),
-        *("dual_clip", "dro_beta", "sapo_temperatures", "kl", "ema_decay", "entropy_coef", "correction", "reduction"),
+        *("dual_clip", "dro_beta", "sapo_temperatures", "critic", "kl", "ema_decay", "entropy_coef", "correction", "reduction"),
         *("constant_length", "updates_per_publish"),
     ),
 }
@@ -424,6 +424,10 @@ def _tasks(config: Config) -> Iterator[BrokenRule]:
             yield BrokenRule({"data.mixture": sorted(config.data.tasks)}, rule, "remove it")
             return
         own, group_size = task.algorithm(config.algorithm), task.rollout(config.rollout).group_size
+        if own.has_critic != config.algorithm.has_critic:
+            advantages = {f"{key}.advantage": own.advantage, "algorithm.advantage": config.algorithm.advantage}
+            rule = "the critic learns from all tasks, so all of them use gae, or none"
+            yield BrokenRule(advantages, rule, f"remove {key}.advantage, or set algorithm.advantage to {own.advantage}")
         yield from own.broken_pass_k(f"{key}.")
         if own.credit != "rollout" and own.advantage in ("pass_at_k", "gdpo"):
             yield BrokenRule(
@@ -555,6 +559,10 @@ def _environments(config: Config) -> Iterator[BrokenRule]:
             rule = "the calls of a program have no order of turns to discount over, and one reward for all"
             fix = "set algorithm.turn_discount and algorithm.token_discount to 1"
             yield BrokenRule({f"{key}.program": environment.name}, rule, fix)
+        if environment.program and credit.has_critic:
+            rule = "the calls of a program have no order in which gae could pass on values"
+            of_program = {f"{key}.program": environment.name, "algorithm.advantage": credit.advantage}
+            yield BrokenRule(of_program, rule, "choose another advantage")
 
 
 def _dump(config: Config) -> Iterator[BrokenRule]:

@@ -167,13 +167,15 @@ class TrainerMemory:
     """Estimated activations of the largest micro-batch, with full rows, including logits."""
     unreduced: int
     """Gradients of embedding and output layer at the end of a backward pass, until they are added up or reduced."""
+    critic: int = 0
+    """Parameters, gradients and moments of the critic, without those that FSDP gathers; 0 without a critic."""
     another_model: int
     """Adapter, gradient, moments and moving average of each further model of a session; 0 without LoRA. Runs have none."""
 
     @property
     def state(self) -> int:
         """Permanently allocated bytes."""
-        return self.parameters + self.gradients + self.optimizer + self.average
+        return self.parameters + self.gradients + self.optimizer + self.average + self.critic
 
     @property
     def total(self) -> int:
@@ -389,6 +391,7 @@ def _trainer_memory(config: "Config", shape: ModelShape, num_rows: int) -> Train
         gathered=gathered,
         activations=_activations(config, shape, num_rows),
         unreduced=0 if trainer.lora is not None else unreduced,
+        critic=int(4 * shape.num_parameters * share) if config.algorithm.has_critic else 0,
         another_model=0 if trainer.lora is None else int(4 * trained * share) + average,
     )
 

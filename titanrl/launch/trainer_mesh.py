@@ -16,7 +16,7 @@ from titanrl.base.files import DamagedError, Digests, check_folder, commit_folde
 from titanrl.base.plugins import Plugin
 from titanrl.carriers.datums import Datum, ForwardBackwardOutput
 from titanrl.carriers.tables import MicroBatch
-from titanrl.carriers.types import AdamParams, AdapterSpec, LossSums, MeasuredCorrection, OptimUpdate
+from titanrl.carriers.types import AdamParams, AdapterSpec, LossSums, MeasuredCorrection, OptimUpdate, RankValues
 from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.config.sections import CheckpointConfig, TimeoutsConfig
 from titanrl.launch.parts import DISK, PACE, Limit, Verb, agreed, done, per_rank, start_request
@@ -67,6 +67,11 @@ def merge_outputs(num_data: int, replies: "Iterable[DataResult]") -> ForwardBack
 
 
 def merge_corrections(name: str, replies: Sequence[MeasuredCorrection]) -> Sequence[MeasuredCorrection]:
+    """Return one reply per data-parallel rank, because tensor-parallel ranks compute the same."""
+    return list({reply.dp_rank: reply for reply in replies}.values())
+
+
+def merge_values(name: str, replies: Sequence[RankValues]) -> Sequence[RankValues]:
     """Return one reply per data-parallel rank, because tensor-parallel ranks compute the same."""
     return list({reply.dp_rank: reply for reply in replies}.values())
 
@@ -128,6 +133,7 @@ class TrainerMesh:
     start = Verb(PolicyTrainer.start, done, limit="start_s")
     load_model = Verb(PolicyTrainer.load_model, done, limit="start_s")
     measure_correction = Verb(PolicyTrainer.measure_correction, merge_corrections)
+    compute_values = Verb(PolicyTrainer.compute_values, merge_values)
     compute_logprobs = Verb(PolicyTrainer.compute_logprobs, done)
     hold_rollouts = Verb(PolicyTrainer.hold_rollouts, done)
     share_logprobs = Verb(PolicyTrainer.share_logprobs, done)

@@ -153,9 +153,9 @@ def loss_metrics(losses: LossSums, num_updates: int = 1) -> dict[str, float]:
 
 def optimizer_metrics(updates: Sequence[OptimUpdate], learning_rate: float) -> dict[str, float]:
     """Return the metrics of the optimizer steps on a batch."""
-    loads = [update.experts for update in updates if update.experts]
+    mappings = [[update.experts for update in updates if update.experts], [update.critic for update in updates]]
     return {
-        **{name: mean([load[name] for load in loads]) for name in (loads[0] if loads else ())},
+        **{name: mean([each[name] for each in found]) for found in mappings for name in (found[0] if found else ())},
         "grad/norm": mean([update.grad_norm for update in updates]),
         "optim/lr": learning_rate,
         "optim/steps": float(len(updates)),

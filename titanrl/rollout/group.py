@@ -318,6 +318,7 @@ def record_of(
         turns=_group_turns(rollouts),
         tokens=_group_tokens(rollouts, (whole or group).rollouts),
         metrics=summed_metrics([group]),
+        truncated=tuple(i for i, rollout in enumerate(rollouts) if rollout.finish_reason == "length"),
     )
 
 

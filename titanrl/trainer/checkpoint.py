@@ -1,13 +1,13 @@
 """Files of the trainer: checkpoints to resume from, and Hugging Face directories. Each rank reads and writes only its shards.
 
-Checkpoints hold model, optimizer, moving average, policy version and random-number state. They are written with
+Checkpoints hold model, optimizer, moving average, critic, policy version and random-number state. They are written with
 `torch.distributed.checkpoint` (DCP), so a run with any other parallel layout can load them.
 """
 
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from titanrl.models.experts import routers_of
 from titanrl.models.peft import CONFIG, ENDS, PREFIX, WEIGHTS, adapter_config
 from titanrl.trainer.learner import Learner
 from titanrl.trainer.model import (
+    HEAD,
     MARKS,
     PolicyModel,
     adapters_of,
@@ -50,6 +51,13 @@ from titanrl.weights.layout import local_part
 
 AVERAGE_KEY = "average"
 """Prefix of the names of the moving averages in a checkpoint."""
+CRITIC_KEY = "critic"
+"""Prefix of the names of the critic's tensors in a checkpoint."""
+LACKS = {
+    AVERAGE_KEY: ("algorithm.ema_decay", "a moving average of the weights", "Set algorithm.ema_decay to null"),
+    CRITIC_KEY: ("algorithm.advantage", "a critic", "Set algorithm.advantage to one without a critic"),
+}
+"""Configuration key, description and fix in the error message, by component that a checkpoint lacks."""
 NEARLY_FULL = 64 << 20
 """Free space in bytes below which an error message mentions the free space."""
 MAX_TEXT = 300
@@ -131,29 +139,33 @@ class _ChosenFiles(FileSystem):
         return [str(file) for file in self._files]
 
 
-def load_model(source: ModelDirectory, config: TrainerConfig, device: Device, *, seed: int = 0) -> PolicyModel:
+def load_model(
+    source: ModelDirectory, config: TrainerConfig, device: Device, *, seed: int = 0, is_critic: bool = False
+) -> PolicyModel:
     """Build the model and load the weights of its directory, without random initialization. `seed` is that of LoRA adapters.
+
+    The output layer of a critic is not loaded; it has a single output and is zero.
 
     Raises:
         ValueError: As in `load_hf`.
     """
-    model = build_model(source, config, device, seed=seed, random_weights=False)
+    model = build_model(source, config, device, seed=seed, random_weights=False, is_critic=is_critic)
     for router in routers_of(model.module):
-        router.mode = config.routing
-    load_hf(model, source)
+        router.mode = "own" if is_critic else config.routing  # the generator chose experts for the policy
+    load_hf(model, source, without=(HEAD,) if is_critic else ())
     if config.lora is not None and config.lora.path is not None:
         load_adapter(model, config.lora.path)
     return model
 
 
-def load_hf(model: PolicyModel, source: ModelDirectory) -> None:
-    """Load the weights of a directory into the parameters. Adapters are not changed.
+def load_hf(model: PolicyModel, source: ModelDirectory, *, without: Collection[str] = ()) -> None:
+    """Load the weights of a directory into the parameters, except those named in `without`. Adapters are not changed.
 
     Raises:
         ValueError: The weight files cannot be read, or do not fit the model.
     """
     model.reshard()
-    state = checkpoint_state(model.module)
+    state = {name: value for name, value in checkpoint_state(model.module).items() if name not in without}
     hf_state = model.adapter.to_hf(state)
     # This rank may hold only some of the experts.
     found = source.weight_files({**(source.tensors or {}), **{name: tuple(value.shape) for name, value in hf_state.items()}})
@@ -299,13 +311,24 @@ class Checkpoints:
     gradients are pending, or if a snapshot replaces the live weights.
     """
 
-    def __init__(self, learner: Learner, folder: Path, keep_last: int, *, in_background: bool = False) -> None:
+    def __init__(
+        self,
+        learner: Learner,
+        folder: Path,
+        keep_last: int,
+        *,
+        in_background: bool = False,
+        critic: Stateful | None = None,
+    ) -> None:
         """Build torchtitan's checkpoint manager.
 
         `folder` is the absolute path of the parent of the `step-<n>` folders, of which the last `keep_last` are kept. With
-        `in_background`, `save` returns after the state is copied, and training continues while it is written to disk.
+        `in_background`, `save` returns after the state is copied, and training continues while it is written to disk. The state
+        of the `critic`, if there is one, is part of each checkpoint.
         """
         self._learner, self._folder = learner, folder
+        average = {} if learner.average is None else {AVERAGE_KEY: learner.average}
+        self._further: dict[str, Stateful] = {**average, **({} if critic is None else {CRITIC_KEY: critic})}
         self._kept: tuple[int, ...] = (0,)  # versions whose snapshots stay valid when a checkpoint is loaded
         config = CheckpointManager.Config(
             enable=True,
@@ -320,7 +343,7 @@ class Checkpoints:
             model_parts=[learner.model.module],
             optimizers=learner.optimizers,
             lr_schedulers=None,
-            states={"train_state": self._progress, **self._average},
+            states={"train_state": self._progress, **self._further},
             sd_adapter=learner.model.adapter,
             base_folder=str(folder.parent),
         )
@@ -362,12 +385,12 @@ class Checkpoints:
         """Restore the state of a step.
 
         Raises:
-            ValueError: The checkpoint does not exist, or it has no moving average although one is configured.
+            ValueError: The checkpoint does not exist, or it has no moving average or critic although one is configured.
         """
         prepare(self._learner, "load_checkpoint")
         with storage_errors("load a checkpoint", self._folder):
             self._manager.maybe_wait_for_saving()
-            self._require_average(self._folder / f"step-{step}")
+            self._require_further(self._folder / f"step-{step}")
             is_loaded = self._manager.load(step)
         if not is_loaded:
             raise ValueError(f"step: no such checkpoint in {self._folder} (got {step}). Choose the step of an existing folder.")
@@ -389,14 +412,15 @@ class Checkpoints:
         Without the optimizer, the folder may also be a checkpoint of a run.
 
         Raises:
-            ValueError: The folder has no complete state, or the state has no moving average although one is configured.
+            ValueError: The folder has no complete state, or the state has no moving average or critic although one is
+                configured.
         """
         if not (folder / ".metadata").is_file():
             raise ValueError(f"load_state: no complete state in this folder (got {folder}). Give the path from save_state.")
         prepare(self._learner, "load_state")
         with storage_errors("load a state", folder):
             if with_optimizer:
-                self._require_average(folder)
+                self._require_further(folder)
             if with_optimizer or _has(folder, "model"):
                 dcp.load(self._components(with_optimizer=with_optimizer), checkpoint_id=str(folder))
             else:  # torchtitan's checkpoint manager writes the weights under their own names
@@ -415,19 +439,17 @@ class Checkpoints:
             self._manager.maybe_wait_for_saving()
         self._manager.close()
 
-    @property
-    def _average(self) -> dict[str, Stateful]:
-        return {} if self._learner.average is None else {AVERAGE_KEY: self._learner.average}
-
-    def _require_average(self, folder: Path) -> None:
-        """Check that a checkpoint has a moving average of the weights if the learner keeps one."""
-        if not self._average or not (folder / ".metadata").is_file():  # loading reports an incomplete checkpoint
+    def _require_further(self, folder: Path) -> None:
+        """Check that a checkpoint has a moving average of the weights, and a critic, if this run has them."""
+        if not self._further or not (folder / ".metadata").is_file():  # loading reports an incomplete checkpoint
             return
-        if not _has(folder, AVERAGE_KEY):
-            raise ValueError(
-                f"algorithm.ema_decay: {folder.name} was saved without a moving average of the weights (got {folder}). Set "
-                "algorithm.ema_decay to null, or start a new run from an exported model."
-            )
+        for component in self._further:
+            if not _has(folder, component):
+                key, what, fix = LACKS[component]
+                raise ValueError(
+                    f"{key}: {folder.name} was saved without {what} (got {folder}). {fix}, or start a new run from an exported "
+                    "model."
+                )
 
     def _published(self, step: int) -> Path:
         return self._folder / f"step-{step}" / "published"
@@ -437,7 +459,7 @@ class Checkpoints:
 
     def _components(self, *, with_optimizer: bool) -> dict[str, Any]:
         learner = self._learner
-        optimizer = {"optimizer": learner.optimizers, **self._average} if with_optimizer else {}
+        optimizer = {"optimizer": learner.optimizers, **self._further} if with_optimizer else {}
         return {**self._weights(), "train_state": self._progress, **optimizer}
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Self
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from titanrl.algorithms.logprobs import TokenSupports, token_supports
@@ -49,6 +50,10 @@ class PackedRows:
     """Log-probability of the target under the proximal policy, if the loss needs it."""
     reference_BL: torch.Tensor | None = None
     """Log-probability of the target under the reference policy, if the loss needs it."""
+    values_BL: torch.Tensor | None = None
+    """Value of the target before the update; None without a critic."""
+    returns_BL: torch.Tensor | None = None
+    """Return that the critic learns for the target; None without a critic."""
     supports: TokenSupports | None = None
     """Supports of the targets' distributions, `[N]`; None without truncated sampling."""
     experts_BLYK: torch.Tensor | None = None
@@ -180,6 +185,7 @@ def collate(rows: Sequence[Row], payload: Mapping[GroupHandle, Mapping[int, Segm
     mask = np.zeros((num_rows, row_tokens), np.bool_)
     logprobs, advantages, weights = (np.zeros((num_rows, row_tokens), np.float32) for _ in range(3))
     predicts = np.zeros((num_rows, row_tokens), np.bool_)
+    of_critic: list[npt.NDArray[np.float32]] = []  # values and returns
     supports: list[tuple[int, Supports]] = []
     experts: list[tuple[int, slice, ExpertIds]] = []
     for b in range(num_rows):
@@ -201,8 +207,12 @@ def collate(rows: Sequence[Row], payload: Mapping[GroupHandle, Mapping[int, Segm
             logprobs[b, predicting] = np.where(trained, segment.logprobs[predicted], 0.0)
             versions[b, predicting] = np.where(trained, segment.versions[predicted], 0)
             if sequence.spans:
-                values, counts = zip(*sequence.spans, strict=True)
+                values, counts, *critic_columns = zip(*sequence.spans, strict=True)
                 advantages[b, predicting][trained] = np.repeat(np.array(values, np.float32), counts)
+                if critic_columns and not of_critic:
+                    of_critic = [np.zeros_like(advantages) for _ in critic_columns]
+                for column, numbers in zip(of_critic, critic_columns, strict=True):
+                    column[b, predicting][trained] = numbers
             else:
                 advantages[b, predicting] = sequence.advantage
             weights[b, predicting] = np.where(trained, sequence.weight, 0.0)
@@ -220,6 +230,8 @@ def collate(rows: Sequence[Row], payload: Mapping[GroupHandle, Mapping[int, Segm
         versions_BL=torch.from_numpy(versions),
         advantages_BL=torch.from_numpy(advantages),
         weights_BL=torch.from_numpy(weights),
+        values_BL=torch.from_numpy(of_critic[0]) if of_critic else None,
+        returns_BL=torch.from_numpy(of_critic[1]) if of_critic else None,
         supports=token_supports(supports, num_rows * row_tokens),
         experts_BLYK=placed_experts(experts, num_rows, row_tokens),
         predicts_BL=torch.from_numpy(predicts),

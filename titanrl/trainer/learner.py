@@ -29,7 +29,7 @@ from titanrl.carriers.types import AdamParams, LossSums, MeasuredCorrection, Opt
 from titanrl.config.algorithm import AVERAGE, AlgorithmConfig
 from titanrl.models.attention import PackedAttention, packed_block_mask, packed_mask
 from titanrl.trainer.collate import PackedRows, empty_rows, places
-from titanrl.trainer.model import PolicyModel, ScoringHead, adapters_of, without_adapters
+from titanrl.trainer.model import PolicyModel, ScoringHead, ValueHead, adapters_of, without_adapters
 from titanrl.trainer.routing import ExpertLoad
 from titanrl.trainer.snapshots import MovingAverage, Snapshots, check_recoverable, trainable_tensors
 from titanrl.weights.layout import LiveState, local_part
@@ -65,17 +65,19 @@ class Learner:
         custom_loss: Callable[..., Any] | None = None,
         snapshots_on_device: bool = False,
         publishes_adapters: bool = False,
+        head: ScoringHead | ValueHead | None = None,
     ) -> None:
         """Start at version 0 with empty optimizer state.
 
         The logits are divided by `temperature`, the sampling temperature of the generator. Without `custom_loss`, the loss is
         the built-in one that `algorithm` names. Snapshots are on the device, or else in pinned host memory. With
-        `publishes_adapters`, adapters are published by themselves instead of merged.
+        `publishes_adapters`, adapters are published by themselves instead of merged. The `head` replaces the model's output; it
+        scores tokens by default.
         """
         self.model, self.temperature = model, temperature
         self._algorithm, self._loss = algorithm, bound_loss(algorithm, custom_loss)
         self._snapshots_on_device = snapshots_on_device
-        self._head = ScoringHead(model.module.lm_head, model.module.config.vocab_size)
+        self._head = head or ScoringHead(model.module.lm_head, model.module.config.vocab_size)
         self._load = ExpertLoad(model.module, model.tp_rank)
         self._state = LiveState(model.module)
         self._publishes_adapters = publishes_adapters
@@ -125,14 +127,14 @@ class Learner:
         parameters = self.model.module.named_parameters()
         return [canonical_fqn(name) for name, value in parameters if value.requires_grad and value.grad is None]
 
-    def forward_backward(self, rows: PackedRows, mean_weight: float = 1.0) -> RowsResult:
-        """Add the gradient of the policy objective over some rows.
+    def forward_backward(self, rows: PackedRows, mean_weight: float = 1.0, *, backward: bool = True) -> RowsResult:
+        """Add the gradient of the policy objective over some rows; without `backward`, only compute the objective.
 
         The objective is divided by `mean_weight`, the mean weight of the off-policy correction over the whole batch.
         """
         version = self.version + min(self.num_ahead, 1)  # between two versions, no token was sampled by the current weights
         policy = partial(policy_objective, algorithm=self._algorithm, loss=self._loss, mean_weight=mean_weight, version=version)
-        return self.run(rows, policy)
+        return self.run(rows, policy, backward=backward)
 
     def measure_correction(self, rows: PackedRows, plan: Sequence[Row]) -> MeasuredCorrection:
         """Run a forward pass over some rows, and return the effect of the off-policy correction on their sequences.

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import spmd_types as spmd
 import torch
 import torchtitan.config as titan_config
 from torch import Tensor, nn
@@ -25,7 +26,9 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.decoder_sharding import dense_activation_placement, dense_param_placement
 from torchtitan.protocols.module import Module
+from torchtitan.protocols.sharding import ShardingConfig
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 from torchtitan.tools.utils import get_local_device, set_default_dtype
 
@@ -46,6 +49,8 @@ if TYPE_CHECKING:
 # torchtitan's default, `spmd_types`, requires a torch version newer than 2.13 if FSDP has more than one rank.
 SPMD_BACKEND = "partial_dtensor"
 A, B = ".lora_a.weight", ".lora_b.weight"
+HEAD = "lm_head.weight"
+"""Name of the output layer's weight."""
 MARKS = {torch.float32: (torch.int32, 0x7FA5A5A5), torch.bfloat16: (torch.int16, 0x7FA5)}
 """Integer dtype and bit pattern of the marker that `mark` writes, by dtype of the weights. It is a NaN with a payload that no
 arithmetic produces, so checkpoints that contain NaNs can be loaded."""
@@ -131,7 +136,13 @@ class PolicyModel:
 
 
 def build_model(
-    source: ModelDirectory, config: TrainerConfig, device: Device, *, seed: int = 0, random_weights: bool = True
+    source: ModelDirectory,
+    config: TrainerConfig,
+    device: Device,
+    *,
+    seed: int = 0,
+    random_weights: bool = True,
+    is_critic: bool = False,
 ) -> PolicyModel:
     """Build the model on the meta device, parallelize it, and initialize this rank's shards.
 
@@ -142,6 +153,7 @@ def build_model(
         seed: Seed of the LoRA adapters, the same on all ranks. With `deterministic` or `detect_anomaly`, it also seeds torch.
         random_weights: Initialize the weights randomly. False marks them as unwritten instead, for a call of `load_hf` that
             follows. Adapters and non-persistent buffers are initialized in both cases.
+        is_critic: Replace the output layer by one with a single output and zero weights.
     """
     spec, plan = source.spec(device, config.row_tokens), config.parallelism
     parallelism = titan_config.ParallelismConfig(
@@ -164,7 +176,12 @@ def build_model(
         )
         dist_utils.set_determinism(parallel_dims, where, debug, distinct_seed_mesh_dims=[])
     model_config = _converted(spec.model, config, device, source.family.lora_targets)
+    if is_critic:
+        model_config.lm_head.out_features, model_config.enable_weight_tying = 1, False
     model_config.update_from_config(config=SimpleNamespace(parallelism=parallelism))
+    if is_critic and plan.tp > 1:
+        # Tensor parallelism cannot split a single row.
+        model_config.lm_head.sharding_config = replicated_head()
     with torch.device("meta"), set_default_dtype(torch_dtype(config.dtype)):
         module = model_config.build()
     module = spec.parallelize_fn(
@@ -186,6 +203,8 @@ def build_model(
         module.init_weights(buffer_device=None)
     if not random_weights:
         mark(checkpoint_state(module))
+    if is_critic:
+        local_part(module.lm_head.weight).detach().zero_()
     for name, values in initial_adapter(module, seed).items():
         local_part(module.get_parameter(name)).detach().copy_(values)
     scales = None
@@ -204,6 +223,18 @@ def build_model(
         lora=config.lora,
         scales=scales,
         cast=CastParameters(module, torch_dtype(config.compute_dtype)) if casts else None,
+    )
+
+
+def replicated_head() -> ShardingConfig:
+    """Return the layout of an output layer that every tensor-parallel rank computes whole."""
+    whole = dense_activation_placement(tp=spmd.R)
+    return ShardingConfig(
+        state_shardings={"weight": dense_param_placement(tp=spmd.R)},
+        in_src_shardings={"input": whole},
+        in_dst_shardings={"input": whole},
+        out_src_shardings=whole,
+        out_dst_shardings=whole,
     )
 
 
@@ -353,6 +384,32 @@ def local_block(matrix: Tensor) -> tuple[slice, slice]:
     if isinstance(matrix, DTensor):
         shape, offset = compute_local_shape_and_global_offset(matrix.shape, matrix.device_mesh, matrix.placements)
     return slice(offset[0], offset[0] + shape[0]), slice(offset[1], offset[1] + shape[1])
+
+
+class ValueHead:
+    """Replacement of `lm_head.forward` in a critic: the model returns the value of each position's target, `[B, L]`, and zeros.
+
+    It has the interface of `ScoringHead`, whose second result is the entropies.
+    """
+
+    def __init__(self, lm_head: nn.Module) -> None:
+        """Wrap the current `forward` of the output layer."""
+        self._values: Callable[[Tensor], Tensor] = lm_head.forward
+        lm_head.forward = self
+
+    def scoring(
+        self, targets_BL: Tensor, temperature: float, supports: TokenSupports | None = None
+    ) -> AbstractContextManager[None]:
+        """Return a context without effect: values do not depend on the targets."""
+        return nullcontext()
+
+    def __call__(self, hidden_BLD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the values in float32, and zeros."""
+        values_BL1 = self._values(hidden_BLD)
+        if isinstance(values_BL1, DTensor):
+            values_BL1 = values_BL1.to_local()
+        values_BL = values_BL1.float().sum(dim=-1)  # not a view, about which FSDP would warn
+        return values_BL, torch.zeros_like(values_BL)
 
 
 class ScoringHead:

@@ -19,7 +19,16 @@ from titanrl.carriers.datums import Datum
 from titanrl.carriers.record import BackgroundRecord, RecordFile, share
 from titanrl.carriers.spans import span
 from titanrl.carriers.tables import MicroBatch, Row
-from titanrl.carriers.types import AdamParams, AdapterSpec, GroupHandle, LossSums, MeasuredCorrection, OptimUpdate, Segment
+from titanrl.carriers.types import (
+    AdamParams,
+    AdapterSpec,
+    GroupHandle,
+    LossSums,
+    MeasuredCorrection,
+    OptimUpdate,
+    RankValues,
+    Segment,
+)
 from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.config.device import Device
 from titanrl.config.sections import FaultsConfig, TrainerConfig
@@ -33,6 +42,7 @@ if TYPE_CHECKING:
     from titanrl.base.choices import FileDtype, TransportName, Verify
     from titanrl.trainer.agreement import Agreement, Facts
     from titanrl.trainer.collate import PackedRows
+    from titanrl.trainer.critic import Critic
     from titanrl.trainer.learner import Learner
     from titanrl.trainer.passes import DataResult, RowSizes
     from titanrl.weights.store import WeightStore
@@ -165,6 +175,12 @@ class PolicyTrainer(Actor):
                 snapshots_on_device=setup.config.snapshots_on_device,
                 publishes_adapters=setup.publishes_adapters,
             )
+            self._critic: Critic | None = None
+            if setup.algorithm.has_critic:
+                from titanrl.trainer import critic
+
+                self._critic = critic.Critic(source, setup.config, setup.algorithm, setup.device)
+                self._groups += self._critic.learner.model.groups
             self._adapters = Adapters(learner, source.family.lora_targets["mlp"], seed=setup.seed)
             self._kept = KeptLogprobs()
             self._held: Mapping[GroupHandle, Mapping[int, Segment]] = {}
@@ -173,7 +189,11 @@ class PolicyTrainer(Actor):
             self._row_multiple = setup.config.row_tokens if is_fixed else ROW_MULTIPLE * setup.config.parallelism.tp
             learner.check_snapshots(self._row_multiple)  # the shortest possible row: a long one would take seconds
             self._checkpoints = Checkpoints(
-                learner, setup.checkpoint_dir, setup.keep_checkpoints, in_background=setup.device.kind != "cpu"
+                learner,
+                setup.checkpoint_dir,
+                setup.keep_checkpoints,
+                in_background=setup.device.kind != "cpu",
+                critic=self._critic,
             )
             self._closing.append(self._checkpoints.close)
             publish = (setup.store, torch_dtype(setup.generator_dtype), setup.transports, setup.verify)
@@ -203,19 +223,34 @@ class PolicyTrainer(Actor):
     ) -> LossSums:
         """Run forward and backward on this rank's rows of a micro-batch; return the sums of the metrics.
 
-        `compute_logprobs` has kept the log-probabilities of the versions of the proximal and the reference policy.
+        `compute_logprobs` has kept the log-probabilities of the versions of the proximal and the reference policy. While the
+        critic warms up, the policy has no backward pass.
         """
         from titanrl.trainer.collate import recorded_segments
 
-        with self.agreement.phase("forward_backward") as agree, self._learner.required_pass():
+        critic = self._critic
+        required = nullcontext() if critic is None else critic.learner.required_pass()
+        with self.agreement.phase("forward_backward") as agree, self._learner.required_pass(), required:
             rows, packed = await self._rows(microbatch, proximal_version, reference_version)
             agree(lambda: {**self.progress(self._learner, num_passes=1), **microbatch.sizes})
             with self._computing():
-                result = self._learner.forward_backward(packed, microbatch.mean_weight)
+                backward = critic is None or not critic.is_warming_up
+                result = self._learner.forward_backward(packed, microbatch.mean_weight, backward=backward)
+                of_critic = {} if critic is None else critic.forward_backward(packed).sums
                 if microbatch.recorded is not None and self._learner.model.tp_rank == 0:
                     for values, columns in recorded_segments(microbatch, rows, packed, result.logprobs_BL):
                         self._record.put({"version": self._learner.version, **values}, columns)
-            return result.sums
+            return replace(result.sums, sums={**result.sums.sums, **of_critic})
+
+    @endpoint
+    async def compute_values(self, microbatch: MicroBatch) -> RankValues:
+        """Compute the critic's values of this rank's rows of a micro-batch, without gradient."""
+        with self.agreement.phase("compute_values") as agree:
+            rows, packed = await self._rows(microbatch)
+            assert self._critic is not None, "compute_values: there is no critic"
+            agree(lambda: {**self.progress(self._learner), **microbatch.sizes})
+            with self._computing():
+                return self._critic.values(packed, rows)
 
     @endpoint
     async def measure_correction(self, microbatch: MicroBatch, proximal_version: int | None = None) -> MeasuredCorrection:
@@ -316,8 +351,16 @@ class PolicyTrainer(Actor):
             learner = self._adapters.use(model)
             agree(lambda: {**self.progress(learner), "parameters without gradient": learner.without_gradient()})
             before = learner.version
+            critic = self._critic if model is None else None
             with self._computing():
-                update = learner.optim_step(params, completes=completes)
+                try:
+                    update = learner.optim_step(params, completes=completes)
+                except BaseException:
+                    if critic is not None:  # discard its gradients, too
+                        critic.learner.zero_grad()
+                    raise
+                if critic is not None:
+                    update = replace(update, critic=critic.optim_step(params, completes=completes))
             every = self._setup.faults.check_replicas_every
             if every and update.version != before and update.version % every == 0:
                 self._check_replicas(learner)
@@ -325,8 +368,10 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def zero_grad(self, *, model: str | None = None) -> None:
-        """Discard the accumulated gradient."""
+        """Discard the accumulated gradient, also that of the critic."""
         self._adapters.use(model).zero_grad()
+        if self._critic is not None and model is None:
+            self._critic.learner.zero_grad()
 
     @endpoint
     async def keep_weights(self, *, model: str | None = None) -> int:
@@ -394,8 +439,10 @@ class PolicyTrainer(Actor):
     @endpoint
     @collective
     async def start_over(self) -> None:
-        """Reset optimizer state, version, moving average and snapshots, but keep the weights."""
+        """Reset optimizer state, version, moving average and snapshots, but keep the weights. The critic becomes a copy."""
         self._learner.start_over()
+        if self._critic is not None:
+            self._critic.start_over(self._learner)
         self._check_replicas(self._learner)
 
     @endpoint
@@ -543,6 +590,8 @@ class PolicyTrainer(Actor):
 
         if self._setup.faults.check_replicas_every:
             check_replicas(learner)
+            if self._critic is not None and learner is self._adapters.own:
+                check_replicas(self._critic.learner)
 
     async def _fetch(self, rows: Sequence[Row]) -> Mapping[GroupHandle, Mapping[int, Segment]]:
         """Return the segments of some rows, from the held rollouts if these have all of them, else from the storage shards."""
