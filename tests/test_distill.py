@@ -11,8 +11,10 @@ from titanrl.carriers.rewards import Scored
 from titanrl.carriers.types import FinishReason, FloatArray, Prompt
 from titanrl.checks.preflight import broken_rules
 from titanrl.config.load import check_program
-from titanrl.config.sections import RecipeConfig
-from titanrl.distill import Batch, batch_metrics, discounted, distillation_data, main
+from titanrl.config.sections import DistillConfig, RecipeConfig
+from titanrl.data.entries import hinted_entry
+from titanrl.data.rows import BadRow
+from titanrl.distill import Batch, batch_metrics, discounted, distillation_data, loss_options, main
 from titanrl.models.recipe import create_model
 from titanrl.session.sampling import Sample
 
@@ -35,13 +37,68 @@ def floats(*values: float) -> FloatArray:
     return np.array(values, np.float32)
 
 
+def batch_of(samples: list[Sample], divergences: list[FloatArray | None], rewards: list[float | None], **others: Any) -> Batch:
+    """A step with one prompt."""
+    prompt = Prompt(index=0, task="sums", text="1 + 1 =", token_ids=(5, 6), entry={})
+    scores = [Scored(reward=reward, parts={}, error="" if reward is not None else "timeout") for reward in rewards]
+    prompts = others.get("teacher_prompts", [(5, 6)] * len(samples))
+    return Batch(prompts=[prompt], groups=[samples], scores=[scores], divergences=divergences, teacher_prompts=prompts)
+
+
+def distill_config(**values: Any) -> DistillConfig:
+    return DistillConfig.model_validate({"teacher": {"path": "x"}, **values})
+
+
+SELF = {"teacher": {"policy": "initial"}, "hint": "{question}", "loss": "jsd"}
+
+
 def test_advantage_of_a_token_is_teacher_minus_policy() -> None:
-    samples, divergences = [sample([-0.1, -0.7]), sample([-2.0])], [floats(0.4, -0.1), floats(1.5)]
-    first, second = distillation_data(samples, divergences, discount=0.0)
+    batch = batch_of([sample([-0.1, -0.7]), sample([-2.0])], [floats(0.4, -0.1), floats(1.5)], [1.0, 0.0])
+    first, second = distillation_data(batch, distill_config())
+    assert first is not None
+    assert second is not None
     assert first.loss_fn_inputs["advantages"].tolist() == pytest.approx([0, -0.4, 0.1])
     assert second.loss_fn_inputs["advantages"].tolist() == pytest.approx([0, -1.5])
     for datum in (first, second):  # the sum of the losses is their mean over three tokens
         assert datum.loss_fn_inputs["weights"].tolist() == pytest.approx([0] + [1 / 3] * (len(datum.model_input) - 1))
+
+
+def test_weighted_rewards_minus_their_mean_are_added_to_advantages() -> None:
+    batch = batch_of([sample([-0.1]), sample([-2.0]), sample([-1.0])], [floats(0.25)] * 3, [1.0, 0.0, None])
+    data = distillation_data(batch, distill_config(reward_weight=2.0))
+    found = [float(datum.loss_fn_inputs["advantages"][-1]) for datum in data if datum is not None]
+    assert found == pytest.approx([2 * 0.5 - 0.25, -2 * 0.5 - 0.25, -0.25])
+
+
+def test_teacher_reads_its_own_prompt_and_the_same_completion() -> None:
+    samples = [sample([-0.1, -0.7, -0.2]), sample([-2.0]), sample([-1.0])]
+    batch = batch_of(samples, [None] * 3, [1.0, 0.0, 0.0], teacher_prompts=[(1, 2, 3), (4,), None])
+    first, second, dropped = distillation_data(batch, distill_config(**SELF))
+    assert dropped is None
+    assert first is not None and first.teacher_input is not None  # noqa: PT018
+    assert second is not None and second.teacher_input is not None  # noqa: PT018
+    assert (first.model_input.tolist(), first.teacher_input.tolist()) == ([5, 6, 7, 8], [1, 2, 3, 7, 8])
+    assert (second.model_input.tolist(), second.teacher_input.tolist()) == ([5, 6], [4])
+    assert first.loss_fn_inputs["weights"].tolist() == pytest.approx([0, 0.25, 0.25, 0.25])
+    assert batch_metrics(batch)["tokens/teacher_too_long_frac"] == pytest.approx(1 / 3)
+    assert "policy/kl_teacher" not in batch_metrics(batch)
+
+
+def test_options_of_the_loss_name_weights_and_mixture() -> None:
+    assert loss_options(distill_config()) == {}
+    assert loss_options(distill_config(**SELF, beta=0.2)) == {"at_version": 0, "beta": 0.2}
+    current = {**SELF, "teacher": {"policy": "current"}, "loss": "reverse_kl"}
+    assert loss_options(distill_config(**current)) == {}
+
+
+def test_hint_replaces_the_question_by_columns_of_the_row() -> None:
+    entry = {"question": "2 + 2 =", "answer": "4", "metadata": {"level": 3, "empty": None}}
+    assert hinted_entry(entry, "{level}: {question} {answer}!") == {**entry, "question": "3: 2 + 2 = 4!"}
+    with pytest.raises(BadRow, match="no value for 'empty'"):
+        hinted_entry(entry, "{empty}")
+    messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": "2 + 2?"}]
+    hinted = hinted_entry({**entry, "messages": messages}, "{question} It is {answer}.")
+    assert hinted["messages"] == [messages[0], {"role": "user", "content": "2 + 2? It is 4."}]
 
 
 def test_discount_adds_the_divergence_of_later_tokens() -> None:
@@ -60,6 +117,7 @@ def test_metrics_average_over_tokens_and_exclude_failed_rewards() -> None:
             groups=[[sample([-0.1, -0.7]), sample([-2.0], "length"), sample([-1.0])]],
             scores=[[right, wrong, Scored(reward=None, parts={}, error="timeout")]],
             divergences=[floats(0.5, 0.25), floats(1.0), floats(0.25)],
+            teacher_prompts=[(5, 6)] * 3,
         )
     )
     assert metrics["policy/kl_teacher"] == pytest.approx(0.5)
@@ -90,7 +148,15 @@ def test_each_command_rejects_configurations_of_others() -> None:
         ("algorithm.kl={coef: 0.1}", "remove algorithm.kl"),
         ("rollout.top_p=0.9", "remove rollout.top_p"),
         ("distill.discount=1.0", "must be a number"),
-        ("distill.teacher={tp: 2}", "distill.teacher.path is missing"),
+        ("distill.teacher={tp: 2}", "set exactly one of the two keys"),
+        ("distill.teacher={policy: initial}", "set loss to forward_kl, reverse_kl or jsd"),
+        ("distill.loss=jsd", "set loss to importance_sampling or ppo"),
+        ("distill.beta=0.3", "only jsd has a mixture"),
+        ("distill.hint='{question'", "must be a format string"),
+        ("distill.hint=think", "must contain a column in braces"),
+        ("distill={teacher: {policy: initial}, loss: jsd}", "set hint"),
+        ("distill={teacher: {policy: initial, tp: 2}, loss: jsd, hint: '{question}'}", "remove tp"),
+        ("distill={teacher: {policy: initial}, loss: jsd, hint: '{question}', discount: 0.5}", "remove discount"),
     ],
 )
 def test_keys_without_effect_are_rejected(override: str, rule: str) -> None:

@@ -1,11 +1,12 @@
 """On-policy distillation: the training loop, and the command `titanrl distill --config FILE`.
 
-The policy samples completions, and a teacher computes the log-probabilities of their tokens. The advantage of a token is the
-teacher's log-probability minus the policy's, so training lowers the policy's reverse KL divergence from the teacher. Rewards
-are only measured.
+The policy samples completions, and approaches a teacher at their tokens, in one of two ways. A teacher in an engine of its own
+computes the log-probabilities of the tokens. The advantage of a token is then the teacher's log-probability minus the policy's,
+so training lowers the policy's reverse KL divergence from the teacher. With the policy itself as the teacher, which reads a
+hint that the policy does not see, the trainer computes a divergence between both distributions over the whole vocabulary.
 
-Source: Thinking Machines, On-Policy Distillation (https://thinkingmachines.ai/blog/on-policy-distillation/), and the recipe
-`distillation` of tinker-cookbook.
+Sources: Thinking Machines, On-Policy Distillation (https://thinkingmachines.ai/blog/on-policy-distillation/), and the recipe
+`distillation` of tinker-cookbook; GKD (arXiv:2306.13649) for the divergences.
 """
 
 import asyncio
@@ -19,8 +20,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from titanrl.algorithms.batch_plan import adam_params
+from titanrl.base.errors import TitanRLError
 from titanrl.carriers.rewards import Scored
 from titanrl.carriers.types import Completion, EvaluationResult, FloatArray, Group, Prompt, ScorerFailure, StepMetrics
+from titanrl.config.algorithm import INITIAL
+from titanrl.config.errors import BrokenRule, ConfigError
+from titanrl.config.load import explain_rule
+from titanrl.config.sections import DistillConfig
+from titanrl.data.rows import BadRow
 from titanrl.launch.roles import Roles
 from titanrl.metrics import steps as metrics_of
 from titanrl.rollout.group import derive_seed, rollouts_of
@@ -44,8 +51,11 @@ class Batch:
     """Samples of each prompt."""
     scores: Sequence[Sequence[Scored]]
     """Scores of the samples of each prompt."""
-    divergences: Sequence[FloatArray]
-    """Log-probability of the policy minus the teacher's for each token, `[T]` for each sample."""
+    divergences: Sequence[FloatArray | None]
+    """Log-probability of the policy minus the teacher's for each token, `[T]` for each sample; None if the sample is not
+    trained on, or if the trainer computes the divergence."""
+    teacher_prompts: Sequence[Sequence[int] | None]
+    """Prompt of the teacher for each sample; None if prompt and sample are too long for the teacher."""
 
 
 class Distill(Run):
@@ -59,7 +69,8 @@ class Distill(Run):
     program = "distill"
     purpose = "Distill a teacher into a policy on the policy's samples."
     with_data = True
-    _teacher: "SamplingClient"
+    _teacher: "SamplingClient | None" = None
+    """Client of the teacher's engine; None if the trainer holds the teacher."""
     _task: "Task"
     _record: GroupRecorder
 
@@ -68,10 +79,16 @@ class Distill(Run):
         started, config = time.perf_counter(), self.config
         assert config.distill is not None
         batch = await self._sample()
-        data = distillation_data(list(chain(*batch.groups)), batch.divergences, config.distill.discount)
+        aligned = self._data(batch)
+        data = [datum for datum in aligned if datum is not None]
+        if not data:
+            raise TitanRLError(
+                "distill.hint: no sample of a step fits together with the teacher's prompt. Shorten the hint, or raise "
+                "trainer.row_tokens (or data.max_prompt_tokens for a teacher in an engine)."
+            )
         params = adam_params(config.algorithm, self.training.version, config.num_steps, rate=self.state.learning_rate)
         with self.timer.phase("train"):
-            passes = self.training.forward_backward(data, config.distill.loss)
+            passes = self.training.forward_backward(data, config.distill.loss, loss_options(config.distill))
             stepping = self.training.optim_step(params)
             output = await passes
         with self.timer.phase("optim"):
@@ -114,11 +131,11 @@ class Distill(Run):
             **self.steering.metrics(),
             **counts.metrics(),
         }
-        return self._report(batch, values)
+        return self._report(batch, aligned, values)
 
     async def take_steps(self, num_steps: int) -> None:
         """Evaluate the teacher, then train; see `Run.train`."""
-        if self.state.step == 0 and not self.recorder.directory.has_event("teacher"):
+        if self._teacher is not None and self.state.step == 0 and not self.recorder.directory.has_event("teacher"):
             await self.evaluate_teacher()
         await super().take_steps(num_steps)
 
@@ -129,6 +146,7 @@ class Distill(Run):
 
     async def evaluate_teacher(self) -> EvaluationResult:
         """Sample greedy completions of held-out prompts from the teacher, and score them."""
+        assert self._teacher is not None, "the trainer holds the teacher"
         with self.timer.phase("evaluate"):
             result = await self._task.evaluate(self._teacher)
         self.recorder.directory.event("teacher", mean=result.mean, response_len_mean=result.response_len_mean)
@@ -144,12 +162,38 @@ class Distill(Run):
         assert self.config.distill is not None
         teacher = self.config.distill.teacher
         self._record = GroupRecorder(self.run_dir, "controller", self.config, self.session.tokenizer)
+        if teacher.policy == "initial":  # before a checkpoint replaces the weights
+            await self.training.keep_weights()
         await self.load_checkpoint()
+        self._task, self._teacher, _ = await asyncio.gather(self._open_task(), self._start_teacher(), self.training.publish())
+
+    async def _start_teacher(self) -> "SamplingClient | None":
+        """Start the teacher's engine, unless the trainer holds the teacher."""
+        assert self.config.distill is not None
+        teacher = self.config.distill.teacher
+        if teacher.path is None:
+            return None
         self.console.phase("start", f"teacher x{teacher.tp}")
-        engine = self.config.generator.model_copy(update={"replicas": 1, **teacher.model_dump(exclude={"path"})})
-        self._teacher, self._task, _ = await asyncio.gather(
-            self.session.teacher(teacher.path, engine), self.session.task(), self.training.publish()
-        )
+        engine = self.config.generator.model_copy(update={"replicas": 1, **teacher.model_dump(exclude={"path", "policy"})})
+        return await self.session.teacher(teacher.path, engine)
+
+    async def _open_task(self) -> "Task":
+        """Open prompts and rewards, and check the hint on the first prompt of each task.
+
+        Raises:
+            ConfigError: The data has no column of a name in the hint.
+        """
+        task = await self.session.task()
+        assert self.config.distill is not None
+        hint = self.config.distill.hint
+        if hint is not None:
+            first = {prompt.task: prompt for prompt in reversed(task.prompts(8 * len(self.config.data.tasks)))}
+            try:
+                task.hinted(list(first.values()), hint)
+            except BadRow as error:
+                rule = BrokenRule(values={"distill.hint": hint}, rule=f"a prompt {error.problem}", fix=error.fix)
+                raise ConfigError(explain_rule(rule, None)) from error
+        return task
 
     # Details of a step
 
@@ -162,14 +206,40 @@ class Distill(Run):
             groups = await self.sampling.sample(prompts, num_samples=rollout.group_size, seed=seed)
         samples, published = list(chain(*groups)), self.session.weights.versions[-1]
         assert all((sample.versions == published).all() for sample in samples), "distillation is on-policy"
+        assert self.config.distill is not None
+        distill = self.config.distill
+        asked = [prompt.token_ids for prompt in prompts] if distill.hint is None else self._task.hinted(prompts, distill.hint)
+        limit = self.config.trainer.row_tokens if self._teacher is None else self.config.max_sequence_tokens
+        by_sample = [prompt for prompt, group in zip(asked, groups, strict=True) for _ in group]
+        teacher_prompts = [
+            prompt if len(prompt) + len(sample.tokens) <= limit else None
+            for prompt, sample in zip(by_sample, samples, strict=True)
+        ]
         with self.timer.phase("teacher"):
-            logprobs, scores = await asyncio.gather(
-                self._teacher.compute_logprobs([sample.sequence for sample in samples]), self._task.score(prompts, groups)
+            divergences, scores = await asyncio.gather(
+                self._divergences(samples, teacher_prompts), self._task.score(prompts, groups)
             )
-        divergences = [sample.logprobs - values[len(sample.prompt) :] for sample, values in zip(samples, logprobs, strict=True)]
-        return Batch(prompts=prompts, groups=groups, scores=scores, divergences=divergences)
+        return Batch(prompts=prompts, groups=groups, scores=scores, divergences=divergences, teacher_prompts=teacher_prompts)
 
-    def _report(self, batch: Batch, values: dict[str, float]) -> StepMetrics:
+    async def _divergences(
+        self, samples: "Sequence[Sample]", teacher_prompts: Sequence[Sequence[int] | None]
+    ) -> Sequence[FloatArray | None]:
+        """Return the difference of the log-probabilities of each sample that fits the teacher's engine."""
+        if self._teacher is None:
+            return [None] * len(samples)
+        fitting = [(sample, prompt) for sample, prompt in zip(samples, teacher_prompts, strict=True) if prompt is not None]
+        logprobs = await self._teacher.compute_logprobs([[*prompt, *sample.tokens.tolist()] for sample, prompt in fitting])
+        found = iter(
+            sample.logprobs - values[len(prompt) :] for (sample, prompt), values in zip(fitting, logprobs, strict=True)
+        )
+        return [None if prompt is None else next(found) for prompt in teacher_prompts]
+
+    def _data(self, batch: Batch) -> "list[Datum | None]":
+        """Build the training data of a step; None for samples that are not trained on."""
+        assert self.config.distill is not None
+        return distillation_data(batch, self.config.distill)
+
+    def _report(self, batch: Batch, data: "Sequence[Datum | None]", values: dict[str, float]) -> StepMetrics:
         """Record metrics, scorer errors and rollouts of a step."""
         metrics = StepMetrics(step=self.state.step, version=self.state.version, values=values)
         self.recorder.step(metrics)
@@ -179,7 +249,10 @@ class Distill(Run):
         # The first groups of a step, and the mean advantage of each of their completions.
         rollout = self.config.rollout
         decode = partial(self.session.tokenizer.decode_completion, stop=rollout.stop, keep_stop=rollout.keep_stop)
-        means = iter([-float(divergence.mean()) for divergence in batch.divergences])
+        means = iter(
+            0.0 if datum is None else float(datum.loss_fn_inputs["advantages"][len(sample.prompt) - 1 :].mean())
+            for datum, sample in zip(data, chain(*batch.groups), strict=True)
+        )
         shown = list(zip(batch.prompts, batch.groups, batch.scores, strict=True))[: self.config.logging.rollouts_per_step]
         rows = []
         for prompt, group, scores in shown:
@@ -210,18 +283,38 @@ def recorded_group(prompt: Prompt, samples: "Sequence[Sample]", scores: Sequence
     )
 
 
-def distillation_data(samples: "Sequence[Sample]", divergences: Sequence[FloatArray], discount: float) -> "list[Datum]":
-    """Build the training data of a step. Loss weights make the summed loss a mean over all sampled tokens.
+def distillation_data(batch: Batch, distill: DistillConfig) -> "list[Datum | None]":
+    """Build the training data of a step; None for samples that are too long for the teacher.
 
-    Args:
-        samples: Samples of the policy.
-        divergences: Log-probability of the policy minus the teacher's, `[T]` for each sample.
-        discount: Discount factor per token for the divergences of later tokens.
+    Loss weights make the summed loss a mean over all sampled tokens. The advantage of a token is that of the reward, minus the
+    discounted divergence, unless the trainer computes the divergence; the teacher's input then ends with the sample's tokens.
     """
-    weight = 1.0 / sum(len(sample.tokens) for sample in samples)
-    return [
-        sample.datum(-discounted(divergence, discount), weight) for sample, divergence in zip(samples, divergences, strict=True)
-    ]
+    samples = list(chain(*batch.groups))
+    rewards = chain.from_iterable(reward_advantages(scores, distill.reward_weight) for scores in batch.scores)
+    fitting = [sample for sample, prompt in zip(samples, batch.teacher_prompts, strict=True) if prompt is not None]
+    weight = 1.0 / max(sum(len(sample.tokens) for sample in fitting), 1)
+    data: list[Datum | None] = []
+    for sample, prompt, divergence, reward in zip(samples, batch.teacher_prompts, batch.divergences, rewards, strict=True):
+        if prompt is None:
+            data.append(None)
+        elif divergence is None:
+            tokens = np.concatenate([np.asarray(prompt, np.int64), sample.tokens[:-1]])
+            data.append(replace(sample.datum(reward, weight), teacher_input=tokens))
+        else:
+            data.append(sample.datum(reward - discounted(divergence, distill.discount), weight))
+    return data
+
+
+def reward_advantages(scores: Sequence[Scored], weight: float) -> list[float]:
+    """Return the weighted difference of each reward of a group from the group's mean; 0 where the reward failed."""
+    mean = metrics_of.mean([score.reward for score in scores if score.reward is not None])
+    return [0.0 if score.reward is None or not weight else weight * (score.reward - mean) for score in scores]
+
+
+def loss_options(distill: DistillConfig) -> dict[str, float | int]:
+    """Return the options of the trainer's loss: the teacher's weights and the mixture of a divergence."""
+    options: dict[str, float | int] = {"at_version": INITIAL} if distill.teacher.policy == "initial" else {}
+    return options | ({"beta": distill.beta} if distill.loss == "jsd" else {})
 
 
 def discounted(values: FloatArray, discount: float) -> FloatArray:
@@ -238,10 +331,12 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     samples, scores = list(chain(*batch.groups)), list(chain(*batch.scores))
     scored = [score for score in scores if score.reward is not None]
     lengths = [len(sample.tokens) for sample in samples]
+    known = [divergence for divergence in batch.divergences if divergence is not None]
     prompt_lengths = [len(prompt.token_ids) for prompt in batch.prompts]
     parts = dict.fromkeys(part for score in scored for part in score.parts)
     return {
-        "policy/kl_teacher": metrics_of.mean(np.concatenate(batch.divergences).tolist()),
+        **({"policy/kl_teacher": metrics_of.mean(np.concatenate(known).tolist())} if known else {}),
+        "tokens/teacher_too_long_frac": metrics_of.mean([prompt is None for prompt in batch.teacher_prompts]),
         "reward/mean": metrics_of.mean([score.reward for score in scored if score.reward is not None]),
         **metrics_of.error_metrics(len(scores) - len(scored), len(scores)),
         **{f"reward/{part}": metrics_of.mean([s.parts[part] for s in scored if part in s.parts]) for part in parts},

@@ -1,6 +1,7 @@
 """The command `titanrl distill`: from the model of a finished run into a smaller one."""
 
 import json
+import random
 import shutil
 import subprocess
 import sys
@@ -77,3 +78,49 @@ def test_resumed_distillation_continues_the_same_curve(finished: Finished, tmp_p
     assert resumed.code == 0, resumed.output
     assert [row["step"] for row in resumed.steps] == [1, 2, 3, 4]
     assert np.array_equal(curve(resumed), curve(finished))
+
+
+@pytest.mark.slow
+def test_hints_raise_the_held_out_score_of_a_policy_that_does_not_see_them(tmp_path: Path) -> None:
+    """The largest of three digits: with the digit as a hint, the policy copies it; without, it names any of the three."""
+    choose, examples, questions = random.Random(0), [], []
+    for number in range(1000):
+        prompt = f"{number:03d}="
+        answer = max(prompt[:3])
+        examples += [
+            {"prompt": f"{answer}:{prompt}", "completion": answer},
+            {"prompt": prompt, "completion": choose.choice(prompt[:3])},
+        ]
+        questions.append({"prompt": prompt, "answer": answer})
+    for name, rows in (("examples", examples), ("questions", questions)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    base = [
+        *("name=base", f"output_dir={tmp_path}", f"cache_dir={tmp_path}/cache", f"sft.path={tmp_path}/examples.jsonl"),
+        *("num_steps=150", "model.recipe.hidden_size=64", "evaluation.every_steps=0", "logging.console=plain"),
+    ]
+    command = [sys.executable, "-m", "titanrl.cli", "sft", "--config", "sft_quickstart", *base]
+    subprocess.run(command, cwd=REPO, capture_output=True, timeout=280, check=True)
+    finished = distill(
+        tmp_path,
+        *("--config", "distill_quickstart", f"output_dir={tmp_path}", f"cache_dir={tmp_path}/cache", "warm_start=null"),
+        *(f"model={{path: {tmp_path}/base/checkpoints/final}}", "num_steps=20", "checkpoint.every_steps=10"),
+        "distill={teacher: {policy: initial}, loss: forward_kl, hint: '{answer}:{question}'}",
+        f"data={{source: jsonl, path: {tmp_path}/questions.jsonl, max_prompt_tokens: 8}}",
+        *("rollout={groups_per_step: 32, group_size: 2, max_new_tokens: 2}", "trainer={row_tokens: 64}"),
+        *("algorithm={learning_rate: 1.0e-3, num_warmup_steps: 3}", "evaluation={every_steps: 20, num_prompts: 100}"),
+        "logging.console=plain",
+    )
+    assert finished.code == 0, finished.output
+    before, after = (row["mean"] for row in finished.evaluations())
+    assert before < 0.7
+    assert after > 0.95
+    first, *_, last = finished.steps
+    assert last["policy/kl_teacher"] < 0.2 * first["policy/kl_teacher"]
+    assert first["loss/policy"] == pytest.approx(first["policy/kl_teacher"], rel=1e-4)  # rewards have no weight
+    assert [event["kind"] for event in finished.events()].count("teacher") == 0
+    run_dir = finished.run_dir
+    expected = curve(finished)
+    shutil.rmtree(run_dir / "checkpoints/step-20")
+    resumed = distill(tmp_path, "--resume", str(run_dir))
+    assert resumed.code == 0, resumed.output
+    assert np.array_equal(curve(resumed), expected)

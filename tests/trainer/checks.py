@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from titanrl.algorithms.batch_plan import pack_sequences
 from titanrl.algorithms.contracts import LossInputs
 from titanrl.algorithms.losses import LossMetrics, ppo, weighted_sum
 from titanrl.algorithms.packing import balance, pack
+from titanrl.carriers.datums import Datum, sampled_datum
 from titanrl.carriers.supports import Supports, supports_of, words_of
 from titanrl.carriers.tables import SEQUENCE, Row, RowTable, SequencePlan
 from titanrl.carriers.types import AdamParams, GroupHandle, Segment
@@ -25,6 +27,7 @@ from titanrl.models.directory import open_model
 from titanrl.trainer.checkpoint import load_model
 from titanrl.trainer.collate import PackedRows, collate
 from titanrl.trainer.learner import Learner
+from titanrl.trainer.passes import Location, RowSizes, build_rows, plan_pass, run_data
 
 ROW_TOKENS = 32
 VOCAB = 112
@@ -175,6 +178,66 @@ def gradient_of_groups(
     found = gradients(learner)
     learner.zero_grad()
     return (found, float(total), len(rows)) if dist.get_rank() == 0 else None
+
+
+@functools.cache
+def distillation_data() -> tuple[Datum, ...]:
+    """Return 9 random samples, each with a prompt of the teacher that is shorter, longer or missing."""
+    random, data = np.random.default_rng(1), []
+    for index in range(9):
+        prompt, tokens = random.integers(1, VOCAB, random.integers(2, 6)), random.integers(1, VOCAB, random.integers(1, 9))
+        logprobs, weight = random.uniform(-6.0, -3.0, len(tokens)).astype(np.float32), float(random.uniform(0.01, 0.1))
+        datum = sampled_datum(prompt, tokens, logprobs, 0.0, weight)
+        hint = random.integers(1, VOCAB, random.integers(1, 20))
+        data.append(datum if index == 4 else replace(datum, teacher_input=np.concatenate([hint, tokens[:-1]])))
+    return tuple(data)
+
+
+def distilled(
+    model_dir: Path, plan: tuple[tuple[str, int], ...], loss: str, sizes: RowSizes, at_version: int | None
+) -> tuple[Arrays, float] | None:
+    """Return gradient and loss of a divergence from the same model with other prompts, on rank 0.
+
+    With `at_version`, the teacher has weights that are twice as large, kept under this version.
+    """
+    learner = shared_learner(model_dir, plan)
+    if at_version is not None and at_version not in learner.snapshots.held:
+        for factor in (2.0, 0.5):  # powers of two restore the weights exactly
+            learner.model.reshard()
+            with torch.no_grad():
+                for parameter in learner.model.module.parameters():
+                    parameter.mul_(factor)
+            if factor == 2.0:
+                learner.keep_weights()
+    options = {} if at_version is None else {"at_version": at_version}
+    planned = plan_pass(learner.model, distillation_data(), sizes, loss, options)
+    total = torch.tensor(sum(part.sums.get("loss/policy", 0.0) for part in run_data(learner, planned, backward=True).sums))
+    dist.all_reduce(total)
+    found = gradients(learner)
+    learner.zero_grad()
+    learner.drop_snapshots()
+    return (found, float(total)) if dist.get_rank() == 0 else None
+
+
+def divergence_by_hand(model_dir: Path, loss: str) -> float:
+    """Return the loss of `distilled` on one rank: sequence by sequence, from all logits, in fp64."""
+    learner, total = shared_learner(model_dir, ()), 0.0
+    for datum in distillation_data():
+        count = int((datum.loss_fn_inputs["weights"] != 0).sum())
+        inputs = (datum.model_input, datum.model_input if datum.teacher_input is None else datum.teacher_input)
+        q, p = (_last_logits(learner, np.asarray(tokens), count).double().softmax(-1) for tokens in inputs)
+        m = (p + q) / 2
+        terms = {"forward_kl": p * (p / q).log(), "reverse_kl": q * (q / p).log()}
+        terms["jsd"] = (p * (p / m).log() + q * (q / m).log()) / 2
+        total += float(terms[loss].sum()) * float(datum.loss_fn_inputs["weights"][-1])
+    return total
+
+
+def _last_logits(learner: Learner, tokens: np.ndarray, count: int) -> torch.Tensor:
+    datum = Datum(model_input=tokens, loss_fn_inputs={"target_tokens": tokens})
+    sizes = RowSizes(row_tokens=ROW_TOKENS, rows_per_microbatch=1, multiple=1)
+    rows = build_rows([datum], [Location(0, 0, slice(0, len(tokens)))], sizes)
+    return learner.logits(rows, torch.arange(len(tokens) - count, len(tokens)))
 
 
 def gradient_of(

@@ -11,6 +11,7 @@ from tests.trainer import checks
 from tests.trainer.ranks import World
 from titanrl.config.sections import RecipeConfig
 from titanrl.models.recipe import create_model
+from titanrl.trainer.passes import RowSizes
 
 Worlds = Callable[[int], World]
 LAYOUTS = {
@@ -80,3 +81,33 @@ def test_shared_prompts_give_same_gradient_in_fewer_rows(layout: str, world: Wor
     assert max(float(np.abs(part).max()) for part in apart.values()) > 1e-2
     assert largest_difference(shared, apart) <= TOLERANCE
     assert same_loss == pytest.approx(loss, abs=TOLERANCE)
+
+
+def distilled(
+    world: Worlds, model: Path, layout: str, loss: str, rows_per_microbatch: int, at_version: int | None = None
+) -> tuple[checks.Arrays, float]:
+    size, plan = LAYOUTS[layout]
+    sizes = RowSizes(row_tokens=checks.ROW_TOKENS, rows_per_microbatch=rows_per_microbatch, multiple=8)
+    return world(size).run(checks.distilled, model, plan, loss, sizes, at_version)[0]
+
+
+@pytest.mark.parametrize("loss", ["forward_kl", "reverse_kl", "jsd"])
+def test_divergence_equals_fp64_and_does_not_depend_on_layout(loss: str, world: Worlds, tiny_model: Path) -> None:
+    reference, value = distilled(world, tiny_model, "one rank", loss, 100)
+    assert max(float(np.abs(part).max()) for part in reference.values()) > 1e-4
+    (by_hand,) = world(1).run(checks.divergence_by_hand, tiny_model, loss)
+    assert value == pytest.approx(by_hand, rel=1e-5)
+    for layout, rows_per_microbatch in (("one rank", 1), ("fsdp 2", 1), ("tp 2", 2), ("fsdp 2 x tp 2", 1)):
+        found, same = distilled(world, tiny_model, layout, loss, rows_per_microbatch)
+        assert largest_difference(found, reference) <= TOLERANCE, layout
+        assert same == pytest.approx(value, abs=TOLERANCE)
+
+
+def test_teacher_with_kept_weights_replaces_them_between_micro_batches(world: Worlds, tiny_model: Path) -> None:
+    current, _ = distilled(world, tiny_model, "one rank", "jsd", 100)
+    reference, value = distilled(world, tiny_model, "one rank", "jsd", 100, 0)
+    assert largest_difference(reference, current) > 1e-4
+    for layout in ("one rank", "fsdp 2", "tp 2"):
+        found, same = distilled(world, tiny_model, layout, "jsd", 1, 0)
+        assert largest_difference(found, reference) <= TOLERANCE, layout
+        assert same == pytest.approx(value, abs=TOLERANCE)

@@ -195,8 +195,8 @@ class _LogprobsAndEntropy(torch.autograd.Function):
         # Per token: sum of exp(x), sum of exp(x) * x, and x at the label, where x = logits / temperature - max.
         sums_3N = max_N.new_empty(3, len(max_N))
         sums_3N[2] = torch.where(owned_N, label_logits_N, 0.0)
-        for rows in _chunks(logits_NV):
-            shifted_CV = _shifted(logits_NV[rows], max_N[rows], temperature)
+        for rows in chunks(logits_NV):
+            shifted_CV = shifted(logits_NV[rows], max_N[rows], temperature)
             exp_CV = _exp(shifted_CV, rows, supports, vocab_start)
             sums_3N[0, rows] = exp_CV.sum(-1)
             sums_3N[1, rows] = exp_CV.mul_(shifted_CV).sum(-1)
@@ -232,8 +232,8 @@ class _LogprobsAndEntropy(torch.autograd.Function):
             unused_N &= grad_entropy_N == 0
 
         grad_logits_NV = torch.empty_like(logits_NV)
-        for rows in _chunks(logits_NV):
-            logp_CV = _shifted(logits_NV[rows], log_z_N[rows], ctx.temperature)
+        for rows in chunks(logits_NV):
+            logp_CV = shifted(logits_NV[rows], log_z_N[rows], ctx.temperature)
             grad_CV = _exp(logp_CV, rows, ctx.supports, ctx.vocab_start)
             if grad_entropy_N is None:
                 grad_CV.mul_(-grad_N[rows, None])
@@ -251,7 +251,7 @@ def _largest(logits_NV: Tensor, supports: TokenSupports | None, vocab_start: int
     if supports is None:
         return logits_NV.amax(-1)
     max_N = logits_NV.new_empty(len(logits_NV))
-    for rows in _chunks(logits_NV):
+    for rows in chunks(logits_NV):
         logits_CV = logits_NV[rows]
         if supports.limits_any(rows):
             logits_CV = logits_CV.masked_fill(supports.outside(rows, vocab_start, logits_NV.shape[-1]), -torch.inf)
@@ -274,7 +274,7 @@ def _local_labels(labels_N: Tensor, vocab_start: int, vocab_size: int) -> tuple[
     return column_N.clamp(0, vocab_size - 1), (column_N >= 0) & (column_N < vocab_size)
 
 
-def _shifted(logits_CV: Tensor, shift_C: Tensor, temperature: float) -> Tensor:
+def shifted(logits_CV: Tensor, shift_C: Tensor, temperature: float) -> Tensor:
     """Return logits / temperature - shift as a new tensor, in the dtype of `shift_C`."""
     scaled_CV = logits_CV.to(shift_C.dtype)
     if temperature != 1.0:
@@ -282,7 +282,7 @@ def _shifted(logits_CV: Tensor, shift_C: Tensor, temperature: float) -> Tensor:
     return scaled_CV - shift_C[:, None]
 
 
-def _chunks(logits_NV: Tensor) -> Iterator[slice]:
+def chunks(logits_NV: Tensor) -> Iterator[slice]:
     """Yield slices of rows with at most `CHUNK_ELEMENTS` logits each, but at least one row."""
     num_rows, vocab_size = logits_NV.shape
     step = max(CHUNK_ELEMENTS.get(logits_NV.device.type, CHUNK_ELEMENTS_ELSEWHERE) // vocab_size, 1)

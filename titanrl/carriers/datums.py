@@ -34,6 +34,8 @@ class Datum:
     experts: ExpertIds | None = None
     """Experts that the generator of a mixture of experts chose for the input tokens, `[S, layers, experts of a token]`; used
     with `trainer.routing: compared` or `replayed`."""
+    teacher_input: IntArray | None = None
+    """Input tokens of the teacher, for a loss that compares with it: another prompt, and the same completion at the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -200,7 +200,8 @@ def dry_run(config: Config, source: Source | None, check: Callable[[], Checked])
         lines = found.messages() if found.is_mostly_left_out else [f"{found.key}: {text}" for text in found.notes]
         for text in lines:
             console.print(f"{kind}: {text}", markup=False, highlight=False, soft_wrap=True)
-    teacher_notes = () if config.distill is None else open_model(config.distill.teacher.path).notes()
+    teacher = None if config.distill is None else config.distill.teacher.path
+    teacher_notes = () if teacher is None else open_model(teacher).notes()
     for note in (*policy_notes(config), *teacher_notes):
         console.print(f"note: {note}", markup=False, highlight=False)
     ready = f"Ready to start{f', {remark}' if remark else ''}. The dry run started and wrote nothing."
@@ -537,7 +538,7 @@ def _broken_by_shape(config: Config, shape: ModelShape) -> Iterator[BrokenRule]:
 
 
 def _broken_by_teacher(config: Config) -> Iterator[BrokenRule]:
-    if config.distill is None:
+    if config.distill is None or config.distill.teacher.path is None:
         return
     path = config.distill.teacher.path
     values = {"distill.teacher.path": str(path)}

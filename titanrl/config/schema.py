@@ -623,7 +623,7 @@ def device_shortage(config: Config) -> Iterator[BrokenRule]:
     """Yield a broken rule if a host has too few accelerators. Not meaningful on CPU."""
     hosts, placement, generator = config.hosts, config.placement, config.generator
     ranks, generators, evaluators = config.num_trainer_ranks, config.num_generator_ranks, config.num_evaluator_ranks
-    teachers = 0 if config.distill is None else config.distill.teacher.tp
+    teachers = 0 if config.distill is None else config.distill.num_teacher_ranks
     others = teachers + evaluators
     roles = "trainer rank, generator rank and teacher rank" if teachers else "trainer rank and generator rank"
     roles = "trainer rank, generator rank and evaluator rank" if evaluators else roles if generators else "trainer rank"

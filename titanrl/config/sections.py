@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from ipaddress import ip_address
 from pathlib import PurePosixPath
+from string import Formatter
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
@@ -21,6 +22,7 @@ from titanrl.config.section import (
     CountOrZero,
     Decay,
     FilePath,
+    Fraction,
     InputPath,
     OrImportPath,
     Processes,
@@ -791,10 +793,14 @@ class SFTConfig(Section):
 
 
 class TeacherConfig(Section):
-    """The teacher model, served by a separate vLLM engine."""
+    """The teacher: another model, served by a separate vLLM engine, or the policy itself with a hint (`distill.hint`)."""
 
-    path: InputPath
-    """Directory of the teacher in Hugging Face format. Its vocabulary must be the policy's."""
+    path: InputPath | None = None
+    """Directory of the teacher in Hugging Face format. Its vocabulary must be the policy's. The other keys except `policy` are
+    options of its engine."""
+    policy: Literal["initial", "current"] | None = None
+    """Use the policy itself, computed by the trainer, instead of `path`: its weights before the first step, or the current
+    ones."""
     tp: Processes = 1
     """Tensor-parallel degree of the teacher's engine."""
     dtype: Dtype = "float32"
@@ -806,18 +812,72 @@ class TeacherConfig(Section):
     vllm: dict[str, Any] = {}
     """Additional arguments of `vllm.EngineArgs`."""
 
+    def _broken_rules(self) -> Iterator[BrokenRule]:
+        if (self.path is None) == (self.policy is None):
+            yield self.broken(
+                "path policy", "a teacher is either a model or the policy itself", "set exactly one of the two keys"
+            )
+        for key in ("tp", "dtype", "max_num_seqs", "kv_cache_bytes", "vllm") if self.policy is not None else ():
+            if self.value_of(key) != type(self).model_fields[key].get_default():
+                yield self.broken(
+                    f"{key} policy", "the trainer computes the policy's distributions, without an engine", f"remove {key}"
+                )
+
 
 class DistillConfig(Section):
-    """On-policy distillation (`titanrl distill`). The policy samples completions, and the teacher's log-probabilities of their
-    tokens serve as the reward."""
+    """On-policy distillation (`titanrl distill`). The policy samples completions and approaches a teacher at their tokens."""
 
     teacher: TeacherConfig
-    """The teacher model."""
-    loss: Literal["importance_sampling", "ppo"] = "importance_sampling"
-    """Policy loss. `ppo` clips the ratio of the policy to the sampling policy to 1 +- 0.2."""
+    """The teacher."""
+    hint: Annotated[str, Field(min_length=1)] | None = None
+    """Question that the teacher gets instead of the policy's, such as `{question} Hint: the answer is {answer}`. The names in
+    braces are `question`, `answer` and the other columns of the data."""
+    loss: Literal["importance_sampling", "ppo", "forward_kl", "reverse_kl", "jsd"] = "importance_sampling"
+    """`importance_sampling` and `ppo` are policy losses whose advantage is the teacher's log-probability of a token minus the
+    policy's; `ppo` clips the ratio of the policy to the sampling policy to 1 +- 0.2. `forward_kl`, `reverse_kl` and `jsd` are
+    divergences over the whole vocabulary at each token, and require `teacher.policy`."""
+    beta: Fraction = 0.5
+    """Weight of the teacher's distribution in the mixture of `jsd`."""
+    reward_weight: Annotated[float, Field(ge=0.0)] = 0.0
+    """Weight of the reward, minus its mean over the completions of the prompt, in the advantage of a completion's tokens. With
+    0, rewards are only measured."""
     discount: Decay = 0.0
     """Discount factor per token for the log-probability differences of later tokens in a token's advantage. With 0, only the
     token's own difference counts."""
+
+    @property
+    def is_divergence(self) -> bool:
+        """True if the loss is a divergence over the whole vocabulary."""
+        return self.loss in ("forward_kl", "reverse_kl", "jsd")
+
+    @property
+    def num_teacher_ranks(self) -> int:
+        """Number of ranks of the teacher's engine; 0 if the trainer holds the teacher."""
+        return 0 if self.teacher.path is None else self.teacher.tp
+
+    def _broken_rules(self) -> Iterator[BrokenRule]:
+        if self.teacher.policy is not None and not self.is_divergence:
+            fix = "set loss to forward_kl, reverse_kl or jsd"
+            yield self.broken("loss teacher.policy", "the trainer computes divergences from the policy's own weights", fix)
+        if self.teacher.policy is not None and self.hint is None:
+            rule = "without a hint, the teacher is the policy that training starts from"
+            yield self.broken("hint teacher.policy", rule, "set hint, such as '{question} Hint: {answer}'")
+        if self.teacher.path is not None and self.is_divergence:
+            rule = "an engine returns only the log-probabilities of the sampled tokens"
+            yield self.broken("loss teacher.path", rule, "set loss to importance_sampling or ppo, or use teacher.policy")
+        if self.loss != "jsd" and self.beta != type(self).model_fields["beta"].get_default():
+            yield self.broken("beta loss", "only jsd has a mixture", "remove beta")
+        if self.is_divergence and self.discount:
+            yield self.broken("discount loss", "a divergence has no later tokens to discount", "remove discount")
+        if self.hint is not None:
+            try:
+                names = [name for _, name, _, _ in Formatter().parse(self.hint) if name is not None]
+            except ValueError as error:
+                yield self.broken("hint", f"must be a format string, but {error}", "write {{ and }} for braces")
+                return
+            if not names:
+                rule = "must contain a column in braces; otherwise all prompts of the teacher are equal"
+                yield self.broken("hint", rule, "add {question}")
 
 
 def largest_divisor(number: int, at_most: int) -> int:

@@ -264,7 +264,7 @@ def _processes(config: "Config") -> dict[str, int]:
         return processes | {"store": 1}
     processes["generator"] = config.num_generator_ranks
     if config.distill is not None:
-        return processes | {"teacher": config.distill.teacher.tp, "sandbox": config.sandbox.num_processes, "store": 1}
+        return processes | {"teacher": config.distill.num_teacher_ranks, "sandbox": config.sandbox.num_processes, "store": 1}
     workers = config.rollout.num_workers
     if config.num_evaluator_ranks:
         processes["evaluator"] = config.num_evaluator_ranks
@@ -406,6 +406,8 @@ def _activations(config: "Config", shape: ModelShape, num_rows: int) -> int:
     numbers = {"none": shape.layer_activations, "selective": shape.layer_activations // 2, "full": shape.hidden_size}
     kept = shape.num_layers * numbers[trainer.activation_checkpointing] + shape.layer_activations
     logits = min(tokens * shape.vocab_size // trainer.parallelism.tp, LOGITS_AT_ONCE)
+    if config.distill is not None and config.distill.is_divergence:  # the teacher's logits of a micro-batch are all kept
+        logits += tokens * shape.vocab_size // trainer.parallelism.tp // 2
     return (tokens * kept // trainer.parallelism.tp + 2 * logits) * DTYPE_BYTES[trainer.compute_dtype]
 
 

@@ -90,6 +90,27 @@ def entry_of(row: Any, config: DataConfig) -> dict[str, Any]:
     return entry
 
 
+def hinted_entry(entry: Mapping[str, Any], hint: str) -> dict[str, Any]:
+    """Return an entry whose question, or last message, is `hint` with names in braces replaced by columns of the entry.
+
+    The columns are `question` (of a conversation its last message), `answer` and those of the metadata.
+
+    Raises:
+        BadRow: The entry has no column of a name, or it is empty.
+    """
+    messages = entry.get("messages")
+    question = messages[-1]["content"] if messages else entry["question"]
+    columns = {**entry.get("metadata", {}), "question": question, "answer": entry.get("answer")}
+    try:
+        text = hint.format_map({name: value for name, value in columns.items() if not is_missing(value)})
+    except (KeyError, IndexError, AttributeError, ValueError) as error:
+        rule = f"has no value for {error} of distill.hint; there are {', '.join(map(str, columns))}"
+        raise BadRow(rule, "correct distill.hint, or fill in the column") from error
+    if messages:
+        return {**entry, "messages": [*messages[:-1], {**messages[-1], "content": text}], "question": text}
+    return {**entry, "question": text}
+
+
 def read_options(value: Any) -> dict[str, Any]:
     """Return the variables of the chat template that a row sets; those that are null are not set.
 

@@ -24,6 +24,7 @@ from titanrl.config.errors import BrokenRules
 from titanrl.config.load import recorded_config
 from titanrl.config.schema import Config
 from titanrl.config.sections import GeneratorConfig
+from titanrl.data.entries import hinted_entry
 from titanrl.data.mixture import Draw, make_mixture
 from titanrl.data.streams import make_encoder, open_prompts
 from titanrl.data.tokenizer import Tokenizer, load_tokenizer
@@ -60,8 +61,9 @@ class Task:
         Raises:
             ValueError: The data cannot be used.
         """
+        self._encoders = {name: make_encoder(data, tokenizer) for name, data in config.data.tasks.items()}
         self._prompts = {
-            name: open_prompts(name, data, make_encoder(data, tokenizer), config.seed, plugins_of_data(plugins, data.key(name)))
+            name: open_prompts(name, data, self._encoders[name], config.seed, plugins_of_data(plugins, data.key(name)))
             for name, data in config.data.tasks.items()
         }
         self._config, self._tokenizer, self._plugins = config, tokenizer, plugins
@@ -105,6 +107,14 @@ class Task:
                 f"num: task {name} has {len(prompts)} held-out prompts (got {num}). Lower it, or raise data.heldout_fraction."
             )
         return [replace(prompt, task=name) for prompt in prompts]
+
+    def hinted(self, prompts: Sequence[Prompt], hint: str) -> list[list[int]]:
+        """Return the tokens of each prompt with the question replaced by a hint; see `hinted_entry`.
+
+        Raises:
+            BadRow: The data has no column of a name in the hint, or the result cannot be tokenized.
+        """
+        return [list(self._encoders[prompt.task](hinted_entry(prompt.entry, hint))) for prompt in prompts]
 
     async def score(self, prompts: Sequence[Prompt], groups: Sequence[Sequence[Sample]]) -> list[list[Scored]]:
         """Score the samples of each prompt. A `Scored` has the reward and its parts, or the error of a failed reward."""

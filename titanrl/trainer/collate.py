@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from titanrl.algorithms.divergences import TeacherTokens
 from titanrl.algorithms.logprobs import TokenSupports, token_supports
 from titanrl.carriers.record import Columns
 from titanrl.carriers.routes import ExpertIds
@@ -58,6 +59,8 @@ class PackedRows:
     """Supports of the targets' distributions, `[N]`; None without truncated sampling."""
     experts_BLYK: torch.Tensor | None = None
     """Experts that the generator chose for each input token, as `ExpertIds` defines; None if no sequence has them."""
+    teacher: TeacherTokens | None = None
+    """Distributions of a teacher at the targets, if the loss is a divergence from it."""
     shares_prompts: bool = False
     """True if any sequence shares a prefix with an earlier sequence of its row."""
 
@@ -79,7 +82,7 @@ class PackedRows:
         on_device = {
             name: value.to(device, non_blocking=True)
             for name, value in values.items()
-            if isinstance(value, torch.Tensor | TokenSupports)
+            if isinstance(value, torch.Tensor | TokenSupports | TeacherTokens)
         }
         return type(self)(**values | on_device)
 

@@ -20,8 +20,8 @@ from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.optimizer import OptimizersContainer, default_adamw
 from torchtitan.distributed import utils as dist_utils
 
-from titanrl.algorithms.contracts import PolicyLoss, bound_loss
-from titanrl.algorithms.losses import LossMetrics, cross_entropy, weighted_sum
+from titanrl.algorithms.contracts import LossInputs, PolicyLoss, bound_loss
+from titanrl.algorithms.losses import LossMetrics, cross_entropy, importance_sampling, weighted_sum
 from titanrl.algorithms.objective import ObjectiveInputs, lag_metrics, measure_correction, policy_loss
 from titanrl.base.errors import PhaseError
 from titanrl.carriers.tables import Row
@@ -34,9 +34,9 @@ from titanrl.trainer.routing import ExpertLoad
 from titanrl.trainer.snapshots import MovingAverage, Snapshots, check_recoverable, trainable_tensors
 from titanrl.weights.layout import LiveState, local_part
 
-Objective = Callable[[PackedRows, Tensor, Tensor], tuple[Tensor, LossMetrics]]
-"""Function of rows, log-probabilities `[N]` and entropies `[N]`. It returns the rows' share of the objective, 0-dim, and its
-metrics."""
+Objective = Callable[..., tuple[Tensor, LossMetrics]]
+"""Function of rows, log-probabilities `[N]`, entropies `[N]` and, if the rows have a teacher, the divergences from it, `[N]`.
+It returns the rows' share of the objective, 0-dim, and its metrics."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ class Learner:
         """
         rows = rows.to(self.model.device)
         with torch.no_grad(), self.model.computing():
-            logprobs_BL, entropy_BL = self._score(rows)
+            logprobs_BL, entropy_BL, *_ = self._score(rows)
             inputs = _inputs(rows, logprobs_BL.flatten(), entropy_BL.flatten())
             weight, num_weights, before_N, after_N = measure_correction(inputs, self._algorithm)
         before_BL, after_BL = (tokens_N.view(rows.mask_BL.shape).cpu().numpy() for tokens_N in (before_N, after_N))
@@ -164,20 +164,31 @@ class Learner:
             self._require_live_weights("forward_backward")
         rows = rows.to(self.model.device)
         with torch.set_grad_enabled(backward), self.model.computing():
-            logprobs_BL, entropy_BL = self._score(rows)
-            loss, metrics = objective(rows, logprobs_BL.flatten(), entropy_BL.flatten())
+            scores = self._score(rows)
+            loss, metrics = objective(rows, *(values_BL.flatten() for values_BL in scores))
             if backward:
                 self._load.add(rows)
                 loss.backward()
         if backward:
             self.num_pending += 1
             self._loss_is_finite &= loss.detach().isfinite()
-        return RowsResult(logprobs_BL.detach(), self._reported(metrics))
+        return RowsResult(scores[0].detach(), self._reported(metrics))
 
     def logprobs(self, rows: PackedRows) -> Tensor:
         """Compute the log-probability of each position's target under the weights in use, `[B, L]`, without gradient."""
         with torch.no_grad(), self.model.computing():
             return self._score(rows.to(self.model.device))[0]
+
+    def logits(self, rows: PackedRows, tokens_M: Tensor) -> Tensor:
+        """Compute the logits of this rank's vocabulary entries at some of the flattened tokens, `[M, V]`, without gradient.
+
+        Their dtype is that of the passes, so M V of them take 2 or 4 M V bytes.
+        """
+        rows = rows.to(self.model.device)
+        self._load.record(rows)
+        with torch.no_grad(), self.model.computing(), self._head.selecting(tokens_M.to(self.model.device)):
+            logits_MV: Tensor = self.model.module(rows.tokens_BL, positions=rows.positions_BL, attention_masks=self._mask(rows))
+        return logits_MV
 
     def optim_step(self, params: AdamParams, *, completes: bool = True) -> OptimUpdate:
         """Clip the gradients, take an optimizer step and clear the gradients. This is a collective.
@@ -321,18 +332,21 @@ class Learner:
         return self.version
 
     @contextmanager
-    def weights_at(self, version: int) -> Iterator[None]:
+    def weights_at(self, version: int, *, within_batch: bool = False) -> Iterator[None]:
         """Use the weights of a version inside the context, and restore the live weights bit for bit on exit.
 
         The live version needs no snapshot; if it has one, the snapshot counts, as user code may have changed the weights since.
-        The version `AVERAGE` selects the moving average.
+        The version `AVERAGE` selects the moving average. `within_batch` admits gradients of earlier micro-batches, which
+        stay as they are.
 
         Raises:
             ValueError: The learner has no moving average.
             KeyError: The version has no snapshot.
             SnapshotMismatchError: The snapshot does not match the live parameters.
         """
-        self.require_settled(f"weights_at({version})")
+        if not within_batch:
+            self.require_settled(f"weights_at({version})")
+        self._require_version(f"weights_at({version})")
         if version == AVERAGE and self.average is None:
             raise ValueError("at_version: the trainer has no moving average (got ema). Set algorithm.ema_decay.")
         average = self.average.entries() if version == AVERAGE and self.average is not None else None
@@ -365,20 +379,25 @@ class Learner:
         if self.num_ahead:
             raise PhaseError(f"{what}: the weights are between two versions; more optimizer steps on this batch must follow")
 
-    def _score(self, rows: PackedRows) -> tuple[Tensor, Tensor]:
-        """Compute the log-probability of each target and the entropy of each prediction, `[B, L]` each."""
+    def _score(self, rows: PackedRows) -> tuple[Tensor, ...]:
+        """Compute the log-probability of each target, the entropy of each prediction, and with a teacher the divergence from
+        it, `[B, L]` each."""
+        self._load.record(rows)
+        with self._head.scoring(rows.targets_BL, self.temperature, rows.supports, rows.teacher):
+            scores: tuple[Tensor, ...] = self.model.module(
+                rows.tokens_BL, positions=rows.positions_BL, attention_masks=self._mask(rows)
+            )
+        return scores
+
+    def _mask(self, rows: PackedRows) -> object:
+        """Return the attention mask of the rows."""
         module, positions_BL = self.model.module, rows.positions_BL
         attention = module.config.layers[0].attention.inner_attention
         if isinstance(attention, PackedAttention.Config):
-            mask: object = packed_mask(positions_BL)
-        elif rows.shares_prompts:
-            mask = packed_block_mask(positions_BL, attention.block_size)
-        else:
-            mask = module.get_attention_masks(positions_BL)  # faster to build than `packed_block_mask`
-        self._load.record(rows)
-        with self._head.scoring(rows.targets_BL, self.temperature, rows.supports):
-            scores: tuple[Tensor, Tensor] = module(rows.tokens_BL, positions=positions_BL, attention_masks=mask)
-        return scores
+            return packed_mask(positions_BL)
+        if rows.shares_prompts:
+            return packed_block_mask(positions_BL, attention.block_size)
+        return module.get_attention_masks(positions_BL)  # faster to build than `packed_block_mask`
 
     def _reported(self, metrics: LossMetrics) -> LossSums:
         """Copy the metrics to the host in one transfer; return no metrics unless this is the first tensor-parallel rank."""
@@ -417,6 +436,28 @@ def supervised_objective(rows: PackedRows, logprobs_N: Tensor, entropy_N: Tensor
     mask_N = rows.mask_BL.flatten()
     loss = weighted_sum(cross_entropy(logprobs_N, mask=mask_N), rows.weights_BL.flatten(), mask=mask_N)
     return loss, LossMetrics(sums={"loss/policy": loss.detach(), "num_tokens": mask_N.sum()}, maxima={})
+
+
+def distillation_objective(
+    rows: PackedRows, logprobs_N: Tensor, entropy_N: Tensor, divergence_N: Tensor
+) -> tuple[Tensor, LossMetrics]:
+    """Compute the weighted sum over all targets of the divergence from the teacher and of the policy loss -r A.
+
+    r is the importance ratio to the sampler. Without advantages, the second term is 0.
+    """
+    mask_N = rows.mask_BL.flatten()
+    inputs = LossInputs.of(logprobs_N, rows.logprobs_BL.flatten(), rows.advantages_BL.flatten(), mask_N=mask_N)
+    loss_N = torch.where(mask_N, divergence_N, 0.0) + importance_sampling(inputs)
+    loss = weighted_sum(loss_N, rows.weights_BL.flatten(), mask=mask_N)
+    difference_N = torch.where(mask_N, (logprobs_N.detach() - inputs.old_logprobs_N).abs(), 0.0)
+    sums = {
+        "policy/kl_teacher": torch.where(mask_N, divergence_N.detach(), 0.0).sum(),
+        "policy/entropy": torch.where(mask_N, entropy_N.detach(), 0.0).sum(),
+        "mismatch/logprob_abs_mean": difference_N.sum(),
+        "loss/policy": loss.detach(),
+        "num_tokens": mask_N.sum(),
+    }
+    return loss, LossMetrics(sums=sums, maxima={"mismatch/logprob_abs_max": difference_N.max()})
 
 
 def _inputs(rows: PackedRows, logprobs_N: Tensor, entropy_N: Tensor) -> ObjectiveInputs:

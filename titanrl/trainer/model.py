@@ -32,6 +32,7 @@ from torchtitan.protocols.sharding import ShardingConfig
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 from torchtitan.tools.utils import get_local_device, set_default_dtype
 
+from titanrl.algorithms.divergences import TeacherTokens, divergence
 from titanrl.algorithms.logprobs import TokenSupports, logprobs_and_entropy
 from titanrl.config.device import Device
 from titanrl.config.sections import LoraConfig, TrainerConfig
@@ -415,7 +416,8 @@ class ValueHead:
 class ScoringHead:
     """Replacement of `lm_head.forward` in torchtitan's model that can return log-probabilities instead of logits.
 
-    Inside the context `scoring`, the model returns the log-probabilities of given targets and the entropies, `[B, L]` each.
+    Inside the context `scoring`, the model returns the log-probabilities of given targets and the entropies, `[B, L]` each,
+    and with a teacher the divergences from it. Inside `selecting`, it returns the logits of some tokens.
     Rows longer than a chunk are scored in chunks, and the backward pass recomputes the logits of each chunk, so all logits
     never exist at a time. Because the chunks run inside one call of the module, its FSDP and TP hooks run once.
     """
@@ -426,27 +428,50 @@ class ScoringHead:
         self._vocab_size = vocab_size
         self._targets_BL: Tensor | None = None
         self._supports: TokenSupports | None = None
+        self._teacher: TeacherTokens | None = None
+        self._selected_M: Tensor | None = None
         self._temperature = 1.0
         lm_head.forward = self
 
     @contextmanager
-    def scoring(self, targets_BL: Tensor, temperature: float, supports: TokenSupports | None = None) -> Iterator[None]:
-        """Make the model score targets inside the context. `supports` are those of the flattened targets."""
-        self._targets_BL, self._temperature, self._supports = targets_BL, temperature, supports
+    def scoring(
+        self,
+        targets_BL: Tensor,
+        temperature: float,
+        supports: TokenSupports | None = None,
+        teacher: TeacherTokens | None = None,
+    ) -> Iterator[None]:
+        """Make the model score targets inside the context. `supports` and `teacher` are those of the flattened targets."""
+        self._targets_BL, self._temperature, self._supports, self._teacher = targets_BL, temperature, supports, teacher
         try:
             yield
         finally:
-            self._targets_BL = self._supports = None
+            self._targets_BL = self._supports = self._teacher = None
 
-    def __call__(self, hidden_BLD: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+    @contextmanager
+    def selecting(self, tokens_M: Tensor) -> Iterator[None]:
+        """Make the model return the logits of some of the flattened tokens inside the context, `[M, V]`."""
+        self._selected_M = tokens_M
+        try:
+            yield
+        finally:
+            self._selected_M = None
+
+    def __call__(self, hidden_BLD: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Return the logits, `[B, L, V]`; inside `scoring`, return log-probabilities and entropies, `[B, L]` each."""
+        if self._selected_M is not None:
+            selected_MD = local_part(hidden_BLD).flatten(0, 1)[self._selected_M]
+            if isinstance(hidden_BLD, DTensor):  # replicated: the hooks of the output layer have run
+                selected_MD = DTensor.from_local(selected_MD, hidden_BLD.device_mesh, hidden_BLD.placements, run_check=False)
+            logits = self._logits(selected_MD[None])
+            return (logits.to_local() if isinstance(logits, DTensor) else logits)[0]
         if self._targets_BL is None:
             return self._logits(hidden_BLD)
         targets_BL, temperature, supports = self._targets_BL, self._temperature, self._supports
         num_rows, length = targets_BL.shape
         width = max(1, LOGITS_AT_ONCE // (num_rows * self._vocab_size))
         if length <= width:
-            return self._score(hidden_BLD, targets_BL, temperature, supports)
+            return self._score(hidden_BLD, targets_BL, temperature, supports, self._teacher)
         chunks = [
             checkpoint(
                 self._score,
@@ -454,24 +479,32 @@ class ScoringHead:
                 targets_BL[:, start : start + width],
                 temperature,
                 None if supports is None else supports.columns(num_rows, start, min(start + width, length)),
+                None if self._teacher is None else self._teacher.columns(num_rows, start, min(start + width, length)),
                 use_reentrant=False,
                 preserve_rng_state=False,
             )
             for start in range(0, length, width)
         ]
-        logprobs, entropies = zip(*chunks, strict=True)
-        return torch.cat(logprobs, dim=1), torch.cat(entropies, dim=1)
+        return tuple(torch.cat(parts, dim=1) for parts in zip(*chunks, strict=True))
 
     def _score(
-        self, hidden_BCD: Tensor, targets_BC: Tensor, temperature: float, supports: TokenSupports | None
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        hidden_BCD: Tensor,
+        targets_BC: Tensor,
+        temperature: float,
+        supports: TokenSupports | None,
+        teacher: TeacherTokens | None,
+    ) -> tuple[Tensor, ...]:
         logits_BCV = self._logits(hidden_BCD)
         shard: dict[str, Any] = {"group": None}
         if isinstance(logits_BCV, DTensor):  # tensor parallelism: this rank holds some columns of the logits
             mesh, logits_BCV = logits_BCV.device_mesh, logits_BCV.to_local()
             start = -(-self._vocab_size // mesh.size()) * mesh.get_local_rank()
             shard = {"group": mesh.get_group(), "vocab_start": min(self._vocab_size, start)}
-        logprobs_N, entropy_N = logprobs_and_entropy(
-            logits_BCV.flatten(0, 1), targets_BC.flatten(), temperature=temperature, supports=supports, **shard
+        logits_NV = logits_BCV.flatten(0, 1)
+        scores: tuple[Tensor, ...] = logprobs_and_entropy(
+            logits_NV, targets_BC.flatten(), temperature=temperature, supports=supports, **shard
         )
-        return logprobs_N.view(targets_BC.shape), entropy_N.view(targets_BC.shape)
+        if teacher is not None:
+            scores += (divergence(logits_NV, teacher, group=shard["group"], temperature=temperature),)
+        return tuple(values_N.view(targets_BC.shape) for values_N in scores)

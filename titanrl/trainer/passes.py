@@ -6,15 +6,17 @@ Shape suffixes: B rows, L tokens of a row, S tokens of a sequence, N tokens of a
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from titanrl.algorithms.contracts import bound_loss, custom_algorithm, declared_traits, tinker_algorithm
+from titanrl.algorithms.divergences import DivergenceName, TeacherTokens
 from titanrl.algorithms.logprobs import token_supports
 from titanrl.algorithms.losses import LossMetrics
 from titanrl.algorithms.packing import balance, pack, row_costs
@@ -22,11 +24,11 @@ from titanrl.base.plugins import Plugin, plugin_of
 from titanrl.carriers.datums import Datum
 from titanrl.carriers.routes import ExpertIds, has_ids_S
 from titanrl.carriers.supports import Supports
-from titanrl.carriers.types import FloatArray, LossSums
+from titanrl.carriers.types import FloatArray, IntArray, LossSums
 from titanrl.models.experts import routers_of
 from titanrl.trainer.agreement import Facts
 from titanrl.trainer.collate import PackedRows, empty_rows, placed_experts, row_length
-from titanrl.trainer.learner import Learner, Objective, policy_objective, supervised_objective
+from titanrl.trainer.learner import Learner, Objective, distillation_objective, policy_objective, supervised_objective
 from titanrl.trainer.model import PolicyModel
 
 T = TypeVar("T")
@@ -68,6 +70,17 @@ class RowSizes:
     """Multiple to which the length of shorter rows is rounded up."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Teacher:
+    """Divergence that a loss computes, and the weights that compute the teacher's distributions."""
+
+    name: DivergenceName
+    beta: float
+    """Weight of the teacher in the mixture of `jsd`."""
+    at_version: int | None
+    """Version of the weights; None uses those being trained."""
+
+
 @dataclass(frozen=True, slots=True)
 class ChosenLoss:
     """Loss of a pass over data."""
@@ -77,6 +90,8 @@ class ChosenLoss:
     """Required keys of `loss_fn_inputs`."""
     objective: Callable[[Sequence[Datum], Sequence[Location]], Objective]
     """Function that builds the objective of a micro-batch from all data and the locations of its data."""
+    teacher: Teacher | None = None
+    """Teacher, if the loss is a divergence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +137,9 @@ def run_data(learner: Learner, planned: DataPass, *, backward: bool) -> DataResu
     sums = []
     for locations in planned.microbatches:
         rows = build_rows(planned.data, locations, planned.sizes)
+        if planned.loss is not None and planned.loss.teacher is not None:
+            tokens = teacher_tokens(learner, planned.loss.teacher, planned.data, locations, planned.sizes, rows)
+            rows = replace(rows, teacher=tokens)
         if planned.loss is None:
             logprobs_BL = learner.logprobs(rows)
         else:
@@ -133,6 +151,52 @@ def run_data(learner: Learner, planned: DataPass, *, backward: bool) -> DataResu
     if learner.model.tp_rank != 0:
         logprobs = {}
     return DataResult(logprobs=logprobs, sums=tuple(sums), version=learner.version_in_use)
+
+
+def teacher_tokens(
+    learner: Learner,
+    teacher: Teacher,
+    data: Sequence[Datum],
+    locations: Sequence[Location],
+    sizes: RowSizes,
+    rows: PackedRows,
+) -> TeacherTokens:
+    """Compute the teacher's logits at the loss tokens of a micro-batch. This is a collective.
+
+    The teacher reads its own inputs, which are packed separately, in one forward pass. All logits of the micro-batch's loss
+    tokens are kept until its backward pass.
+    """
+    inputs = [_teacher_input(data[location.index]) for location in locations]
+    unlabeled = [Datum(model_input=tokens, loss_fn_inputs={"target_tokens": np.zeros_like(tokens)}) for tokens in inputs]
+    starts: dict[int, tuple[int, int]] = {}
+    placed = []
+    for row, indices in enumerate(pack([len(tokens) for tokens in inputs], sizes.row_tokens)):
+        end = 0
+        for index in indices:
+            starts[index] = row, end
+            placed.append(Location(index, row, slice(end, end + len(inputs[index]))))
+            end += len(inputs[index])
+    packed = build_rows(unlabeled, placed, sizes)
+    index_BL = torch.full(rows.tokens_BL.shape, -1, dtype=torch.int64)
+    selected = [torch.zeros(0, dtype=torch.int64)]
+    num_selected = 0
+    for index, location in enumerate(locations):
+        (tokens_T,) = rows.mask_BL[location.row, location.tokens].nonzero(as_tuple=True)
+        row, start = starts[index]
+        # Both inputs end with the same completion.
+        end = row * packed.length + start + len(inputs[index])
+        selected.append(tokens_T - (location.tokens.stop - location.tokens.start) + end)
+        index_BL[location.row, location.tokens.start + tokens_T] = torch.arange(num_selected, num_selected + len(tokens_T))
+        num_selected += len(tokens_T)
+    tokens_M = torch.cat(selected) if num_selected else torch.zeros(1, dtype=torch.int64)
+    version = teacher.at_version
+    with nullcontext() if version is None else learner.weights_at(version, within_batch=True):
+        logits_MV = learner.logits(packed, tokens_M)
+    return TeacherTokens(name=teacher.name, beta=teacher.beta, index_N=index_BL.flatten(), logits_MV=logits_MV)
+
+
+def _teacher_input(datum: Datum) -> IntArray:
+    return np.asarray(datum.model_input if datum.teacher_input is None else datum.teacher_input)
 
 
 def plan_data(lengths: Sequence[int], sizes: RowSizes, dp_size: int, dp_rank: int) -> Iterator[list[Location]]:
@@ -164,6 +228,9 @@ def chosen_loss(loss: str | Plugin, config: Mapping[str, Any]) -> ChosenLoss:
         for name, value in config.items():
             raise ValueError(f"loss_fn_config.{name}: cross_entropy has no options (got {value}). Remove it.")
         return ChosenLoss("cross_entropy", ("target_tokens",), lambda data, locations: supervised_objective)
+    if loss in get_args(DivergenceName):
+        teacher = _chosen_teacher(loss, config)  # type: ignore[arg-type]
+        return ChosenLoss(str(loss), ("target_tokens", "logprobs"), lambda data, locations: distillation_objective, teacher)
     plugin = plugin_of("loss_fn", loss) if isinstance(loss, str) else loss
     function: Any = None if plugin is None else plugin.load()
     traits = declared_traits(function)
@@ -177,6 +244,21 @@ def chosen_loss(loss: str | Plugin, config: Mapping[str, Any]) -> ChosenLoss:
     if plugin is not None:
         objective = partial(_on_all_ranks, objective)
     return ChosenLoss(algorithm.loss, ("target_tokens", "logprobs", "advantages"), lambda data, locations: objective)
+
+
+def _chosen_teacher(loss: DivergenceName, config: Mapping[str, Any]) -> Teacher:
+    """Return the teacher of a divergence; raise `ValueError` if it has no such option, or a value is invalid."""
+    options = {"at_version": None, **({"beta": 0.5} if loss == "jsd" else {})}
+    for name, value in config.items():
+        if name not in options:
+            fix = f"Its options: {', '.join(options)}."
+            raise ValueError(f"loss_fn_config.{name}: {loss} has no such option (got {value}). {fix}")
+    values: dict[str, Any] = {**options, **config}
+    beta = values.get("beta", 0.5)
+    if not 0.0 < beta < 1.0:
+        fix = "Use forward_kl or reverse_kl for the limits."
+        raise ValueError(f"loss_fn_config.beta: must be above 0 and below 1 (got {beta}). {fix}")
+    return Teacher(name=loss, beta=float(beta), at_version=values["at_version"])
 
 
 def check_data(data: Sequence[Datum], sizes: RowSizes, loss: ChosenLoss | None) -> None:
@@ -199,10 +281,29 @@ def check_data(data: Sequence[Datum], sizes: RowSizes, loss: ChosenLoss | None) 
                 names = sorted(datum.loss_fn_inputs)
                 loss_name = None if loss is None else loss.name
                 raise ValueError(f"{inputs}: {name!r} is missing (got {names}). Add it: loss {loss_name!r} needs it.")
+        if loss is not None and loss.teacher is not None and datum.teacher_input is not None:
+            _check_teacher_input(f"data[{index}].teacher_input", datum, sizes)
         for name, values in datum.loss_fn_inputs.items():
             if np.shape(values) != (length,):
                 fix = f"Give one value per input token: ({length},)."
                 raise ValueError(f"{inputs}[{name!r}]: wrong shape (got {np.shape(values)}). {fix}")
+
+
+def _check_teacher_input(name: str, datum: Datum, sizes: RowSizes) -> None:
+    """Raise `ValueError` unless the teacher's input fits a row and ends with the tokens that precede the loss tokens.
+
+    The input token before the first loss token belongs to the prompt, and may differ.
+    """
+    tokens = np.asarray(datum.teacher_input)
+    if not 0 < len(tokens) <= sizes.row_tokens:
+        fix = f"Cut it to 1 to {sizes.row_tokens} tokens, or change trainer.row_tokens."
+        raise ValueError(f"{name}: does not fit a row (got {len(tokens)} tokens). {fix}")
+    weights = np.asarray(datum.loss_fn_inputs.get("weights", np.ones(len(datum.model_input))))
+    num_completion = len(weights) - (int(np.flatnonzero(weights)[0]) if weights.any() else len(weights))
+    ends_alike = num_completion <= 1 or np.array_equal(tokens[1 - num_completion :], datum.model_input[1 - num_completion :])
+    if len(tokens) < num_completion or not ends_alike:
+        fix = "Append the completion, without its last token, to the teacher's prompt."
+        raise ValueError(f"{name}: must end with the completion (got {len(tokens)} tokens). {fix}")
 
 
 def check_supports(data: Sequence[Datum], vocab_size: int) -> None:

@@ -321,6 +321,13 @@ class PolicyTrainer(Actor):
         with self.agreement.phase("run_data") as agree:
             learner = self._adapters.use(model)
             planned = plan_pass(learner.model, data, self._row_sizes, loss_fn, loss_fn_config)
+            teacher = None if planned.loss is None else planned.loss.teacher
+            if teacher is not None and teacher.at_version is not None:  # replaces the weights, which a push reads
+                async with self._weights_lock:
+                    agree(planned.facts)
+                    learner = self._adapters.use(model)  # a push may have exchanged it during the wait
+                    with learner.required_pass() if backward else nullcontext(), self._computing():
+                        return run_data(learner, planned, backward=backward)
             agree(planned.facts)
             with learner.required_pass() if backward else nullcontext(), self._computing():
                 return run_data(learner, planned, backward=backward)
