@@ -11,15 +11,15 @@ import pytest
 from tests.size import PACKAGE, figures
 
 CEILINGS = {
-    "lines": 68_000,
-    "modules": 253,
+    "lines": 68_450,
+    "modules": 254,
     "small modules": 8,
     "modules with a shared name": 6,
     "rooms": 27,
     "arrows": 178,
     "floors": 13,
     "modules reached by the loop": 122,
-    "functions with one mention": 0.373,
+    "functions with one mention": 0.375,
 }
 """Largest figures of `tests.size`. Lower them with the code. A change that needs a higher one says why in its message."""
 

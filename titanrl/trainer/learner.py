@@ -184,6 +184,7 @@ class Learner:
 
         Their dtype is that of the passes, so M V of them take 2 or 4 M V bytes.
         """
+        assert isinstance(self._head, ScoringHead), "a critic has no logits"
         rows = rows.to(self.model.device)
         self._load.record(rows)
         with torch.no_grad(), self.model.computing(), self._head.selecting(tokens_M.to(self.model.device)):

@@ -399,7 +399,11 @@ class ValueHead:
         lm_head.forward = self
 
     def scoring(
-        self, targets_BL: Tensor, temperature: float, supports: TokenSupports | None = None
+        self,
+        targets_BL: Tensor,
+        temperature: float,
+        supports: TokenSupports | None = None,
+        teacher: TeacherTokens | None = None,
     ) -> AbstractContextManager[None]:
         """Return a context without effect: values do not depend on the targets."""
         return nullcontext()
