@@ -7,7 +7,7 @@ import cloudpickle
 import numpy as np
 import pytest
 
-from titanrl.carriers.routes import first_recorded, has_ids_S, id_dtype
+from titanrl.carriers.routes import first_recorded, has_ids_S, id_dtype, joined_experts
 from titanrl.carriers.supports import supports_of
 from titanrl.carriers.tables import SequencePlan
 from titanrl.carriers.types import Completion, GenerationRequest, GroupHandle, SamplingParams, Segment
@@ -108,3 +108,12 @@ def test_first_recorded_experts_of_a_token_count() -> None:
     assert merged.ravel().tolist() == [1, 2, 5, 6, 255, 255]
     assert has_ids_S(merged).tolist() == [True, True, True, True, False, False]
     assert first_recorded([], 3) is None
+
+
+def test_segments_without_experts_keep_the_places_of_the_others() -> None:
+    known = np.array([[[0, 5]], [[7, 1]]], np.uint8)
+    joined = joined_experts([(None, 1), (known, 2), (None, 2)])
+    assert joined is not None
+    assert has_ids_S(joined).tolist() == [False, True, True, False, False]
+    assert joined[1:3].tolist() == known.tolist()
+    assert joined_experts([(None, 3)]) is None

@@ -19,7 +19,7 @@ import numpy as np
 
 from titanrl.base.errors import TitanRLError
 from titanrl.base.files import naming, replace_lines, replace_text, sync_file, sync_folder
-from titanrl.carriers.routes import ExpertIds
+from titanrl.carriers.routes import ExpertIds, joined_experts
 from titanrl.carriers.supports import Supports, join
 from titanrl.carriers.types import Completion, Group, Prompt, Rollout, ScorerFailure, Segment, Turn
 from titanrl.config.errors import BrokenRule, rule_of
@@ -349,8 +349,7 @@ def _scored(rollout: Rollout) -> dict[str, Any]:
     # Either all segments of a rollout have supports, or, without truncated sampling, none has.
     limited = [segment.supports for segment in segments if segment.supports is not None]
     supports = join(limited) if limited else None
-    routed = [segment.experts for segment in segments if segment.experts is not None]
-    experts = np.concatenate(routed) if routed else None
+    experts = joined_experts([(segment.experts, len(segment.token_ids)) for segment in segments])
     return {
         "outcome": "ok",
         "error": None,

@@ -3,7 +3,7 @@
 Shape suffixes: S tokens, Y layers, K experts of a token.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,15 @@ def first_recorded(parts: Iterable[ExpertIds], num_tokens: int) -> ExpertIds | N
         missing = np.flatnonzero(~has_ids_S(merged[: len(part)]))
         merged[missing] = part[missing]
     return merged
+
+
+def joined_experts(parts: Sequence[tuple[ExpertIds | None, int]]) -> ExpertIds | None:
+    """Concatenate ids, each with its number of tokens; parts without ids get none. Return None if no part has any."""
+    known = next((ids for ids, _ in parts if ids is not None), None)
+    if known is None:
+        return None
+    none = np.iinfo(known.dtype).max
+    return np.concatenate([np.full((num, *known.shape[1:]), none, known.dtype) if ids is None else ids for ids, num in parts])
 
 
 def experts_bytes(experts: ExpertIds | None) -> tuple[Any, ...] | None:

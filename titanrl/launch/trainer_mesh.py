@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from titanrl.trainer.passes import DataResult
 
 T = TypeVar("T")
+OfRank = TypeVar("OfRank", MeasuredCorrection, RankValues)
 
 
 def merge_losses(parts: Iterable[LossSums]) -> LossSums:
@@ -66,12 +67,7 @@ def merge_outputs(num_data: int, replies: "Iterable[DataResult]") -> ForwardBack
     )
 
 
-def merge_corrections(name: str, replies: Sequence[MeasuredCorrection]) -> Sequence[MeasuredCorrection]:
-    """Return one reply per data-parallel rank, because tensor-parallel ranks compute the same."""
-    return list({reply.dp_rank: reply for reply in replies}.values())
-
-
-def merge_values(name: str, replies: Sequence[RankValues]) -> Sequence[RankValues]:
+def per_dp_rank(name: str, replies: Sequence[OfRank]) -> Sequence[OfRank]:
     """Return one reply per data-parallel rank, because tensor-parallel ranks compute the same."""
     return list({reply.dp_rank: reply for reply in replies}.values())
 
@@ -132,8 +128,8 @@ class TrainerMesh:
 
     start = Verb(PolicyTrainer.start, done, limit="start_s")
     load_model = Verb(PolicyTrainer.load_model, done, limit="start_s")
-    measure_correction = Verb(PolicyTrainer.measure_correction, merge_corrections)
-    compute_values = Verb(PolicyTrainer.compute_values, merge_values)
+    measure_correction = Verb(PolicyTrainer.measure_correction, per_dp_rank)
+    compute_values = Verb(PolicyTrainer.compute_values, per_dp_rank)
     compute_logprobs = Verb(PolicyTrainer.compute_logprobs, done)
     hold_rollouts = Verb(PolicyTrainer.hold_rollouts, done)
     share_logprobs = Verb(PolicyTrainer.share_logprobs, done)
