@@ -32,7 +32,7 @@ class Copies:
     async def drop_weights(self, version: int) -> None:
         self.held.remove(version)
 
-    async def compute_logprobs(self, microbatch: Any, *, at_version: int) -> None:
+    async def compute_logprobs(self, microbatch: Any, *, at_version: int, is_reference: bool) -> None:
         assert at_version in self.held or at_version in (self.version, AVERAGE)
         self.computed.append(at_version)
 

@@ -294,8 +294,8 @@ class RecordTable:
     """Values by reward part, `[N]`; NaN where a rollout lacks the part."""
     tasks: IntArray
     """Index of each group's task, `[P]`; 0 without a mixture."""
-    is_truncated: BoolArray
-    """True for the rollouts truncated at the length limit, `[N]`."""
+    known_truncated: BoolArray | None = None
+    """True for the rollouts truncated at the length limit, `[N]`; None if none is."""
     known_turns: TurnTable | None = None
     """Turns of the segments; None if each segment is one turn."""
     known_tokens: TokenTable | None = None
@@ -323,11 +323,12 @@ class RecordTable:
                 for part in parts
             },
             tasks=np.array([record.task for record in packed], np.int64),
-            is_truncated=np.zeros(sum(len(record.rewards) // 8 for record in packed), np.bool_),
         )
-        for start, record in zip(table.starts.tolist(), packed, strict=True):
-            if record.truncated:
-                table.is_truncated[start + np.array(record.truncated)] = True
+        if any(record.truncated for record in packed):
+            is_truncated = table.is_truncated.copy()
+            for start, record in zip(table.starts.tolist(), packed, strict=True):
+                is_truncated[start + np.array(record.truncated, np.int64)] = True
+            table = replace(table, known_truncated=is_truncated)
         if any(record.turns for record in packed):
             num_segments = [len(record.lengths) // 8 for record in packed]
             table = replace(table, known_turns=table.turns.replaced([record.turns for record in packed], num_segments))
@@ -384,6 +385,11 @@ class RecordTable:
         """Token rewards, derived from the rewards of turns if they are not known."""
         return self.known_tokens or TokenTable.of_turns(self.turns, self.num_segments)
 
+    @property
+    def is_truncated(self) -> BoolArray:
+        """True for the rollouts truncated at the length limit, `[N]`."""
+        return np.zeros(len(self.rewards), np.bool_) if self.known_truncated is None else self.known_truncated
+
     @cached_property
     def num_turns_by_rollout(self) -> IntArray:
         """Turns per rollout, `[N]`."""
@@ -396,8 +402,9 @@ class RecordTable:
         parts = dict.fromkeys([*self.reward_parts, *other.reward_parts])
         columns = {
             name: np.concatenate([getattr(self, name), getattr(other, name)])
-            for name in ("groups", "tasks", "rewards", "num_segments", "lengths", "num_sampled", "is_truncated")
+            for name in ("groups", "tasks", "rewards", "num_segments", "lengths", "num_sampled")
         }
+        truncated = self.known_truncated is not None or other.known_truncated is not None
         turns, tokens = self.known_turns or other.known_turns, self.known_tokens or other.known_tokens
         return replace(
             self,
@@ -406,6 +413,7 @@ class RecordTable:
                 part: np.concatenate([self.reward_parts.get(part, nan[0]), other.reward_parts.get(part, nan[1])])
                 for part in parts
             },
+            known_truncated=np.concatenate([self.is_truncated, other.is_truncated]) if truncated else None,
             known_turns=TurnTable.unpacked([self.turns.packed, other.turns.packed]) if turns else None,
             known_tokens=TokenTable.unpacked([self.tokens.packed, other.tokens.packed]) if tokens else None,
         )
@@ -427,7 +435,7 @@ class RecordTable:
             num_sampled=self.num_sampled[segments],
             reward_parts={part: values[rollouts] for part, values in self.reward_parts.items()},
             tasks=self.tasks[order],
-            is_truncated=self.is_truncated[rollouts],
+            known_truncated=None if self.known_truncated is None else self.known_truncated[rollouts],
             known_turns=None if self.known_turns is None else self.known_turns.take(segments),
             known_tokens=None if self.known_tokens is None else self.known_tokens.take(rollouts),
         )

@@ -134,10 +134,9 @@ class TrainedModel:
         """Run a pass; with `backward`, accumulate the gradient."""
         start = self._training.forward_backward if backward else self._training.forward
         try:
-            running = start(data, loss_fn, options)
-        except (TypeError, ValueError) as error:  # of a check; those of a running pass are internal
+            return await start(data, loss_fn, options)
+        except (TypeError, ValueError) as error:  # of a check, here or at the start of the pass in the trainer
             raise Refused(str(error)) from None
-        return await running
 
     async def optim_step(self, params: AdamParams) -> OptimUpdate:
         """Take an optimizer step."""
