@@ -43,7 +43,7 @@ def first_recorded(parts: Iterable[ExpertIds], num_tokens: int) -> ExpertIds | N
 
 
 def joined_experts(parts: Sequence[tuple[ExpertIds | None, int]]) -> ExpertIds | None:
-    """Concatenate ids, each with its number of tokens; parts without ids get none. Return None if no part has any."""
+    """Join ids, each with its number of tokens; parts without ids get none. Return None if no part has any."""
     known = next((ids for ids, _ in parts if ids is not None), None)
     if known is None:
         return None
