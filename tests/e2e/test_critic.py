@@ -1,6 +1,5 @@
 """A run with a critic: turns with rewards, warm-up, two ranks, mini-batches, and a resume from a checkpoint."""
 
-import asyncio
 import shutil
 from pathlib import Path
 
@@ -8,7 +7,7 @@ import pytest
 
 from benchmarks import critic
 from tests.e2e.conftest import SMALL, Finished
-from tests.e2e.test_epochs import Watched, exported, rows
+from tests.e2e.test_epochs import exported, rows, watched_run
 from titanrl import load_config
 
 
@@ -26,15 +25,7 @@ def test_critic_warms_up_learns_and_resumes_bit_for_bit(plain_run: Finished, tmp
         "logging.console=off",
     ]
     config = load_config("configs/quickstart.yaml", changed)
-
-    async def train(**options: Path) -> Watched:
-        run = Watched(config, **options)
-        async with run:
-            await run.train()
-            await run.export()
-        return run
-
-    run = asyncio.run(train())
+    run = watched_run(config)
     found = rows(run.run_dir)
     assert [row["optim/empty"] for row in found] == [1.0, 0.0, 0.0, 0.0], "the first step trains only the critic"
     assert [row["version"] for row in found] == [1, 2, 3, 4]
@@ -51,7 +42,7 @@ def test_critic_warms_up_learns_and_resumes_bit_for_bit(plain_run: Finished, tmp
     weights = exported(run.run_dir)
     shutil.rmtree(run.run_dir / "checkpoints/step-4")
     shutil.rmtree(run.run_dir / "checkpoints/final")
-    resumed = asyncio.run(train(resume=run.run_dir))
+    resumed = watched_run(config, resume=run.run_dir)
     assert len(resumed.updates) == 2
     assert rows(resumed.run_dir) == found
     assert exported(resumed.run_dir) == weights

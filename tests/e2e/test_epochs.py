@@ -34,6 +34,19 @@ class Watched(GRPO):
         return super()._report(batch, plan, trained, *others)
 
 
+def watched_run(config: Config, **options: Any) -> Watched:
+    """Train and export."""
+
+    async def train() -> Watched:
+        run = Watched(config, **options)
+        async with run:
+            await run.train()
+            await run.export()
+        return run
+
+    return asyncio.run(train())
+
+
 def rows(run_dir: Path) -> list[dict[str, float]]:
     """Return the time-independent metrics of the steps."""
     found = [row for row in read_metrics(run_dir / "metrics.jsonl") if "reward/mean" in row]
@@ -52,15 +65,7 @@ def test_epochs_and_minibatches_take_several_optimizer_steps_and_resume_bit_for_
     passes = ("trainer.epochs=2", "trainer.minibatches_per_batch=2", "trainer.parallelism.dp_shard=2")
     options = ("algorithm.proximal=interval_start", "algorithm.learning_rate=1e-3")
     config = load_config("configs/quickstart.yaml", [*SMALL, *places, *passes, *options, "logging.console=off"])
-
-    async def train(**options: Any) -> Watched:
-        run = Watched(config, **options)
-        async with run:
-            await run.train()
-            await run.export()
-        return run
-
-    run = asyncio.run(train())
+    run = watched_run(config)
     assert [len(updates) for updates in run.updates] == [4, 4, 4, 4]
     assert [[update.version for update in updates] for updates in run.updates] == [[n, n, n, n + 1] for n in range(4)]
     for losses in run.passes:
@@ -86,7 +91,7 @@ def test_epochs_and_minibatches_take_several_optimizer_steps_and_resume_bit_for_
     weights = exported(run.run_dir)
     shutil.rmtree(run.run_dir / "checkpoints/step-4")
     shutil.rmtree(run.run_dir / "checkpoints/final")
-    resumed = asyncio.run(train(resume=run.run_dir))
+    resumed = watched_run(config, resume=run.run_dir)
     assert len(resumed.updates) == 2
     assert rows(resumed.run_dir) == found
     assert exported(resumed.run_dir) == weights
