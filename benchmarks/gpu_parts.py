@@ -20,7 +20,7 @@ import time
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -554,8 +554,8 @@ def invariance(folder: Path, _: str) -> Iterator[Figure]:
 
 def first_row(batch: PackedRows) -> PackedRows:
     """Return the first row, with the tensors that a pass without gradient reads."""
-    names = ("tokens_BL", "positions_BL", "targets_BL", "mask_BL", "logprobs_BL", "versions_BL", "advantages_BL", "weights_BL")
-    return PackedRows(**{name: getattr(batch, name)[:1] for name in names})
+    required = [field.name for field in fields(PackedRows) if field.default is MISSING]
+    return PackedRows(**{name: getattr(batch, name)[:1] for name in required})
 
 
 def apart(some: torch.Tensor, others: torch.Tensor) -> Figure:

@@ -70,6 +70,7 @@ def test_engine_core_requests_and_outputs_have_the_expected_fields() -> None:
 def test_step_ignores_outputs_of_aborted_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine.__new__(Engine)
     engine._running, engine._recording, engine._window, engine._has_windows = {}, None, None, False
+    engine._routes = None
     engine._engine = None  # type: ignore[assignment]
     output = EngineCoreOutput(request_id="7", new_token_ids=[3])
     monkeypatch.setattr(titanrl.generator.engine, "step_core", lambda _: [output])
