@@ -1,4 +1,4 @@
-"""Sample with recorded experts in the real engine: `python -m tests.generator.route_cases FOLDER IMPL DTYPE`."""
+"""Sample with recorded experts in the real engine: `python -m tests.generator.route_cases FOLDER IMPL`."""
 
 import asyncio
 import pickle
@@ -34,9 +34,8 @@ def requests(count: int = NUM, *, experts: bool = True, **options: Any) -> list[
     ]
 
 
-async def main(folder: Path, impl: str, dtype: str) -> None:
+async def write_samples(folder: Path, impl: str, dtype: str) -> None:
     """Write the samples of each case."""
-    prepare_torchtitan(DEVICES["cpu"])
     from titanrl.generator.engine import Engine
     from titanrl.generator.pulling import Puller
     from titanrl.weights.records import Commit
@@ -83,4 +82,6 @@ async def main(folder: Path, impl: str, dtype: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(Path(sys.argv[1]), *sys.argv[2:]))
+    prepare_torchtitan(DEVICES["cpu"])
+    for dtype in ("float32", "bfloat16"):  # one process imports vLLM once
+        asyncio.run(write_samples(Path(sys.argv[1]), sys.argv[2], dtype))

@@ -65,7 +65,7 @@ def write(name: str, run_dir: Path, first: int, last: int, ending: str = "close"
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, cwd=run_dir)
     assert done.returncode == (-9 if ending == "kill" else 0), done.stderr
     assert "Traceback" not in done.stderr
-    assert "will receive no more" not in done.stdout
+    assert "will receive no more" not in done.stdout, done.stdout  # pytest would shorten it
 
 
 Points = list[tuple[int, float]]

@@ -46,15 +46,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def sampled(folder: Path) -> Callable[[str, str], Mapping[str, Case]]:
-    """Samples of an engine, which is started once for each implementation and dtype."""
+    """Samples of engines, of both dtypes in one process for each implementation."""
     found: dict[tuple[str, str], Mapping[str, Case]] = {}
 
     def run(impl: str, dtype: str) -> Mapping[str, Case]:
         if (impl, dtype) not in found:
             environment = os.environ | generator_environment(load_config("configs/quickstart.yaml"), DEVICES["cpu"], 0)
-            command = [sys.executable, "-m", "tests.generator.route_cases", str(folder), impl, dtype]
+            command = [sys.executable, "-m", "tests.generator.route_cases", str(folder), impl]
             subprocess.run(command, env=environment, check=True, timeout=300)
-            found[impl, dtype] = pickle.loads((folder / f"{impl}-{dtype}.pickle").read_bytes())
+            for each in ("float32", "bfloat16"):
+                found[impl, each] = pickle.loads((folder / f"{impl}-{each}.pickle").read_bytes())
         return found[impl, dtype]
 
     return run
