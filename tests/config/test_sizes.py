@@ -261,6 +261,15 @@ def test_sum_reduction_is_noted() -> None:
     assert f"# Notes\n{note}" in dry_run_text(config)
 
 
+def test_values_that_override_a_preset_are_noted() -> None:
+    assert list(notes(make_config(algorithm={"preset": "ppo", "clip_low": 0.2, "sapo_temperatures": [1.0, 2.0]}))) == []
+    (note,) = notes(make_config(algorithm={"preset": "ppo", "advantage": "dr_grpo", "clip_high": 0.3}))
+    assert note == (
+        'algorithm.preset=ppo: the configuration sets other values for advantage="dr_grpo" (preset: "gae"), '
+        "clip_high=0.3 (preset: 0.2). They are used."
+    )
+
+
 def test_short_rows_hold_one_sequence() -> None:
     sections = {"rollout": {"max_new_tokens": 200}, "trainer": {"row_tokens": 100, "overlong": "truncate"}}
     assert derive(make_config(**sections)).max_microbatches == 4

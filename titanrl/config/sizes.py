@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titanrl.base.choices import Dtype
+from titanrl.config.algorithm import ALGORITHM_PRESETS, CORRECTION_PRESETS
 from titanrl.config.device import device_kind
+from titanrl.config.errors import inline
 
 if TYPE_CHECKING:
     from titanrl.config.schema import Config
@@ -292,6 +294,17 @@ def notes(config: "Config") -> Iterator[str]:
             f"{tokens:,}. AdamW cancels this factor except for eps={algorithm.eps:g}, but "
             f"max_grad_norm={algorithm.max_grad_norm:g} clips more gradients."
         )
+    for path, section, presets in (
+        ("algorithm", algorithm, ALGORITHM_PRESETS),
+        ("algorithm.correction", algorithm.correction, CORRECTION_PRESETS),
+    ):
+        preset = section.preset
+        if preset is not None:
+            alone = section.model_validate({"preset": preset})
+            values = {key: (getattr(section, key), getattr(alone, key)) for key in presets[preset]}
+            others = [f"{key}={inline(own)} (preset: {inline(its)})" for key, (own, its) in values.items() if own != its]
+            if others:
+                yield f"{path}.preset={preset}: the configuration sets other values for {', '.join(others)}. They are used."
 
 
 def _num_sequences(config: "Config") -> int:
