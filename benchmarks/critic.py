@@ -28,6 +28,8 @@ VARIANTS: Mapping[str, tuple[str, ...]] = {
         "algorithm.critic={learning_rate: 5e-4, warmup_steps: 5}",
     ),
 }
+PHRASE = "State the final answer to the following arithmetic problem: "
+"""Start of the prompts that the model of the quick start knows."""
 _ANSWER = re.compile(r"<answer>\s*(-?\d+)\s*</answer>")
 
 
@@ -60,7 +62,7 @@ class Sums:
         for term in terms[1:]:
             sign = self._random.choice([1, -1])
             question, self._answer = f"{question} {'+' if sign > 0 else '-'} {term}", self._answer + sign * term
-        return Observation(messages=[{"role": "user", "content": f"{question} ="}], reward=reward, replaces=True)
+        return Observation(messages=[{"role": "user", "content": f"{PHRASE}{question} ="}], reward=reward, replaces=True)
 
 
 def main() -> None:
