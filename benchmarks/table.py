@@ -431,6 +431,20 @@ def serve_table(result: Mapping[str, Any]) -> str:
     return "\n".join(lines) + f"\n\n`python -m benchmarks.serve --json FILE`, {where(result['machine'])}."
 
 
+def critic_table(result: Mapping[str, Any]) -> str:
+    """Return the share of correct answers over the last ten steps, by seed, with and without a critic."""
+    seeds = sorted({run["seed"] for run in result["runs"]})
+    lines = [
+        f"| baseline | {' | '.join(f'seed {seed}' for seed in seeds)} | mean | step, median |",
+        f"|---|{'---|' * (len(seeds) + 2)}",
+    ]
+    for name, summary in result["variants"].items():
+        found = {run["seed"]: run["correct_last_10"] for run in result["runs"] if run["variant"] == name}
+        shares = [f"{found[seed]:.3f}" for seed in seeds]
+        lines.append(f"| {name} | {' | '.join(shares)} | {summary['correct_last_10']:.3f} | {summary['step_s']:.2f} s |")
+    return "\n".join(lines) + f"\n\n`python -m benchmarks.critic --json FILE`, {where(result['machine'])}."
+
+
 def adapters_table(result: Mapping[str, Any]) -> str:
     """Return the table of a switch between two adapters, and the ratio of steps."""
     lines = ["| base | adapter | switch |", "|---|---|---|"]
@@ -455,6 +469,7 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "docs/howto/serve.md": ("serve.json", serve_table),
     "docs/architecture.md": ("growth.json", growth_table),
     "docs/trainer.md": ("adapters.json", adapters_table),
+    "docs/howto/critic.md": ("critic.json", critic_table),
     "docs/scale.md": ("scale.json", scale_figures),
     "docs/record.md": ("record.json", record_table),
 }
