@@ -56,6 +56,25 @@ def test_final_score_has_the_interval_of_the_seeds_or_of_the_evaluation(records:
     assert score(fast, "reward/mean") is None
 
 
+def test_runs_of_equal_seeds_count_as_one(tmp_path: Path) -> None:
+    # Asynchronous runs of one seed differ, but do not show how much the seed matters.
+    text = "seed: {}\nnum_steps: 10\n"
+    runs = [(0, 0.6), (0, 0.8), (1, 0.9)]
+    records = [write_run(tmp_path / f"r{n}", text.format(seed), *evaluated(0.1, final)) for n, (seed, final) in enumerate(runs)]
+    (variant,) = variants_of(read_runs(records))
+    assert variant.name == "r0 (3 runs of 2 seeds)"
+    found = score(variant, "eval/sums/mean")
+    assert found is not None
+    assert (found.num_seeds, found.best) == (2, pytest.approx(0.8))
+    assert found.final.value == pytest.approx(0.8)
+    assert found.final.ci95 == pytest.approx(12.706 * stdev((0.7, 0.9)) / math.sqrt(2))
+    (twice,) = variants_of(read_runs(records[:2]))
+    assert twice.name == "r0 (2 runs of 1 seed)"
+    alone = score(twice, "eval/sums/mean")
+    assert alone is not None
+    assert alone.final == (pytest.approx(0.7), None), "neither an interval of seeds nor of one evaluation"
+
+
 @pytest.mark.parametrize(("freedom", "quantile"), [(1, 12.706), (10, 2.228), (11, 2.201), (30, 2.042), (10_000, 1.960)])
 def test_quantiles_of_students_t(freedom: int, quantile: float) -> None:
     assert comparison._t_975(freedom) == pytest.approx(quantile, abs=0.003)

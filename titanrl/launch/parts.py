@@ -36,7 +36,7 @@ PACE, DISK = Pace(), Pace(min_s=DISK_S)
 class Verb(Generic[P, R, M]):
     """A request to the endpoint of the same name, as an attribute of a client's class. The endpoint's docstring describes it.
 
-    The client has `mesh`, the actors, and `ask`, which awaits their replies.
+    The client has `mesh`, the actors, and `ask`, which awaits their replies. If it has a `model`, each request names it.
 
     Example: `keep_weights = Verb(PolicyTrainer.keep_weights, agreed)`
     """
@@ -66,7 +66,9 @@ class Verb(Generic[P, R, M]):
         return self._request if client is None else partial(self._request, client)  # bound to the client like a method
 
     async def _request(self, client: Any, /, *args: P.args, **kwargs: P.kwargs) -> M:
-        call = ask_ranks(getattr(client.mesh, self._name), *args, **kwargs)
+        model = getattr(client, "model", None)
+        named = {} if model is None else {"model": model}
+        call = ask_ranks(getattr(client.mesh, self._name), *args, **kwargs, **named)
         return self._merge(self._name, await client.ask(self._name, call, self._limit, self._pace))
 
 

@@ -83,27 +83,6 @@ def merge_updates(name: str, replies: Sequence[OptimUpdate]) -> OptimUpdate:
     return replace(update, busy_s=fmean(reply.busy_s for reply in replies))
 
 
-@dataclass(frozen=True, slots=True)
-class _EndpointOfModel:
-    endpoint: Any
-    model: str
-
-    def broadcast(self, *args: Any, **kwargs: Any) -> None:
-        """Send a request that names the model to all ranks."""
-        self.endpoint.broadcast(*args, model=self.model, **kwargs)
-
-
-@dataclass(frozen=True, slots=True)
-class _OfModel:
-    """The actors of a mesh, whose endpoints get the name of a model as the argument `model`."""
-
-    mesh: Any
-    model: str
-
-    def __getattr__(self, name: str) -> _EndpointOfModel:
-        return _EndpointOfModel(getattr(self.mesh, name), self.model)
-
-
 @dataclass(slots=True)
 class TrainerMesh:
     """Client of all trainer ranks. Each request goes to every rank; a rank serves its requests in order.
@@ -156,7 +135,7 @@ class TrainerMesh:
 
     async def new_model(self, name: str, spec: AdapterSpec) -> "TrainerMesh":
         """Create a model on the same base; return a client whose requests concern it."""
-        client = replace(self, mesh=_OfModel(self.mesh, name), model=name, version=0, _queued=[])
+        client = replace(self, model=name, version=0, _queued=[])
         async with self.turns:
             await client._new_model(spec)
         return client
@@ -230,7 +209,7 @@ class TrainerMesh:
     async def _on_data(self, name: str, data: Sequence[Datum], *args: Any, **options: Any) -> ForwardBackwardOutput:
         """Send a request whose deadline is learned per size of the data, in powers of two."""
         pace = Pace(kind=f"trainer.{name} {sum(len(datum.model_input) for datum in data).bit_length()}")
-        call = ask_ranks(getattr(self.mesh, name), data, *args, **options)
+        call = ask_ranks(getattr(self.mesh, name), data, *args, model=self.model, **options)
         return merge_outputs(len(data), await self.ask(name, call, pace=pace))
 
     async def use_shard(self, number: int, shard: Any | None) -> None:

@@ -1,6 +1,7 @@
 """Compare runs: their scores with confidence intervals, the configuration keys in which they differ, and their curves.
 
-Runs whose configurations differ only in `seed` are one variant. Its scores are means over the seeds.
+Runs whose configurations differ only in `seed` are one variant. Its scores are means over the seeds; runs with equal seeds
+count as one, because they do not show how much the seed matters.
 """
 
 import math
@@ -54,6 +55,11 @@ class ComparedRun:
     """Metrics, one row per step."""
 
     @property
+    def seed(self) -> str:
+        """Seed of the run, by which runs of a variant are told apart."""
+        return repr(self.config.get(SEED))
+
+    @property
     def identity(self) -> object:
         """Value that is equal for all runs of a variant, and different for others."""
         kept = {key: value for key, value in self.config.items() if key != SEED and key not in NAMING}
@@ -62,15 +68,22 @@ class ComparedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """Runs whose configurations differ only in the seed."""
+    """Runs whose configurations differ only in the seed, or not at all."""
 
     runs: Sequence[ComparedRun]
 
     @property
+    def num_seeds(self) -> int:
+        """Number of different seeds."""
+        return len({run.seed for run in self.runs})
+
+    @property
     def name(self) -> str:
-        """Name of the first run, and the number of seeds if there are several."""
-        first = self.runs[0].name
-        return first if len(self.runs) == 1 else f"{first} ({len(self.runs)} seeds)"
+        """Name of the first run, and the numbers of runs and seeds if there are several."""
+        first, num_runs, num_seeds = self.runs[0].name, len(self.runs), self.num_seeds
+        if num_runs == 1:
+            return first
+        return f"{first} ({num_seeds} seeds)" if num_runs == num_seeds else f"{first} ({num_runs} runs of {count_of_seeds(num_seeds)})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +99,8 @@ class Score:
     """Highest value, or the lowest of a loss. The best of several noisy evaluations is higher than the policy's true score."""
     best_step: float
     """Median over the seeds of the step with the best value."""
-    num_runs: int
-    """Number of runs that have the metric."""
+    num_seeds: int
+    """Number of seeds with a run that has the metric."""
 
 
 class Table(NamedTuple):
@@ -150,22 +163,31 @@ def score(variant: Variant, metric: str) -> Score | None:
     if not found:
         return None
     is_evaluation = metric.startswith("eval/") or metric == "loss/eval"
-    ends = [(points[0][1], points[-1][1]) if is_evaluation else ends_of(points)[:2] for _, points in found]
-    finals = [last for _, last in ends]
-    bests = [(min if lowest else max)(points, key=lambda point: point[1]) for _, points in found]
+    ends = {run.path: (points[0][1], points[-1][1]) if is_evaluation else ends_of(points)[:2] for run, points in found}
+    bests = {run.path: (min if lowest else max)(points, key=lambda point: point[1]) for run, points in found}
+    runs = [run for run, _ in found]
+    finals = _of_seeds(runs, lambda run: ends[run.path][1])
     if len(finals) > 1:
         ci95 = _t_975(len(finals) - 1) * stdev(finals) / math.sqrt(len(finals))
         final = Estimate(fmean(finals), ci95)
     else:
-        own = series(found[0][0].rows, f"{metric}_ci95")
+        own = series(runs[0].rows, f"{metric}_ci95") if len(runs) == 1 else []
         final = Estimate(finals[0], own[-1][1] if own else None)
     return Score(
-        first=fmean(first for first, _ in ends),
+        first=fmean(_of_seeds(runs, lambda run: ends[run.path][0])),
         final=final,
-        best=fmean(value for _, value in bests),
-        best_step=median(step for step, _ in bests),
-        num_runs=len(found),
+        best=fmean(_of_seeds(runs, lambda run: bests[run.path][1])),
+        best_step=median(step for step, _ in bests.values()),
+        num_seeds=len(finals),
     )
+
+
+def _of_seeds(runs: Sequence[ComparedRun], value: Callable[[ComparedRun], float]) -> list[float]:
+    """Return one value per seed, the mean of its runs."""
+    seeds: dict[str, list[float]] = {}
+    for run in runs:
+        seeds.setdefault(run.seed, []).append(value(run))
+    return [fmean(values) for values in seeds.values()]
 
 
 def _t_975(freedom: int) -> float:
@@ -201,7 +223,7 @@ def tables(variants: Sequence[Variant], metrics: Sequence[str]) -> list[Table]:
             if summary is None:
                 rows.append((variant.name, "-", "-", "-", "-"))
                 continue
-            missing = "" if summary.num_runs == len(variant.runs) else f" (of {summary.num_runs} seeds)"
+            missing = "" if summary.num_seeds == variant.num_seeds else f" (of {count_of_seeds(summary.num_seeds)})"
             best = f"{summary.best:.4g}", f"{summary.best_step:g}"
             rows.append((variant.name, f"{summary.first:.4g}", f"{summary.final}{missing}", *best))
         found.append(Table(metric, ("run", "first", "final", "best", "at step"), rows))
@@ -229,6 +251,11 @@ def _tokens(rows: Rows) -> str:
     return count(median(rates)) if rates else "-"
 
 
+def count_of_seeds(num_seeds: int) -> str:
+    """Return a number of seeds in words."""
+    return "1 seed" if num_seeds == 1 else f"{num_seeds} seeds"
+
+
 def _shown(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
@@ -249,7 +276,7 @@ def as_dict(variants: Sequence[Variant], metrics: Sequence[str]) -> dict[str, An
                         "final_ci95": found.final.ci95,
                         "best": found.best,
                         "best_step": found.best_step,
-                        "num_runs": found.num_runs,
+                        "num_seeds": found.num_seeds,
                     }
                     for metric, found in scores.items()
                 },
