@@ -43,6 +43,13 @@ def test_empty_columns_are_read_before_there_is_a_file_for_columns(tmp_path: Pat
     assert {name: column.tolist() for name, column in segment.columns().items()} == {"weights": []}
 
 
+def test_group_of_one_prompt_is_the_one_that_was_sampled_last(tmp_path: Path) -> None:
+    write(tmp_path, group(1, completion("first")), group(11), group(1, completion("again"), time=20.0))
+    (found,) = RunRecord(tmp_path).groups(1)
+    assert found.completions[0].text == "again"
+    assert RunRecord(tmp_path).groups(2) == []
+
+
 def test_text_is_found_in_prompts_completions_messages_and_errors(tmp_path: Path) -> None:
     call = {"role": "assistant", "tool_calls": [{"arguments": {"path": "Deep/File"}}]}
     write(

@@ -4,7 +4,7 @@ import asyncio
 import json
 import os
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +166,7 @@ def run_in(path: Path) -> GRPO:
     ("largest_reward", "advice"),
     [
         (1e30, "The rewards reach 1e+30, and gradients grow with them: return smaller numbers from data.rewards"),
-        (1.0, "Lower the learning rate; grad/norm in metrics.jsonl shows where it began."),
+        (1.0, "Lower algorithm.learning_rate; grad/norm in metrics.jsonl shows where it began."),
     ],
 )
 def test_skipped_steps_advice_names_huge_rewards(largest_reward: float, advice: str, tmp_path: Path) -> None:
@@ -177,6 +177,20 @@ def test_skipped_steps_advice_names_huge_rewards(largest_reward: float, advice: 
         run.count_skipped(SKIPPED, rewards)
     events = [row for row in read_lines(run.recorder.directory.events) if row["kind"] == "skipped_step"]
     assert [event["largest_reward"] for event in events] == [largest_reward, largest_reward]
+    asyncio.run(run.stop())
+
+
+def test_skipped_steps_of_the_critic_end_the_run_too(tmp_path: Path) -> None:
+    run = run_in(tmp_path / "run")
+    of_critic = {"critic/grad_norm": float("inf"), "critic/skipped": 1.0}
+    update = OptimUpdate(version=1, grad_norm=1.0, skipped=False, critic=of_critic)
+    run.count_skipped(update)
+    run.count_skipped(replace(update, critic={"critic/grad_norm": 1.0, "critic/skipped": 0.0}))
+    run.count_skipped(update)
+    with pytest.raises(NonFiniteGradientError, match=r"gradient of the critic \(got 1\)\. Lower algorithm\.critic\.learning_rate"):
+        run.count_skipped(update)
+    events = [row for row in read_lines(run.recorder.directory.events) if row["kind"] == "skipped_step"]
+    assert [(event["model"], event["grad_norm"]) for event in events] == [("critic", None)] * 3
     asyncio.run(run.stop())
 
 

@@ -347,8 +347,8 @@ class AlgorithmConfig(Section):
     """Number of steps between two publications of weights to the generators. Each step trains on its own batch of
     `rollout.groups_per_step` groups. Must divide `num_steps`."""
     max_skipped_steps: Count = 10
-    """Number of consecutive optimizer steps that may be skipped because of a non-finite gradient. The run then ends with an
-    error."""
+    """Number of consecutive optimizer steps that may be skipped because of a non-finite gradient of the policy or the critic.
+    The run then ends with an error."""
     _declared: LossTraits | None = PrivateAttr(default=None)
 
     @model_validator(mode="before")

@@ -48,12 +48,14 @@ class _Place(BaseModel):
 
 
 class _Record(BaseModel):
-    """A line of the record."""
+    """A line of the record, which concerns a group."""
 
     model_config = ConfigDict(frozen=True)
 
     time: float = 0.0
     """Time at which the record was written, in Unix seconds."""
+    index: int
+    """Prompt of the group: its position in the stream, or in the evaluation set."""
     place: _Place | None = Field(default=None, alias="columns", repr=False)
     _part: Part | None = PrivateAttr(None)
 
@@ -147,8 +149,6 @@ class RecordedCompletion(BaseModel):
 class RecordedGroup(_Record):
     """The completions of one prompt, sampled for training or for an evaluation."""
 
-    index: int
-    """Position of the prompt in the stream, or in the evaluation set."""
     task: str = ""
     """Name of the task."""
     set: str | None = None
@@ -220,8 +220,6 @@ class TrainedSegment(_Record):
     """Optimizer step on the batch, from 0."""
     version: int
     """Policy version that computed `logprobs`; with several optimizer steps on a batch the version before the first."""
-    index: int
-    """Prompt of the group."""
     segment: NonNegativeInt
     """Index of the segment among those of all completions of the group with a reward."""
     mean_weight: float = 1.0
@@ -377,9 +375,9 @@ class RunRecord:
         found = (line for line in lines if isinstance(line.get("index"), int) and isinstance(line.get("advantages"), list))
         return {line["index"]: line["advantages"] for line in found}
 
-    def groups(self) -> list[RecordedGroup]:
-        """Return the recorded groups by index. A group that was sampled again is returned once, as it was sampled last."""
-        return _newest(self._records("rollouts", RecordedGroup), lambda group: (group.index,))
+    def groups(self, index: int | None = None) -> list[RecordedGroup]:
+        """Return the recorded groups by index, or one of them. A group that was sampled again is returned as it was sampled last."""
+        return _newest(self._records("rollouts", RecordedGroup, index), lambda group: (group.index,))
 
     def first_group(self) -> RecordedGroup | None:
         """Return one of the first recorded groups without reading the others; None if there is none."""
@@ -418,9 +416,8 @@ class RunRecord:
 
     def trained(self, index: int | None = None) -> list[TrainedSegment]:
         """Return the sequences trained on, of one group or of all recorded ones, by step."""
-        records = self._records("trained", TrainedSegment, b"" if index is None else f'"index":{index}'.encode())
-        wanted = (record for record in records if index is None or record.index == index)
-        return _newest(wanted, lambda record: (record.step, record.update, record.index, record.segment))
+        records = self._records("trained", TrainedSegment, index)
+        return _newest(records, lambda record: (record.step, record.update, record.index, record.segment))
 
     def spans(self, process: str = "*", *, tail_bytes: int | None = None) -> list[Span]:
         """Return the spans of a process, or of all processes, by start.
@@ -490,17 +487,18 @@ class RunRecord:
             dropped[kind] += number
         return {kind: number for kind, number in dropped.items() if number}
 
-    def _records(self, kind: str, cls: type[RecordT], text: bytes = b"") -> Iterator[RecordT]:
-        """Yield the records of a kind whose lines contain a text. To look for it is faster than to parse all lines."""
+    def _records(self, kind: str, cls: type[RecordT], index: int | None = None) -> Iterator[RecordT]:
+        """Yield the records of a kind, of all prompts or of one. To look for its index in a line is faster than to parse it."""
+        text = b"" if index is None else f'"index":{index}'.encode()
         for part in parts_of(self.path, kind):
             try:
-                file = part.path.open("rb")
+                file = open(part.path, "rb", opener=open_regular)
             except FileNotFoundError:  # deleted to keep the size limit
                 continue
             with file:
                 for line in file:
                     record = cls.of_line(line, part) if text in line else None
-                    if record is not None:
+                    if record is not None and index in (None, record.index):
                         yield record
 
 

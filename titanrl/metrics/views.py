@@ -616,8 +616,9 @@ def attention(table: MetricTable, events: Sequence[Json]) -> list[Json]:
             f"Their log-probabilities differ by {gap:.2g} nats per token on average.",
             "charts?q=mismatch",
         )
-    if skipped := float(np.nansum(table.column("optim/skipped"))):
-        add("bad", f"{skipped:g} optimizer steps were skipped", "Their gradients were not finite.", "events")
+    for metric, of in (("optim/skipped", ""), ("critic/skipped", " of the critic")):
+        if skipped := float(np.nansum(table.column(metric))):
+            add("bad", f"{skipped:g} optimizer steps{of} were skipped", "Their gradients were not finite.", "events")
     steps = table.points("time/step_s")
     if len(steps) > 10 and (usual := median(value for _, value in steps[1:])) > 0:
         slow = [step for step, value in steps[1:] if value > 5 * usual]

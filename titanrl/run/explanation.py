@@ -94,7 +94,7 @@ def explain(run: RunRecord, step: int, index: int, *, loads_loss: bool = False) 
     if not trained:
         raise NotExplainedError(_why_missing(run, step, index))
     algorithm, custom = _objective_of(run, loads_loss)
-    group = next((group for group in run.groups() if group.index == index), None)
+    group = next(iter(run.groups(index)), None)
     return [explain_segment(segment, algorithm, custom=custom, group=group) for segment in trained]
 
 

@@ -411,29 +411,36 @@ class Run:
         self.recorder.directory.event("learning_rate", step=state.step, value=learning_rate, number=state.num_rates)
 
     def count_skipped(self, update: OptimUpdate, rewards: DoubleArray | None = None) -> None:
-        """Count consecutive optimizer steps skipped because of non-finite gradients. `rewards` are those of the step's batch.
+        """Count consecutive optimizer steps in which policy or critic was skipped because of non-finite gradients.
+
+        `rewards` are those of the step's batch.
 
         Raises:
             NonFiniteGradientError: More than `algorithm.max_skipped_steps` consecutive steps were skipped.
         """
-        if not update.skipped:
+        if not (update.skipped or update.critic.get("critic/skipped")):
             if self.state.num_skipped:
                 self.state = replace(self.state, num_skipped=0)
             return
+        model, norm, rate = "policy", "grad/norm", "algorithm.learning_rate"
+        grad_norm = update.grad_norm
+        if not update.skipped:
+            model, norm, rate = "critic", "critic/grad_norm", "algorithm.critic.learning_rate"
+            grad_norm = update.critic[norm]
         largest_reward = 0.0 if rewards is None else float(np.abs(rewards).max())
         self.state = replace(self.state, num_skipped=self.state.num_skipped + 1)
-        event = {"step": self.state.step + 1, "grad_norm": update.grad_norm, "largest_reward": largest_reward}
+        event = {"step": self.state.step + 1, "model": model, "grad_norm": grad_norm, "largest_reward": largest_reward}
         self.recorder.directory.event("skipped_step", **event)
         limit = self.config.algorithm.max_skipped_steps
         if self.state.num_skipped > limit:
-            advice = "Lower the learning rate; grad/norm in metrics.jsonl shows where it began."
+            advice = f"Lower {rate}; {norm} in metrics.jsonl shows where it began."
             if largest_reward >= HUGE_REWARD:
                 advice = (
                     f"The rewards reach {largest_reward:g}, and gradients grow with them: return smaller numbers from "
                     "data.rewards, or set a smaller weight there."
                 )
             raise NonFiniteGradientError(
-                f"algorithm.max_skipped_steps: {self.state.num_skipped} steps in a row had a non-finite gradient "
+                f"algorithm.max_skipped_steps: {self.state.num_skipped} steps in a row had a non-finite gradient of the {model} "
                 f"(got {limit}). {advice}"
             )
 
