@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from tests.metrics.test_report import completion, group
+from tests.processes.test_stacks import waiting
 from tests.recorded import record_group
 from tests.run.test_explanation import written
 from tests.serving.servers import Server, serving
@@ -152,6 +153,16 @@ def test_run_is_steered_through_its_socket(server: Server, folder: Path) -> None
     finally:
         server.loop.call_soon_threadsafe(control.close)
     assert [(each["action"], each["values"]) for each in asked] == [("pause", {}), ("set", {"rate": -1})]
+
+
+def test_stacks_of_the_processes_are_shown(server: Server, folder: Path) -> None:
+    refused = ask(server, "stacks", run="a")
+    assert (refused.status_code, "no process of the run on this host" in refused.json()["error"]) == (409, True)
+    (folder / "a/logs").mkdir()
+    with waiting(folder / "a/logs/trainer_0.log") as trainer:
+        text = ask(server, "stacks", run="a").json()["text"]
+    assert f"== trainer_0 (process {trainer}), alive" in text
+    assert "waits_for_input" in text
 
 
 def test_page_hears_of_a_step_within_two_seconds(server: Server, folder: Path) -> None:

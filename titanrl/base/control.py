@@ -18,6 +18,8 @@ from titanrl.base.ownership import is_own_peer
 
 SOCKET = "steer.sock"
 """Name of the socket in the run directory."""
+LOCK_FILE = "run.lock"
+"""File of a run directory that its controller keeps locked; it contains the controller's process id and host name."""
 MAX_BYTES = 1 << 16
 """Maximum length of a request or a reply."""
 REPLY_S = 30.0

@@ -8,12 +8,11 @@ import re
 import socket
 from pathlib import Path
 
+from titanrl.base.control import LOCK_FILE
 from titanrl.base.files import why_no_folder, why_not_writable
 from titanrl.base.ownership import ALLOW, is_only_user, open_regular, own_flaw
 from titanrl.config.errors import ConfigError
 
-LOCK_FILE = "run.lock"
-"""File that the owner of a run directory keeps locked; it contains the owner's process id and host name."""
 _NOT_A_FILE = (errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 

@@ -257,7 +257,13 @@ function steering(run) {
     put(form, h("form", { class: "row", on: { submit: (event) => { event.preventDefault(); send(); } } }, h("label", {}, "set", name), value, h("button", { type: "submit" }, "Set from the next step on")));
   };
   act("status");
-  return { node: h("div", { class: "tools steer" }, buttons, form, status), refresh: () => act("status") };
+  const stacks = h("pre", { class: "stacks", tabindex: 0, role: "region", "aria-label": "Stacks of the processes", hidden: true });
+  const look = async () => {
+    status.textContent = "Reading the stacks.";
+    try { stacks.textContent = (await get("stacks", { run: run.name })).text; stacks.hidden = false; status.textContent = ""; } catch (error) { status.textContent = error.message; status.className = "failed-text small"; }
+  };
+  const shown = h("button", { title: "States and stacks of all processes on this host", on: { click: look } }, "Stacks");
+  return { node: h("div", {}, h("div", { class: "tools steer" }, buttons, shown, form, status), stacks), refresh: () => act("status") };
 }
 
 const TABS = { overview: "Overview", charts: "All metrics", rollouts: "Rollouts", evaluations: "Evaluations", timeline: "Timeline", events: "Events", config: "Configuration" };

@@ -21,6 +21,7 @@ import numpy.typing as npt
 import yaml
 from pydantic import ValidationError
 
+from titanrl.base.control import LOCK_FILE
 from titanrl.base.files import DamagedError
 from titanrl.base.ownership import open_regular
 from titanrl.carriers.record import FOLDER, HOST, Part, decode, parts_of
@@ -278,7 +279,7 @@ class RunView:
             name = "finished" if code == 0 else "interrupted" if code in SIGNALS else "failed"
             ended = {"updated": updated, "ended": lives[-1].get("time")}
             return {"state": name, "code": code, "signal": SIGNALS.get(code), "cause": cause, **ended}
-        alive = _is_alive(self.record.path / "run.lock")
+        alive = _is_alive(self.record.path / LOCK_FILE)
         if alive is False:
             cause = "Its process has ended without a word: it was killed, or the machine stopped. The logs may say more."
             return {"state": "failed", "code": None, "cause": cause, "updated": updated, "ended": updated}

@@ -44,13 +44,12 @@ from monarch.actor import current_rank as current_rank
 from titanrl.base.errors import TitanRLError
 from titanrl.base.plugins import loading
 from titanrl.carriers.spans import open_timeline, process_start, span
+from titanrl.processes.stacks import STACKS_SIGNAL
 
 _log_file: Path | None = None  # of this process; None in the controller
 
 LOOPBACK = "127.0.0.1"
 """Address of a process group whose ranks are on one machine."""
-STACKS_SIGNAL = signal.SIGUSR2
-"""Signal that makes a process append the Python stacks of all its threads to its log."""
 
 P = ParamSpec("P")
 R = TypeVar("R")

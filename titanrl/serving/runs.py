@@ -21,6 +21,7 @@ from titanrl.metrics.index import Filters, Kind
 from titanrl.metrics.reading import RunRecord
 from titanrl.metrics.report import page_file
 from titanrl.metrics.views import RunView, find_runs
+from titanrl.processes.stacks import stacks_of
 from titanrl.serving.calls import Refused
 from titanrl.serving.http import JSON, LOCAL, Endpoint, Headers, Receive, Response, Scope, dump, read_body, unless_disconnected
 
@@ -232,6 +233,14 @@ def _steer(board: Board, asked: Asked) -> Any:
         raise Refused(str(error), status=409) from error
 
 
+def _stacks(board: Board, asked: Asked) -> Any:
+    """Return the stacks of the processes of a run on this host."""
+    try:
+        return {"text": asyncio.run(stacks_of(_view(board, asked).record.path))}
+    except TitanRLError as error:
+        raise Refused(str(error), status=409) from error
+
+
 def _explain(board: Board, asked: Asked) -> Any:
     try:
         return {"segments": board.explain(_view(board, asked).record, asked.step or 0, asked.index or 0)}
@@ -255,6 +264,7 @@ ROUTES: Mapping[str, Callable[[Board, Asked], Any]] = {
     "compare": _compare,
     "explain": _explain,
     "steer": _steer,
+    "stacks": _stacks,
 }
 """Functions that answer requests, by path below `/api/`."""
 
