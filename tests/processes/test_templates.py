@@ -24,6 +24,7 @@ from titanrl.config.sections import FaultsConfig
 from titanrl.launch.fleet import Fleet, local_host
 from titanrl.launch.supervision import ActorDiedError, OnEvent, Supervisor, Watchdog
 from titanrl.processes.actors import Actor, concurrent_endpoint
+from titanrl.processes.machine import THREADS
 from titanrl.processes.templates import BASE, SHARED, Template, close_early, digest_of_imports, shared_template, start_early
 from titanrl.processes.temporary import private_folder
 from titanrl.processes.variables import worker_environment
@@ -513,7 +514,8 @@ def test_digest_changes_with_whatever_imports_read(monkeypatch: pytest.MonkeyPat
     for name in ("TMPDIR", "XDG_RUNTIME_DIR", "MONARCH_CLIENT_TRACE_ID", SHARED):
         monkeypatch.setenv(name, str(tmp_path))
     assert digest() == usual
-    assert digest_of_imports({"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "4"}, template_loads.note) == usual
+    for name in ("OMP_NUM_THREADS", THREADS):
+        assert digest_of_imports({"HF_HUB_OFFLINE": "1", name: "4"}, template_loads.note) == usual
     others = [
         digest_of_imports({"HF_HUB_OFFLINE": "0"}, template_loads.note),
         digest_of_imports({"HF_HUB_OFFLINE": "1"}, template_loads.fail),

@@ -51,7 +51,7 @@ from titanrl.processes.bootstrap import (
     send_order,
 )
 from titanrl.processes.confine import allow_tracing, end_with_parent
-from titanrl.processes.machine import process_state
+from titanrl.processes.machine import THREADS, process_state
 from titanrl.processes.temporary import private_folder
 
 PACKAGE = Path(__file__).parents[1]
@@ -355,6 +355,7 @@ def digest_of_imports(environment: Mapping[str, str], load: Callable[[], None]) 
     It covers TitanRL's files, the installed packages, the environment, the working directory and the CPU affinity.
     """
     variables = {name: value for name, value in _variables(environment).items() if name not in _NOT_READ or name in environment}
+    variables.pop(THREADS, None)  # read when the process starts to work
     sources = [(str(file), file.stat().st_mtime_ns) for file in sorted(PACKAGE.rglob("*.py"))]
     packages = Path(sysconfig.get_path("purelib")).stat().st_mtime_ns
     place = (sys.executable, os.getcwd(), sorted(os.sched_getaffinity(0)))
