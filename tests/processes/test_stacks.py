@@ -13,7 +13,13 @@ from titanrl.base.control import LOCK_FILE
 from titanrl.base.errors import TitanRLError
 from titanrl.processes.stacks import processes_of, stacks_of
 
-WAITS = "import sys\ndef waits_for_input():\n    print('ready', file=sys.stderr, flush=True)\n    sys.stdin.read()\nwaits_for_input()"
+WAITS = """
+import sys
+def waits_for_input():
+    print("ready", file=sys.stderr, flush=True)
+    sys.stdin.read()
+waits_for_input()
+"""
 
 
 @contextmanager

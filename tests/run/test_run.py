@@ -187,7 +187,9 @@ def test_skipped_steps_of_the_critic_end_the_run_too(tmp_path: Path) -> None:
     run.count_skipped(update)
     run.count_skipped(replace(update, critic={"critic/grad_norm": 1.0, "critic/skipped": 0.0}))
     run.count_skipped(update)
-    with pytest.raises(NonFiniteGradientError, match=r"gradient of the critic \(got 1\)\. Lower algorithm\.critic\.learning_rate"):
+    with pytest.raises(
+        NonFiniteGradientError, match=r"gradient of the critic \(got 1\)\. Lower algorithm\.critic\.learning_rate"
+    ):
         run.count_skipped(update)
     events = [row for row in read_lines(run.recorder.directory.events) if row["kind"] == "skipped_step"]
     assert [(event["model"], event["grad_norm"]) for event in events] == [("critic", None)] * 3

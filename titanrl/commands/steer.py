@@ -40,8 +40,8 @@ def parse(argv: Sequence[str] | None, *, prog: str) -> tuple[argparse.ArgumentPa
     parser = argparse.ArgumentParser(
         prog=prog,
         description="Steer a run in progress, on the host of its controller: pause it, let it continue, or change keys of its "
-        "configuration. `status` lists the keys that can be changed. A change takes effect from the next step on. `stacks` prints the states "
-        "and stacks of its processes on this host, also of a controller that does not answer.",
+        "configuration. `status` lists the keys that can be changed. A change takes effect from the next step on. `stacks` "
+        "prints the states and stacks of its processes on this host, also of a controller that does not answer.",
     )
     parser.add_argument("run", type=terminal.path, metavar="RUN", help="directory of the run")
     parser.add_argument("action", choices=("status", "pause", "resume", "set", "stacks"), help="what to do")

@@ -83,7 +83,11 @@ class Variant:
         first, num_runs, num_seeds = self.runs[0].name, len(self.runs), self.num_seeds
         if num_runs == 1:
             return first
-        return f"{first} ({num_seeds} seeds)" if num_runs == num_seeds else f"{first} ({num_runs} runs of {count_of_seeds(num_seeds)})"
+        return (
+            f"{first} ({num_seeds} seeds)"
+            if num_runs == num_seeds
+            else f"{first} ({num_runs} runs of {count_of_seeds(num_seeds)})"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ import os
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -376,7 +377,7 @@ class RunRecord:
         return {line["index"]: line["advantages"] for line in found}
 
     def groups(self, index: int | None = None) -> list[RecordedGroup]:
-        """Return the recorded groups by index, or one of them. A group that was sampled again is returned as it was sampled last."""
+        """Return the recorded groups by index, or one of them. Of a group that was sampled again, return the newest samples."""
         return _newest(self._records("rollouts", RecordedGroup, index), lambda group: (group.index,))
 
     def first_group(self) -> RecordedGroup | None:
@@ -491,11 +492,8 @@ class RunRecord:
         """Yield the records of a kind, of all prompts or of one. To look for its index in a line is faster than to parse it."""
         text = b"" if index is None else f'"index":{index}'.encode()
         for part in parts_of(self.path, kind):
-            try:
-                file = open(part.path, "rb", opener=open_regular)
-            except FileNotFoundError:  # deleted to keep the size limit
-                continue
-            with file:
+            # A part is deleted to keep the size limit.
+            with suppress(FileNotFoundError), open(part.path, "rb", opener=open_regular) as file:
                 for line in file:
                     record = cls.of_line(line, part) if text in line else None
                     if record is not None and index in (None, record.index):

@@ -23,7 +23,6 @@ import itertools
 import logging
 import os
 import pickle
-import signal
 import socket
 import sys
 import traceback

@@ -440,8 +440,8 @@ class Run:
                     "data.rewards, or set a smaller weight there."
                 )
             raise NonFiniteGradientError(
-                f"algorithm.max_skipped_steps: {self.state.num_skipped} steps in a row had a non-finite gradient of the {model} "
-                f"(got {limit}). {advice}"
+                f"algorithm.max_skipped_steps: {self.state.num_skipped} steps in a row had a non-finite gradient of the "
+                f"{model} (got {limit}). {advice}"
             )
 
     # Start, restart and end
