@@ -56,7 +56,7 @@ class ComparedRun:
 
     @property
     def seed(self) -> str:
-        """Seed of the run, by which runs of a variant are told apart."""
+        """Seed of the run, in which the runs of a variant differ."""
         return repr(self.config.get(SEED))
 
     @property
