@@ -11,14 +11,14 @@ import pytest
 from tests.size import PACKAGE, figures
 
 CEILINGS = {
-    "lines": 68_450,
-    "modules": 254,
+    "lines": 69_600,
+    "modules": 255,
     "small modules": 8,
     "modules with a shared name": 6,
     "rooms": 27,
-    "arrows": 178,
+    "arrows": 180,
     "floors": 13,
-    "modules reached by the loop": 122,
+    "modules reached by the loop": 124,
     "functions with one mention": 0.375,
 }
 """Largest figures of `tests.size`. Lower them with the code. A change that needs a higher one says why in its message."""
