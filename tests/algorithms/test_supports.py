@@ -148,11 +148,11 @@ def test_logits_outside_the_support_have_no_effect(value: float) -> None:
 def test_columns_select_supports_of_their_tokens() -> None:
     _, _, inside_NV = example(num_tokens=12)
     supports, inside_BLV = supports_from(inside_NV), inside_NV.view(3, 4, -1)
-    part = supports.columns(3, 1, 3)
+    part = supports.columns(3, slice(1, 3))
     expected_NV = inside_BLV[:, 1:3].flatten(0, 1)
     assert torch.equal(part.outside(slice(None), 0, 137), ~expected_NV)
     assert part.sizes_N.tolist() == expected_NV.sum(-1).tolist()
-    assert torch.equal(supports.columns(1, 2, 7).outside(slice(1, 3), 0, 137), ~inside_NV[3:5])
+    assert torch.equal(supports.columns(1, slice(2, 7)).outside(slice(1, 3), 0, 137), ~inside_NV[3:5])
 
 
 @pytest.mark.parametrize(("start", "end"), [(0, 32), (0, 137), (31, 97), (64, 96), (100, 137), (100, 140)])

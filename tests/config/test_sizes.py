@@ -303,6 +303,20 @@ def test_checkpointing_and_tensor_parallelism_save_activations() -> None:
     assert activations(parallelism={"tp": 2}) == pytest.approx(plain / 2, rel=1e-6)
 
 
+def test_context_parallelism_divides_state_and_activations_except_keys_and_values() -> None:
+    def memory(**trainer: Any) -> TrainerMemory:
+        found = derive(make_config(trainer=trainer)).memory
+        assert found is not None
+        return found.trainer
+
+    for checkpointing, layers in (("none", 3), ("selective", 2), ("full", 1)):  # of 2 layers, and the one that is recomputed
+        plain = memory(activation_checkpointing=checkpointing)
+        divided = memory(activation_checkpointing=checkpointing, parallelism={"cp": 2})
+        assert divided.state == plain.state / 2
+        tokens = 16 * 256
+        assert divided.activations == pytest.approx(plain.activations / 2 + tokens * layers * 2 * 2 * 32 * 4, rel=1e-6)
+
+
 def test_gathered_bytes_depend_on_resharding() -> None:
     def gathered(**plan: Any) -> int:
         memory = derive(make_config(model={"path": "nowhere/Qwen3-8B"}, trainer={"parallelism": plan})).memory

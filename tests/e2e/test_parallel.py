@@ -34,6 +34,13 @@ LAYOUTS = {
         "rollout.top_p=0.9",
         "rollout.top_k=20",
     ),
+    "cp": (
+        "trainer.parallelism.cp=2",
+        "algorithm.preset=gspo",
+        "algorithm.correction={weight: none, reject_geometric_prox_over_behavior: [0.5, 2.0]}",
+        "algorithm.kl.coef=0.1",
+        "rollout.min_p=0.02",
+    ),
 }
 
 

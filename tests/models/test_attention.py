@@ -41,6 +41,17 @@ def test_sequence_with_a_shared_prefix_attends_to_the_prefix() -> None:
     ]
 
 
+def test_mask_of_some_queries_and_ordered_keys_has_their_rows_and_columns() -> None:
+    positions = torch.tensor([[0, 1, 2, 3, 2, 3, 2, 0], [0, 1, 0, 1, 2, 3, 4, 5]])
+    order = (torch.tensor([0, 1, 6, 7]), torch.tensor([0, 1, 6, 7, 2, 3, 4, 5]))
+    mask = packed_mask(positions, order)
+    assert torch.equal(mask, packed_mask(positions)[:, :, order[0]][..., order[1]])
+    blocks = packed_block_mask(positions, 128, order)
+    assert (blocks.seq_lengths, blocks.shape[0]) == ((4, 8), 2)
+    places = torch.meshgrid(*(torch.arange(size) for size in (2, 1, 4, 8)), indexing="ij")
+    assert torch.equal(blocks.mask_mod(*places), mask)
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_block_mask_equals_the_dense_mask() -> None:
     positions = torch.tensor([[0, 1, 2, 3, 2, 3, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5, 6, 7, 5, 6]])

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer.utils import canonical_fqn
 
-from titanrl.algorithms.batch_plan import pack_sequences
-from titanrl.algorithms.contracts import LossInputs
+from titanrl.algorithms.batch_plan import pack_sequences, sequence_weights
+from titanrl.algorithms.contracts import LossInputs, bound_loss
 from titanrl.algorithms.losses import LossMetrics, ppo, weighted_sum
 from titanrl.algorithms.packing import balance, pack
 from titanrl.carriers.datums import Datum, sampled_datum
@@ -26,7 +27,7 @@ from titanrl.config.sections import TrainerConfig
 from titanrl.models.directory import open_model
 from titanrl.trainer.checkpoint import load_model
 from titanrl.trainer.collate import PackedRows, collate
-from titanrl.trainer.learner import Learner
+from titanrl.trainer.learner import Learner, policy_objective
 from titanrl.trainer.passes import Location, RowSizes, build_rows, plan_pass, run_data
 
 ROW_TOKENS = 32
@@ -238,6 +239,41 @@ def _last_logits(learner: Learner, tokens: np.ndarray, count: int) -> torch.Tens
     sizes = RowSizes(row_tokens=ROW_TOKENS, rows_per_microbatch=1, multiple=1)
     rows = build_rows([datum], [Location(0, 0, slice(0, len(tokens)))], sizes)
     return learner.logits(rows, torch.arange(len(tokens) - count, len(tokens)))
+
+
+def objective_of(
+    model_dir: Path, plan: tuple[tuple[str, int], ...], algorithm: AlgorithmConfig
+) -> tuple[Arrays, Mapping[str, float], list[np.ndarray]] | None:
+    """Return gradient, metrics and log-probabilities of the objective of a configuration on packed rows, on rank 0.
+
+    The loss weights are those of its reduction, where each two sequences have the same prompt. Proximal and reference
+    log-probabilities are random.
+    """
+    learner = shared_learner(model_dir, plan)
+    plans, payload = sequences()
+    counts = [int(payload[sequence.handle][0].mask.sum()) for sequence in plans]
+    prompts = [index // 2 for index in range(len(plans))]
+    weights = sequence_weights(algorithm.reduction, num_sampled=counts, prompt_of=prompts, constant_length=24)
+    weighted = [replace(sequence, weight=float(weight)) for sequence, weight in zip(plans, weights, strict=True)]
+    objective = partial(policy_objective, algorithm=algorithm, loss=bound_loss(algorithm), mean_weight=0.9, version=1)
+    values: dict[str, torch.Tensor] = {}
+    scores = []
+    for batch in microbatches(learner, plan_rows(weighted, packed=True), 2):
+        noise_2BL = torch.sin(batch.tokens_BL + torch.tensor([1.0, 2.0])[:, None, None])
+        proximal_BL, reference_BL = (batch.logprobs_BL + 0.3 * noise_BL for noise_BL in noise_2BL)
+        batch = replace(batch, proximal_BL=proximal_BL, reference_BL=reference_BL)
+        result = learner.run(batch, objective)
+        scores.append(result.logprobs_BL.numpy())
+        for name, value in {**result.sums.sums, **{f"max {name}": v for name, v in result.sums.maxima.items()}}.items():
+            before = values.get(name, torch.zeros((), dtype=torch.float64))
+            values[name] = torch.maximum(before, torch.tensor(value)) if name.startswith("max ") else before + value
+    ranks: list[dict[str, torch.Tensor]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(ranks, values)
+    reported = [rank for rank in ranks if rank]
+    totals = {name: float((max if name.startswith("max ") else sum)(rank[name] for rank in reported)) for name in reported[0]}
+    found = gradients(learner)
+    learner.zero_grad()
+    return (found, totals, scores) if dist.get_rank() == 0 else None
 
 
 def gradient_of(

@@ -15,6 +15,7 @@ LAYOUTS: dict[str, tuple[int, critics.Plan]] = {
     "one rank": (1, {}),
     "fsdp 2": (2, {"parallelism": {"dp_shard": 2}}),
     "tp 2": (2, {"parallelism": {"tp": 2}}),
+    "cp 2": (2, {"parallelism": {"cp": 2}}),
     "fsdp 2 x tp 2": (4, {"parallelism": {"dp_shard": 2, "tp": 2}}),
     "lora": (1, {"lora": {"rank": 4}}),
 }
@@ -49,7 +50,7 @@ def test_loss_of_first_step_is_that_by_hand(world: Worlds, tiny_model: Path) -> 
     assert found == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("layout", ["one rank", "fsdp 2", "tp 2"])
+@pytest.mark.parametrize("layout", ["one rank", "fsdp 2", "tp 2", "cp 2"])
 def test_checkpoint_continues_bit_for_bit(layout: str, world: Worlds, tiny_model: Path, tmp_path: Path) -> None:
     size, trainer = LAYOUTS[layout]
     losses = world(size).run(critics.save_and_continue, tiny_model, trainer, tmp_path / "checkpoints")[0]

@@ -19,10 +19,13 @@ TOLERANCE = 1e-6
 LAYOUTS = {
     "fsdp 2": (2, {"dp_shard": 2}),
     "fsdp 2, ep 2": (2, {"dp_shard": 2, "ep": 2}),
+    "cp 2": (2, {"cp": 2}),
+    "cp 2, ep 2": (2, {"cp": 2, "ep": 2}),
     "tp 2": (2, {"tp": 2}),
     "tp 2, ep 2": (2, {"tp": 2, "ep": 2}),
     "fsdp 4, ep 2": (4, {"dp_shard": 4, "ep": 2}),
     "fsdp 4, ep 4": (4, {"dp_shard": 4, "ep": 4}),
+    "cp 2 x tp 2, ep 2": (4, {"cp": 2, "tp": 2, "ep": 2}),
     "hsdp 2 x 2, ep 2": (4, {"dp_replicate": 2, "dp_shard": 2, "ep": 2}),
     "fsdp 2 x tp 2": (4, {"dp_shard": 2, "tp": 2}),
     "fsdp 2 x tp 2, ep 2": (4, {"dp_shard": 2, "tp": 2, "ep": 2}),

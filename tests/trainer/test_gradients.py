@@ -3,12 +3,15 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 
 from tests.trainer import checks
 from tests.trainer.ranks import World
+from titanrl.base.choices import Reduction
+from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.config.sections import RecipeConfig
 from titanrl.models.recipe import create_model
 from titanrl.trainer.passes import RowSizes
@@ -21,6 +24,10 @@ LAYOUTS = {
     "fsdp 4": (4, (("dp_shard", 4),)),
     "fsdp 2 x tp 2": (4, (("dp_shard", 2), ("tp", 2))),
     "hsdp 2 x 2": (4, (("dp_replicate", 2), ("dp_shard", 2))),
+    "cp 2": (2, (("cp", 2),)),
+    "cp 4": (4, (("cp", 4),)),
+    "fsdp 2 x cp 2": (4, (("dp_shard", 2), ("cp", 2))),
+    "cp 2 x tp 2": (4, (("cp", 2), ("tp", 2))),
 }
 TOLERANCE = 1e-6
 
@@ -72,7 +79,54 @@ def test_tp_4_has_gradient_of_one_rank(world: Worlds, tmp_path_factory: pytest.T
     assert same_loss == pytest.approx(loss, abs=TOLERANCE)
 
 
-@pytest.mark.parametrize("layout", ["one rank", "fsdp 2", "tp 2"])
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "gspo": {"loss": "gspo", "clip_low": 0.2, "clip_high": 0.3, "reduction": "sequence_mean"},
+    "sequence weights": {
+        "loss": "reinforce",
+        "reduction": "prompt_mean",
+        "correction": {"weight": "sequence", "max_prox_over_behavior": 1.5, "reject_geometric_prox_over_behavior": [0.8, 1.2]},
+        "kl": {"coef": 0.2, "place": "reward", "estimator": "k1"},
+        "entropy_coef": 0.1,
+    },
+    **{
+        reduction: {
+            "loss": "ppo",
+            "reduction": reduction,
+            "kl": {"coef": 0.1},
+            "correction": {"veto_prox_over_behavior": [0.6, 1.3]},
+        }
+        for reduction in get_args(Reduction)
+    },
+}
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_context_parallel_ranks_compute_the_objective_of_one_rank(objective: str, world: Worlds, tiny_model: Path) -> None:
+    """Terms over whole sequences include the tokens of all ranks, and each metric and gradient counts every token once."""
+    algorithm = AlgorithmConfig.model_validate(OBJECTIVES[objective])
+    expected, metrics, _ = world(1).run(checks.objective_of, tiny_model, (), algorithm)[0]
+    largest = max(float(np.abs(part).max()) for part in expected.values())
+    assert largest > 1e-4
+    for layout in ("cp 2", "fsdp 2 x cp 2", "cp 2 x tp 2"):
+        size, plan = LAYOUTS[layout]
+        found, same, _ = world(size).run(checks.objective_of, tiny_model, plan, algorithm)[0]
+        worst = largest_difference(found, expected) / largest
+        print(f"{objective}, {layout}: worst gradient {worst:.1e}, loss {same['loss/total']:.6f}")
+        assert worst <= (2e-6 if "tp" in layout else 1e-6), layout
+        assert same == pytest.approx(metrics, rel=1e-5, abs=1e-6), layout
+
+
+def test_context_parallel_ranks_know_the_scores_of_whole_rows(world: Worlds, tiny_model: Path) -> None:
+    algorithm = AlgorithmConfig.model_validate(OBJECTIVES["gspo"])
+    _, _, expected = world(1).run(checks.objective_of, tiny_model, (), algorithm)[0]
+    for layout in ("cp 2", "cp 4", "cp 2 x tp 2"):
+        size, plan = LAYOUTS[layout]
+        _, _, found = world(size).run(checks.objective_of, tiny_model, plan, algorithm)[0]
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_allclose(one, other, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("layout", ["one rank", "fsdp 2", "tp 2", "cp 2"])
 def test_shared_prompts_give_same_gradient_in_fewer_rows(layout: str, world: Worlds, tiny_model: Path) -> None:
     size, plan = LAYOUTS[layout]
     apart, loss, num_rows = world(size).run(partial(checks.gradient_of_groups, share_prompts=False), tiny_model, plan)[0]
@@ -97,7 +151,14 @@ def test_divergence_equals_fp64_and_does_not_depend_on_layout(loss: str, world: 
     assert max(float(np.abs(part).max()) for part in reference.values()) > 1e-4
     (by_hand,) = world(1).run(checks.divergence_by_hand, tiny_model, loss)
     assert value == pytest.approx(by_hand, rel=1e-5)
-    for layout, rows_per_microbatch in (("one rank", 1), ("fsdp 2", 1), ("tp 2", 2), ("fsdp 2 x tp 2", 1)):
+    for layout, rows_per_microbatch in (
+        ("one rank", 1),
+        ("fsdp 2", 1),
+        ("tp 2", 2),
+        ("cp 2", 2),
+        ("fsdp 2 x tp 2", 1),
+        ("cp 2 x tp 2", 1),
+    ):
         found, same = distilled(world, tiny_model, layout, loss, rows_per_microbatch)
         assert largest_difference(found, reference) <= TOLERANCE, layout
         assert same == pytest.approx(value, abs=TOLERANCE)
@@ -107,7 +168,7 @@ def test_teacher_with_kept_weights_replaces_them_between_micro_batches(world: Wo
     current, _ = distilled(world, tiny_model, "one rank", "jsd", 100)
     reference, value = distilled(world, tiny_model, "one rank", "jsd", 100, 0)
     assert largest_difference(reference, current) > 1e-4
-    for layout in ("one rank", "fsdp 2", "tp 2"):
+    for layout in ("one rank", "fsdp 2", "tp 2", "cp 2"):
         found, same = distilled(world, tiny_model, layout, "jsd", 1, 0)
         assert largest_difference(found, reference) <= TOLERANCE, layout
         assert same == pytest.approx(value, abs=TOLERANCE)

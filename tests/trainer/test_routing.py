@@ -176,6 +176,8 @@ LAYOUTS: dict[str, tuple[int, Sequence[Sequence[int]], int, dict[str, Any]]] = {
     "shared prompts": (1, [[0, 1, 2], [3, 4, 5], [6, 7]], 40, {}),
     "recomputed": (1, PACKED, 0, {"activation_checkpointing": "full"}),
     "ep": (2, PACKED, 0, {"parallelism": EP}),
+    "cp": (2, PACKED, 0, {"parallelism": {"cp": 2}, "activation_checkpointing": "full"}),
+    "ep and cp": (2, PACKED, 0, {"parallelism": {"cp": 2, "ep": 2}}),
     "ep and tp": (2, PACKED, 0, {"parallelism": TP, "activation_checkpointing": "selective"}),
 }
 

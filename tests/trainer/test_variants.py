@@ -19,8 +19,8 @@ from tests.trainer import checks, variants
 from tests.trainer.ranks import World
 
 Worlds = Callable[[int], World]
-FSDP, TP, BOTH = {"dp_shard": 2}, {"tp": 2}, {"dp_shard": 2, "tp": 2}
-LAYOUTS = {"one rank": (1, {}), "fsdp": (2, FSDP), "fsdp x tp": (4, BOTH)}
+FSDP, TP, CP, BOTH = {"dp_shard": 2}, {"tp": 2}, {"cp": 2}, {"dp_shard": 2, "tp": 2}
+LAYOUTS = {"one rank": (1, {}), "fsdp": (2, FSDP), "cp": (2, CP), "fsdp x tp": (4, BOTH)}
 LORA = {"rank": 4, "alpha": 8.0}
 
 
@@ -169,7 +169,7 @@ def with_weights(model: Path, target: Path, weights: Mapping[str, np.ndarray]) -
 
 
 @pytest.mark.parametrize("kind", ["selective", "full"])
-@pytest.mark.parametrize("layout", ["one rank", "fsdp x tp"])
+@pytest.mark.parametrize("layout", ["one rank", "cp", "fsdp x tp"])
 def test_activation_checkpointing_does_not_change_gradient(kind: str, layout: str, world: Worlds, tiny_model: Path) -> None:
     size, plan = LAYOUTS[layout]
     plain, loss = world(1).run(variants.gradient_and_loss, tiny_model, {})[0]
@@ -180,7 +180,7 @@ def test_activation_checkpointing_does_not_change_gradient(kind: str, layout: st
         np.testing.assert_allclose(gradient, plain[name], atol=1e-6)
 
 
-@pytest.mark.parametrize("layout", ["one rank", "fsdp"])
+@pytest.mark.parametrize("layout", ["one rank", "fsdp", "cp"])
 def test_bfloat16_compute_stays_close(layout: str, world: Worlds, tiny_model: Path) -> None:
     size, plan = LAYOUTS[layout]
     _, loss = world(1).run(variants.gradient_and_loss, tiny_model, {})[0]
@@ -211,7 +211,7 @@ def test_mixed_precision_on_one_data_parallel_rank_is_that_of_fsdp(
             np.testing.assert_allclose(continued[name], expected, rtol=0.01, atol=4 * checks.ADAM.learning_rate)
 
 
-@pytest.mark.parametrize("layout", ["one rank", "fsdp x tp"])
+@pytest.mark.parametrize("layout", ["one rank", "cp", "fsdp x tp"])
 def test_scoring_in_chunks_does_not_change_gradient(layout: str, world: Worlds, tiny_model: Path) -> None:
     size, plan = LAYOUTS[layout]
     for section in ({"parallelism": plan}, {"parallelism": {**plan, "fsdp_reshard_after_forward": "always"}}):
@@ -267,7 +267,7 @@ def test_lora_model_is_exported_merged(world: Worlds, untied_model: Path, tmp_pa
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
-@pytest.mark.parametrize("layout", ["one rank", "fsdp x tp"])
+@pytest.mark.parametrize("layout", ["one rank", "cp", "fsdp x tp"])
 def test_float8_emulated_on_cpu_stays_close(layout: str, recipe: str, world: Worlds, tiny_model: Path) -> None:
     size, plan = LAYOUTS[layout]
     plain, loss = world(1).run(variants.gradient_and_loss, tiny_model, {})[0]
@@ -335,7 +335,7 @@ def test_resume_is_bitwise_and_works_on_other_layouts(
     assert [version for version, _, _ in resumed] == [3, 3]
     assert [own for _, own, _ in resumed] == uninterrupted
     if not in_background:
-        for size, plan in ((1, {}), (2, TP), (4, BOTH)):
+        for size, plan in ((1, {}), (2, TP), (2, CP), (4, BOTH)):
             version, _, parameters = world(size).run(variants.load_and_continue, tiny_model, plan, folder, 3)[0]
             assert version == 3
             for name, value in parameters.items():

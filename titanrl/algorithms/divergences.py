@@ -44,9 +44,10 @@ class TeacherTokens:
         index_N, logits_MV = (value.to(device, non_blocking=non_blocking) for value in (self.index_N, self.logits_MV))
         return replace(self, index_N=index_N, logits_MV=logits_MV)
 
-    def columns(self, num_rows: int, start: int, stop: int) -> Self:
-        """Return the teacher of columns `start` to `stop`, where the tokens are the flattened `num_rows` rows of a matrix."""
-        return replace(self, index_N=self.index_N.view(num_rows, -1)[:, start:stop].flatten())
+    def columns(self, num_rows: int, *parts: slice) -> Self:
+        """Return the teacher of some columns, where the tokens are the flattened `num_rows` rows of a matrix."""
+        index_BL = self.index_N.view(num_rows, -1)
+        return replace(self, index_N=torch.cat([index_BL[:, part] for part in parts], dim=1).flatten())
 
 
 def divergence(

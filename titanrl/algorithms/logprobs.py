@@ -7,6 +7,7 @@ Shape suffixes: N tokens, V vocabulary entries on this rank, C tokens of a chunk
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate
 from typing import Any, Self
 
 import numpy as np
@@ -90,13 +91,14 @@ class TokenSupports:
             outside[self.bitmap_tokens_M[mapped].long() - first, : inside.shape[1]] = inside == 0
         return outside
 
-    def columns(self, num_rows: int, start: int, stop: int) -> Self:
-        """Return the supports of columns `start` to `stop`, where the tokens are the flattened `num_rows` rows of a matrix."""
+    def columns(self, num_rows: int, *parts: slice) -> Self:
+        """Return the supports of some columns, where the tokens are the flattened `num_rows` rows of a matrix."""
         length = len(self.is_whole_N) // num_rows
-        slices = [slice(row * length + start, row * length + stop) for row in range(num_rows)]
+        slices = [slice(row * length + part.start, row * length + part.stop) for row in range(num_rows) for part in parts]
         listed = [slice(self.id_starts[tokens.start], self.id_starts[tokens.stop]) for tokens in slices]
         mapped = [slice(self.bitmap_starts[tokens.start], self.bitmap_starts[tokens.stop]) for tokens in slices]
-        shifts = [tokens.start - row * (stop - start) for row, tokens in enumerate(slices)]
+        ends = accumulate((tokens.stop - tokens.start for tokens in slices), initial=0)
+        shifts = [tokens.start - end for tokens, end in zip(slices, ends, strict=False)]
         return replace(
             self,
             sizes_N=torch.cat([self.sizes_N[tokens] for tokens in slices]),

@@ -350,7 +350,7 @@ def _loss(config: Config) -> Iterator[BrokenRule]:
 
 
 def _rows(config: Config) -> Iterator[BrokenRule]:
-    row_tokens, tp = config.trainer.row_tokens, config.trainer.parallelism.tp
+    row_tokens, plan = config.trainer.row_tokens, config.trainer.parallelism
     must_fit = config.sft is None and config.trainer.overlong == "error"
     for name, task in config.data.tasks.items() if must_fit else ():
         longest, environment, key = config.sequence_tokens(task), task.environment, task.key(name)
@@ -368,9 +368,13 @@ def _rows(config: Config) -> Iterator[BrokenRule]:
             f"row_tokens must cover the longest {'prompt plus completion' if environment is None else 'conversation'}",
             f"set trainer.row_tokens to at least {longest}, or trainer.overlong to truncate or skip",
         )
-    if row_tokens % tp:
+    if plan.cp > 1 and row_tokens % (multiple := 2 * plan.cp * plan.tp):
+        rule = "row_tokens must be a multiple of 2 x cp x tp, because each context-parallel rank has two parts of a row"
+        fix = f"set trainer.row_tokens to {row_tokens + multiple - row_tokens % multiple}"
+        yield config.broken("trainer.row_tokens trainer.parallelism.cp trainer.parallelism.tp", rule, fix)
+    elif row_tokens % plan.tp:
         rule = "row_tokens must be a multiple of tp, because sequence parallelism splits each row"
-        fix = f"set trainer.row_tokens to {row_tokens + tp - row_tokens % tp}"
+        fix = f"set trainer.row_tokens to {row_tokens + plan.tp - row_tokens % plan.tp}"
         yield config.broken("trainer.row_tokens trainer.parallelism.tp", rule, fix)
 
 
@@ -655,7 +659,7 @@ def device_shortage(config: Config) -> Iterator[BrokenRule]:
 
 
 def _degrees(config: Config) -> list[str]:
-    axes = ("dp_replicate", "dp_shard", "tp")
+    axes = ("dp_replicate", "dp_shard", "cp", "tp")
     return [f"trainer.parallelism.{axis}" for axis in axes if getattr(config.trainer.parallelism, axis) > 1]
 
 

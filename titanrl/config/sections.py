@@ -241,28 +241,36 @@ class SandboxConfig(Section):
 
 
 class ParallelismConfig(Section):
-    """Degrees of parallelism. The product of `dp_replicate`, `dp_shard` and `tp` is the number of trainer ranks."""
+    """Degrees of parallelism. The product of `dp_replicate`, `dp_shard`, `cp` and `tp` is the number of trainer ranks."""
 
     dp_replicate: Processes = 1
     """Number of replicas of the sharded model (HSDP)."""
     dp_shard: Processes = 1
     """Number of ranks that parameters, gradients and optimizer state are sharded over (FSDP2)."""
+    cp: Processes = 1
+    """Context-parallel degree: number of ranks that divide the tokens of each row, for rows whose activations exceed the memory
+    of one rank. Parameters are sharded over these ranks, too. `trainer.row_tokens` must be a multiple of 2 x `cp` x `tp`."""
     tp: Processes = 1
     """Tensor-parallel degree, with sequence parallelism; must divide the number of attention heads."""
     ep: Processes = 1
     """Expert-parallel degree: number of ranks that the experts of a layer are distributed over, for a mixture of experts. It
-    uses the ranks of `dp_shard` and `tp` and adds none, so it must divide their product; it must also divide the number of
-    experts. With 1, FSDP shards the experts like other parameters. Tensor parallelism of experts needs more than 1."""
+    uses the ranks of `dp_shard`, `cp` and `tp` and adds none, so it must divide their product; it must also divide the number
+    of experts. With 1, FSDP shards the experts like other parameters. Tensor parallelism of experts needs more than 1."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """FSDP's policy for parameters gathered in the forward pass: `always` frees them, which saves memory; `never` keeps them
-    for the backward pass, which saves communication; `default` is torchtitan's choice. On one data-parallel rank, only `always`
-    uses FSDP, if `trainer.dtype` and `trainer.compute_dtype` differ: it casts layer by layer, slowly, but saves a copy of the
-    parameters."""
+    for the backward pass, which saves communication; `default` is torchtitan's choice. On one rank of data and context
+    parallelism, only `always` uses FSDP, if `trainer.dtype` and `trainer.compute_dtype` differ: it casts layer by layer,
+    slowly, but saves a copy of the parameters."""
 
     @property
     def world_size(self) -> int:
         """Number of trainer ranks."""
-        return self.dp_replicate * self.dp_shard * self.tp
+        return self.dp_size * self.cp * self.tp
+
+    @property
+    def num_shards(self) -> int:
+        """Number of ranks that FSDP shards parameters over."""
+        return self.dp_shard * self.cp
 
     @property
     def dp_size(self) -> int:
@@ -270,9 +278,11 @@ class ParallelismConfig(Section):
         return self.dp_replicate * self.dp_shard
 
     def _broken_rules(self) -> Iterator[BrokenRule]:
-        if self.dp_shard * self.tp % self.ep:
-            rule = "ep must divide dp_shard x tp, because it uses their ranks"
-            yield self.broken("ep dp_shard tp", rule, f"set ep to {largest_divisor(self.dp_shard * self.tp, self.ep)}")
+        axes = ("dp_shard", "cp", "tp") if self.cp > 1 else ("dp_shard", "tp")
+        if self.num_shards * self.tp % self.ep:
+            rule = f"ep must divide {' x '.join(axes)}, because it uses their ranks"
+            fix = f"set ep to {largest_divisor(self.num_shards * self.tp, self.ep)}"
+            yield self.broken(" ".join(["ep", *axes]), rule, fix)
 
 
 class LoraConfig(Section):
@@ -344,9 +354,9 @@ class TrainerConfig(Section):
 
     @property
     def uses_fsdp(self) -> bool:
-        """True if FSDP shards, casts and reduces. On one data-parallel rank it would only copy."""
+        """True if FSDP shards, casts and reduces. On one rank of data and context parallelism it would only copy."""
         plan = self.parallelism
-        return plan.dp_size > 1 or (self.dtype != self.compute_dtype and plan.fsdp_reshard_after_forward == "always")
+        return plan.dp_size * plan.cp > 1 or (self.dtype != self.compute_dtype and plan.fsdp_reshard_after_forward == "always")
 
     @property
     def max_optimizer_steps(self) -> int:

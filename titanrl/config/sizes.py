@@ -376,7 +376,7 @@ def plain_experts(generator: "GeneratorConfig", shape: ModelShape) -> int:
 def _trainer_memory(config: "Config", shape: ModelShape, num_rows: int) -> TrainerMemory:
     trainer = config.trainer
     plan, compute_bytes = trainer.parallelism, DTYPE_BYTES[trainer.compute_dtype]
-    share = DTYPE_BYTES[trainer.dtype] / (plan.dp_shard * plan.tp)
+    share = DTYPE_BYTES[trainer.dtype] / (plan.num_shards * plan.tp)
     trained = shape.num_parameters
     if trainer.lora is not None:
         trained = trainer.lora.rank * shape.adapter_width(trainer.lora.targets)
@@ -394,7 +394,7 @@ def _trainer_memory(config: "Config", shape: ModelShape, num_rows: int) -> Train
         unreduced = max(unreduced, (3 * DTYPE_BYTES["float32"] - compute_bytes) * largest)
     elif trainer.dtype != trainer.compute_dtype:
         gathered = held * compute_bytes // plan.tp
-    average = 0 if config.algorithm.ema_decay is None else trained * DTYPE_BYTES["float32"] // (plan.dp_shard * plan.tp)
+    average = 0 if config.algorithm.ema_decay is None else trained * DTYPE_BYTES["float32"] // (plan.num_shards * plan.tp)
     return TrainerMemory(
         parameters=int(held * share),
         experts=int(shape.num_layers * shape.expert_parameters * share),
@@ -412,16 +412,21 @@ def _trainer_memory(config: "Config", shape: ModelShape, num_rows: int) -> Train
 def _activations(config: "Config", shape: ModelShape, num_rows: int) -> int:
     """Estimate the bytes of `num_rows` rows: stored activations, one layer in full, and logits with their gradient.
 
-    Sequence parallelism divides them among the tensor-parallel ranks. Selective checkpointing stores about half of them.
+    Sequence parallelism divides them among the tensor-parallel ranks, and context parallelism among its ranks, except the keys
+    and values of attention, which each of them gathers. Selective checkpointing stores about half of them.
     """
-    trainer = config.trainer
+    trainer, plan = config.trainer, config.trainer.parallelism
     tokens = num_rows * trainer.row_tokens
     numbers = {"none": shape.layer_activations, "selective": shape.layer_activations // 2, "full": shape.hidden_size}
     kept = shape.num_layers * numbers[trainer.activation_checkpointing] + shape.layer_activations
-    logits = min(tokens * shape.vocab_size // trainer.parallelism.tp, LOGITS_AT_ONCE)
+    logits = min(tokens * shape.vocab_size // (plan.cp * plan.tp), LOGITS_AT_ONCE)
     if config.distill is not None and config.distill.is_divergence:  # the teacher's logits of a micro-batch are all kept
-        logits += tokens * shape.vocab_size // trainer.parallelism.tp // 2
-    return (tokens * kept // trainer.parallelism.tp + 2 * logits) * DTYPE_BYTES[trainer.compute_dtype]
+        logits += tokens * shape.vocab_size // plan.tp // 2
+    gathered = 0
+    if plan.cp > 1:
+        layers = {"none": shape.num_layers, "selective": shape.num_layers / 2, "full": 0}[trainer.activation_checkpointing] + 1
+        gathered = int(tokens * layers * 2 * shape.num_kv_heads * shape.head_dim) // plan.tp
+    return (tokens * kept // (plan.cp * plan.tp) + gathered + 2 * logits) * DTYPE_BYTES[trainer.compute_dtype]
 
 
 def cpu_bytes(config: "Config", memory: Memory, trainer_rank_bytes: int) -> int:

@@ -18,6 +18,8 @@ from titanrl.config.device import Device
 
 MaskRule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Function of batch, head, query and key indices, which broadcast. It returns True where the query attends to the key."""
+Order = tuple[Tensor, Tensor]
+"""Columns of the rows that a rank's queries and keys are, `[Q]` and `[K]`, in their order."""
 
 
 def sequence_starts(positions_BL: Tensor) -> Tensor:
@@ -27,11 +29,13 @@ def sequence_starts(positions_BL: Tensor) -> Tensor:
     return (positions_BL == 0) | ~continues_BL
 
 
-def mask_rule(positions_BL: Tensor) -> MaskRule:
+def mask_rule(positions_BL: Tensor, order: Order | None = None) -> MaskRule:
     """Return the mask rule of packed rows: causal attention within each sequence and to the prefix that it shares.
 
     The rule follows from the positions. A sequence that starts at position 0 is complete. A sequence that starts at position
     p > 0 shares the first p tokens of the last complete sequence before it, and attends to these tokens as its prefix.
+
+    `positions_BL` are those of whole rows. With an `order`, the rule takes indices of its queries and keys instead of columns.
     """
     starts_BL = sequence_starts(positions_BL)
     sequence_BL = starts_BL.cumsum(dim=1)
@@ -45,35 +49,43 @@ def mask_rule(positions_BL: Tensor) -> MaskRule:
         shared = (complete_BL[b, q] == complete_BL[b, k]) & (positions_BL[b, k] < num_shared_BL[b, q])
         return (q >= k) & (own | shared)
 
-    return rule
+    if order is None:
+        return rule
+    queries_Q, keys_K = order
+    return lambda b, h, q, k: rule(b, h, queries_Q[q], keys_K[k])
 
 
-def packed_mask(positions_BL: Tensor) -> Tensor:
-    """Return the dense mask of packed rows, bool `[B, 1, L, L]`, True where the query attends to the key."""
+def packed_mask(positions_BL: Tensor, order: Order | None = None) -> Tensor:
+    """Return the dense mask of packed rows, bool `[B, 1, L, L]`, True where the query attends to the key.
+
+    With an `order`, it is the mask of these queries and keys, `[B, 1, Q, K]`.
+    """
     num_rows, length = positions_BL.shape
     indices_L = torch.arange(length, device=positions_BL.device)
     rows_B111 = torch.arange(num_rows, device=positions_BL.device)[:, None, None, None]
-    return mask_rule(positions_BL)(rows_B111, torch.zeros_like(rows_B111), indices_L[:, None], indices_L[None, :])
+    queries_Q, keys_K = (indices_L, indices_L) if order is None else order
+    return mask_rule(positions_BL)(rows_B111, torch.zeros_like(rows_B111), queries_Q[:, None], keys_K[None, :])
 
 
-def packed_block_mask(positions_BL: Tensor, block_size: int | tuple[int, int]) -> BlockMask:
-    """Return the mask of packed rows as a `BlockMask` for FlexAttention."""
+def packed_block_mask(positions_BL: Tensor, block_size: int | tuple[int, int], order: Order | None = None) -> BlockMask:
+    """Return the mask of `packed_mask` as a `BlockMask` for FlexAttention."""
     num_rows, length = positions_BL.shape
+    num_queries, num_keys = (length, length) if order is None else (len(order[0]), len(order[1]))
     mask: BlockMask = create_attention_mask(
-        mask_rule(positions_BL), num_rows, None, length, length, device=positions_BL.device, BLOCK_SIZE=block_size
+        mask_rule(positions_BL, order), num_rows, None, num_queries, num_keys, device=positions_BL.device, BLOCK_SIZE=block_size
     )
     return mask
 
 
-class PackedAttention(Module):
-    """Inner attention for torchtitan that uses SDPA with the mask of `packed_mask`."""
+class PackedAttention(FlexAttention):
+    """Inner attention for torchtitan that uses SDPA with the mask of `packed_mask`.
+
+    It derives from FlexAttention because torchtitan gathers the keys and values of context parallelism for this class only.
+    """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(Module.Config):
-        """Configuration without options."""
-
-    def __init__(self, config: Config) -> None:
-        super().__init__()  # without state: the mask is an argument of `forward`
+    class Config(FlexAttention.Config):
+        """Configuration with the fields of FlexAttention, which are not used."""
 
     def forward(
         self,

@@ -74,6 +74,16 @@ class PackedRows:
         """Sequence id of each position, from 0."""
         return sequence_starts(self.positions_BL).flatten().cumsum(0) - 1
 
+    def columns(self, *parts: slice) -> Self:
+        """Return the rows with only some columns, as input of a model. Sequences are cut, so `sequence_N` is not defined."""
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor):
+                values[name] = torch.cat([value[:, part] for part in parts], dim=1)
+            elif isinstance(value, TokenSupports | TeacherTokens):
+                values[name] = value.columns(len(self.tokens_BL), *parts)
+        return type(self)(**values)
+
     def to(self, device: torch.device) -> Self:
         """Copy all tensors to a device; return `self` if they are already on it."""
         if self.tokens_BL.device == device:

@@ -79,6 +79,7 @@ class Learner:
         self._snapshots_on_device = snapshots_on_device
         self._head = head or ScoringHead(model.module.lm_head, model.module.config.vocab_size)
         self._load = ExpertLoad(model.module, model.tp_rank)
+        self._context = model.context
         self._state = LiveState(model.module)
         self._publishes_adapters = publishes_adapters
         self.base_version = 0
@@ -158,7 +159,7 @@ class Learner:
     def run(self, rows: PackedRows, objective: Objective, *, backward: bool = True) -> RowsResult:
         """Compute an objective over some rows; with `backward`, accumulate its gradient.
 
-        All ranks of a tensor-parallel group compute the same values, so only the first rank reports metrics.
+        All ranks of a tensor- or context-parallel group compute the same values, so only the first rank reports metrics.
         """
         if backward:
             self._require_live_weights("forward_backward")
@@ -167,7 +168,6 @@ class Learner:
             scores = self._score(rows)
             loss, metrics = objective(rows, *(values_BL.flatten() for values_BL in scores))
             if backward:
-                self._load.add(rows)
                 loss.backward()
         if backward:
             self.num_pending += 1
@@ -186,9 +186,9 @@ class Learner:
         """
         assert isinstance(self._head, ScoringHead), "a critic has no logits"
         rows = rows.to(self.model.device)
-        self._load.record(rows)
-        with torch.no_grad(), self.model.computing(), self._head.selecting(tokens_M.to(self.model.device)):
-            logits_MV: Tensor = self.model.module(rows.tokens_BL, positions=rows.positions_BL, attention_masks=self._mask(rows))
+        selecting = self._head.selecting(tokens_M.to(self.model.device), self._context)
+        with torch.no_grad(), self.model.computing(), selecting:
+            logits_MV: Tensor = self._forward(rows, self._part(rows))
         return logits_MV
 
     def optim_step(self, params: AdamParams, *, completes: bool = True) -> OptimUpdate:
@@ -383,26 +383,36 @@ class Learner:
     def _score(self, rows: PackedRows) -> tuple[Tensor, ...]:
         """Compute the log-probability of each target, the entropy of each prediction, and with a teacher the divergence from
         it, `[B, L]` each."""
-        self._load.record(rows)
-        with self._head.scoring(rows.targets_BL, self.temperature, rows.supports, rows.teacher):
-            scores: tuple[Tensor, ...] = self.model.module(
-                rows.tokens_BL, positions=rows.positions_BL, attention_masks=self._mask(rows)
-            )
-        return scores
+        part = self._part(rows)
+        with self._head.scoring(part.targets_BL, self.temperature, part.supports, part.teacher):
+            scores: tuple[Tensor, ...] = self._forward(rows, part)
+        if torch.is_grad_enabled():  # before the backward pass, in which routers may choose again
+            self._load.add(part)
+        return scores if self._context is None else self._context.whole(scores)
+
+    def _part(self, rows: PackedRows) -> PackedRows:
+        """Return the columns of the rows that this rank computes."""
+        return rows if self._context is None else self._context.cut(rows)
+
+    def _forward(self, rows: PackedRows, part: PackedRows) -> Any:
+        """Run the model on this rank's columns of the rows."""
+        self._load.record(part)
+        return self.model.module(part.tokens_BL, positions=part.positions_BL, attention_masks=self._mask(rows))
 
     def _mask(self, rows: PackedRows) -> object:
-        """Return the attention mask of the rows."""
+        """Return the attention mask of the rows, for the queries and keys of this rank."""
         module, positions_BL = self.model.module, rows.positions_BL
         attention = module.config.layers[0].attention.inner_attention
+        order = None if self._context is None else self._context.order(rows.length, positions_BL.device)
         if isinstance(attention, PackedAttention.Config):
-            return packed_mask(positions_BL)
-        if rows.shares_prompts:
-            return packed_block_mask(positions_BL, attention.block_size)
+            return packed_mask(positions_BL, order)
+        if rows.shares_prompts or order is not None:
+            return packed_block_mask(positions_BL, attention.block_size, order)
         return module.get_attention_masks(positions_BL)  # faster to build than `packed_block_mask`
 
     def _reported(self, metrics: LossMetrics) -> LossSums:
-        """Copy the metrics to the host in one transfer; return no metrics unless this is the first tensor-parallel rank."""
-        if self.model.tp_rank != 0:
+        """Copy the metrics to the host in one transfer; return no metrics on ranks that do not report."""
+        if not self.model.reports:
             return LossSums(sums={}, maxima={})
         values = [*metrics.sums.values(), *metrics.maxima.values()]
         numbers = torch.stack([value.detach().to(torch.float32) for value in values]).tolist() if values else []

@@ -40,6 +40,7 @@ from titanrl.config.sizes import LOGITS_AT_ONCE as LOGITS_AT_ONCE
 from titanrl.models.directory import ModelDirectory
 from titanrl.models.family import Projections
 from titanrl.models.preparation import WithoutDraws
+from titanrl.trainer.context import ContextGroup
 from titanrl.trainer.mixed import CastParameters
 from titanrl.trainer.snapshots import reshard
 from titanrl.weights.layout import local_part
@@ -89,9 +90,20 @@ class PolicyModel:
 
     @property
     def tp_rank(self) -> int:
-        """Tensor-parallel rank: index of this rank among the ranks with the same share of the batch."""
+        """Tensor-parallel rank: index of this rank among the ranks that compute the same tokens."""
         mesh = self.parallel_dims.get_optional_mesh("tp")
         return 0 if mesh is None else mesh.get_local_rank()
+
+    @property
+    def context(self) -> ContextGroup | None:
+        """Ranks that divide the columns of this rank's rows; None without context parallelism."""
+        mesh = self.parallel_dims.get_optional_mesh("cp")
+        return None if mesh is None else ContextGroup(group=mesh.get_group(), rank=mesh.get_local_rank(), size=mesh.size())
+
+    @property
+    def reports(self) -> bool:
+        """True on one of the ranks with the same share of the batch, which have the same scores, losses and metrics."""
+        return self.tp_rank == 0 and (self.context is None or self.context.rank == 0)
 
     @property
     def groups(self) -> list[ProcessGroup]:
@@ -160,6 +172,7 @@ def build_model(
     parallelism = titan_config.ParallelismConfig(
         data_parallel_replicate_degree=plan.dp_replicate,
         data_parallel_shard_degree=plan.dp_shard,
+        context_parallel_degree=plan.cp,
         tensor_parallel_degree=plan.tp,
         expert_parallel_degree=plan.ep,
         fsdp_reshard_after_forward=plan.fsdp_reshard_after_forward,
@@ -434,6 +447,7 @@ class ScoringHead:
         self._supports: TokenSupports | None = None
         self._teacher: TeacherTokens | None = None
         self._selected_M: Tensor | None = None
+        self._context: ContextGroup | None = None
         self._temperature = 1.0
         lm_head.forward = self
 
@@ -453,9 +467,12 @@ class ScoringHead:
             self._targets_BL = self._supports = self._teacher = None
 
     @contextmanager
-    def selecting(self, tokens_M: Tensor) -> Iterator[None]:
-        """Make the model return the logits of some of the flattened tokens inside the context, `[M, V]`."""
-        self._selected_M = tokens_M
+    def selecting(self, tokens_M: Tensor, context: ContextGroup | None = None) -> Iterator[None]:
+        """Make the model return the logits of some of the flattened tokens inside the context, `[M, V]`.
+
+        `context` has the ranks that compute the columns of the rows.
+        """
+        self._selected_M, self._context = tokens_M, context
         try:
             yield
         finally:
@@ -464,7 +481,10 @@ class ScoringHead:
     def __call__(self, hidden_BLD: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Return the logits, `[B, L, V]`; inside `scoring`, return log-probabilities and entropies, `[B, L]` each."""
         if self._selected_M is not None:
-            selected_MD = local_part(hidden_BLD).flatten(0, 1)[self._selected_M]
+            if self._context is None:
+                selected_MD = local_part(hidden_BLD).flatten(0, 1)[self._selected_M]
+            else:
+                selected_MD = self._context.select(local_part(hidden_BLD), self._selected_M)
             if isinstance(hidden_BLD, DTensor):  # replicated: the hooks of the output layer have run
                 selected_MD = DTensor.from_local(selected_MD, hidden_BLD.device_mesh, hidden_BLD.placements, run_check=False)
             logits = self._logits(selected_MD[None])
@@ -482,8 +502,8 @@ class ScoringHead:
                 hidden_BLD[:, start : start + width],
                 targets_BL[:, start : start + width],
                 temperature,
-                None if supports is None else supports.columns(num_rows, start, min(start + width, length)),
-                None if self._teacher is None else self._teacher.columns(num_rows, start, min(start + width, length)),
+                None if supports is None else supports.columns(num_rows, slice(start, min(start + width, length))),
+                None if self._teacher is None else self._teacher.columns(num_rows, slice(start, min(start + width, length))),
                 use_reentrant=False,
                 preserve_rng_state=False,
             )

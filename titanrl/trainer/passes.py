@@ -51,7 +51,7 @@ class Location:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataResult:
-    """Results of one rank's share of the data. Only the first rank of a tensor-parallel group reports them."""
+    """Results of one rank's share of the data. Only one of the ranks with the same share reports them."""
 
     logprobs: Mapping[int, FloatArray]
     """Log-probabilities of the targets by index of the datum, `[S]` each."""
@@ -148,7 +148,7 @@ def run_data(learner: Learner, planned: DataPass, *, backward: bool) -> DataResu
             sums.append(result.sums)
         values_BL = logprobs_BL.float().cpu().numpy()
         logprobs |= {location.index: values_BL[location.row, location.tokens] for location in locations}
-    if learner.model.tp_rank != 0:
+    if not learner.model.reports:
         logprobs = {}
     return DataResult(logprobs=logprobs, sums=tuple(sums), version=learner.version_in_use)
 

@@ -51,7 +51,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 ROW_MULTIPLE = 8
-"""Multiple to which the row length per tensor-parallel rank is rounded up, unless the row length is fixed."""
+"""Multiple to which the row length per tensor- and context-parallel rank is rounded up, unless the row length is fixed."""
 SHARE = 0.3
 """Fraction of `logging.record_bytes` for the losses of single tokens."""
 
@@ -185,8 +185,9 @@ class PolicyTrainer(Actor):
             self._kept = KeptLogprobs()
             self._held: Mapping[GroupHandle, Mapping[int, Segment]] = {}
             # Each new row length would recompile compiled code, including FlexAttention.
+            plan = setup.config.parallelism
             is_fixed = setup.config.compile or setup.device.attention == "flex"
-            self._row_multiple = setup.config.row_tokens if is_fixed else ROW_MULTIPLE * setup.config.parallelism.tp
+            self._row_multiple = setup.config.row_tokens if is_fixed else ROW_MULTIPLE * plan.cp * plan.tp
             learner.check_snapshots(self._row_multiple)  # the shortest possible row: a long one would take seconds
             self._checkpoints = Checkpoints(
                 learner,
@@ -237,7 +238,7 @@ class PolicyTrainer(Actor):
                 backward = critic is None or not critic.is_warming_up
                 result = self._learner.forward_backward(packed, microbatch.mean_weight, backward=backward)
                 of_critic = {} if critic is None else critic.forward_backward(packed).sums
-                if microbatch.recorded is not None and self._learner.model.tp_rank == 0:
+                if microbatch.recorded is not None and self._learner.model.reports:
                     for values, columns in recorded_segments(microbatch, rows, packed, result.logprobs_BL):
                         self._record.put({"version": self._learner.version, **values}, columns)
             return replace(result.sums, sums={**result.sums.sums, **of_critic})
@@ -296,7 +297,7 @@ class PolicyTrainer(Actor):
         with self.agreement.phase("share_logprobs") as agree:
             agree(lambda: self.progress(self._learner))
             kept: list[dict[Any, Any]] = [{}] * dist.get_world_size()
-            dist.all_gather_object(kept, self._kept.of(version) if self._learner.model.tp_rank == 0 else {})
+            dist.all_gather_object(kept, self._kept.of(version) if self._learner.model.reports else {})
             for values in kept:
                 self._kept.add(values)
 
