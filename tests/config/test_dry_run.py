@@ -108,6 +108,26 @@ def test_placement_on_accelerators_compares_with_the_memory_of_a_device() -> Non
     assert "but a device has 24.0 GB" in text
 
 
+def test_context_parallelism_makes_long_rows_fit_a_device() -> None:
+    def printed(cp: int) -> tuple[list[str], str]:
+        trainer = {
+            "parallelism": {"cp": cp},
+            "row_tokens": 32768,
+            "rows_per_microbatch": 1,
+            "compute_dtype": "bfloat16",
+            "activation_checkpointing": "selective",
+        }
+        text = dry_run_text(make_config(device="cuda", model={"path": "nowhere/Qwen3-4B"}, trainer=trainer), device="cuda")
+        return [cell.strip() for cell in placement(text)[0]], text
+
+    alone, text = printed(1)
+    assert alone[1:5] == ["cuda 0", "trainer rank", "1", "159.6 GB"]
+    assert "raise trainer.parallelism.dp_shard, cp or tp" in text
+    divided, text = printed(4)
+    assert divided[1:5] == ["cuda 0-3", "trainer rank", "4", "42.0 GB"]
+    assert "a trainer rank needs" not in text
+
+
 def test_placement_on_slurm_counts_processes_per_host() -> None:
     config = make_config(
         device="cuda",

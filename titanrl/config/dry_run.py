@@ -346,7 +346,7 @@ def _accelerator_misfits(config: Config, memory: Memory, device_bytes: int) -> I
         yield config.broken("hosts.share_devices generator.vllm", rule, fix)
     shard = {"trainer.parallelism.dp_shard": config.trainer.parallelism.dp_shard}
     tp = {"generator.tp": config.generator.tp}
-    needs = {"trainer rank": (memory.trainer.total, shard, "trainer.parallelism.dp_shard or tp")}
+    needs = {"trainer rank": (memory.trainer.total, shard, "trainer.parallelism.dp_shard, cp or tp")}
     if has_generators:
         needs["generator rank"] = (memory.generator_rank_weights, tp, "generator.tp")
     if shares:
