@@ -1,5 +1,7 @@
 """Distillation without processes: its data and metrics, and the checks of its configuration."""
 
+import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,17 +10,28 @@ import pytest
 
 from titanrl import ConfigError, load_config
 from titanrl.carriers.rewards import Scored
-from titanrl.carriers.types import FinishReason, FloatArray, Prompt
+from titanrl.carriers.types import FinishReason, FloatArray, Prompt, TopTokens
 from titanrl.checks.preflight import broken_rules
+from titanrl.config.data import Distillation
 from titanrl.config.load import check_program
 from titanrl.config.sections import DistillConfig, RecipeConfig
 from titanrl.data.entries import hinted_entry
 from titanrl.data.rows import BadRow
-from titanrl.distill import Batch, batch_metrics, discounted, distillation_data, loss_options, main
+from titanrl.distill import (
+    Batch,
+    ask_teachers,
+    batch_metrics,
+    discounted,
+    distillation_data,
+    loss_options,
+    main,
+    taught_share,
+)
 from titanrl.models.recipe import create_model
 from titanrl.session.sampling import Sample
 
 TEACHER = "distill.teacher.path"
+LEARNED = Distillation("distill.teacher", 1.0, 0.0)
 
 
 def sample(logprobs: list[float], finish_reason: FinishReason = "stop") -> Sample:
@@ -37,12 +50,15 @@ def floats(*values: float) -> FloatArray:
     return np.array(values, np.float32)
 
 
-def batch_of(samples: list[Sample], divergences: list[FloatArray | None], rewards: list[float | None], **others: Any) -> Batch:
+def batch_of(
+    samples: list[Sample], found: Sequence[FloatArray | TopTokens | None], rewards: list[float | None], **others: Any
+) -> Batch:
     """A step with one prompt."""
     prompt = Prompt(index=0, task="sums", text="1 + 1 =", token_ids=(5, 6), entry={})
     scores = [Scored(reward=reward, parts={}, error="" if reward is not None else "timeout") for reward in rewards]
     prompts = others.get("teacher_prompts", [(5, 6)] * len(samples))
-    return Batch(prompts=[prompt], groups=[samples], scores=[scores], divergences=divergences, teacher_prompts=prompts)
+    tasks = [others.get("task", LEARNED)]
+    return Batch(prompts=[prompt], groups=[samples], scores=[scores], found=found, teacher_prompts=prompts, tasks=tasks)
 
 
 def distill_config(**values: Any) -> DistillConfig:
@@ -64,10 +80,77 @@ def test_advantage_of_a_token_is_teacher_minus_policy() -> None:
 
 
 def test_weighted_rewards_minus_their_mean_are_added_to_advantages() -> None:
-    batch = batch_of([sample([-0.1]), sample([-2.0]), sample([-1.0])], [floats(0.25)] * 3, [1.0, 0.0, None])
-    data = distillation_data(batch, distill_config(reward_weight=2.0))
-    found = [float(datum.loss_fn_inputs["advantages"][-1]) for datum in data if datum is not None]
+    samples, task = [sample([-0.1]), sample([-2.0]), sample([-1.0])], Distillation("distill.teacher", 1.0, 2.0)
+    batch = batch_of(samples, [floats(0.25)] * 3, [1.0, 0.0, None], task=task)
+    found = [float(datum.loss_fn_inputs["advantages"][-1]) for datum in distillation_data(batch, distill_config()) if datum]
     assert found == pytest.approx([2 * 0.5 - 0.25, -2 * 0.5 - 0.25, -0.25])
+
+
+class Constant:
+    """A teacher that gives every token the same log-probability, and keeps what it was asked."""
+
+    def __init__(self, logprob: float) -> None:
+        self.logprob, self.asked = logprob, list[list[int]]()
+
+    async def compute_logprobs(self, sequences: Sequence[Sequence[int]], /) -> list[FloatArray]:
+        self.asked += map(list, sequences)
+        return [np.array([np.nan, *[self.logprob] * (len(tokens) - 1)], np.float32) for tokens in sequences]
+
+    async def compute_top(self, sequences: Sequence[Sequence[int]], num: int, /) -> list[TopTokens]:
+        self.asked += map(list, sequences)
+        ids = [np.tile(np.arange(num), (len(tokens) - 1, 1)) for tokens in sequences]
+        return [TopTokens(token_ids=each, logprobs=np.full(each.shape, self.logprob, np.float32)) for each in ids]
+
+
+MATH, CODE = Distillation("distill.teacher", 1.0, 0.0), Distillation("distill.teachers.coder", 0.5, 3.0)
+PLAY = Distillation("distill.teacher", 0.0, 2.0)
+
+
+def three_tasks(found: Sequence[FloatArray | TopTokens | None]) -> Batch:
+    """A step with a prompt of each of three tasks, and two samples of one token each."""
+    prompt = Prompt(index=0, task="sums", text="", token_ids=(5, 6), entry={})
+    groups = [[sample([-0.5]), sample([-1.5])] for _ in range(3)]
+    scores = [[Scored(reward=reward, parts={}) for reward in (1.0, 0.0)] for _ in range(3)]
+    tasks = [MATH, CODE, PLAY]
+    return Batch(prompts=[prompt] * 3, groups=groups, scores=scores, found=found, teacher_prompts=[(5, 6)] * 6, tasks=tasks)
+
+
+def asked_teachers(num_top: int) -> tuple[list[FloatArray | TopTokens | None], Constant, Constant]:
+    first, coder = Constant(-1.0), Constant(-3.0)
+    teachers = {"distill.teacher": first, "distill.teachers.coder": coder}
+    batch = three_tasks([])
+    samples, tasks = [each for group in batch.groups for each in group], [MATH, MATH, CODE, CODE, PLAY, PLAY]
+    return asyncio.run(ask_teachers(teachers, samples, batch.teacher_prompts, tasks, num_top)), first, coder
+
+
+def test_each_task_learns_from_its_own_teacher_and_rewards() -> None:
+    found, first, coder = asked_teachers(0)
+    assert first.asked == coder.asked == [[5, 6, 7], [5, 6, 7]]  # not of the task that learns only from rewards
+    assert found[4:] == [None, None]
+    data = distillation_data(three_tasks(found), distill_config())
+    # teacher - policy, with weight 0.5 for the second task; rewards differ from their mean by 0.5.
+    expected = [-1 + 0.5, -1 + 1.5, 0.5 * (-3 + 0.5) + 3 * 0.5, 0.5 * (-3 + 1.5) - 3 * 0.5, 2 * 0.5, -2 * 0.5]
+    assert [float(datum.loss_fn_inputs["advantages"][-1]) for datum in data if datum] == pytest.approx(expected)
+    assert [float(datum.loss_fn_inputs["weights"][-1]) for datum in data if datum] == pytest.approx([1 / 6] * 6)
+    assert batch_metrics(three_tasks(found))["policy/kl_teacher"] == pytest.approx(np.mean([0.5, -0.5, 2.5, 1.5]))
+
+
+def test_divergence_of_each_task_has_its_weight_beside_the_rewards() -> None:
+    found, _, coder = asked_teachers(2)
+    assert coder.asked == [[5, 6, 7], [5, 6, 7]]
+    data = [datum for datum in distillation_data(three_tasks(found), distill_config(loss="forward_kl")) if datum]
+    # The loss of a token is weight * (divergence - ratio * advantage).
+    weights = [float(datum.loss_fn_inputs["weights"][-1]) for datum in data]
+    assert weights == pytest.approx([1 / 6, 1 / 6, 0.5 / 6, 0.5 / 6, 1 / 6, 1 / 6])
+    products = [float(datum.loss_fn_inputs["advantages"][-1]) * weight for datum, weight in zip(data, weights, strict=True)]
+    assert products == pytest.approx([0, 0, 3 * 0.5 / 6, -3 * 0.5 / 6, 2 * 0.5 / 6, -2 * 0.5 / 6])
+    assert [datum.teacher_top is None for datum in data] == [False] * 4 + [True] * 2
+    assert data[2].teacher_top is not None
+    assert data[2].teacher_top.token_ids.tolist() == [[0, 1]]
+    assert taught_share(data) == pytest.approx(4 / 6)
+    metrics = batch_metrics(three_tasks(found))
+    assert metrics["teacher/outside_top_frac"] == pytest.approx(1 - (2 * np.exp(-1) + 2 * np.exp(-3)) / 2)
+    assert "policy/kl_teacher" not in metrics
 
 
 def test_teacher_reads_its_own_prompt_and_the_same_completion() -> None:
@@ -116,8 +199,9 @@ def test_metrics_average_over_tokens_and_exclude_failed_rewards() -> None:
             prompts=[prompt],
             groups=[[sample([-0.1, -0.7]), sample([-2.0], "length"), sample([-1.0])]],
             scores=[[right, wrong, Scored(reward=None, parts={}, error="timeout")]],
-            divergences=[floats(0.5, 0.25), floats(1.0), floats(0.25)],
+            found=[floats(0.5, 0.25), floats(1.0), floats(0.25)],
             teacher_prompts=[(5, 6)] * 3,
+            tasks=[LEARNED],
         )
     )
     assert metrics["policy/kl_teacher"] == pytest.approx(0.5)
@@ -148,9 +232,24 @@ def test_each_command_rejects_configurations_of_others() -> None:
         ("algorithm.kl={coef: 0.1}", "remove algorithm.kl"),
         ("rollout.top_p=0.9", "remove rollout.top_p"),
         ("distill.discount=1.0", "must be a number"),
-        ("distill.teacher={tp: 2}", "set exactly one of the two keys"),
+        ("distill.teacher={tp: 2}", "set exactly one of path, url and policy"),
+        ("distill.teacher={path: x, url: 'http://a/v1'}", "set exactly one of path, url and policy"),
+        ("distill.teacher={url: 'http://a/v1', tp: 2}", "remove tp"),
+        ("distill.teacher={path: x, num_retries: 1}", "remove num_retries"),
+        ("distill.teacher={url: 'http://:0/v1'}", "must contain a host"),
+        ("distill.teacher={url: 'http://a/v1', key_variable: A, key_file: b}", "the API key has one source"),
+        ("distill.teachers={coder: {path: x}}", "no task learns from this teacher"),
+        ("distill.teachers={'a.b': {path: x}}", "the name of a teacher must consist of"),
+        (
+            "distill={teacher: {policy: initial}, loss: jsd, hint: '{question}', teachers: {a: {path: x}}}",
+            "none can be the policy",
+        ),
+        ("distill.top_k=5", "remove top_k"),
+        ("data.mixture={a: {task: chain_sum, teacher: coder}}", "must be the name of a teacher in distill.teachers"),
+        ("data.mixture={a: {task: chain_sum, distill_weight: 0.0}}", "the task would not be trained on"),
+        ("data.mixture={a: {task: chain_sum, group_size: 4}}", "distillation does not use this key"),
         ("distill.teacher={policy: initial}", "set loss to forward_kl, reverse_kl or jsd"),
-        ("distill.loss=jsd", "set loss to importance_sampling or ppo"),
+        ("distill.loss=jsd", "set loss to importance_sampling, ppo or forward_kl"),
         ("distill.beta=0.3", "only jsd has a mixture"),
         ("distill.hint='{question'", "must be a format string"),
         ("distill.hint=think", "must contain a column in braces"),

@@ -1,9 +1,11 @@
 """On-policy distillation: the training loop, and the command `titanrl distill --config FILE`.
 
-The policy samples completions, and approaches a teacher at their tokens, in one of two ways. A teacher in an engine of its own
-computes the log-probabilities of the tokens. The advantage of a token is then the teacher's log-probability minus the policy's,
-so training lowers the policy's reverse KL divergence from the teacher. With the policy itself as the teacher, which reads a
-hint that the policy does not see, the trainer computes a divergence between both distributions over the whole vocabulary.
+The policy samples completions, and approaches a teacher at their tokens, in one of two ways. Another model, in an engine of its
+own or behind an endpoint, computes the log-probabilities of the tokens. The advantage of a token is then the teacher's
+log-probability minus the policy's, so training lowers the policy's reverse KL divergence from the teacher; or the trainer
+computes the forward KL divergence over the tokens that the teacher finds most likely. With the policy itself as the teacher,
+which reads a hint that the policy does not see, the trainer computes a divergence between both distributions over the whole
+vocabulary. Tasks of a mixture can have teachers of their own, and learn from their rewards in the same pass.
 
 Sources: Thinking Machines, On-Policy Distillation (https://thinkingmachines.ai/blog/on-policy-distillation/), and the recipe
 `distillation` of tinker-cookbook; GKD (arXiv:2306.13649) for the divergences.
@@ -11,19 +13,30 @@ Sources: Thinking Machines, On-Policy Distillation (https://thinkingmachines.ai/
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from titanrl.algorithms.batch_plan import adam_params
 from titanrl.base.errors import TitanRLError
 from titanrl.carriers.rewards import Scored
-from titanrl.carriers.types import Completion, EvaluationResult, FloatArray, Group, Prompt, ScorerFailure, StepMetrics
+from titanrl.carriers.types import (
+    Completion,
+    EvaluationResult,
+    FloatArray,
+    Group,
+    Prompt,
+    ScorerFailure,
+    StepMetrics,
+    TopTokens,
+)
 from titanrl.config.algorithm import INITIAL
+from titanrl.config.data import Distillation
 from titanrl.config.errors import BrokenRule, ConfigError
 from titanrl.config.load import explain_rule
 from titanrl.config.sections import DistillConfig
@@ -37,8 +50,22 @@ from titanrl.run.run import Run
 
 if TYPE_CHECKING:
     from titanrl.carriers.datums import Datum
+    from titanrl.serving.teacher import RemoteTeacher
     from titanrl.session.sampling import Sample, SamplingClient
     from titanrl.session.session import Task
+
+KL = "policy/kl_teacher"
+"""Name of the divergence in metrics."""
+
+
+class Teacher(Protocol):
+    """A teacher that is not the policy."""
+
+    async def compute_logprobs(self, sequences: Sequence[Sequence[int]], /) -> list[FloatArray]:
+        """Compute the log-probability of each token given the preceding tokens, `[S]` for each sequence; the first is NaN."""
+
+    async def compute_top(self, sequences: Sequence[Sequence[int]], num: int, /) -> list[TopTokens]:
+        """Compute the `num` most likely tokens at each token but the first, `[S - 1, num]` for each sequence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +78,13 @@ class Batch:
     """Samples of each prompt."""
     scores: Sequence[Sequence[Scored]]
     """Scores of the samples of each prompt."""
-    divergences: Sequence[FloatArray | None]
-    """Log-probability of the policy minus the teacher's for each token, `[T]` for each sample; None if the sample is not
-    trained on, or if the trainer computes the divergence."""
+    found: Sequence[FloatArray | TopTokens | None]
+    """Log-probability of the policy minus the teacher's for each token, `[T]` for each sample, or the tokens that the teacher
+    finds most likely, `[T, K]`; None if no other model was asked."""
     teacher_prompts: Sequence[Sequence[int] | None]
     """Prompt of the teacher for each sample; None if prompt and sample are too long for the teacher."""
+    tasks: Sequence[Distillation]
+    """Teacher and weights of each prompt's task."""
 
 
 class Distill(Run):
@@ -69,8 +98,10 @@ class Distill(Run):
     program = "distill"
     purpose = "Distill a teacher into a policy on the policy's samples."
     with_data = True
-    _teacher: "SamplingClient | None" = None
-    """Client of the teacher's engine; None if the trainer holds the teacher."""
+    _engines: "Mapping[str, SamplingClient]" = MappingProxyType({})
+    """Teachers in engines, by the path of their section."""
+    _remote: "Mapping[str, RemoteTeacher]" = MappingProxyType({})
+    """Teachers behind endpoints, by the path of their section."""
     _task: "Task"
     _record: GroupRecorder
 
@@ -84,7 +115,7 @@ class Distill(Run):
         if not data:
             raise TitanRLError(
                 "distill.hint: no sample of a step fits together with the teacher's prompt. Shorten the hint, or raise "
-                "trainer.row_tokens (or data.max_prompt_tokens for a teacher in an engine)."
+                "trainer.row_tokens (or data.max_prompt_tokens for a teacher that is not the policy)."
             )
         params = adam_params(config.algorithm, self.training.version, config.num_steps, rate=self.state.learning_rate)
         with self.timer.phase("train"):
@@ -119,6 +150,8 @@ class Distill(Run):
             **batch_metrics(batch),
             **metrics_of.optimizer_metrics([update], params.learning_rate),
             **{name: value for name, value in reported.items() if "/" in name},
+            **({KL: reported[KL] / taught_share(data)} if config.distill.is_divergence else {}),
+            **({"teacher/retries": float(sum(each.take_retries() for each in self._remote.values()))} if self._remote else {}),
             "loss/policy": reported["loss"],
             **metrics_of.speed_metrics(
                 trained_tokens=sum(len(datum.model_input) for datum in data),
@@ -135,8 +168,8 @@ class Distill(Run):
 
     async def take_steps(self, num_steps: int) -> None:
         """Evaluate the teacher, then train; see `Run.train`."""
-        if self._teacher is not None and self.state.step == 0 and not self.recorder.directory.has_event("teacher"):
-            await self.evaluate_teacher()
+        if self.state.step == 0 and not self.recorder.directory.has_event("teacher"):
+            await self.evaluate_teachers()
         await super().take_steps(num_steps)
 
     async def evaluate(self, name: str | None = None) -> EvaluationResult:
@@ -144,14 +177,15 @@ class Distill(Run):
         record = self._record.evaluation
         return await self.evaluations.measure(name, lambda name: self._task.evaluate(self.sampling, name=name, record=record))
 
-    async def evaluate_teacher(self) -> EvaluationResult:
-        """Sample greedy completions of held-out prompts from the teacher, and score them."""
-        assert self._teacher is not None, "the trainer holds the teacher"
-        with self.timer.phase("evaluate"):
-            result = await self._task.evaluate(self._teacher)
-        self.recorder.directory.event("teacher", mean=result.mean, response_len_mean=result.response_len_mean)
-        self.console.note(f"teacher: mean reward {result.mean:.3f} on held-out {result.task}")
-        return result
+    async def evaluate_teachers(self) -> None:
+        """Sample greedy completions of the held-out prompts of each task from its teacher, if it has an engine; score them."""
+        for name, task in self._learned.items():
+            if task.teacher in self._engines and task.weight:
+                with self.timer.phase("evaluate"):
+                    result = await self._task.evaluate(self._engines[task.teacher], name=name)
+                values = {"mean": result.mean, "response_len_mean": result.response_len_mean}
+                self.recorder.directory.event("teacher", task=result.task, **values)
+                self.console.note(f"teacher: mean reward {result.mean:.3f} on held-out {result.task}")
 
     def roles(self) -> Roles:
         """Return trainer and generators."""
@@ -165,17 +199,30 @@ class Distill(Run):
         if teacher.policy == "initial":  # before a checkpoint replaces the weights
             await self.training.keep_weights()
         await self.load_checkpoint()
-        self._task, self._teacher, _ = await asyncio.gather(self._open_task(), self._start_teacher(), self.training.publish())
+        self._task, _, _ = await asyncio.gather(self._open_task(), self._start_teachers(), self.training.publish())
 
-    async def _start_teacher(self) -> "SamplingClient | None":
-        """Start the teacher's engine, unless the trainer holds the teacher."""
+    async def _start_teachers(self) -> None:
+        """Start the engines of teachers, and the clients of those behind endpoints."""
+        from titanrl.serving.teacher import RemoteTeacher  # imports httpx
+
         assert self.config.distill is not None
-        teacher = self.config.distill.teacher
-        if teacher.path is None:
-            return None
-        self.console.phase("start", f"teacher x{teacher.tp}")
-        engine = self.config.generator.model_copy(update={"replicas": 1, **teacher.model_dump(exclude={"path", "policy"})})
-        return await self.session.teacher(teacher.path, engine)
+        engines: dict[str, SamplingClient] = {}
+        remote: dict[str, RemoteTeacher] = {}
+        self._engines, self._remote = engines, remote
+        for key, teacher in self.config.distill.by_key.items():
+            if teacher.url is not None:
+                remote[key] = RemoteTeacher(teacher, key=key)
+            elif teacher.path is not None:
+                self.console.phase("start", f"teacher x{teacher.tp}")
+                options = teacher.model_dump(include={"tp", "dtype", "max_num_seqs", "kv_cache_bytes", "vllm"})
+                engine = self.config.generator.model_copy(update={"replicas": 1, **options})
+                engines[key] = await self.session.teacher(teacher.path, engine)
+
+    async def _close_session(self, *, keeps_generators: bool = False) -> None:
+        remote, self._remote = self._remote, MappingProxyType({})
+        for teacher in remote.values():
+            await teacher.close()
+        await super()._close_session(keeps_generators=keeps_generators)
 
     async def _open_task(self) -> "Task":
         """Open prompts and rewards, and check the hint on the first prompt of each task.
@@ -207,32 +254,31 @@ class Distill(Run):
         samples, published = list(chain(*groups)), self.session.weights.versions[-1]
         assert all((sample.versions == published).all() for sample in samples), "distillation is on-policy"
         assert self.config.distill is not None
-        distill = self.config.distill
-        asked = [prompt.token_ids for prompt in prompts] if distill.hint is None else self._task.hinted(prompts, distill.hint)
-        limit = self.config.trainer.row_tokens if self._teacher is None else self.config.max_sequence_tokens
+        distill, tasks = self.config.distill, [self._learned[prompt.task] for prompt in prompts]
+        asked = [
+            prompt.token_ids if distill.hint is None or not task.weight else self._task.hinted([prompt], distill.hint)[0]
+            for prompt, task in zip(prompts, tasks, strict=True)
+        ]
+        is_policy = distill.teacher.policy is not None
+        limit = self.config.trainer.row_tokens if is_policy else self.config.max_sequence_tokens
         by_sample = [prompt for prompt, group in zip(asked, groups, strict=True) for _ in group]
         teacher_prompts = [
             prompt if len(prompt) + len(sample.tokens) <= limit else None
             for prompt, sample in zip(by_sample, samples, strict=True)
         ]
+        task_of = [task for task, group in zip(tasks, groups, strict=True) for _ in group]
+        num_top, teachers = distill.top_k if distill.reads_top else 0, {**self._engines, **self._remote}
         with self.timer.phase("teacher"):
-            divergences, scores = await asyncio.gather(
-                self._divergences(samples, teacher_prompts), self._task.score(prompts, groups)
+            found, scores = await asyncio.gather(
+                ask_teachers(teachers, samples, teacher_prompts, task_of, num_top), self._task.score(prompts, groups)
             )
-        return Batch(prompts=prompts, groups=groups, scores=scores, divergences=divergences, teacher_prompts=teacher_prompts)
+        return Batch(prompts=prompts, groups=groups, scores=scores, found=found, teacher_prompts=teacher_prompts, tasks=tasks)
 
-    async def _divergences(
-        self, samples: "Sequence[Sample]", teacher_prompts: Sequence[Sequence[int] | None]
-    ) -> Sequence[FloatArray | None]:
-        """Return the difference of the log-probabilities of each sample that fits the teacher's engine."""
-        if self._teacher is None:
-            return [None] * len(samples)
-        fitting = [(sample, prompt) for sample, prompt in zip(samples, teacher_prompts, strict=True) if prompt is not None]
-        logprobs = await self._teacher.compute_logprobs([[*prompt, *sample.tokens.tolist()] for sample, prompt in fitting])
-        found = iter(
-            sample.logprobs - values[len(prompt) :] for (sample, prompt), values in zip(fitting, logprobs, strict=True)
-        )
-        return [None if prompt is None else next(found) for prompt in teacher_prompts]
+    @property
+    def _learned(self) -> dict[str, Distillation]:
+        """Teacher and weights of each task."""
+        assert self.config.distill is not None
+        return {name: task.distillation(self.config.distill) for name, task in self.config.data.tasks.items()}
 
     def _data(self, batch: Batch) -> "list[Datum | None]":
         """Build the training data of a step; None for samples that are not trained on."""
@@ -283,25 +329,70 @@ def recorded_group(prompt: Prompt, samples: "Sequence[Sample]", scores: Sequence
     )
 
 
+async def ask_teachers(
+    teachers: Mapping[str, Teacher],
+    samples: "Sequence[Sample]",
+    prompts: Sequence[Sequence[int] | None],
+    tasks: Sequence[Distillation],
+    num_top: int,
+) -> list[FloatArray | TopTokens | None]:
+    """Ask the teacher of each sample's task; return what `Batch.found` has.
+
+    Args:
+        teachers: Teachers by the path of their section.
+        samples: Samples of a step.
+        prompts: Prompt of the teacher for each sample; None asks no teacher.
+        tasks: Teacher and weights of each sample's task.
+        num_top: Number of most likely tokens at each token; 0 compares the log-probabilities of the sampled tokens.
+    """
+    found: list[FloatArray | TopTokens | None] = [None] * len(samples)
+
+    async def ask(key: str, teacher: Teacher) -> None:
+        asked = {
+            index: prompt
+            for index, (prompt, task) in enumerate(zip(prompts, tasks, strict=True))
+            if prompt is not None and task.teacher == key and task.weight
+        }
+        if not asked:
+            return
+        sequences = [[*prompt, *samples[index].tokens.tolist()] for index, prompt in asked.items()]
+        if num_top:
+            for index, top in zip(asked, await teacher.compute_top(sequences, num_top), strict=True):
+                first = -len(samples[index].tokens)
+                found[index] = TopTokens(token_ids=top.token_ids[first:], logprobs=top.logprobs[first:])
+        else:
+            for index, logprobs in zip(asked, await teacher.compute_logprobs(sequences), strict=True):
+                found[index] = samples[index].logprobs - logprobs[len(asked[index]) :]
+
+    await asyncio.gather(*(ask(key, teacher) for key, teacher in teachers.items()))
+    return found
+
+
 def distillation_data(batch: Batch, distill: DistillConfig) -> "list[Datum | None]":
     """Build the training data of a step; None for samples that are too long for the teacher.
 
     Loss weights make the summed loss a mean over all sampled tokens. The advantage of a token is that of the reward, minus the
-    discounted divergence, unless the trainer computes the divergence; the teacher's input then ends with the sample's tokens.
+    weighted and discounted divergence. If the trainer computes the divergence, the loss weight contains its weight, by which
+    the advantage is divided; the datum has what the teacher found most likely, or the input of the policy as the teacher.
     """
     samples = list(chain(*batch.groups))
-    rewards = chain.from_iterable(reward_advantages(scores, distill.reward_weight) for scores in batch.scores)
+    tasks = [task for task, group in zip(batch.tasks, batch.groups, strict=True) for _ in group]
+    by_prompt = zip(batch.scores, batch.tasks, strict=True)
+    rewards = chain.from_iterable(reward_advantages(scores, task.reward_weight) for scores, task in by_prompt)
     fitting = [sample for sample, prompt in zip(samples, batch.teacher_prompts, strict=True) if prompt is not None]
     weight = 1.0 / max(sum(len(sample.tokens) for sample in fitting), 1)
     data: list[Datum | None] = []
-    for sample, prompt, divergence, reward in zip(samples, batch.teacher_prompts, batch.divergences, rewards, strict=True):
+    for sample, prompt, found, reward, task in zip(samples, batch.teacher_prompts, batch.found, rewards, tasks, strict=True):
         if prompt is None:
             data.append(None)
-        elif divergence is None:
-            tokens = np.concatenate([np.asarray(prompt, np.int64), sample.tokens[:-1]])
-            data.append(replace(sample.datum(reward, weight), teacher_input=tokens))
+        elif not task.weight:
+            data.append(sample.datum(reward, weight))
+        elif isinstance(found, np.ndarray):
+            data.append(sample.datum(reward - task.weight * discounted(found, distill.discount), weight))
         else:
-            data.append(sample.datum(reward - discounted(divergence, distill.discount), weight))
+            datum = sample.datum(reward / task.weight, weight * task.weight)
+            tokens = np.concatenate([np.asarray(prompt, np.int64), sample.tokens[:-1]]) if found is None else None
+            data.append(replace(datum, teacher_input=tokens, teacher_top=found))
     return data
 
 
@@ -315,6 +406,13 @@ def loss_options(distill: DistillConfig) -> dict[str, float | int]:
     """Return the options of the trainer's loss: the teacher's weights and the mixture of a divergence."""
     options: dict[str, float | int] = {"at_version": INITIAL} if distill.teacher.policy == "initial" else {}
     return options | ({"beta": distill.beta} if distill.loss == "jsd" else {})
+
+
+def taught_share(data: "Sequence[Datum]") -> float:
+    """Return the share of the loss tokens at which the trainer computes a divergence from a teacher; 1 without any."""
+    counts = [(np.count_nonzero(datum.loss_fn_inputs["weights"]), datum) for datum in data]
+    taught = sum(num for num, datum in counts if datum.teacher_input is not None or datum.teacher_top is not None)
+    return taught / sum(num for num, _ in counts) if taught else 1.0
 
 
 def discounted(values: FloatArray, discount: float) -> FloatArray:
@@ -331,11 +429,13 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     samples, scores = list(chain(*batch.groups)), list(chain(*batch.scores))
     scored = [score for score in scores if score.reward is not None]
     lengths = [len(sample.tokens) for sample in samples]
-    known = [divergence for divergence in batch.divergences if divergence is not None]
+    known = [found for found in batch.found if isinstance(found, np.ndarray)]
+    tops = [found.logprobs for found in batch.found if isinstance(found, TopTokens)]
     prompt_lengths = [len(prompt.token_ids) for prompt in batch.prompts]
     parts = dict.fromkeys(part for score in scored for part in score.parts)
     return {
-        **({"policy/kl_teacher": metrics_of.mean(np.concatenate(known).tolist())} if known else {}),
+        **({KL: metrics_of.mean(np.concatenate(known).tolist())} if known else {}),
+        **({"teacher/outside_top_frac": float(1.0 - np.exp(np.concatenate(tops)).sum(1).mean())} if tops else {}),
         "tokens/teacher_too_long_frac": metrics_of.mean([prompt is None for prompt in batch.teacher_prompts]),
         "reward/mean": metrics_of.mean([score.reward for score in scored if score.reward is not None]),
         **metrics_of.error_metrics(len(scores) - len(scored), len(scores)),

@@ -5,12 +5,13 @@ import random
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.e2e.conftest import REPO, Finished
+from tests.e2e.conftest import REPO, Finished, serving
 from titanrl.carriers.types import FloatArray
 
 STUDENT = ("warm_start=null", "model.recipe.num_layers=1", "rollout.groups_per_step=4", "evaluation.num_prompts=16")
@@ -78,6 +79,54 @@ def test_resumed_distillation_continues_the_same_curve(finished: Finished, tmp_p
     assert resumed.code == 0, resumed.output
     assert [row["step"] for row in resumed.steps] == [1, 2, 3, 4]
     assert np.array_equal(curve(resumed), curve(finished))
+
+
+@pytest.fixture(scope="module")
+def url(plain_run: Finished) -> Iterator[str]:
+    """The model of the plain run, behind an endpoint that has room for one more token than a prompt and a completion."""
+    with serving(plain_run.run_dir / "checkpoints/final", "data.max_prompt_tokens=64") as server:
+        yield f"{server.url}/v1"
+
+
+def test_teacher_by_url_gives_the_curve_of_the_same_teacher_in_an_engine(finished: Finished, url: str, tmp_path: Path) -> None:
+    teacher = f"distill.teacher={{url: {url}}}"
+    places = (teacher, f"output_dir={tmp_path}", f"cache_dir={tmp_path}/cache", "num_steps=2", "checkpoint.every_steps=0")
+    remote = distill(tmp_path, "--config", "distill_quickstart", *STUDENT, *RUN, *places)
+    assert remote.code == 0, remote.output
+    np.testing.assert_allclose(curve(remote), curve(finished)[:2], atol=1e-4)
+    assert [row["teacher/retries"] for row in remote.steps] == [0.0, 0.0]
+
+
+def test_tasks_with_teachers_in_an_engine_and_by_url_and_one_without(plain_run: Finished, url: str, tmp_path: Path) -> None:
+    folder = plain_run.run_dir / "checkpoints/final"
+    mixture = (
+        "{a: {}, b: {teacher: remote, distill_weight: 0.5, reward_weight: 1.0}, c: {distill_weight: 0.0, reward_weight: 1.0}}"
+    )
+    run = distill(
+        tmp_path,
+        *("--config", "distill_quickstart", *STUDENT, *RUN, f"output_dir={tmp_path}", f"cache_dir={tmp_path}/cache"),
+        f"distill={{teacher: {{path: {folder}}}, teachers: {{remote: {{url: {url}}}}}, loss: forward_kl, top_k: 5}}",
+        *(f"data.mixture={mixture}", "rollout.groups_per_step=6", "checkpoint.every_steps=0"),
+    )
+    assert run.code == 0, run.output
+    first, *_, last = run.steps
+    assert first["policy/kl_teacher"] > last["policy/kl_teacher"] > 0
+    assert all(0 < row["teacher/outside_top_frac"] < 0.5 for row in run.steps)
+    assert [event["task"] for event in run.events() if event["kind"] == "teacher"] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("teacher", "problem"),
+    [
+        ("url: 'http://127.0.0.1:9/v1', num_retries: 0", "the teacher cannot be reached"),
+        ("url: '{url}', key_variable: NO_SUCH_VARIABLE", "the environment variable must hold the API key"),
+    ],
+)
+def test_unusable_teacher_is_refused_before_the_start(teacher: str, problem: str, url: str, tmp_path: Path) -> None:
+    given = f"distill.teacher={{{teacher.replace('{url}', url)}}}"
+    refused = distill(tmp_path, "--config", "distill_quickstart", given, f"output_dir={tmp_path}", "--dry-run")
+    assert refused.code == 2
+    assert problem in refused.output
 
 
 @pytest.mark.slow

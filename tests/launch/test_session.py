@@ -13,7 +13,11 @@ import pytest
 from tests.models.tiny import add_changed_weights
 from titanrl import AdamParams, Config, TitanRLError, connect, load_config, sampled_datum
 from titanrl.carriers.types import FloatArray
+from titanrl.config.sections import TeacherConfig
 from titanrl.models.directory import open_model
+from titanrl.serving.app import App
+from titanrl.serving.listening import listen
+from titanrl.serving.teacher import RemoteTeacher
 from titanrl.session.sampling import Sample, SamplingClient, VersionGoneError
 from titanrl.session.session import Session
 
@@ -171,6 +175,38 @@ def test_teacher_serves_an_exported_model_with_frozen_weights(lab: Lab) -> None:
             np.testing.assert_allclose(found, wanted, atol=1e-4)
         with pytest.raises(TitanRLError, match=r'teacher="nowhere": must be a directory'):
             await session.teacher("nowhere")
+
+    lab.do(scenario())
+
+
+def test_served_policy_is_a_teacher_with_the_log_probabilities_of_the_engine(lab: Lab) -> None:
+    async def scenario() -> None:
+        session = lab.session
+        sequences = [whole(sample)[:-1] for sample in await sample_some(session.sampling, seed=11)]
+        speaker = session.speaker()
+        listener = await listen(App(lambda key: speaker, ["policy"]), ("127.0.0.1", 0))
+        teacher = RemoteTeacher(TeacherConfig.model_validate({"url": f"{listener.url}/v1"}), key="distill.teacher")
+        try:
+            found = await teacher.compute_logprobs(sequences)
+            tops = await teacher.compute_top(sequences, 5)
+            await teacher.check(session.tokenizer, 30)
+        finally:
+            await teacher.close()
+            await listener.close()
+        local, local_tops = await session.sampling.compute_logprobs(sequences), await session.sampling.compute_top(sequences, 5)
+        for wanted, logprobs in zip(local, found, strict=True):
+            np.testing.assert_allclose(logprobs, wanted, atol=1e-4)
+        for wanted_top, top in zip(local_tops, tops, strict=True):
+            assert top.token_ids.shape[1] == 5
+            np.testing.assert_allclose(top.logprobs, wanted_top.logprobs, atol=1e-4)
+            assert (np.diff(top.logprobs) <= 0).all()
+            sums = np.exp(top.logprobs).sum(1)
+            assert (sums <= 1.0 + 1e-5).all()
+        # The trainer gives the same tokens the same log-probabilities.
+        data = [sampled_datum(tokens[:1], tokens[1:], [0.0] * (len(tokens) - 1), 0.0) for tokens in sequences]
+        own = (await session.training.forward(data)).loss_fn_outputs
+        for output, logprobs in zip(own, found, strict=True):
+            np.testing.assert_allclose(logprobs[1:], output["logprobs"], atol=1e-4)
 
     lab.do(scenario())
 

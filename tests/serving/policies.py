@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from titanrl.carriers.types import Completion, FinishReason, OnTokens
+from titanrl.carriers.types import Completion, FinishReason, OnTokens, TopTokens
 from titanrl.environments import Message
 from titanrl.serving.calls import Call, Refused, Reply
 
@@ -18,7 +18,8 @@ class Scripted:
     """A policy whose next replies are given as messages, or else are the last message in reverse.
 
     Token `i` of a completion has log-probability `-i / 8` and version 3. Reasoning is sampled before the content, between the
-    bytes 2 and 3. It counts its calls, and those cancelled.
+    bytes 2 and 3. At token `i` of a prompt, the tokens 0, 1 and so on are the most likely ones, with log-probabilities -1, -2
+    and so on, and the token itself has `-i / 8`, or that of its rank. It counts its calls, and those cancelled.
     """
 
     stop: tuple[str, ...] = ()
@@ -46,9 +47,15 @@ class Scripted:
         except asyncio.CancelledError:
             self.num_cancelled += 1
             raise
+        prompt, num_top = self._prompt(call), call.prompt_logprobs
+        places = np.arange(1, len(prompt))
+        top_ids = np.tile(np.arange(num_top or 0), (len(places), 1))
+        own = np.array([-(1.0 + token) if token < (num_top or 0) else -place / 8 for place, token in enumerate(prompt)][1:])
         return Reply(
-            prompt_ids=tuple(self._prompt(call)),
+            prompt_ids=tuple(prompt),
             completion=Completion(
+                prompt_logprobs=None if num_top is None else own.astype(np.float32),
+                prompt_top=TopTokens(token_ids=top_ids, logprobs=-(top_ids + 1.0).astype(np.float32)) if num_top else None,
                 token_ids=np.asarray(token_ids, np.int64),
                 logprobs=np.asarray(logprobs, np.float32),
                 versions=np.full(len(token_ids), 3, np.int64),

@@ -34,7 +34,7 @@ BODIES: dict[str, dict[str, Any]] = {
         "logprobs": True,
         "temperature": 1.0,
     },
-    "/v1/completions": {"prompt": ["a", [97, 98]], "logprobs": 0, "max_tokens": 3, "best_of": 1},
+    "/v1/completions": {"prompt": ["a", [97, 98]], "logprobs": 0, "max_tokens": 3, "best_of": 1, "prompt_logprobs": 2},
     "/v1/responses": {
         "input": [
             {"role": "user", "content": [{"type": "input_text", "text": "hey"}]},

@@ -20,7 +20,7 @@ from titanrl.algorithms.packing import balance, pack
 from titanrl.carriers.datums import Datum, sampled_datum
 from titanrl.carriers.supports import Supports, supports_of, words_of
 from titanrl.carriers.tables import SEQUENCE, Row, RowTable, SequencePlan
-from titanrl.carriers.types import AdamParams, GroupHandle, Segment
+from titanrl.carriers.types import AdamParams, GroupHandle, Segment, TopTokens
 from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.config.device import DEVICES
 from titanrl.config.sections import TrainerConfig
@@ -194,12 +194,47 @@ def distillation_data() -> tuple[Datum, ...]:
     return tuple(data)
 
 
+@functools.cache
+def known_data(num_top: int) -> tuple[Datum, ...]:
+    """Return the samples of `distillation_data`, all but one with random known tokens, some beyond the vocabulary."""
+    random, data = np.random.default_rng(2), []
+    for index, datum in enumerate(distillation_data()):
+        count = int((datum.loss_fn_inputs["weights"] != 0).sum())
+        ids = np.array([random.choice(VOCAB, num_top, replace=False) for _ in range(count)])
+        ids[0, -1] = 10**6
+        logprobs = np.log(random.dirichlet(np.ones(num_top + 1), count)[:, :-1]).astype(np.float32)
+        top = None if index == 4 else TopTokens(token_ids=ids, logprobs=logprobs)
+        data.append(replace(datum, teacher_input=None, teacher_top=top))
+    return tuple(data)
+
+
+def known_by_hand(model_dir: Path, num_top: int) -> float:
+    """Return the loss of `distilled` with `num_top` on one rank, in fp64."""
+    learner, total = shared_learner(model_dir, ()), 0.0
+    for datum in known_data(num_top):
+        if (top := datum.teacher_top) is None:
+            continue
+        for q, ids, logprobs in zip(
+            _last_logits(learner, np.asarray(datum.model_input), len(top.token_ids)).double().softmax(-1).numpy(),
+            top.token_ids,
+            top.logprobs.astype(np.float64),
+            strict=True,
+        ):
+            known = ids < len(q)
+            p, q_known = np.exp(logprobs[known]), q[ids[known]]
+            p_rest, q_rest = 1 - p.sum(), 1 - q_known.sum()
+            divergence = (p * np.log(p / q_known)).sum() + p_rest * np.log(p_rest / q_rest)
+            total += float(divergence) * float(datum.loss_fn_inputs["weights"][-1])
+    return total
+
+
 def distilled(
-    model_dir: Path, plan: tuple[tuple[str, int], ...], loss: str, sizes: RowSizes, at_version: int | None
+    model_dir: Path, plan: tuple[tuple[str, int], ...], loss: str, sizes: RowSizes, at_version: int | None, num_top: int = 0
 ) -> tuple[Arrays, float] | None:
     """Return gradient and loss of a divergence from the same model with other prompts, on rank 0.
 
-    With `at_version`, the teacher has weights that are twice as large, kept under this version.
+    With `num_top`, some data instead have random tokens as the most likely ones of another model. With `at_version`, the
+    teacher has weights that are twice as large, kept under this version.
     """
     learner = shared_learner(model_dir, plan)
     if at_version is not None and at_version not in learner.snapshots.held:
@@ -211,7 +246,8 @@ def distilled(
             if factor == 2.0:
                 learner.keep_weights()
     options = {} if at_version is None else {"at_version": at_version}
-    planned = plan_pass(learner.model, distillation_data(), sizes, loss, options)
+    data = known_data(num_top) if num_top else distillation_data()
+    planned = plan_pass(learner.model, data, sizes, loss, options)
     total = torch.tensor(sum(part.sums.get("loss/policy", 0.0) for part in run_data(learner, planned, backward=True).sums))
     dist.all_reduce(total)
     found = gradients(learner)

@@ -139,11 +139,17 @@ def test_shared_prompts_give_same_gradient_in_fewer_rows(layout: str, world: Wor
 
 
 def distilled(
-    world: Worlds, model: Path, layout: str, loss: str, rows_per_microbatch: int, at_version: int | None = None
+    world: Worlds,
+    model: Path,
+    layout: str,
+    loss: str,
+    rows_per_microbatch: int,
+    at_version: int | None = None,
+    num_top: int = 0,
 ) -> tuple[checks.Arrays, float]:
     size, plan = LAYOUTS[layout]
     sizes = RowSizes(row_tokens=checks.ROW_TOKENS, rows_per_microbatch=rows_per_microbatch, multiple=8)
-    return world(size).run(checks.distilled, model, plan, loss, sizes, at_version)[0]
+    return world(size).run(checks.distilled, model, plan, loss, sizes, at_version, num_top)[0]
 
 
 @pytest.mark.parametrize("loss", ["forward_kl", "reverse_kl", "jsd"])
@@ -161,6 +167,16 @@ def test_divergence_equals_fp64_and_does_not_depend_on_layout(loss: str, world: 
         ("cp 2 x tp 2", 1),
     ):
         found, same = distilled(world, tiny_model, layout, loss, rows_per_microbatch)
+        assert largest_difference(found, reference) <= TOLERANCE, layout
+        assert same == pytest.approx(value, abs=TOLERANCE)
+
+
+def test_divergence_over_known_tokens_equals_fp64_and_does_not_depend_on_layout(world: Worlds, tiny_model: Path) -> None:
+    reference, value = distilled(world, tiny_model, "one rank", "forward_kl", 100, None, 5)
+    (by_hand,) = world(1).run(checks.known_by_hand, tiny_model, 5)
+    assert value == pytest.approx(by_hand, rel=1e-5)
+    for layout, rows_per_microbatch in (("one rank", 1), ("fsdp 2", 1), ("tp 2", 2), ("fsdp 2 x tp 2", 1)):
+        found, same = distilled(world, tiny_model, layout, "forward_kl", rows_per_microbatch, None, 5)
         assert largest_difference(found, reference) <= TOLERANCE, layout
         assert same == pytest.approx(value, abs=TOLERANCE)
 

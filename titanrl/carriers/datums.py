@@ -10,7 +10,7 @@ import numpy as np
 from titanrl.base.arguments import check_count, check_list, check_number, check_type, checked_numbers, checked_tokens
 from titanrl.carriers.routes import ExpertIds
 from titanrl.carriers.supports import Supports, placed
-from titanrl.carriers.types import FloatArray, IntArray
+from titanrl.carriers.types import FloatArray, IntArray, TopTokens
 
 T = TypeVar("T")
 
@@ -36,6 +36,9 @@ class Datum:
     with `trainer.routing: compared` or `replayed`."""
     teacher_input: IntArray | None = None
     """Input tokens of the teacher, for a loss that compares with it: another prompt, and the same completion at the end."""
+    teacher_top: TopTokens | None = None
+    """Most likely tokens of another model at the last targets, `[T, K]`, for the loss `forward_kl`. If any datum has them, no
+    other teacher is computed, and data without them have no divergence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

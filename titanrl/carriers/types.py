@@ -68,8 +68,9 @@ class SamplingParams:
     """Tokens that end the completion, in addition to the model's stop tokens."""
     stop: tuple[str, ...] = ()
     """Texts that end the completion, which includes the token that completes the text. Special tokens count as their text."""
-    prompt_logprobs: bool = False
-    """True to also return the log-probabilities of the prompt tokens."""
+    prompt_logprobs: int | None = None
+    """Number of most likely tokens to return at each prompt token, beside the log-probability of the token itself; None returns
+    neither."""
     supports: bool = False
     """True to also return the vocabulary entries that `top_p`, `top_k` and `min_p` keep for each token."""
     experts: bool = False
@@ -121,6 +122,16 @@ class EngineLoad:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TopTokens:
+    """Most likely tokens at each position of a sequence, S positions with K tokens each."""
+
+    token_ids: IntArray
+    """Tokens, `[S, K]`."""
+    logprobs: FloatArray
+    """Log-probabilities of the tokens in nats, at temperature 1, `[S, K]`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """A sampled completion, as returned by a generator.
 
@@ -137,6 +148,8 @@ class Completion:
     """`stop`: ended by the policy; `length`: truncated at the length limit; `abort`: cancelled."""
     prompt_logprobs: FloatArray | None = None
     """Log-probability of each prompt token except the first, at temperature 1, if requested, `[P - 1]`."""
+    prompt_top: TopTokens | None = None
+    """Most likely tokens at each prompt token except the first, if requested."""
     supports: Supports | None = None
     """Support of each token's sampling distribution, over which `logprobs` are normalized, if requested, `[T]`."""
     experts: ExpertIds | None = None
@@ -545,13 +558,14 @@ for _carrier in (SamplingParams, GenerationRequest, GroupHandle, GroupRecord):
 
 
 def _completion(token_ids: bytes, logprobs: bytes, versions: bytes, finish_reason: FinishReason, *optional: Any) -> Completion:
-    prompt_logprobs, supports, experts = optional
+    prompt_logprobs, prompt_top, supports, experts = optional
     return Completion(
         token_ids=np.frombuffer(token_ids, np.int32).astype(np.int64),
         logprobs=np.frombuffer(logprobs, np.float32),
         versions=np.frombuffer(versions, np.int32).astype(np.int64),
         finish_reason=finish_reason,
         prompt_logprobs=prompt_logprobs,
+        prompt_top=prompt_top,
         supports=supports,
         experts=None if experts is None else experts_from(*experts),
     )
@@ -577,7 +591,8 @@ def _segment(
 
 def _reduce_completion(value: Completion) -> tuple[Any, ...]:
     arrays = int32_bytes(value.token_ids), float32_bytes(value.logprobs), int32_bytes(value.versions)
-    return _completion, (*arrays, value.finish_reason, value.prompt_logprobs, value.supports, experts_bytes(value.experts))
+    optional = value.prompt_logprobs, value.prompt_top, value.supports, experts_bytes(value.experts)
+    return _completion, (*arrays, value.finish_reason, *optional)
 
 
 def _reduce_segment(value: Segment) -> tuple[Any, ...]:

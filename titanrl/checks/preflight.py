@@ -6,6 +6,7 @@ processes.
 
 import argparse
 import ast
+import asyncio
 import importlib.util
 import os
 import shutil
@@ -13,6 +14,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,7 @@ from titanrl.config.dry_run import print_dry_run, print_table, table_console
 from titanrl.config.errors import BrokenRule, BrokenRules, ConfigError, rule_of
 from titanrl.config.load import did_you_mean, explain_rule
 from titanrl.config.schema import Config, broken_by_positions
-from titanrl.config.sections import SMALLEST_PACKAGES, TRACKERS
+from titanrl.config.sections import SMALLEST_PACKAGES, TRACKERS, TeacherConfig
 from titanrl.config.sizes import ModelShape, cpu_bytes, derive, gigabytes, host_bytes, model_values
 from titanrl.config.source import Source, config_of_run, read_source
 from titanrl.data import examples
@@ -120,7 +122,11 @@ def broken_rules(
     yield from _broken_by_device(config)
     yield from _broken_by_machine(config)
     yield from _broken_by_model(config, sampling=sampling)
-    yield from _broken_by_teacher(config)
+    for key, teacher in {} if config.distill is None else config.distill.by_key.items():
+        if teacher.path is not None:
+            yield from _broken_by_teacher(config, key, teacher.path)
+        elif teacher.url is not None:
+            yield from _broken_by_endpoint(config, key, teacher)
     yield from caches.broken_by_templates()
     if sampling:
         yield from _broken_by_engine_args(config)
@@ -200,8 +206,8 @@ def dry_run(config: Config, source: Source | None, check: Callable[[], Checked])
         lines = found.messages() if found.is_mostly_left_out else [f"{found.key}: {text}" for text in found.notes]
         for text in lines:
             console.print(f"{kind}: {text}", markup=False, highlight=False, soft_wrap=True)
-    teacher = None if config.distill is None else config.distill.teacher.path
-    teacher_notes = () if teacher is None else open_model(teacher).notes()
+    teachers = () if config.distill is None else config.distill.by_key.values()
+    teacher_notes = [note for teacher in teachers if teacher.path is not None for note in open_model(teacher.path).notes()]
     for note in (*policy_notes(config), *teacher_notes):
         console.print(f"note: {note}", markup=False, highlight=False)
     ready = f"Ready to start{f', {remark}' if remark else ''}. The dry run started and wrote nothing."
@@ -537,18 +543,33 @@ def _broken_by_shape(config: Config, shape: ModelShape) -> Iterator[BrokenRule]:
             return
 
 
-def _broken_by_teacher(config: Config) -> Iterator[BrokenRule]:
-    if config.distill is None or config.distill.teacher.path is None:
-        return
-    path = config.distill.teacher.path
-    values = {"distill.teacher.path": str(path)}
+def _broken_by_endpoint(config: Config, key: str, teacher: TeacherConfig) -> Iterator[BrokenRule]:
+    """Yield a rule if the endpoint of a teacher cannot be used. This sends requests to it."""
+    from titanrl.serving.teacher import RemoteTeacher, TeacherError  # imports httpx
+
+    async def check() -> None:
+        remote = RemoteTeacher(teacher, key=key)
+        try:
+            await remote.check(policy_tokenizer(config), config.max_sequence_tokens)
+        finally:
+            await remote.close()
+
+    try:
+        with ThreadPoolExecutor(1) as thread:  # the caller may run in an event loop
+            thread.submit(asyncio.run, check()).result()
+    except (TeacherError, ValueError) as error:
+        yield rule_of(str(error), {f"{key}.url": teacher.url})
+
+
+def _broken_by_teacher(config: Config, key: str, path: Path) -> Iterator[BrokenRule]:
+    values = {f"{key}.path": str(path)}
     model = read_model(path, None)
     if isinstance(model, BrokenRule):
         yield replace(model, values=values)
         return
     for problem in model.problems:
         yield rule_of(problem, values, prefix="config.json: ")
-    yield from _broken_by_weights(model, "distill.teacher.path")
+    yield from _broken_by_weights(model, f"{key}.path")
     if model.shape.max_positions < config.max_sequence_tokens:
         yield BrokenRule(
             {"rollout.max_new_tokens": config.rollout.max_new_tokens, **values},

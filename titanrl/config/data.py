@@ -7,14 +7,14 @@ import string
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
 
-from pydantic import Field, GetJsonSchemaHandler, PositiveFloat, ValidationError, model_validator
+from pydantic import Field, GetJsonSchemaHandler, NonNegativeFloat, PositiveFloat, ValidationError, model_validator
 from pydantic_core import CoreSchema
 
 from titanrl.config.algorithm import ADVANTAGES, AlgorithmConfig
 from titanrl.config.errors import BrokenRule, BrokenRules
 from titanrl.config.section import (
+    FOR_KEYS,
     LIVE,
     Count,
     CountOrZero,
@@ -26,8 +26,9 @@ from titanrl.config.section import (
     Share,
     StepsOrZero,
     Tokens,
+    broken_by_url,
 )
-from titanrl.config.sections import RolloutConfig
+from titanrl.config.sections import DistillConfig, RolloutConfig
 
 FILE_SOURCES = ("jsonl", "parquet", "arrow")
 """Built-in prompt sources that read files."""
@@ -65,7 +66,6 @@ PROMPT_FIELDS = ("question", "answer", "completion", "metadata")
 """Placeholders that a judge's prompt may contain."""
 REQUEST_KEYS = ("messages", "model", "n", "stream")
 """Request fields that the judge sets itself, or whose responses it cannot parse."""
-_FOR_KEYS = "put the key into an environment variable, and set key_variable to its name"
 
 
 class RegexOptions(Section):
@@ -160,7 +160,7 @@ class JudgeOptions(Section):
                 yield self.broken("prompt", f"prompt contains the unknown placeholder {{{field}}}", fix)
             if "completion" not in fields:
                 yield self.broken("prompt", "prompt must contain {completion}", "add it")
-        yield from _broken_by_url("url", self.url, "http://host:8000/v1", _FOR_KEYS)
+        yield from broken_by_url("url", self.url, "http://host:8000/v1", FOR_KEYS)
         if not self.min_score < self.max_score:
             fix = "swap them; use a negative weight to invert the reward"
             yield self.broken("min_score max_score", "min_score must be below max_score", fix)
@@ -212,20 +212,6 @@ def _broken_by_pattern(key: str, pattern: str) -> Iterator[BrokenRule]:
     except (re.error, OverflowError, RecursionError) as error:
         fix = "correct it; see docs.python.org/3/library/re.html"
         yield BrokenRule({key: pattern}, f"must be a regular expression ({error})", fix)
-
-
-def _broken_by_url(key: str, url: str, example: str, for_credentials: str) -> Iterator[BrokenRule]:
-    """Yield the rules that a URL breaks. `for_credentials` is the fix for a URL with credentials."""
-    try:
-        parts = urlsplit(url)
-        has_host = bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        has_host = False
-    if not has_host:
-        yield BrokenRule({key: url}, f"{key} must contain a host", f"write it like {example}")
-    if "@" in url:
-        rule = f"{key} must not contain credentials, because the configuration is saved in the run directory"
-        yield BrokenRule({key: re.sub(r"//.*@", "//...@", url)}, rule, for_credentials)
 
 
 def _fields(template: str) -> set[str]:
@@ -422,7 +408,7 @@ class McpOptions(Section):
 
     def _broken_rules(self) -> Iterator[BrokenRule]:
         if self.is_url:
-            yield from _broken_by_url("mcp", self.mcp, "http://host:8000/mcp", _FOR_KEYS)
+            yield from broken_by_url("mcp", self.mcp, "http://host:8000/mcp", FOR_KEYS)
             if "{folder}" in self.mcp:
                 yield self.broken("mcp", "only a command can use {folder}", "remove it")
             return
@@ -474,7 +460,7 @@ class OpenEnvOptions(Section):
 
     def _broken_rules(self) -> Iterator[BrokenRule]:
         if self.is_url:
-            yield from _broken_by_url("openenv", self.openenv, "http://host:8000", "remove them")
+            yield from broken_by_url("openenv", self.openenv, "http://host:8000", "remove them")
             if self.python is not None:
                 yield self.broken("python openenv", "the server at a URL is not started", "remove python")
         elif re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*(:[A-Za-z_]\w*)?", self.openenv, re.ASCII) is None:
@@ -653,6 +639,18 @@ class EnvironmentConfig(FunctionSection):
             yield self.broken("python num_processes", "another interpreter requires environment processes", fix)
 
 
+@dataclass(frozen=True, slots=True)
+class Distillation:
+    """Teacher and weights of a task in a distillation."""
+
+    teacher: str
+    """Path of the teacher's section."""
+    weight: float
+    """Weight of the divergence from the teacher; 0 asks no teacher."""
+    reward_weight: float
+    """Weight of the reward."""
+
+
 class DataConfig(Section):
     """Prompts, and the rewards of their completions."""
 
@@ -772,6 +770,10 @@ class DataConfig(Section):
         """Return the section `algorithm` with the settings of this task."""
         return shared
 
+    def distillation(self, shared: DistillConfig) -> Distillation:
+        """Return teacher and weights of this task."""
+        return Distillation("distill.teacher", 1.0, shared.reward_weight)
+
     @property
     def chooses_prompts(self) -> bool:
         """True if prompts are chosen among tasks or levels instead of following the order of one stream."""
@@ -824,6 +826,13 @@ class TaskConfig(DataConfig):
     """Delta degrees of freedom of the standard deviation; null uses `algorithm.std_ddof`."""
     pass_k: Count | None = None
     """Value of k for `advantage: pass_at_k`; null uses `algorithm.pass_k`."""
+    teacher: str | None = None
+    """`titanrl distill`: name of the task's teacher in `distill.teachers`; null uses `distill.teacher`."""
+    distill_weight: NonNegativeFloat = 1.0
+    """`titanrl distill`: weight of the divergence from the teacher in the loss of the task's tokens. With 0, the task learns
+    only from its rewards."""
+    reward_weight: NonNegativeFloat | None = None
+    """`titanrl distill`: weight of the task's reward; null uses `distill.reward_weight`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -850,6 +859,12 @@ class TaskConfig(DataConfig):
         if self.advantage is not None and self.pass_k is None:
             changes["pass_k"] = shared.pass_k if self.advantage == "pass_at_k" else None
         return shared.model_copy(update=changes)
+
+    def distillation(self, shared: DistillConfig) -> Distillation:
+        """Return teacher and weights of this task."""
+        teacher = "distill.teacher" if self.teacher is None else f"distill.teachers.{self.teacher}"
+        reward_weight = shared.reward_weight if self.reward_weight is None else self.reward_weight
+        return Distillation(teacher, self.distill_weight, reward_weight)
 
 
 class RunDataConfig(DataConfig):

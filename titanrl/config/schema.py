@@ -11,6 +11,7 @@ from titanrl.config.algorithm import AlgorithmConfig, LossTraits
 from titanrl.config.data import (
     ANSWER_REWARDS,
     DEFAULT,
+    MIXTURE,
     SETS,
     DataConfig,
     EvaluationConfig,
@@ -714,6 +715,11 @@ def _sft(config: Config) -> Iterator[BrokenRule]:
 
 def _distillation(config: Config) -> Iterator[BrokenRule]:
     if config.distill is None:
+        for name in config.data.mixture:
+            for key, default in (("teacher", None), ("distill_weight", 1.0), ("reward_weight", None)):
+                if config.value_of(f"{MIXTURE}.{name}.{key}") != default:
+                    fix = "remove it, or add the section distill"
+                    yield config.broken(f"{MIXTURE}.{name}.{key}", "only titanrl distill uses this key", fix)
         return
     for name, keys in UNUSED_BY_DISTILLATION.items():
         section: Section = getattr(config, name)
@@ -729,6 +735,27 @@ def _distillation(config: Config) -> Iterator[BrokenRule]:
         if value != needed:
             rule = "distillation requires on-policy samples at temperature 1, at which the teacher is evaluated"
             yield config.broken(key, rule, f"set {key} to {needed:g}")
+    by_task = {name: task.distillation(config.distill) for name, task in config.data.tasks.items()}
+    for name, task in by_task.items():
+        key, names = f"{MIXTURE}.{name}", ", ".join(config.distill.teachers) or "none is defined"
+        if task.teacher not in config.distill.by_key:
+            rule = "must be the name of a teacher in distill.teachers"
+            yield config.broken(f"{key}.teacher", rule, f"choose one of them ({names}), or remove it")
+        if not task.weight and config.distill.teacher.policy is not None:
+            rule = "with the policy as the teacher, every task is distilled"
+            yield config.broken(f"{key}.distill_weight distill.teacher.policy", rule, "set it above 0")
+        if not (task.weight or task.reward_weight):
+            rule = "with both weights 0, the task would not be trained on"
+            yield config.broken(f"{key}.distill_weight {key}.reward_weight", rule, "set one of them above 0")
+    unused = config.distill.by_key.keys() - {task.teacher for task in by_task.values() if task.weight}
+    for key in sorted(unused):
+        fix = "name it as the teacher of a task, or remove it" if key != "distill.teacher" else "let a task use it"
+        yield config.broken(key, "no task learns from this teacher", fix)
+    for name in config.data.mixture:
+        for key in ("advantage", "std_ddof", "pass_k", "group_size", "max_new_tokens"):
+            if config.value_of(f"{MIXTURE}.{name}.{key}") is not None:
+                rule = "distillation does not use this key: all tasks have the lengths and groups of rollout"
+                yield config.broken(f"{MIXTURE}.{name}.{key}", rule, "remove it")
 
 
 def _evaluation(config: Config) -> Iterator[BrokenRule]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Self
+from urllib.parse import urlsplit
 
 from pydantic import (
     AfterValidator,
@@ -42,6 +43,9 @@ Seconds = Annotated[float, Field(gt=0.0, le=10_000_000.0)]
 
 LIVE = Field(json_schema_extra={"live": True})
 """Annotation of a key that can be changed during the run (`titanrl.run.steering`)."""
+
+FOR_KEYS = "put the key into an environment variable, and set key_variable to its name"
+"""Fix for a URL with credentials."""
 
 FOLDER = Path(__file__).parents[1] / "configs"
 """Directory of the shipped configurations. In a checkout, a link to `configs/`."""
@@ -164,3 +168,17 @@ class Section(BaseModel):
         if broken := broken or list(self._broken_rules()):
             raise BrokenRules(*broken)
         return self
+
+
+def broken_by_url(key: str, url: str, example: str, for_credentials: str) -> Iterator[BrokenRule]:
+    """Yield the rules that a URL breaks. `for_credentials` is the fix for a URL with credentials."""
+    try:
+        parts = urlsplit(url)
+        has_host = bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        has_host = False
+    if not has_host:
+        yield BrokenRule({key: url}, f"{key} must contain a host", f"write it like {example}")
+    if "@" in url:
+        rule = f"{key} must not contain credentials, because the configuration is saved in the run directory"
+        yield BrokenRule({key: re.sub(r"//.*@", "//...@", url)}, rule, for_credentials)

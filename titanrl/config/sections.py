@@ -16,6 +16,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 from titanrl.base.choices import ConsoleMode, Dtype, LearningRateDecay, TrainOn, TransportName, Verify
 from titanrl.config.errors import BrokenRule
 from titanrl.config.section import (
+    FOR_KEYS,
     LIVE,
     Bytes,
     Count,
@@ -32,6 +33,7 @@ from titanrl.config.section import (
     Steps,
     StepsOrZero,
     Tokens,
+    broken_by_url,
 )
 
 
@@ -803,11 +805,15 @@ class SFTConfig(Section):
 
 
 class TeacherConfig(Section):
-    """The teacher: another model, served by a separate vLLM engine, or the policy itself with a hint (`distill.hint`)."""
+    """The teacher: another model, in a separate vLLM engine or behind an endpoint, or the policy itself with a hint
+    (`distill.hint`)."""
 
     path: InputPath | None = None
-    """Directory of the teacher in Hugging Face format. Its vocabulary must be the policy's. The other keys except `policy` are
-    options of its engine."""
+    """Directory of the teacher in Hugging Face format, for an engine of its own. Its vocabulary must be the policy's. `tp`,
+    `dtype`, `max_num_seqs`, `kv_cache_bytes` and `vllm` are options of the engine."""
+    url: Annotated[str, Field(pattern=r"^https?://[^\s]+$")] | None = None
+    """Base URL of an OpenAI-compatible endpoint that serves the teacher and supports `prompt_logprobs`, such as
+    `http://127.0.0.1:8000/v1`: vLLM, or `titanrl serve`. Its vocabulary must be the policy's."""
     policy: Literal["initial", "current"] | None = None
     """Use the policy itself, computed by the trainer, instead of `path`: its weights before the first step, or the current
     ones."""
@@ -816,22 +822,41 @@ class TeacherConfig(Section):
     dtype: Dtype = "float32"
     """Data type of the teacher's weights."""
     max_num_seqs: Count = 256
-    """Maximum number of sequences that the engine processes concurrently."""
+    """Maximum number of sequences that the engine processes, or the endpoint receives, concurrently."""
     kv_cache_bytes: Bytes = 64 << 20
     """KV-cache size in bytes. CPU only; on accelerators set `gpu_memory_utilization` in `vllm`."""
     vllm: dict[str, Any] = {}
     """Additional arguments of `vllm.EngineArgs`."""
+    model: str | None = None
+    """Name of the model in the requests to `url`; null sends none."""
+    key_variable: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")] | None = None
+    """Environment variable with the API key of `url`; null sends no key."""
+    key_file: InputPath | None = None
+    """File whose first line is the API key of `url`, instead of `key_variable`."""
+    timeout_s: Seconds = 60.0
+    """Time limit in seconds for one request to `url`."""
+    num_retries: Annotated[int, Field(ge=0, le=10)] = 2
+    """Number of retries of a request to `url` after a timeout, a lost connection, or the status codes 408, 429 and 5xx. If all
+    fail, the run ends with an error."""
 
     def _broken_rules(self) -> Iterator[BrokenRule]:
-        if (self.path is None) == (self.policy is None):
-            yield self.broken(
-                "path policy", "a teacher is either a model or the policy itself", "set exactly one of the two keys"
-            )
-        for key in ("tp", "dtype", "max_num_seqs", "kv_cache_bytes", "vllm") if self.policy is not None else ():
-            if self.value_of(key) != type(self).model_fields[key].get_default():
-                yield self.broken(
-                    f"{key} policy", "the trainer computes the policy's distributions, without an engine", f"remove {key}"
-                )
+        kinds = {"path": _OF_ENGINE, "url": _OF_ENDPOINT, "policy": ()}
+        given = [kind for kind in kinds if self.value_of(kind) is not None]
+        if len(given) != 1:
+            rule = "a teacher is either a model, in an engine or behind an endpoint, or the policy itself"
+            yield self.broken(" ".join(given or kinds), rule, "set exactly one of path, url and policy")
+            return
+        for key in (*_OF_ENGINE, *_OF_ENDPOINT):
+            if key not in kinds[given[0]] and self.value_of(key) != type(self).model_fields[key].get_default():
+                yield self.broken(f"{key} {given[0]}", f"a teacher by {given[0]} does not use this key", f"remove {key}")
+        if self.url is not None:
+            yield from broken_by_url("url", self.url, "http://host:8000/v1", FOR_KEYS)
+        if self.key_variable is not None and self.key_file is not None:
+            yield self.broken("key_variable key_file", "the API key has one source", "remove one of them")
+
+
+_OF_ENGINE = ("tp", "dtype", "max_num_seqs", "kv_cache_bytes", "vllm")
+_OF_ENDPOINT = ("max_num_seqs", "model", "key_variable", "key_file", "timeout_s", "num_retries")
 
 
 class DistillConfig(Section):
@@ -839,13 +864,19 @@ class DistillConfig(Section):
 
     teacher: TeacherConfig
     """The teacher."""
+    teachers: dict[str, TeacherConfig] = {}
+    """Further teachers by name, for the tasks of `data.mixture` that name one (`data.mixture.<task>.teacher`)."""
     hint: Annotated[str, Field(min_length=1)] | None = None
     """Question that the teacher gets instead of the policy's, such as `{question} Hint: the answer is {answer}`. The names in
     braces are `question`, `answer` and the other columns of the data."""
     loss: Literal["importance_sampling", "ppo", "forward_kl", "reverse_kl", "jsd"] = "importance_sampling"
     """`importance_sampling` and `ppo` are policy losses whose advantage is the teacher's log-probability of a token minus the
     policy's; `ppo` clips the ratio of the policy to the sampling policy to 1 +- 0.2. `forward_kl`, `reverse_kl` and `jsd` are
-    divergences over the whole vocabulary at each token, and require `teacher.policy`."""
+    divergences at each token: over the whole vocabulary with `teacher.policy`, and with another teacher, only `forward_kl`,
+    over the `top_k` tokens that it finds most likely, and all others as one."""
+    top_k: Annotated[int, Field(ge=1, le=20)] = 20
+    """Number of most likely tokens that the teacher returns at each token, with `loss: forward_kl` and a teacher that is not
+    the policy."""
     beta: Fraction = 0.5
     """Weight of the teacher's distribution in the mixture of `jsd`."""
     reward_weight: Annotated[float, Field(ge=0.0)] = 0.0
@@ -861,9 +892,20 @@ class DistillConfig(Section):
         return self.loss in ("forward_kl", "reverse_kl", "jsd")
 
     @property
+    def reads_top(self) -> bool:
+        """True if the loss compares with the most likely tokens of a teacher that is not the policy."""
+        return self.loss == "forward_kl" and self.teacher.policy is None
+
+    @property
     def num_teacher_ranks(self) -> int:
-        """Number of ranks of the teacher's engine; 0 if the trainer holds the teacher."""
-        return 0 if self.teacher.path is None else self.teacher.tp
+        """Number of ranks of the teachers' engines."""
+        return sum(teacher.tp for teacher in self.by_key.values() if teacher.path is not None)
+
+    @property
+    def by_key(self) -> Mapping[str, TeacherConfig]:
+        """All teachers by the path of their section."""
+        others = {f"distill.teachers.{name}": teacher for name, teacher in self.teachers.items()}
+        return {"distill.teacher": self.teacher, **others}
 
     def _broken_rules(self) -> Iterator[BrokenRule]:
         if self.teacher.policy is not None and not self.is_divergence:
@@ -872,9 +914,22 @@ class DistillConfig(Section):
         if self.teacher.policy is not None and self.hint is None:
             rule = "without a hint, the teacher is the policy that training starts from"
             yield self.broken("hint teacher.policy", rule, "set hint, such as '{question} Hint: {answer}'")
-        if self.teacher.path is not None and self.is_divergence:
-            rule = "an engine returns only the log-probabilities of the sampled tokens"
-            yield self.broken("loss teacher.path", rule, "set loss to importance_sampling or ppo, or use teacher.policy")
+        if self.teacher.policy is None and self.loss in ("reverse_kl", "jsd"):
+            rule = "another model returns only the log-probabilities of the sampled tokens, or of its most likely tokens"
+            kind = "teacher.url" if self.teacher.path is None else "teacher.path"
+            fix = "set loss to importance_sampling, ppo or forward_kl, or use teacher.policy"
+            yield self.broken(f"loss {kind}", rule, fix)
+        if not self.reads_top and self.top_k != type(self).model_fields["top_k"].get_default():
+            rule = "only forward_kl with a teacher by path or url reads the most likely tokens"
+            yield self.broken("top_k loss", rule, "remove top_k")
+        for name, teacher in self.teachers.items():
+            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}", name):
+                rule = "the name of a teacher must consist of letters, digits, _ and -, and start with a letter or digit"
+                yield BrokenRule({f"teachers.{name}": {}}, rule, "rename it")
+            if teacher.policy is not None or self.teacher.policy is not None:
+                rule = "of several teachers, none can be the policy, because all have the same loss"
+                values = {f"teachers.{name}.policy": teacher.policy, "teacher.policy": self.teacher.policy}
+                yield BrokenRule(values, rule, "use path or url for all of them, or remove teachers")
         if self.loss != "jsd" and self.beta != type(self).model_fields["beta"].get_default():
             yield self.broken("beta loss", "only jsd has a mixture", "remove beta")
         if self.is_divergence and self.discount:

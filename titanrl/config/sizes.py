@@ -420,7 +420,7 @@ def _activations(config: "Config", shape: ModelShape, num_rows: int) -> int:
     numbers = {"none": shape.layer_activations, "selective": shape.layer_activations // 2, "full": shape.hidden_size}
     kept = shape.num_layers * numbers[trainer.activation_checkpointing] + shape.layer_activations
     logits = min(tokens * shape.vocab_size // (plan.cp * plan.tp), LOGITS_AT_ONCE)
-    if config.distill is not None and config.distill.is_divergence:  # the teacher's logits of a micro-batch are all kept
+    if config.distill is not None and config.distill.teacher.policy is not None:  # its logits of a micro-batch are all kept
         logits += tokens * shape.vocab_size // plan.tp // 2
     gathered = 0
     if plan.cp > 1:

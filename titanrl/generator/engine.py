@@ -20,7 +20,16 @@ from vllm import SamplingParams as VllmSamplingParams
 
 from titanrl.carriers.routes import ExpertIds, first_recorded
 from titanrl.carriers.supports import Int32Array, supports_of
-from titanrl.carriers.types import BASE, Completion, EngineLoad, FinishReason, FloatArray, GenerationRequest, SamplingParams
+from titanrl.carriers.types import (
+    BASE,
+    Completion,
+    EngineLoad,
+    FinishReason,
+    FloatArray,
+    GenerationRequest,
+    SamplingParams,
+    TopTokens,
+)
 from titanrl.config.device import Device
 from titanrl.config.sections import GeneratorConfig, LoraConfig
 from titanrl.config.sizes import is_large, packed_weights
@@ -81,6 +90,7 @@ class _Running:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     prompt_logprobs: FloatArray | None = None
+    prompt_top: TopTokens | None = None
     supports: list[Int32Array] = field(default_factory=list)
     experts: list[ExpertIds] = field(default_factory=list)
     num_routed: int = 0
@@ -95,7 +105,11 @@ class _Running:
             if self.request.sampling.supports:
                 self.supports += support_words(output, vocab_size)
         if output.new_prompt_logprobs_tensors is not None:
-            self.prompt_logprobs = output.new_prompt_logprobs_tensors.logprobs[:, 0].numpy()  # column 0 is the prompt's token
+            found = output.new_prompt_logprobs_tensors
+            self.prompt_logprobs = found.logprobs[:, 0].numpy()  # column 0 is the prompt's token
+            if self.request.sampling.prompt_logprobs:
+                top_ids = found.logprob_token_ids[:, 1:].numpy().astype(np.int64)
+                self.prompt_top = TopTokens(token_ids=top_ids, logprobs=found.logprobs[:, 1:].numpy())
 
     def route(self, start: int, experts: ExpertIds) -> None:
         """Append the experts of the tokens from token `start` on.
@@ -123,6 +137,7 @@ class _Running:
             versions=np.repeat([version for _, version in self.switches], counts).astype(np.int64),
             finish_reason=finish_reason,
             prompt_logprobs=self.prompt_logprobs,
+            prompt_top=self.prompt_top,
             supports=supports_of(self.supports, vocab_size) if self.request.sampling.supports else None,
             experts=self._experts() if self.request.sampling.experts else None,
         )
@@ -487,7 +502,7 @@ def sampling_params(sampling: SamplingParams, stop_ids: Sequence[int]) -> VllmSa
         stop_token_ids=[*stop_ids, *sampling.stop_ids],
         ignore_eos=True,
         logprobs=0,
-        prompt_logprobs=0 if sampling.prompt_logprobs else None,
+        prompt_logprobs=sampling.prompt_logprobs,
         # A token in the prefix cache is not computed, so its experts would be unknown. None: vLLM decides.
         skip_reading_prefix_cache=True if sampling.experts else None,
         detokenize=False,

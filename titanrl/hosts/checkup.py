@@ -193,8 +193,8 @@ async def examine(config: Config, sizes: Sizes, device: DeviceKind, world: World
     folder.mkdir(parents=True)
     (folder / "token").write_text(token, encoding="utf-8")
     paths = {"model.path": config.model.path}
-    if config.distill is not None and config.distill.teacher.path is not None:
-        paths["distill.teacher.path"] = config.distill.teacher.path
+    if config.distill is not None:
+        paths |= {f"{key}.path": teacher.path for key, teacher in config.distill.by_key.items()}
     folders = {key: str(path.absolute()) for key, path in paths.items() if path is not None}
     request = ReportRequest(device=device, folders=folders, token_file=str(folder / "token"), token=token)
     keeps_folder = config.hosts.kind == "slurm"  # after an error, the folder contains the hosts' output

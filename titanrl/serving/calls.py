@@ -51,6 +51,9 @@ class Call:
     """Tokens that end the completion, in addition to the policy's own."""
     seed: int | None = None
     """Seed of the completion; None draws one."""
+    prompt_logprobs: int | None = None
+    """Number of most likely tokens to return at each prompt token, beside the log-probability of the token itself; None returns
+    neither."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

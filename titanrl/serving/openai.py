@@ -29,6 +29,8 @@ from titanrl.serving.protocol import (
     wrong,
 )
 
+MAX_TOP = 20
+"""Bound on the number of most likely tokens at each prompt token, as vLLM has by default."""
 MAX_TOKENS = 2**31 - 1
 """Bound on numbers of tokens; the policy has a lower one."""
 NO_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
@@ -160,6 +162,7 @@ class TextCompletion:
         """
         self._model, self._caller, self._id, self._created = model, caller, new_id("cmpl-"), int(time.time())
         options = {"max_tokens": fields.count("max_tokens", 1, MAX_TOKENS)} | _sampling(fields)
+        options["prompt_logprobs"] = fields.count("prompt_logprobs", 0, MAX_TOP)
         calls = [Call(**prompt, **options) for prompt in _prompts(fields.take("prompt"))]
         self.calls = _choices(fields, calls)
         fields.only("best_of", len(self.calls) // len(calls))
@@ -169,6 +172,8 @@ class TextCompletion:
             raise wrong("logprobs", "must be 0: only those of the sampled tokens are known", num_top)
         self._logprobs = num_top is not None
         self.streams, self._has_usage = _stream(fields)
+        if self.streams and calls[0].prompt_logprobs is not None:
+            raise Refused("prompt_logprobs: requires stream=false", param="prompt_logprobs")
         self.by_token = self._returns_ids = fields.flag("return_token_ids")
         fields.only("echo", False)
         fields.only("suffix", "")
@@ -180,7 +185,10 @@ class TextCompletion:
         for index, reply in enumerate(replies):
             token_ids, logprobs = reply.completion.token_ids.tolist(), reply.completion.logprobs.tolist()
             piece = Piece(text=reply.message["content"], token_ids=token_ids, logprobs=logprobs)
-            choices.append(self._choice(index, piece, 0) | {"finish_reason": reply.finish_reason} | self._ids(reply))
+            choice = self._choice(index, piece, 0) | {"finish_reason": reply.finish_reason} | self._ids(reply)
+            if self.calls[index].prompt_logprobs is not None:
+                choice["prompt_logprobs"] = self._prompt_logprobs(reply)
+            choices.append(choice)
         head = self._head() | {"system_fingerprint": reply_version(replies[0])}
         return head | {"choices": choices, "usage": usage(replies, self._num_prompts)}
 
@@ -222,6 +230,27 @@ class TextCompletion:
         if not self._returns_ids:
             return {}
         return {"prompt_token_ids": list(reply.prompt_ids), "weight_versions": version_spans(reply)}
+
+    def _prompt_logprobs(self, reply: Reply) -> list[dict[str, Any] | None]:
+        """Return the log-probabilities at each prompt token as vLLM does: by token id, the most likely tokens first."""
+        found, top = reply.completion.prompt_logprobs, reply.completion.prompt_top
+        entries = list[dict[str, Any] | None]([None])  # no token precedes the first
+        for index, token_id in enumerate(reply.prompt_ids[1:]):
+            assert found is not None, "the policy returned no log-probabilities of a prompt"
+            known = {} if top is None else dict(zip(top.token_ids[index].tolist(), top.logprobs[index].tolist(), strict=True))
+            ranks = {each: rank for rank, each in enumerate(known, 1)}
+            known.setdefault(token_id, float(found[index]))
+            entries.append(
+                {
+                    str(each): {
+                        "logprob": max(logprob, LOWEST_LOGPROB),
+                        "rank": ranks.get(each),
+                        "decoded_token": self._caller.token_text(each),
+                    }
+                    for each, logprob in known.items()
+                }
+            )
+        return entries
 
 
 class TokenCompletion:

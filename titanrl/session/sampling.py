@@ -24,6 +24,7 @@ from titanrl.carriers.types import (
     OnTokens,
     Prompt,
     SamplingParams,
+    TopTokens,
 )
 from titanrl.config.schema import Config
 from titanrl.data.tokenizer import Tokenizer
@@ -398,15 +399,36 @@ class SamplingClient:
             ValueError: A sequence is empty or too long.
             VersionGoneError: The client is pinned to a version that is no longer served.
         """
-        sampling = SamplingParams(max_new_tokens=1, temperature=0.0, seed=None, prompt_logprobs=True)
+        found = [completion.prompt_logprobs for completion in await self._read(sequences, 0)]
+        first = np.full(1, np.nan, np.float32)
+        return [first if rest is None else np.concatenate([first, rest.astype(np.float32)]) for rest in found]
+
+    async def compute_top(self, sequences: Sequence[PromptLike], num: int) -> list[TopTokens]:
+        """Compute the most likely tokens at each token but the first, given the preceding tokens, at temperature 1.
+
+        Args:
+            sequences: Texts or token ids, `[S]` each, no longer than a prompt and a completion together.
+            num: Number of tokens, K, at most that of the vocabulary.
+
+        Returns:
+            `[S - 1, K]` for each sequence.
+
+        Raises:
+            ValueError: A sequence is empty or too long.
+            VersionGoneError: The client is pinned to a version that is no longer served.
+        """
+        check_count("num", num, "Give the number of tokens.")
+        empty = TopTokens(token_ids=np.zeros((0, num), np.int64), logprobs=np.zeros((0, num), np.float32))
+        return [completion.prompt_top or empty for completion in await self._read(sequences, num)]
+
+    async def _read(self, sequences: Sequence[PromptLike], num_top: int) -> list[Completion]:
+        """Return a completion of one token for each sequence, with the log-probabilities of its tokens."""
+        sampling = SamplingParams(max_new_tokens=1, temperature=0.0, seed=None, prompt_logprobs=num_top)
         requests = [
             [GenerationRequest(token_ids=token_ids, sampling=sampling)]
             for token_ids in self._all_token_ids("sequences", sequences)
         ]
-        completions = await self._sampler.generate(requests, self.version, self._adapter)
-        found = [completion.prompt_logprobs for (completion,) in completions]
-        first = np.full(1, np.nan, np.float32)
-        return [first if rest is None else np.concatenate([first, rest.astype(np.float32)]) for rest in found]
+        return [completion for (completion,) in await self._sampler.generate(requests, self.version, self._adapter)]
 
     async def release(self) -> None:
         """Free what the generators hold for this client, after its running requests. A second call has no effect.

@@ -124,6 +124,7 @@ class Speaker:
             max_new_tokens=min(call.max_tokens or rollout.max_new_tokens, room),
             temperature=temperature,
             seed=seed if temperature > 0 else None,
+            prompt_logprobs=call.prompt_logprobs,
             top_p=rollout.top_p if call.top_p is None else call.top_p,
             top_k=rollout.top_k if call.top_k is None else call.top_k,
             min_p=rollout.min_p if call.min_p is None else call.min_p,

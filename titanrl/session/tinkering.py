@@ -365,7 +365,7 @@ def _requests(asked: SampleRequest) -> list[GenerationRequest]:
 
 def _scoring(tokens: Sequence[int]) -> list[GenerationRequest]:
     """Return the request for the log-probabilities of tokens."""
-    sampling = SamplingParams(max_new_tokens=1, temperature=0.0, seed=None, prompt_logprobs=True)
+    sampling = SamplingParams(max_new_tokens=1, temperature=0.0, seed=None, prompt_logprobs=0)
     return [GenerationRequest(token_ids=tuple(tokens), sampling=sampling)]
 
 

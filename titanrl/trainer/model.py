@@ -530,5 +530,5 @@ class ScoringHead:
             logits_NV, targets_BC.flatten(), temperature=temperature, supports=supports, **shard
         )
         if teacher is not None:
-            scores += (divergence(logits_NV, teacher, group=shard["group"], temperature=temperature),)
+            scores += (divergence(logits_NV, teacher, temperature=temperature, **shard),)
         return tuple(values_N.view(targets_BC.shape) for values_N in scores)

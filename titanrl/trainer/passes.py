@@ -138,7 +138,11 @@ def run_data(learner: Learner, planned: DataPass, *, backward: bool) -> DataResu
     for locations in planned.microbatches:
         rows = build_rows(planned.data, locations, planned.sizes)
         if planned.loss is not None and planned.loss.teacher is not None:
-            tokens = teacher_tokens(learner, planned.loss.teacher, planned.data, locations, planned.sizes, rows)
+            num_top = _num_top(planned.data)
+            if num_top:
+                tokens = top_tokens(planned.data, locations, rows, num_top, learner.model.module.config.vocab_size)
+            else:
+                tokens = teacher_tokens(learner, planned.loss.teacher, planned.data, locations, planned.sizes, rows)
             rows = replace(rows, teacher=tokens)
         if planned.loss is None:
             logprobs_BL = learner.logprobs(rows)
@@ -193,6 +197,39 @@ def teacher_tokens(
     with nullcontext() if version is None else learner.weights_at(version, within_batch=True):
         logits_MV = learner.logits(packed, tokens_M)
     return TeacherTokens(name=teacher.name, beta=teacher.beta, index_N=index_BL.flatten(), logits_MV=logits_MV)
+
+
+def top_tokens(
+    data: Sequence[Datum], locations: Sequence[Location], rows: PackedRows, num_top: int, vocab_size: int
+) -> TeacherTokens:
+    """Return the most likely tokens of another model at the targets of a micro-batch.
+
+    Tokens that the policy does not have, such as those in the padding of another vocabulary, count as unknown.
+    """
+    index_BL = torch.full(rows.tokens_BL.shape, -1, dtype=torch.int64)
+    ids = [np.full((1, num_top), -1)]  # for a micro-batch without data
+    logprobs = [np.full((1, num_top), -np.inf, np.float32)]
+    num_rows = 1
+    for location in locations:
+        if (top := data[location.index].teacher_top) is not None:
+            num = len(top.token_ids)
+            ids.append(np.where(top.token_ids < vocab_size, top.token_ids, -1))
+            logprobs.append(np.where(top.token_ids < vocab_size, top.logprobs, -np.inf).astype(np.float32))
+            places = slice(location.tokens.stop - num, location.tokens.stop)
+            index_BL[location.row, places] = torch.arange(num_rows, num_rows + num)
+            num_rows += num
+    return TeacherTokens(
+        name="forward_kl",
+        beta=0.5,
+        index_N=index_BL.flatten(),
+        logits_MV=torch.from_numpy(np.concatenate(logprobs)),
+        ids_MK=torch.from_numpy(np.concatenate(ids)),
+    )
+
+
+def _num_top(data: Sequence[Datum]) -> int:
+    """Return the number of most likely tokens that data have, which `check_data` requires to be equal; 0 without any."""
+    return next((datum.teacher_top.token_ids.shape[1] for datum in data if datum.teacher_top is not None), 0)
 
 
 def _teacher_input(datum: Datum) -> IntArray:
@@ -283,6 +320,8 @@ def check_data(data: Sequence[Datum], sizes: RowSizes, loss: ChosenLoss | None) 
                 raise ValueError(f"{inputs}: {name!r} is missing (got {names}). Add it: loss {loss_name!r} needs it.")
         if loss is not None and loss.teacher is not None and datum.teacher_input is not None:
             _check_teacher_input(f"data[{index}].teacher_input", datum, sizes)
+        if datum.teacher_top is not None:
+            _check_top(f"data[{index}].teacher_top", datum, _num_top(data), loss)
         for name, values in datum.loss_fn_inputs.items():
             if np.shape(values) != (length,):
                 fix = f"Give one value per input token: ({length},)."
@@ -304,6 +343,23 @@ def _check_teacher_input(name: str, datum: Datum, sizes: RowSizes) -> None:
     if len(tokens) < num_completion or not ends_alike:
         fix = "Append the completion, without its last token, to the teacher's prompt."
         raise ValueError(f"{name}: must end with the completion (got {len(tokens)} tokens). {fix}")
+
+
+def _check_top(name: str, datum: Datum, num_top: int, loss: ChosenLoss | None) -> None:
+    """Raise `ValueError` unless a loss uses the teacher's most likely tokens, and they cover the loss tokens."""
+    assert datum.teacher_top is not None
+    if loss is None or loss.name != "forward_kl":
+        got = "no loss" if loss is None else loss.name
+        raise ValueError(f"{name}: only the loss forward_kl uses it (got {got}). Remove it.")
+    ids, logprobs = datum.teacher_top.token_ids, datum.teacher_top.logprobs
+    weights = np.asarray(datum.loss_fn_inputs.get("weights", np.ones(len(datum.model_input))))
+    first = int(np.flatnonzero(weights)[0]) if weights.any() else len(weights)
+    if np.shape(ids) != np.shape(logprobs) or np.ndim(ids) != 2 or ids.shape[1] != num_top or len(ids) > len(weights):
+        fix = f"Give {num_top} tokens with log-probabilities at each of the last targets."
+        raise ValueError(f"{name}: wrong shape (got {np.shape(ids)} and {np.shape(logprobs)}). {fix}")
+    if len(ids) < len(weights) - first:
+        fix = "Give the most likely tokens at every loss token."
+        raise ValueError(f"{name}: must cover the {len(weights) - first} last targets (got {len(ids)}). {fix}")
 
 
 def check_supports(data: Sequence[Datum], vocab_size: int) -> None:
