@@ -267,7 +267,8 @@ class Distill(Run):
             for prompt, sample in zip(by_sample, samples, strict=True)
         ]
         task_of = [task for task, group in zip(tasks, groups, strict=True) for _ in group]
-        num_top, teachers = distill.top_k if distill.reads_top else 0, {**self._engines, **self._remote}
+        num_top = distill.top_k if distill.reads_top else 0
+        teachers: dict[str, Teacher] = {**self._engines, **self._remote}
         with self.timer.phase("teacher"):
             found, scores = await asyncio.gather(
                 ask_teachers(teachers, samples, teacher_prompts, task_of, num_top), self._task.score(prompts, groups)

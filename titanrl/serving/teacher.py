@@ -145,9 +145,8 @@ class RemoteTeacher:
             (choice,) = json.loads(text)["choices"]
             entries = list(_checked(choice["prompt_logprobs"], tokens))
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            rule = (
-                f"the teacher did not return the log-probability of each token of the prompt ({error or type(error).__name__})"
-            )
+            cause = f"{type(error).__name__}: {error}"
+            rule = f"the teacher did not return the log-probability of each token of the prompt ({cause})"
             fix = "The endpoint must support prompt_logprobs, as vLLM and titanrl serve do."
             raise TeacherError(f"{self._key}.url: {rule} (got {text[:80]!a} from {self._url}). {fix}") from None
         return entries
