@@ -12,11 +12,11 @@ from tests.size import PACKAGE, figures
 
 CEILINGS = {
     "lines": 69_600,
-    "modules": 256,
+    "modules": 258,
     "small modules": 8,
     "modules with a shared name": 6,
     "rooms": 27,
-    "arrows": 180,
+    "arrows": 183,
     "floors": 13,
     "modules reached by the loop": 124,
     "functions with one mention": 0.375,
