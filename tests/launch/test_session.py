@@ -182,6 +182,7 @@ def test_teacher_serves_an_exported_model_with_frozen_weights(lab: Lab) -> None:
 def test_served_policy_is_a_teacher_with_the_log_probabilities_of_the_engine(lab: Lab) -> None:
     async def scenario() -> None:
         session = lab.session
+        await session.training.publish()
         sequences = [whole(sample)[:-1] for sample in await sample_some(session.sampling, seed=11)]
         speaker = session.speaker()
         listener = await listen(App(lambda key: speaker, ["policy"]), ("127.0.0.1", 0))
@@ -204,7 +205,7 @@ def test_served_policy_is_a_teacher_with_the_log_probabilities_of_the_engine(lab
             assert (sums <= 1.0 + 1e-5).all()
         # The trainer gives the same tokens the same log-probabilities.
         data = [sampled_datum(tokens[:1], tokens[1:], [0.0] * (len(tokens) - 1), 0.0) for tokens in sequences]
-        own = (await session.training.forward(data)).loss_fn_outputs
+        own = (await session.training.forward(data, "importance_sampling")).loss_fn_outputs
         for output, logprobs in zip(own, found, strict=True):
             np.testing.assert_allclose(logprobs[1:], output["logprobs"], atol=1e-4)
 
