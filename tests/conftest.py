@@ -18,8 +18,8 @@ hypothesis.settings.load_profile("any machine")
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup, whose processes would ignore the signals of tests
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-HEAVY = ("tests/e2e/", "tests/launch/", "tests/docs/")
-"""Tests that start complete runs. They run first, so that no worker is left with a long test at the end."""
+HEAVY = ("tests/e2e/", "tests/launch/", "tests/docs/", "tests/generator/", "tests/trainer/")
+"""Folders with long tests. They run first, so that no worker is left with a long one at the end."""
 FIRST = "tests/hosts/test_pods.py"
 """Long tests without complete runs, for one worker while another starts the templates and the run that the others share."""
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import pytest
 from filelock import FileLock
@@ -49,10 +49,10 @@ def is_only_user(users: IO[str]) -> bool:
     return True
 
 
-def start_warm() -> tuple["subprocess.Popen[str]", str]:
+def start_warm(**options: Any) -> tuple["subprocess.Popen[str]", str]:
     """Start `titanrl warm` and wait for its imports; return the process and the folder of its templates."""
-    command = [sys.executable, "-m", "titanrl.commands.warm", "--config", "quickstart"]
-    warm = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "titanrl.cli", "warm", "--config", "quickstart"]
+    warm = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **options)
     assert warm.stdout is not None
     output = "".join(itertools.takewhile(lambda line: not line.startswith("Ctrl-C"), warm.stdout))
     return warm, output.split("=")[1].strip()

@@ -15,7 +15,9 @@ import pytest
 from tests.docs import run_blocks
 from tests.docs.blocks import PAGES, all_blocks, blocks_of, shell_lines
 from tests.e2e.conftest import REPO, Finished, Start
+from tests.workers import start_warm, stop_warm
 from titanrl.carriers.record import parts_of, read_lines
+from titanrl.processes.templates import SHARED
 
 NOTEBOOK = REPO / "docs/notebooks/quickstart.ipynb"
 OTHER_NOTEBOOKS = sorted(NOTEBOOK.parent.glob("[!q]*.ipynb"))
@@ -40,7 +42,9 @@ def test_every_python_block_runs(plain_run: Finished, tmp_path: Path) -> None:
     overrides = json.dumps([*small_run(plain_run, tmp_path), "logging.console=off"])
     command = [sys.executable, "-m", "tests.docs.run_blocks", overrides, *map(str, [*pages, *OTHER_NOTEBOOKS, *SCRIPTS])]
     environment = os.environ | {"PYTHONPATH": f"{REPO}:{tmp_path}"}
+    warm, environment[SHARED] = start_warm(cwd=tmp_path, env=environment)  # the usual templates have another directory
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    stop_warm(warm.pid)
     assert result.returncode == 0, result.stdout + result.stderr[-5000:]
     expected = [str(block) for block in all_blocks("python") if not block.title]
     expected += [str(block) for notebook in OTHER_NOTEBOOKS for block in run_blocks.code_of(notebook)]
