@@ -4,17 +4,20 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from tests.foreign import ROOT_ONLY, as_nobody
 from tests.metrics.test_report import completion, group
 from tests.processes.test_stacks import waiting
 from tests.recorded import record_group
@@ -198,17 +201,48 @@ def test_page_hears_of_a_step_within_two_seconds(server: Server, folder: Path) -
     watching.result(10)
 
 
-def test_command_prints_an_address_with_a_key_and_ends_on_a_signal(folder: Path) -> None:
+@contextmanager
+def board_command(folder: Path) -> Iterator[tuple["subprocess.Popen[str]", str, str]]:
+    """Yield a running `titanrl board`, its address and its key."""
     command = [sys.executable, "-m", "titanrl.cli", "board", str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2], env=os.environ) as process:
         assert process.stdout is not None
-        line = process.stdout.readline()
-        url, _, key = line.split(" at ")[1].strip().partition("/#key=")
+        url, _, key = process.stdout.readline().split(" at ")[1].strip().partition("/#key=")
+        yield process, url, key
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
+
+
+def test_command_prints_an_address_with_a_key_and_ends_on_a_signal(folder: Path) -> None:
+    with board_command(folder) as (_, url, key):
         assert url.startswith("http://127.0.0.1:")
         assert len(key) >= 43  # 32 random bytes
         assert httpx.post(f"{url}/api/runs", json={}, headers={"x-api-key": key}).status_code == 200
-        process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 0
+
+
+@ROOT_ONLY
+def test_another_user_gets_no_data_no_action_and_no_key(folder: Path) -> None:
+    with board_command(folder) as (process, url, key):
+        address, proc = httpx.URL(url), Path("/proc", str(process.pid))
+
+        def look() -> bytes:
+            found = b""
+            for path in ("runs", "steer", "stacks"):
+                with socket.create_connection((address.host, address.port), 20) as client:
+                    client.sendall(f"POST /api/{path} HTTP/1.0\r\nHost: {address.netloc.decode()}\r\n\r\n".encode())
+                    found += client.recv(1 << 16)
+            for name in ("cmdline", "environ", "mem", "fd/1"):  # where a program may leave a secret
+                with suppress(PermissionError):
+                    found += name.encode() + b"=" + (proc / name).read_bytes()
+            return found
+
+        with as_nobody(look) as stream:
+            found = stream.read()
+    assert found.count(b" 401 ") == 3
+    assert b"cmdline=" in found
+    assert b"environ=" not in found
+    assert key.encode() not in found
+    assert b"twelve" not in found
 
 
 @pytest.mark.parametrize(
