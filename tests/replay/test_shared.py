@@ -105,7 +105,7 @@ def test_reservation_from_before_a_restore_is_stale(replay: SharedReplay) -> Non
     state, writer = replay.state_dict(), other(replay)
     late = writer.reserve(1)
     replay.load_state_dict(state)
-    assert replay.reserve(1).tolist() == late.tolist()
+    assert replay.reserve(1).tolist() == [late[0] + 1]  # the writer may still write the row of the number before
     assert writer.commit(late, items([77])) == 1
     writer.close()
     assert 77 not in replay.sample(100).payload["id"]
@@ -136,7 +136,7 @@ def test_row_being_copied_is_not_overwritten(replay: SharedReplay) -> None:
     handles = writer.reserve(4)  # the other rows
     with pytest.raises(ReplayFullError, match=r"spare: no rows for 1 items .*got 4; writers hold 4 rows, readers 4"):
         writer.reserve(1, timeout_s=0.05)
-    assert (replay._shards().read(drawn.payload)["id"] == drawn.handles).all()
+    assert (replay._shards().read(drawn.handles)["id"] == drawn.handles).all()
     waiting = threading.Thread(target=writer.extend, args=(items(range(20, 24)),))
     waiting.start()
     replay._link.send("done", ticket)

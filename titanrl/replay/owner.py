@@ -28,92 +28,63 @@ from titanrl.replay.wire import Address, Server, Verb
 NONE = -1
 
 
-def rows_per_shard(capacity: int, num_shards: int, spare: int) -> int:
-    """Return the number of rows per shard for a full buffer and `spare` additional rows being written or read."""
-    return -(-capacity // num_shards) + -(-spare // num_shards)
-
-
 class Rows:
-    """Assignment of the storage shards' rows to items. Row r is in shard `r // per_shard`. The caller must hold a lock.
+    """Protection of the storage's rows. The item with sequence number n is in row n % num_rows. The caller must hold a lock.
 
     A row is reused only after every session that may access it has released it or ended. A writer whose lease expired can
     therefore finish its copy safely, and a reader never sees a row that another writer overwrites.
 
-    Shape suffixes: B rows or numbers of a call.
+    Shape suffixes: B sequence numbers of a call.
     """
 
-    def __init__(self, capacity: int, num_shards: int, spare: int) -> None:
-        self.per_shard = rows_per_shard(capacity, num_shards, spare)
-        self._capacity = capacity
-        self._num_shards = num_shards
-        num_rows = num_shards * self.per_shard
-        self._row_of = np.full(capacity, NONE)  # by slot
-        self._has_slot = np.zeros(num_rows, np.bool_)
+    def __init__(self, num_rows: int) -> None:
+        self._num_rows = num_rows
         self._pins = np.zeros(num_rows, np.int64)  # writers and readers of each row
         self._numbers = np.full(num_rows, NONE)  # reservations being written
         self._writers = np.full(num_rows, NONE)  # their sessions
-        # Each list is a stack, so that a buffer touches few pages.
-        self._free = [
-            list(range((shard + 1) * self.per_shard - 1, shard * self.per_shard - 1, -1)) for shard in range(num_shards)
-        ]
         self._tickets: dict[int, tuple[int, Integers]] = {}
         self._ticket_numbers = itertools.count()
         self._ended: set[int] = set()
 
-    def __getitem__(self, slots_B: Integers) -> Integers:
-        return self._row_of[slots_B]
+    def are_free(self, numbers_B: Integers) -> npt.NDArray[np.bool_]:
+        """Return a mask of the numbers whose rows are neither written nor read."""
+        are_free: npt.NDArray[np.bool_] = self._pins[numbers_B % self._num_rows] == 0
+        return are_free
 
-    def num_missing(self, numbers_B: Integers) -> int:
-        """Return the number of rows that are missing to reserve these sequence numbers."""
-        old_B = self._row_of[numbers_B % self._capacity]
-        old_B = old_B[old_B >= 0]
-        reclaimed = np.bincount(old_B[self._pins[old_B] == 0] // self.per_shard, minlength=self._num_shards)
-        needed = np.bincount(numbers_B % self._num_shards, minlength=self._num_shards)
-        free = np.array([len(rows) for rows in self._free])
-        return int(np.maximum(needed - free - reclaimed, 0).sum())
+    def next_free(self, first: int, count: int, within: int) -> Integers | None:
+        """Return the next `count` numbers from `first` on that have free rows and are within `within` successive ones."""
+        numbers_B = np.arange(first, first + count)
+        if self.are_free(numbers_B).all():
+            return numbers_B
+        numbers_B = np.arange(first, first + self._num_rows)
+        numbers_B = numbers_B[self.are_free(numbers_B)]
+        fits = numbers_B[count - 1 :] < numbers_B[: max(len(numbers_B) - count + 1, 0)] + within
+        return numbers_B[fits.argmax() :][:count] if fits.any() else None
 
-    def assign(self, session: int, numbers_B: Integers) -> Integers:
-        """Assign rows to the reservations of a session, replacing the previous rows of their slots."""
+    def assign(self, session: int, numbers_B: Integers) -> None:
+        """Let a session write the rows of its reservations."""
         self.check(session)
-        slots_B = numbers_B % self._capacity
-        self.unlink(slots_B)
-        shards_B = numbers_B % self._num_shards
-        rows_B = np.empty_like(numbers_B)
-        for shard, free in enumerate(self._free):
-            positions = np.flatnonzero(shards_B == shard)
-            if len(positions):
-                rows_B[positions] = free[-len(positions) :]
-                del free[-len(positions) :]
-        self._row_of[slots_B] = rows_B
-        self._has_slot[rows_B] = True
+        rows_B = numbers_B % self._num_rows
         self._pins[rows_B] = 1
         self._numbers[rows_B] = numbers_B
         self._writers[rows_B] = session
-        return rows_B
 
-    def unlink(self, slots_B: Integers) -> None:
-        """Detach the rows of slots. A row that is being read or written becomes free afterwards."""
-        rows_B = self._row_of[slots_B]
-        rows_B = rows_B[rows_B >= 0]
-        self._row_of[slots_B] = NONE
-        self._has_slot[rows_B] = False
-        self._recycle(rows_B)
+    def are_written(self, numbers_B: Integers, session: int | None = None) -> npt.NDArray[np.bool_]:
+        """Return a mask of the reservations that a session, or any one, has not finished writing."""
+        rows_B = numbers_B % self._num_rows
+        are_written: npt.NDArray[np.bool_] = self._numbers[rows_B] == numbers_B
+        return are_written if session is None else are_written & (self._writers[rows_B] == session)
 
-    def is_written_by(self, numbers_B: Integers, rows_B: Integers) -> npt.NDArray[np.bool_]:
-        """Return a mask of rows that belong to these reservations and whose writers have not finished."""
-        is_written: npt.NDArray[np.bool_] = self._numbers[rows_B] == numbers_B
-        return is_written
-
-    def end_writes(self, rows_B: Integers) -> None:
-        """Record that the writers of rows have finished."""
+    def end_writes(self, numbers_B: Integers) -> None:
+        """Record that the writers of reservations have finished."""
+        rows_B = numbers_B % self._num_rows
         self._numbers[rows_B] = self._writers[rows_B] = NONE
         self._pins[rows_B] -= 1
-        self._recycle(rows_B)
 
-    def pin(self, session: int, rows_B: Integers) -> int:
-        """Keep rows unchanged until `unpin`. Return a ticket."""
+    def pin(self, session: int, numbers_B: Integers) -> int:
+        """Keep the rows of numbers unchanged until `unpin`. Return a ticket."""
         self.check(session)
-        rows_B = np.unique(rows_B)
+        rows_B = np.unique(numbers_B % self._num_rows)
         self._pins[rows_B] += 1
         ticket = next(self._ticket_numbers)
         self._tickets[ticket] = (session, rows_B)
@@ -122,31 +93,22 @@ class Rows:
     def unpin(self, ticket: int) -> None:
         """Release a ticket. Releasing it again has no effect."""
         if ticket in self._tickets:
-            _, rows_B = self._tickets.pop(ticket)
-            self._pins[rows_B] -= 1
-            self._recycle(rows_B)
+            self._pins[self._tickets.pop(ticket)[1]] -= 1
 
-    def written_by(self, session: int) -> tuple[Integers, Integers]:
-        """Return the reservations that a session has not finished writing, and their rows."""
-        rows_B = np.flatnonzero(self._writers == session)
-        return self._numbers[rows_B], rows_B
-
-    def end_session(self, session: int) -> None:
-        """End a session and release the rows that it was reading or writing."""
+    def end_session(self, session: int) -> Integers:
+        """End a session and release the rows that it was reading or writing. Return the reservations that it was writing."""
         self._ended.add(session)
-        self.end_writes(np.flatnonzero(self._writers == session))
+        numbers_B = self._numbers[self._writers == session]
+        self.end_writes(numbers_B)
         for ticket in [ticket for ticket, (owner, _) in self._tickets.items() if owner == session]:
             self.unpin(ticket)
+        return numbers_B
 
     def describe(self) -> str:
         """Return how many rows writers and readers hold, for messages."""
         num_written = int(np.count_nonzero(self._numbers >= 0))
         num_read = len({int(row) for _, rows in self._tickets.values() for row in rows})
         return f"writers hold {num_written} rows, readers {num_read}"
-
-    def _recycle(self, rows_B: Integers) -> None:
-        for row in rows_B[(self._pins[rows_B] == 0) & ~self._has_slot[rows_B]].tolist():
-            self._free[row // self.per_shard].append(row)
 
     def check(self, session: int) -> None:
         """Refuse a session that has ended."""
@@ -234,6 +196,7 @@ class OwnerSettings:
     layout: bytes
     """Pickled layout of the columns. The owner does not read it."""
     shard_bytes: int
+    rows_per_shard: int
     spare: int
     """Rows in addition to those of a full buffer."""
     num_work: int
@@ -247,6 +210,11 @@ class OwnerSettings:
     key: bytes
     """Shared secret of owner and clients."""
 
+    def rows_of(self, handles: Integers) -> Integers:
+        """Return the row of each item in its shard."""
+        num_shards = len(self.shards)
+        return handles % (self.rows_per_shard * num_shards) // num_shards
+
 
 class Owner:
     """Operations of a shared buffer, called by clients. The first argument of each is the number of the calling session."""
@@ -255,10 +223,10 @@ class Owner:
         """Create an empty buffer without files."""
         self._settings = settings
         self._index = ReplayIndex(settings.capacity, **settings.options)
-        self._rows = Rows(settings.capacity, len(settings.shards), settings.spare)
+        self._rows = Rows(settings.rows_per_shard * len(settings.shards))
         self._work = WorkList(settings.num_work)
         self._changed = self._index.changed
-        self._restoring: tuple[Mapping[str, Any], Integers] | None = None
+        self._restoring: Mapping[str, Any] | None = None
         self.folders: list[Path] = []
         """Folders of the files that this process created."""
         self._locations = [ShardLocation(shard.host, "", None) for shard in settings.shards]
@@ -292,8 +260,7 @@ class Owner:
     def end_session(self, session: int) -> None:
         """Release everything that a client had reserved or was reading when its session ended."""
         with self._changed:
-            self._end_reservations(*self._rows.written_by(session))
-            self._rows.end_session(session)
+            self._index.end_leases(self._rows.end_session(session))
             self._changed.notify_all()
 
     def undo(self, session: int, verb: str, reply: Any) -> None:
@@ -302,12 +269,15 @@ class Owner:
             if verb in {"draw", "hold", "snapshot"}:
                 self._rows.unpin(reply[-1])
             elif verb in {"reserve", "take_work", "restore"}:
-                self._end_reservations(*reply[-2:])
+                numbers = reply[1] if verb == "take_work" else reply
+                numbers = numbers[self._rows.are_written(numbers, session)]
+                self._index.end_leases(numbers)
+                self._rows.end_writes(numbers)
             self._changed.notify_all()
 
-    def describe(self, session: int) -> tuple[OwnerSettings, int]:
-        """Return the settings and the number of rows per shard."""
-        return self._settings, self._rows.per_shard
+    def describe(self, session: int) -> OwnerSettings:
+        """Return the settings."""
+        return self._settings
 
     def locations(self, session: int, host: str, timeout_s: float) -> list[ShardLocation]:
         """Wait until a client on a host can reach every shard; return the locations of the shards."""
@@ -338,17 +308,15 @@ class Owner:
             self._locations[shard] = ShardLocation(location.host, path, address)
             self._changed.notify_all()
 
-    def reserve(self, session: int, num_items: int, lease_s: float | None, timeout_s: float) -> tuple[Integers, Integers]:
-        """Wait until enough rows are free, then reserve slots and rows."""
+    def reserve(self, session: int, num_items: int, lease_s: float | None, timeout_s: float) -> Integers:
+        """Wait until enough rows are free, then reserve slots."""
         self._index.check_count(num_items)
         with self._changed:
-            if not self._changed.wait_for(lambda: not self._num_missing(num_items), timeout_s):
+            if not self._changed.wait_for(lambda: self._next_free(num_items) is not None, timeout_s):
                 raise self._full(num_items, timeout_s)
             return self._reserve(session, num_items, lease_s)
 
-    def take_work(
-        self, session: int, limit: int, lease_s: float | None, timeout_s: float
-    ) -> tuple[Integers, Integers, Integers]:
+    def take_work(self, session: int, limit: int, lease_s: float | None, timeout_s: float) -> tuple[Integers, Integers]:
         """Reserve slots for the next indices of the work list; return empty arrays if all are committed."""
         self._index.check_count(limit)
         deadline = time.monotonic() + timeout_s
@@ -357,11 +325,11 @@ class Owner:
                 self._index.expire()
                 self._work.recover(self._index.is_open)
                 count = min(limit, self._work.num_available)
-                if count and not self._num_missing(count):
-                    numbers, rows = self._reserve(session, count, lease_s)
-                    return self._work.take(numbers), numbers, rows
+                if count and self._next_free(count) is not None:
+                    numbers = self._reserve(session, count, lease_s)
+                    return self._work.take(numbers), numbers
                 if not count and not len(self._work.reserved):
-                    return (np.empty(0, np.int64),) * 3
+                    return (np.empty(0, np.int64),) * 2
                 left_s = deadline - time.monotonic()
                 if left_s <= 0.0:
                     if count:
@@ -372,34 +340,26 @@ class Owner:
                     )
                 self._changed.wait(min(left_s, self._index.next_expiry_s()))
 
-    def commit(
-        self,
-        session: int,
-        handles: Integers,
-        rows: Integers,
-        priorities: npt.ArrayLike | None,
-        versions: npt.ArrayLike | None,
-    ) -> int:
+    def commit(self, session: int, handles: Integers, priorities: npt.ArrayLike | None, versions: npt.ArrayLike | None) -> int:
         """Make written rows available. Return the number of stale handles."""
         with self._changed:
-            is_written = self._rows.is_written_by(handles, rows)
-            is_current = is_written & self._is_current(handles, rows)
-            is_open = self._index.complete(handles, priorities, versions, lambda slots, part: None, is_current)
-            self._rows.end_writes(rows[is_written])
+            are_written = self._rows.are_written(handles, session)
+            is_open = self._index.complete(handles, priorities, versions, lambda slots, part: None, are_written)
+            self._rows.end_writes(handles[are_written])
             self._work.finish(handles[is_open])
             return len(handles) - int(is_open.sum())
 
-    def hold(self, session: int, handles: Integers, rows: Integers) -> tuple[npt.NDArray[np.bool_], int]:
-        """Pin rows for a shard server that writes on behalf of a client. Return a mask of valid rows, and a ticket."""
+    def hold(self, session: int, handles: Integers) -> tuple[npt.NDArray[np.bool_], int]:
+        """Pin rows for a shard server that writes on behalf of a client. Return a mask of valid handles, and a ticket."""
         with self._changed:
-            is_written = self._rows.is_written_by(handles, rows)
-            return is_written, self._rows.pin(session, rows[is_written])
+            are_written = self._rows.are_written(handles)
+            return are_written, self._rows.pin(session, handles[are_written])
 
     def draw(self, session: int, batch_size: int, timeout_s: float) -> tuple[ReplayBatch, int]:
-        """Draw items, with their rows as the payload, and pin the rows until `done`."""
+        """Draw items without their payload, and pin their rows until `done`."""
         with self._changed:
-            batch = self._index.draw(batch_size, timeout_s, self._rows.__getitem__)
-            return batch, self._rows.pin(session, batch.payload)
+            batch = self._index.draw(batch_size, timeout_s, lambda slots: None)
+            return batch, self._rows.pin(session, batch.handles)
 
     def done(self, session: int, ticket: int) -> None:
         """Release a ticket after its rows were copied."""
@@ -407,71 +367,63 @@ class Owner:
             self._rows.unpin(ticket)
             self._changed.notify_all()
 
-    def release(self, session: int, handles: Integers, rows: Integers) -> int:
-        """Remove items and reservations. `rows` are the rows of the client's own reservations, and -1 for other handles."""
+    def release(self, session: int, handles: Integers) -> int:
+        """Remove items and reservations; the client no longer writes its own ones."""
         with self._changed:
             num_stale = self._index.release(handles)
-            handles, rows = handles[rows >= 0], rows[rows >= 0]
-            self._rows.end_writes(np.unique(rows[self._rows.is_written_by(handles, rows)]))
+            handles = np.unique(handles)
+            self._rows.end_writes(handles[self._rows.are_written(handles, session)])
             self._changed.notify_all()
             return num_stale
 
-    def snapshot(self, session: int) -> tuple[dict[str, Any], Integers, int]:
-        """Return the metadata and the rows of all items. Pin the rows until `done`."""
+    def snapshot(self, session: int) -> tuple[dict[str, Any], int]:
+        """Return the metadata, and pin the rows of all items until `done`."""
         with self._changed:
             self._index.expire()
             self._work.recover(self._index.is_open)
-            rows = self._rows[self._index.items() % self._settings.capacity]
-            return {**self._index.state_dict(), "work": self._work.state()}, rows, self._rows.pin(session, rows)
+            ticket = self._rows.pin(session, self._index.items())
+            return {**self._index.state_dict(), "work": self._work.state()}, ticket
 
-    def restore(self, session: int, state: Mapping[str, Any], timeout_s: float) -> tuple[Integers, Integers]:
-        """Clear the buffer and reserve rows for the items of a saved state. Return their numbers and rows."""
+    def restore(self, session: int, state: Mapping[str, Any], timeout_s: float) -> Integers:
+        """Clear the buffer, and let the client write the items of a saved state. Return their sequence numbers."""
         self._index.check_state(state)
         numbers = state["owners"][state["owners"] >= 0]
         nothing = {name: state[name][:0] for name in ("owners", "priorities", "versions", "leaves")}
         with self._changed:
             self._index.load_state_dict({**state, **nothing, "leases": []})
-            self._rows.unlink(np.arange(self._settings.capacity))
-            if not self._changed.wait_for(lambda: not self._rows.num_missing(numbers), timeout_s):
+            if not self._changed.wait_for(lambda: self._rows.are_free(numbers).all(), timeout_s):
                 raise self._full(len(numbers), timeout_s)
-            rows = self._rows.assign(session, numbers)
-            self._restoring = (state, rows)
-            return numbers, rows
+            self._rows.assign(session, numbers)
+            self._restoring = state
+            return numbers
 
     def restored(self, session: int) -> None:
         """Make the items of a saved state available, after their rows were written."""
         assert self._restoring is not None, "restored() called before restore()"
         with self._changed:
-            (state, rows), self._restoring = self._restoring, None
+            state, self._restoring = self._restoring, None
             # Drop open reservations: their writers belong to an earlier buffer.
             owners = np.maximum(state["owners"], NO_ITEM)
-            numbers = owners[owners >= 0]
-            self._rows.end_writes(rows)
-            if not (self._rows[numbers % self._settings.capacity] == rows).all():
+            self._rows.end_writes(owners[owners >= 0])
+            if self._index.next != state["next"]:
                 raise ValueError("load_state_dict: another client wrote in the meantime. Load before other clients start.")
             self._index.load_state_dict({**state, "owners": owners, "leases": []})
             if work := state.get("work"):
                 self._work.load(work["next"], work["returned"])
             self._changed.notify_all()
 
-    def _reserve(self, session: int, num_items: int, lease_s: float | None) -> tuple[Integers, Integers]:
+    def _reserve(self, session: int, num_items: int, lease_s: float | None) -> Integers:
         self._rows.check(session)
-        numbers = self._index.reserve(num_items, lease_s=lease_s)
-        return numbers, self._rows.assign(session, numbers)
+        numbers = self._next_free(num_items)
+        assert numbers is not None, "the caller has waited for free rows"
+        for run in np.split(numbers, np.flatnonzero(np.diff(numbers) > 1) + 1):
+            self._index.skip_to(int(run[0]))
+            self._index.reserve(len(run), lease_s=lease_s)
+        self._rows.assign(session, numbers)
+        return numbers
 
-    def _end_reservations(self, numbers: Integers, rows: Integers) -> None:
-        is_written = self._rows.is_written_by(numbers, rows)
-        self._index.end_leases(numbers[is_written & self._is_current(numbers, rows)])
-        self._rows.end_writes(rows[is_written])
-
-    def _is_current(self, numbers: Integers, rows: Integers) -> npt.NDArray[np.bool_]:
-        """Mark rows that their slots still use. After `load_state_dict`, another writer may have reserved the same numbers."""
-        is_current: npt.NDArray[np.bool_] = self._rows[numbers % self._settings.capacity] == rows
-        return is_current
-
-    def _num_missing(self, num_items: int) -> int:
-        first = self._index.next
-        return self._rows.num_missing(np.arange(first, first + num_items))
+    def _next_free(self, num_items: int) -> Integers | None:
+        return self._rows.next_free(self._index.next, num_items, self._settings.capacity)
 
     def _full(self, num_items: int, waited_s: float) -> ReplayFullError:
         return ReplayFullError(

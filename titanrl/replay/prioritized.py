@@ -282,6 +282,14 @@ class ReplayIndex:
                 heapq.heappush(self._leases, (self._clock() + lease_s, first, self.next))
             return np.arange(first, self.next)
 
+    def skip_to(self, number: int) -> None:
+        """Give the next item this sequence number. Remove the oldest items like the items that would have had the others."""
+        with self.changed:
+            for slots, _ in self._spans(number - self.next):
+                self._claim(slots)
+                self._owners[slots] = NO_ITEM
+                self._tree[slots] = 0.0
+
     def complete(
         self,
         handles: npt.ArrayLike,

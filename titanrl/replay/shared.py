@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Unpack
@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from titanrl.replay.batches import Integers, ReplayBatch, ReplayClosedError, ReplayOptions, ReplayStats
 from titanrl.replay.columns import Columns, Layout, create_file, file_size, layout_of, map_file, single, template
-from titanrl.replay.owner import OwnerSettings, Shard, ShardLocation, remove, rows_per_shard, shard_folder
+from titanrl.replay.owner import OwnerSettings, Shard, ShardLocation, remove, shard_folder
 from titanrl.replay.prioritized import ReplayIndex
 from titanrl.replay.wire import Address, Link, Server
 
@@ -92,11 +92,13 @@ class SharedReplay:
             )
         ReplayIndex(1, **options)  # raises in this process if an option is invalid
         layout = layout_of(example)
+        rows_per_shard = -(-capacity // len(shards)) + -(-spare // len(shards))
         settings = OwnerSettings(
             capacity=capacity,
             options=options,
             layout=pickle.dumps(layout),
-            shard_bytes=file_size(layout, rows_per_shard(capacity, len(shards), spare)),
+            shard_bytes=file_size(layout, rows_per_shard),
+            rows_per_shard=rows_per_shard,
             spare=spare,
             num_work=num_work,
             shards=tuple(shards),
@@ -113,7 +115,7 @@ class SharedReplay:
         self._description = (address, key, host, reply_s)
         self._link = Link(address, key, "replay buffer", reply_s)
         self._storage: Storage | None = None
-        self._reserved: tuple[str, dict[int, int]] = ("", {})  # a session, and the rows of its reservations by handle
+        self._reserved: tuple[str, set[int]] = ("", set())  # a session, and the handles of its reservations
 
     def __getstate__(self) -> dict[str, Any]:
         return {"description": self._description}
@@ -184,9 +186,9 @@ class SharedReplay:
         Raises:
             ReplayFullError: Too many rows are being written or copied.
         """
-        handles, rows = self._link.call("reserve", num_items, lease_s, timeout_s, wait_s=timeout_s)
-        self._rows().update(zip(handles.tolist(), rows.tolist(), strict=True))
-        return handles  # type: ignore[no-any-return]
+        handles: Integers = self._link.call("reserve", num_items, lease_s, timeout_s, wait_s=timeout_s)
+        self._reservations().update(handles.tolist())
+        return handles
 
     def take_work(self, limit: int, *, lease_s: float | None = None, timeout_s: float = REPLY_S) -> Work:
         """Reserve slots for up to `limit` of the next indices in the work list.
@@ -197,8 +199,8 @@ class SharedReplay:
         Raises:
             EmptyReplayError: Other writers still held all remaining indices after `timeout_s`.
         """
-        indices, handles, rows = self._link.call("take_work", limit, lease_s, timeout_s, wait_s=timeout_s)
-        self._rows().update(zip(handles.tolist(), rows.tolist(), strict=True))
+        indices, handles = self._link.call("take_work", limit, lease_s, timeout_s, wait_s=timeout_s)
+        self._reservations().update(handles.tolist())
         return Work(indices, handles)
 
     def commit(
@@ -212,36 +214,32 @@ class SharedReplay:
         `PrioritizedReplay.commit` does.
         """
         numbers = np.array(handles, np.int64).reshape(-1)
-        reserved = self._rows()
+        reserved = self._reservations()
         if self._shards().template.check(payload) != len(numbers) or len(np.unique(numbers)) != len(numbers):
             raise ValueError(f"handles: must contain each item's handle once (got {len(numbers)} handles).")
         if unknown := [number for number in numbers.tolist() if number not in reserved]:
             raise ValueError(
                 f"handles: not reserved by this process, or already committed (got {unknown[0]}). Commit where you reserve."
             )
-        rows = np.array([reserved[number] for number in numbers.tolist()], np.int64)
-        self._shards().write(numbers, rows, payload)
-        num_stale = self._link.call("commit", numbers, rows, _array(priorities), _array(versions))
-        for number in numbers.tolist():
-            del reserved[number]
+        self._shards().write(numbers, payload)
+        num_stale = self._link.call("commit", numbers, _array(priorities), _array(versions))
+        reserved.difference_update(numbers.tolist())
         return int(num_stale)
 
     def release(self, handles: npt.ArrayLike) -> int:
         """Remove items and reservations. Return the number of handles that had already been removed or overwritten."""
         numbers = np.array(handles, np.int64).reshape(-1)
-        reserved = self._rows()
-        rows = np.array([reserved.pop(number, -1) for number in numbers.tolist()], np.int64)
-        return int(self._link.call("release", numbers, rows))
+        self._reservations().difference_update(numbers.tolist())
+        return int(self._link.call("release", numbers))
 
     def sample(self, batch_size: int, *, timeout_s: float = REPLY_S) -> ReplayBatch:
         """Draw items like `PrioritizedReplay.sample`."""
         shards = self._shards()
         drawn, ticket = self._link.call("draw", batch_size, timeout_s, wait_s=timeout_s)
         try:
-            payload = shards.read(drawn.payload)
+            return replace(drawn, payload=shards.read(drawn.handles))
         finally:
             self._link.send("done", ticket)
-        return ReplayBatch(payload, drawn.handles, drawn.weights, drawn.probabilities, drawn.versions)
 
     def update_priorities(self, handles: npt.ArrayLike, priorities: npt.ArrayLike) -> int:
         """Set priorities like `PrioritizedReplay.update_priorities`. Return the number of handles without an item."""
@@ -263,14 +261,15 @@ class SharedReplay:
     def state_dict(self) -> dict[str, Any]:
         """Return copies of everything that determines the next draws, and of the payload. `PrioritizedReplay` can load it."""
         shards = self._shards()
-        state, rows, ticket = self._link.call("snapshot")
+        state, ticket = self._link.call("snapshot")
+        slots = np.flatnonzero(state["owners"] >= 0)
         try:
-            items = shards.read(rows)
+            items = shards.read(state["owners"][slots])
         finally:
             self._link.send("done", ticket)
         payload = Columns(len(state["owners"]))
-        if len(rows):
-            payload.write(np.flatnonzero(state["owners"] >= 0), items, slice(None))
+        if len(slots):
+            payload.write(slots, items, slice(None))
         return {**state, "payload": payload.state(len(state["owners"]))}
 
     def load_state_dict(self, state: Mapping[str, Any], *, timeout_s: float = REPLY_S) -> None:
@@ -286,23 +285,23 @@ class SharedReplay:
         payload.load(state["payload"])
         if state["payload"]:
             self._shards().template.check(payload.all())
-        numbers, rows = self._link.call("restore", metadata, timeout_s, wait_s=timeout_s)
+        numbers = self._link.call("restore", metadata, timeout_s, wait_s=timeout_s)
         if len(numbers):
-            self._shards().write(numbers, rows, payload.read(np.flatnonzero(state["owners"] >= 0)))
+            self._shards().write(numbers, payload.read(np.flatnonzero(state["owners"] >= 0)))
         self._link.call("restored")
 
     def _shards(self) -> "Storage":
         if self._storage is None:
             _, key, host, reply_s = self._description
-            settings, num_rows = self._link.call("describe")
+            settings = self._link.call("describe")
             locations = self._link.call("locations", host, reply_s, wait_s=reply_s)
-            self._storage = Storage(pickle.loads(settings.layout), num_rows, locations, host, key, reply_s)
+            self._storage = Storage(settings, locations, host, key, reply_s)
         return self._storage
 
-    def _rows(self) -> dict[int, int]:
-        """Return the rows of this process's open reservations, by handle."""
+    def _reservations(self) -> set[int]:
+        """Return the handles of this process's open reservations."""
         if self._reserved[0] != self._link.session:  # a forked process has no reservations
-            self._reserved = (self._link.session, {})
+            self._reserved = (self._link.session, set())
         return self._reserved[1]
 
 
@@ -316,7 +315,7 @@ def serve_shard(replay: SharedReplay, shard: int, address: Address = ("127.0.0.1
     """
     owner = replay._link
     with contextlib.ExitStack() as folders, contextlib.suppress(ReplayClosedError):  # the buffer was closed before
-        settings, rows_per_shard = owner.call("describe")
+        settings = owner.call("describe")
         if not 0 <= shard < len(settings.shards):
             raise ValueError(f"shard: no such shard (got {shard}). Use 0 to {len(settings.shards) - 1}.")
         path = Path(owner.call("path", shard))
@@ -325,59 +324,60 @@ def serve_shard(replay: SharedReplay, shard: int, address: Address = ("127.0.0.1
             folders.callback(remove, [folder])
             path = folder / f"{shard}"
             create_file(path, settings.shard_bytes)
-        columns = map_file(path, pickle.loads(settings.layout), rows_per_shard)
+        columns = map_file(path, pickle.loads(settings.layout), settings.rows_per_shard)
 
-        def put(session: int, handles: Integers, rows: Integers, payload: Any) -> None:
-            """Write items for a client, except to rows that it may no longer write. The others stay pinned meanwhile."""
-            is_held, ticket = owner.call("hold", handles, rows)
+        def put(session: int, handles: Integers, payload: Any) -> None:
+            """Write items for a client, except those that it may no longer write. Rows of the others stay pinned meanwhile."""
+            is_held, ticket = owner.call("hold", handles)
             try:
-                columns.write(rows[is_held] - shard * rows_per_shard, payload, np.flatnonzero(is_held))
+                columns.write(settings.rows_of(handles[is_held]), payload, np.flatnonzero(is_held))
             finally:
                 owner.send("done", ticket)
 
-        server = Server(address, settings.key, {"get": lambda session, rows: columns.read(rows), "put": put})
+        verbs = {"get": lambda session, handles: columns.read(settings.rows_of(handles)), "put": put}
+        server = Server(address, settings.key, verbs)
         owner.call("register", shard, str(path), server.address)
         owner.wait_until_closed()
 
 
 class Storage:
-    """All shards, accessed by a client on one host. Row r is in shard `r // rows_per_shard`."""
+    """All shards, accessed by a client on one host. The item with sequence number n is in shard n % num_shards."""
 
     def __init__(
-        self, layout: Layout, rows_per_shard: int, locations: Sequence[ShardLocation], host: str, key: bytes, reply_s: float
+        self, settings: OwnerSettings, locations: Sequence[ShardLocation], host: str, key: bytes, reply_s: float
     ) -> None:
         """Map the shards of this host. Connect to the other shards on first use."""
+        layout: Layout = pickle.loads(settings.layout)
         self.template = template(layout)
         """Columns without rows, for validating payloads."""
-        self._rows_per_shard = rows_per_shard
+        self._rows_of = settings.rows_of
         self._shards: list[Columns | Link] = []
         for number, location in enumerate(locations):
             if location.host == host:
-                self._shards.append(map_file(Path(location.path), layout, rows_per_shard))
+                self._shards.append(map_file(Path(location.path), layout, settings.rows_per_shard))
             else:
                 assert location.address is not None, "the owner waits until every remote shard has an address"
                 self._shards.append(Link(location.address, key, f"replay shard {number} on host {location.host}", reply_s))
 
-    def read(self, rows: Integers) -> Any:
-        """Return a copy of rows."""
+    def read(self, handles: Integers) -> Any:
+        """Return copies of items."""
         if len(self._shards) == 1:
-            return self._read(0, rows)
-        found = Columns(len(rows))
-        for number, positions in self._by_shard(rows):
-            found.write(positions, self._read(number, rows[positions] - number * self._rows_per_shard), slice(None))
+            return self._read(self._shards[0], handles)
+        found = Columns(len(handles))
+        for shard, positions in self._by_shard(handles):
+            found.write(positions, self._read(shard, handles[positions]), slice(None))
         return found.all()
 
-    def write(self, handles: Integers, rows: Integers, payload: Any) -> None:
+    def write(self, handles: Integers, payload: Any) -> None:
         """Write the items of reservations."""
-        for number, positions in self._by_shard(rows):
-            shard = self._shards[number]
+        for shard, positions in self._by_shard(handles):
             if isinstance(shard, Columns):
-                part = slice(None) if len(positions) == len(rows) else positions  # slicing does not copy
-                shard.write(rows[positions] - number * self._rows_per_shard, payload, part)
+                part = slice(None) if len(positions) == len(handles) else positions  # slicing does not copy
+                shard.write(self._rows_of(handles[positions]), payload, part)
             else:
                 items = Columns(len(positions))
                 items.write(slice(None), payload, positions)
-                shard.call("put", handles[positions], rows[positions], items.all())
+                shard.call("put", handles[positions], items.all())
 
     def close(self) -> None:
         """Close the connections."""
@@ -385,14 +385,13 @@ class Storage:
             if isinstance(shard, Link):
                 shard.close()
 
-    def _read(self, number: int, rows: Integers) -> Any:
-        shard = self._shards[number]
-        return shard.read(rows) if isinstance(shard, Columns) else shard.call("get", rows)
+    def _read(self, shard: Columns | Link, handles: Integers) -> Any:
+        return shard.read(self._rows_of(handles)) if isinstance(shard, Columns) else shard.call("get", handles)
 
-    def _by_shard(self, rows: Integers) -> list[tuple[int, Integers]]:
-        """Group rows by shard: return each shard's number and the positions of its rows in `rows`."""
-        shards = rows // self._rows_per_shard
-        return [(number, np.flatnonzero(shards == number)) for number in np.unique(shards).tolist()]
+    def _by_shard(self, handles: Integers) -> list[tuple[Columns | Link, Integers]]:
+        """Group items by shard: return each shard, and the positions of its items in `handles`."""
+        numbers = handles % len(self._shards)
+        return [(self._shards[number], np.flatnonzero(numbers == number)) for number in np.unique(numbers).tolist()]
 
 
 def _start(settings: OwnerSettings) -> tuple["subprocess.Popen[bytes]", Address, list[Path]]:
