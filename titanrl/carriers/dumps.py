@@ -93,7 +93,6 @@ class DumpBatches:
     """The controller's files of a dump: its metadata, and the batches in training order."""
 
     def __init__(self, folder: Path) -> None:
-        """Use an existing or new folder."""
         self._folder = folder
 
     def begin(self, info: DumpInfo, *, step: int, next_index: int, in_flight: Collection[int]) -> None:

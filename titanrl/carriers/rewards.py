@@ -96,7 +96,6 @@ class GroupReward:
     """Callable wrapper that marks a function as a group reward; created by `group_reward`."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        """Wrap the function."""
         self.function = function
         update_wrapper(self, function)
 
@@ -199,7 +198,6 @@ class BoundReward:
     """A named reward function, called with the keyword arguments that it accepts."""
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
-        """Read the signature of the function."""
         self.name = name
         self.is_group = isinstance(function, GroupReward)
         self.function: Callable[..., Any] = function.function if isinstance(function, GroupReward) else function

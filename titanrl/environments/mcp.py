@@ -90,7 +90,7 @@ class McpTools(ListedTools):
             self._server = await running(("server", self._name), lambda: _Server(self._options))
             self._listed_tools = self._server.tools
         else:
-            self._listed_tools = (await shared(("tools", self._name), self._listed)).tools
+            self._listed_tools = await shared(("tools", self._name), self._listed)
         self.tools = [replace(tool, name=f"{self._prefix}{tool.name}") for tool in self._listed_tools]
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
@@ -118,14 +118,13 @@ class McpTools(ListedTools):
         if server is not None and not self._options.shared:
             await server.close()
 
-    async def _listed(self) -> "_Listing":
+    async def _listed(self) -> Sequence[Tool]:
         server = await opened(_Server(self._options))
         await server.close()
-        return _Listing(server.tools)
+        return server.tools
 
     async def _own_server(self) -> "_Server":
-        starts = await shared("starts of MCP servers", _Starts.make)
-        async with starts.places:
+        async with await shared("starts of MCP servers", _starts):
             server = await opened(_Server(self._options))
         if server.tools != self._listed_tools:
             await server.close()
@@ -135,28 +134,9 @@ class McpTools(ListedTools):
         return server
 
 
-class _Listing:
-    """The tools of a server."""
-
-    def __init__(self, tools: Sequence[Tool]) -> None:
-        self.tools = tools
-
-    async def close(self) -> None:
-        """Release nothing."""
-
-
-class _Starts:
-    """Limit of servers that start at the same time. More would start no sooner, but exceed their time limit."""
-
-    def __init__(self) -> None:
-        self.places = asyncio.Semaphore(2 * len(os.sched_getaffinity(0)))
-
-    @classmethod
-    async def make(cls) -> "_Starts":
-        return cls()
-
-    async def close(self) -> None:
-        """Release nothing."""
+async def _starts() -> asyncio.Semaphore:
+    """Return the limit of servers that start at the same time. More would start no sooner, but exceed their time limit."""
+    return asyncio.Semaphore(2 * len(os.sched_getaffinity(0)))
 
 
 class _RpcError(Exception):
@@ -313,8 +293,8 @@ class _Stdio:
 
     @classmethod
     async def open(cls, options: McpOptions) -> "_Stdio":
-        folders = await shared("folders of MCP servers", _Folders.make)
-        folder = Path(tempfile.mkdtemp(dir=folders.parent.path))
+        parent = await shared("folder of MCP servers", _parent)
+        folder = Path(tempfile.mkdtemp(dir=parent.path))
         words = [word.replace("{folder}", str(folder)) for word in shlex.split(options.mcp)]
         variables = {name: os.environ[name] for name in _INHERITED if name in os.environ}
         ours, theirs = socket.socketpair()
@@ -428,19 +408,9 @@ def _settle(reply: "asyncio.Future[object]", message: Mapping[Any, Any]) -> None
         reply.set_result(message.get("result"))
 
 
-class _Folders:
-    """The folder in which servers have theirs."""
-
-    def __init__(self) -> None:
-        self.parent = TemporaryFolder()
-
-    @classmethod
-    async def make(cls) -> "_Folders":
-        return cls()
-
-    async def close(self) -> None:
-        """Delete it."""
-        self.parent.delete()
+async def _parent() -> TemporaryFolder:
+    """Return the folder in which servers have theirs. It is deleted with this process."""
+    return TemporaryFolder()
 
 
 class _Http:

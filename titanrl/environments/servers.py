@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from titanrl.environments.interface import EnvironmentFailure
 from titanrl.processes.children import Child
@@ -29,25 +29,29 @@ except OSError as error:
 """Program that makes the kernel kill the process with its parent, as `confine.end_with_parent` does, and executes a command."""
 
 
-class _Shared(Protocol):
+@runtime_checkable
+class _Closable(Protocol):
     async def close(self) -> None: ...
 
 
-class _Server(_Shared, Protocol):
+class _Server(_Closable, Protocol):
     @property
     def has_ended(self) -> bool: ...
 
     async def open(self) -> None: ...
 
 
-T = TypeVar("T", bound=_Shared)
+T = TypeVar("T")
 S = TypeVar("S", bound=_Server)
 
 _started: dict[tuple[asyncio.AbstractEventLoop, Hashable], asyncio.Task[Any]] = {}
 
 
 async def shared(key: Hashable, start: Callable[[], Awaitable[T]]) -> T:
-    """Return the object of this event loop with this key; `start` creates it on first use, and again after a failure."""
+    """Return the object of this event loop with this key; `start` creates it on first use, and again after a failure.
+
+    An object with a method `close` is closed by `close_shared`.
+    """
     for loop, name in [place for place in _started if place[0].is_closed()]:
         del _started[loop, name]
 
@@ -66,7 +70,7 @@ async def shared(key: Hashable, start: Callable[[], Awaitable[T]]) -> T:
     return result
 
 
-async def forget(key: Hashable, used: _Shared) -> None:
+async def forget(key: Hashable, used: _Closable) -> None:
     """Close a shared object, so that the next use starts another one. Do nothing if another use has done so."""
     place = (asyncio.get_running_loop(), key)
     task = _started.get(place)
@@ -110,7 +114,8 @@ async def _close(task: asyncio.Task[Any]) -> None:
         made = await task
     except Exception:  # those who waited for it have got the exception
         return
-    await made.close()
+    if isinstance(made, _Closable):
+        await made.close()
 
 
 class ServerProcess:

@@ -94,16 +94,9 @@ class Environments:
         *,
         processes: ProcessOptions | None = None,
     ) -> None:
-        """Load the environment.
+        """Load the environment; `make_environment` describes the arguments, and what is raised.
 
-        Args:
-            function: Name of a built-in environment, import path, class or function.
-            options: Keyword arguments of the function.
-            plugins: User-defined objects; the one under `data.environment.function` takes precedence over `function`.
-            processes: Options for running each environment in a separate process; None runs them in this process.
-
-        Raises:
-            ValueError: The environment cannot be loaded, or does not implement the interface.
+        With `processes`, each environment runs in a separate process; None runs them in this process.
         """
         self._pool = None if processes is None else EnvironmentPool(function, options, plugins, processes=processes)
         self.make: Callable[[], Environment] = (

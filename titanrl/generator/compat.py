@@ -86,7 +86,6 @@ class PackedLinears:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Find the linear layers."""
         self._torchtitan = [module for module in model.modules() if isinstance(module, nn.Linear)]
         self._vllm: list[Any] = [module for module in model.modules() if "cpu_linear" in vars(module)]
 

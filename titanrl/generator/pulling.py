@@ -100,7 +100,6 @@ class HeldPuller:
     """Reader of adapters that an engine holds beside the policy's."""
 
     def __init__(self, source: WeightSource) -> None:
-        """Prepare to read from a source."""
         self._reader = WeightReader(adapters_run(source.run), source.store, source.verify, f"{source.name}-adapters")
 
     async def fetch(self, held: HeldAdapter) -> "Fill":

@@ -115,7 +115,6 @@ class Followed:
     """The lines of a file that another process appends to, replaces or deletes."""
 
     def __init__(self, path: Path) -> None:
-        """Read nothing yet."""
         self.path = path
         self._id = (-1, -1)
         self._end = self._tail = 0
@@ -161,7 +160,6 @@ class _PartTable:
     """The index of one part."""
 
     def __init__(self, part: Part) -> None:
-        """Read nothing yet."""
         self.part = part
         self._file = Followed(part.path)
         self._reset()
@@ -201,7 +199,6 @@ class CompletionIndex:
     """The index of the completions of a kind. Any thread may call `find`."""
 
     def __init__(self, run_dir: Path, kind: Kind) -> None:
-        """Read nothing yet."""
         self._run_dir, self._kind = run_dir, kind
         self._lock = threading.Lock()
         self._codes: dict[str | None, int] = {}

@@ -283,7 +283,6 @@ class Hits(Sequence[Hit]):
     """The completions that `RunRecord.search` found. Each is read from its file when it is used."""
 
     def __init__(self, found: Found) -> None:
-        """Read nothing yet."""
         self._parts, self._rows = found
 
     def __len__(self) -> int:

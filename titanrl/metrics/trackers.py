@@ -269,7 +269,6 @@ class Recorder:
     """Sends metrics to `metrics.jsonl`, the trackers and the console."""
 
     def __init__(self, directory: "RunDirectory", trackers: Trackers, console: "Console") -> None:
-        """Record to an open run directory and to started trackers."""
         self.directory, self.console = directory, console
         self._trackers = trackers
         self._record = RunRecord(directory.path)

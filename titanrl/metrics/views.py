@@ -128,7 +128,6 @@ class MetricTable:
     """The metrics of a run as columns. Lines of one step are one row."""
 
     def __init__(self, path: Path) -> None:
-        """Read nothing yet."""
         self._file = Followed(path)
         self._reset()
 

@@ -174,7 +174,6 @@ class _Inbox:
     """The port through which an event loop gets all replies, and what waits for them."""
 
     def __init__(self) -> None:
-        """Open the port, on the running event loop."""
         self._port, self._receiver = Channel[Any].open()
         self._handlers: dict[int, Callable[[Any], None]] = {}
         self._numbers = itertools.count()

@@ -22,7 +22,6 @@ class Columns:
     """Columns of a fixed number of slots. The first write creates the columns."""
 
     def __init__(self, capacity: int, columns: dict[Path, Any] | None = None) -> None:
-        """Start without columns, or with existing ones."""
         self._capacity = capacity
         self._columns: dict[Path, Any] = columns or {}
 

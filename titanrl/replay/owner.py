@@ -220,7 +220,6 @@ class Owner:
     """Operations of a shared buffer, called by clients. The first argument of each is the number of the calling session."""
 
     def __init__(self, settings: OwnerSettings) -> None:
-        """Create an empty buffer without files."""
         self._settings = settings
         self._index = ReplayIndex(settings.capacity, **settings.options)
         self._rows = Rows(settings.rows_per_shard * len(settings.shards))

@@ -326,7 +326,6 @@ class TrustedReward:
     """
 
     def __init__(self, reward: BoundReward, timeout_s: float) -> None:
-        """Keep the reward and the time limit of each call."""
         self._reward = reward
         self._timeout_s = timeout_s
         self._running = asyncio.Semaphore(MAX_CALLS)

@@ -208,16 +208,7 @@ class Conversation(Attempt):
         sampling: Callable[[int, int], SamplingParams],
         stop_text: StopText = lambda ids, more: "",
     ) -> None:
-        """Prepare the episode; `start` creates the environment.
-
-        Args:
-            make: Function that creates the environment.
-            episode: Task that the environment receives.
-            renderer: See `Attempt`, also for the other arguments.
-            limits: Limits of the episode.
-            sampling: Sampling options.
-            stop_text: Text that a message leaves out.
-        """
+        """Prepare an episode, whose environment `start` creates with `make`; see `Attempt` for the other arguments."""
         super().__init__(renderer, limits, sampling, stop_text)
         self.episode = episode
         self._make = make

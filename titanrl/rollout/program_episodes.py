@@ -145,16 +145,7 @@ class ProgramEpisode(Attempt):
         sampling: Callable[[int, int], SamplingParams],
         stop_text: StopText = lambda ids, more: "",
     ) -> None:
-        """Prepare the episode; `start` starts the program.
-
-        Args:
-            programs: The program and its endpoint.
-            episode: Task of the program.
-            renderer: See `Attempt`, also for the other arguments.
-            limits: Limits of the episode.
-            sampling: Sampling options.
-            stop_text: Text that a message leaves out.
-        """
+        """Prepare an episode, whose program `start` starts; see `Attempt` for the other arguments."""
         super().__init__(renderer, limits, sampling, stop_text)
         self._programs, self._episode, self.stop = programs, episode, programs.stop
         self._key: str | None = None

@@ -101,7 +101,6 @@ class RolloutWorker(Actor):
     """Turns prompts into scored groups."""
 
     def __init__(self, setup: WorkerSetup) -> None:
-        """Keep the arguments; `start` loads tokenizer and prompts."""
         self._setup = setup
         first = setup.number * len(setup.generators) // setup.config.rollout.num_workers
         self._pool = GeneratorPool(setup.generators, setup.config.generator.max_num_seqs, first)

@@ -6,10 +6,10 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -22,6 +22,7 @@ from titanrl.config.sections import FaultsConfig
 from titanrl.data.examples import Examples
 from titanrl.data.selection import Selection
 from titanrl.launch.supervision import PartDiedError, StallError
+from titanrl.metrics.console import Console
 from titanrl.metrics.hooks import Hooks
 from titanrl.metrics.run_directory import JOB_SCRIPT
 from titanrl.metrics.steps import PhaseTimer
@@ -124,22 +125,35 @@ class Resumable:
     """Accepted changes of the data since the run was started."""
 
 
-class SavedRun(Protocol):
-    """The part of a `titanrl.run.run.Run` that `Checkpoints` uses."""
+class RunPart(Protocol):
+    """What the objects that a `titanrl.run.run.Run` has use of it."""
 
     config: Config
     state: RunState
-    device: Device
     hooks: Hooks
+    console: Console
+
+    @property
+    def recorder(self) -> Recorder:
+        """Files and trackers."""
+
+    @property
+    def is_ending(self) -> bool:
+        """True if the run was asked to end."""
+
+    async def unless_ending(self, work: Coroutine[Any, Any, object]) -> bool:
+        """Await work, and cancel it if the run is asked to end; return True if it finished."""
+
+
+class SavedRun(RunPart, Protocol):
+    """The part of a run that `Checkpoints` uses."""
+
+    device: Device
     timer: PhaseTimer
 
     @property
     def session(self) -> "Session":
         """The running processes."""
-
-    @property
-    def recorder(self) -> Recorder:
-        """Files and trackers."""
 
     async def save_parts(self, folder: Path) -> None:
         """Start writing the files of the trainer, and those of the loop, such as the buffer's groups."""
@@ -156,7 +170,6 @@ class Checkpoints:
     """
 
     def __init__(self, run: SavedRun) -> None:
-        """Write nothing yet."""
         self._run = run
         self._saving: asyncio.Task[Path] | None = None
         self.saved_step = run.state.step

@@ -2,7 +2,7 @@
 
 import asyncio
 import shutil
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,7 +10,6 @@ from typing import Any, Protocol
 from titanrl.algorithms.evaluation import improves
 from titanrl.carriers.types import EvaluationResult
 from titanrl.launch.supervision import PartDiedError
-from titanrl.metrics.console import Console
 from titanrl.metrics.steps import evaluation_metrics
 from titanrl.processes.actors import StoppedError
 from titanrl.rollout.open_tasks import evaluation_set
@@ -43,20 +42,11 @@ class _Background:
 
 
 class EvaluatedRun(SavedRun, Protocol):
-    """The part of a `titanrl.run.run.Run` that `Evaluations` uses."""
-
-    console: Console
+    """The part of a run that `Evaluations` uses."""
 
     @property
     def ends_early(self) -> bool:
         """True if training should stop before its last step."""
-
-    @property
-    def is_ending(self) -> bool:
-        """True if the run was asked to end."""
-
-    async def unless_ending(self, work: Coroutine[Any, Any, object]) -> bool:
-        """Await work, and cancel it if the run is asked to end; return True if it finished."""
 
     def note(self, **changes: Any) -> None:
         """Update fields of the state."""

@@ -26,11 +26,8 @@ from titanrl.config.keys import live_keys
 from titanrl.config.load import explain_rule, with_values
 from titanrl.config.schema import Config
 from titanrl.config.source import Source
-from titanrl.metrics.console import Console
-from titanrl.metrics.hooks import Hooks
 from titanrl.metrics.series import duration
-from titanrl.metrics.trackers import Recorder
-from titanrl.run.checkpoints import RunState
+from titanrl.run.checkpoints import RunPart, RunState
 
 CHANGES_FILE = "changes.json"
 """File of a run directory with all changes, in the order in which they take effect."""
@@ -60,26 +57,11 @@ class Change(BaseModel):
 _CHANGES = TypeAdapter(list[Change])
 
 
-class SteeredRun(Protocol):
-    """The part of a `titanrl.run.run.Run` that `Steering` uses."""
+class SteeredRun(RunPart, Protocol):
+    """The part of a run that `Steering` uses."""
 
-    config: Config
-    state: RunState
     run_dir: Path
-    console: Console
-    hooks: Hooks
     admits_prompts: bool
-
-    @property
-    def recorder(self) -> Recorder:
-        """Files and trackers."""
-
-    @property
-    def is_ending(self) -> bool:
-        """True if the run was asked to end."""
-
-    async def unless_ending(self, work: Any) -> bool:
-        """Await work, and cancel it if the run is asked to end; return True if it finished."""
 
     async def apply_changes(self, keys: Collection[str]) -> None:
         """Send changed values to the processes that use them."""

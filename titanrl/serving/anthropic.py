@@ -38,11 +38,6 @@ class MessagesRequest:
     by_token = False
 
     def __init__(self, fields: Fields, model: str, caller: Caller) -> None:
-        """Read a request for a model.
-
-        Raises:
-            Refused: A parameter is invalid or not supported.
-        """
         self._model, self._caller, self._id = model, caller, new_id("msg_")
         system = joined_text(fields.take("system"), "system", "text")
         messages: list[Message] = [{"role": "system", "content": system}] if system else []

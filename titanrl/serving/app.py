@@ -75,15 +75,9 @@ class App(Endpoint):
         check: Callable[[], str] = str,
         hosts: Collection[str] | None = None,
     ) -> None:
-        """Serve the callers that a look-up finds.
+        """Serve the callers that a look-up finds; see `Endpoint` for the last two arguments.
 
-        Args:
-            find: Function from a key to its caller.
-            models: Names of the policy, of which the first is the default.
-            limits: Limits.
-            check: Function that returns why the policy cannot be served now; empty if it can.
-            hosts: Names by which the endpoint may be addressed; None allows any. An endpoint without keys needs them, because a
-                web page can make a browser send requests to this machine.
+        `models` are the names of the policy, of which the first is the default.
         """
         super().__init__(check=check, hosts=hosts)
         self._find, self._models, self._limits = find, tuple(models), limits or Limits()

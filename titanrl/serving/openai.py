@@ -44,11 +44,6 @@ class ChatCompletion:
     by_token: bool
 
     def __init__(self, fields: Fields, model: str, caller: Caller) -> None:
-        """Read a request for a model.
-
-        Raises:
-            Refused: A parameter is invalid or not supported.
-        """
         self._model, self._caller, self._id, self._created = model, caller, new_id("chatcmpl-"), int(time.time())
         messages = [read_message(each, f"messages[{index}]") for index, each in enumerate(fields.items("messages"))]
         tools = [_read_tool(each, f"tools[{index}]") for index, each in enumerate(fields.items("tools"))]
@@ -155,11 +150,6 @@ class TextCompletion:
     """A request to `/v1/completions`."""
 
     def __init__(self, fields: Fields, model: str, caller: Caller) -> None:
-        """Read a request for a model.
-
-        Raises:
-            Refused: A parameter is invalid or not supported.
-        """
         self._model, self._caller, self._id, self._created = model, caller, new_id("cmpl-"), int(time.time())
         options = {"max_tokens": fields.count("max_tokens", 1, MAX_TOKENS)} | _sampling(fields)
         options["prompt_logprobs"] = fields.count("prompt_logprobs", 0, MAX_TOP)
@@ -259,11 +249,6 @@ class TokenCompletion:
     by_token = True
 
     def __init__(self, fields: Fields, model: str, caller: Caller) -> None:
-        """Read a request for a model.
-
-        Raises:
-            Refused: A parameter is invalid or not supported.
-        """
         self._id = fields.text("request_id") or new_id("")
         self._model, self._created = model, int(time.time())
         sampling = fields.nested("sampling_params") or Fields({}, "sampling_params")

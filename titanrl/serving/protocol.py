@@ -41,7 +41,11 @@ class Piece:
 
 
 class Exchange(Protocol):
-    """One request in a wire protocol, and the formats of its response."""
+    """One request in a wire protocol, and the formats of its response.
+
+    Its class is called with the fields of the body, the name of the model, and the caller. It raises `Refused` if a parameter
+    is invalid or not supported.
+    """
 
     calls: tuple[Call, ...]
     """Completions to sample; their replies are the choices of the response."""

@@ -29,11 +29,6 @@ class Response:
     by_token = False
 
     def __init__(self, fields: Fields, model: str, caller: Caller) -> None:
-        """Read a request for a model.
-
-        Raises:
-            Refused: A parameter is invalid or not supported.
-        """
         self._numbers = itertools.count()
         self._id, self._message_id, self._reasoning_id = new_id("resp_"), new_id("msg_"), new_id("rs_")
         instructions = fields.text("instructions")

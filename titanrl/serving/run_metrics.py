@@ -32,7 +32,6 @@ class RunMetrics(Collector):
     """Reads the files of a run, and returns its metrics."""
 
     def __init__(self, run_dir: Path) -> None:
-        """Read nothing yet."""
         self._run_dir = run_dir
         self._rows, self._events = Followed(run_dir / "metrics.jsonl"), Followed(run_dir / "events.jsonl")
         self._newest: dict[str, float] = {}  # by name

@@ -407,7 +407,6 @@ class ValueHead:
     """
 
     def __init__(self, lm_head: nn.Module) -> None:
-        """Wrap the current `forward` of the output layer."""
         self._values: Callable[[Tensor], Tensor] = lm_head.forward
         lm_head.forward = self
 

@@ -109,7 +109,6 @@ class PolicyTrainer(Actor):
     """
 
     def __init__(self, setup: TrainerSetup) -> None:
-        """Store the settings; `start` and `load_model` initialize the rank."""
         self._setup = setup
         self._closing: list[Callable[[], None]] = []
         self._busy_s: defaultdict[str | None, float] = defaultdict(float)  # by model
