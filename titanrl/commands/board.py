@@ -21,22 +21,6 @@ from titanrl.run import command
 def main(argv: Sequence[str] | None = None, *, prog: str = "titanrl board") -> None:
     """Serve until a signal ends it."""
     terminal.prepare()
-    arguments = parse(argv, prog=prog)
-    with refusing():
-        if found := why_no_folder(arguments.folder):
-            raise ConfigError(f"FOLDER: it {found} (got {arguments.folder}). Give a folder of runs, or the directory of a run.")
-    with command.original_stderr() as stderr:
-        err = rich.console.Console(file=stderr, soft_wrap=True)
-        try:
-            _, code = asyncio.run(command.until_signal(serve(arguments.folder, arguments.port)))
-        except OSError as error:
-            err.print(f"error: --port {arguments.port}: {describe(error)}", markup=False, highlight=False)
-            code = 1
-    raise SystemExit(0 if code in (0, 130) else code)
-
-
-def parse(argv: Sequence[str] | None, *, prog: str) -> argparse.Namespace:
-    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog=prog,
         description="Show the runs of a folder in a browser, while they run: curves, rollouts, evaluations and timelines. Only "
@@ -48,7 +32,17 @@ def parse(argv: Sequence[str] | None, *, prog: str) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if not 0 <= arguments.port < 65536:
         parser.error(f"--port: must be 0 to 65535 (got {arguments.port}). Give one such as 8080.")
-    return arguments
+    with refusing():
+        if found := why_no_folder(arguments.folder):
+            raise ConfigError(f"FOLDER: it {found} (got {arguments.folder}). Give a folder of runs, or the directory of a run.")
+    with command.original_stderr() as stderr:
+        err = rich.console.Console(file=stderr, soft_wrap=True)
+        try:
+            _, code = asyncio.run(command.until_signal(serve(arguments.folder, arguments.port)))
+        except OSError as error:
+            err.print(f"error: --port {arguments.port}: {describe(error)}", markup=False, highlight=False)
+            code = 1
+    raise SystemExit(0 if code in (0, 130) else code)
 
 
 async def serve(folder: Path, port: int) -> None:
@@ -81,7 +75,3 @@ def explained(run: RunRecord, step: int, index: int) -> list[dict[str, Any]]:
     from titanrl.run.explanation import explain  # imports torch, which the other pages do not need
 
     return [segment.as_dict() for segment in explain(run, step, index)]
-
-
-if __name__ == "__main__":
-    main()

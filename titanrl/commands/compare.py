@@ -16,7 +16,18 @@ from titanrl.metrics.reading import open_run
 def main(argv: Sequence[str] | None = None, *, prog: str = "titanrl compare") -> None:
     """Print the comparison, and write its page if one is asked for."""
     terminal.prepare()
-    arguments = parse(argv, prog=prog)
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description="Compare runs: first, final and best scores with 95 % confidence intervals, and the configuration keys "
+        "that differ. Runs that differ only in their seed are averaged. Runs in progress can be compared, too.",
+    )
+    parser.add_argument("runs", nargs="+", type=terminal.path, metavar="RUN", help="directory of a run")
+    parser.add_argument(
+        "--metric", action="append", default=[], metavar="NAME", help="another metric to compare; may be repeated"
+    )
+    parser.add_argument("--json", action="store_true", help="print the comparison as JSON")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with the tables and the overlaid curves")
+    arguments = parser.parse_args(argv)
     with refusing():
         records = [open_run(path) for path in arguments.runs]
         runs = read_runs(records)
@@ -35,23 +46,3 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "titanrl compare") ->
     console = table_console()
     for table in shown:
         print_table(console, table.title, table.columns, table.rows)
-
-
-def parse(argv: Sequence[str] | None, *, prog: str) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        prog=prog,
-        description="Compare runs: first, final and best scores with 95 % confidence intervals, and the configuration keys "
-        "that differ. Runs that differ only in their seed are averaged. Runs in progress can be compared, too.",
-    )
-    parser.add_argument("runs", nargs="+", type=terminal.path, metavar="RUN", help="directory of a run")
-    parser.add_argument(
-        "--metric", action="append", default=[], metavar="NAME", help="another metric to compare; may be repeated"
-    )
-    parser.add_argument("--json", action="store_true", help="print the comparison as JSON")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with the tables and the overlaid curves")
-    return parser.parse_args(argv)
-
-
-if __name__ == "__main__":
-    main()

@@ -29,7 +29,19 @@ COLUMNS = {
 def main(argv: Sequence[str] | None = None, *, prog: str = "titanrl explain") -> None:
     """Print how the tokens of a group entered the loss of a step."""
     terminal.prepare()
-    arguments = parse(argv, prog=prog)
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description="Show how each token of a recorded group entered the loss of a step: log-probabilities of generator, "
+        "proximal and current policy, ratio, clipping, correction, advantage, loss weight, loss, and share of the gradient.",
+    )
+    parser.add_argument("run", type=terminal.path, metavar="RUN", help="directory of a run")
+    parser.add_argument("step", type=int, metavar="STEP", help="step, from 1")
+    parser.add_argument("index", type=int, metavar="INDEX", help="prompt of the group: its index in the record")
+    parser.add_argument("--json", action="store_true", help="print the columns as JSON")
+    parser.add_argument(
+        "--load-loss", action="store_true", help="import the custom loss of the run, which executes its code with your rights"
+    )
+    arguments = parser.parse_args(argv)
     with loading():
         from titanrl.run.explanation import explain  # imports torch, which help does not need
     with refusing():
@@ -51,24 +63,3 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "titanrl explain") ->
         print_table(console, title, ("token", "text", *(heading for heading, _ in COLUMNS.values())), rows)
     if left_out := segments[0].left_out:
         console.print(f"not included: {', '.join(left_out)}", markup=False, highlight=False)
-
-
-def parse(argv: Sequence[str] | None, *, prog: str) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        prog=prog,
-        description="Show how each token of a recorded group entered the loss of a step: log-probabilities of generator, "
-        "proximal and current policy, ratio, clipping, correction, advantage, loss weight, loss, and share of the gradient.",
-    )
-    parser.add_argument("run", type=terminal.path, metavar="RUN", help="directory of a run")
-    parser.add_argument("step", type=int, metavar="STEP", help="step, from 1")
-    parser.add_argument("index", type=int, metavar="INDEX", help="prompt of the group: its index in the record")
-    parser.add_argument("--json", action="store_true", help="print the columns as JSON")
-    parser.add_argument(
-        "--load-loss", action="store_true", help="import the custom loss of the run, which executes its code with your rights"
-    )
-    return parser.parse_args(argv)
-
-
-if __name__ == "__main__":
-    main()

@@ -15,7 +15,17 @@ from titanrl.processes.stacks import stacks_of
 def main(argv: Sequence[str] | None = None, *, prog: str = "titanrl steer") -> None:
     """Send a request to a run, and print its reply."""
     terminal.prepare()
-    parser, arguments = parse(argv, prog=prog)
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description="Steer a run in progress, on the host of its controller: pause it, let it continue, or change keys of its "
+        "configuration. `status` lists the keys that can be changed. A change takes effect from the next step on. `stacks` "
+        "prints the states and stacks of its processes on this host, also of a controller that does not answer.",
+    )
+    parser.add_argument("run", type=terminal.path, metavar="RUN", help="directory of the run")
+    parser.add_argument("action", choices=("status", "pause", "resume", "set", "stacks"), help="what to do")
+    parser.add_argument("values", nargs="*", metavar="key=value", help="new values, for set")
+    parser.add_argument("--json", action="store_true", help="print the reply as JSON; stacks are always text")
+    arguments = parser.parse_args(argv)
     with refusing():
         values = {".".join(override.path): override.value for override in parse_overrides(arguments.values)}
     if bool(values) != (arguments.action == "set"):
@@ -33,22 +43,3 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "titanrl steer") -> N
     print(reply["text"])
     for key, value in reply["keys"].items() if arguments.action == "status" else ():
         print(f"  {key} = {inline(value)}")
-
-
-def parse(argv: Sequence[str] | None, *, prog: str) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        prog=prog,
-        description="Steer a run in progress, on the host of its controller: pause it, let it continue, or change keys of its "
-        "configuration. `status` lists the keys that can be changed. A change takes effect from the next step on. `stacks` "
-        "prints the states and stacks of its processes on this host, also of a controller that does not answer.",
-    )
-    parser.add_argument("run", type=terminal.path, metavar="RUN", help="directory of the run")
-    parser.add_argument("action", choices=("status", "pause", "resume", "set", "stacks"), help="what to do")
-    parser.add_argument("values", nargs="*", metavar="key=value", help="new values, for set")
-    parser.add_argument("--json", action="store_true", help="print the reply as JSON; stacks are always text")
-    return parser, parser.parse_args(argv)
-
-
-if __name__ == "__main__":
-    main()

@@ -107,7 +107,3 @@ def script(config: Config, run_dir: Path) -> str:
     )
     ending = _REQUEUE if hosts.slurm.requeue else ""
     return "\n".join(["#!/bin/bash", *header, body + ending + "exit $code", ""])
-
-
-if __name__ == "__main__":
-    main()

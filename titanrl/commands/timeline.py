@@ -22,7 +22,18 @@ SHOWN = 0.005
 def main(argv: Sequence[str] | None = None, *, prog: str = "titanrl timeline") -> None:
     """Print the shares of work and waits of each process, and write the trace if one is asked for."""
     terminal.prepare()
-    arguments = parse(argv, prog=prog)
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description="Show how much of its time each process of a run worked, and how much it waited for what. "
+        "A run in progress can be shown, too.",
+    )
+    parser.add_argument("run", type=terminal.path, metavar="RUN", help="directory of a run")
+    help_text = "only the time of the steps A to B; the whole run by default"
+    parser.add_argument("--steps", type=steps, default=(None, None), metavar="A:B", help=help_text)
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="write the spans as a trace that https://ui.perfetto.dev opens"
+    )
+    arguments = parser.parse_args(argv)
     with refusing():
         try:
             run = open_run(arguments.run)
@@ -68,23 +79,3 @@ def steps(text: str) -> Steps:
     if first is not None and last is not None and last < first:
         raise argparse.ArgumentTypeError(f"the last step must not be before the first one (got {text})")
     return first, last
-
-
-def parse(argv: Sequence[str] | None, *, prog: str) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        prog=prog,
-        description="Show how much of its time each process of a run worked, and how much it waited for what. "
-        "A run in progress can be shown, too.",
-    )
-    parser.add_argument("run", type=terminal.path, metavar="RUN", help="directory of a run")
-    help_text = "only the time of the steps A to B; the whole run by default"
-    parser.add_argument("--steps", type=steps, default=(None, None), metavar="A:B", help=help_text)
-    parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="write the spans as a trace that https://ui.perfetto.dev opens"
-    )
-    return parser.parse_args(argv)
-
-
-if __name__ == "__main__":
-    main()
