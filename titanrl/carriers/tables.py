@@ -165,13 +165,6 @@ class TurnTable(Ragged):
     rewards: DoubleArray
     num_sampled: IntArray
 
-    @classmethod
-    def of_segments(cls, rewards_N: DoubleArray, num_segments_N: IntArray, num_sampled_M: IntArray) -> Self:
-        """Build one turn per segment, for unknown turns. The last turn of a rollout gets the rollout's reward."""
-        rewards = np.zeros(len(num_sampled_M))
-        rewards[np.cumsum(num_segments_N)[num_segments_N > 0] - 1] = rewards_N[num_segments_N > 0]
-        return cls(num_turns=np.ones_like(num_sampled_M), rewards=rewards, num_sampled=num_sampled_M)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenTable(Ragged):
@@ -375,10 +368,12 @@ class RecordTable:
 
     @property
     def turns(self) -> TurnTable:
-        """Turns of the segments; one turn per segment if turns are not known."""
-        if self.known_turns is None:
-            return TurnTable.of_segments(self.rewards, self.num_segments, self.num_sampled)
-        return self.known_turns
+        """Turns of the segments. If they are not known, one per segment, of which a rollout's last one gets its reward."""
+        if self.known_turns is not None:
+            return self.known_turns
+        rewards, has_segment_N = np.zeros(len(self.num_sampled)), self.num_segments > 0
+        rewards[np.cumsum(self.num_segments)[has_segment_N] - 1] = self.rewards[has_segment_N]
+        return TurnTable(num_turns=np.ones_like(self.num_sampled), rewards=rewards, num_sampled=self.num_sampled)
 
     @property
     def tokens(self) -> TokenTable:

@@ -143,11 +143,6 @@ class JudgeOptions(Section):
     num_retries: Annotated[int, Field(ge=0, le=10)] = 2
     """Number of retries after a timeout, a lost connection, or the status codes 408, 429 and 5xx."""
 
-    @property
-    def uses_answer(self) -> bool:
-        """True if the prompt contains the reference answer, so that every question needs one."""
-        return "answer" in _fields(self.prompt)
-
     def _broken_rules(self) -> Iterator[BrokenRule]:
         yield from _broken_by_pattern("score_pattern", self.score_pattern)
         fix = "use {question}, {answer}, {completion} or {metadata[key]}, and double all other braces"
@@ -268,7 +263,7 @@ class RewardConfig(FunctionSection):
     def compares_with_answer(self) -> bool:
         """True if every prompt needs a reference answer."""
         return self.function in ANSWER_REWARDS or (
-            self.function == "judge" and JudgeOptions.model_validate(self.options).uses_answer
+            self.function == "judge" and "answer" in _fields(JudgeOptions.model_validate(self.options).prompt)
         )
 
     def _broken_rules(self) -> Iterator[BrokenRule]:

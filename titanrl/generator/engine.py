@@ -266,8 +266,10 @@ class Engine:
         """Decode one token for every running request; return the requests that finished."""
         if self._routes is not None:
             self._routes.is_on = any(running.request.sampling.experts for running in self._running.values())
-        if self._window is None:
-            self._window = self._opened_window()
+        if self._window is None and self._has_windows:  # vLLM computes the prompts first
+            requests = {request_id: running.decoding for request_id, running in self._running.items() if running.decoding}
+            if len(requests) == len(self._running):
+                self._window = DecodeWindow.open(self._engine, requests, self._routes)
         if self._window is not None:
             decoded = self._window.step()
             self._take_routes()
@@ -346,26 +348,12 @@ class Engine:
     def _tokenizer(self) -> Tokenizer:
         return load_tokenizer(self._model_dir)  # loaded on first use, because only stop texts need it
 
-    def _opened_window(self) -> DecodeWindow | None:
-        """Open a window if it can decode all requests; vLLM computes the prompts first."""
-        requests = {request_id: running.decoding for request_id, running in self._running.items() if running.decoding}
-        is_possible = self._has_windows and len(requests) == len(self._running)
-        return DecodeWindow.open(self._engine, requests, self._routes) if is_possible else None
-
     def _take_routes(self) -> None:
         """Give the recorded experts to their requests."""
         for request_id, start, experts in () if self._routes is None else self._routes.take():
             running = self._running.get(request_id)
             if running is not None and running.request.sampling.experts:
                 running.route(start, experts)
-
-    def _record_routes(self) -> ExpertRecording:
-        choices = None
-        if self._is_titan:
-            from titanrl.generator.titan import expert_choices
-
-            choices = expert_choices(self.model)
-        return ExpertRecording(self._engine, self._num_experts, choices)
 
     def _close_window(self) -> None:
         """Let vLLM continue: call this before any change of its requests or of the weights."""
@@ -398,7 +386,12 @@ class Engine:
         if request.sampling.experts and self._routes is None:
             if not self._num_experts:
                 raise ValueError("experts: the model has none. Set trainer.routing to own.")
-            self._routes = self._record_routes()
+            choices = None
+            if self._is_titan:
+                from titanrl.generator.titan import expert_choices
+
+                choices = expert_choices(self.model)
+            self._routes = ExpertRecording(self._engine, self._num_experts, choices)
         self._close_window()
         request_id = str(next(self._request_ids))
         params = sampling_params(request.sampling, self._stop_ids)

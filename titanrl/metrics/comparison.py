@@ -5,7 +5,7 @@ count as one, because they do not show how much the seed matters.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median, stdev
@@ -231,14 +231,15 @@ def tables(variants: Sequence[Variant], metrics: Sequence[str]) -> list[Table]:
             best = f"{summary.best:.4g}", f"{summary.best_step:g}"
             rows.append((variant.name, f"{summary.first:.4g}", f"{summary.final}{missing}", *best))
         found.append(Table(metric, ("run", "first", "final", "best", "at step"), rows))
-    costs = [(variant.name, *(_over_seeds(variant, cost) for cost in (_steps, _step_s, _tokens))) for variant in variants]
+    costs = []
+    for variant in variants:
+        rows_of_runs = [run.rows for run in variant.runs]
+        costs.append(
+            (variant.name, *(", ".join(dict.fromkeys(map(cost, rows_of_runs))) for cost in (_steps, _step_s, _tokens)))
+        )
     columns = "run", "steps", "seconds per step, median", "tokens/s while generating, median"
     found.append(Table("Steps and speed", columns, costs))
     return [table for table in found if table.rows]
-
-
-def _over_seeds(variant: Variant, cost: Callable[[Rows], str]) -> str:
-    return ", ".join(dict.fromkeys(cost(run.rows) for run in variant.runs))
 
 
 def _steps(rows: Rows) -> str:
@@ -272,7 +273,9 @@ def as_dict(variants: Sequence[Variant], metrics: Sequence[str]) -> dict[str, An
         compared.append(
             {
                 "name": variant.name,
-                "runs": [_run_dict(run) for run in variant.runs],
+                "runs": [
+                    {"path": str(run.path), "seed": run.config.get(SEED), "steps": run.rows[-1]["step"]} for run in variant.runs
+                ],
                 "scores": {
                     metric: {
                         "first": found.first,
@@ -289,10 +292,6 @@ def as_dict(variants: Sequence[Variant], metrics: Sequence[str]) -> dict[str, An
     names = [variant.name for variant in variants]
     differing = {key: dict(zip(names, values, strict=True)) for key, values in differing_keys(variants).items()}
     return {"variants": compared, "differing_keys": differing}
-
-
-def _run_dict(run: ComparedRun) -> dict[str, Any]:
-    return {"path": str(run.path), "seed": run.config.get(SEED), "steps": run.rows[-1]["step"]}
 
 
 def compared(views: Sequence[RunView], more: Sequence[str] = ()) -> dict[str, Any]:

@@ -276,16 +276,12 @@ class _Branch:
             exit_poll = select.poll()
             exit_poll.register(self._pidfd, select.POLLIN)
             if exit_poll.poll(0):
-                self._code = self._received_code()
+                self._code = -signal.SIGKILL  # if it was killed with its base
+                self._connection.settimeout(_STATUS_S)
+                with contextlib.suppress(OSError):
+                    if (status := receive_number(self._connection)) is not None:
+                        self._code = os.waitstatus_to_exitcode(status)
         return self._code
-
-    def _received_code(self) -> int:
-        self._connection.settimeout(_STATUS_S)
-        with contextlib.suppress(OSError):
-            status = receive_number(self._connection)
-            if status is not None:
-                return os.waitstatus_to_exitcode(status)
-        return -signal.SIGKILL  # it was killed with its base
 
     def kill(self) -> None:
         """Kill the process."""

@@ -42,7 +42,9 @@ class Payloads:
         self._in_memory: dict[int, int] = {}  # bytes by slot, oldest first
         self._in_files: dict[int, int] = {}  # bytes by slot
         self._num_memory_bytes = 0
-        _raise_file_limit()
+        # A mapping keeps the descriptor of its file, so this process needs as many as the system lets it have.
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
     @property
     def usage(self) -> ShardUsage:
@@ -109,12 +111,6 @@ class Payloads:
                     if self._groups.get(slot) is stored:  # else it was dropped or replaced
                         self._forget(slot)
                         self._groups[slot], self._in_files[slot] = spilled, size
-
-
-def _raise_file_limit() -> None:
-    """Allow as many open files as the system lets this process have: a mapping keeps the descriptor of its file."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _in_file(parts: Parts, size: int, folder: Path) -> Parts:

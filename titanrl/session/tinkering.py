@@ -175,7 +175,8 @@ class FixedSampler:
 
     async def logprobs(self, tokens: Sequence[int]) -> FloatArray:
         """Return the log-probability of each token; the first is NaN."""
-        return _logprobs(await self.generate(_scoring(tokens)))
+        sampling = SamplingParams(max_new_tokens=1, temperature=0.0, seed=None, prompt_logprobs=0)
+        return _logprobs(await self.generate([GenerationRequest(token_ids=tuple(tokens), sampling=sampling)]))
 
     async def release(self) -> None:
         """Do nothing: the next publication replaces a version, and the base stays."""
@@ -361,12 +362,6 @@ def _requests(asked: SampleRequest) -> list[GenerationRequest]:
         base = int(np.random.default_rng().integers(2**62)) if sampling.seed is None else sampling.seed
         seeds = [derive_seed(base, 0, index) for index in range(asked.num_samples)]
     return [GenerationRequest(token_ids=asked.prompt, sampling=replace(sampling, seed=seed)) for seed in seeds]
-
-
-def _scoring(tokens: Sequence[int]) -> list[GenerationRequest]:
-    """Return the request for the log-probabilities of tokens."""
-    sampling = SamplingParams(max_new_tokens=1, temperature=0.0, seed=None, prompt_logprobs=0)
-    return [GenerationRequest(token_ids=tuple(tokens), sampling=sampling)]
 
 
 def _logprobs(completions: Sequence[Completion]) -> FloatArray:
