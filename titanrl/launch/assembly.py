@@ -6,16 +6,18 @@ running actors. `Assembly` also spawns the replacements of generators and rollou
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from monarch.actor import ProcMesh
 
 from titanrl.base.choices import TransportName
+from titanrl.base.plugins import Plugins
 from titanrl.carriers.spans import span_bytes
-from titanrl.config.device import Device
+from titanrl.config.device import Device, resolve_device
 from titanrl.config.schema import Config
 from titanrl.config.sections import GeneratorConfig
 from titanrl.config.sizes import microbatch_rows
@@ -27,8 +29,10 @@ from titanrl.launch.generators import GeneratorMeshes, Replica
 from titanrl.launch.parts import Part, SharedContext
 from titanrl.launch.roles import Roles, RunFiles, needed
 from titanrl.launch.rollouts import BufferClient, RolloutMesh, Worker
+from titanrl.launch.run_lock import RunLock
 from titanrl.launch.supervision import OnEvent, Supervisor, Watchdog
 from titanrl.launch.trainer_mesh import TrainerMesh
+from titanrl.metrics.console import Console
 from titanrl.models.directory import export_dtype, open_model
 from titanrl.models.family import LOAD_FORMAT
 from titanrl.processes.children import Respawns
@@ -146,38 +150,42 @@ async def stop_processes(fleet: Fleet, supervisor: Supervisor, hosts: Hosts, tim
     return failures
 
 
-async def assemble(
-    config: Config,
-    device: Device,
-    files: RunFiles,
-    roles: Roles,
-    *,
-    first_index: int = 0,
-    respawns: Respawns | None = None,
-    on_event: OnEvent | None = None,
-    warn: Callable[[str], None] = logger.warning,
-    say: Callable[[str], None] = logger.info,
-    kept: Parts | None = None,
-) -> Parts:
-    """Spawn the processes and actors of some roles. They load nothing until the `start` method of each client is called.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionSetup:
+    """Arguments of a session."""
 
-    Args:
-        config: configuration of the run.
-        device: device of the trainer and the generators.
-        files: paths of the run.
-        roles: roles to start.
-        first_index: first position in the prompt stream.
-        respawns: replacements by earlier sessions of the run, which count toward the limit.
-        on_event: called to record faults, stalls and replacements.
-        warn: called with a message for the user about a stall or death that does not end the run.
-        say: called with a message for the user about what startup is waiting for.
-        kept: generators of the same run, from `Parts.stop_others`. They keep their callbacks, and outlive a failed start.
-    """
+    config: Config
+    """Configuration. A session without rollouts uses the sections of model, trainer, generator, hosts and weights."""
+    run_dir: Path
+    """Absolute path of the folder for logs, states and exported models."""
+    console: Console
+    """Progress display."""
+    roles: Roles
+    """Roles to start."""
+    plugins: Plugins
+    """User-defined objects that replace built-in ones."""
+    on_event: OnEvent | None = None
+    """Callback that records faults, stalls and replacements."""
+    first_index: int = 0
+    """First position in the prompt stream, for the rollouts."""
+    respawns: Respawns | None = None
+    """Replacements by earlier sessions of the run, which count toward the limit."""
+    kept: Parts | None = None
+    """Generators of an earlier session of the run, from `Parts.stop_others`. They keep their callbacks, and outlive a failed
+    start."""
+    lock: RunLock | None = None
+    """Lock of the run directory, for a session that is not part of a run; closing the session releases lock and console."""
+
+
+async def assemble(setup: SessionSetup, files: RunFiles) -> Parts:
+    """Spawn the processes and actors of a session. They load nothing until the `start` method of each client is called."""
+    config, kept, warn = setup.config, setup.kept, setup.console.warn
     if kept is not None:
         assembly = kept.assembly
     else:
-        supervisor, logs = Supervisor(on_event, Watchdog(config.faults, files.run_dir, warn)), files.run_dir / "logs"
-        hosts, kind = await acquire_hosts(config, device.kind, logs, supervisor, say=say, warn=warn), config.hosts.kind
+        device, kind, logs = resolve_device(config.device), config.hosts.kind, files.run_dir / "logs"
+        supervisor = Supervisor(setup.on_event, Watchdog(config.faults, files.run_dir, warn))
+        hosts = await acquire_hosts(config, device.kind, logs, supervisor, say=setup.console.note, warn=warn)
         shared = SharedContext(
             fleet=Fleet(
                 logs,
@@ -189,14 +197,14 @@ async def assemble(
                 span_bytes=span_bytes(config),
             ),
             supervisor=supervisor,
-            respawns=respawns or Respawns(config.faults),
+            respawns=setup.respawns or Respawns(config.faults),
             warn=warn,
             start_s=config.timeouts.start_s,
         )
         assembly = Assembly(config, device, files, shared, hosts)
     shared = assembly.shared
     try:
-        starting = assembly.parts(roles, first_index, kept)
+        starting = assembly.parts(setup.roles, setup.first_index, kept)
         return await shared.supervisor.ask("start of the processes", starting, config.timeouts.start_s)
     except BaseException:  # including interrupts: only kept processes may outlive a failed start
         if kept is not None:

@@ -542,7 +542,8 @@ class Run:
         return None if self._session is None else self._session.fault
 
     async def _open(self) -> None:
-        from titanrl.session.session import SessionSetup, open_session  # imports torch; a dry run does not need it
+        from titanrl.launch.assembly import SessionSetup
+        from titanrl.session.session import open_session  # imports torch; a dry run does not need it
 
         config, console, roles = self.config, self.console, self.roles()
         started = {

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,7 +19,6 @@ from titanrl.carriers.rewards import Answers, Scored, scorer_failed
 from titanrl.carriers.types import BASE, AdapterSpec, EvaluationResult, Prompt
 from titanrl.checks.extensions import plugins_of, with_declared_traits
 from titanrl.checks.preflight import policy_notes, preflight
-from titanrl.config.device import resolve_device
 from titanrl.config.errors import BrokenRules
 from titanrl.config.load import recorded_config
 from titanrl.config.schema import Config
@@ -28,15 +27,13 @@ from titanrl.data.entries import hinted_entry
 from titanrl.data.mixture import Draw, make_mixture
 from titanrl.data.streams import make_encoder, open_prompts
 from titanrl.data.tokenizer import Tokenizer, load_tokenizer
-from titanrl.launch.assembly import Parts, Rollouts, assemble
+from titanrl.launch.assembly import Parts, Rollouts, SessionSetup, assemble
 from titanrl.launch.generators import GeneratorMeshes
 from titanrl.launch.roles import Roles, RunFiles
-from titanrl.launch.run_lock import RunLock, claim_new_run
-from titanrl.launch.supervision import OnEvent
+from titanrl.launch.run_lock import claim_new_run
 from titanrl.launch.trainer_mesh import TrainerMesh
 from titanrl.metrics.console import Console
 from titanrl.models.directory import ModelDirectory, open_model
-from titanrl.processes.children import Respawns
 from titanrl.rollout.open_tasks import EvaluationSets, OpenTask, RecordEvaluation, open_tasks
 from titanrl.session.sampling import Sample, Sampler, SamplingClient
 from titanrl.session.speaking import Speaker, trained_renderer
@@ -177,32 +174,6 @@ class Task:
 
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionSetup:
-    """Arguments of a session."""
-
-    config: Config
-    """Configuration. A session without rollouts uses the sections of model, trainer, generator, hosts and weights."""
-    run_dir: Path
-    """Absolute path of the folder for logs, states and exported models."""
-    console: Console
-    """Progress display."""
-    roles: Roles
-    """Roles to start."""
-    plugins: Plugins
-    """User-defined objects that replace built-in ones."""
-    on_event: OnEvent | None = None
-    """Callback that records faults, stalls and replacements."""
-    first_index: int = 0
-    """First position in the prompt stream, for the rollouts."""
-    respawns: Respawns | None = None
-    """Counter of process replacements over all sessions of a run."""
-    kept: Parts | None = None
-    """Generators of an earlier session of the run, from `Session.stop_for_restart`."""
-    lock: RunLock | None = None
-    """Lock of the run directory, for a session that is not part of a run; closing the session releases lock and console."""
 
 
 class Session:
@@ -457,18 +428,7 @@ async def open_session(setup: SessionSetup) -> Session:
     model_dir = base.initial if setup.roles.trainer else base.base
     stop_ids = load_tokenizer(base.initial).stop_ids
     files = RunFiles(run_dir=setup.run_dir, model_dir=model_dir, stop_ids=stop_ids, plugins=setup.plugins)
-    parts = await assemble(
-        setup.config,
-        resolve_device(setup.config.device),
-        files,
-        setup.roles,
-        first_index=setup.first_index,
-        respawns=setup.respawns,
-        on_event=setup.on_event,
-        warn=setup.console.warn,
-        say=setup.console.note,
-        kept=setup.kept,
-    )
+    parts = await assemble(setup, files)
     return Session(setup, base, parts)
 
 
