@@ -34,7 +34,7 @@ from titanrl.environments import (
 from titanrl.metrics.steps import episode_metrics, evaluation_metrics, part_means
 from titanrl.rollout.episodes import Episodes, start_episodes
 from titanrl.rollout.group import credited_values_differ, fit_to_rows, record_of
-from titanrl.rollout.open_tasks import evaluation_result, evaluation_set
+from titanrl.rollout.open_tasks import evaluation_result
 from titanrl.rollout.renderers import PlainRenderer
 from titanrl.rollout.workers import RolloutWorker
 
@@ -311,7 +311,7 @@ def test_evaluation_counts_truncated_and_unjudged_episodes(tokenizer: Tokenizer)
             "evaluation": {"sets": {"hard": {"num_samples": 4, "temperature": 1.0, "num_prompts": 1}}},
         }
     )
-    result = evaluation_result(evaluation_set(config, "hard"), [group])
+    result = evaluation_result(config.evaluation_set("hard"), [group])
     assert (result.num_truncated, result.num_unjudged, result.num_errors) == (1, 1, 1)
     assert result.mean == (1.0 - 0.5 + 1.0) / 3
     metrics = evaluation_metrics(result)

@@ -16,7 +16,7 @@ from titanrl.config.data import EvaluationSet
 from titanrl.metrics.steps import evaluation_metrics
 from titanrl.processes.actors import StoppedError
 from titanrl.rollout.group import roll_out
-from titanrl.rollout.open_tasks import IN_FLIGHT, answer_prompts, evaluation_requests, evaluation_result, evaluation_set
+from titanrl.rollout.open_tasks import IN_FLIGHT, answer_prompts, evaluation_requests, evaluation_result
 from titanrl.rollout.workers import RolloutWorker
 
 PROMPTS = [Prompt(index=i, task="sums", text=f"{i}", token_ids=(5, i), entry={"answer": str(i)}) for i in range(200)]
@@ -24,7 +24,7 @@ PROMPTS = [Prompt(index=i, task="sums", text=f"{i}", token_ids=(5, i), entry={"a
 
 def made_set(**values: object) -> EvaluationSet:
     config = Config.model_validate({"name": "a", "num_steps": 3, "evaluation": {"num_prompts": 0, "sets": {"hard": values}}})
-    return evaluation_set(config)
+    return config.evaluation_set()
 
 
 class Engine:
@@ -141,7 +141,7 @@ def test_evaluation_raises_if_every_reward_fails() -> None:
 def test_error_for_an_unknown_set_lists_the_sets() -> None:
     config = Config.model_validate({"name": "a", "num_steps": 3, "evaluation": {"sets": {"hard": {}}}})
     with pytest.raises(ValueError, match=r"no such set \(got 'easy'\)\. Choose one of chain_sum, hard\."):
-        evaluation_set(config, "easy")
+        config.evaluation_set("easy")
 
 
 @pytest.mark.parametrize("in_background", [False, True])

@@ -17,15 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 from titanrl.base import terminal
 from titanrl.base.errors import TitanRLError
-from titanrl.commands.serve import read_keys, run_of
 from titanrl.config import ConfigError
 from titanrl.config.device import installed_version
 from titanrl.config.errors import refusing
 from titanrl.config.source import read_source
 from titanrl.metrics.reading import RunRecord
+from titanrl.metrics.run_directory import run_of
 from titanrl.processes.confine import end_with_parent
 from titanrl.processes.temporary import private_folder
 from titanrl.run.command import CLOSE_LIMIT_S
+from titanrl.serving.calls import read_keys
 
 if TYPE_CHECKING:
     import httpx

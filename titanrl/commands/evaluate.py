@@ -31,7 +31,6 @@ from titanrl.config.source import read_source
 from titanrl.metrics.console import Console
 from titanrl.models.directory import read_model
 from titanrl.processes.variables import temporary_folder
-from titanrl.rollout.open_tasks import evaluation_set
 from titanrl.run import command
 
 Results = Mapping[str, EvaluationResult]
@@ -113,8 +112,8 @@ def chosen_sets(config: Config, names: Sequence[str]) -> list[str]:
         ConfigError: The configuration has no evaluation set, or none of the given name.
     """
     try:
-        chosen = [evaluation_set(config, name).name for name in names or config.evaluation_sets]
-        return chosen or [evaluation_set(config).name]
+        chosen = [config.evaluation_set(name).name for name in names or config.evaluation_sets]
+        return chosen or [config.evaluation_set().name]
     except ValueError as error:
         raise ConfigError(f"--set: {error}") from None
 

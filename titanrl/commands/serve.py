@@ -8,9 +8,7 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
 import shutil
-import stat
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,13 +29,13 @@ from titanrl.config.errors import BrokenRule, refusing
 from titanrl.config.load import validate
 from titanrl.config.source import read_source
 from titanrl.metrics.console import Console
+from titanrl.metrics.run_directory import run_of
 from titanrl.models.directory import read_model
 from titanrl.processes.variables import temporary_folder
 from titanrl.run import command
 from titanrl.run.checkpoints import checkpoint_dir, newest_version, resumable
+from titanrl.serving.calls import read_keys
 
-MIN_KEY_CHARS = 16
-"""Shortest key in a file of keys."""
 ADAPTERS = ("generator.model_impl=native", "weights.lora=adapters", "weights.held_adapters=16")
 """Overrides with which generators hold the adapters of Tinker's clients."""
 MAX_MODEL_TOKENS = 4096
@@ -135,33 +133,6 @@ def parse(argv: Sequence[str] | None, *, prog: str) -> argparse.Namespace:
     return arguments
 
 
-def read_keys(file: Path) -> dict[str, int]:
-    """Return the keys in a file with their line numbers. Empty lines and those that start with # are skipped.
-
-    Raises:
-        ConfigError: The file cannot be read, other users can read it, or a key is too short, repeated or not ASCII.
-    """
-    if found := why_no_file(file):
-        raise ConfigError(f"--keys: the file {found} (got {file}). Give a file with one key per line.")
-    status = file.stat()
-    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
-        raise ConfigError(f"--keys: only you may have access to the file (got {file}). Run chmod 600 on it.")
-    keys = dict[str, int]()
-    for number, line in enumerate(file.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
-        key = line.strip()
-        if not key or key.startswith("#"):
-            continue
-        if len(key) < MIN_KEY_CHARS or not key.isascii() or " " in key:
-            rule = f"a key must have at least {MIN_KEY_CHARS} ASCII characters, and no space"
-            raise ConfigError(f"--keys: {rule} (got line {number} of {file}). Make one with `openssl rand -hex 24`.")
-        if key in keys:
-            raise ConfigError(f"--keys: keys must differ (got line {keys[key]} again on line {number} of {file}). Remove one.")
-        keys[key] = number
-    if not keys:
-        raise ConfigError(f"--keys: the file must have a key (got {file}). Make one with `openssl rand -hex 24`.")
-    return keys
-
-
 def check_tinker(keys: Collection[str], file: Path | None) -> None:
     """Check that Tinker's client can use this server.
 
@@ -247,14 +218,6 @@ def find_policy(policy: Path, step: int | None, overrides: Sequence[str], scratc
     file.write_text(yaml.safe_dump(settings), encoding="utf-8")
     source = read_source(file, [*overrides, *_fixed(policy, scratch)])
     return Served(name=policy.name, config=validate(source), source=source, state=None, version=0)
-
-
-def run_of(policy: Path) -> Path | None:
-    """Return the directory of the run that a policy belongs to, given as an absolute path; None for a model of no run."""
-    if policy.parent.name == "checkpoints" and not why_no_file(policy.parents[1] / "config.yaml"):
-        return policy.parents[1]
-    is_run = not why_no_folder(policy / "checkpoints") and not why_no_file(policy / "config.yaml")
-    return policy if is_run else None
 
 
 def _of_run(run_dir: Path, step: int | None, overrides: Sequence[str], scratch: Path) -> Served:

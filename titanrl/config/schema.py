@@ -211,6 +211,23 @@ class Config(Section):
         max_new_tokens = {name: task.rollout(self.rollout).max_new_tokens for name, task in self.data.tasks.items()}
         return evaluation_sets(self.evaluation, self.data.tasks, max_new_tokens)
 
+    def evaluation_set(self, name: str | None = None) -> EvaluationSet:
+        """Return an evaluation set by name; None means the first set, which is the default set unless `num_prompts` is 0.
+
+        Raises:
+            ValueError: There is no such set.
+        """
+        sets = self.evaluation_sets
+        if not sets:
+            raise ValueError(
+                "evaluation: no set is configured (got num_prompts=0). "
+                "Raise evaluation.num_prompts, or add a set to evaluation.sets."
+            )
+        name = next(iter(sets)) if name is None else name
+        if name not in sets:
+            raise ValueError(f"evaluation set: no such set (got {name!r}). Choose one of {', '.join(sets)}.")
+        return sets[name]
+
     @property
     def evaluates(self) -> bool:
         """True if evaluation sets are sampled. The replay of a dump has no generators, and without a trainer the policy never

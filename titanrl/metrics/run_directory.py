@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from titanrl.base.files import in_shell, naming, replace_lines, sync_file
+from titanrl.base.files import in_shell, naming, replace_lines, sync_file, why_no_file, why_no_folder
 from titanrl.base.ownership import open_regular
 from titanrl.carriers.record import FOLDER, encode, parts_of, read_lines, sync_record
 from titanrl.carriers.types import StepMetrics
@@ -234,3 +234,11 @@ def _keep_rows(path: Path, keeps: Callable[[_Head], bool | None]) -> int:
         with open(path, "rb", opener=open_regular) as file:
             replace_lines(path, (line.decode().rstrip("\n") + "\n" for line in itertools.compress(file, marks)))
     return marks.count(None)
+
+
+def run_of(policy: Path) -> Path | None:
+    """Return the directory of the run that a policy belongs to, given as an absolute path; None for a model of no run."""
+    if policy.parent.name == "checkpoints" and not why_no_file(policy.parents[1] / "config.yaml"):
+        return policy.parents[1]
+    is_run = not why_no_folder(policy / "checkpoints") and not why_no_file(policy / "config.yaml")
+    return policy if is_run else None

@@ -148,7 +148,7 @@ class EvaluationSets:
             ScorerError: The reward failed on every completion.
             ValueError: There is no set of this name, or its data or rewards cannot be used.
         """
-        subset = evaluation_set(self._config, name)
+        subset = self._config.evaluation_set(name)
         if num_prompts is not None:
             subset = replace(subset, num_prompts=num_prompts)
         opened = await self._open(subset)
@@ -214,25 +214,6 @@ class EvaluationSets:
                     episodes = await start_episodes(config, self._tokenizer, scoring.score, plugins)
                 self._own[subset.name] = OpenData(stream=stream, scoring=scoring, episodes=episodes)
         return self._own[subset.name]
-
-
-def evaluation_set(config: Config, name: str | None = None) -> EvaluationSet:
-    """Return an evaluation set by name; None means the first set, which is the default set unless `num_prompts` is 0.
-
-    Raises:
-        ValueError: There is no such set.
-    """
-    sets = config.evaluation_sets
-    if not sets:
-        raise ValueError(
-            "evaluation: no set is configured (got num_prompts=0). "
-            "Raise evaluation.num_prompts, or add a set to evaluation.sets."
-        )
-    if name is None:
-        return next(iter(sets.values()))
-    if name not in sets:
-        raise ValueError(f"evaluation set: no such set (got {name!r}). Choose one of {', '.join(sets)}.")
-    return sets[name]
 
 
 async def answer_prompts(

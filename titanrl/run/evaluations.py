@@ -12,7 +12,6 @@ from titanrl.carriers.types import EvaluationResult
 from titanrl.launch.supervision import PartDiedError
 from titanrl.metrics.steps import evaluation_metrics
 from titanrl.processes.actors import StoppedError
-from titanrl.rollout.open_tasks import evaluation_set
 from titanrl.run.checkpoints import SavedRun
 
 BEST = "best"
@@ -102,7 +101,7 @@ class Evaluations:
         Raises:
             ValueError: There is no such set.
         """
-        subset = evaluation_set(self._run.config, name)
+        subset = self._run.config.evaluation_set(name)
         with self._run.timer.phase("evaluate"):
             result = await sample(subset.name)
         await self._record(self._run.state.step, result)

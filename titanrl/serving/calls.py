@@ -2,18 +2,25 @@
 
 import hashlib
 import hmac
+import os
 import secrets
+import stat
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, Protocol
 
 from titanrl.base.errors import TitanRLError
+from titanrl.base.files import why_no_file
 from titanrl.carriers.types import Completion, OnTokens
+from titanrl.config.errors import ConfigError
 from titanrl.environments.interface import Message, Tool
 
 MAX_ENDED = 65_536
 """Keys of ended callers that `Callers` remembers, to tell a call after the end from a wrong key."""
+MIN_KEY_CHARS = 16
+"""Shortest key in a file of keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,3 +185,30 @@ class Callers:
 
     def _digest(self, key: str) -> bytes:
         return hmac.digest(self._secret, key.encode("utf-8", "surrogatepass"), hashlib.sha256)
+
+
+def read_keys(file: Path) -> dict[str, int]:
+    """Return the keys in a file with their line numbers. Empty lines and those that start with # are skipped.
+
+    Raises:
+        ConfigError: The file cannot be read, other users can read it, or a key is too short, repeated or not ASCII.
+    """
+    if found := why_no_file(file):
+        raise ConfigError(f"--keys: the file {found} (got {file}). Give a file with one key per line.")
+    status = file.stat()
+    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise ConfigError(f"--keys: only you may have access to the file (got {file}). Run chmod 600 on it.")
+    keys = dict[str, int]()
+    for number, line in enumerate(file.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+        key = line.strip()
+        if not key or key.startswith("#"):
+            continue
+        if len(key) < MIN_KEY_CHARS or not key.isascii() or " " in key:
+            rule = f"a key must have at least {MIN_KEY_CHARS} ASCII characters, and no space"
+            raise ConfigError(f"--keys: {rule} (got line {number} of {file}). Make one with `openssl rand -hex 24`.")
+        if key in keys:
+            raise ConfigError(f"--keys: keys must differ (got line {keys[key]} again on line {number} of {file}). Remove one.")
+        keys[key] = number
+    if not keys:
+        raise ConfigError(f"--keys: the file must have a key (got {file}). Make one with `openssl rand -hex 24`.")
+    return keys

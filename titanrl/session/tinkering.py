@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -25,14 +26,16 @@ from titanrl.serving.tinker_checkpoints import ModelSpec
 from titanrl.serving.tinker_sessions import FullError, Model, Sampler
 from titanrl.serving.tinker_wire import SampleRequest
 from titanrl.session.sampling import AdapterLimitError, ReleasedError, SamplingClient, VersionGoneError
-from titanrl.session.session import Session
 from titanrl.session.training import TrainingClient
+
+if TYPE_CHECKING:
+    from titanrl.session.session import Session
 
 
 class SessionHost:
     """The host of a session with trainer and generators. Call `start` first."""
 
-    def __init__(self, session: Session, base_model: str, *, shares_files: bool) -> None:
+    def __init__(self, session: "Session", base_model: str, *, shares_files: bool) -> None:
         """Use a session that has published its weights.
 
         Args:
@@ -203,7 +206,7 @@ class AdapterHost:
     from disk when it is used again.
     """
 
-    def __init__(self, session: Session, base_model: str, *, shares_files: bool) -> None:
+    def __init__(self, session: "Session", base_model: str, *, shares_files: bool) -> None:
         """Use a session with `weights.lora: adapters`; the arguments are those of `SessionHost`."""
         assert session.config.trainer.lora is not None, "AdapterHost requires trainer.lora"
         self._session, self.base_model, self._lora = session, base_model, session.config.trainer.lora
