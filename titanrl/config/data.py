@@ -5,7 +5,7 @@ import re
 import shlex
 import string
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, GetJsonSchemaHandler, NonNegativeFloat, PositiveFloat, ValidationError, model_validator
@@ -1002,35 +1002,16 @@ class EvaluationConfig(Section):
                 yield self.broken(f"{key} best_metric", rule, "set best_metric")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationSet:
-    """An evaluation set with all values resolved.
-
-    Example: `EvaluationSet(name="hard", key="evaluation.sets.hard", every_steps=50, num_prompts=100, num_samples=8, ...)`
-    """
+class EvaluationSet(EvaluationSetConfig):
+    """An evaluation set with all values resolved."""
 
     name: str
     """Name in metrics. The default set of a task has the task's name."""
     key: str
     """Configuration section of the set."""
     every_steps: int
-    """Number of steps between evaluations; 0 evaluates only before and after training."""
-    num_prompts: int
-    """Number of prompts."""
-    split: Split
-    """Split that the prompts are taken from."""
-    num_samples: int
-    """Completions per prompt."""
-    temperature: float
-    """Sampling temperature; 0 is greedy."""
     max_new_tokens: int
-    """Maximum completion length in tokens."""
-    pass_k: tuple[int, ...]
-    """Values of k for pass@k."""
-    solved_from: float
-    """Minimum reward of a solved completion."""
     data: DataConfig
-    """Prompts and rewards."""
     has_own_data: bool
     """True if the set has its own `data` section."""
     task: str
@@ -1059,20 +1040,18 @@ def evaluation_sets(
         } | sections
     first = next(iter(tasks))
     return {
-        name: EvaluationSet(
-            name=name,
-            key=key,
-            every_steps=evaluation.every_steps if section.every_steps is None else section.every_steps,
-            num_prompts=section.num_prompts,
-            split=section.split,
-            num_samples=section.num_samples,
-            temperature=section.temperature,
-            max_new_tokens=section.max_new_tokens or max_new_tokens.get(section.task or first, max_new_tokens[first]),
-            pass_k=section.pass_k or ((section.num_samples,) if section.num_samples > 1 else ()),
-            solved_from=section.solved_from,
-            data=section.data or tasks.get(section.task or first, tasks[first]),
-            has_own_data=section.data is not None,
-            task="" if section.data is not None else section.task or first,
+        name: EvaluationSet.model_construct(
+            **{
+                **dict(section),
+                "name": name,
+                "key": key,
+                "every_steps": evaluation.every_steps if section.every_steps is None else section.every_steps,
+                "max_new_tokens": section.max_new_tokens or max_new_tokens.get(section.task or first, max_new_tokens[first]),
+                "pass_k": section.pass_k or ((section.num_samples,) if section.num_samples > 1 else ()),
+                "data": section.data or tasks.get(section.task or first, tasks[first]),
+                "has_own_data": section.data is not None,
+                "task": "" if section.data is not None else section.task or first,
+            }
         )
         for name, (key, section) in sections.items()
     }

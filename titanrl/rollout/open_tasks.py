@@ -150,7 +150,7 @@ class EvaluationSets:
         """
         subset = self._config.evaluation_set(name)
         if num_prompts is not None:
-            subset = replace(subset, num_prompts=num_prompts)
+            subset = subset.model_copy(update={"num_prompts": num_prompts})
         opened = await self._open(subset)
         prompts = await self._prompts_of(subset, opened.stream)
         seed = derive_seed(self._config.seed, zlib.crc32(subset.name.encode()))
