@@ -305,7 +305,6 @@ class _Rollout:
         return web.json_response(await call.reply)
 
     def reply(self, message: Message, reason: str) -> None:
-        """Reply to the current call."""
         call, self._call = self._call, None
         assert call is not None
         answer = _wire(message)
@@ -349,7 +348,6 @@ class _Rollout:
             return None
 
     async def close(self) -> None:
-        """Cancel the rollout."""
         self._is_closing = True
         self._running.cancel()
         await asyncio.gather(self._running, return_exceptions=True)

@@ -363,12 +363,10 @@ class _Process:
         return parsed
 
     def kill(self) -> None:
-        """Kill the process and its children."""
         self._child.kill()
         self._channel.close()
 
     async def exited(self) -> None:
-        """Wait until the process has exited."""
         await asyncio.wait([self._child.exited], timeout=_EXIT_DEADLINE_S)
 
 

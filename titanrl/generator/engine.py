@@ -123,7 +123,6 @@ class _Running:
         self.num_routed += len(fresh)
 
     def extend(self, decoded: Decoded) -> None:
-        """Append the tokens of a window."""
         self.token_ids += decoded.token_ids
         self.logprobs += decoded.logprobs
 

@@ -277,7 +277,6 @@ class EngineLoop:
             result.set_exception(error)
 
     def _stop(self, reason: str) -> None:
-        """Fail all pending groups, turns and commands."""
         self._stopped = reason
         self._fail_groups(EngineStoppedError(reason))
         while not self._turns.empty():

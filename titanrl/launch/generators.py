@@ -161,7 +161,6 @@ class GeneratorMeshes:
         await self._each("drop_adapter", lambda replica: ask_actor(replica.leader.drop_adapter, number), self.timeouts.sync_s)
 
     async def _give(self, part: Part, held: HeldAdapter) -> None:
-        """Hold an adapter on one replica."""
         limit_s = self.timeouts.sync_s
         await part.ask(f"{part.role}.hold_adapter", lambda replica: ask_ranks(replica.mesh.hold_adapter, held), limit_s)
 

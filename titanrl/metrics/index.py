@@ -250,7 +250,6 @@ class CompletionIndex:
             self._join()
 
     def _join(self) -> None:
-        """Join the tables of all parts."""
         self._parts = list(self._tables)
         tables = list(self._tables.values())
         lines, completions = [np.zeros(0, _LINE)], [np.zeros(0, _COMPLETION)]

@@ -218,7 +218,6 @@ class _Started:
         return code
 
     def kill(self) -> None:
-        """Kill the process."""
         self._process.kill()
         self._process.wait()
         self._keep_output()
@@ -284,7 +283,6 @@ class _Branch:
         return self._code
 
     def kill(self) -> None:
-        """Kill the process."""
         self.forking.cancel()
         self._connection.close()
         if self._pidfd is not None:

@@ -252,7 +252,6 @@ class _Network:
         """True after an attempt to create a socket. Some libraries do this on import without needing the network."""
 
     def note(self, event: str, _: tuple[Any, ...]) -> None:
-        """Note an audit event of this process."""
         if event in ("socket.getaddrinfo", "socket.gethostbyname", "socket.connect", "socket.sendto"):
             self.was_tried = True
         elif event == "socket.__new__":

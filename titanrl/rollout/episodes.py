@@ -299,7 +299,6 @@ class _Slot:
         await self.close()
 
     async def close(self) -> None:
-        """Close the environment."""
         await self.conversation.close()
 
     async def _fail(self, error: EpisodeError) -> None:

@@ -217,7 +217,6 @@ class Evaluations:
         run.recorder.directory.event("best", step=step, version=result.version, metric=evaluation.best_metric, value=value)
 
     async def _export_candidate(self) -> None:
-        """Export the policy as a candidate for the best one."""
         with self._run.timer.phase("export"):
             await self._run.session.weights.pushed()
             shutil.rmtree(self._candidate, ignore_errors=True)

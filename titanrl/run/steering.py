@@ -226,7 +226,6 @@ class Steering:
         return {f"set/{key}": float(value) for key, value in made.items() if isinstance(value, int | float)}
 
     def _write(self) -> None:
-        """Write all changes to disk."""
         path = self._run.run_dir / CHANGES_FILE
         if self._changes or path.exists():
             replace_text(path, _CHANGES.dump_json(self._changes, indent=1).decode() + "\n", durable=True)

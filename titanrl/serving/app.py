@@ -121,7 +121,6 @@ class App(Endpoint):
             await self._answer(path, caller, headers, receive, response)
 
     async def _answer(self, path: str, caller: Caller, headers: Headers, receive: Receive, response: "_Response") -> None:
-        """Answer a request for completions."""
         with self._admitted(caller, 1):  # before the body takes memory
             body = await read_body(headers, receive, limit=self._limits.max_body_bytes, limit_s=self._limits.body_s)
             fields = load_json(body)

@@ -223,7 +223,6 @@ class Tinker(Endpoint):
         action: Callable[[OpenModel], Awaitable[Answer]],
         digest: bytes = b"",
     ) -> object:
-        """Queue a request of a model."""
         model = self._sessions.model(model_id, request.owner)
         future = self._sessions.submit(model, seq_id, len(request.body), digest or wire.digest(request.body), action)
         return {"request_id": future.request_id, "model_id": model_id}

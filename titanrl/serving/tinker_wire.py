@@ -248,7 +248,6 @@ def read_sample(fields: Fields, vocab_size: int, max_samples: int) -> SampleRequ
 
 
 def _stop_of(params: Fields, vocab_size: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Return the stop texts and tokens of a request."""
     stop = params.take("stop")
     found = [stop] if isinstance(stop, str) else [] if stop is None else stop
     is_list = isinstance(found, list) and len(found) <= 64
