@@ -179,7 +179,9 @@ class FixedSampler:
     async def logprobs(self, tokens: Sequence[int]) -> FloatArray:
         """Return the log-probability of each token; the first is NaN."""
         sampling = SamplingParams(max_new_tokens=1, temperature=0.0, seed=None, prompt_logprobs=0)
-        return _logprobs(await self.generate([GenerationRequest(token_ids=tuple(tokens), sampling=sampling)]))
+        (completion,) = await self.generate([GenerationRequest(token_ids=tuple(tokens), sampling=sampling)])
+        first, rest = np.full(1, np.nan, np.float32), completion.prompt_logprobs
+        return first if rest is None else np.concatenate([first, rest.astype(np.float32)])
 
     async def release(self) -> None:
         """Do nothing: the next publication replaces a version, and the base stays."""
@@ -365,13 +367,6 @@ def _requests(asked: SampleRequest) -> list[GenerationRequest]:
         base = int(np.random.default_rng().integers(2**62)) if sampling.seed is None else sampling.seed
         seeds = [derive_seed(base, 0, index) for index in range(asked.num_samples)]
     return [GenerationRequest(token_ids=asked.prompt, sampling=replace(sampling, seed=seed)) for seed in seeds]
-
-
-def _logprobs(completions: Sequence[Completion]) -> FloatArray:
-    """Return the log-probabilities of a prompt; the first is NaN."""
-    (completion,) = completions
-    first, rest = np.full(1, np.nan, np.float32), completion.prompt_logprobs
-    return first if rest is None else np.concatenate([first, rest.astype(np.float32)])
 
 
 def _check_spec(spec: ModelSpec, lora: LoraConfig | None) -> None:
