@@ -185,8 +185,7 @@ class _Server:
 
     async def open(self) -> None:
         """Start or connect to the server, and list its tools."""
-        is_url = self._options.is_url
-        self._transport = transport = await (_Http.open(self._options) if is_url else _Stdio.open(self._options))
+        self._transport = transport = _Http(self._options) if self._options.is_url else await _Stdio.open(self._options)
         client = {"name": "titanrl", "version": "1"}
         asked = {"protocolVersion": VERSIONS[1], "capabilities": {}, "clientInfo": client}
         try:
@@ -384,7 +383,8 @@ class _Stdio:
         match message:
             case {"method": str(method), "id": int() | str() as number}:
                 error = {"code": -32601, "message": f"this client does not support {method:.80}"}
-                self._answer({"jsonrpc": "2.0", "id": number} | ({"result": {}} if method == "ping" else {"error": error}))
+                with suppress(EnvironmentFailure):
+                    self._send({"jsonrpc": "2.0", "id": number} | ({"result": {}} if method == "ping" else {"error": error}))
                 return method == "ping"
             case {"method": str(method)}:
                 self.num_changes += method == "notifications/tools/list_changed"
@@ -393,10 +393,6 @@ class _Stdio:
                 _settle(self._pending[number], rest)
                 return True
         return False
-
-    def _answer(self, message: Mapping[str, Any]) -> None:
-        with suppress(EnvironmentFailure):
-            self._send(message)
 
 
 def _settle(reply: "asyncio.Future[object]", message: Mapping[Any, Any]) -> None:
@@ -430,10 +426,6 @@ class _Http:
         self.version: str | None = None
         self.failure: EnvironmentFailure | None = None
         self.num_stray = self.num_changes = 0
-
-    @classmethod
-    async def open(cls, options: McpOptions) -> "_Http":
-        return cls(options)
 
     async def request(self, method: str, params: Mapping[str, Any]) -> object:
         number = next(self._ids)
