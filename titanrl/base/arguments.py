@@ -23,7 +23,14 @@ def check_type(name: str, value: object, kinds: type | tuple[type, ...], rule: s
 
 
 def check_number(
-    name: str, value: object, fix: str, *, least: float = -math.inf, most: float = math.inf, below: float = math.inf
+    name: str,
+    value: object,
+    fix: str,
+    *,
+    least: float = -math.inf,
+    above: float = -math.inf,
+    most: float = math.inf,
+    below: float = math.inf,
 ) -> None:
     """Raise unless a value is a finite number within bounds.
 
@@ -31,25 +38,26 @@ def check_number(
         TypeError: It is not a number.
         ValueError: It is not finite, or outside the bounds.
     """
-    rule = "a finite number" + (f" >= {least:g}" if least > -math.inf else "")
+    rule = "a finite number" + (f" >= {least:g}" if least > -math.inf else f" > {above:g}" if above > -math.inf else "")
     rule += f" and <= {most:g}" if most < math.inf else f" and < {below:g}" if below < math.inf else ""
     if isinstance(value, bool | np.bool_) or not isinstance(value, Real):
         raise TypeError(f"{name}: must be {rule} (got {shown(value)}). {fix}")
-    if not (math.isfinite(value) and least <= float(value) <= most and float(value) < below):
+    if not (math.isfinite(value) and least <= float(value) <= most and above < float(value) < below):
         raise ValueError(f"{name}: must be {rule} (got {value}). {fix}")
 
 
-def check_count(name: str, value: object, fix: str, *, least: int = 1) -> None:
-    """Raise unless a value is an integer of at least `least`.
+def check_count(name: str, value: object, fix: str, *, least: int = 1, most: float = math.inf) -> None:
+    """Raise unless a value is an integer within bounds.
 
     Raises:
         TypeError: It is not an integer.
-        ValueError: It is too small.
+        ValueError: It is too small or too large.
     """
+    rule = f"an integer >= {least}" + (f" and <= {most}" if most < math.inf else "")
     if isinstance(value, bool | np.bool_) or not isinstance(value, Integral):
-        raise TypeError(f"{name}: must be an integer >= {least} (got {shown(value)}). {fix}")
-    if int(value) < least:
-        raise ValueError(f"{name}: must be an integer >= {least} (got {value}). {fix}")
+        raise TypeError(f"{name}: must be {rule} (got {shown(value)}). {fix}")
+    if not least <= int(value) <= most:
+        raise ValueError(f"{name}: must be {rule} (got {value}). {fix}")
 
 
 def check_list(name: str, value: object, items: str, fix: str) -> Sequence[Any]:

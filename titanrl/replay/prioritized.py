@@ -15,13 +15,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from numbers import Integral, Real
 from typing import Any, Unpack
 
 import numpy as np
 import numpy.typing as npt
 
-from titanrl.base.arguments import shown
+from titanrl.base.arguments import check_count, check_number, shown
 from titanrl.replay.batches import EmptyReplayError, Floats, Integers, ReplayBatch, ReplayOptions, ReplayStats
 from titanrl.replay.columns import Columns, single
 
@@ -36,6 +35,7 @@ SHIFT = FANOUT.bit_length() - 1
 Nodes = Integers | slice
 NO_ITEM = -1
 ANY_VERSION = int(np.iinfo(np.int64).min)
+_ALPHA_FIX = "Use a finite number of at least 0."
 Store = Callable[[Integers | slice, Integers | slice], None]
 """Function that writes the payload of slots. Its second argument selects the items from the caller's payload."""
 
@@ -165,24 +165,22 @@ class ReplayIndex:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Create an empty index. `ReplayOptions` describes the options; `clock` returns the time for leases in seconds."""
-        check_integer("capacity", capacity, 1)
-        check_integer("beta_steps", beta_steps, 1)
-        for name, value in {"eps": eps, "initial_priority": initial_priority}.items():
-            check_number(name, value)
-        require(0.0 <= eps < np.inf, "eps", eps, "Use a finite number of at least 0.")
-        require(0.0 < initial_priority < np.inf, "initial_priority", initial_priority, "Use a finite number above 0.")
+        check_count("capacity", capacity, "Use at least 1.")
+        check_count("beta_steps", beta_steps, "Use at least 1.")
+        check_number("eps", eps, "Use a finite number of at least 0.", least=0.0)
+        check_number("initial_priority", initial_priority, "Use a finite number above 0.", above=0.0)
         if max_staleness is not None:
-            check_integer("max_staleness", max_staleness, 0, "Use at least 0, or None.")
+            check_count("max_staleness", max_staleness, "Use at least 0, or None.", least=0)
+        check_number("alpha", alpha, _ALPHA_FIX, least=0.0)
         self.capacity = capacity
         self.changed = threading.Condition()
         """Lock for all metadata. It is notified when items become available or reservations end."""
         self._beta_ends = beta if isinstance(beta, tuple) else (beta, beta)
         for value in self._beta_ends:
-            check_number("beta", value)
-        require(min(self._beta_ends) >= 0.0, "beta", beta, "Use numbers of at least 0.")
+            check_number("beta", value, "Use numbers of at least 0.", least=0.0)
         self._beta_steps = beta_steps
         self._eps = eps
-        self._alpha = _checked_alpha(alpha)
+        self._alpha = alpha
         self._max_staleness = max_staleness
         self._step = self._version = 0
         self._rng = np.random.default_rng(seed)
@@ -208,8 +206,9 @@ class ReplayIndex:
 
     @alpha.setter
     def alpha(self, value: float) -> None:
+        check_number("alpha", value, _ALPHA_FIX, least=0.0)
         with self.changed:
-            self._alpha = _checked_alpha(value)
+            self._alpha = value
             is_sampled = (self._owners >= 0) & (self._versions >= self._oldest_version)
             self._tree[:] = np.where(is_sampled, self._leaves(self._priorities), 0.0)
 
@@ -227,7 +226,7 @@ class ReplayIndex:
 
     def set_step(self, step: int) -> None:
         """Set the learner step. Several learners may report the same step; beta advances once."""
-        check_integer("step", step, 0, "Use the number of optimizer steps.")
+        check_count("step", step, "Use the number of optimizer steps.", least=0)
         self._step = step
 
     @property
@@ -240,7 +239,7 @@ class ReplayIndex:
 
         A version older than the current one has no effect.
         """
-        check_integer("version", version, 0, "Use the number of published versions.")
+        check_count("version", version, "Use the number of published versions.", least=0)
         with self.changed:
             before, self._version = self._oldest_version, max(version, self._version)
             if self._oldest_version > before:
@@ -271,8 +270,7 @@ class ReplayIndex:
         """
         self.check_count(num_items)
         if lease_s is not None:
-            check_number("lease_s", lease_s)
-            require(0.0 < lease_s < np.inf, "lease_s", lease_s, "Use a number of seconds above 0, or None.")
+            check_number("lease_s", lease_s, "Use a number of seconds above 0, or None.", above=0.0)
         with self.changed:
             first = self.next
             for slots, _ in self._spans(num_items):
@@ -366,8 +364,8 @@ class ReplayIndex:
 
     def draw(self, batch_size: int, timeout_s: float, read: Callable[[Integers], Any]) -> ReplayBatch:
         """Draw items as `PrioritizedReplay.sample` does. The payload of the batch is what `read` returns for their slots."""
-        check_integer("batch_size", batch_size, 1)
-        check_number("timeout_s", timeout_s)
+        check_count("batch_size", batch_size, "Use at least 1.")
+        check_number("timeout_s", timeout_s, "Use a number of seconds.")
         with self.changed:
             if not self._can_sample():
                 if timeout_s > 0.0:
@@ -460,8 +458,8 @@ class ReplayIndex:
         given: object = state
         if not (isinstance(given, Mapping) and "capacity" in given):
             raise ValueError("state: not the state of a replay buffer. Use what state_dict() returned.")
-        saved = state["capacity"]
-        require(saved == self.capacity, "capacity", self.capacity, f"Use {saved}, as in the saved buffer.")
+        if (saved := state["capacity"]) != self.capacity:
+            raise ValueError(f"capacity: invalid value (got {self.capacity}). Use {saved}, as in the saved buffer.")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace metadata, settings, counters and the state of the random number generator."""
@@ -492,7 +490,7 @@ class ReplayIndex:
 
     def check_count(self, num_items: int) -> None:
         """Check the size of a reservation."""
-        check_integer("num_items", num_items, 1, f"Use 1 to {self.capacity}.", most=self.capacity)
+        check_count("num_items", num_items, f"Use 1 to {self.capacity}.", most=self.capacity)
 
     @property
     def _oldest_version(self) -> int:
@@ -660,28 +658,3 @@ def _as_array(key: str, values: npt.ArrayLike, dtype: type[Any], fix: str) -> np
     if not np.issubdtype(found.dtype, np.number):
         raise TypeError(f"{key}: not numbers (got {shown(values)}). {fix}")
     return found.astype(dtype)
-
-
-def check_integer(key: str, value: object, least: int, fix: str = "Use at least 1.", *, most: float = np.inf) -> None:
-    """Raise unless a value is an integer from `least` to `most`."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{key}: must be an integer (got {shown(value)}). Pass an int.")
-    require(least <= int(value) <= most, key, value, fix)
-
-
-def check_number(key: str, value: object) -> None:
-    """Raise unless a value is a number."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{key}: must be a number (got {shown(value)}). Pass a float.")
-
-
-def _checked_alpha(alpha: float) -> float:
-    check_number("alpha", alpha)
-    require(0.0 <= alpha < np.inf, "alpha", alpha, "Use a finite number of at least 0.")
-    return alpha
-
-
-def require(is_valid: bool, key: str, value: object, fix: str) -> None:
-    """Raise a `ValueError` that names key, value and fix, unless the value is valid."""
-    if not is_valid:
-        raise ValueError(f"{key}: invalid value (got {value}). {fix}")
