@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 from titanrl.base.errors import TitanRLError
 from titanrl.carriers.record import HOST
 from titanrl.metrics.index import Followed
+from titanrl.processes.machine import process_state
 from titanrl.serving.calls import Refused
 from titanrl.serving.http import Endpoint, Headers, Receive
 from titanrl.serving.listening import listen
@@ -112,7 +113,7 @@ class RunMetrics(Collector):
         for file in (self._run_dir / "logs").glob("*.pid"):
             pid, _, host = file.read_text().partition(" ")
             if host == HOST and pid.isdecimal():
-                alive[file.stem] = float(_is_alive(int(pid)))
+                alive[file.stem] = float(process_state(int(pid)) not in ("", "Z", "X"))
         return alive
 
 
@@ -179,12 +180,3 @@ class MetricsServer:
             self._ready.set()
         await self._stop.wait()
         await listener.close()
-
-
-def _is_alive(pid: int) -> bool:
-    """Return True unless the process has ended, or has only not been waited for."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in "ZX"
