@@ -21,11 +21,9 @@ from titanrl.serving.protocol import Fields, load_json, wrong
 from titanrl.serving.tinker_checkpoints import Checkpoints, ModelSpec
 from titanrl.serving.tinker_queue import Answer
 from titanrl.serving.tinker_sessions import (
-    Following,
     Host,
     NewModel,
     OpenModel,
-    Sampler,
     Sessions,
     TinkerLimits,
     Weights,
@@ -309,16 +307,18 @@ class Tinker(Endpoint):
                 self._sessions.loaded[saved.path] = Weights.of(await handle.publish(state))
                 return json_answer({"path": saved.path, "type": "save_weights_for_sampler"})
             assert number is not None
-            sampler: Sampler = await handle.publish()
+            sampler = await handle.publish()
             if number in model.session.samplings:
                 await sampler.release()
                 raise wrong("sampling_session_seq_id", "must not have been used", number)
-            if kind == "inflight":
-                replaced, model.following = model.following, sampler
-                if replaced is not None:
-                    self._sessions.free(model.session, replaced)
-                sampler = Following(model)
-            opened = self._sessions.add_sampler(model.session, number, None, Weights.of(sampler))
+            weights = Weights.of(sampler)
+            if kind == "inflight" and model.following is not None:  # its samplers follow, too
+                model.following.exchange(weights)
+                self._sessions.free(model.session, weights)
+                weights = model.following
+            elif kind == "inflight":
+                model.following = weights
+            opened = self._sessions.add_sampler(model.session, number, None, weights)
             return json_answer({"sampling_session_id": opened.sampler_id, "type": "save_weights_for_sampler"})
 
         return self._submit(request, model_id, seq_id, save)
@@ -378,9 +378,9 @@ class Tinker(Endpoint):
             return {"request_id": future.request_id}
 
         async def run() -> Answer:
-            sampler = await sampling.weights.sampler()
-            completions = await sampler.sample(asked)
-            logprobs = await sampler.logprobs(asked.prompt) if asked.prompt_logprobs else None
+            weights = sampling.weights  # a save can replace them between the two calls
+            completions = await (await weights.sampler()).sample(asked)
+            logprobs = await (await weights.sampler()).logprobs(asked.prompt) if asked.prompt_logprobs else None
             return Answer(wire.sample_result(completions, logprobs), wire.PROTOBUF)
 
         future, names = self._sessions.sample(sampling, seq_id, len(request.body), asked.num_samples, run)

@@ -162,38 +162,6 @@ class Job:
     future: Future
 
 
-@dataclass(eq=False, kw_only=True)
-class OpenModel:
-    """A model of a session, and its requests."""
-
-    model_id: str
-    session: "OpenSession"
-    run: Run
-    handle: Model | None = None
-    """None before it has been created, and if that failed."""
-    problem: str = "the model has not been created."
-    order: Order[Job] = field(default_factory=lambda: Order[Job](0))
-    news: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when a request arrives, or the model is to end."""
-    has_ended: bool = False
-    seen: dict[int, tuple[bytes, Future]] = field(default_factory=dict)
-    """Digest and future of the requests whose results can still be read, by sequence id."""
-    following: Sampler | None = None
-    """Newest weights of a save with `kind: inflight`."""
-    making_room: "asyncio.Task[None] | None" = None
-    """Wait for the end of silent sessions, while there is no place for the model."""
-
-    def live(self) -> Model:
-        """Return the model.
-
-        Raises:
-            Refused: It was not created.
-        """
-        if self.handle is None:
-            raise Refused(self.problem)
-        return self.handle
-
-
 class Weights:
     """Weights that samplers share, which are opened when the first of them is used."""
 
@@ -212,6 +180,10 @@ class Weights:
         weights._opened = asyncio.ensure_future(opened())
         return weights
 
+    def exchange(self, other: "Weights") -> None:
+        """Exchange the weights with others, for the requests from now on."""
+        self._opened, other._opened = other._opened, self._opened
+
     async def sampler(self) -> Sampler:
         """Return the sampler, opened once; after a failure, the next call tries again."""
         if self._opened is None or (self._opened.done() and (self._opened.cancelled() or self._opened.exception() is not None)):
@@ -225,6 +197,38 @@ class Weights:
             await asyncio.wait({opened})
             if not opened.cancelled() and opened.exception() is None:
                 await opened.result().release()
+
+
+@dataclass(eq=False, kw_only=True)
+class OpenModel:
+    """A model of a session, and its requests."""
+
+    model_id: str
+    session: "OpenSession"
+    run: Run
+    handle: Model | None = None
+    """None before it has been created, and if that failed."""
+    problem: str = "the model has not been created."
+    order: Order[Job] = field(default_factory=lambda: Order[Job](0))
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when a request arrives, or the model is to end."""
+    has_ended: bool = False
+    seen: dict[int, tuple[bytes, Future]] = field(default_factory=dict)
+    """Digest and future of the requests whose results can still be read, by sequence id."""
+    following: Weights | None = None
+    """Newest weights of a save with `kind: inflight`."""
+    making_room: "asyncio.Task[None] | None" = None
+    """Wait for the end of silent sessions, while there is no place for the model."""
+
+    def live(self) -> Model:
+        """Return the model.
+
+        Raises:
+            Refused: It was not created.
+        """
+        if self.handle is None:
+            raise Refused(self.problem)
+        return self.handle
 
 
 @dataclass(eq=False, kw_only=True)
@@ -542,9 +546,9 @@ class Sessions:
         if (task := self._running.get(future.request_id)) is not None:
             task.cancel()
 
-    def free(self, session: OpenSession, sampler: Sampler) -> None:
+    def free(self, session: OpenSession, weights: Weights) -> None:
         """Free weights in the background, because their running requests end first."""
-        self._start(session, self._quietly(sampler.release()))
+        self._start(session, self._quietly(weights.release()))
 
     async def _work(self, model: OpenModel) -> None:
         """Run the requests of a model in order, until its session ends."""
@@ -594,28 +598,6 @@ class Sessions:
         session.tasks.add(task)
         task.add_done_callback(session.tasks.discard)
         return task
-
-
-class Following:
-    """Sampler of the newest weights that a model has saved for it."""
-
-    def __init__(self, model: OpenModel) -> None:
-        self._model = model
-
-    async def sample(self, asked: SampleRequest) -> Sequence[Completion]:
-        """Return completions of the newest weights."""
-        return await self._newest().sample(asked)
-
-    async def logprobs(self, tokens: Sequence[int]) -> FloatArray:
-        """Return log-probabilities of the newest weights."""
-        return await self._newest().logprobs(tokens)
-
-    async def release(self) -> None:
-        """Do nothing: the model releases the weights."""
-
-    def _newest(self) -> Sampler:
-        assert self._model.following is not None, "an inflight save came first"
-        return self._model.following
 
 
 def json_answer(value: object) -> Answer:
