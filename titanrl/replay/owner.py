@@ -98,7 +98,7 @@ class Rows:
     def end_session(self, session: int) -> Integers:
         """End a session and release the rows that it was reading or writing. Return the reservations that it was writing."""
         self._ended.add(session)
-        numbers_B = self._numbers[self._writers == session]
+        numbers_B: Integers = self._numbers[self._writers == session]
         self.end_writes(numbers_B)
         for ticket in [ticket for ticket, (owner, _) in self._tickets.items() if owner == session]:
             self.unpin(ticket)
@@ -386,7 +386,7 @@ class Owner:
     def restore(self, session: int, state: Mapping[str, Any], timeout_s: float) -> Integers:
         """Clear the buffer, and let the client write the items of a saved state. Return their sequence numbers."""
         self._index.check_state(state)
-        numbers = state["owners"][state["owners"] >= 0]
+        numbers: Integers = state["owners"][state["owners"] >= 0]
         nothing = {name: state[name][:0] for name in ("owners", "priorities", "versions", "leaves")}
         with self._changed:
             self._index.load_state_dict({**state, **nothing, "leases": []})

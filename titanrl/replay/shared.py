@@ -237,7 +237,8 @@ class SharedReplay:
         shards = self._shards()
         drawn, ticket = self._link.call("draw", batch_size, timeout_s, wait_s=timeout_s)
         try:
-            return replace(drawn, payload=shards.read(drawn.handles))
+            batch: ReplayBatch = replace(drawn, payload=shards.read(drawn.handles))
+            return batch
         finally:
             self._link.send("done", ticket)
 
@@ -334,8 +335,11 @@ def serve_shard(replay: SharedReplay, shard: int, address: Address = ("127.0.0.1
             finally:
                 owner.send("done", ticket)
 
-        verbs = {"get": lambda session, handles: columns.read(settings.rows_of(handles)), "put": put}
-        server = Server(address, settings.key, verbs)
+        def get(session: int, handles: Integers) -> Any:
+            """Return copies of items for a client."""
+            return columns.read(settings.rows_of(handles))
+
+        server = Server(address, settings.key, {"get": get, "put": put})
         owner.call("register", shard, str(path), server.address)
         owner.wait_until_closed()
 

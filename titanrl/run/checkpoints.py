@@ -126,7 +126,7 @@ class Resumable:
 
 
 class RunPart(Protocol):
-    """What the objects that a `titanrl.run.run.Run` has use of it."""
+    """The part of a `titanrl.run.run.Run` that all its objects use."""
 
     config: Config
     state: RunState

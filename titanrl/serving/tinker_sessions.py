@@ -181,7 +181,7 @@ class Weights:
         return weights
 
     def exchange(self, other: "Weights") -> None:
-        """Exchange the weights with others, for the requests from now on."""
+        """Swap the weights with others, for the requests from now on."""
         self._opened, other._opened = other._opened, self._opened
 
     async def sampler(self) -> Sampler:
