@@ -1,5 +1,6 @@
 """Processes of a run, found by their open files, and their stacks."""
 
+import asyncio
 import fcntl
 import subprocess
 import sys
@@ -36,7 +37,7 @@ def waiting(stdout: Path, *, passed: tuple[int, ...] = ()) -> Iterator[int]:
                 process.kill()
 
 
-async def test_processes_of_a_run_are_found_by_their_open_files(tmp_path: Path) -> None:
+def test_processes_of_a_run_are_found_by_their_open_files(tmp_path: Path) -> None:
     run, other = tmp_path / "run", tmp_path / "other"
     for each in (run, other):
         (each / "logs").mkdir(parents=True)
@@ -49,11 +50,11 @@ async def test_processes_of_a_run_are_found_by_their_open_files(tmp_path: Path) 
         with waiting(tmp_path / "console.txt", passed=(lock.fileno(),)) as controller:
             found = [(each.name, each.pid) for each in processes_of(run)]
             assert found == [("controller", controller), ("trainer_0", trainer)]
-            text = await stacks_of(run)
+            text = asyncio.run(stacks_of(run))
     assert f"== controller (process {controller}), alive" in text
-    assert text.count("waits_for_input") == 2, text
+    assert text.count("waits_for_input (<string>:") == 2, text
 
 
-async def test_without_processes_there_are_no_stacks(tmp_path: Path) -> None:
+def test_without_processes_there_are_no_stacks(tmp_path: Path) -> None:
     with pytest.raises(TitanRLError, match="no process of the run on this host"):
-        await stacks_of(tmp_path)
+        asyncio.run(stacks_of(tmp_path))
