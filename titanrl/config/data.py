@@ -5,7 +5,7 @@ import re
 import shlex
 import string
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, GetJsonSchemaHandler, NonNegativeFloat, PositiveFloat, ValidationError, model_validator
