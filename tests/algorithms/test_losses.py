@@ -47,6 +47,10 @@ gspo = partial(compute, losses.gspo)
 cispo = partial(compute, losses.cispo)
 dro = partial(compute, losses.dro)
 sapo = partial(compute, losses.sapo)
+dppo_tv = partial(compute, losses.dppo_tv)
+dppo_kl = partial(compute, losses.dppo_kl)
+clip_cov = partial(compute, losses.clip_cov)
+kl_cov = partial(compute, losses.kl_cov)
 
 
 def log(*probabilities: float) -> Tensor:
@@ -160,6 +164,9 @@ LOSSES: dict[str, TokenLoss] = {
     "cispo": partial(cispo, clip_low=0.3, clip_high=0.5),
     "dro": partial(dro, dro_beta=0.7),
     "sapo": partial(sapo, sapo_temperatures=(1.0, 1.05)),
+    "dppo_tv": partial(dppo_tv, dppo_threshold=0.1),
+    "dppo_kl": dppo_kl,
+    "kl_cov": partial(kl_cov, cov_share=0.2, kl_cov_coef=0.5),
 }
 
 
@@ -172,6 +179,13 @@ def example(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return logprobs, old, advantages, torch.rand(TOKENS, generator=generator) < 0.8
 
 
+def covariances(logprobs: list[float], advantages: list[float], mask: list[bool], only: int | None = None) -> list[float]:
+    """Compute the covariance of each unmasked token, or of one."""
+    unmasked = [t for t in range(len(mask)) if mask[t]]
+    means = [sum(values[t] for t in unmasked) / len(unmasked) for values in (logprobs, advantages)]
+    return [(logprobs[t] - means[0]) * (advantages[t] - means[1]) for t in (unmasked if only is None else [only])]
+
+
 def expected_losses(
     name: str, logprobs: list[float], old: list[float], advantages: list[float], mask: list[bool]
 ) -> list[float]:
@@ -182,6 +196,11 @@ def expected_losses(
         own = [s for s in range(len(mask)) if SEQUENCE[s] == SEQUENCE[t] and mask[s]]
         whole = math.exp(sum(logprobs[s] - old[s] for s in own) / max(len(own), 1))
         surrogate = -min(r * a, min(max(r, 0.8), 1.28) * a)
+        p, p_old = math.exp(now), math.exp(before)
+        away = (a > 0 and r > 1) or (a < 0 and r < 1)
+        kl = p_old * math.log(p_old / p) + (1 - p_old) * math.log((1 - p_old) / (1 - p)) if p < 1 else math.inf
+        largest = sorted(covariances(logprobs, advantages, mask), reverse=True)[: max(int(0.2 * sum(mask)), 1)]
+        is_selected = mask[t] and covariances(logprobs, advantages, mask, t)[0] >= largest[-1]
         value = {
             "ppo": surrogate,
             "dual_clip": min(surrogate, -2.0 * a) if a < 0 else surrogate,
@@ -191,6 +210,9 @@ def expected_losses(
             "cispo": -min(max(r, 0.7), 1.5) * a * now,
             "dro": -(a * now - 0.35 * (now - before) ** 2),
             "sapo": -a * 4 / (1.0 if a > 0 else 1.05) / (1 + math.exp(-(1.0 if a > 0 else 1.05) * (r - 1))),
+            "dppo_tv": 0.0 if away and abs(p - p_old) > 0.1 else -r * a,
+            "dppo_kl": 0.0 if away and kl > 0.05 else -r * a,
+            "kl_cov": -r * a + (0.5 * abs(now - before) if is_selected else 0.0),
         }[name]
         losses.append(value if mask[t] else 0.0)
     return losses
@@ -254,6 +276,35 @@ def test_masked_nan_affects_neither_value_nor_gradient(name: str, bad: float) ->
     spoilt = run([torch.where(mask, tensor, bad) for tensor in (logprobs, old, advantages)])
     for one, other in zip(clean, spoilt, strict=True):
         torch.testing.assert_close(one, other, atol=0, rtol=0)
+
+
+def test_dppo_masks_tokens_beyond_the_threshold_that_would_move_further_away() -> None:
+    # Probabilities 0.2 -> 0.4 and 0.4 -> 0.2: total variation 0.2, KL 0.2 log(0.2/0.4) + 0.8 log(0.8/0.6) = 0.0915 and
+    # 0.4 log(0.4/0.2) + 0.6 log(0.6/0.8) = 0.1046.
+    logprobs, old, mask = log(0.4, 0.4, 0.2, 0.2), log(0.2, 0.2, 0.4, 0.4), torch.ones(4, dtype=torch.bool)
+    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
+    for loss, below, above in ((dppo_tv, 0.19, 0.21), (dppo_kl, 0.09, 0.11)):
+        assert loss(logprobs, old, advantages, mask=mask, dppo_threshold=below)[0].tolist() == pytest.approx([0, 2, -0.5, 0])
+        assert loss(logprobs, old, advantages, mask=mask, dppo_threshold=above)[0].tolist() == pytest.approx([-2, 2, -0.5, 0.5])
+    first, last = (dppo_kl(logprobs, old, advantages, mask=mask, dppo_threshold=0.1)[0][place].item() for place in (0, 3))
+    assert (first, last) == (pytest.approx(-2.0), 0.0)  # between the two divergences
+
+
+def test_clip_cov_drops_unclipped_tokens_with_a_covariance_within_the_bounds() -> None:
+    # Means over the four unmasked tokens: log-probability -2, advantage 0. Covariances: 3, 1, 3, 1; the ratios are 1.
+    logprobs = torch.tensor([-1.0, -1.0, -3.0, -3.0, -9.0], dtype=torch.float64)
+    advantages = torch.tensor([3.0, 1.0, -3.0, -1.0, 9.0], dtype=torch.float64)
+    mask = torch.tensor([True] * 4 + [False])
+    options = {"clip_low": 0.2, "clip_high": 0.2, "mask": mask, "clip_cov_bounds": (2.0, 5.0)}
+    one, stats = clip_cov(logprobs, logprobs.clone(), advantages, cov_share=0.1, **options)  # at least one
+    assert one.tolist().count(0.0) == 2  # with the masked token
+    assert stats.clipped.nonzero().flatten().tolist() in ([0], [2])
+    both, _ = clip_cov(logprobs, logprobs.clone(), advantages, cov_share=0.9, **options)
+    assert both.tolist() == [0.0, -1.0, 0.0, 1.0, 0.0]
+    # A clipped token is not selected: the ratio of the first is e.
+    clipped, stats = clip_cov(logprobs, logprobs - torch.tensor([1.0, 0, 0, 0, 0]), advantages, cov_share=0.9, **options)
+    assert clipped.tolist() == pytest.approx([-1.2 * 3.0, -1.0, 0.0, 1.0, 0.0])
+    assert stats.clipped.tolist() == [True, False, True, False, False]
 
 
 def test_gspo_leaves_masked_tokens_out_of_sequence_mean() -> None:

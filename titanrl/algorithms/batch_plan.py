@@ -492,16 +492,28 @@ def advantages_by_task(config: Config, plugins: Plugins) -> list[TaskAdvantage]:
     return chosen
 
 
-def learning_rate(step: int, *, peak: float, num_warmup_steps: int, decay: LearningRateDecay, num_steps: int) -> float:
+def learning_rate(
+    step: int,
+    *,
+    peak: float,
+    num_warmup_steps: int,
+    decay: LearningRateDecay,
+    num_steps: int,
+    num_decay_steps: int | None = None,
+) -> float:
     """Return the learning rate of training step `step`, counted from 0; it may take several optimizer steps.
 
-    During warm-up the rate increases linearly to `peak`. Then it stays constant or decreases linearly to 0 at step `num_steps`.
+    During warm-up the rate increases linearly to `peak`. Then it stays constant or decreases to 0 at step `num_steps`, linearly
+    or as half a period of the cosine (SGDR, arXiv:1608.03983). With `num_decay_steps`, it is constant before these last steps
+    (warmup-stable-decay, arXiv:2404.06395).
     """
     if step < num_warmup_steps:
         return peak * (step + 1) / num_warmup_steps
-    if decay == "constant":
+    first = num_warmup_steps if num_decay_steps is None else max(num_steps - num_decay_steps, num_warmup_steps)
+    if decay == "constant" or step < first:
         return peak
-    return peak * max(num_steps - step, 0) / max(num_steps - num_warmup_steps, 1)
+    num_left, num_all = max(num_steps - step, 0), max(num_steps - first, 1)
+    return peak * num_left / num_all if decay == "linear" else peak * (1.0 - math.cos(math.pi * num_left / num_all)) / 2.0
 
 
 def adam_params(options: AlgorithmConfig | SFTConfig, step: int, num_steps: int, *, rate: float | None = None) -> AdamParams:
@@ -515,6 +527,7 @@ def adam_params(options: AlgorithmConfig | SFTConfig, step: int, num_steps: int,
         num_warmup_steps=options.num_warmup_steps,
         decay=options.lr_decay,
         num_steps=num_steps,
+        num_decay_steps=options.num_decay_steps,
     )
     return AdamParams(
         learning_rate=scheduled if rate is None else rate,

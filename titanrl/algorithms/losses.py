@@ -117,6 +117,60 @@ def sapo(inputs: LossInputs, *, sapo_temperatures: tuple[float, float]) -> Tenso
     return -4.0 / tau_N * torch.sigmoid(tau_N * (inputs.ratio_N - 1.0)) * advantages_N
 
 
+def dppo_tv(inputs: LossInputs, *, dppo_threshold: float | None = None) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """Compute -r A, and 0 where the update would increase a total-variation distance that exceeds the threshold.
+
+    The distance is that of the two outcomes "this token" and "another one", |p - p_old|. Masked are tokens with A > 0 and
+    r > 1, or A < 0 and r < 1. Source: DPPO (arXiv:2602.04879), Binary-TV.
+    """
+    distance_N = (inputs.logprobs_N.detach().exp() - inputs.old_logprobs_N.exp()).abs()
+    return _trusted(inputs, distance_N > (0.15 if dppo_threshold is None else dppo_threshold))
+
+
+def dppo_kl(inputs: LossInputs, *, dppo_threshold: float | None = None) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """Compute the loss `dppo_tv` with the KL divergence p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)).
+
+    Source: DPPO (arXiv:2602.04879), Binary-KL.
+    """
+    logp_N, old_N = inputs.logprobs_N.detach(), inputs.old_logprobs_N
+    tiny = torch.finfo(old_N.dtype).tiny
+    rest_N, old_rest_N = ((-values_N.expm1()).clamp(min=tiny) for values_N in (logp_N, old_N))  # 1 - p
+    divergence_N = old_N.exp() * (old_N - logp_N) + old_rest_N * (old_rest_N / rest_N).log()
+    return _trusted(inputs, divergence_N > (0.05 if dppo_threshold is None else dppo_threshold))
+
+
+def clip_cov(
+    inputs: LossInputs, *, clip_low: float, clip_high: float, cov_share: float, clip_cov_bounds: tuple[float, float]
+) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """Compute the loss `ppo`, and 0 at randomly selected tokens whose log-probability and advantage vary together.
+
+    The covariance of a token is (logprob - mean)(A - mean), with the means over the tokens of the micro-batch. A share
+    `cov_share` of these tokens, at least one, is selected among those that are not clipped and have a covariance within the
+    bounds. Such tokens reduce the entropy most. Source: Clip-Cov (arXiv:2505.22617).
+    """
+    loss_N, clipped_N = _clipped_surrogate(inputs.ratio_N, inputs.advantages_N, clip_low, clip_high)
+    covariance_N, (low, high) = _covariance(inputs), clip_cov_bounds
+    (places,) = (inputs.mask_N & ~clipped_N & (covariance_N > low) & (covariance_N < high)).nonzero(as_tuple=True)
+    # All ranks of a tensor-parallel group, and a repeated run, must select the same tokens.
+    order = torch.randperm(len(places), generator=torch.Generator().manual_seed(len(places)))
+    chosen = places[order[: max(int(cov_share * int(inputs.mask_N.sum())), 1)].to(places.device)]
+    selected_N = torch.zeros_like(inputs.mask_N).index_fill(0, chosen, True)
+    return torch.where(selected_N, 0.0, loss_N), {"clip": clipped_N | selected_N, "selected": selected_N}
+
+
+def kl_cov(inputs: LossInputs, *, cov_share: float, kl_cov_coef: float) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """Compute -r A, plus `kl_cov_coef` |log r| at the share `cov_share` of tokens with the largest covariance, at least one.
+
+    The covariance is that of `clip_cov`. Source: KL-Cov (arXiv:2505.22617).
+    """
+    covariance_N = torch.where(inputs.mask_N, _covariance(inputs), -torch.inf)
+    num = int(inputs.mask_N.sum())
+    chosen = covariance_N.topk(min(max(int(cov_share * num), 1), num)).indices
+    selected_N = torch.zeros_like(inputs.mask_N).index_fill(0, chosen, True)
+    penalty_N = torch.where(selected_N, kl_cov_coef * inputs.log_ratio_N.abs(), 0.0)
+    return penalty_N - inputs.ratio_N * inputs.advantages_N, {"selected": selected_N}
+
+
 def valid_tokens(mask: Tensor, generator_logprobs: Tensor) -> Tensor:
     """Return `mask` without tokens whose generator log-probability is not finite, because they have no importance ratio."""
     return mask & generator_logprobs.isfinite()
@@ -130,6 +184,22 @@ def cross_entropy(logprobs: Tensor, *, mask: Tensor) -> Tensor:
 def weighted_sum(loss: Tensor, weights: Tensor, *, mask: Tensor) -> Tensor:
     """Return the sum of w * l over unmasked tokens, 0-dim. Its sum over micro-batches and ranks is the step's objective."""
     return torch.where(mask, loss * torch.where(mask, weights, 0.0), 0.0).sum()
+
+
+def _trusted(inputs: LossInputs, is_far_N: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """Return -r A, and 0 at far tokens whose update would move them further away."""
+    masked_N = is_far_N & (inputs.advantages_N * inputs.log_ratio_N.detach() > 0)
+    return torch.where(masked_N, 0.0, -inputs.ratio_N * inputs.advantages_N), {"clip": masked_N}
+
+
+def _covariance(inputs: LossInputs) -> Tensor:
+    """Return the product of each token's distances from the mean log-probability and the mean advantage; 0 at masked tokens."""
+    mask_N, count = inputs.mask_N, inputs.mask_N.sum().clamp(min=1)
+    # Masked values are 0, and do not count.
+    logprob_N, advantage_N = (
+        values_N - values_N.sum() / count for values_N in (inputs.logprobs_N.detach(), inputs.advantages_N)
+    )
+    return torch.where(mask_N, logprob_N * advantage_N, 0.0)
 
 
 def _clipped_surrogate(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ DeviceName = Literal["auto", "cpu", "cuda", "npu"]
 
 Proximal = Literal["sampler", "step_start", "interval_start"]
 Reduction = Literal["sum", "token_mean", "sequence_mean", "sequence_mean_token_sum", "prompt_mean", "constant"]
-LearningRateDecay = Literal["constant", "linear"]
+LearningRateDecay = Literal["constant", "linear", "cosine"]
 KLEstimator = Literal["k1", "k2", "k3", "k3_straight_through"]
 
 TransportName = Literal["arena", "rdma", "store"]

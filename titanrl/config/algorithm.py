@@ -11,7 +11,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PrivateAttr, model_
 
 from titanrl.base.choices import KLEstimator, LearningRateDecay, Proximal, Reduction
 from titanrl.config.errors import BrokenRule
-from titanrl.config.section import LIVE, Count, Decay, Fraction, OrImportPath, Section, Share, StepsOrZero, Tokens
+from titanrl.config.section import LIVE, Count, Decay, Fraction, OrImportPath, Section, Share, Steps, StepsOrZero, Tokens
 
 Traits = TypeVar("Traits")
 Ratio = Literal["sampler", "proximal", "none", "undeclared"]
@@ -72,6 +72,10 @@ LOSSES: Mapping[str, BuiltIn[LossTraits]] = {
     "cispo": BuiltIn(f"{_LOSSES}:cispo", LossTraits(ratio="proximal", zero_without_advantage=True)),
     "dro": BuiltIn(f"{_LOSSES}:dro", LossTraits(ratio="sampler")),
     "sapo": BuiltIn(f"{_LOSSES}:sapo", LossTraits(ratio="proximal", zero_without_advantage=True)),
+    "dppo_tv": BuiltIn(f"{_LOSSES}:dppo_tv", LossTraits(ratio="proximal", zero_without_advantage=True)),
+    "dppo_kl": BuiltIn(f"{_LOSSES}:dppo_kl", LossTraits(ratio="proximal", zero_without_advantage=True)),
+    "clip_cov": BuiltIn(f"{_LOSSES}:clip_cov", LossTraits(ratio="proximal")),
+    "kl_cov": BuiltIn(f"{_LOSSES}:kl_cov", LossTraits(ratio="proximal")),
 }
 """Values of `algorithm.loss`."""
 
@@ -91,7 +95,10 @@ ADVANTAGES: Mapping[str, BuiltIn[AdvantageTraits]] = {
 CUSTOM_ADVANTAGE = AdvantageTraits(keeps_equal_rewards=True)
 """Traits of a custom advantage estimator, which may depend on more than rewards."""
 
-LOSS_KEYS = ("clip_low", "clip_high", "dual_clip", "dro_beta", "sapo_temperatures")
+LOSS_KEYS = (
+    *("clip_low", "clip_high", "dual_clip", "dro_beta", "sapo_temperatures"),
+    *("dppo_threshold", "cov_share", "clip_cov_bounds", "kl_cov_coef"),
+)
 """Keys passed to a loss that has a parameter of the same name."""
 ADVANTAGE_KEYS = ("std_ddof", "pass_k", "turn_discount", "token_discount")
 """Keys passed to an advantage estimator that has a parameter of the same name."""
@@ -310,6 +317,15 @@ class AlgorithmConfig(Section):
     """Weight of the squared log-ratio in the loss `dro`."""
     sapo_temperatures: Annotated[tuple[PositiveFloat, PositiveFloat], Field(strict=False)] = (1.0, 1.05)
     """Gate temperatures of the loss `sapo` for positive and negative advantages."""
+    dppo_threshold: PositiveFloat | None = None
+    """Divergence from the policy in the denominator of the ratio beyond which the losses `dppo_tv` and `dppo_kl` mask a token;
+    null uses 0.15 and 0.05."""
+    cov_share: Fraction = 2e-4
+    """Share of the tokens that the losses `clip_cov` and `kl_cov` select by covariance."""
+    clip_cov_bounds: Bounds = (1.0, 5.0)
+    """Covariances between which `clip_cov` selects tokens."""
+    kl_cov_coef: PositiveFloat = 1.0
+    """Coefficient of the penalty on the tokens that `kl_cov` selects."""
     critic: CriticConfig = CriticConfig()
     """Critic, with `advantage: gae`."""
     kl: KLConfig = KLConfig()
@@ -334,7 +350,10 @@ class AlgorithmConfig(Section):
     num_warmup_steps: Annotated[StepsOrZero, LIVE] = 0
     """Number of linear learning-rate warm-up steps."""
     lr_decay: Annotated[LearningRateDecay, LIVE] = "constant"
-    """Learning-rate schedule after the warm-up: `constant`, or `linear` decay to zero at the last step."""
+    """Learning-rate schedule after the warm-up: `constant`, or `linear` or `cosine` decay to zero at the last step."""
+    num_decay_steps: Annotated[Steps | None, LIVE] = None
+    """Number of last steps in which the rate decays, after a constant phase (warmup-stable-decay); null decays from the end of
+    the warm-up."""
     betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = (0.9, 0.95)
     """AdamW's decay rates of the first and second moment."""
     eps: PositiveFloat = 1e-8
@@ -413,6 +432,11 @@ class AlgorithmConfig(Section):
                 "remove constant_length, or set algorithm.reduction to constant",
             )
         yield from self.broken_pass_k()
+        if self.num_decay_steps is not None and self.lr_decay == "constant":
+            rule = "a constant rate does not decay"
+            yield self.broken("num_decay_steps lr_decay", rule, "set lr_decay to linear or cosine, or remove num_decay_steps")
+        if self.clip_cov_bounds[0] >= self.clip_cov_bounds[1]:
+            yield self.broken("clip_cov_bounds", "the first bound must be below the second", "write them like [1.0, 5.0]")
         if self.kl.reference == "ema" and self.ema_decay is None:
             yield self.broken(
                 "ema_decay kl.reference",

@@ -66,7 +66,8 @@ UNUSED_BY_DISTILLATION = {
     "replay": ("fraction",),
     "algorithm": (
         *("preset", "advantage", "std_ddof", "pass_k", "loss", "loss_options", "proximal", "clip_low", "clip_high"),
-        *("dual_clip", "dro_beta", "sapo_temperatures", "critic", "kl", "ema_decay", "entropy_coef", "correction", "reduction"),
+        *("dual_clip", "dro_beta", "sapo_temperatures", "dppo_threshold", "cov_share", "clip_cov_bounds", "kl_cov_coef"),
+        *("critic", "kl", "ema_decay", "entropy_coef", "correction", "reduction"),
         *("constant_length", "updates_per_publish"),
     ),
 }

@@ -788,7 +788,10 @@ class SFTConfig(Section):
     num_warmup_steps: Annotated[StepsOrZero, LIVE] = 0
     """Number of linear learning-rate warm-up steps."""
     lr_decay: Annotated[LearningRateDecay, LIVE] = "linear"
-    """Learning-rate schedule after the warm-up: `constant`, or `linear` decay to zero at the last step."""
+    """Learning-rate schedule after the warm-up: `constant`, or `linear` or `cosine` decay to zero at the last step."""
+    num_decay_steps: Annotated[Steps | None, LIVE] = None
+    """Number of last steps in which the rate decays, after a constant phase (warmup-stable-decay); null decays from the end of
+    the warm-up."""
     betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = (0.9, 0.95)
     """AdamW's decay rates of the first and second moment."""
     eps: PositiveFloat = 1e-8
@@ -802,6 +805,9 @@ class SFTConfig(Section):
         if self.validation_path is not None and self.heldout_fraction > 0:
             rule = "held-out examples come either from validation_path or from path"
             yield self.broken("heldout_fraction validation_path", rule, "remove one of them")
+        if self.num_decay_steps is not None and self.lr_decay == "constant":
+            rule = "a constant rate does not decay"
+            yield self.broken("num_decay_steps lr_decay", rule, "set lr_decay to linear or cosine, or remove num_decay_steps")
 
 
 class TeacherConfig(Section):
