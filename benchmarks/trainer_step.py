@@ -111,7 +111,7 @@ class BareLoop:
 
     def __init__(self, model: PolicyModel, case: Case) -> None:
         self._model, self._case = model, case
-        self._optimizers = new_optimizer(model)
+        self._optimizers = new_optimizer(model, AlgorithmConfig())
         config = case.trainer
         shape = (config.rows_per_microbatch, config.row_tokens + 1)
         self._tokens_BL = torch.randint(0, case.shape.vocab_size, shape, device=model.device)

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -38,12 +38,18 @@ Arrays = Mapping[str, np.ndarray]
 
 
 def make_learner(
-    model_dir: Path, *, seed: int = 0, family: str | None = None, ema_decay: float | None = None, **trainer: Any
+    model_dir: Path,
+    *,
+    seed: int = 0,
+    family: str | None = None,
+    ema_decay: float | None = None,
+    optimizer: Literal["adamw", "muon"] = "adamw",
+    **trainer: Any,
 ) -> Learner:
     """Return a new learner with the model of a directory; `trainer` contains keys of the `trainer` section."""
     config = TrainerConfig.model_validate({"row_tokens": ROW_TOKENS, **trainer})
     model = load_model(open_model(model_dir, family), config, DEVICES["cpu"], seed=seed)
-    return Learner(model, AlgorithmConfig(ema_decay=ema_decay), temperature=1.0)
+    return Learner(model, AlgorithmConfig(ema_decay=ema_decay, optimizer=optimizer), temperature=1.0)
 
 
 @functools.cache
@@ -310,6 +316,33 @@ def objective_of(
     found = gradients(learner)
     learner.zero_grad()
     return (found, totals, scores) if dist.get_rank() == 0 else None
+
+
+def muon_steps(model_dir: Path, plan: tuple[tuple[str, int], ...]) -> tuple[Arrays, Arrays, Arrays] | None:
+    """Return gradient, weights, and weights after the first step with Muon on rank 0.
+
+    The optimizer state is saved and loaded before a second step, whose result is in the third return value under `second/NAME`.
+    """
+    learner = make_learner(model_dir, optimizer="muon", parallelism=dict(plan))
+    params = replace(ADAM, weight_decay=0.1, max_grad_norm=1e6)
+    for batch in microbatches(learner, plan_rows(sequences()[0], packed=True), 8):
+        learner.run(batch, everything)
+    found, before = copied(gradients(learner)), copied(parameters(learner))
+    learner.optim_step(params)
+    after = dict(copied(parameters(learner)))
+    saved = learner.optimizers.state_dict()
+    state = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in saved.items()}
+    learner.reset_optimizer()
+    learner.optimizers.load_state_dict(state)
+    for batch in microbatches(learner, plan_rows(sequences()[0], packed=True), 8):
+        learner.run(batch, everything)
+    learner.optim_step(params)
+    after |= {f"second/{name}": value for name, value in parameters(learner).items()}
+    return (found, before, after) if dist.get_rank() == 0 else None
+
+
+def copied(arrays: Arrays) -> Arrays:
+    return {name: values.copy() for name, values in arrays.items()}
 
 
 def gradient_of(

@@ -127,6 +127,43 @@ def test_context_parallel_ranks_know_the_scores_of_whole_rows(world: Worlds, tin
             np.testing.assert_allclose(one, other, atol=2e-6, rtol=0)
 
 
+def orthogonal(gradient: np.ndarray) -> np.ndarray:
+    """Compute five Newton-Schulz steps of Muon in fp64."""
+    a, b, c = 3.4445, -4.775, 2.0315
+    x = gradient.astype(np.float64)
+    x = x.T if x.shape[0] > x.shape[1] else x
+    x = x / np.linalg.norm(x)
+    for _ in range(5):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.T if gradient.shape[0] > gradient.shape[1] else x
+
+
+def test_muon_orthogonalizes_updates_of_layers_and_leaves_the_rest_to_adamw(world: Worlds, tiny_model: Path) -> None:
+    rate = checks.ADAM.learning_rate
+    gradient, before, after = world(1).run(checks.muon_steps, tiny_model, ())[0]
+    hidden = [name for name, values in before.items() if values.ndim == 2 and "layers." in name]
+    assert len(hidden) >= 7
+    for name, values in before.items():
+        update = (values * (1 - rate * 0.1) - after[name]) / rate
+        if name in hidden:
+            expected = 0.2 * np.sqrt(max(values.shape)) * orthogonal(gradient[name])
+            np.testing.assert_allclose(update, expected, atol=0.05 * np.abs(expected).max(), err_msg=name)  # bfloat16
+        else:
+            expected = gradient[name] / (np.abs(gradient[name]) + 1e-8)
+            np.testing.assert_allclose(update, expected, atol=1e-3, err_msg=name)
+
+
+@pytest.mark.parametrize("layout", ["fsdp 2", "tp 2", "fsdp 2 x tp 2"])
+def test_steps_of_muon_do_not_depend_on_layout(layout: str, world: Worlds, tiny_model: Path) -> None:
+    _, _, reference = world(1).run(checks.muon_steps, tiny_model, ())[0]
+    size, plan = LAYOUTS[layout]
+    _, before, found = world(size).run(checks.muon_steps, tiny_model, plan)[0]
+    for name, values in reference.items():
+        change = np.abs(values - before[name.removeprefix("second/")]).max()
+        np.testing.assert_allclose(found[name], values, atol=0.05 * change, err_msg=name)  # bfloat16
+
+
 @pytest.mark.parametrize("layout", ["one rank", "fsdp 2", "tp 2", "cp 2"])
 def test_shared_prompts_give_same_gradient_in_fewer_rows(layout: str, world: Worlds, tiny_model: Path) -> None:
     size, plan = LAYOUTS[layout]

@@ -354,6 +354,11 @@ class AlgorithmConfig(Section):
     num_decay_steps: Annotated[Steps | None, LIVE] = None
     """Number of last steps in which the rate decays, after a constant phase (warmup-stable-decay); null decays from the end of
     the warm-up."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """Optimizer. `muon` orthogonalizes the updates of the two-dimensional weights of the layers, scaled to the size of AdamW's,
+    so that the same learning rate fits both; AdamW updates the other weights."""
+    muon_momentum: Fraction = 0.95
+    """Momentum of Muon."""
     betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = (0.9, 0.95)
     """AdamW's decay rates of the first and second moment."""
     eps: PositiveFloat = 1e-8

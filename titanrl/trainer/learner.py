@@ -7,6 +7,7 @@ Shape suffixes: B rows, L tokens of a row, N = B * L.
 
 import copy
 import math
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torchtitan.components.checkpointer.utils import canonical_fqn
-from torchtitan.components.optimizer import OptimizersContainer, default_adamw
+from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig, default_adamw
 from torchtitan.distributed import utils as dist_utils
 
 from titanrl.algorithms.contracts import LossInputs, PolicyLoss, bound_loss
@@ -91,7 +92,7 @@ class Learner:
 
     def _begin(self) -> None:
         """Start at version 0 with the live weights."""
-        self.optimizers = new_optimizer(self.model)
+        self.optimizers = new_optimizer(self.model, self._algorithm)
         self.version = 0
         self.num_ahead = 0
         """Number of optimizer steps since the version was last incremented. The weights have a version only while it is 0."""
@@ -223,8 +224,9 @@ class Learner:
         finite = bool(losses_are_finite) and math.isfinite(grad_norm)
         if finite and grad_norm:
             for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
-                group["lr"], group["eps"], group["weight_decay"] = params.learning_rate, params.eps, params.weight_decay
-                group["betas"] = (params.beta1, params.beta2)
+                group["lr"], group["weight_decay"] = params.learning_rate, params.weight_decay
+                if "betas" in group:  # AdamW
+                    group["betas"], group["eps"] = (params.beta1, params.beta2), params.eps
             self.optimizers.step()
             self.weights_changed(trained_only=True)
             if self.average is not None:
@@ -486,7 +488,27 @@ def _inputs(rows: PackedRows, logprobs_N: Tensor, entropy_N: Tensor) -> Objectiv
     )
 
 
-def new_optimizer(model: PolicyModel) -> OptimizersContainer:
-    """Build torchtitan's AdamW for the trainable parameters. `Learner.optim_step` sets the hyperparameters of each step."""
+class _Optimizers(OptimizersContainer):
+    """Optimizers of torchtitan, and torch's Muon."""
+
+    @staticmethod
+    def _resolve_optimizer_factory(name: str) -> Callable[..., torch.optim.Optimizer]:
+        return torch.optim.Muon if name == "Muon" else OptimizersContainer._resolve_optimizer_factory(name)
+
+
+def new_optimizer(model: PolicyModel, algorithm: AlgorithmConfig) -> OptimizersContainer:
+    """Build the optimizers of the trainable parameters. `Learner.optim_step` sets the hyperparameters of each step.
+
+    With `muon`, the two-dimensional weights of the layers have Muon (https://kellerjordan.github.io/posts/muon/). Its learning
+    rate is multiplied by 0.2 sqrt(max(rows, columns)), which gives updates of AdamW's size (arXiv:2502.16982).
+    """
     fused = model.device.type in ("cpu", "cuda")  # torch-npu has no fused AdamW for sharded parameters
-    return replace(default_adamw(), implementation="fused" if fused else "foreach").build(model_parts=[model.module])
+    config = replace(default_adamw(), implementation="fused" if fused else "foreach")
+    trained = {name: value for name, value in model.module.named_parameters() if value.requires_grad}
+    hidden = [name for name, value in trained.items() if value.ndim == 2 and "layers." in name]
+    if algorithm.optimizer == "muon" and hidden:
+        options = {"momentum": algorithm.muon_momentum, "adjust_lr_fn": "match_rms_adamw"}
+        pattern = f"^({'|'.join(map(re.escape, hidden))})$"
+        muon = ParamGroupConfig(pattern=pattern, optimizer_name="Muon", optimizer_kwargs=options)
+        config = replace(config, param_groups=[muon, *(config.param_groups if len(hidden) < len(trained) else ())])
+    return _Optimizers(config, model_parts=[model.module])
