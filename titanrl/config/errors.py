@@ -84,9 +84,17 @@ def refusing() -> Iterator[None]:
 
 
 def message(where: str, what: str, rule: str, fix: str) -> str:
-    """Format a mistake. `where` is a file and line or an override; `what` is the key with its value."""
-    where, what, rule, fix = (_shortened(text, MAX_CHARS) for text in (where, what, rule, fix))
+    """Format a mistake, without credentials in URLs.
+
+    `where` is a file and line or an override; `what` is the key with its value.
+    """
+    where, what, rule, fix = (_shortened(without_credentials(text), MAX_CHARS) for text in (where, what, rule, fix))
     return f"{where}: {what}\n  rule: {rule}\n  fix:  {fix}"
+
+
+def without_credentials(text: str) -> str:
+    """Return a text in which URLs have `...` in place of a user and a password."""
+    return re.sub(r"//[^\s\"']*@", "//...@", text)
 
 
 def rule_of(text: str, values: Mapping[str, object], *, prefix: str = "") -> BrokenRule:

@@ -21,7 +21,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, core_schema
 
-from titanrl.config.errors import BrokenRule, BrokenRules
+from titanrl.config.errors import BrokenRule, BrokenRules, without_credentials
 
 # Sections are strict: a string is not accepted for a number, nor a number for a boolean. YAML has neither paths nor tuples, so
 # pydantic converts only these, from strings and lists.
@@ -181,4 +181,4 @@ def broken_by_url(key: str, url: str, example: str, for_credentials: str) -> Ite
         yield BrokenRule({key: url}, f"{key} must contain a host", f"write it like {example}")
     if "@" in url:
         rule = f"{key} must not contain credentials, because the configuration is saved in the run directory"
-        yield BrokenRule({key: re.sub(r"//.*@", "//...@", url)}, rule, for_credentials)
+        yield BrokenRule({key: without_credentials(url)}, rule, for_credentials)
