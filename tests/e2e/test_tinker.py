@@ -115,7 +115,7 @@ def test_client_trains_like_the_session_and_survives_a_kill(tinker: Any, model: 
         rest = client_curve(tinker, client, STEPS[2:], 2)  # the failed requests have left nothing
         sampler = client.save_weights_and_get_sampling_client()
         params = types.SamplingParams(max_tokens=12, seed=7)
-        reply = sampler.sample(prompt, 3, params, include_prompt_logprobs=True).result()
+        reply = sampler.sample(prompt, 3, params, include_prompt_logprobs=True, topk_prompt_logprobs=4).result()
         assert len({tuple(each.tokens) for each in reply.sequences}) == 3
         again = sampler.sample(prompt, 3, params).result()
         assert [list(each.tokens) for each in again.sequences] == [list(each.tokens) for each in reply.sequences]
@@ -131,6 +131,14 @@ def test_client_trains_like_the_session_and_survives_a_kill(tinker: Any, model: 
         ).result()
         logprobs = trained.loss_fn_outputs[0]["logprobs"].to_numpy()
         np.testing.assert_allclose(logprobs, [*reply.prompt_logprobs[1:], *first.logprobs], atol=1e-5)
+        assert reply.topk_prompt_logprobs[0] is None
+        top = np.array(reply.topk_prompt_logprobs[1:])  # [S, K, 2]
+        likely = types.Datum(
+            model_input=types.ModelInput.from_ints([10, 20]), loss_fn_inputs={"target_tokens": top[:, :, 0].astype(np.int64)}
+        )
+        likely_logprobs = client.forward([likely], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_numpy()
+        np.testing.assert_allclose(likely_logprobs, top[:, :, 1], atol=1e-5)
+        assert (np.diff(top[:, :, 1]) <= 0).all()
         with pytest.raises(tinker.RequestFailedError, match="replaced by a later save"):
             base.compute_logprobs(prompt).result()
         with pytest.raises(tinker.RequestFailedError, match="one model at a time"):

@@ -174,12 +174,16 @@ def test_saved_samplers_keep_their_weights(running: Running) -> None:
     named, base = service.create_sampling_client(model_path=path), service.create_sampling_client(base_model="base/number")
     params = types.SamplingParams(max_tokens=3, seed=5, temperature=0.5)
     for sampler, value in ((first, 0.2), (named, 0.2), (base, 0.0), (inflight, 0.5)):
-        reply = sampler.sample(types.ModelInput.from_ints([1, 2]), 2, params, include_prompt_logprobs=True).result()
+        wanted = {"include_prompt_logprobs": True, "topk_prompt_logprobs": 2}
+        reply = sampler.sample(types.ModelInput.from_ints([1, 2]), 2, params, **wanted).result()
         assert [list(each.tokens) for each in reply.sequences] == [[5, 6, 7], [6, 7, 8]]
         assert reply.sequences[0].logprobs == pytest.approx([value - 0.05, value - 0.06, value - 0.07])
         assert reply.sequences[0].stop_reason == "length"
         assert reply.prompt_logprobs[0] is None
         assert reply.prompt_logprobs[1] == pytest.approx(value - 0.02)
+        unknown, likely = reply.topk_prompt_logprobs
+        assert unknown is None
+        assert likely == [(0, pytest.approx(value)), (1, pytest.approx(value - 0.01))]
     assert named.compute_logprobs(types.ModelInput.from_ints([1, 2])).result()[1] == pytest.approx(0.18)
     assert service.create_sampling_client(model_path=path).get_base_model() == "base/number"
     with pytest.raises(tinker.RequestFailedError, match="at most 64 tokens"):

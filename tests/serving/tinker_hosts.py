@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from titanrl.carriers.datums import Datum, ForwardBackwardOutput
-from titanrl.carriers.types import AdamParams, Completion, FloatArray, OptimUpdate
+from titanrl.carriers.types import AdamParams, Completion, FloatArray, OptimUpdate, TopTokens
 from titanrl.serving.tinker_checkpoints import ModelSpec
 from titanrl.serving.tinker_sessions import FullError
 from titanrl.serving.tinker_wire import SampleRequest
@@ -131,10 +131,13 @@ class NumberSampler:
             for each in tokens
         ]
 
-    async def logprobs(self, tokens: Sequence[int]) -> FloatArray:
+    async def logprobs(self, tokens: Sequence[int], num_top: int) -> tuple[FloatArray, TopTokens | None]:
         found = (self.value - np.asarray(tokens) / 100).astype(np.float32)
         found[0] = np.nan
-        return found
+        if not num_top:
+            return found, None
+        ids = np.tile(np.arange(num_top), (len(tokens) - 1, 1))
+        return found, TopTokens(token_ids=ids, logprobs=(self.value - ids / 100).astype(np.float32))
 
     async def release(self) -> None:
         await self.unused.wait()

@@ -14,6 +14,7 @@ from titanrl.serving.protocol import (
     LOWEST_LOGPROB,
     MAX_CHOICES,
     MAX_SEED,
+    MAX_TOP,
     Event,
     Fields,
     Piece,
@@ -29,8 +30,6 @@ from titanrl.serving.protocol import (
     wrong,
 )
 
-MAX_TOP = 20
-"""Bound on the number of most likely tokens at each prompt token, as vLLM has by default."""
 MAX_TOKENS = 2**31 - 1
 """Bound on numbers of tokens; the policy has a lower one."""
 NO_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")

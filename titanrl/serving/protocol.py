@@ -15,6 +15,8 @@ from titanrl.serving.calls import Call, Caller, Refused, Reply
 MAX_CHOICES = 128
 """Largest number of completions that one request may ask for."""
 MAX_SEED = 2**63 - 1
+MAX_TOP = 20
+"""Largest number of most likely tokens at each prompt token, as vLLM has by default."""
 LOWEST_LOGPROB = -9999.0
 """Lowest log-probability in OpenAI's protocol; it replaces minus infinity, which JSON lacks."""
 

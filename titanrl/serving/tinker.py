@@ -380,8 +380,10 @@ class Tinker(Endpoint):
         async def run() -> Answer:
             weights = sampling.weights  # a save can replace them between the two calls
             completions = await (await weights.sampler()).sample(asked)
-            logprobs = await (await weights.sampler()).logprobs(asked.prompt) if asked.prompt_logprobs else None
-            return Answer(wire.sample_result(completions, logprobs), wire.PROTOBUF)
+            logprobs = top = None
+            if asked.prompt_logprobs or asked.num_top:
+                logprobs, top = await (await weights.sampler()).logprobs(asked.prompt, asked.num_top)
+            return Answer(wire.sample_result(completions, logprobs if asked.prompt_logprobs else None, top), wire.PROTOBUF)
 
         future, names = self._sessions.sample(sampling, seq_id, len(request.body), asked.num_samples, run)
         return {"request_id": future.request_id, "sample_sequence_ids": names}

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from titanrl.base.errors import FaultError, TitanRLError
 from titanrl.carriers.datums import Datum, ForwardBackwardOutput
-from titanrl.carriers.types import AdamParams, Completion, FloatArray, OptimUpdate
+from titanrl.carriers.types import AdamParams, Completion, FloatArray, OptimUpdate, TopTokens
 from titanrl.serving.calls import Refused
 from titanrl.serving.http import JSON, dump, internal
 from titanrl.serving.protocol import new_id
@@ -40,8 +40,11 @@ class Sampler(Protocol):
     async def sample(self, asked: SampleRequest) -> Sequence[Completion]:
         """Return `num_samples` completions of the prompt."""
 
-    async def logprobs(self, tokens: Sequence[int]) -> FloatArray:
-        """Return the log-probability of each token, `[S]`, in nats at temperature 1; the first is NaN."""
+    async def logprobs(self, tokens: Sequence[int], num_top: int) -> tuple[FloatArray, TopTokens | None]:
+        """Return the log-probability of each token, `[S]`, in nats at temperature 1; the first is NaN.
+
+        Also return the `num_top` most likely tokens at each token but the first; None if `num_top` is 0.
+        """
 
     async def release(self) -> None:
         """Free what the weights hold."""

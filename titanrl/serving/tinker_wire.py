@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from titanrl.carriers.datums import Datum, ForwardBackwardOutput
-from titanrl.carriers.types import AdamParams, Completion, FloatArray, IntArray, SamplingParams
+from titanrl.carriers.types import AdamParams, Completion, FloatArray, IntArray, SamplingParams, TopTokens
 from titanrl.serving.calls import Refused
-from titanrl.serving.protocol import MAX_SEED, Fields, wrong
+from titanrl.serving.protocol import MAX_SEED, MAX_TOP, Fields, wrong
 
 PROTOBUF = b"application/x-protobuf"
 MAX_TARGETS = 64
@@ -36,6 +36,8 @@ REFUSED_LOSSES = {
     "stable_reinforce": "its formula is not published. Use importance_sampling, for example with loss_fn=importance_sampling",
     "custom": "a custom loss runs in the client. Use forward_backward_custom",
 }
+UNKNOWN_LOGPROB = -99999.0
+"""Log-probability of the most likely tokens where there are none."""
 REDUCTIONS = ("sum", "mean", "max", "min")
 """Reductions of metrics that the client knows."""
 _DTYPES: Mapping[int, "np.dtype[Any]"] = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}
@@ -79,6 +81,8 @@ class SampleRequest:
     """Sampling options. `max_new_tokens` is 0 if the client set none."""
     prompt_logprobs: bool
     """True to also return the log-probability of each prompt token."""
+    num_top: int
+    """Number of most likely tokens to return at each prompt token; 0 returns none."""
 
 
 def read_pass(body: bytes) -> Any:
@@ -170,8 +174,13 @@ def wire_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     return found
 
 
-def sample_result(completions: Sequence[Completion], prompt_logprobs: FloatArray | None) -> bytes:
-    """Return the protobuf result of a sample request. The first prompt token has no log-probability, which is NaN."""
+def sample_result(
+    completions: Sequence[Completion], prompt_logprobs: FloatArray | None, prompt_top: TopTokens | None = None
+) -> bytes:
+    """Return the protobuf result of a sample request.
+
+    The first prompt token has no log-probability, which is NaN, and no likely tokens, so `prompt_top` begins with the second.
+    """
     pb = schema()
     result = pb.SampleResponse()
     for completion in completions:
@@ -184,6 +193,12 @@ def sample_result(completions: Sequence[Completion], prompt_logprobs: FloatArray
         )
     if prompt_logprobs is not None:
         result.prompt_logprobs = prompt_logprobs.astype("<f4").tobytes()
+    if prompt_top is not None:
+        length, num_top = prompt_top.token_ids.shape
+        result.topk_prompt_logprobs.length, result.topk_prompt_logprobs.k = length + 1, num_top
+        unknown_ids, unknown = np.zeros((1, num_top), "<i4"), np.full((1, num_top), UNKNOWN_LOGPROB, "<f4")
+        result.topk_prompt_logprobs.token_ids = np.concatenate([unknown_ids, prompt_top.token_ids.astype("<i4")]).tobytes()
+        result.topk_prompt_logprobs.logprobs = np.concatenate([unknown, prompt_top.logprobs.astype("<f4")]).tobytes()
     encoded: bytes = result.SerializeToString()
     return encoded
 
@@ -224,7 +239,8 @@ def read_sample(fields: Fields, vocab_size: int, max_samples: int) -> SampleRequ
     stop, stop_ids = _stop_of(params, vocab_size)
     params.done()
     wanted = fields.flag("prompt_logprobs")
-    for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
+    num_top = fields.count("topk_prompt_logprobs", 0, min(MAX_TOP, vocab_size)) or 0
+    for name in ("topk_sample_logprobs", "prompt_alt_tokens_k"):
         fields.only(name, 0)
     fields.only("target_prompt_logprobs")
     fields.only("prompt_logprobs_last_n")
@@ -244,7 +260,9 @@ def read_sample(fields: Fields, vocab_size: int, max_samples: int) -> SampleRequ
         stop=stop,
         stop_ids=stop_ids,
     )
-    return SampleRequest(prompt=prompt, num_samples=num_samples or 1, sampling=sampling, prompt_logprobs=wanted)
+    return SampleRequest(
+        prompt=prompt, num_samples=num_samples or 1, sampling=sampling, prompt_logprobs=wanted, num_top=num_top
+    )
 
 
 def _stop_of(params: Fields, vocab_size: int) -> tuple[tuple[str, ...], tuple[int, ...]]:

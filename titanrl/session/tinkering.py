@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from titanrl.carriers.datums import Datum, ForwardBackwardOutput
-from titanrl.carriers.types import AdamParams, Completion, FloatArray, GenerationRequest, OptimUpdate, SamplingParams
+from titanrl.carriers.types import AdamParams, Completion, FloatArray, GenerationRequest, OptimUpdate, SamplingParams, TopTokens
 from titanrl.config.sections import LoraConfig
 from titanrl.rollout.group import derive_seed
 from titanrl.serving.calls import Refused
@@ -176,12 +176,15 @@ class FixedSampler:
         """Return completions. The same seed gives the same ones."""
         return await self.generate(_requests(asked))
 
-    async def logprobs(self, tokens: Sequence[int]) -> FloatArray:
-        """Return the log-probability of each token; the first is NaN."""
-        sampling = SamplingParams(max_new_tokens=1, temperature=0.0, seed=None, prompt_logprobs=0)
+    async def logprobs(self, tokens: Sequence[int], num_top: int) -> tuple[FloatArray, TopTokens | None]:
+        """Return the log-probability of each token, and the most likely ones."""
+        sampling = SamplingParams(max_new_tokens=1, temperature=0.0, seed=None, prompt_logprobs=num_top)
         (completion,) = await self.generate([GenerationRequest(token_ids=tuple(tokens), sampling=sampling)])
         first, rest = np.full(1, np.nan, np.float32), completion.prompt_logprobs
-        return first if rest is None else np.concatenate([first, rest.astype(np.float32)])
+        if rest is None:  # of a single token
+            none = TopTokens(token_ids=np.zeros((0, num_top), np.int64), logprobs=np.zeros((0, num_top), np.float32))
+            return first, none if num_top else None
+        return np.concatenate([first, rest.astype(np.float32)]), completion.prompt_top
 
     async def release(self) -> None:
         """Do nothing: the next publication replaces a version, and the base stays."""
