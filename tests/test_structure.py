@@ -11,15 +11,15 @@ import pytest
 from tests.size import PACKAGE, figures
 
 CEILINGS = {
-    "lines": 69_600,
+    "lines": 69_300,
     "modules": 258,
-    "small modules": 8,
+    "small modules": 6,
     "modules with a shared name": 6,
     "rooms": 27,
-    "arrows": 183,
+    "arrows": 181,
     "floors": 13,
-    "modules reached by the loop": 124,
-    "functions with one mention": 0.375,
+    "modules reached by the loop": 119,
+    "functions with one mention": 0.374,
 }
 """Largest figures of `tests.size`. Lower them with the code. A change that needs a higher one says why in its message."""
 
