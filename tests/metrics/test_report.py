@@ -274,7 +274,8 @@ def test_every_documented_metric_occurs_in_the_code() -> None:
     def occurs(name: str) -> bool:
         first, *others = re.split(r"<\w+>", name)
         if not others:
-            return f'"{name}"' in code
+            of_loss = re.fullmatch(r"policy/(\w+)_(frac|mean)", name)  # a loss returns these values by token
+            return f'"{name}"' in code or (of_loss is not None and f'"{of_loss[1]}":' in code)
         *middle, last = others
         return (
             f'"{first}{{' in code
