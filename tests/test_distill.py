@@ -23,7 +23,7 @@ from titanrl.distill import (
     batch_metrics,
     discounted,
     distillation_data,
-    loss_options,
+    loss_of_step,
     main,
     taught_share,
 )
@@ -168,10 +168,18 @@ def test_teacher_reads_its_own_prompt_and_the_same_completion() -> None:
 
 
 def test_options_of_the_loss_name_weights_and_mixture() -> None:
-    assert loss_options(distill_config()) == {}
-    assert loss_options(distill_config(**SELF, beta=0.2)) == {"at_version": 0, "beta": 0.2}
+    assert loss_of_step(distill_config(), 0.0) == ("importance_sampling", {})
+    assert loss_of_step(distill_config(**SELF, beta=0.2), 1.0) == ("jsd", {"at_version": 0, "beta": 0.2})
     current = {**SELF, "teacher": {"policy": "current"}, "loss": "reverse_kl"}
-    assert loss_options(distill_config(**current)) == {}
+    assert loss_of_step(distill_config(**current), 1.0) == ("reverse_kl", {})
+
+
+def test_step_whose_tasks_have_only_rewards_has_no_divergence() -> None:
+    found, _, _ = asked_teachers(2)
+    only_rewards = [datum for datum in distillation_data(three_tasks(found), distill_config(loss="forward_kl")) if datum][4:]
+    assert taught_share(only_rewards) == 0.0
+    assert loss_of_step(distill_config(loss="forward_kl"), 0.0) == ("importance_sampling", {})
+    assert loss_of_step(distill_config(loss="forward_kl"), 0.5) == ("forward_kl", {})
 
 
 def test_hint_replaces_the_question_by_columns_of_the_row() -> None:

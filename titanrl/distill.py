@@ -118,8 +118,9 @@ class Distill(Run):
                 "trainer.row_tokens (or data.max_prompt_tokens for a teacher that is not the policy)."
             )
         params = adam_params(config.algorithm, self.training.version, config.num_steps, rate=self.state.learning_rate)
+        share = taught_share(data)
         with self.timer.phase("train"):
-            passes = self.training.forward_backward(data, config.distill.loss, loss_options(config.distill))
+            passes = self.training.forward_backward(data, *loss_of_step(config.distill, share))
             stepping = self.training.optim_step(params)
             output = await passes
         with self.timer.phase("optim"):
@@ -150,7 +151,7 @@ class Distill(Run):
             **batch_metrics(batch),
             **metrics_of.optimizer_metrics([update], params.learning_rate),
             **{name: value for name, value in reported.items() if "/" in name},
-            **({KL: reported[KL] / taught_share(data)} if config.distill.is_divergence else {}),
+            **({KL: reported[KL] / share} if KL in reported else {}),
             **({"teacher/retries": float(sum(each.take_retries() for each in self._remote.values()))} if self._remote else {}),
             "loss/policy": reported["loss"],
             **metrics_of.speed_metrics(
@@ -403,17 +404,23 @@ def reward_advantages(scores: Sequence[Scored], weight: float) -> list[float]:
     return [0.0 if score.reward is None or not weight else weight * (score.reward - mean) for score in scores]
 
 
-def loss_options(distill: DistillConfig) -> dict[str, float | int]:
-    """Return the options of the trainer's loss: the teacher's weights and the mixture of a divergence."""
+def loss_of_step(distill: DistillConfig, share: float) -> tuple[str, dict[str, float | int]]:
+    """Return the trainer's loss and its options: the teacher's weights and the mixture of a divergence.
+
+    A step without a token that has a teacher, because its tasks have only rewards, has no divergence. `share` is that of
+    `taught_share`.
+    """
+    if distill.is_divergence and not share:
+        return "importance_sampling", {}
     options: dict[str, float | int] = {"at_version": INITIAL} if distill.teacher.policy == "initial" else {}
-    return options | ({"beta": distill.beta} if distill.loss == "jsd" else {})
+    return distill.loss, options | ({"beta": distill.beta} if distill.loss == "jsd" else {})
 
 
 def taught_share(data: "Sequence[Datum]") -> float:
-    """Return the share of the loss tokens at which the trainer computes a divergence from a teacher; 1 without any."""
+    """Return the share of the loss tokens at which the trainer computes a divergence from a teacher."""
     counts = [(np.count_nonzero(datum.loss_fn_inputs["weights"]), datum) for datum in data]
     taught = sum(num for num, datum in counts if datum.teacher_input is not None or datum.teacher_top is not None)
-    return taught / sum(num for num, _ in counts) if taught else 1.0
+    return taught / max(sum(num for num, _ in counts), 1)
 
 
 def discounted(values: FloatArray, discount: float) -> FloatArray:

@@ -23,7 +23,7 @@ from titanrl.algorithms.contracts import (
 from titanrl.algorithms.objective import ObjectiveInputs
 from titanrl.algorithms.objective import policy_loss as objective
 from titanrl.base.plugins import import_object
-from titanrl.config.algorithm import LOSS_KEYS, LOSSES, AlgorithmConfig, LossTraits
+from titanrl.config.algorithm import KEYS_OF_LOSSES, LOSS_KEYS, LOSSES, AlgorithmConfig, LossTraits
 from titanrl.config.errors import BrokenRules
 from titanrl.config.schema import Config
 
@@ -231,6 +231,12 @@ def test_registered_loss_follows_policy_loss_protocol(name: str) -> None:
     (gradient,) = torch.autograd.grad(total, inputs.logprobs_N)
     # The covariance of clip_cov depends on the tokens without advantage, so it must see them, although they have no gradient.
     assert bool(gradient.any()) == (not LOSSES[name].traits.zero_without_advantage and name != "clip_cov")
+
+
+@pytest.mark.parametrize("key", KEYS_OF_LOSSES)
+def test_key_of_some_losses_is_an_option_of_these(key: str) -> None:
+    takers = [name for name in LOSSES if key in (option_names(import_object(LOSSES[name].path, key="algorithm.loss")) or ())]
+    assert tuple(takers) == KEYS_OF_LOSSES[key]
 
 
 def test_thresholds_are_bounds_of_ratio() -> None:

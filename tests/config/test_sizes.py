@@ -262,7 +262,7 @@ def test_sum_reduction_is_noted() -> None:
 
 
 def test_values_that_override_a_preset_are_noted() -> None:
-    assert list(notes(make_config(algorithm={"preset": "ppo", "clip_low": 0.2, "sapo_temperatures": [1.0, 2.0]}))) == []
+    assert list(notes(make_config(algorithm={"preset": "ppo", "clip_low": 0.2, "dual_clip": 3.0}))) == []
     (note,) = notes(make_config(algorithm={"preset": "ppo", "advantage": "dr_grpo", "clip_high": 0.3}))
     assert note == (
         'algorithm.preset=ppo: the configuration sets other values for advantage="dr_grpo" (preset: "gae"), '

@@ -1,15 +1,14 @@
 """The judge with a real HTTP server: grades, failures, retries and time limits."""
 
 import asyncio
-import http.server
 import json
 import socket
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from tests.replying import ReplyingServer, replying
 from titanrl.carriers.rewards import Answers, Scored
 from titanrl.config.data import JudgeOptions
 from titanrl.config.schema import Config
@@ -22,55 +21,22 @@ ANSWERS = Answers(
     num_tokens=(2, 3),
     finish_reasons=("stop", "length"),
 )
-Reply = tuple[int, str] | None
-
-
-class _Handler(http.server.BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def do_POST(self) -> None:
-        server: Any = self.server
-        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        server.asked.append((self.path, self.headers.get("Authorization"), request))
-        reply: Reply = server.reply(request["messages"][-1]["content"], len(server.asked))
-        if reply is None:  # never reply, until the test ends
-            server.ended.wait(30.0)
-            self.close_connection = True
-            return
-        status, body = reply
-        self.send_response(status)
-        self.send_header("Retry-After", "0")
-        self.send_header("Content-Length", str(len(body.encode())))
-        self.end_headers()
-        self.wfile.write(body.encode())
-
-    def log_message(self, *_: object) -> None:
-        pass
 
 
 def saying(content: object) -> str:
     return json.dumps({"choices": [{"message": {"role": "assistant", "content": content}}]})
 
 
-class _Server(http.server.ThreadingHTTPServer):
-    """A local judge; `reply` maps the prompt and the number of the request to status and body."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.asked: list[tuple[str, str | None, dict[str, Any]]] = []
-        self.ended = threading.Event()
-        self.reply: Callable[[str, int], Reply] = lambda prompt, number: (200, saying("Grade: 7"))
-
-
 @pytest.fixture
-def server() -> Iterator[_Server]:
-    with _Server() as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
+def server() -> Iterator[ReplyingServer]:
+    """A local judge."""
+    with replying(lambda request, number: (200, saying("Grade: 7"))) as server:
         yield server
-        server.ended.set()
-        server.shutdown()
-        thread.join()
+
+
+def prompt_of(request: dict[str, Any]) -> str:
+    prompt: str = request["messages"][-1]["content"]
+    return prompt
 
 
 def grades(port: int, *, weight: float = 1.0, **options: object) -> list[Scored]:
@@ -90,9 +56,11 @@ def grades(port: int, *, weight: float = 1.0, **options: object) -> list[Scored]
     return asyncio.run(main())
 
 
-def test_judge_is_called_once_per_completion_and_its_grade_is_scaled(server: _Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_judge_is_called_once_per_completion_and_its_grade_is_scaled(
+    server: ReplyingServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MY_KEY", "secret")
-    server.reply = lambda prompt, number: (200, saying(f"Sound.\nGrade: {2.5 if '{five}' in prompt else 10}"))
+    server.reply = lambda request, number: (200, saying(f"Sound.\nGrade: {2.5 if '{five}' in prompt_of(request) else 10}"))
     first, second = grades(
         server.server_port,
         weight=2.0,
@@ -115,7 +83,7 @@ def test_judge_is_called_once_per_completion_and_its_grade_is_scaled(server: _Se
     assert "Given: {five} {}" in asked[1][2]["messages"][1]["content"]
 
 
-def test_default_prompt_contains_question_answer_and_completion(server: _Server) -> None:
+def test_default_prompt_contains_question_answer_and_completion(server: ReplyingServer) -> None:
     assert [scored.reward for scored in grades(server.server_port)] == [0.7, 0.7]
     path, key, request = next(asked for asked in server.asked if "{five}" in asked[2]["messages"][0]["content"])
     assert (path, key, request["temperature"]) == ("/v1/chat/completions", None, 0.0)
@@ -124,14 +92,14 @@ def test_default_prompt_contains_question_answer_and_completion(server: _Server)
 
 
 @pytest.mark.parametrize("status", [429, 503])
-def test_request_is_retried_after_a_temporary_error(server: _Server, status: int) -> None:
-    server.reply = lambda prompt, number: (status, "busy") if number <= 2 else (200, saying("Grade: 10"))
+def test_request_is_retried_after_a_temporary_error(server: ReplyingServer, status: int) -> None:
+    server.reply = lambda request, number: (status, "busy") if number <= 2 else (200, saying("Grade: 10"))
     assert [scored.reward for scored in grades(server.server_port)] == [1.0, 1.0]
     assert len(server.asked) == 4
 
 
-def test_persistent_error_is_a_failure_after_all_attempts(server: _Server) -> None:
-    server.reply = lambda prompt, number: (503, "busy") if "{five}" in prompt else (200, saying("Grade: 0"))
+def test_persistent_error_is_a_failure_after_all_attempts(server: ReplyingServer) -> None:
+    server.reply = lambda request, number: (503, "busy") if "{five}" in prompt_of(request) else (200, saying("Grade: 0"))
     first, second = grades(server.server_port, num_retries=2)
     assert first.reward == 0.0  # a grade, not a failure
     assert (second.reward, second.parts) == (None, {})
@@ -139,23 +107,23 @@ def test_persistent_error_is_a_failure_after_all_attempts(server: _Server) -> No
     assert len(server.asked) == 1 + 3
 
 
-def test_invalid_request_is_not_retried(server: _Server) -> None:
-    server.reply = lambda prompt, number: (401, "no such key")
+def test_invalid_request_is_not_retried(server: ReplyingServer) -> None:
+    server.reply = lambda request, number: (401, "no such key")
     for scored in grades(server.server_port):
         assert scored.reward is None
         assert scored.error == "judge: JudgeError: the judge replied with HTTP status 401 ('no such key')"
     assert len(server.asked) == 2
 
 
-def test_judge_that_never_replies_times_out(server: _Server) -> None:
-    server.reply = lambda prompt, number: None if "{five}" in prompt else (200, saying("Grade: 10"))
+def test_judge_that_never_replies_times_out(server: ReplyingServer) -> None:
+    server.reply = lambda request, number: None if "{five}" in prompt_of(request) else (200, saying("Grade: 10"))
     first, second = grades(server.server_port, timeout_s=0.3, num_retries=0)
     assert first.reward == 1.0
     assert second.error == "judge: JudgeError: the judge did not reply within timeout_s=0.3 (attempts: 1)"
 
 
-def test_timeout_is_retried(server: _Server) -> None:
-    server.reply = lambda prompt, number: None if number <= 2 else (200, saying("Grade: 10"))
+def test_timeout_is_retried(server: ReplyingServer) -> None:
+    server.reply = lambda request, number: None if number <= 2 else (200, saying("Grade: 10"))
     assert [scored.reward for scored in grades(server.server_port, timeout_s=0.5, num_retries=1)] == [1.0, 1.0]
 
 
@@ -180,8 +148,8 @@ def test_unreachable_judge_is_a_failure() -> None:
         (saying("Grade: 7" + " " * (1 << 20)), "the judge's reply must not have more than 1048576 bytes (status 200)"),
     ],
 )
-def test_reply_without_a_valid_grade_is_a_failure(server: _Server, body: str, error: str) -> None:
-    server.reply = lambda prompt, number: (200, body)
+def test_reply_without_a_valid_grade_is_a_failure(server: ReplyingServer, body: str, error: str) -> None:
+    server.reply = lambda request, number: (200, body)
     for scored in grades(server.server_port):
         assert scored.reward is None
         assert scored.error.startswith(f"judge: JudgeError: {error}")
@@ -233,7 +201,7 @@ def test_match_that_is_not_a_number_is_an_error() -> None:
         grade_of("good", options(score_pattern=r"(\d)|good"))
 
 
-def test_missing_api_key_is_an_error_before_any_request(server: _Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_api_key_is_an_error_before_any_request(server: ReplyingServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MY_KEY", raising=False)
     with pytest.raises(ValueError, match=r"^data\.rewards\.judge\.options\.key_variable: .* \(got MY_KEY\)\. Export it"):
         grades(server.server_port, key_variable="MY_KEY")

@@ -57,6 +57,7 @@ class Policy:
             logprobs=-np.arange(1, len(ids) + 1, dtype=np.float32),
             versions=np.full(len(ids), len(self.record)),
             finish_reason="stop" if ids[-1] == EOS_ID else "length",
+            prompt_logprobs=None if request.sampling.prompt_logprobs is None else np.full(len(request.token_ids) - 1, -2.0),
         )
         self.record.append((request, completion))
         return completion
@@ -134,6 +135,18 @@ def test_function_that_asks_once(tokenizer: Tokenizer, tmp_path: Path, in_round:
     assert recorded == sorted(completion.token_ids.tolist() for _, completion in policy.record)
     if in_round:  # one call of the generators per turn and retry, also after the end
         assert policy.sizes == [4, 0, 0, 0]
+
+
+def test_program_gets_the_log_probabilities_of_its_prompt(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    code = """
+        reply = await client.completions.create(model=task.model, prompt="1 + 1", extra_body={"prompt_logprobs": 0})
+        first, *rest = reply.choices[0].prompt_logprobs
+        return {"reward": float(first is None and all(entry["logprob"] == -2.0 for each in rest for entry in each.values()))}
+    """
+    group, policy = play(tokenizer, module(tmp_path, code), ["2"], returns="rewards")
+    assert not group.failures
+    assert [rollout.reward for rollout in group.rollouts] == [1.0]
+    assert [request.sampling.prompt_logprobs for request, _ in policy.record] == [0]
 
 
 @pytest.mark.parametrize("retries", [0, 1])

@@ -1,10 +1,8 @@
 """A teacher behind a real HTTP endpoint: log-probabilities, the check of its vocabulary, failures, keys and retries."""
 
 import asyncio
-import http.server
 import json
 import socket
-import threading
 from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
+from tests.replying import replying
 from tests.serving.policies import Scripted
 from tests.serving.servers import Server, serving
 from titanrl.config.sections import TeacherConfig
@@ -124,42 +123,16 @@ def test_dead_teacher_is_an_error() -> None:
             ask(f"http://127.0.0.1:{closed.getsockname()[1]}", lambda teacher: teacher.compute_logprobs([[5, 6]]))
 
 
-class _Handler(http.server.BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def do_POST(self) -> None:
-        server: Any = self.server
-        self.rfile.read(int(self.headers["Content-Length"]))
-        status, body = server.replies.pop(0) if server.replies else (0, "")
-        if not status:  # never reply, until the test ends
-            server.ended.wait(30.0)
-            self.close_connection = True
-            return
-        self.send_response(status)
-        self.send_header("Retry-After", "0")
-        self.send_header("Content-Length", str(len(body.encode())))
-        self.end_headers()
-        self.wfile.write(body.encode())
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
 @pytest.fixture
 def faulty() -> Iterator[Any]:
     """A server that gives some replies, and then none."""
-    server: Any = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
-    server.replies, server.ended = [], threading.Event()
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield server
-    server.ended.set()
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with replying(lambda request, number: server.replies.pop(0) if server.replies else None) as made:
+        server: Any = made
+        server.replies = []
+        yield server
 
 
-def replying(*entries: object) -> str:
+def scored(*entries: object) -> str:
     return json.dumps({"choices": [{"prompt_logprobs": [None, *entries]}]})
 
 
@@ -169,7 +142,7 @@ def test_slow_teacher_is_an_error_after_its_time_limit(faulty: Any) -> None:
 
 
 def test_repeated_requests_are_counted(faulty: Any) -> None:
-    faulty.replies = [(503, "busy"), (429, "busy"), (200, replying({"6": {"logprob": -0.5}}))]
+    faulty.replies = [(503, "busy"), (429, "busy"), (200, scored({"6": {"logprob": -0.5}}))]
 
     async def work(teacher: RemoteTeacher) -> tuple[float, int, int]:
         ((_, logprob),) = await teacher.compute_logprobs([[5, 6]])
@@ -185,12 +158,12 @@ def test_repeated_requests_are_counted(faulty: Any) -> None:
         "[" * 100_000,
         json.dumps({"choices": [{"text": "a server without prompt_logprobs"}]}),
         json.dumps({"choices": [{"prompt_logprobs": None}]}),
-        replying(),
-        replying({"7": {"logprob": -0.5}}),
-        replying({"6": {"logprob": None}}),
-        replying({"6": {"logprob": 0.5}}),
-        replying({"6": {"logprob": -9999.0}}),
-        replying({"6": {"logprob": -0.5}}, {"7": {"logprob": -0.5}}),
+        scored(),
+        scored({"7": {"logprob": -0.5}}),
+        scored({"6": {"logprob": None}}),
+        scored({"6": {"logprob": 0.5}}),
+        scored({"6": {"logprob": -9999.0}}),
+        scored({"6": {"logprob": -0.5}}, {"7": {"logprob": -0.5}}),
     ],
 )
 def test_reply_without_the_log_probability_of_each_token_is_an_error(faulty: Any, body: str) -> None:
@@ -200,6 +173,6 @@ def test_reply_without_the_log_probability_of_each_token_is_an_error(faulty: Any
 
 
 def test_too_few_likely_tokens_are_an_error(faulty: Any) -> None:
-    faulty.replies = [(200, replying({"6": {"logprob": -0.5}}))]
+    faulty.replies = [(200, scored({"6": {"logprob": -0.5}}))]
     with pytest.raises(TeacherError, match="must return the 2 most likely tokens, but returned 1"):
         ask(f"http://127.0.0.1:{faulty.server_port}", lambda teacher: teacher.compute_top([[5, 6]], 2))

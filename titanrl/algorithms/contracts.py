@@ -105,9 +105,9 @@ class PolicyLoss(Protocol):
     """Policy loss: a function of a micro-batch that returns one loss per token, `[N]`.
 
     The objective (`titanrl.algorithms.objective`) weights and sums the losses of the unmasked tokens, applies the off-policy
-    correction, and adds the KL and entropy terms. Parameters after the first are options. An option named like a key of
-    `algorithm` (`clip_low`, `clip_high`, `dual_clip`, `dro_beta`, `sapo_temperatures`) receives the value of that key. Other
-    options come from `algorithm.loss_options`.
+    correction, and adds the KL and entropy terms. Parameters after the first are options. An option named like a key in
+    `titanrl.config.algorithm.LOSS_KEYS` receives the value of that key of `algorithm`. Other options come from
+    `algorithm.loss_options`.
 
     A loss may return a pair of the losses and a dict of additional per-token values for the metrics. The mean of a value `NAME`
     over the tokens is logged as `policy/NAME_mean`, or as `policy/NAME_frac` if it is a bool tensor. Values named `ratio` and

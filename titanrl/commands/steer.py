@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import json
 from collections.abc import Sequence
+from typing import Any
 
 from titanrl.base import terminal
 from titanrl.base.control import steer
@@ -24,7 +25,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "titanrl steer") -> N
     parser.add_argument("run", type=terminal.path, metavar="RUN", help="directory of the run")
     parser.add_argument("action", choices=("status", "pause", "resume", "set", "stacks"), help="what to do")
     parser.add_argument("values", nargs="*", metavar="key=value", help="new values, for set")
-    parser.add_argument("--json", action="store_true", help="print the reply as JSON; stacks are always text")
+    parser.add_argument("--json", action="store_true", help="print the reply as JSON")
     arguments = parser.parse_args(argv)
     with refusing():
         values = {".".join(override.path): override.value for override in parse_overrides(arguments.values)}
@@ -34,9 +35,9 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "titanrl steer") -> N
         )
     with refusing():
         if arguments.action == "stacks":
-            print(asyncio.run(stacks_of(arguments.run)))
-            return
-        reply = asyncio.run(steer(arguments.run, arguments.action, values))
+            reply: dict[str, Any] = {"text": asyncio.run(stacks_of(arguments.run))}
+        else:
+            reply = asyncio.run(steer(arguments.run, arguments.action, values))
     if arguments.json:
         print(json.dumps(reply, indent=2))
         return

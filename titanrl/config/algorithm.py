@@ -95,10 +95,17 @@ ADVANTAGES: Mapping[str, BuiltIn[AdvantageTraits]] = {
 CUSTOM_ADVANTAGE = AdvantageTraits(keeps_equal_rewards=True)
 """Traits of a custom advantage estimator, which may depend on more than rewards."""
 
-LOSS_KEYS = (
-    *("clip_low", "clip_high", "dual_clip", "dro_beta", "sapo_temperatures"),
-    *("dppo_threshold", "cov_share", "clip_cov_bounds", "kl_cov_coef"),
-)
+KEYS_OF_LOSSES: Mapping[str, tuple[str, ...]] = {
+    "dual_clip": ("ppo",),
+    "dro_beta": ("dro",),
+    "sapo_temperatures": ("sapo",),
+    "dppo_threshold": ("dppo_tv", "dppo_kl"),
+    "cov_share": ("clip_cov", "kl_cov"),
+    "clip_cov_bounds": ("clip_cov",),
+    "kl_cov_coef": ("kl_cov",),
+}
+"""Keys that only some of the losses have, and these losses."""
+LOSS_KEYS = ("clip_low", "clip_high", *KEYS_OF_LOSSES)
 """Keys passed to a loss that has a parameter of the same name."""
 ADVANTAGE_KEYS = ("std_ddof", "pass_k", "turn_discount", "token_discount")
 """Keys passed to an advantage estimator that has a parameter of the same name."""
@@ -478,9 +485,14 @@ class AlgorithmConfig(Section):
                 f"the loss {self.loss} has no such option",
                 f"choose one of its options: {', '.join(known)}" if known else "remove it",
             )
-        if self.dual_clip is not None and self.loss in LOSSES and self.loss != "ppo":
-            rule = "dual_clip is allowed only when loss is ppo"
-            yield self.broken("dual_clip loss", rule, "remove dual_clip, or set algorithm.loss to ppo")
+        for key, losses in KEYS_OF_LOSSES.items() if self.loss in LOSSES else ():
+            if self.loss not in losses and self.value_of(key) != type(self).model_fields[key].get_default():
+                allowed = " or ".join(losses)
+                rule = f"{key} is allowed only when loss is {allowed}"
+                yield self.broken(f"{key} loss", rule, f"remove {key}, or set algorithm.loss to {allowed}")
+        if self.optimizer != "muon" and self.muon_momentum != type(self).model_fields["muon_momentum"].get_default():
+            rule = "muon_momentum is allowed only when optimizer is muon"
+            yield self.broken("muon_momentum optimizer", rule, "remove muon_momentum, or set algorithm.optimizer to muon")
 
     def broken_pass_k(self, prefix: str = "") -> Iterator[BrokenRule]:
         """Yield a rule if `pass_k` does not fit the advantage. `prefix` is prepended to the keys, for the settings of one

@@ -7,7 +7,7 @@ from typing import Annotated, Self
 from pydantic import Field
 
 from titanrl.base.choices import DeviceName, Program
-from titanrl.config.algorithm import AlgorithmConfig, LossTraits
+from titanrl.config.algorithm import LOSS_KEYS, AlgorithmConfig, LossTraits
 from titanrl.config.data import (
     ANSWER_REWARDS,
     DEFAULT,
@@ -65,8 +65,7 @@ UNUSED_BY_DISTILLATION = {
     "rollout": ("top_p", "top_k", "min_p", "dynamic_sampling", "window", "num_spare_completions"),
     "replay": ("fraction",),
     "algorithm": (
-        *("preset", "advantage", "std_ddof", "pass_k", "loss", "loss_options", "proximal", "clip_low", "clip_high"),
-        *("dual_clip", "dro_beta", "sapo_temperatures", "dppo_threshold", "cov_share", "clip_cov_bounds", "kl_cov_coef"),
+        *("preset", "advantage", "std_ddof", "pass_k", "loss", "loss_options", "proximal", *LOSS_KEYS),
         *("critic", "kl", "ema_decay", "entropy_coef", "correction", "reduction"),
         *("constant_length", "updates_per_publish"),
     ),

@@ -522,7 +522,7 @@ function withMeans(lines) {
     const x = Object.fromEntries(Object.entries(members[0].x).map(([axis, values]) => [axis, places.map((at) => values[at])]));
     const mean = steps.map((step) => members.reduce((sum, line, number) => sum + line.mean[tables[number].get(step)], 0) / members.length);
     const average = (at) => members.reduce((sum, line) => sum + line.ends[at], 0) / members.length;
-    return { label: group, color: members[0].color, dash: members[0].dash, x, mean, low: null, high: null, ends: [average(0), average(1), `means of ${members.length} seeds`] };
+    return { label: group, color: members[0].color, dash: members[0].dash, x, mean, low: null, high: null, ends: [average(0), average(1), `means of ${members.length} runs`] };
   });
   return [...lines, ...means];
 }

@@ -300,7 +300,12 @@ class ProgramEpisode(Attempt):
         decided = (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
         differs = any(value not in (None, own) for value, own in zip(wanted, decided, strict=True))
         self._num_overridden += differs or call.seed is not None
-        return replace(sampling, stop=(*sampling.stop, *call.stop), stop_ids=(*sampling.stop_ids, *call.stop_ids))
+        return replace(
+            sampling,
+            stop=(*sampling.stop, *call.stop),
+            stop_ids=(*sampling.stop_ids, *call.stop_ids),
+            prompt_logprobs=call.prompt_logprobs,
+        )
 
     def _parsed(self, call: Call, token_ids: list[int]) -> dict[str, Any]:
         """Return the message of a reply with all of its text. Without tools in the call, tool calls remain text."""

@@ -13,6 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
+from titanrl.base.errors import PhaseError
 from titanrl.base.files import Digests
 from titanrl.base.plugins import Plugin, Plugins, loaded, loading
 from titanrl.carriers.datums import Datum
@@ -362,7 +363,7 @@ class PolicyTrainer(Actor):
             with self._computing():
                 try:
                     update = learner.optim_step(params, completes=completes)
-                except BaseException:
+                except PhaseError:
                     if critic is not None:  # discard its gradients, too
                         critic.learner.zero_grad()
                     raise
