@@ -343,6 +343,18 @@ def test_resume_is_bitwise_and_works_on_other_layouts(
 
 
 @pytest.mark.parametrize("layout", ["one rank", "fsdp"])
+def test_resume_with_muon_is_bitwise_and_refuses_another_optimizer(
+    layout: str, world: Worlds, tiny_model: Path, tmp_path: Path
+) -> None:
+    (size, plan), folder = LAYOUTS[layout], tmp_path / "checkpoints"
+    uninterrupted = world(size).run(variants.save_and_continue, tiny_model, plan, folder, False, "muon")
+    resumed = world(size).run(variants.load_and_continue, tiny_model, plan, folder, 3, "muon")
+    assert [own for _, own, _ in resumed] == uninterrupted
+    with pytest.raises(AssertionError, match=r"it has no optimizer\.state\..*\. Resume with the model"):
+        world(size).run(variants.load_and_continue, tiny_model, plan, folder, 3)
+
+
+@pytest.mark.parametrize("layout", ["one rank", "fsdp"])
 def test_kl_reference_is_snapshot_of_start(layout: str, world: Worlds, tiny_model: Path) -> None:
     size, plan = LAYOUTS[layout]
     before, after = world(size).run(variants.kl_to_start, tiny_model, plan)[0]

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -27,6 +27,7 @@ from titanrl.trainer.model import build_model
 from titanrl.weights.layout import local_part
 
 Plan = dict[str, Any]
+OptimizerName = Literal["adamw", "muon"]
 
 
 def batches_of(learner: Learner, rows_per_microbatch: int = 2) -> list[PackedRows]:
@@ -226,9 +227,11 @@ def gradient_norm(model_dir: Path, plan: Plan, rows_per_microbatch: int) -> floa
     return learner.optim_step(checks.ADAM).grad_norm
 
 
-def save_and_continue(model_dir: Path, plan: Plan, folder: Path, in_background: bool) -> dict[str, bytes]:
+def save_and_continue(
+    model_dir: Path, plan: Plan, folder: Path, in_background: bool, optimizer: OptimizerName = "adamw"
+) -> dict[str, bytes]:
     """Save a checkpoint at each of three steps, then take three more; return the local bytes."""
-    learner = checks.make_learner(model_dir, parallelism=plan)
+    learner = checks.make_learner(model_dir, optimizer=optimizer, parallelism=plan)
     checkpoints = Checkpoints(learner, folder, 2, in_background=in_background)
     for step in (1, 2, 3):
         train(learner)
@@ -238,9 +241,11 @@ def save_and_continue(model_dir: Path, plan: Plan, folder: Path, in_background: 
     return checks.local_bytes(learner)
 
 
-def load_and_continue(model_dir: Path, plan: Plan, folder: Path, step: int) -> tuple[int, dict[str, bytes], checks.Arrays]:
+def load_and_continue(
+    model_dir: Path, plan: Plan, folder: Path, step: int, optimizer: OptimizerName = "adamw"
+) -> tuple[int, dict[str, bytes], checks.Arrays]:
     """Load a checkpoint and take three steps; return the loaded version, then local bytes and full parameters."""
-    learner = checks.make_learner(model_dir, parallelism=plan)
+    learner = checks.make_learner(model_dir, optimizer=optimizer, parallelism=plan)
     torch.rand(3)  # loading restores the random state
     checkpoints = Checkpoints(learner, folder, 2)
     checkpoints.load(step)

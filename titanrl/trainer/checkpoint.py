@@ -6,6 +6,7 @@ Checkpoints hold model, optimizer, moving average, critic, policy version and ra
 
 import json
 import logging
+import re
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -99,6 +100,9 @@ def storage_errors(what: str, folder: Path) -> Iterator[None]:
         yield
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
+        if missing := re.match(r"Missing key in checkpoint state_dict: (.+)\.$", str(cause)):
+            fix = "Resume with the model, the adapters, the optimizer, the moving average and the critic that it was saved with"
+            raise StorageError(f"cannot {what} in {folder}: it has no {missing[1]}. {fix}.") from error
         raise StorageError(f"cannot {what} in {folder}: {describe(cause)[:MAX_TEXT]} on rank {rank}{_free(folder)}") from error
     except (OSError, RuntimeError) as error:  # torch's archive writer raises RuntimeError
         raise StorageError(f"cannot {what} in {folder}: {describe(error)[:MAX_TEXT]}{_free(folder)}") from error
@@ -474,7 +478,8 @@ def prepare(learner: Learner, what: str) -> None:
         if not optimizer.state:
             init_optim_state(optimizer)
             for state in optimizer.state.values():
-                state["step"].zero_()
+                if "step" in state:  # of AdamW; Muon counts none
+                    state["step"].zero_()
 
 
 def _has(folder: Path, component: str) -> bool:
