@@ -258,7 +258,10 @@ def test_conflicting_traits_are_rejected_before_start(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "files"),
     [
-        (LOSSES, {"config/algorithm.py", "algorithms/contracts.py", "config/sections.py", "serving/tinker_wire.py"}),
+        (
+            LOSSES,
+            {"config/algorithm.py", "algorithms/contracts.py", "config/sections.py", "serving/tinker_wire.py", "distill.py"},
+        ),
         (ADVANTAGES, {"config/algorithm.py", "config/data.py", "config/schema.py"}),
         (TRACKERS, {"config/sections.py", "metrics/trackers.py"}),
     ],

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.recorded import coverage
-from titanrl.carriers.spans import close_timeline, open_timeline, process_start, span
+from titanrl.carriers.record import RecordFile
+from titanrl.carriers.spans import Timeline, close_timeline, open_timeline, process_start, span
 from titanrl.metrics.reading import RunRecord, Span
 
 
@@ -137,3 +138,27 @@ def test_spans_beyond_the_queue_are_counted(tmp_path: Path, monkeypatch: pytest.
     run = RunRecord(tmp_path)
     assert len(spans(tmp_path, "step")) + run.dropped()["spans"] == 50
     assert run.dropped()["spans"] >= 30
+
+
+def test_close_returns_although_the_thread_has_just_stopped_waiting_for_it(tmp_path: Path) -> None:
+    is_closed = threading.Event()
+
+    class Closing(threading.Event):
+        """An event that is set right after the end of a `wait`."""
+
+        def wait(self, timeout: float | None = None) -> bool:
+            is_closed.wait()
+            return False
+
+    class Due(threading.Event):
+        def set(self) -> None:
+            super().set()
+            is_closed.set()
+
+    timeline = Timeline(RecordFile(tmp_path, "spans", "trainer_0", 10**6), is_server=True)
+    first, timeline._due, timeline._closing = timeline._due, Due(), Closing()
+    first.set()
+    closing = threading.Thread(target=timeline.close, daemon=True)
+    closing.start()
+    closing.join(10)
+    assert not closing.is_alive()

@@ -115,8 +115,9 @@ class Timeline:
         is_closed = False
         while not is_closed:
             self._due.wait()
-            is_closed = self._closing.wait(BATCH_S)
+            self._closing.wait(BATCH_S)
             self._due.clear()
+            is_closed = self._closing.is_set()  # after `clear`, which may undo the `set` of a `close`
             now = time.perf_counter()
             with self._lock:
                 for key, lane in list(self._lanes.items()):
