@@ -44,8 +44,8 @@ def bytes_of(learner: Learner) -> tuple[dict[str, bytes], dict[str, bytes]]:
 def follow(model_dir: Path, trainer: Trainer) -> tuple[checks.Arrays, checks.Arrays]:
     """Take three steps; return the full averages, and averages computed from the full weights after each step."""
     learner = make(model_dir, trainer)
-    names = averages(learner).keys()
-    expected = {name: checks.parameters(learner)[name] for name in names}
+    weights = checks.parameters(learner)
+    expected = {name: weights[name] for name in averages(learner)}
     for _ in range(3):
         variants.train(learner)
         weights = checks.parameters(learner)
@@ -111,10 +111,10 @@ def without_average(model_dir: Path) -> bool:
     return learner.average is None
 
 
-def save_and_continue(model_dir: Path, trainer: Trainer, folder: Path, in_background: bool) -> Any:
+def save_and_continue(model_dir: Path, trainer: Trainer, folder: Path) -> Any:
     """Save a checkpoint and a state after two steps, then take two more; return bytes of weights and averages."""
     learner = make(model_dir, trainer)
-    checkpoints = Checkpoints(learner, folder, 2, in_background=in_background)
+    checkpoints = Checkpoints(learner, folder, 2, in_background=True)
     variants.train(learner, 2)
     checkpoints.save(2)
     checkpoints.save_state(folder / "state")

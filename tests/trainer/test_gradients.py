@@ -3,14 +3,13 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.trainer import checks
 from tests.trainer.ranks import World
-from titanrl.base.choices import Reduction
 from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.config.sections import RecipeConfig
 from titanrl.models.recipe import create_model
@@ -29,6 +28,7 @@ LAYOUTS = {
     "fsdp 2 x cp 2": (4, (("dp_shard", 2), ("cp", 2))),
     "cp 2 x tp 2": (4, (("cp", 2), ("tp", 2))),
 }
+GRADIENT_LAYOUTS = ("one rank", "tp 2", "fsdp 4", "fsdp 2 x tp 2", "hsdp 2 x 2", "cp 4")
 OBJECTIVE_LAYOUTS = ("cp 2", "fsdp 2 x cp 2", "cp 2 x tp 2")
 TOLERANCE = 1e-6
 
@@ -48,16 +48,15 @@ def reference(world: Worlds, tiny_model: Path) -> tuple[checks.Arrays, float]:
     return gradient(world, tiny_model, "one rank", 100, False)
 
 
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "one a row"])
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name not in OBJECTIVE_LAYOUTS or name == "cp 2"])
+@pytest.mark.parametrize("layout", GRADIENT_LAYOUTS)
 def test_gradient_does_not_depend_on_layout_or_micro_batches(
-    layout: str, packed: bool, world: Worlds, tiny_model: Path, reference: tuple[checks.Arrays, float]
+    layout: str, world: Worlds, tiny_model: Path, reference: tuple[checks.Arrays, float]
 ) -> None:
     size = max(float(np.abs(part).max()) for part in reference[0].values())
     assert size > 1e-2, "a gradient this small would be equal to anything"
-    for rows_per_microbatch in (1, 2, 4, 8):
+    for rows_per_microbatch, packed in ((1, True), (8, True), (4, False)):
         found, loss = gradient(world, tiny_model, layout, rows_per_microbatch, packed)
-        assert largest_difference(found, reference[0]) <= TOLERANCE, rows_per_microbatch
+        assert largest_difference(found, reference[0]) <= TOLERANCE, (rows_per_microbatch, packed)
         assert loss == pytest.approx(reference[1], abs=TOLERANCE)
 
 
@@ -89,14 +88,11 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
         "kl": {"coef": 0.2, "place": "reward", "estimator": "k1"},
         "entropy_coef": 0.1,
     },
-    **{
-        reduction: {
-            "loss": "ppo",
-            "reduction": reduction,
-            "kl": {"coef": 0.1},
-            "correction": {"veto_prox_over_behavior": [0.6, 1.3]},
-        }
-        for reduction in get_args(Reduction)
+    "veto": {
+        "loss": "ppo",
+        "reduction": "token_mean",
+        "kl": {"coef": 0.1},
+        "correction": {"veto_prox_over_behavior": [0.6, 1.3]},
     },
 }
 
@@ -105,26 +101,19 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
 def test_context_parallel_ranks_compute_the_objective_of_one_rank(objective: str, world: Worlds, tiny_model: Path) -> None:
     """Terms over whole sequences include the tokens of all ranks, and each metric and gradient counts every token once."""
     algorithm = AlgorithmConfig.model_validate(OBJECTIVES[objective])
-    expected, metrics, _ = world(1).run(checks.objective_of, tiny_model, (), algorithm)[0]
+    expected, metrics, scores = world(1).run(checks.objective_of, tiny_model, (), algorithm)[0]
     largest = max(float(np.abs(part).max()) for part in expected.values())
     assert largest > 1e-4
     for layout in OBJECTIVE_LAYOUTS:
         size, plan = LAYOUTS[layout]
-        found, same, _ = world(size).run(checks.objective_of, tiny_model, plan, algorithm)[0]
+        found, same, same_scores = world(size).run(checks.objective_of, tiny_model, plan, algorithm)[0]
         worst = largest_difference(found, expected) / largest
         print(f"{objective}, {layout}: worst gradient {worst:.1e}, loss {same['loss/total']:.6f}")
         assert worst <= (2e-6 if "tp" in layout else 1e-6), layout
         assert same == pytest.approx(metrics, rel=1e-5, abs=1e-6), layout
-
-
-def test_context_parallel_ranks_know_the_scores_of_whole_rows(world: Worlds, tiny_model: Path) -> None:
-    algorithm = AlgorithmConfig.model_validate(OBJECTIVES["gspo"])
-    _, _, expected = world(1).run(checks.objective_of, tiny_model, (), algorithm)[0]
-    for layout in ("cp 2", "cp 4", "cp 2 x tp 2"):
-        size, plan = LAYOUTS[layout]
-        _, _, found = world(size).run(checks.objective_of, tiny_model, plan, algorithm)[0]
-        for one, other in zip(found, expected, strict=True):
-            np.testing.assert_allclose(one, other, atol=2e-6, rtol=0)
+        if "fsdp" not in layout:  # whose ranks have other rows
+            for one, other in zip(same_scores, scores, strict=True):
+                np.testing.assert_allclose(one, other, atol=2e-6, rtol=0)
 
 
 def orthogonal(gradient: np.ndarray) -> np.ndarray:
@@ -155,7 +144,7 @@ def test_muon_orthogonalizes_updates_of_layers_and_leaves_the_rest_to_adamw(worl
             np.testing.assert_allclose(update, expected, atol=1e-3, err_msg=name)
 
 
-@pytest.mark.parametrize("layout", ["fsdp 2", "tp 2", "fsdp 2 x tp 2"])
+@pytest.mark.parametrize("layout", ["fsdp 2", "fsdp 2 x tp 2"])
 def test_steps_of_muon_do_not_depend_on_layout(layout: str, world: Worlds, tiny_model: Path) -> None:
     _, _, reference = world(1).run(checks.muon_steps, tiny_model, ())[0]
     size, plan = LAYOUTS[layout]
@@ -165,7 +154,7 @@ def test_steps_of_muon_do_not_depend_on_layout(layout: str, world: Worlds, tiny_
         assert np.linalg.norm(found[name] - values) < 0.1 * np.linalg.norm(change), name
 
 
-@pytest.mark.parametrize("layout", ["one rank", "fsdp 2", "tp 2", "cp 2"])
+@pytest.mark.parametrize("layout", ["one rank", "tp 2", "cp 2"])
 def test_shared_prompts_give_same_gradient_in_fewer_rows(layout: str, world: Worlds, tiny_model: Path) -> None:
     size, plan = LAYOUTS[layout]
     apart, loss, num_rows = world(size).run(partial(checks.gradient_of_groups, share_prompts=False), tiny_model, plan)[0]
@@ -196,14 +185,8 @@ def test_divergence_equals_fp64_and_does_not_depend_on_layout(loss: str, world: 
     assert max(float(np.abs(part).max()) for part in reference.values()) > 1e-4
     (by_hand,) = world(1).run(checks.divergence_by_hand, tiny_model, loss)
     assert value == pytest.approx(by_hand, rel=1e-5)
-    for layout, rows_per_microbatch in (
-        ("one rank", 1),
-        ("fsdp 2", 1),
-        ("tp 2", 2),
-        ("cp 2", 2),
-        ("fsdp 2 x tp 2", 1),
-        ("cp 2 x tp 2", 1),
-    ):
+    layouts = [("one rank", 1), ("tp 2", 2)]  # the losses differ in their terms over the vocabulary, which tp splits
+    for layout, rows_per_microbatch in layouts + [("cp 2", 2), ("fsdp 2 x tp 2", 1)] * (loss == "jsd"):
         found, same = distilled(world, tiny_model, layout, loss, rows_per_microbatch)
         assert largest_difference(found, reference) <= TOLERANCE, layout
         assert same == pytest.approx(value, abs=TOLERANCE)
@@ -213,7 +196,7 @@ def test_divergence_over_known_tokens_equals_fp64_and_does_not_depend_on_layout(
     reference, value = distilled(world, tiny_model, "one rank", "forward_kl", 100, None, 5)
     (by_hand,) = world(1).run(checks.known_by_hand, tiny_model, 5)
     assert value == pytest.approx(by_hand, rel=1e-5)
-    for layout, rows_per_microbatch in (("one rank", 1), ("fsdp 2", 1), ("tp 2", 2), ("fsdp 2 x tp 2", 1)):
+    for layout, rows_per_microbatch in (("one rank", 1), ("fsdp 2 x tp 2", 1)):
         found, same = distilled(world, tiny_model, layout, "forward_kl", rows_per_microbatch, None, 5)
         assert largest_difference(found, reference) <= TOLERANCE, layout
         assert same == pytest.approx(value, abs=TOLERANCE)

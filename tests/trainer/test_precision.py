@@ -14,19 +14,19 @@ FSDP, TP, BOTH = {"dp_shard": 2}, {"tp": 2}, {"dp_shard": 2, "tp": 2}
 LAYOUTS = {"one rank": (1, {}), "fsdp": (2, FSDP), "tp": (2, TP), "fsdp x tp": (4, BOTH)}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["one rank", "fsdp x tp"])
 def test_cached_float8_scales_give_gradient_of_torchao_bitwise(layout: str, world: Worlds, tiny_model: Path) -> None:
     size, plan = LAYOUTS[layout]
     assert all(world(size).run(precision.cached_scales_equal_torchao, tiny_model, plan))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["fsdp", "tp"])
 def test_float8_scales_follow_weights_in_use(layout: str, world: Worlds, tiny_model: Path, tmp_path: Path) -> None:
     size, plan = LAYOUTS[layout]
     assert all(world(size).run(precision.scales_follow_the_weights, tiny_model, plan, tmp_path))
 
 
-@pytest.mark.parametrize("length", [23, 25, 31])
+@pytest.mark.parametrize("length", [23, 31])
 def test_odd_lengths_under_sequence_parallelism_keep_gradient(length: int, world: Worlds, tiny_model: Path) -> None:
     expected = world(1).run(precision.gradient_of_odd_rows, tiny_model, {}, length)[0]
     found = world(2).run(precision.gradient_of_odd_rows, tiny_model, TP, length)[0]

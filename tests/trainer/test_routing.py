@@ -169,6 +169,20 @@ def other_experts(segments: Sequence[Segment]) -> list[Segment]:
     return changed
 
 
+@pytest.fixture(scope="module")
+def replayed(world: Worlds, folder: Path, sampled: Any) -> tuple[list[Segment], Any, dict[str, float]]:
+    """Segments with other experts, and their gradient and metrics on one rank, without packing."""
+    segments, alone = other_experts(segments_of(sampled("titan", "float32")["windows"])), [[i] for i in range(NUM)]
+    expected, metrics = world(1).run(gradient, folder / "model", segments, alone, 0, {})[0]
+    assert metrics["experts/no_ids_frac"] > 0.0
+    without = [replace(segment, experts=None) for segment in segments]
+    own, own_metrics = world(1).run(gradient, folder / "model", without, alone, 0, {})[0]
+    assert own_metrics["experts/no_ids_frac"] == 1.0
+    largest = max(float(np.abs(value).max()) for value in expected.values())
+    assert max(float(np.abs(own[name] - value).max()) for name, value in expected.items()) > 1e-3 * largest
+    return segments, expected, metrics
+
+
 PACKED = [[0, 1], [2, 3], [4, 5], [6, 7]]
 EP, TP = {"dp_shard": 2, "ep": 2}, {"tp": 2, "ep": 2}
 LAYOUTS: dict[str, tuple[int, Sequence[Sequence[int]], int, dict[str, Any]]] = {
@@ -184,26 +198,20 @@ LAYOUTS: dict[str, tuple[int, Sequence[Sequence[int]], int, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradient_with_replay_equals_that_of_unpacked_rows_on_one_rank(
-    layout: str, world: Worlds, folder: Path, sampled: Any
+    layout: str, world: Worlds, folder: Path, replayed: tuple[list[Segment], Any, dict[str, float]]
 ) -> None:
     size, rows, shared, section = LAYOUTS[layout]
-    segments = other_experts(segments_of(sampled("titan", "float32")["windows"]))
+    segments, expected, metrics = replayed
     if shared:  # the first sequence of a row computes the prompt
         segments = [with_prefix_of(segments[0], segment, shared) for segment in segments]
-    alone = [[i] for i in range(NUM)]
-    expected, metrics = world(1).run(gradient, folder / "model", segments, alone, 0, {})[0]
+        expected, _ = world(1).run(gradient, folder / "model", segments, [[i] for i in range(NUM)], 0, {})[0]
     found, same = world(size).run(gradient, folder / "model", segments, rows, shared, section)[0]
     largest = max(float(np.abs(value).max()) for value in expected.values())
     worst = max(float(np.abs(found[name] - value).max()) for name, value in expected.items()) / largest
     print(f"{layout}: worst gradient {worst:.1e}")
     assert worst <= (5e-6 if layout == "ep and tp" else 1e-6)  # tensor parallelism adds partial sums of each product
-    assert metrics["experts/no_ids_frac"] > 0.0
     if not shared:
         assert same == pytest.approx(metrics)
-    without = [replace(segment, experts=None) for segment in segments]
-    own, own_metrics = world(1).run(gradient, folder / "model", without, alone, 0, {})[0]
-    assert own_metrics["experts/no_ids_frac"] == 1.0
-    assert max(float(np.abs(own[name] - value).max()) for name, value in expected.items()) > 1e-3 * largest
 
 
 def with_prefix_of(first: Segment, segment: Segment, num_tokens: int) -> Segment:

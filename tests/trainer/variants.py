@@ -221,10 +221,17 @@ def forward_before_step(model_dir: Path, plan: Plan) -> bool:
 
 
 def gradient_norm(model_dir: Path, plan: Plan, rows_per_microbatch: int) -> float:
+    return norm_and_loads(model_dir, plan, rows_per_microbatch)[0]
+
+
+def norm_and_loads(model_dir: Path, plan: Plan, rows_per_microbatch: int) -> tuple[float, dict[str, float]]:
+    """Return the norm of the gradient and the load of the experts in the first step on the random batch."""
     learner = checks.make_learner(model_dir, parallelism=plan)
     for batch in batches_of(learner, rows_per_microbatch):
         learner.run(batch, checks.everything)
-    return learner.optim_step(checks.ADAM).grad_norm
+    learner.logprobs(batch)  # not part of the step
+    update = learner.optim_step(checks.ADAM)
+    return update.grad_norm, dict(update.experts)
 
 
 def save_and_continue(
