@@ -289,6 +289,32 @@ def test_pause_waits_for_the_boundary_and_ends_with_resume(tmp_path: Path) -> No
         assert run.applied == [{"after pause"}]
 
 
+def test_pause_right_after_resume_is_not_lost(tmp_path: Path) -> None:
+    async def scenario(run: Steps) -> None:
+        steering = run.steering
+
+        async def train() -> None:
+            with steering.training():
+                while not run.is_ending:
+                    if steering.is_pausing:
+                        await steering.wait()
+                    await asyncio.sleep(0)
+
+        training = asyncio.create_task(train())
+        await asyncio.sleep(0)
+        await steering.pause()
+        steering.resume()
+        async with asyncio.timeout(10):
+            await steering.pause()
+        assert steering.status()["state"] == "paused"
+        run.is_ending = True
+        steering.resume()
+        await training
+
+    with run_in(tmp_path / "run") as run:
+        asyncio.run(scenario(run))
+
+
 def test_requests_are_answered_or_refused_with_what_is_allowed(tmp_path: Path) -> None:
     with run_in(tmp_path / "run") as run:
         answer = run.steering._answer

@@ -1,6 +1,7 @@
 """Sessions of Tinker's clients: their ends, and the weights that their samplers share."""
 
 import asyncio
+import time
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -121,3 +122,25 @@ def test_later_requests_do_not_extend_the_wait_for_a_missing_one(tmp_path: Path)
         await sessions.close()
 
     run(arrive())
+
+
+def test_model_is_freed_if_its_session_ends_when_the_wait_for_a_missing_request_does(tmp_path: Path) -> None:
+    async def end() -> None:
+        host = NumberHost(tmp_path)
+        sessions = sessions_of(host, gap_s=0.1)
+        session = sessions.add("ann", {}, None)
+        await create(sessions, session).wait(5)
+        (model,) = session.models.values()
+
+        async def done() -> Answer:
+            return json_answer({})
+
+        sessions.submit(model, 2, 0, b"2", lambda _: done())  # 1 never arrives
+        await asyncio.sleep(0.01)
+        asyncio.get_running_loop().call_later(0.1, sessions.end, session)
+        time.sleep(0.2)
+        await asyncio.sleep(0.01)  # both times are over when the event loop continues
+        await sessions.close()
+        assert host.models == []
+
+    run(end())

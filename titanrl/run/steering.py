@@ -276,11 +276,11 @@ class Steering:
         self._boundary.set()
         try:
             with span("paused", "phase", step=step):
-                await run.unless_ending(self._may_continue.wait())
+                if not await run.unless_ending(self._may_continue.wait()):
+                    self._is_pausing = False  # otherwise `resume` did so, and another pause may have been requested since
         finally:
             self._paused_at = None
             run.console.current_phase(None)
-        self._is_pausing = False
         seconds = time.perf_counter() - started
         run.recorder.directory.event("continued", step=step, seconds=round(seconds, 3))
         run.console.note(f"continued after a pause of {duration(seconds)}")

@@ -573,6 +573,8 @@ class Sessions:
                     await model.news.wait()
             except TimeoutError:
                 gap_ends = None
+                if not model.order.has_gap:  # the request has just arrived, or the session has ended
+                    continue
                 first, last = model.order.skip()
                 logger.warning(
                     "%s: requests %d to %d did not arrive within %g s", model.model_id, first, last, self._limits.gap_s
