@@ -9,13 +9,13 @@ import os
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from tests.ports import free_port
 
-DEADLINE_S = 240
 FORKED = multiprocessing.get_context("forkserver")
 """Starts processes that have imported torch and torchtitan. A test process has only one fork server, which all tests share."""
 FORKED.set_forkserver_preload(["tests.trainer.preload"])
@@ -25,14 +25,18 @@ class World:
     """Ranks in separate processes that call functions on request."""
 
     def __init__(self, size: int, folder: Path) -> None:
+        """Start no ranks before the first call of `run`."""
+        self.size = size
+        self._folder = folder
+        self._pipes: list[Connection] = []
+        self._processes: list[ForkServerProcess] = []
+
+    def _start(self) -> None:
         """Start the ranks, which rendezvous on a free port."""
         port = free_port()
-        self.size = size
-        self._pipes: list[Connection] = []
-        self._processes = []
-        for rank in range(size):
+        for rank in range(self.size):
             ours, theirs = FORKED.Pipe()
-            process = FORKED.Process(target=serve, args=(theirs, rank, size, port, folder), daemon=True)
+            process = FORKED.Process(target=serve, args=(theirs, rank, self.size, port, self._folder), daemon=True)
             process.start()
             self._pipes.append(ours)
             self._processes.append(process)
@@ -40,25 +44,43 @@ class World:
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Call a function, importable by name, on all ranks and return their results.
 
+        The time limit of the test is that of the call. After it, or if a rank exits, the next call starts new ranks, because
+        the old ones would answer it with replies to this one.
+
         Raises:
-            AssertionError: A rank raised, exited, or did not reply.
+            AssertionError: A rank raised or exited.
         """
-        for pipe in self._pipes:
-            with contextlib.suppress(BrokenPipeError):  # `_reply` names the rank that exited
-                pipe.send((function, args))
-        replies = [self._reply(rank) for rank in range(self.size)]
+        if not self._processes:
+            self._start()
+        replies: list[tuple[bool, Any]] = []
+        try:
+            for pipe in self._pipes:
+                with contextlib.suppress(BrokenPipeError):  # `_reply` names the rank that exited
+                    pipe.send((function, args))
+            for rank in range(self.size):
+                replies.append(self._reply(rank))
+        except BaseException as error:  # including the time limit
+            error.add_note(f"rank {len(replies)} of {self.size} has not replied")
+            self._kill()
+            raise
         for rank, (ok, value) in enumerate(replies):
             assert ok, f"rank {rank} of {self.size}:\n{value}"
         return [value for _, value in replies]
 
     def _reply(self, rank: int) -> tuple[bool, Any]:
         """Wait for the reply of a rank; the others wait for a rank that exited, so name it immediately."""
-        ready = wait([self._pipes[rank], *(process.sentinel for process in self._processes)], DEADLINE_S)
-        assert ready, f"rank {rank} of {self.size} does not reply"
+        wait([self._pipes[rank], *(process.sentinel for process in self._processes)])
         exited = {number: process.exitcode for number, process in enumerate(self._processes) if process.exitcode is not None}
         assert not exited, f"ranks of {self.size} exited; their exit codes: {exited}"
         reply: tuple[bool, Any] = self._pipes[rank].recv()
         return reply
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        self._pipes, self._processes = [], []
 
     def __enter__(self) -> Self:
         return self
@@ -69,7 +91,7 @@ class World:
                 pipe.send(None)
         for process in self._processes:
             process.join(10)
-            process.kill()
+        self._kill()
 
 
 def serve(pipe: Connection, rank: int, size: int, port: int, folder: Path) -> None:

@@ -282,6 +282,7 @@ def test_float8_emulated_on_cpu_stays_close(layout: str, recipe: str, world: Wor
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_compiled_model_has_same_gradient(layout: str, world: Worlds, tiny_model: Path) -> None:
     size, plan = LAYOUTS[layout]
