@@ -248,6 +248,53 @@ def test_close_fails_a_command_that_waits_for_a_drain() -> None:
     asyncio.run(scenario())
 
 
+async def cancel(*waiting: "asyncio.Task[Any]") -> None:
+    """Cancel tasks that have sent commands."""
+    await asyncio.sleep(0)
+    for task in waiting:
+        task.cancel()
+    await asyncio.wait(waiting)
+
+
+def test_cancelled_commands_are_not_run_and_do_not_stop_the_thread() -> None:
+    async def scenario() -> None:
+        engine, released, began = CountingEngine(), threading.Event(), asyncio.Event()
+        loop = EngineLoop(lambda: engine)  # type: ignore[arg-type,return-value]
+        running = asyncio.create_task(completed(loop, [requests(10**9)], [1]))
+        hanging = asyncio.create_task(loop.call(hang(began, asyncio.get_running_loop(), released)))
+        await asyncio.wait_for(began.wait(), 5)
+        await cancel(
+            asyncio.create_task(loop.submit([requests(3, first=1)], [1])),
+            asyncio.create_task(loop.submit([requests(3, first=2)], [1], when_drained=True)),
+            asyncio.create_task(loop.turn()),
+        )
+        released.set()
+        await hanging
+        assert await asyncio.wait_for(loop.call(lambda _: set(engine.running)), 5) == {0}
+        await loop.close()
+        with pytest.raises(EngineStoppedError, match="closed"):
+            await running
+
+    asyncio.run(scenario())
+
+
+def test_close_fails_the_commands_behind_a_cancelled_one() -> None:
+    async def scenario() -> None:
+        engine = CountingEngine()
+        loop = EngineLoop(lambda: engine)  # type: ignore[arg-type,return-value]
+        running = asyncio.create_task(completed(loop, [requests(10**9)], [1]))
+        update = asyncio.create_task(loop.call(set_version(2), when_drained=True))
+        await cancel(asyncio.create_task(loop.call(set_version(3))))
+        behind = asyncio.create_task(loop.call(set_version(4)))
+        await asyncio.sleep(0.01)
+        await loop.close()
+        for waiting in (running, update, behind):
+            with pytest.raises(EngineStoppedError, match="closed"):
+                await asyncio.wait_for(waiting, 5)
+
+    asyncio.run(scenario())
+
+
 def hang(began: asyncio.Event, loop: asyncio.AbstractEventLoop, released: threading.Event) -> Any:
     def run(_: CountingEngine) -> None:
         loop.call_soon_threadsafe(began.set)

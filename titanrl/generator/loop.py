@@ -186,9 +186,11 @@ class EngineLoop:
                 break
             if self._dropping is not None:
                 self._drop(engine, self._dropping)
-            if command.when_drained and engine.can_step:
+            if command.when_drained and engine.can_step and not command.result.cancelled():
                 self._draining = command
                 break
+            if not command.result.set_running_or_notify_cancel():  # else it cannot be cancelled any more
+                continue
             try:
                 command.result.set_result(command.run(engine))
             except Exception as error:  # belongs to the caller; the engine continues
@@ -279,11 +281,12 @@ class EngineLoop:
     def _stop(self, reason: str) -> None:
         self._stopped = reason
         self._fail_groups(EngineStoppedError(reason))
-        while not self._turns.empty():
-            self._turns.get().set_exception(EngineStoppedError(reason))
         commands = [self._draining]
         while not self._inbox.empty():
             commands.append(self._inbox.get())
-        for command in commands:
-            if command is not None:
-                command.result.set_exception(EngineStoppedError(reason))
+        waiting = [command.result for command in commands if command is not None]
+        while not self._turns.empty():
+            waiting.append(self._turns.get())
+        for result in waiting:
+            if result.set_running_or_notify_cancel():
+                result.set_exception(EngineStoppedError(reason))
