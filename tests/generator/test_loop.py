@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -166,6 +167,16 @@ def test_command_after_the_thread_has_stopped_fails() -> None:
         await loop.close()
         with pytest.raises(EngineStoppedError, match="the engine was closed"):
             await loop.call(lambda engine: None)
+
+    asyncio.run(scenario())
+
+
+def test_closed_loop_keeps_its_engine_whose_end_takes_seconds() -> None:
+    async def scenario() -> None:
+        loop = EngineLoop(CountingEngine)  # type: ignore[arg-type]
+        ended = await loop.call(lambda engine: weakref.finalize(engine, lambda: None))
+        await loop.close()
+        assert ended.alive
 
     asyncio.run(scenario())
 

@@ -187,6 +187,7 @@ class Follower:
         """Run the thread. When it exits for any reason, every pending future gets a result or an exception."""
         try:
             engine, leader = build()
+            self._engine = engine  # kept, as that of an `EngineLoop`
             self.started.set_result(None)
             with leader:
                 self._follow(engine, leader)

@@ -71,6 +71,8 @@ class EngineLoop:
         self._draining: _Command | None = None
         self._dropping: str | None = None
         self._closing = False
+        self._engine: Engine | Leader | None = None
+        """Kept until the process ends: when it is collected, vLLM visits all objects of the process, which takes seconds."""
         self._waiting: dict[int, tuple[_Group, int]] = {}
         self._streams: dict[int, _Group] = {}
         self._next_delivery = 0.0
@@ -168,7 +170,7 @@ class EngineLoop:
         """Run the thread. When it exits for any reason, every pending future fails with that reason."""
         reason = "the engine was closed"
         try:
-            engine = build()
+            engine = self._engine = build()
             while self._run_commands(engine):
                 self._step(engine)
                 self._end_turn()
