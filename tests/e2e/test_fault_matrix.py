@@ -48,6 +48,8 @@ ENVIRONMENT = (
 )
 HIT_LIMIT_S, OUTCOME_LIMIT_S, PROGRESS_LIMIT_S = 60.0, 120.0, 120.0
 """Time limits in seconds for a fault to happen, for its outcome, and for the next step."""
+START_LIMIT_S = 600.0
+"""Time limit in seconds for the start of a run until a fault or the first step; its imports take minutes on a busy machine."""
 WITHIN = {"forward/backward": 0.03, "evaluation": 0.1, "rollout": 0.01}
 """Seconds from the start of a phase to a fault that need not happen on the thread of an endpoint."""
 ENDS = ("kill -9", "segfault", "os._exit")
@@ -115,17 +117,18 @@ class Matrix:
         self._seen += self._new.read()
         return self._seen
 
-    def wait_for_progress(self, since: float) -> bool:
+    def wait_for_progress(self, since: float, limit_s: float = PROGRESS_LIMIT_S) -> bool:
         """Wait for a step after a given time; return False if none is recorded."""
-        wait_for(lambda: self.has_ended or self.progress() > since, PROGRESS_LIMIT_S)
+        wait_for(lambda: self.has_ended or self.progress() > since, limit_s)
         return self.progress() > since
 
     def hit(self, cell: Cell) -> None:
         """Cause the fault of a cell, and record its outcome."""
         begun, self._seen = time.time(), []
         self._number += 1
+        limit_s = START_LIMIT_S if cell.phase == "start" else HIT_LIMIT_S
         if not cell.is_own:
-            wait_for(lambda: self._candidates(cell), HIT_LIMIT_S)
+            wait_for(lambda: self.has_ended or self._candidates(cell), limit_s)
         victim = next(iter(sorted(self._candidates(cell), key=lambda victim: victim.part)), None)
         is_aimed = victim is not None and (not cell.is_own or cell.part == "scoring")
         siblings = set() if victim is None else victim.siblings()
@@ -139,7 +142,7 @@ class Matrix:
             "delay_s": WITHIN.get(cell.phase, 0.0) if can_delay else 0.0,
         }
         ordered = self._order(order)
-        hit = {"time": ordered} if cell.trigger == "reward" else self._wait_for_hit()
+        hit = {"time": ordered} if cell.trigger == "reward" else self._wait_for_hit(limit_s)
         if hit is None:
             outcome = {"outcome": "not hit", "noticed_s": None, "recovered_s": None, "text": ""}
         else:
@@ -169,9 +172,9 @@ class Matrix:
         (folder / "command.tmp").rename(folder / "command.json")
         return time.time()
 
-    def _wait_for_hit(self) -> dict[str, Any] | None:
+    def _wait_for_hit(self, limit_s: float) -> dict[str, Any] | None:
         file = self.folder / "fault_reward" / "hit.json"
-        wait_for(lambda: file.exists() or self.has_ended, HIT_LIMIT_S)
+        wait_for(lambda: file.exists() or self.has_ended, limit_s)
         return json.loads(file.read_text()) if file.exists() else None
 
     def _outcome(self, cell: Cell, hit_at: float, part: str, victim: Victim | None, siblings: set[int]) -> dict[str, Any]:
@@ -236,7 +239,10 @@ class Matrix:
         since = time.time()
         self.start(resume=True)
         for _ in range(WARM_UP + 1):
-            assert self.wait_for_progress(since), self.command.finish().output
+            if not self.wait_for_progress(since, START_LIMIT_S):
+                if not self.has_ended:  # it may go on for a hundred thousand steps
+                    self.command.process.kill()
+                raise AssertionError(f"the resumed run took no step: {self.command.finish().output}")
             since = self.progress()
 
     def finish(self) -> Finished:
@@ -346,7 +352,7 @@ def test_environment_fault_costs_only_its_episode(start_run: Start, plain_run: F
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2400)
 def test_faults_at_start_end_the_run_and_are_named(start_run: Start, plain_run: Finished, tmp_path: Path) -> None:
     rows = []
     for number, cell in enumerate(selected(cells("async", at_start=True))):
