@@ -27,7 +27,7 @@ from titanrl.environments import (
     ProcessOptions,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # packages are installed
 
 
 @pytest.fixture(scope="module")
