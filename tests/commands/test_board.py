@@ -201,6 +201,17 @@ def test_page_hears_of_a_step_within_two_seconds(server: Server, folder: Path) -
     watching.result(10)
 
 
+def test_stream_of_changes_ends_with_the_server(folder: Path) -> None:
+    with (
+        serving(Board(folder, KEY, explained)) as server,
+        httpx.stream("GET", f"{server.url}/api/changes", headers={"x-api-key": KEY}, timeout=20) as stream,
+    ):
+        lines = stream.iter_lines()
+        assert next(lines) == ": open"
+        server.run(server.listener.close(0.1))
+        assert list(lines) == [""]  # whole, where a connection that breaks off raises
+
+
 @contextmanager
 def board_command(folder: Path) -> Iterator[tuple["subprocess.Popen[str]", str, str]]:
     """Yield a running `titanrl board`, its address and its key."""

@@ -7,6 +7,7 @@ import os
 import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -19,11 +20,11 @@ from tests.metrics import custom_tracker
 from tests.recorded import record
 from titanrl.base.plugins import plugin_of
 from titanrl.carriers.record import read_lines
-from titanrl.carriers.types import EvaluationResult
+from titanrl.carriers.types import EvaluationResult, StepMetrics
 from titanrl.metrics.console import Console
 from titanrl.metrics.reading import read_metrics
 from titanrl.metrics.run_directory import RunDirectory
-from titanrl.metrics.trackers import SAMPLE_COLUMNS, Recorder, Trackers, check_tracker, make_trackers
+from titanrl.metrics.trackers import SAMPLE_COLUMNS, MlflowTracker, Recorder, Trackers, check_tracker, make_trackers
 
 WRITE = """
 import asyncio, os, signal, sys, time
@@ -216,6 +217,54 @@ def test_mlflow_gets_a_flat_configuration_and_tables_of_samples(tmp_path: Path) 
     assert (folder.path, file.path) == ("samples/sums", "samples/sums/4.json")
     text = (run_dir / run.info.artifact_uri / file.path).read_text()
     assert json.loads(text) == {"columns": list(SAMPLE_COLUMNS), "data": SAMPLES}
+
+
+@needs_mlflow
+def test_slow_mlflow_server_delays_nothing_and_a_resume_sends_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = tmp_path / "quickstart"
+    monkeypatch.setattr("titanrl.metrics.trackers.CLOSE_S", 0.1)
+    for key, value in mlflow_store(run_dir).items():
+        monkeypatch.setenv(key, value)
+    mlflow = importlib.import_module("mlflow")
+    mlflow.set_tracking_uri(mlflow_store(run_dir)["MLFLOW_TRACKING_URI"])
+    may_answer, is_asked, log_batch = threading.Event(), threading.Event(), mlflow.MlflowClient.log_batch
+    directory = RunDirectory(run_dir)
+
+    def wait_and_log(*arguments: Any, metrics: Sequence[Any] = (), **options: Any) -> None:
+        if metrics and metrics[0].step == 2:
+            is_asked.set()
+            assert may_answer.wait(60)
+            raise ConnectionError("the process was killed")
+        log_batch(*arguments, metrics=metrics, **options)
+
+    def step(tracker: MlflowTracker, number: int, **values: float) -> None:
+        directory.log(StepMetrics(step=number, version=number, values=values))
+        tracker.log(number, values)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mlflow.MlflowClient, "log_batch", wait_and_log)
+        killed = MlflowTracker(run_dir, {}, None)
+        for number in (1, 2, 3):
+            step(killed, number, reward=number / 10)
+        step(killed, 3, evaluation=0.5)
+        assert is_asked.wait(60)
+        with pytest.raises(TimeoutError, match=r"the server did not take 4 requests within 0.1 s"):
+            killed.close()
+        may_answer.set()
+        killed._thread.join(60)
+    with pytest.raises(ConnectionError):
+        killed.log(4, {"reward": 0.4})
+    monkeypatch.setattr("titanrl.metrics.trackers.CLOSE_S", 60.0)
+    resumed = MlflowTracker(run_dir, {}, 3)
+    step(resumed, 4, reward=0.4)
+    resumed.close()
+    assert mlflow_points(run_dir, "reward") == [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4)]
+    assert mlflow_points(run_dir, "evaluation") == [(3, 0.5)]
+    again = MlflowTracker(run_dir, {}, 3)  # from a checkpoint behind what the server has
+    again.log(4, {"reward": 0.9, "evaluation": 0.6})
+    again.close()
+    assert mlflow_points(run_dir, "reward")[3:] == [(4, 0.4)]
+    assert mlflow_points(run_dir, "evaluation") == [(3, 0.5), (4, 0.6)]
 
 
 def test_trackio_does_not_continue_another_run_of_the_same_name(tmp_path: Path) -> None:

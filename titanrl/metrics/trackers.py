@@ -6,7 +6,10 @@ or function with the signature of `TrackerFactory`, or an object with the method
 
 import importlib
 import json
+import math
+import queue
 import re
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
@@ -15,9 +18,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from titanrl.base.files import replace_text
 from titanrl.base.plugins import Plugins, Point, check_call, import_object
+from titanrl.carriers.record import MAX_QUEUED
 from titanrl.carriers.types import EvaluationResult, StepMetrics
 from titanrl.config.sections import TRACKERS
-from titanrl.metrics.reading import Hit, RunRecord, flat
+from titanrl.metrics.reading import Hit, RunRecord, flat, read_metrics
 from titanrl.metrics.steps import evaluation_metrics
 
 if TYPE_CHECKING:  # checks in child processes need only the protocols
@@ -33,6 +37,8 @@ SAMPLE_COLUMNS = ("prompt", "answer", "completion", "reward", "outcome")
 """Columns of the samples of an evaluation."""
 MLFLOW_PARAMS, MLFLOW_METRICS, MLFLOW_CHARS = 100, 1000, 500
 """Most parameters and metrics of a request to MLflow, and the longest value of a parameter."""
+CLOSE_S = 5.0
+"""Seconds for which the end of a run waits for MLflow."""
 
 EXPECTED = "class MyTracker: def __init__(self, run_dir: Path, config: Mapping[str, Any], resume_step: int | None)"
 LOG_EXPECTED = "def log(self, step: int, values: Mapping[str, float]) -> None"
@@ -177,7 +183,12 @@ class TrackioTracker(RunTracker):
 
 
 class MlflowTracker:
-    """Logs to MLflow, at the server or store that `MLFLOW_TRACKING_URI` names. It resumes as `RunTracker` does."""
+    """Logs to MLflow, at the server or store that `MLFLOW_TRACKING_URI` names.
+
+    A thread sends the requests, so that a slow server does not delay the run. `<run_dir>/mlflow.json` says what the server has:
+    the last step, which metrics of it, and when they were logged. A resumed run first sends what `metrics.jsonl` has since
+    then. Of later steps, those that an earlier attempt sent keep its values, as in `RunTracker`.
+    """
 
     module: ClassVar[str] = "mlflow"
 
@@ -186,45 +197,92 @@ class MlflowTracker:
         module = importlib.import_module(self.module)
         self._client, self._metric = module.MlflowClient(), module.entities.Metric
         self._state_file = run_dir / f"{self.module}.json"
+        self._state: dict[str, Any] = {"id": None, "step": -1, "names": [], "time": 0.0}
+        missing: list[dict[str, Any]] = []
         if resume_step is not None and self._state_file.exists():
-            state = json.loads(self._state_file.read_text(encoding="utf-8"))
-            self._run_id, self._step = state["id"], state["step"]
-            self._client.update_run(self._run_id, status="RUNNING")
+            self._state |= {"time": math.inf} | json.loads(self._state_file.read_text(encoding="utf-8"))
+            self._client.update_run(self._state["id"], status="RUNNING")
+            rows = run_dir / "metrics.jsonl"
+            missing = [row for row in read_metrics(rows) if row["time"] > self._state["time"]] if rows.exists() else []
         else:
             found = self._client.get_experiment_by_name(PROJECT)
             experiment = self._client.create_experiment(PROJECT) if found is None else found.experiment_id
-            self._run_id, self._step = self._client.create_run(experiment, run_name=run_dir.name).info.run_id, -1
+            self._state["id"] = self._client.create_run(experiment, run_name=run_dir.name).info.run_id
             values = [(_mlflow_name(key), _shown(value)) for key, value in flat(config).items()]
             params = [module.entities.Param(key, str(value)[:MLFLOW_CHARS]) for key, value in values]
             for start in range(0, len(params), MLFLOW_PARAMS):
-                self._client.log_batch(self._run_id, params=params[start : start + MLFLOW_PARAMS])
+                self._client.log_batch(self._state["id"], params=params[start : start + MLFLOW_PARAMS])
             self._save()
-        self._first_step = self._step + 1
+        self._held_step, self._held_names = self._state["step"], frozenset(self._state["names"])
+        self._requests: queue.Queue[Callable[[], None] | None] = queue.Queue(MAX_QUEUED)
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="mlflow", daemon=True)
+        self._thread.start()
+        for row in missing:
+            step, _, logged = (row.pop(key) for key in ("step", "version", "time"))
+            self._requests.put(partial(self._send, step, row, logged))  # waits for a place, because nothing else runs yet
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Record the metrics of a step, unless an earlier attempt already recorded this step."""
-        if step < self._first_step:
-            return
-        now = round(time.time() * 1000)
-        metrics = [self._metric(_mlflow_name(name), value, now, step) for name, value in values.items()]
-        for start in range(0, len(metrics), MLFLOW_METRICS):
-            self._client.log_batch(self._run_id, metrics=metrics[start : start + MLFLOW_METRICS])
-        if step > self._step:
-            self._step = step
-            self._save()
+        """Send the metrics of a step, except those that the server has from an earlier attempt."""
+        if step == self._held_step:
+            values = {name: value for name, value in values.items() if name not in self._held_names}
+        if step >= self._held_step:
+            self._put(partial(self._send, step, dict(values), time.time()))
 
     def log_samples(self, step: int, name: str, rows: Sequence[Sequence[Any]]) -> None:
-        """Record samples as a table among the artifacts, unless an earlier attempt already recorded this step."""
-        if step >= self._first_step:
+        """Send samples as a table among the artifacts, except those of steps that an earlier attempt sent."""
+        if step > self._held_step:
             text = json.dumps({"columns": SAMPLE_COLUMNS, "data": [list(map(_shown, row)) for row in rows]})
-            self._client.log_text(self._run_id, text, f"samples/{_mlflow_name(name)}/{step}.json")
+            path = f"samples/{_mlflow_name(name)}/{step}.json"
+            self._put(partial(self._client.log_text, self._state["id"], text, path))
 
     def close(self) -> None:
-        """Finish the run."""
-        self._client.set_terminated(self._run_id)
+        """Send the rest and finish the run.
+
+        Raises:
+            TimeoutError: The server did not receive everything within `CLOSE_S`.
+        """
+        self._put(None)
+        self._thread.join(CLOSE_S)
+        if self._thread.is_alive():
+            raise TimeoutError(f"the server did not take {self._requests.qsize() + 1} requests within {CLOSE_S:g} s")
+        if self._error is not None:
+            raise self._error
+
+    def _put(self, request: Callable[[], None] | None) -> None:
+        if self._error is not None:
+            raise self._error
+        try:
+            self._requests.put_nowait(request)
+        except queue.Full:
+            raise TimeoutError(f"{MAX_QUEUED} requests wait for the server") from None
+
+    def _run(self) -> None:
+        while (request := self._requests.get()) is not None:
+            try:
+                if self._error is None:
+                    request()
+            except Exception as error:  # `log` or `close` raises it
+                self._error = error
+        try:
+            if self._error is None:
+                self._client.set_terminated(self._state["id"])
+        except Exception as error:
+            self._error = error
+
+    def _send(self, step: int, values: Mapping[str, float], logged: float) -> None:
+        metrics = [self._metric(_mlflow_name(name), value, round(logged * 1000), step) for name, value in values.items()]
+        for start in range(0, len(metrics), MLFLOW_METRICS):
+            self._client.log_batch(self._state["id"], metrics=metrics[start : start + MLFLOW_METRICS])
+        if step > self._state["step"]:
+            self._state |= {"step": step, "names": []}
+        if step == self._state["step"]:
+            self._state["names"] += values
+        self._state["time"] = logged
+        self._save()
 
     def _save(self) -> None:
-        replace_text(self._state_file, json.dumps({"id": self._run_id, "step": self._step}))
+        replace_text(self._state_file, json.dumps(self._state))
 
 
 class Trackers:

@@ -64,7 +64,10 @@ class Response:
         await self.send(dump(value).encode(), [(b"content-type", JSON), *headers], status)
 
     async def refuse(self, refused: Refused) -> None:
-        """Send a refusal, in the error format of the protocol."""
+        """Send a refusal, in the error format of the protocol. A stream that has started ends instead."""
+        if self.has_started:
+            await self.send_part(b"", is_last=True)
+            return
         headers = [HEADERS[refused.status]] if refused.status in HEADERS else []
         await self.send_json(self.error(refused), refused.status, *headers)
 
