@@ -40,6 +40,8 @@ T = TypeVar("T")
 
 CLOSE_LIMIT_S = 25.0
 """Time limit for shutdown, from the end of the work until every process has exited, even if something hangs."""
+REPORT_LIMIT_S = 60.0
+"""Time limit from then on for the report and the summary."""
 REPEAT_S = 2.0
 """Time in which a run on several machines treats another signal as a repetition of the first."""
 SAVE_LIMIT_S = 10.0
@@ -123,7 +125,9 @@ def run(kind: type[Run], config: Config, resume: Path | None, source: Source, *,
             with console, log_to(training.run_dir / "logs" / "controller_0.log"), temporary_folder():
                 code, cause, watchdog = asyncio.run(train(training, err))
             watchdog.cancel()
+            watchdog = start_watchdog(code, cause, err, REPORT_LIMIT_S, "writing the report")
             training.summarize(code=code, cause=cause)
+            watchdog.cancel()
         except OSError as error:  # before startup or after shutdown: the run directory is not writable
             location = "" if error.filename else f": '{config.run_dir}'"
             code, cause = code or 1, cause or f"{type(error).__name__}: {error}{location}"
@@ -142,9 +146,7 @@ async def train(training: Run, err: rich.console.Console) -> tuple[int, str, thr
     code, cause = await outcome(training)
     logging.getLogger(__name__).info("closing; exit code %d", code)
     limit_s = CLOSE_LIMIT_S - SAVE_LIMIT_S / 2 if training.config.checkpoint.on_interrupt else CLOSE_LIMIT_S  # 30 s in all
-    watchdog = threading.Timer(limit_s, exit_hung_process, (code, cause, err, limit_s))
-    watchdog.daemon = True
-    watchdog.start()
+    watchdog = start_watchdog(code, cause, err, limit_s, "closing")
     await training.stop(code=code, cause=cause)
     return code, cause, watchdog
 
@@ -234,11 +236,21 @@ def exit_process(code: int) -> NoReturn:
     os._exit(code)
 
 
-def exit_hung_process(code: int, cause: str, err: rich.console.Console, limit_s: float) -> None:
-    """Exit this process after a shutdown that hangs; the run's other processes exit with it."""
-    slow = f"closing took more than {limit_s:g} s"
-    err.print(f"error: {cause} ({slow})" if cause else f"error: {slow}", markup=False, highlight=False)
-    os._exit(code or 1)
+def start_watchdog(code: int, cause: str, err: rich.console.Console, limit_s: float, doing: str) -> threading.Timer:
+    """Exit this process after a time limit, because what it is `doing` hangs; the run's other processes exit with it.
+
+    Call `cancel` of the returned timer when it is done.
+    """
+
+    def exit_now() -> None:
+        slow = f"{doing} took more than {limit_s:g} s"
+        err.print(f"error: {cause} ({slow})" if cause else f"error: {slow}", markup=False, highlight=False)
+        os._exit(code or 1)
+
+    watchdog = threading.Timer(limit_s, exit_now)
+    watchdog.daemon = True
+    watchdog.start()
+    return watchdog
 
 
 async def until_signal(work: Coroutine[Any, Any, T]) -> tuple[T | None, int]:
