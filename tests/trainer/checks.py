@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer.utils import canonical_fqn
 
+from benchmarks.memory import peak_bytes
+from benchmarks.packed_rollouts import Case, rl_batches
 from titanrl.algorithms.batch_plan import pack_sequences, sequence_weights
 from titanrl.algorithms.contracts import LossInputs, bound_loss
 from titanrl.algorithms.losses import LossMetrics, ppo, weighted_sum
@@ -24,10 +26,12 @@ from titanrl.carriers.types import AdamParams, GroupHandle, Segment, TopTokens
 from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.config.device import DEVICES
 from titanrl.config.sections import TrainerConfig
+from titanrl.config.sizes import ModelShape
 from titanrl.models.directory import open_model
 from titanrl.trainer.checkpoint import load_model
 from titanrl.trainer.collate import PackedRows, collate
 from titanrl.trainer.learner import Learner, policy_objective
+from titanrl.trainer.model import build_model
 from titanrl.trainer.passes import Location, RowSizes, build_rows, plan_pass, run_data
 
 ROW_TOKENS = 32
@@ -364,3 +368,17 @@ def gradient_of(
     found = gradients(learner)
     learner.zero_grad()
     return (found, float(total)) if dist.get_rank() == 0 else None
+
+
+def peak_bytes_of(model_dir: Path, shape: ModelShape, trainer: TrainerConfig) -> int:
+    """Return the peak bytes of all tensors while a learner is built and takes two steps of full micro-batches."""
+    batches, _, _ = rl_batches(Case(shape=shape, trainer=trainer, num_microbatches=2, median_tokens=trainer.row_tokens // 3))
+
+    def train() -> None:
+        learner = Learner(build_model(open_model(model_dir), trainer, DEVICES["cpu"]), AlgorithmConfig(), temperature=1.0)
+        for _ in range(2):
+            for batch in batches:
+                learner.forward_backward(batch)
+            learner.optim_step(ADAM)
+
+    return peak_bytes(train, torch.device("cpu"))

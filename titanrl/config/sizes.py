@@ -133,6 +133,13 @@ class ModelShape:
         # For each chosen expert also its input, output, and weighted output; the router's logits and scores.
         return common + self.experts_per_token * (4 * self.intermediate_size + 3 * self.hidden_size) + 2 * self.num_experts
 
+    @property
+    def selective_activations(self) -> int:
+        """Number of values that torchtitan's `SelectiveAC` stores: every second matrix product, the attention's output."""
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        feed_forward = max(self.experts_per_token, 1) * (2 * self.intermediate_size + self.hidden_size) + self.num_experts
+        return queries + (queries + 2 * keys + self.hidden_size + feed_forward) // 2
+
     def adapter_width(self, targets: Collection[str]) -> int:
         """Return the number of LoRA parameters per unit of rank: the input and output sizes of all adapted projections."""
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
@@ -413,11 +420,11 @@ def _activations(config: "Config", shape: ModelShape, num_rows: int) -> int:
     """Estimate the bytes of `num_rows` rows: stored activations, one layer in full, and logits with their gradient.
 
     Sequence parallelism divides them among the tensor-parallel ranks, and context parallelism among its ranks, except the keys
-    and values of attention, which each of them gathers. Selective checkpointing stores about half of them.
+    and values of attention, which each of them gathers.
     """
     trainer, plan = config.trainer, config.trainer.parallelism
     tokens = num_rows * trainer.row_tokens
-    numbers = {"none": shape.layer_activations, "selective": shape.layer_activations // 2, "full": shape.hidden_size}
+    numbers = {"none": shape.layer_activations, "selective": shape.selective_activations, "full": shape.hidden_size}
     kept = shape.num_layers * numbers[trainer.activation_checkpointing] + shape.layer_activations
     logits = min(tokens * shape.vocab_size // (plan.cp * plan.tp), LOGITS_AT_ONCE)
     if config.distill is not None and config.distill.teacher.policy is not None:  # its logits of a micro-batch are all kept
