@@ -27,6 +27,7 @@ from titanrl.config.section import (
     StepsOrZero,
     Tokens,
     broken_by_url,
+    meanings,
 )
 from titanrl.config.sections import DistillConfig, RolloutConfig
 
@@ -192,8 +193,7 @@ def broken_by_options(
                 fix = f"choose one of its options: {', '.join(section.model_fields)}"
                 yield BrokenRule({name: details["input"]}, f"{function} has no such option", fix)
                 continue
-            field = section.model_fields.get(str(details["loc"][0]))
-            meaning = "" if field is None else field.description
+            meaning = meanings(section).get(str(details["loc"][0]), "")
             if details["type"] == "missing":
                 yield BrokenRule({key: dict(options)}, f"{name} is required", f"add it. {meaning}")
             else:

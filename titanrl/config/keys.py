@@ -7,8 +7,10 @@ from functools import cache
 from typing import Any
 
 from pydantic.json_schema import GenerateJsonSchema
+from pydantic_core import core_schema
 
 from titanrl.config.schema import USED_BY_SFT, Config
+from titanrl.config.section import meanings
 
 Node = dict[str, Any]
 KeyPath = Sequence[str | int]
@@ -17,8 +19,14 @@ _BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "m
 _TYPES = {"integer": "an integer", "number": "a number", "boolean": "true or false", "string": "a string", "null": "null"}
 
 
-class _Untitled(GenerateJsonSchema):
-    """A schema generator that omits titles, because they only repeat the key."""
+class _Described(GenerateJsonSchema):
+    """A schema generator that describes keys by their docstrings, and omits titles, because they only repeat the key."""
+
+    def model_schema(self, schema: core_schema.ModelSchema) -> Node:
+        node = super().model_schema(schema)
+        for key, meaning in meanings(schema["cls"]).items():
+            node["properties"][key]["description"] = meaning
+        return node
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
@@ -27,7 +35,7 @@ class _Untitled(GenerateJsonSchema):
 @cache
 def json_schema() -> Node:
     """Return the JSON schema of a configuration file."""
-    return {"$schema": GenerateJsonSchema.schema_dialect, **Config.model_json_schema(schema_generator=_Untitled)}
+    return {"$schema": GenerateJsonSchema.schema_dialect, **Config.model_json_schema(schema_generator=_Described)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,10 +1,15 @@
 """The base class of configuration sections, and the types of their fields."""
 
+import ast
 import glob
+import inspect
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Self
 from urllib.parse import urlsplit
@@ -137,7 +142,7 @@ def _path_problem(path: Path) -> str | None:
 class Section(BaseModel):
     """A section of the configuration. Unknown keys are errors, and values never change after validation."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     def _broken_rules(self) -> Iterator[BrokenRule]:
         """Yield the rules between several keys of this section that are broken."""
@@ -168,6 +173,31 @@ class Section(BaseModel):
         if broken := broken or list(self._broken_rules()):
             raise BrokenRules(*broken)
         return self
+
+
+@cache
+def meanings(section: type[BaseModel]) -> dict[str, str]:
+    """Return the docstrings of the fields of a section, by field.
+
+    Only references and messages need them. pydantic would read them in every process that imports the configuration, which
+    takes a third of the import.
+    """
+    found = dict[str, str]()
+    for base in reversed(section.__mro__):
+        for field, text in pairwise(_classes(base.__module__).get(base.__name__, [])):
+            match field, text:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(meaning))):
+                    found[name] = inspect.cleandoc(meaning)
+    return {name: meaning for name, meaning in found.items() if name in section.model_fields}
+
+
+@cache
+def _classes(module: str) -> dict[str, list[ast.stmt]]:
+    """Return the statements of the classes of a module, by name; those of other packages have no sections."""
+    if module.partition(".")[0] in sys.stdlib_module_names | {"pydantic"}:
+        return {}
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return {node.name: node.body for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
 def broken_by_url(key: str, url: str, example: str, for_credentials: str) -> Iterator[BrokenRule]:

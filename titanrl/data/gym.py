@@ -8,9 +8,13 @@ import importlib
 import importlib.util
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from reasoning_gym.dataset import ProceduralDataset
 
 PACKAGE = "reasoning_gym"
 
@@ -60,3 +64,20 @@ def subpackage_of(package: ModuleType, task: str) -> str | None:
     root = Path(package.__path__[0])
     file = next((file for file in sorted(root.glob("*/**/*.py")) if pattern.search(file.read_text(encoding="utf-8"))), None)
     return None if file is None else f"{PACKAGE}.{file.relative_to(root).parts[0]}"
+
+
+def create_dataset(task: str, task_config: Mapping[str, Any], seed: int, size: int) -> "ProceduralDataset":
+    """Create a reasoning-gym dataset, which can also score answers. `streams.make_gym_dataset` also checks the options.
+
+    Raises:
+        Exception: The task is unknown, or rejects its options.
+    """
+    import_task(task)
+    from reasoning_gym.factory import create_dataset
+
+    options = dict(task_config)
+    if task == "composite":
+        from reasoning_gym.composite import DatasetSpec
+
+        options["datasets"] = [DatasetSpec(**spec) for spec in options.get("datasets", [])]
+    return create_dataset(task, seed=seed, size=size, **options)

@@ -28,7 +28,7 @@ from titanrl.config.errors import BrokenRule, BrokenRules
 from titanrl.config.load import did_you_mean
 from titanrl.data.chat_format import ChatFormat
 from titanrl.data.entries import Message, read_custom_prompts, read_entries, value_of
-from titanrl.data.gym import import_task
+from titanrl.data.gym import create_dataset, import_task
 from titanrl.data.rows import BadRow, Row
 from titanrl.data.selection import BLANK, DUPLICATE, OTHER_ANSWER, TOO_LONG, Selection
 from titanrl.data.tokenizer import MAX_TOKEN_CHARS, Tokenizer
@@ -192,7 +192,7 @@ def make_gym_dataset(task: str, task_config: dict[str, Any], seed: int, size: in
     """
     try:
         import_task(task)
-        from reasoning_gym.factory import DATASETS, create_dataset
+        from reasoning_gym.factory import DATASETS
     except ModuleNotFoundError as error:
         raise _broken(
             {"data.task": task}, f"the package {error.name} must be installed", "pip install reasoning-gym"
@@ -209,12 +209,7 @@ def make_gym_dataset(task: str, task_config: dict[str, Any], seed: int, size: in
             value, kind = task_config[field.name], str(getattr(field.type, "__name__", field.type))
             raise _broken({f"data.task_config.{field.name}": value}, f"the task expects {kind}", "write a value of this type")
     try:
-        options = dict(task_config)
-        if task == "composite":
-            from reasoning_gym.composite import DatasetSpec
-
-            options["datasets"] = [DatasetSpec(**spec) for spec in options.get("datasets", [])]
-        return create_dataset(task, seed=seed, size=size, **options)
+        return create_dataset(task, task_config, seed, size)
     except Exception as error:  # tasks reject options with various exceptions
         raise _broken(
             {"data.task_config": task_config, "data.task": task},

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from titanrl.base.plugins import Plugin
 from titanrl.carriers.rewards import check_reward
+from titanrl.data.gym import create_dataset
 from titanrl.rewards.answers import (
     MAX_CHARS,
     Answer,
@@ -58,11 +59,9 @@ def reasoning_gym(task: str, config: Mapping[str, Any]) -> Scorer:
         config: Options of the task.
 
     Raises:
-        ValueError: The task is unknown, or its options are invalid.
+        Exception: The task is unknown, or rejects its options.
     """
-    from titanrl.data.streams import make_gym_dataset
-
-    dataset = make_gym_dataset(task, dict(config), seed=0, size=1)
+    dataset = create_dataset(task, config, seed=0, size=1)
 
     def score(text: str, entry: Mapping[str, Any]) -> float:
         answer = last_answer(text)
