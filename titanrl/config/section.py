@@ -175,7 +175,6 @@ class Section(BaseModel):
         return self
 
 
-@cache
 def meanings(section: type[BaseModel]) -> dict[str, str]:
     """Return the docstrings of the fields of a section, by field.
 
