@@ -62,6 +62,7 @@ lint: $(DEV) ## check with ruff, mypy, import-linter and .ci/check_prose.py
 
 docs: $(DOCS) ## build the documentation site into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet $(ARGS)
+	@touch site/built # tests/docs/test_site.py does not build it again
 	@echo "Open site/index.html, or run $(BIN)/mkdocs serve."
 
 BENCHMARKS ?= quickstart startup weight_sync trainer_step generator controller rollouts flaky_rollouts hosts evaluations async_speedup chaos record adapters

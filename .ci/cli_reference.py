@@ -1,10 +1,13 @@
 """Print `docs/cli.md`, the command reference: `python .ci/cli_reference.py > docs/cli.md`."""
 
+import io
 import os
-import subprocess
-import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout, suppress
+from functools import partial
 
-from titanrl.cli import COMMANDS
+from titanrl import cli
+from titanrl.config.__main__ import main as config
 
 INTRODUCTION = """\
 # Command line
@@ -20,18 +23,22 @@ error, or with 2 after a usage error; `titanrl doctor` exits with 1 if a run can
 
 def main() -> None:
     """Print the page with the help text of every command, as argparse formats it in 110 columns."""
-    environment = os.environ | {"COLUMNS": "110"}
-    commands = {"titanrl": ["titanrl.cli"], **{f"titanrl {name}": ["titanrl.cli", name] for name in COMMANDS}}
-    commands["python -m titanrl.config"] = ["titanrl.config"]
-    running = {
-        title: subprocess.Popen([sys.executable, "-m", *module, "--help"], env=environment, stdout=subprocess.PIPE, text=True)
-        for title, module in commands.items()
-    }
+    os.environ["COLUMNS"] = "110"
+    texts = {"titanrl": help_of(partial(cli.main, ["--help"]))}
+    texts |= {f"titanrl {name}": help_of(partial(cli.main, [name, "--help"])) for name in cli.COMMANDS}
+    texts["python -m titanrl.config"] = help_of(partial(config, ["--help"]))
     print(INTRODUCTION, end="")
-    for title, process in running.items():
-        help_text, _ = process.communicate()
-        assert process.returncode == 0, f"{title} --help failed"
-        print(f"\n## {title}\n\n```text\n{help_text.rstrip()}\n```")
+    for title, text in texts.items():
+        print(f"\n## {title}\n\n```text\n{text.rstrip()}\n```")
+
+
+def help_of(command: Callable[[], None]) -> str:
+    """Return the help text that a command prints before it exits."""
+    with redirect_stdout(io.StringIO()) as printed, suppress(SystemExit):
+        command()
+    text = printed.getvalue()
+    assert text.startswith("usage: "), f"{command} failed"
+    return text
 
 
 if __name__ == "__main__":

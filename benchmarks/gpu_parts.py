@@ -207,7 +207,12 @@ REFERENCE = Case(
     num_microbatches=2,
     median_tokens=150,
 )  # fmt: skip
-SMALL_REFERENCE = replace(REFERENCE, trainer=TrainerConfig(row_tokens=256, rows_per_microbatch=2), median_tokens=50)
+SMALL_REFERENCE = replace(
+    REFERENCE,
+    shape=replace(REFERENCE.shape, hidden_size=64, num_layers=2, head_dim=16, intermediate_size=192, vocab_size=512),
+    trainer=TrainerConfig(row_tokens=128, rows_per_microbatch=2),
+    median_tokens=40,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,7 @@
 """Test order for parallel workers (`pytest -n 2 --dist loadfile`), the hypothesis profile, and fixtures of many folders."""
 
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -27,6 +28,12 @@ FIRST = "tests/hosts/test_pods.py"
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the longest tests first."""
     items.sort(key=lambda item: (not item.nodeid.startswith(FIRST), not item.nodeid.startswith(HEAVY)))
+
+
+def pytest_collection_finish() -> None:
+    """Compute with one thread: the workers share the cores, and threads of tiny operations mostly wait for each other."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ logging: {{console: "off"}}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, shared_templates: None) -> Path:
     """A folder with a configuration and 200 of the shipped examples."""
     folder = tmp_path_factory.mktemp("sft")
     lines = (FOLDER / "chain_sum.jsonl").read_text().splitlines()[:200]
@@ -86,7 +86,6 @@ class Plain:
     """A model in transformers, and the examples as padded batches."""
 
     def __init__(self, model_dir: Path, examples: Path) -> None:
-        torch.set_num_threads(1)  # threads that wait for each other are slower on a busy machine
         self.tokenizer = load_tokenizer(model_dir)
         self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
         lines = [json.loads(line) for line in examples.read_text().splitlines()]

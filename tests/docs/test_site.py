@@ -15,6 +15,11 @@ LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site as `make docs` has built it, or built again if a file that it shows has changed since."""
+    built, shown = ROOT / "site/built", [ROOT / "mkdocs.yml", *PAGES]
+    shown += [path for folder in ("docs", "titanrl", ".ci") for path in (ROOT / folder).rglob("*") if path.suffix != ".pyc"]
+    if built.exists() and built.stat().st_mtime > max(path.stat().st_mtime for path in shown if path.is_file()):
+        return built.parent
     folder = tmp_path_factory.mktemp("site")
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]

@@ -1,5 +1,7 @@
 """Attention masks of packed rows."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -41,7 +43,7 @@ def test_sequence_with_a_shared_prefix_attends_to_the_prefix() -> None:
     ]
 
 
-def test_mask_of_some_queries_and_ordered_keys_has_their_rows_and_columns() -> None:
+def test_mask_of_some_queries_and_ordered_keys_has_their_rows_and_columns(eager: None) -> None:
     positions = torch.tensor([[0, 1, 2, 3, 2, 3, 2, 0], [0, 1, 0, 1, 2, 3, 4, 5]])
     order = (torch.tensor([0, 1, 6, 7]), torch.tensor([0, 1, 6, 7, 2, 3, 4, 5]))
     mask = packed_mask(positions, order)
@@ -52,8 +54,16 @@ def test_mask_of_some_queries_and_ordered_keys_has_their_rows_and_columns() -> N
     assert torch.equal(blocks.mask_mod(*places), mask)
 
 
+@pytest.fixture
+def eager() -> Iterator[None]:
+    """Build block masks without compiling, which takes seconds for each shape."""
+    torch.compiler.set_stance("force_eager")
+    yield
+    torch.compiler.set_stance("default")
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_block_mask_equals_the_dense_mask() -> None:
+def test_block_mask_equals_the_dense_mask(eager: None) -> None:
     positions = torch.tensor([[0, 1, 2, 3, 2, 3, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5, 6, 7, 5, 6]])
     q, k, v = torch.randn(3, 2, 4, 10, 8, generator=torch.Generator().manual_seed(0))
     block_mask = packed_block_mask(positions, 128)

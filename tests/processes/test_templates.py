@@ -267,10 +267,8 @@ def test_death_of_the_base_ends_the_whole_tree_which_is_replaced_once(tmp_path: 
 @pytest.mark.parametrize(
     ("base", "load"),
     [
-        (template_loads.note, template_loads.fail),
         (template_loads.note, template_loads.start_thread),
         (template_loads.fail, template_loads.note_again),
-        (template_loads.start_thread, template_loads.note_again),
     ],
 )
 def test_process_imports_itself_if_a_template_of_the_tree_cannot_fork(

@@ -246,8 +246,8 @@ def test_hostile_answers_are_read_in_time(text: str) -> None:
 def test_completion_of_many_marks_is_searched_in_linear_time(verify_math) -> None:
     started_s = time.monotonic()
     for part in ("\\boxed{", "answer is ", "<answer>", "</think>", "{", "1 or "):
-        assert verify_math(part * 100_000, {"answer": "18"}) == 0.0
-        assert last_boxed(part * 100_000) is None
+        assert verify_math(part * 30_000, {"answer": "18"}) == 0.0
+        assert last_boxed(part * 30_000) is None
     for end in ("It is not 5" + "." * 19_000 + " so 7 it is", "1 or 1" + "," * 19_000 + "a5"):
         for _ in range(10):
             verify_math(end, {"answer": "18"})

@@ -24,7 +24,7 @@ from titanrl.rollout.tree import CallTree, Context, DoesNotFit, NotRenderable, c
 from titanrl.trainer.collate import collate
 
 ADD = Tool(name="add", parameters={"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}})
-NUM_EPISODES = 500
+NUM_EPISODES = 120
 
 
 @pytest.fixture(scope="module")
@@ -214,7 +214,7 @@ def test_random_trees_have_the_gradients_of_flat_sequences(renderer: Renderer, t
             num_tree += sum(len(segment.token_ids) for segment in segments)
             num_segments, num_calls = num_segments + len(segments), num_calls + len(episode.flat)
             num_continued += episode.num_continued
-    # 500 episodes: what the calls would compute if each was a sequence, and what the segments compute.
+    # What the calls would compute if each was a sequence, and what the segments compute.
     print(
         f"{num_calls} calls, {num_continued} continued, {num_segments} segments; tokens {num_flat} flat, {num_tree} in segments"
     )
