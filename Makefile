@@ -22,13 +22,15 @@ RUNTIME := $(VENV)/stamps/$(EXTRA)-$(call digest,requirements/$(EXTRA).txt requi
 DEV := $(RUNTIME)-dev-$(call digest,requirements/dev.txt)
 DOCS := $(RUNTIME)-docs-$(call digest,requirements/docs.txt)
 
-.PHONY: help venv demo demo-tools test test-slow test-faults test-cluster test-nightly lint docs bench requirements clean
+.PHONY: help venv checks demo demo-tools test test-slow test-faults test-cluster test-nightly lint docs bench requirements clean
 .DELETE_ON_ERROR:
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
 
 venv: $(RUNTIME) ## install the runtime packages into .venv (EXTRA=cpu|cuda|npu)
+
+checks: $(DEV) $(DOCS) ## install what lint, docs and test need
 
 demo: $(RUNTIME) ## run the quick start, which trains a small policy (ARGS="seed=1 num_steps=50")
 	$(BIN)/python -m titanrl.grpo --config configs/quickstart.yaml $(ARGS)

@@ -1,5 +1,6 @@
 """Test order for parallel workers (`pytest -n 2 --dist loadfile`), the hypothesis profile, and fixtures of many folders."""
 
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -12,6 +13,8 @@ import pytest
 from tests.trainer.ranks import World
 from tests.workers import common_folder, warm_templates
 from titanrl.processes.templates import SHARED
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported; other processes need the cores
 
 hypothesis.settings.register_profile("any machine", deadline=None)  # tests must not fail on a busy machine
 hypothesis.settings.load_profile("any machine")

@@ -7,7 +7,7 @@ import pytest
 
 from tests.fuzz.targets import TARGETS
 
-NUM_INPUTS = {"overrides": 150, "files": 60, "jsonl": 40, "models": 60, "checkpoints": 100, "records": 60, "commands": 2}
+NUM_INPUTS = {"overrides": 75, "files": 30, "jsonl": 20, "models": 30, "checkpoints": 50, "records": 30, "commands": 2}
 
 
 @pytest.mark.parametrize("target", TARGETS)

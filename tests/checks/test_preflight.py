@@ -186,7 +186,6 @@ REWARDED = "data: {{rewards: {{answer: rewards.py:score}}, {}}}\nevaluation: {{n
 @pytest.mark.parametrize(
     ("module", "rule"),
     [
-        ("1 / 0", "raised ZeroDivisionError: division by zero"),
         ("import sys; print('bye'); sys.exit(3)", "must not end the Python process (exit code 3, bye)"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "must not end the Python process (SIGSEGV"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "free memory, or load less: the system kills a process"),

@@ -11,23 +11,9 @@ from torch import nn
 from tests.models.tiny import write_model
 from titanrl.models.preparation import WithoutDraws
 
-TAKES_THE_DEVICE = """
-from titanrl.config.device import DEVICES
-from titanrl.models.preparation import prepare_torchtitan
-prepare_torchtitan(DEVICES["cpu"])
-import torch
-import torchtitan.distributed.parallel_dims as parallel_dims
-import torchtitan.tools.utils as utils
-assert parallel_dims.device_type == "cpu" and utils.device_module is torch.cpu
-"""
-
 
 def test_torchtitan_version_matches_our_patches() -> None:
     assert version("torchtitan") == "0.3.0"
-
-
-def test_torchtitan_uses_prepared_device() -> None:
-    subprocess.run([sys.executable, "-c", TAKES_THE_DEVICE], check=True)  # torchtitan reads it once per process
 
 
 class Part(nn.Module):
@@ -89,6 +75,10 @@ from types import SimpleNamespace
 from titanrl.config.device import DEVICES
 from titanrl.models.preparation import prepare_torchtitan
 prepare_torchtitan(DEVICES["cpu"])
+import torch
+import torchtitan.distributed.parallel_dims as parallel_dims
+import torchtitan.tools.utils as utils
+assert parallel_dims.device_type == "cpu" and utils.device_module is torch.cpu  # read once per process
 from pathlib import Path
 from titanrl.models.directory import open_model
 from torchtitan.config import ParallelismConfig
@@ -101,8 +91,8 @@ assert torchtitan.trainer.Trainer.Config.__dataclass_fields__, "a placeholder re
 """
 
 
-def test_model_is_built_without_torchtitans_trainer(tmp_path: Path) -> None:
-    """It would import `datasets`, pandas and pyarrow, only to check the class of a configuration."""
+def test_model_is_built_for_the_prepared_device_without_torchtitans_trainer(tmp_path: Path) -> None:
+    """The trainer would import `datasets`, pandas and pyarrow, only to check the class of a configuration."""
     command = [sys.executable, "-c", BUILDS_A_DECODER, str(write_model("qwen3", tmp_path))]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr

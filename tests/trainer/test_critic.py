@@ -16,7 +16,6 @@ LAYOUTS: dict[str, tuple[int, critics.Plan]] = {
     "fsdp 2": (2, {"parallelism": {"dp_shard": 2}}),
     "tp 2": (2, {"parallelism": {"tp": 2}}),
     "cp 2": (2, {"parallelism": {"cp": 2}}),
-    "fsdp 2 x tp 2": (4, {"parallelism": {"dp_shard": 2, "tp": 2}}),
     "lora": (1, {"lora": {"rank": 4}}),
 }
 TOLERANCE = 5e-6
