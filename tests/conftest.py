@@ -10,6 +10,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from tests.engines import Engines
 from tests.trainer.ranks import World
 from tests.workers import common_folder, warm_templates
 from titanrl.processes.templates import SHARED
@@ -56,6 +57,13 @@ def shared_templates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
     with warm_templates(common_folder(tmp_path_factory)) as templates, pytest.MonkeyPatch.context() as patch:
         patch.setenv(SHARED, templates)
         yield
+
+
+@pytest.fixture(scope="session")
+def engines() -> Iterator[Engines]:
+    """A process that has imported vLLM and calls functions in forks."""
+    with Engines() as engines:
+        yield engines
 
 
 @pytest.fixture(scope="session")

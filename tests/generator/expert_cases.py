@@ -1,8 +1,6 @@
-"""Sample before and after a change of one expert: `python -m tests.generator.expert_cases FOLDER IMPL`."""
+"""Sample before and after a change of one expert; see `tests.engines`."""
 
 import asyncio
-import pickle
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,6 @@ from titanrl.carriers.types import Completion
 from titanrl.config.device import DEVICES
 from titanrl.config.sections import GeneratorConfig
 from titanrl.models.directory import open_model
-from titanrl.models.preparation import prepare_torchtitan
 
 PARTS = {"gate_proj": "w1_EFD", "up_proj": "w3_EFD", "down_proj": "w2_EDF"}
 
@@ -35,9 +32,12 @@ def published_names(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return renamed
 
 
-async def main(folder: Path, impl: str) -> None:
-    """Publish the models `before` and `after`, sample from each, and write the samples and the published elements by name."""
-    prepare_torchtitan(DEVICES["cpu"])
+def samples(folder: Path, impl: str) -> dict[str, Any]:
+    """Publish the models `before` and `after`, sample from each, and return the samples and the published elements by name."""
+    return asyncio.run(sample_versions(folder, impl))
+
+
+async def sample_versions(folder: Path, impl: str) -> dict[str, Any]:
     from titanrl.generator.engine import Engine
     from titanrl.generator.pulling import Puller
     from titanrl.weights.records import ByteLayout, Commit, layout_key
@@ -64,8 +64,4 @@ async def main(folder: Path, impl: str) -> None:
         engine.update_weights(version, fill)
         found: list[Completion] = sample(engine, requests(6))
         results[f"{version} {name}"] = found
-    (folder / f"{impl}.pickle").write_bytes(pickle.dumps(results))
-
-
-if __name__ == "__main__":
-    asyncio.run(main(Path(sys.argv[1]), sys.argv[2]))
+    return results

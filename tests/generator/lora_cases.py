@@ -1,8 +1,6 @@
-"""Sample with adapters in the real engine: `python -m tests.generator.lora_cases FOLDER FILE`."""
+"""Sample with adapters in the real engine; see `tests.engines`."""
 
 import asyncio
-import pickle
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +15,6 @@ from titanrl.carriers.types import Completion, GenerationRequest, SamplingParams
 from titanrl.config.device import DEVICES
 from titanrl.config.sections import GeneratorConfig, LoraConfig, RecipeConfig
 from titanrl.models.directory import open_model
-from titanrl.models.preparation import prepare_torchtitan
 from titanrl.models.recipe import create_model
 
 STOP = 1
@@ -68,9 +65,12 @@ def sample(engine: Any, sent: Sequence[GenerationRequest]) -> list[Completion]:
     return [ended[ticket] for ticket in tickets]
 
 
-async def main(folder: Path, file: Path) -> None:
-    """Write the samples of two versions of the policy, of which the second replaces the first while requests decode."""
-    prepare_torchtitan(DEVICES["cpu"])
+def samples(folder: Path) -> dict[str, Any]:
+    """Return the samples of two versions of the policy, of which the second replaces the first while requests decode."""
+    return asyncio.run(sample_versions(folder))
+
+
+async def sample_versions(folder: Path) -> dict[str, Any]:
     from titanrl.generator.engine import Engine
     from titanrl.generator.pulling import HeldPuller, Puller
     from titanrl.weights.records import Commit, HeldAdapter, WeightMismatchError, adapters_run, base_run
@@ -153,8 +153,4 @@ async def main(folder: Path, file: Path) -> None:
     await publish(4, base=1)
     results["other base"] = sample(engine, requests(4))
     results["kept other"] = results["kept"]
-    file.write_bytes(pickle.dumps(results))
-
-
-if __name__ == "__main__":
-    asyncio.run(main(Path(sys.argv[1]), Path(sys.argv[2])))
+    return results

@@ -1,6 +1,5 @@
-"""Sample with packed linear layers, then with the weights: `python -m tests.generator.packed_cases DTYPE FOLDER`."""
+"""Sample with packed linear layers, then with the weights; see `tests.engines`."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from titanrl.config import sizes
 from titanrl.config.device import DEVICES
 from titanrl.config.sections import GeneratorConfig, RecipeConfig
 from titanrl.models.directory import open_model
-from titanrl.models.preparation import prepare_torchtitan
 from titanrl.models.recipe import create_model
 
 
@@ -36,19 +34,19 @@ def sample(engine: Any, version: int) -> tuple[list[list[int]], np.ndarray[Any, 
     return [c.token_ids.tolist() for c in completions], np.concatenate([c.logprobs for c in completions])
 
 
-def main(dtype: Dtype, folder: Path) -> None:
-    """Compare the samples of both kinds of linear layers, for each implementation of the model."""
-    prepare_torchtitan(DEVICES["cpu"])
+def compare_all(dtype: Dtype, folder: Path) -> tuple[list[float], int]:
+    """Return the differences between both kinds of layers, for each model, and the number of threads."""
     sizes.LARGE_BYTES, sizes.PACKED_BYTES = 0, {dtype: 0}
     create_model(folder, RecipeConfig(), seed=0)
+    found = []
     for impl in ("titan", "native"):
         config = GeneratorConfig.model_validate({"kv_cache_bytes": 2 << 20, "dtype": dtype, "model_impl": impl})
-        compare(config, folder)
-    print(f"{torch.get_num_threads()} threads")
+        found += compare(config, folder)
+    return found, torch.get_num_threads()
 
 
-def compare(config: GeneratorConfig, folder: Path) -> None:
-    """Compare the samples of packed layers with those of the same layers after removing the packed copies."""
+def compare(config: GeneratorConfig, folder: Path) -> list[float]:
+    """Return the difference to the samples of the same layers after removing the packed copies, for each of two versions."""
     from titanrl.generator.compat import keep_weight
     from titanrl.generator.engine import Engine
 
@@ -62,12 +60,9 @@ def compare(config: GeneratorConfig, folder: Path) -> None:
     for layer in layers:
         vars(layer).pop("forward", None)
         keep_weight(layer, False)
+    differences = []
     for packed, version in ((first, 1), (second, 2)):
         tokens, logprobs = sample(engine, version)
         assert tokens == packed[0]
-        assert np.allclose(logprobs, packed[1], atol=1e-3 if config.dtype == "bfloat16" else 2e-5)
-        print("largest difference", np.abs(logprobs - packed[1]).max())
-
-
-if __name__ == "__main__":
-    main("float32" if sys.argv[1] == "float32" else "bfloat16", Path(sys.argv[2]))
+        differences.append(float(np.abs(logprobs - packed[1]).max()))
+    return differences

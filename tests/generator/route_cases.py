@@ -1,8 +1,6 @@
-"""Sample with recorded experts in the real engine: `python -m tests.generator.route_cases FOLDER IMPL`."""
+"""Sample with recorded experts in the real engine; see `tests.engines`."""
 
 import asyncio
-import pickle
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,6 @@ from titanrl.carriers.types import Completion, GenerationRequest, SamplingParams
 from titanrl.config.device import DEVICES
 from titanrl.config.sections import GeneratorConfig
 from titanrl.models.directory import open_model
-from titanrl.models.preparation import prepare_torchtitan
 
 NUM = 8
 PREFIX = tuple(5 + i % 40 for i in range(40))
@@ -34,8 +31,12 @@ def requests(count: int = NUM, *, experts: bool = True, **options: Any) -> list[
     ]
 
 
-async def write_samples(folder: Path, impl: str, dtype: str) -> None:
-    """Write the samples of each case; with bfloat16, which a CPU emulates slowly, those of one case."""
+def samples(folder: Path, impl: str, dtype: str) -> dict[str, list[Completion]]:
+    """Return the samples of each case; with bfloat16, which a CPU emulates slowly, those of one case."""
+    return asyncio.run(sample_cases(folder, impl, dtype))
+
+
+async def sample_cases(folder: Path, impl: str, dtype: str) -> dict[str, list[Completion]]:
     from titanrl.generator.engine import Engine
     from titanrl.generator.pulling import Puller
     from titanrl.weights.records import Commit
@@ -81,10 +82,4 @@ async def write_samples(folder: Path, impl: str, dtype: str) -> None:
         tickets = started(requests())
         engine.restart()
         results["restarted"] = rest(tickets)
-    (folder / f"{impl}-{dtype}.pickle").write_bytes(pickle.dumps(results))
-
-
-if __name__ == "__main__":
-    prepare_torchtitan(DEVICES["cpu"])
-    for dtype in ("float32", "bfloat16"):  # one process imports vLLM once
-        asyncio.run(write_samples(Path(sys.argv[1]), sys.argv[2], dtype))
+    return results

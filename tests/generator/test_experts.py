@@ -1,23 +1,16 @@
 """A mixture of experts in the real engine: updates reach every expert in both implementations."""
 
-import os
-import pickle
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from vllm import _custom_ops as kernels
 
-from tests.generator.expert_cases import published_names
+from tests.engines import Engines
+from tests.generator.expert_cases import published_names, samples
 from tests.generator.lora_cases import requests
 from tests.generator.test_lora import worst
 from tests.models.tiny import change_weights, write_model
-from titanrl.config import load_config
-from titanrl.config.device import DEVICES
-from titanrl.processes.variables import generator_environment
 
 PROMPTS = [request.token_ids for request in requests(6)]
 CHANGED = "model.layers.1.mlp.experts.3.down_proj.weight"
@@ -34,11 +27,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("impl", ["titan", "native"])
-def test_change_of_one_expert_reaches_the_generator(impl: str, models: Path) -> None:
-    environment = os.environ | generator_environment(load_config("configs/quickstart.yaml"), DEVICES["cpu"], 0)
-    command = [sys.executable, "-m", "tests.generator.expert_cases", str(models), impl]
-    subprocess.run(command, env=environment, check=True, timeout=300)
-    found: dict[str, Any] = pickle.loads((models / f"{impl}.pickle").read_bytes())
+def test_change_of_one_expert_reaches_the_generator(impl: str, models: Path, engines: Engines) -> None:
+    found = engines.run(samples, models, impl)
     published, expected = found["counts"]
     assert published == expected  # by name
     assert worst(models / "before", found["1 before"], PROMPTS) < 1e-4
@@ -58,9 +48,16 @@ def test_published_experts_are_stacked_in_order(models: Path) -> None:
     assert found["layers.0.moe.routed_experts.inner_experts.w2_EDF"][:, 0, 0].tolist() == list(range(12))
 
 
-def test_vllm_packs_experts_into_another_layout_of_the_same_shape() -> None:
+def packed_by_vllm(plain: np.ndarray) -> np.ndarray:
+    from vllm import _custom_ops as kernels
+
+    found: np.ndarray = kernels.cpu_prepack_moe_weight(torch.from_numpy(plain), "vec").numpy()
+    return found
+
+
+def test_vllm_packs_experts_into_another_layout_of_the_same_shape(engines: Engines) -> None:
     plain = torch.arange(2 * 64 * 32, dtype=torch.float32).view(2, 64, 32)
-    packed = kernels.cpu_prepack_moe_weight(plain, "vec")
+    packed = torch.from_numpy(engines.run(packed_by_vllm, plain.numpy()))
     assert packed.shape == plain.shape
     assert not torch.equal(packed, plain)
     assert torch.equal(packed.flatten().sort().values, plain.flatten())

@@ -1,13 +1,12 @@
 """Linear layers that a CPU computes from packed copies of their weights."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.engines import Engines
+from tests.generator.packed_cases import compare_all
 from titanrl.config import load_config
 from titanrl.config.sections import GeneratorConfig
 from titanrl.config.sizes import derive, packed_weights
@@ -49,13 +48,11 @@ def test_packed_layers_do_not_depend_on_the_batch() -> None:
 
 
 @dtypes
-def test_completions_do_not_depend_on_packing(dtype: str, tmp_path: Path) -> None:
-    environment = {**os.environ, THREADS: "2", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1"}
-    command = [sys.executable, "-m", "tests.generator.packed_cases", dtype, tmp_path / "model"]
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    assert ran.stdout.count("largest difference") == 4  # of two versions, for both implementations of the model
-    assert "2 threads" in ran.stdout
+def test_completions_do_not_depend_on_packing(dtype: str, tmp_path: Path, engines: Engines) -> None:
+    differences, num_threads = engines.run(compare_all, dtype, tmp_path / "model", **{THREADS: "2"})
+    assert len(differences) == 4  # of two versions, for both implementations of the model
+    assert max(differences) < (1e-3 if dtype == "bfloat16" else 2e-5)
+    assert num_threads == 2
 
 
 def test_only_large_models_are_packed_and_the_estimate_counts_the_copies() -> None:

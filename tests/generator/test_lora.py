@@ -1,9 +1,5 @@
 """Adapters in vLLM's own model: products by hand, and log-probabilities of the real engine against merged transformers."""
 
-import os
-import pickle
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,23 +9,17 @@ import pytest
 import torch
 import transformers
 
+from tests.engines import Engines
+from tests.generator.lora_cases import requests, samples
 from titanrl.carriers.types import Completion
-from titanrl.config import load_config
-from titanrl.config.device import DEVICES
 from titanrl.generator.lora import add_products, groups_of
-from titanrl.processes.variables import generator_environment
 
 
 @pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """Sample in a process of its own, because vLLM changes process-wide settings of torch."""
-    folder = tmp_path_factory.mktemp("adapters")
-    file = folder / "results.pickle"
-    environment = os.environ | generator_environment(load_config("configs/quickstart.yaml"), DEVICES["cpu"], 0)
-    command = [sys.executable, "-m", "tests.generator.lora_cases", str(folder / "models"), str(file)]
-    subprocess.run(command, env=environment, check=True, timeout=300)
-    found: dict[str, Any] = pickle.loads(file.read_bytes())
-    return folder / "models", found
+def cases(tmp_path_factory: pytest.TempPathFactory, engines: Engines) -> tuple[Path, dict[str, Any]]:
+    """Folder of the models, and the samples by case."""
+    folder = tmp_path_factory.mktemp("adapters") / "models"
+    return folder, engines.run(samples, folder)
 
 
 def worst(model_dir: Path, completions: Sequence[Completion], prompts: Sequence[tuple[int, ...]], first: int = 0) -> float:
@@ -46,8 +36,6 @@ def worst(model_dir: Path, completions: Sequence[Completion], prompts: Sequence[
 
 
 def prompts_of(count: int) -> list[tuple[int, ...]]:
-    from tests.generator.lora_cases import requests
-
     return [request.token_ids for request in requests(count)]
 
 

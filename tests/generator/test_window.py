@@ -1,33 +1,22 @@
 """Decode windows give the tokens and log-probabilities of vLLM's own steps, bit for bit."""
 
-import os
-import pickle
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.engines import Engines
+from tests.generator.window_cases import completions_of_all
 from titanrl.carriers.types import Completion, SamplingParams
-from titanrl.config import load_config
-from titanrl.config.device import DEVICES
 from titanrl.generator.window import decoding_of, seeds_of
-from titanrl.processes.variables import generator_environment
 
 CASES = ("together", "temperatures", "greedy", "joining", "new_weights", "full_cache", "short_windows")
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Run every case in a process of its own, because vLLM changes process-wide settings of torch."""
-    folder = tmp_path_factory.mktemp("window")
-    file = folder / "results.pickle"
-    environment = os.environ | generator_environment(load_config("configs/quickstart.yaml"), DEVICES["cpu"], 0)
-    command = [sys.executable, "-m", "tests.generator.window_cases", str(folder / "model"), str(file)]
-    subprocess.run(command, env=environment, check=True, timeout=300)
-    found: dict[str, Any] = pickle.loads(file.read_bytes())
+def results(tmp_path_factory: pytest.TempPathFactory, engines: Engines) -> dict[str, Any]:
+    found: dict[str, Any] = engines.run(completions_of_all, tmp_path_factory.mktemp("window") / "model")
     return found
 
 

@@ -1,7 +1,5 @@
-"""Run the same requests with and without decode windows: `python -m tests.generator.window_cases FOLDER FILE`."""
+"""Run the same requests with and without decode windows; see `tests.engines`."""
 
-import pickle
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,6 @@ from titanrl.config.device import DEVICES
 from titanrl.config.sections import GeneratorConfig, RecipeConfig
 from titanrl.generator import window
 from titanrl.models.directory import open_model
-from titanrl.models.preparation import prepare_torchtitan
 from titanrl.models.recipe import create_model
 
 STOP = 1
@@ -126,9 +123,8 @@ def restore(engine: Any) -> Callable[[Any], None]:
     return fill
 
 
-def main(folder: Path, file: Path) -> None:
-    """Write the completions of every case, without and with windows, and how many steps windows took and refused."""
-    prepare_torchtitan(DEVICES["cpu"])
+def completions_of_all(folder: Path) -> dict[str, Any]:
+    """Return the completions of every case, without and with windows, and how many steps windows took and refused."""
     from titanrl.generator.engine import Engine
 
     create_model(folder, RecipeConfig(), seed=0)
@@ -151,8 +147,4 @@ def main(folder: Path, file: Path) -> None:
             engine.update_weights(1, restore(engine))  # empties the prefix cache
             completions.append(case(engine))
         results[name] = (*completions, len(decoded), decoded.count(None))
-    file.write_bytes(pickle.dumps(results))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    return results

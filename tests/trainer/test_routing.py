@@ -1,9 +1,6 @@
 """Experts that a real generator recorded, in the trainer: log-probabilities, gradients of every layout, and metrics."""
 
-import os
-import pickle
-import subprocess
-import sys
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,16 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from tests.generator.route_cases import NUM, requests
+from tests.engines import Engines
+from tests.generator.route_cases import NUM, requests, samples
 from tests.models.tiny import change_weights, write_model
 from tests.trainer import checks
 from tests.trainer.ranks import World
 from titanrl.carriers.routes import has_ids_S
 from titanrl.carriers.tables import SequencePlan
 from titanrl.carriers.types import Completion, GroupHandle, Segment
-from titanrl.config import load_config
-from titanrl.config.device import DEVICES
-from titanrl.processes.variables import generator_environment
 from titanrl.trainer.collate import collate
 
 Worlds = Callable[[int], World]
@@ -45,20 +40,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def sampled(folder: Path) -> Callable[[str, str], Mapping[str, Case]]:
-    """Samples of engines, of both dtypes in one process for each implementation."""
-    found: dict[tuple[str, str], Mapping[str, Case]] = {}
-
-    def run(impl: str, dtype: str) -> Mapping[str, Case]:
-        if (impl, dtype) not in found:
-            environment = os.environ | generator_environment(load_config("configs/quickstart.yaml"), DEVICES["cpu"], 0)
-            command = [sys.executable, "-m", "tests.generator.route_cases", str(folder), impl]
-            subprocess.run(command, env=environment, check=True, timeout=300)
-            for each in ("float32", "bfloat16"):
-                found[impl, each] = pickle.loads((folder / f"{impl}-{each}.pickle").read_bytes())
-        return found[impl, dtype]
-
-    return run
+def sampled(folder: Path, engines: Engines) -> Callable[[str, str], Mapping[str, Case]]:
+    """Samples of engines, by implementation and dtype."""
+    return functools.cache(functools.partial(engines.run, samples, folder))
 
 
 def segments_of(completions: Case) -> list[Segment]:
