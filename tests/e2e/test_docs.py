@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 
 from tests.docs import run_blocks
 from tests.docs.blocks import PAGES, all_blocks, blocks_of, shell_lines
-from tests.e2e.conftest import REPO, Finished, Start
+from tests.e2e.conftest import REPO, Finished
 from tests.workers import start_warm, stop_warm
 from titanrl.carriers.record import parts_of, read_lines
 from titanrl.processes.templates import SHARED
@@ -98,12 +97,3 @@ def test_the_documented_rollout_has_the_keys_of_a_recorded_one(plain_run: Finish
     _, recorded, *_ = read_lines(parts_of(plain_run.run_dir, "rollouts")[0].path)
     assert documented.keys() == recorded.keys()
     assert documented["completions"][0].keys() == recorded["completions"][0].keys()
-
-
-def test_larger_num_steps_extends_a_finished_run(start_run: Start, plain_run: Finished) -> None:
-    shutil.copytree(plain_run.run_dir, plain_run.run_dir.with_name("extended"))
-    extended = start_run("extended", "num_steps=6", "rollout.save=null", resume=True).finish()
-    assert extended.code == 0, extended.output
-    assert [row["step"] for row in extended.steps] == [1, 2, 3, 4, 5, 6]
-    assert len(extended.evaluations()) == 3
-    assert "num_steps: 6" in (extended.run_dir / "config.yaml").read_text()

@@ -22,15 +22,15 @@ MIXTURE = """data.mixture={
 
 @pytest.fixture(scope="module")
 def resumed(start_run: Start, plain_run: Finished, tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """A run of ten steps, continued for ten more."""
+    """A run of five steps, continued for five more."""
     rewards = tmp_path_factory.mktemp("rewards") / "slow.py"
     rewards.write_text(SLOW)
     mixture = MIXTURE.replace("SLOW", str(rewards)).replace("\n", " ")
     asynchronous = ("max_staleness=2", "rollout.window=0.3", "rollout.dynamic_sampling=true", "algorithm.loss=ppo")
-    sizes = ("num_steps=10", "evaluation.num_prompts=8", "checkpoint.every_steps=0", "rollout.groups_per_step=4")
+    sizes = ("num_steps=5", "evaluation.num_prompts=8", "checkpoint.every_steps=0", "rollout.groups_per_step=4")
     first = start_run("mixture", mixture, *plain_run.as_start, *asynchronous, *sizes).finish()
     assert first.code == 0, first.output
-    finished = start_run("mixture", "num_steps=20", resume=True).finish()
+    finished = start_run("mixture", "num_steps=10", resume=True).finish()
     assert finished.code == 0, finished.output
     return finished
 
@@ -40,10 +40,15 @@ def test_trained_groups_keep_the_ratio_over_two_attempts(resumed: Finished) -> N
     last = resumed.steps[-1]
     assert last["task/sums/groups_total"] == totals["sums"]
     assert last["task/slow/groups_total"] == totals["slow"]
-    assert totals["sums"] + totals["slow"] == 80
+    assert totals["sums"] + totals["slow"] == 40
     # Groups in flight or finished at the end may account for the difference between the ratios of turns and of trained groups.
-    assert abs(totals["sums"] - 60) <= 6
-    assert last["task/sums/share"] == totals["sums"] / 80
+    assert abs(totals["sums"] - 30) <= 6
+    assert last["task/sums/share"] == totals["sums"] / 40
+
+
+def test_larger_num_steps_extends_a_finished_run(resumed: Finished) -> None:
+    assert [row["step"] for row in resumed.steps] == list(range(1, 11))
+    assert "num_steps: 10" in (resumed.run_dir / "config.yaml").read_text()
 
 
 def test_metrics_evaluations_and_rollouts_are_by_task(resumed: Finished) -> None:
@@ -65,11 +70,11 @@ def test_curriculum_moves_and_continues_after_a_resume(resumed: Finished) -> Non
     assert moves == sorted(moves)
     assert moves[-1] >= 1
     assert max(row["curriculum/sums/level"] for row in resumed.steps) >= 1
-    assert moves[10] >= moves[9], "the level is that of the checkpoint"
+    assert moves[5] >= moves[4], "the level is that of the checkpoint"
 
 
 def test_checkpoint_contains_the_prompt_selection(resumed: Finished) -> None:
-    assert (resumed.run_dir / "checkpoints/step-10/groups/prompts.pkl").exists()
+    assert (resumed.run_dir / "checkpoints/step-5/groups/prompts.pkl").exists()
 
 
 @pytest.mark.slow

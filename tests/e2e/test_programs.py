@@ -40,6 +40,8 @@ def test_program_trains_on_the_tokens_of_the_engine(
         f"model.path={base}",
         f"data.environment={{program: '{folder}/twice.py:play', renderer: plain, max_turns: 3}}",
         "trainer.row_tokens=256",
+        "rollout.groups_per_step=2",
+        "evaluation.num_prompts=4",
         f"max_staleness={max_staleness}",
         f"rollout.save={folder}/dump",
         "num_steps=2",
@@ -47,9 +49,9 @@ def test_program_trains_on_the_tokens_of_the_engine(
     assert run.code == 0, run.output
     saved = DumpReader(folder / "dump")
     rollouts = [rollout for place in range(saved.num_groups) for rollout in saved.group(place).rollouts]
-    assert len(rollouts) == 2 * 64
+    assert len(rollouts) == 2 * 16
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    for rollout in rollouts[:64]:
+    for rollout in rollouts[:16]:
         assert (len(rollout.segments), len(rollout.turns)) == (2, 3)
         assert rollout.turns[-1].reward == rollout.reward
         for segment in rollout.segments if set(rollout.sampled.versions) == {0} else ():

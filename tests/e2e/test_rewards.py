@@ -48,12 +48,14 @@ def test_run_with_judges_a_group_reward_penalties_and_own_prompts(
 ) -> None:
     (tmp_path / "custom_prompts.py").write_text(PROMPTS)
     (tmp_path / "group_reward.py").write_text(GROUP)
-    judge = {"function": f"{JUDGE}/judge.py:judge", "weight": 0.5, "trusted": True}
+    # Not with JUDGE_URL: a run with other environment variables imports everything itself.
+    (tmp_path / "judge.py").write_text((JUDGE / "judge.py").read_text().replace("http://127.0.0.1:8001/v1", judge_url))
+    judge = {"function": f"{tmp_path}/judge.py:judge", "weight": 0.5, "trusted": True}
     built_in = yaml.safe_load((JUDGE / "built_in.yaml").read_text())["data"]["rewards"]["judge"]
     rewards = {
         "answer": "exact",
         "judge": judge,
-        "rare": {"function": "group_reward:rare", "weight": 0.25},
+        "rare": {"function": f"{tmp_path}/group_reward.py:rare", "weight": 0.25},
         "grade": {**built_in, "options": {**built_in["options"], "url": judge_url}},
         "short": {"function": "overlong", "weight": 2.0, "options": {"cache_tokens": 5}},
         "again": {"function": "repetition", "options": {"ngram_size": 1}},
@@ -72,8 +74,7 @@ def test_run_with_judges_a_group_reward_penalties_and_own_prompts(
         "evaluation.num_prompts=8",
         "logging.rollouts_per_step=8",
     )
-    environment = {"PYTHONPATH": f"{REPO}:{tmp_path}", "JUDGE_URL": judge_url}
-    finished = start_run("judged", *overrides, **environment).finish()
+    finished = start_run("judged", *overrides).finish()
     assert finished.code == 0, finished.output
     assert len(finished.evaluations("sums")) == 2
     completions = [(group, completion) for group in finished.rollouts() for completion in group["completions"]]

@@ -7,14 +7,12 @@ from tests.e2e.conftest import REPO, Start
 from titanrl.carriers.dumps import DumpReader
 from titanrl.carriers.routes import has_ids_S
 
-TOOL = REPO / "examples/custom_tool/custom_tool.py"
 EXPERTS = (
     "model.recipe={family: qwen3_moe, hidden_size: 64, intermediate_size: 32, num_layers: 2}",
-    "warm_start.tool_calls=true",
-    "warm_start.num_steps=80",
-    "data.task_config={min_terms: 3, max_terms: 3, min_digits: 2, max_digits: 2}",
-    f"data.environment={{function: '{TOOL}:Abacus', max_turns: 3}}",
-    f"data.rewards={{answer: reasoning_gym, brief: {{function: '{TOOL}:brief', weight: 0.1}}}}",
+    "warm_start=null",  # routing is replayed for the tokens of any policy
+    f"data.environment={{function: '{REPO}/examples/second_try/train.py:SecondTry', max_turns: 2}}",
+    f"data.rewards={{parity: '{Path(__file__).with_name('token_rewards.py')}:parity'}}",
+    "trainer.row_tokens=192",
     "rollout.groups_per_step=4",
     "evaluation.num_prompts=8",
     "generator.dtype=bfloat16",

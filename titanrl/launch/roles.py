@@ -65,9 +65,11 @@ def needed(config: Config, device: Device, roles: Roles) -> dict[str, tuple[dict
         tasks = sorted({task.task for task in config.data.tasks.values() if task.source == "reasoning_gym"})
         templates["rollout"] = (worker_environment(), partial(import_modules, modules, tasks=tasks))
     if roles.generators:
-        impl = config.generator.model_impl
-        modules = ["titanrl.generator.compat", "titanrl.generator.engine", f"titanrl.generator.{impl}"]
-        modules += ["vllm.v1.worker.cpu_worker"] * (device.kind == "cpu")
+        modules = ["titanrl.generator.compat", "titanrl.generator.engine"]
+        if device.kind == "cpu":  # both implementations, so that the runs of a machine can share the template
+            modules += ["vllm.v1.worker.cpu_worker", "titanrl.generator.native", "titanrl.generator.titan"]
+        else:
+            modules.append(f"titanrl.generator.{config.generator.model_impl}")
         templates["generator"] = (generator_environment(config, device, 0), partial(import_modules, modules, device))
     return templates
 
