@@ -1,5 +1,6 @@
 """Test order for parallel workers (`pytest -n 2 --dist loadfile`), the hypothesis profile, and fixtures of many folders."""
 
+import gc
 import os
 import signal
 import sys
@@ -15,6 +16,7 @@ from tests.trainer.ranks import World
 from tests.workers import common_folder, warm_templates
 from titanrl.processes.templates import SHARED
 
+gc.disable()  # until all tests are imported, which creates a million objects and hardly any garbage
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported; other processes need the cores
 
 hypothesis.settings.register_profile("any machine", deadline=None)  # tests must not fail on a busy machine
@@ -35,7 +37,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Compute with one thread: the workers share the cores, and threads of tiny operations mostly wait for each other."""
+    """Leave what was imported out of garbage collections. Compute with one thread.
+
+    The workers share the cores, and threads of tiny operations mostly wait for each other.
+    """
+    gc.freeze()
+    gc.enable()
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
 

@@ -4,6 +4,7 @@ vLLM changes settings of torch for the whole process, so functions with an engin
 vLLM takes most of such a process's time.
 """
 
+import gc
 import os
 import traceback
 from collections.abc import Callable, Mapping
@@ -54,7 +55,10 @@ def serve(pipe: Connection) -> None:
     from titanrl.launch.roles import import_modules
 
     os.environ |= generator_environment(load_config("configs/quickstart.yaml"), DEVICES["cpu"], 0)
+    gc.disable()
     import_modules(MODULES, DEVICES["cpu"])
+    gc.freeze()  # forks do not visit what they share
+    gc.enable()
     while True:
         function, args, environment = pipe.recv()
         fork = os.fork()

@@ -1,5 +1,6 @@
 """Imports of every rank, done once before ranks are forked."""
 
+import gc
 import importlib
 import os
 
@@ -8,6 +9,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # set before torch is imported, or forked r
 from titanrl.config.device import DEVICES
 from titanrl.models.preparation import prepare_torchtitan
 
+gc.disable()
 prepare_torchtitan(DEVICES["cpu"])
 
 for module in (
@@ -19,3 +21,5 @@ for module in (
     "tests.trainer.variants",
 ):
     importlib.import_module(module)
+gc.freeze()  # ranks do not visit what they share
+gc.enable()

@@ -70,10 +70,18 @@ class World:
     def _reply(self, rank: int) -> tuple[bool, Any]:
         """Wait for the reply of a rank; the others wait for a rank that exited, so name it immediately."""
         wait([self._pipes[rank], *(process.sentinel for process in self._processes)])
+        self._check_running()
+        try:
+            reply: tuple[bool, Any] = self._pipes[rank].recv()
+        except (EOFError, ConnectionResetError):  # it is exiting, and its exit code is about to arrive
+            self._processes[rank].join(10)
+            self._check_running()
+            raise
+        return reply
+
+    def _check_running(self) -> None:
         exited = {number: process.exitcode for number, process in enumerate(self._processes) if process.exitcode is not None}
         assert not exited, f"ranks of {self.size} exited; their exit codes: {exited}"
-        reply: tuple[bool, Any] = self._pipes[rank].recv()
-        return reply
 
     def _kill(self) -> None:
         for process in self._processes:
