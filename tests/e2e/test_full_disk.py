@@ -1,6 +1,5 @@
 """Runs whose directory becomes full or read-only, or vanishes: one last line names path and cause; checkpoints stay intact."""
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -45,7 +44,13 @@ class Deleted(titanrl.Hook):
 """
 
 
-def fine_tune(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the initial model, which all runs share."""
+    return tmp_path_factory.mktemp("cache")
+
+
+def fine_tune(folder: Path, cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run `titanrl sft` on a tiny random model, with three steps and a checkpoint after each."""
     (folder / "breaking.py").write_text(HOOKS)
     small = (
@@ -55,7 +60,7 @@ def fine_tune(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]
         "checkpoint.every_steps=1",
         "evaluation.num_prompts=8",
     )
-    start = ("--config", "sft_quickstart", *small, "logging.console=plain", f"cache_dir={folder}/cache")
+    start = ("--config", "sft_quickstart", *small, "logging.console=plain", f"cache_dir={cache}")
     arguments = arguments if "--resume" in arguments else (*start, f"output_dir={folder}/runs", *arguments)
     command = [sys.executable, "-m", "titanrl.cli", "sft", *arguments]
     return subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=120, check=False)
@@ -67,13 +72,13 @@ def last_line(finished: subprocess.CompletedProcess[str]) -> str:
     return finished.stderr.splitlines()[-1]
 
 
-def test_full_disk_at_a_checkpoint_keeps_the_one_before(tmp_path: Path) -> None:
+def test_full_disk_at_a_checkpoint_keeps_the_one_before(cache: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "runs" / "sft_quickstart"
-    last = last_line(fine_tune(tmp_path, f"hooks=[{tmp_path}/breaking.py:FullCheckpoint]"))
+    last = last_line(fine_tune(tmp_path, cache, f"hooks=[{tmp_path}/breaking.py:FullCheckpoint]"))
     assert last.startswith(f"error: StorageError: cannot save a checkpoint in {run_dir}/checkpoints: ")
     assert "No space left on device" in last or "file write failed" in last
     assert resumable(run_dir).state.step == 1
-    resumed = fine_tune(tmp_path, "--resume", str(run_dir), "hooks=[]")
+    resumed = fine_tune(tmp_path, cache, "--resume", str(run_dir), "hooks=[]")
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert "continuing from step 1, the newest intact checkpoint (step-2: commit.json is missing" in resumed.stderr
     assert [row["step"] for row in read_metrics(run_dir / "metrics.jsonl") if "loss/train" in row] == [1, 2, 3]
@@ -88,16 +93,15 @@ def test_full_disk_at_a_checkpoint_keeps_the_one_before(tmp_path: Path) -> None:
         pytest.param("FullExport", "checkpoints/final", "StorageError: cannot export the model", marks=pytest.mark.slow),
     ],
 )
-def test_last_line_names_lost_directory_or_full_disk(hook: str, file: str, cause: str, tmp_path: Path) -> None:
-    last = last_line(fine_tune(tmp_path, f"hooks=[{tmp_path}/breaking.py:{hook}]"))
+def test_last_line_names_lost_directory_or_full_disk(hook: str, file: str, cause: str, cache: Path, tmp_path: Path) -> None:
+    last = last_line(fine_tune(tmp_path, cache, f"hooks=[{tmp_path}/breaking.py:{hook}]"))
     assert last.startswith(f"error: {cause}")
     assert str(tmp_path / "runs" / "sft_quickstart" / file) in last
 
 
-def test_last_line_names_run_directory_that_cannot_be_created(tmp_path: Path) -> None:
+def test_last_line_names_run_directory_that_cannot_be_created(cache: Path, tmp_path: Path) -> None:
     # Root may write anywhere, except where the kernel refuses.
-    finished = fine_tune(tmp_path, "output_dir=/proc/runs")
+    finished = fine_tune(tmp_path, cache, "output_dir=/proc/runs")
     assert finished.returncode == 2
     assert "Traceback" not in finished.stdout + finished.stderr
     assert "must be a writable directory, but /proc is not" in finished.stderr
-    shutil.rmtree(tmp_path / "cache", ignore_errors=True)
