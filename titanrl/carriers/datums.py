@@ -10,7 +10,7 @@ import numpy as np
 from titanrl.base.arguments import check_count, check_list, check_number, check_type, checked_numbers, checked_tokens
 from titanrl.carriers.routes import ExpertIds
 from titanrl.carriers.supports import Supports, placed
-from titanrl.carriers.types import FloatArray, IntArray, TopTokens
+from titanrl.carriers.types import FloatArray, IntArray, LossSums, TopTokens
 
 T = TypeVar("T")
 
@@ -39,6 +39,17 @@ class Datum:
     teacher_top: TopTokens | None = None
     """Most likely tokens of another model at the last targets, `[T, K]`, for the loss `forward_kl`. If any datum has them, no
     other teacher is computed, and data without them have no divergence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataResult:
+    """Results of one rank's share of the data. Only one of the ranks with the same share reports them."""
+
+    logprobs: Mapping[int, FloatArray]
+    """Log-probabilities of the targets by index of the datum, `[S]` each."""
+    sums: tuple[LossSums, ...]
+    version: int
+    """Policy version of the weights that were used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

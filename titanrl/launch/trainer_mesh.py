@@ -9,12 +9,12 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from titanrl.algorithms.batch_plan import mean_correction_weight, without_rejected
 from titanrl.base.files import DamagedError, Digests, check_folder, commit_folder
 from titanrl.base.plugins import Plugin
-from titanrl.carriers.datums import Datum, ForwardBackwardOutput
+from titanrl.carriers.datums import DataResult, Datum, ForwardBackwardOutput
 from titanrl.carriers.tables import MicroBatch
 from titanrl.carriers.types import AdamParams, AdapterSpec, LossSums, MeasuredCorrection, OptimUpdate, RankValues
 from titanrl.config.algorithm import AlgorithmConfig
@@ -24,9 +24,6 @@ from titanrl.launch.supervision import Pace, Supervisor
 from titanrl.processes.actors import ask_ranks
 from titanrl.trainer.rank import PolicyTrainer
 from titanrl.weights.records import WeightManifest
-
-if TYPE_CHECKING:
-    from titanrl.trainer.passes import DataResult
 
 T = TypeVar("T")
 OfRank = TypeVar("OfRank", MeasuredCorrection, RankValues)
@@ -44,7 +41,7 @@ def merge_losses(parts: Iterable[LossSums]) -> LossSums:
     return LossSums(sums=sums, maxima=maxima)
 
 
-def merge_outputs(num_data: int, replies: "Iterable[DataResult]") -> ForwardBackwardOutput:
+def merge_outputs(num_data: int, replies: Iterable[DataResult]) -> ForwardBackwardOutput:
     """Merge the replies of all ranks in the caller's order; metrics end in `:sum`, `:mean` (over tokens) or `:max`."""
     replies = list(replies)
     logprobs = {index: values for reply in replies for index, values in reply.logprobs.items()}

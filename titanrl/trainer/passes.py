@@ -21,10 +21,10 @@ from titanrl.algorithms.logprobs import token_supports
 from titanrl.algorithms.losses import LossMetrics
 from titanrl.algorithms.packing import balance, pack, row_costs
 from titanrl.base.plugins import Plugin, plugin_of
-from titanrl.carriers.datums import Datum
+from titanrl.carriers.datums import DataResult, Datum
 from titanrl.carriers.routes import ExpertIds, has_ids_S
 from titanrl.carriers.supports import Supports
-from titanrl.carriers.types import FloatArray, IntArray, LossSums
+from titanrl.carriers.types import FloatArray, IntArray
 from titanrl.models.experts import routers_of
 from titanrl.trainer.agreement import Facts
 from titanrl.trainer.collate import PackedRows, empty_rows, placed_experts, row_length
@@ -47,17 +47,6 @@ class Location:
     """Index of the row in the micro-batch."""
     tokens: slice
     """Tokens of the row that hold the datum."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataResult:
-    """Results of one rank's share of the data. Only one of the ranks with the same share reports them."""
-
-    logprobs: Mapping[int, FloatArray]
-    """Log-probabilities of the targets by index of the datum, `[S]` each."""
-    sums: tuple[LossSums, ...]
-    version: int
-    """Policy version of the weights that were used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 from titanrl.base.errors import PhaseError
 from titanrl.base.files import Digests
 from titanrl.base.plugins import Plugin, Plugins, loaded, loading
-from titanrl.carriers.datums import Datum
+from titanrl.carriers.datums import DataResult, Datum
 from titanrl.carriers.record import BackgroundRecord, RecordFile, share
 from titanrl.carriers.spans import span
 from titanrl.carriers.tables import MicroBatch, Row
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from titanrl.trainer.collate import PackedRows
     from titanrl.trainer.critic import Critic
     from titanrl.trainer.learner import Learner
-    from titanrl.trainer.passes import DataResult, RowSizes
+    from titanrl.trainer.passes import RowSizes
     from titanrl.weights.store import WeightStore
 
 P = ParamSpec("P")
@@ -312,7 +312,7 @@ class PolicyTrainer(Actor):
         *,
         backward: bool,
         model: str | None = None,
-    ) -> "DataResult":
+    ) -> DataResult:
         """Run this rank's share of the data with a loss; without a loss, only compute log-probabilities.
 
         With `backward`, accumulate the gradient of the loss.
@@ -334,7 +334,7 @@ class PolicyTrainer(Actor):
                 return run_data(learner, planned, backward=backward)
 
     @endpoint
-    async def compute_data_logprobs(self, data: Sequence[Datum], at_version: int, *, model: str | None = None) -> "DataResult":
+    async def compute_data_logprobs(self, data: Sequence[Datum], at_version: int, *, model: str | None = None) -> DataResult:
         """Compute log-probabilities of this rank's share of the data with the weights of a version."""
         from titanrl.trainer.passes import plan_pass, run_data
 
