@@ -221,7 +221,15 @@ def test_two_users_train_and_sample_adapters_at_once(tinker: Any, model: Path, t
         with pytest.raises(tinker.RequestFailedError, match=r"trains adapters \(got 0\)"):
             service.create_lora_training_client(base_model=NAME, rank=0).result()
         base = service.create_sampling_client(base_model=NAME).result()
-        assert drawn(base)[0] != alone[KEY][2][0]
+        expected = [drawn(base), alone[KEY][2]]
+        assert expected[0][0] != expected[1][0]
+
+        def drawn_by_another(number: int) -> list[Any]:
+            return drawn(alone[KEY][1] if number % 2 else service.create_sampling_client(base_model=NAME).result())
+
+        with concurrent.futures.ThreadPoolExecutor(200) as threads:
+            for number, draws in enumerate(threads.map(drawn_by_another, range(200))):
+                same_draws(draws, expected[number % 2])
 
 
 def same_draws(found: list[Any], expected: list[Any]) -> None:
