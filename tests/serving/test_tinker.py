@@ -106,8 +106,23 @@ def test_client_trains_saves_and_continues_exactly(running: Running) -> None:
     assert rest.get_training_run(info.model_id).result().user_metadata == {"renderer": "r"}
     assert [each.tinker_path for each in rest.list_user_checkpoints().result().checkpoints] == [saved]
     assert rest.get_weights_info_by_tinker_path(saved).result().base_model == "base/number"
+    rest.set_checkpoint_ttl_from_tinker_path(saved, 3600).result()
+    (checkpoint,) = rest.list_checkpoints(info.model_id).result().checkpoints
+    assert checkpoint.expires_at is not None
     rest.delete_checkpoint_from_tinker_path(saved).result()
     assert rest.list_checkpoints(info.model_id).result().checkpoints == []
+
+
+def test_runs_and_sessions_are_listed(running: Running) -> None:
+    service = running.client()
+    model_id = service.create_lora_training_client(base_model="base/number", rank=0).result().get_info().model_id
+    rest = service.create_rest_client()
+    assert [run.training_run_id for run in rest.list_training_runs().result().training_runs] == [model_id]
+    (session_id,) = rest.list_sessions().result().sessions
+    assert rest.get_session(session_id).result().training_run_ids == [model_id]
+    with running.http() as http:
+        assert http.get("/healthz").json() == {"status": "ok"}
+        assert http.post("/telemetry", json={"events": []}).json() == {"status": "accepted"}
 
 
 def test_forward_and_custom_losses_have_the_same_gradient(running: Running) -> None:
