@@ -255,6 +255,10 @@ def test_slow_mlflow_server_delays_nothing_and_a_resume_sends_the_rest(tmp_path:
     with pytest.raises(ConnectionError):
         killed.log(4, {"reward": 0.4})
     monkeypatch.setattr("titanrl.metrics.trackers.CLOSE_S", 60.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(mlflow.MlflowClient, "log_batch", wait_and_log)
+        with pytest.raises(ConnectionError):  # also if the server refuses what is missing
+            MlflowTracker(run_dir, {}, 3).close()
     resumed = MlflowTracker(run_dir, {}, 3)
     step(resumed, 4, reward=0.4)
     resumed.close()

@@ -216,11 +216,8 @@ class MlflowTracker:
         self._held_step, self._held_names = self._state["step"], frozenset(self._state["names"])
         self._requests: queue.Queue[Callable[[], None] | None] = queue.Queue(MAX_QUEUED)
         self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="mlflow", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(missing,), name="mlflow", daemon=True)
         self._thread.start()
-        for row in missing:
-            step, _, logged = (row.pop(key) for key in ("step", "version", "time"))
-            self._requests.put(partial(self._send, step, row, logged))  # waits for a place, because nothing else runs yet
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Send the metrics of a step, except those that the server has from an earlier attempt."""
@@ -242,10 +239,11 @@ class MlflowTracker:
         Raises:
             TimeoutError: The server did not receive everything within `CLOSE_S`.
         """
+        self._put(partial(self._client.set_terminated, self._state["id"]))
         self._put(None)
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
-            raise TimeoutError(f"the server did not take {self._requests.qsize() + 1} requests within {CLOSE_S:g} s")
+            raise TimeoutError(f"the server did not take {self._requests.qsize()} requests within {CLOSE_S:g} s")
         if self._error is not None:
             raise self._error
 
@@ -257,17 +255,14 @@ class MlflowTracker:
         except queue.Full:
             raise TimeoutError(f"{MAX_QUEUED} requests wait for the server") from None
 
-    def _run(self) -> None:
-        while (request := self._requests.get()) is not None:
-            try:
-                if self._error is None:
-                    request()
-            except Exception as error:  # `log` or `close` raises it
-                self._error = error
+    def _run(self, missing: Sequence[dict[str, Any]]) -> None:
         try:
-            if self._error is None:
-                self._client.set_terminated(self._state["id"])
-        except Exception as error:
+            for row in missing:
+                step, _, logged = (row.pop(key) for key in ("step", "version", "time"))
+                self._send(step, row, logged)
+            while (request := self._requests.get()) is not None:
+                request()
+        except Exception as error:  # whatever the client raises; `log` or `close` raises it in the controller
             self._error = error
 
     def _send(self, step: int, values: Mapping[str, float], logged: float) -> None:
