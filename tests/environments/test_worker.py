@@ -8,7 +8,7 @@ import sys
 import textwrap
 import time
 import venv
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.environments.episodes import episode, says
-from tests.processes.processes import children, descendants, wait_until_gone
+from tests.processes.processes import children, descendants, num_leaked, wait_until_gone
 from titanrl.environments import (
     Done,
     Environment,
@@ -435,9 +435,10 @@ def test_reply_received_while_the_loop_is_busy_is_in_time(file: str) -> None:
 
 
 def test_no_file_descriptor_leaks(file: str) -> None:
-    def num_open() -> int:
-        return len(os.listdir("/proc/self/fd"))
+    assert num_leaked(fail_in_each_way, file) == 0
 
+
+def fail_in_each_way(file: str) -> None:
     async def main() -> None:
         async with pool_of(file, step_s=0.2) as pool:
             for text in ("pass", "os._exit(1)", "time.sleep(60)"):
@@ -446,8 +447,4 @@ def test_no_file_descriptor_leaks(file: str) -> None:
                     await environment.step(says(text))
                 await environment.close()
 
-    count: Callable[[], int] = num_open
     asyncio.run(main())
-    before = count()
-    asyncio.run(main())
-    assert count() == before

@@ -1,15 +1,21 @@
 """Helpers for watching processes."""
 
+import multiprocessing
 import os
 import select
 import signal
 import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import ParamSpec
 
 import pytest
 
 from titanrl.processes import confine
+
+P = ParamSpec("P")
 
 needs_confinement = pytest.mark.skipif(
     bool(confine.missing_features()) and "CI" not in os.environ,
@@ -58,3 +64,18 @@ def wait_until_gone(pids: set[int], timeout_s: float) -> set[int]:
 
 def num_descriptors(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def num_leaked(function: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> int:
+    """Return how many file descriptors the second of two calls leaves open.
+
+    The calls are made in a new process: in pytest's, threads of the meshes that other tests have used open and close some.
+    """
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:
+        before, after = (alone.submit(_descriptors_after, function, *args, **kwargs).result(120.0) for _ in range(2))
+    return after - before
+
+
+def _descriptors_after(function: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> int:
+    function(*args, **kwargs)
+    return num_descriptors(os.getpid())
