@@ -8,6 +8,7 @@ How the default objective differs from the GRPO paper (arXiv:2402.03300):
    is measured at every step.
 """
 
+import math
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +17,14 @@ from pathlib import Path
 
 import numpy as np
 
-from titanrl.algorithms.batch_plan import StepPlan, adam_params, advantages_by_task, plan_batch, plan_step
+from titanrl.algorithms.batch_plan import (
+    StepPlan,
+    adam_params,
+    advantages_by_task,
+    next_entropy_coef,
+    plan_batch,
+    plan_step,
+)
 from titanrl.algorithms.gae import collect_values, critic_advantages, value_metrics
 from titanrl.algorithms.replay import ReplaySchedule
 from titanrl.base.errors import RankError, TitanRLError, TokensLostError
@@ -179,9 +187,11 @@ class GRPO(Run):
         past = await past_policies.compute(plan.first_epoch, version=trainer.version, published=weights.versions[-1])
         losses: list[LossSums] = []
         updates: list[OptimUpdate] = []
+        entropy_coef = self._entropy_coef()
         recorded = recorded_groups(batch, self.config)
         for number, minibatch in enumerate(plan.updates, 1):
             microbatches = await past_policies.with_correction(minibatch.microbatches, past)
+            microbatches = [replace(microbatch, entropy_coef=entropy_coef) for microbatch in microbatches]
             if recorded:
                 groups = RecordedGroups(step=self.state.step + 1, update=number - 1, indices=recorded)
                 microbatches = [replace(microbatch, recorded=groups) for microbatch in microbatches]
@@ -196,6 +206,14 @@ class GRPO(Run):
             with self.timer.phase("optim"):
                 updates.append(await stepping)
         return Trained(losses=losses, updates=updates, generated=await generated, batch_metrics=of_batch)
+
+    def _entropy_coef(self) -> float | None:
+        """Return the coefficient of the entropy bonus in the next step; None if it is constant."""
+        target, state = self.config.algorithm.entropy_target, self.state
+        if target is None:
+            return None
+        is_low = state.entropy is not None and state.entropy <= target  # the first step only measures
+        return state.entropy_coef if is_low else 0.0
 
     async def _return_batch(self, batch: Batch, error: TitanRLError) -> None:
         """Return a batch to the buffer after a rollout worker has died with tokens that the trainer had not fetched.
@@ -219,12 +237,19 @@ class GRPO(Run):
         num_trained = (int(loss.sums["num_tokens"]) for loss, update in zip(losses, updates, strict=True) if not update.skipped)
         counts = state.counts.plus(**batch.work, trained_tokens=sum(num_trained))
         version, busy_s, merged = updates[-1].version, sum(update.busy_s for update in updates), merge_losses(losses)
+        of_losses = metrics_of.loss_metrics(merged, len(losses))
+        if (entropy_coef := self._entropy_coef()) is not None:
+            entropy = of_losses["policy/entropy"]
+            of_losses["policy/entropy_coef"] = entropy_coef
+            if merged.sums["num_tokens"] and math.isfinite(entropy):
+                coef = next_entropy_coef(state.entropy_coef, entropy, self.config.algorithm)
+                state = replace(state, entropy_coef=coef, entropy=entropy)
         self.state = replace(state, step=state.step + 1, version=version, next_index=batch.next_index, counts=counts)
         values = {
             **trained.batch_metrics,
             **metrics_of.optimizer_metrics(updates, params.learning_rate),
             **metrics_of.staleness_metrics(merged),
-            **metrics_of.loss_metrics(merged, len(losses)),
+            **of_losses,
             **metrics_of.speed_metrics(
                 trained_tokens=plan.num_placed, generated=trained.generated, trainer_busy_s=busy_s, step_s=step_s
             ),

@@ -192,6 +192,7 @@ def test_batch_without_gradient_gives_ranks_one_empty_micro_batch(make_record: R
     "algorithm",
     [
         {"entropy_coef": 0.1},
+        {"entropy_target": 0.1},
         {"kl": {"coef": 0.1}},
         {"loss": "dro"},
         {"correction": {"preset": "geometric_rejection", "denominator": "post"}},

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.algorithms.test_batch_plan import sequences
-from titanrl.algorithms.batch_plan import StepPlan, learning_rate, minibatches, plan_batch, plan_step
+from titanrl.algorithms.batch_plan import StepPlan, learning_rate, minibatches, next_entropy_coef, plan_batch, plan_step
 from titanrl.base.choices import LearningRateDecay
 from titanrl.carriers.tables import BatchPlan, RecordTable
 from titanrl.carriers.types import GroupRecord
@@ -163,3 +163,13 @@ def test_rate_is_constant_before_the_decay_steps() -> None:
 @pytest.mark.parametrize(("decay", "rate"), [("constant", 1.0), ("linear", 0.0), ("cosine", 0.0)])
 def test_steps_past_end_keep_last_rate(decay: LearningRateDecay, rate: float) -> None:
     assert learning_rate(9, peak=1.0, num_warmup_steps=4, decay=decay, num_steps=4) == rate
+
+
+def test_entropy_coefficient_rises_below_the_target_and_falls_above_it() -> None:
+    algorithm, coef = AlgorithmConfig(entropy_coef=0.01, entropy_target=0.2, entropy_delta=0.004), None
+    coefs: list[float] = []
+    for entropy in (0.3, 0.19, 0.2, 0.18, 0.25, 0.25, 0.25, 0.1):
+        coef = next_entropy_coef(coef, entropy, algorithm)
+        coefs.append(coef)
+    assert coefs == pytest.approx([0.006, 0.01, 0.01, 0.014, 0.01, 0.006, 0.002, 0.006], rel=1e-12)
+    assert next_entropy_coef(0.003, 0.21, algorithm) == 0.0, "never negative"

@@ -17,6 +17,7 @@ from titanrl.base.control import SteeringError, steer
 
 EASY = "{weight: 1, task_config: {min_terms: 3, max_terms: 3, min_digits: 1, max_digits: 1}}"
 HARD = "{weight: 1, task_config: {min_terms: 4, max_terms: 4, min_digits: 1, max_digits: 1}}"
+TARGET = 0.5
 MIXED = f"data.mixture={{easy: {EASY}, hard: {HARD}}}"
 
 
@@ -44,6 +45,7 @@ def test_changes_are_made_at_their_steps_and_repeated_after_a_resume(start_run: 
         "evaluation.num_prompts=8",
         "rollout.groups_per_step=4",
         "algorithm.num_warmup_steps=0",
+        f"algorithm.entropy_target={TARGET}",
     )
     command = start_run("steered", MIXED, *sizes, *plain_run.as_start)
     command.wait_for_step(3)
@@ -52,11 +54,13 @@ def test_changes_are_made_at_their_steps_and_repeated_after_a_resume(start_run: 
     assert step < 6
     for values, problem in (
         ({"algorithm__learning_rate": -1.0}, r"algorithm.learning_rate=-1.0\n  rule: must be a number > 0"),
+        ({"algorithm__entropy_target": None}, "were started with an entropy target"),
         ({"algorithm__loss": "gspo"}, r"algorithm.loss=.*\n  rule: this key cannot be changed during the run"),
     ):
         with pytest.raises(SteeringError, match=problem):
             ask(command.run_dir, "set", **values)
     reply = ask(command.run_dir, "set", algorithm__learning_rate=2e-5, evaluation__every_steps=3)
+    ask(command.run_dir, "set", algorithm__entropy_delta=0.01)
     assert reply["text"] == f"algorithm.learning_rate = 2e-05, evaluation.every_steps = 3 from step {step + 1} on"
     assert ask(command.run_dir, "set", data__mixture__hard__weight=7.0)["text"].endswith(f"from step {step + 2} on")
     assert ask(command.run_dir, "resume")["text"] == "the run continues"
@@ -64,10 +68,18 @@ def test_changes_are_made_at_their_steps_and_repeated_after_a_resume(start_run: 
     assert unbroken.code == 0, unbroken.output
 
     assert [row["optim/lr"] for row in unbroken.steps] == [5e-5] * step + [2e-5] * (8 - step)
+    coef, applied = 0.0, 0.0
+    for number, row in enumerate(unbroken.steps, 1):
+        assert row["policy/entropy_coef"] == applied
+        assert row["loss/entropy"] == pytest.approx(-applied * row["policy/entropy"], rel=1e-5)
+        delta, is_low = 0.005 if number <= step else 0.01, row["policy/entropy"] <= TARGET
+        coef = max(coef + (delta if is_low else -delta), 0.0)
+        applied = coef if is_low else 0.0
     sets = [(event["step"], event["key"], event["value"]) for event in unbroken.events() if event["kind"] == "set"]
     assert sets == [
         (step, "algorithm.learning_rate", 2e-5),
         (step, "evaluation.every_steps", 3),
+        (step, "algorithm.entropy_delta", 0.01),
         (step + 1, "data.mixture.hard.weight", 7.0),
     ]
     assert [row.get("set/data.mixture.hard.weight") for row in unbroken.steps] == [None] * (step + 1) + [7.0] * (7 - step)

@@ -537,3 +537,15 @@ def adam_params(options: AlgorithmConfig | SFTConfig, step: int, num_steps: int,
         weight_decay=options.weight_decay,
         max_grad_norm=options.max_grad_norm,
     )
+
+
+def next_entropy_coef(coef: float | None, entropy: float, algorithm: AlgorithmConfig) -> float:
+    """Return the coefficient of the entropy bonus after a step whose policy had this entropy: c + delta below the target,
+    c - delta above it, never negative. Source: Skywork-OR1 (arXiv:2505.22312).
+
+    `coef` is None before the first step, which starts from `algorithm.entropy_coef`.
+    """
+    target = algorithm.entropy_target
+    assert target is not None, "only a target changes the coefficient"
+    sign = (entropy < target) - (entropy > target)
+    return max((algorithm.entropy_coef if coef is None else coef) + sign * algorithm.entropy_delta, 0.0)

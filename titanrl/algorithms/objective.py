@@ -114,7 +114,7 @@ def token_terms(inputs: ObjectiveInputs, algorithm: AlgorithmConfig, loss: Polic
             to_sampler_N = log_ratio(inputs.logprobs_N.detach(), inputs.generator_logprobs_N, mask=kept_N)
             kl_N = bounded_exp(to_sampler_N) * kl_N
         terms_N["loss/kl"] = algorithm.kl.coef * kl_N
-    if algorithm.entropy_coef:
+    if algorithm.has_entropy_bonus:
         assert inputs.entropy_N is not None, "the entropy bonus needs entropies"
         terms_N["loss/entropy"] = -algorithm.entropy_coef * inputs.entropy_N
     return TokenTerms(

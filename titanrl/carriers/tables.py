@@ -518,6 +518,8 @@ class MicroBatch:
     """Rows by data-parallel rank."""
     mean_weight: float = 1.0
     """Mean weight of the off-policy correction over the whole step, if the config measures it."""
+    entropy_coef: float | None = None
+    """Coefficient of the entropy bonus in this step; None uses that of the config."""
     recorded: RecordedGroups | None = None
     """Groups whose losses are recorded; None if none are."""
 

@@ -341,7 +341,14 @@ class AlgorithmConfig(Section):
     """Decay of an exponential moving average of the weights: the share of the average that each optimizer step keeps, such as
     0.99. `kl.reference: ema` uses it as the reference policy. Null keeps no average."""
     entropy_coef: NonNegativeFloat = 0.0
-    """Coefficient of the entropy bonus, which is subtracted from each token's loss; 0 disables it."""
+    """Coefficient of the entropy bonus, which is subtracted from each token's loss; 0 disables it. With `entropy_target`, the
+    coefficient to start from."""
+    entropy_target: Annotated[PositiveFloat | None, LIVE] = None
+    """Entropy of the policy, in nats per token, that the entropy bonus keeps up (docs/algorithms.md): each step raises the
+    coefficient by `entropy_delta` if the entropy of the previous step was lower, and lowers it otherwise, down to 0. Above the
+    target there is no bonus. Null keeps `entropy_coef` constant."""
+    entropy_delta: Annotated[PositiveFloat, LIVE] = 0.005
+    """Change of the entropy bonus's coefficient per step, with `entropy_target`."""
     correction: CorrectionConfig = CorrectionConfig()
     """Off-policy correction."""
     mask_truncated: bool = False
@@ -425,11 +432,16 @@ class AlgorithmConfig(Section):
         return self.proximal != "sampler" and self.loss_traits.ratio in ("proximal", "undeclared")
 
     @property
+    def has_entropy_bonus(self) -> bool:
+        """True if the objective has an entropy bonus, whose coefficient may be 0 in some steps."""
+        return self.entropy_coef > 0 or self.entropy_target is not None
+
+    @property
     def runs_without_advantage(self) -> bool:
         """True if sequences with advantage 0 need a forward pass, because they have a gradient or contribute to batch
         statistics."""
         has_gradient = not self.loss_traits.zero_without_advantage or self.has_critic
-        return self.kl.coef > 0 or self.entropy_coef > 0 or self.correction.is_measured or has_gradient
+        return self.kl.coef > 0 or self.has_entropy_bonus or self.correction.is_measured or has_gradient
 
     @property
     def trains_on_equal_rewards(self) -> bool:
@@ -449,6 +461,9 @@ class AlgorithmConfig(Section):
             yield self.broken("num_decay_steps lr_decay", rule, "set lr_decay to linear or cosine, or remove num_decay_steps")
         if self.clip_cov_bounds[0] >= self.clip_cov_bounds[1]:
             yield self.broken("clip_cov_bounds", "the first bound must be below the second", "write them like [1.0, 5.0]")
+        if self.entropy_target is None and self.entropy_delta != type(self).model_fields["entropy_delta"].get_default():
+            rule = "entropy_delta has an effect only with entropy_target"
+            yield self.broken("entropy_delta entropy_target", rule, "set entropy_target, or remove entropy_delta")
         if self.kl.reference == "ema" and self.ema_decay is None:
             yield self.broken(
                 "ema_decay kl.reference",

@@ -66,8 +66,8 @@ UNUSED_BY_DISTILLATION = {
     "replay": ("fraction",),
     "algorithm": (
         *("preset", "advantage", "std_ddof", "pass_k", "loss", "loss_options", "proximal", *LOSS_KEYS),
-        *("critic", "kl", "ema_decay", "entropy_coef", "correction", "reduction"),
-        *("constant_length", "updates_per_publish"),
+        *("critic", "kl", "ema_decay", "entropy_coef", "entropy_target", "correction"),
+        *("reduction", "constant_length", "updates_per_publish"),
     ),
 }
 """Keys by section that distillation does not use. Setting one to a value other than its default is an error."""

@@ -84,6 +84,10 @@ class RunState:
     """Learning rate that overrides the schedule; None follows the schedule."""
     num_rates: int = 0
     """Number of times that this override has changed."""
+    entropy_coef: float | None = None
+    """Coefficient of the entropy bonus that `algorithm.entropy_target` adapts; None before the first step."""
+    entropy: float | None = None
+    """Entropy of the policy in the last step, in nats, with `algorithm.entropy_target`."""
     in_flight: tuple[int, ...] = ()
     """Positions before `next_index` whose groups were being generated; a resumed run samples them again."""
     published: tuple[int, ...] = ()

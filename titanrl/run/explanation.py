@@ -155,7 +155,7 @@ def explain_segment(
         completion=None if place is None else place[0],
         version=segment.version,
         columns={name: value.detach().numpy() if isinstance(value, Tensor) else value for name, value in values.items()},
-        left_out=("entropy bonus",) if algorithm.entropy_coef else (),
+        left_out=("entropy bonus",) if algorithm.has_entropy_bonus else (),
     )
 
 

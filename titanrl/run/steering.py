@@ -181,6 +181,11 @@ class Steering:
             if key.endswith("every_steps") and changed.num_evaluator_ranks > self._started.num_evaluator_ranks:
                 rule = "asynchronous training evaluates between steps on a separate generator, which this run has not started"
                 fix = f"resume the run with {key}={inline(value)}"
+            started = self._started.algorithm.entropy_target
+            if key == "algorithm.entropy_target" and (value is None) != (started is None):
+                rule = "the trainer and the rollout workers were started " + ("without" if started is None else "with")
+                rule += " an entropy target"
+                fix = f"resume the run with {key}={inline(value)}"
             if key.startswith("checkpoint.") and _saves_between(changed) and not _saves_between(self._started):
                 rule = "checkpoints between two publications need the published weights, of which this run keeps no copy"
                 fix = f"resume the run with {key}={inline(value)}"

@@ -129,13 +129,19 @@ class Learner:
         parameters = self.model.module.named_parameters()
         return [canonical_fqn(name) for name, value in parameters if value.requires_grad and value.grad is None]
 
-    def forward_backward(self, rows: PackedRows, mean_weight: float = 1.0, *, backward: bool = True) -> RowsResult:
+    def forward_backward(
+        self, rows: PackedRows, mean_weight: float = 1.0, *, entropy_coef: float | None = None, backward: bool = True
+    ) -> RowsResult:
         """Add the gradient of the policy objective over some rows; without `backward`, only compute the objective.
 
-        The objective is divided by `mean_weight`, the mean weight of the off-policy correction over the whole batch.
+        The objective is divided by `mean_weight`, the mean weight of the off-policy correction over the whole batch. If
+        `entropy_coef` is given, it replaces `algorithm.entropy_coef`.
         """
+        algorithm = self._algorithm
+        if entropy_coef is not None:
+            algorithm = algorithm.model_copy(update={"entropy_coef": entropy_coef})
         version = self.version + min(self.num_ahead, 1)  # between two versions, no token was sampled by the current weights
-        policy = partial(policy_objective, algorithm=self._algorithm, loss=self._loss, mean_weight=mean_weight, version=version)
+        policy = partial(policy_objective, algorithm=algorithm, loss=self._loss, mean_weight=mean_weight, version=version)
         return self.run(rows, policy, backward=backward)
 
     def measure_correction(self, rows: PackedRows, plan: Sequence[Row]) -> MeasuredCorrection:

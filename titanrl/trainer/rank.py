@@ -236,7 +236,9 @@ class PolicyTrainer(Actor):
             agree(lambda: {**self.progress(self._learner, num_passes=1), **microbatch.sizes})
             with self._computing():
                 backward = critic is None or not critic.is_warming_up
-                result = self._learner.forward_backward(packed, microbatch.mean_weight, backward=backward)
+                result = self._learner.forward_backward(
+                    packed, microbatch.mean_weight, entropy_coef=microbatch.entropy_coef, backward=backward
+                )
                 of_critic = {} if critic is None else critic.forward_backward(packed).sums
                 if microbatch.recorded is not None and self._learner.model.reports:
                     for values, columns in recorded_segments(microbatch, rows, packed, result.logprobs_BL):
