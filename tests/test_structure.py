@@ -11,7 +11,7 @@ import pytest
 from tests.size import PACKAGE, figures
 
 CEILINGS = {
-    "lines": 69_450,
+    "lines": 69_502,  # with the entropy target
     "modules": 258,
     "small modules": 6,
     "modules with a shared name": 6,
