@@ -38,6 +38,11 @@ pytestmark = pytest.mark.usefixtures("scratch")
         ("trainer.compile=true", "compile is not supported for a mixture of experts", "set trainer.compile to false"),
         ("trainer.float8=rowwise", "float8 is not supported for a mixture of experts", "set trainer.float8 to null"),
         ("trainer.lora={rank: 4}", "cannot have LoRA adapters", "set trainer.lora.targets to [attention]"),
+        (
+            "trainer={expert_bias_rate: 0.001,lora: {targets: [attention]}}",
+            "which LoRA does not change",
+            "trainer.lora to null",
+        ),
         ("generator={model_impl: native,tp: 4}", "sizes on each rank that are multiples of 32", "model_impl to titan"),
     ],
 )
@@ -55,8 +60,17 @@ def test_recorded_experts_need_experts_and_generators_that_record() -> None:
     assert any("can record experts only on a CPU" in text for text in problems(experts, "device=cuda"))
 
 
+def test_bias_of_experts_needs_generators_that_have_it() -> None:
+    experts = "model: {recipe: {family: qwen3_moe}}\ntrainer: {expert_bias_rate: 0.001}\n"
+    assert problems(experts) == []
+    text = problem(experts, "generator.model_impl=native")
+    assert "vLLM's own model has no bias of experts" in text
+    assert "set generator.model_impl to titan, or trainer.expert_bias_rate to 0" in text
+
+
 def test_dense_model_has_no_experts_to_distribute() -> None:
     assert "ep distributes experts, but the model has none" in problem("", "trainer.parallelism={dp_shard: 2,ep: 2}")
+    assert "expert_bias_rate balances experts, but the model has none" in problem("", "trainer.expert_bias_rate=0.001")
     adapters = "model: {recipe: {family: qwen3_moe}}\ntrainer: {lora: {targets: [attention]}}\n"
     assert problems(adapters) == []
     assert "names no modules of vLLM's model" in problem(adapters, "weights.lora=adapters", "generator.model_impl=native")

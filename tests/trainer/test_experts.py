@@ -1,5 +1,8 @@
 """A mixture of experts on every layout: gradient, clipping, loading, export and checkpoints equal those of one rank."""
 
+import logging
+import logging.handlers
+import queue
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,8 +14,10 @@ from safetensors.numpy import load_file
 from tests.models.tiny import write_model
 from tests.trainer import checks, variants
 from tests.trainer.ranks import World
-from titanrl.models.experts import PARTS
-from titanrl.trainer.routing import load_metrics
+from titanrl.models.experts import PARTS, biased_layers
+from titanrl.trainer.checkpoint import Checkpoints, export_hf
+from titanrl.trainer.routing import bias_change, load_metrics
+from titanrl.weights.layout import local_part
 
 Worlds = Callable[[int], World]
 TOLERANCE = 1e-6
@@ -125,6 +130,99 @@ def test_adapters_of_the_attention_leave_experts_unchanged(plan: dict, world: Wo
     experts = [name for name in found["before"] if name.endswith(tuple(PARTS))]
     assert len(experts) == 9
     assert all(np.array_equal(found["before"][name], found["merged"][name]) for name in experts)
+
+
+RATE = 0.0625
+
+
+def balanced(model_dir: Path, plan: dict, rows_per_microbatch: int, folder: Path) -> tuple[np.ndarray, np.ndarray, float]:
+    """Return the counts of two steps, on one rank, the biases after each, and their metric; check snapshot and checkpoint."""
+    learner = checks.make_learner(model_dir, parallelism=plan, expert_bias_rate=RATE)
+    layers = biased_layers(learner.model.module)
+
+    def biases() -> np.ndarray:
+        return np.stack([checks.whole(layer.expert_bias_E) for layer in layers])
+
+    counts, found = [], []
+    learner.keep_weights()
+    at_0 = variants.scores(learner)
+    for _ in range(2):
+        counts.append(np.zeros((len(layers), layers[0].router.num_experts), np.int64))
+        for batch in variants.batches_of(learner, rows_per_microbatch):
+            learner.run(batch, checks.everything)
+            for count_E, layer in zip(counts[-1], [] if plan else layers, strict=not plan):
+                count_E += np.bincount(layer.router.chosen_BLK[batch.mask_BL].flatten(), minlength=len(count_E))
+        learner.logprobs(batch)  # not part of the step
+        metrics = learner.optim_step(checks.ADAM).experts
+        found.append(biases())
+    assert learner.optim_step(checks.ADAM).is_empty
+    np.testing.assert_array_equal(biases(), found[-1])
+    with learner.weights_at(0):
+        assert not biases().any()
+        assert all(np.array_equal(one, other) for one, other in zip(variants.scores(learner), at_0, strict=True))
+    np.testing.assert_array_equal(biases(), found[-1])
+    Checkpoints(learner, folder, 2).save(1)
+    loaded = checks.make_learner(model_dir, parallelism=plan, expert_bias_rate=RATE)
+    Checkpoints(loaded, folder, 2).load(1)
+    assert all(np.array_equal(one, two) for one, two in zip(variants.scores(loaded), variants.scores(learner), strict=True))
+    loaded.start_over()
+    assert not any(layer.expert_bias_E.any() for layer in biased_layers(loaded.model.module))
+    return np.stack(counts), np.stack(found), metrics["experts/max_bias"]
+
+
+@pytest.fixture(scope="module")
+def on_one_rank(world: Worlds, model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[np.ndarray, np.ndarray, float]:
+    return world(1).run(balanced, model, {}, 2, tmp_path_factory.mktemp("bias") / "steps")[0]
+
+
+def test_bias_moves_against_the_load_of_loss_tokens(on_one_rank: tuple[np.ndarray, np.ndarray, float]) -> None:
+    counts, biases, largest = on_one_rank
+    expected = np.zeros(counts.shape[1:])
+    for counts_YE, bias_YE in zip(counts, biases, strict=True):
+        signs_YE = np.sign(counts_YE.mean(-1, keepdims=True) - counts_YE)
+        expected += RATE * (signs_YE - signs_YE.mean(-1, keepdims=True))
+        np.testing.assert_allclose(bias_YE, expected, atol=1e-7)
+    assert counts.any(-1).all()
+    assert largest == np.abs(biases[-1]).max() > RATE
+
+
+@pytest.mark.parametrize("layout", CASES)
+def test_biases_are_those_of_one_rank(
+    layout: str, world: Worlds, model: Path, tmp_path: Path, on_one_rank: tuple[np.ndarray, np.ndarray, float]
+) -> None:
+    size, plan = LAYOUTS[layout]
+    for _, biases, largest in world(size).run(balanced, model, plan, 1, tmp_path / "steps"):
+        np.testing.assert_array_equal(biases, on_one_rank[1])
+        assert largest == on_one_rank[2]
+
+
+def test_bias_change_by_hand() -> None:
+    # Means 5, 2 and 2. Signs of mean - count: 0 0 0 0; -1 0 0 1; -1 1 1 1, whose mean 0.5 is subtracted.
+    counts = torch.tensor([[5, 5, 5, 5], [4, 2, 2, 0], [5, 1, 1, 1]])
+    found = bias_change(counts, 0.5)
+    assert found.dtype == torch.float64
+    assert found.tolist() == [[0, 0, 0, 0], [-0.5, 0, 0, 0.5], [-0.75, 0.25, 0.25, 0.25]]
+    assert not bias_change(torch.zeros(2, 4, dtype=torch.int64), 0.5).any()
+
+
+def test_export_says_that_it_has_no_bias(world: Worlds, model: Path, tmp_path: Path) -> None:
+    plan = {"parallelism": {"dp_shard": 2, "ep": 2}, "expert_bias_rate": RATE}
+    warnings, *_ = world(2).run(warnings_of_export, model, plan, tmp_path / "out")
+    assert warnings == [
+        f"export: the bias of the experts in 3 layers, 24 numbers up to {RATE:.3g}, is not part of the exported model: its "
+        "routers choose without it (trainer.expert_bias_rate)"
+    ]
+
+
+def warnings_of_export(model_dir: Path, trainer: dict, target: Path) -> list[str]:
+    """Set the bias of one expert, export the model and return the warnings."""
+    learner = checks.make_learner(model_dir, **trainer)
+    local_part(biased_layers(learner.model.module)[1].expert_bias_E)[3] = -RATE
+    found = logging.handlers.QueueHandler(queue.SimpleQueue())
+    found.setLevel(logging.WARNING)
+    logging.getLogger("titanrl.trainer.checkpoint").addHandler(found)
+    export_hf(learner.model, model_dir, target, "float32")
+    return [found.queue.get().getMessage() for _ in range(found.queue.qsize())]
 
 
 def test_load_metrics_by_hand() -> None:

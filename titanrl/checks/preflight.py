@@ -48,6 +48,7 @@ from titanrl.processes import caches
 
 OTEL = ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http")
 """Packages of `logging.otlp_endpoint`."""
+WITHOUT_BIAS = "set trainer.expert_bias_rate to 0"
 PROCESSES_PER_CORE = 100
 """Limit of processes per CPU core on one machine."""
 PROCESS_BYTES = dict.fromkeys(("controller", "trainer", "generator", "teacher", "evaluator"), 200 << 20) | {
@@ -449,6 +450,9 @@ def _broken_by_experts(config: Config, shape: ModelShape, values: Mapping[str, o
         if config.records_experts:
             rule = "routing of experts needs a mixture of experts, and the model is dense"
             yield BrokenRule({"trainer.routing": trainer.routing, **values}, rule, "set trainer.routing to own")
+        if trainer.expert_bias_rate:
+            rule = "expert_bias_rate balances experts, but the model has none"
+            yield BrokenRule({"trainer.expert_bias_rate": trainer.expert_bias_rate, **values}, rule, WITHOUT_BIAS)
         return
     if config.records_experts and config.program == "sft":
         rule = "the experts are recorded by generators, and fine-tuning has none"
@@ -474,6 +478,14 @@ def _broken_by_experts(config: Config, shape: ModelShape, values: Mapping[str, o
         rule = "the experts of a mixture of experts cannot have LoRA adapters"
         fix = "set trainer.lora.targets to [attention]"
         yield BrokenRule({"trainer.lora.targets": list(trainer.lora.targets), **values}, rule, fix)
+    if trainer.expert_bias_rate and trainer.lora is not None:
+        rule = "the bias of experts belongs to the base, which LoRA does not change"
+        keys = {"trainer.expert_bias_rate": trainer.expert_bias_rate, "trainer.lora.rank": trainer.lora.rank}
+        yield BrokenRule(keys, rule, f"{WITHOUT_BIAS}, or trainer.lora to null")
+    if trainer.expert_bias_rate and generator.model_impl == "native" and config.num_generator_ranks:
+        rule = "vLLM's own model has no bias of experts, so it would choose other experts than the trainer"
+        keys = {"trainer.expert_bias_rate": trainer.expert_bias_rate, "generator.model_impl": "native"}
+        yield BrokenRule(keys, rule, f"set generator.model_impl to titan, or {WITHOUT_BIAS.removeprefix('set ')}")
     share = shape.intermediate_size // generator.tp
     is_packed = generator.model_impl == "native" and device_kind(config.device) == "cpu" and config.num_generator_ranks
     if is_packed and (share % PACKED_MULTIPLE or shape.hidden_size % PACKED_MULTIPLE):

@@ -351,6 +351,10 @@ class TrainerConfig(Section):
     """Experts that compute a token in a mixture of experts: `own` uses the choice of the trainer's routers; `replayed` uses the
     generator's choice, weighted by the trainer's routers (R3, arXiv:2510.11370); `compared` uses the trainer's choice and
     reports how often the generator's differs (docs/howto/model_families.md)."""
+    expert_bias_rate: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """Change of the bias of an expert per optimizer step, which balances the experts of a mixture of experts without an
+    auxiliary loss (arXiv:2408.15664). The bias is added to the scores that choose the experts of a token, and rises for experts
+    with fewer loss tokens than the mean. DeepSeek-V3 used 0.001; 0 disables it (docs/howto/model_families.md)."""
     snapshots_on_device: bool = False
     """Keep the weight snapshots for proximal and reference log-probabilities in device memory instead of host memory."""
 

@@ -57,6 +57,8 @@ class GeneratorSetup:
     """Adapters of the trainer, if they are published by themselves."""
     num_held: int = 0
     """Number of other adapters that the generator can hold."""
+    has_expert_bias: bool = False
+    """True if the trainer publishes a bias of the experts."""
 
 
 class Generator(Actor):
@@ -323,6 +325,7 @@ class Generator(Actor):
             stop_ids=setup.stop_ids,
             lora=setup.lora,
             num_held=setup.num_held,
+            has_expert_bias=setup.has_expert_bias,
         )
         if setup.source is None:
             engine.version = 0  # vLLM has loaded the weights

@@ -159,14 +159,16 @@ class Engine:
         stop_ids: Sequence[int],
         lora: LoraConfig | None = None,
         num_held: int = 0,
+        has_expert_bias: bool = False,
     ) -> None:
         """Build the engine with placeholder weights. It accepts requests after the first `update_weights`.
 
         Only the config of the model directory is read, unless `generator.vllm` sets `load_format`. `max_len` is the longest
         prompt plus completion, in tokens. `stop_ids` end a completion, which includes them. With `lora`, the policy is the
-        model with an adapter, and `fill` also writes the adapter; the engine can hold `num_held` others.
+        model with an adapter, and `fill` also writes the adapter; the engine can hold `num_held` others. `has_expert_bias` says
+        that updates contain a bias of the experts.
         """
-        self._engine = build_engine(source, config, device, max_len, lora, num_held)
+        self._engine = build_engine(source, config, device, max_len, lora, num_held, has_expert_bias=has_expert_bias)
         self.adapters = None if lora is None else Adapters(self.model, source)
         """LoRA adapters; None if the policy has none."""
         self._held: dict[int, int] = {}
@@ -420,6 +422,8 @@ def build_engine(
     max_len: int,
     lora: LoraConfig | None = None,
     num_held: int = 0,
+    *,
+    has_expert_bias: bool = False,
 ) -> LLMEngine:
     """Build vLLM's engine. With `generator.tp` > 1, build this rank's shard and wait for the other ranks to build theirs."""
     prepare_vllm()
@@ -431,7 +435,7 @@ def build_engine(
     if config.model_impl == "titan":
         from titanrl.generator.titan import register_titan_model
 
-        register_titan_model(source, device, max_len, config.tp)
+        register_titan_model(source, device, max_len, config.tp, has_expert_bias=has_expert_bias)
     register_loader(source)
     args = engine_args(source.path, config, device, max_len, has_experts=source.shape.num_experts > 0)
     if lora is not None:

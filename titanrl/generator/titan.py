@@ -23,15 +23,23 @@ from vllm import _custom_ops as kernels
 
 from titanrl.config.device import Device
 from titanrl.models.directory import ModelDirectory
-from titanrl.models.experts import routers_of
+from titanrl.models.experts import EXPERT_BIAS, add_expert_bias, routers_of
 
 CONFIG_FORMAT = TORCHTITAN_CONFIG_FORMAT
 
 
-def register_titan_model(source: ModelDirectory, device: Device, max_len: int, tp: int = 1) -> None:
-    """Register torchtitan's definition of the model with vLLM, for sequences of up to `max_len` tokens on `tp` ranks."""
+def register_titan_model(
+    source: ModelDirectory, device: Device, max_len: int, tp: int = 1, *, has_expert_bias: bool = False
+) -> None:
+    """Register torchtitan's definition of the model with vLLM, for sequences of up to `max_len` tokens on `tp` ranks.
+
+    With `has_expert_bias`, its experts have a bias, which the trainer publishes.
+    """
+    spec = source.spec(device, max_len)
+    if has_expert_bias:
+        add_expert_bias(spec.model, rate=1.0)  # only the trainer changes it
     register_to_vllm(
-        source.spec(device, max_len),
+        spec,
         parallelism=InferenceParallelismConfig(tensor_parallel_degree=tp),
         compile_config=CompileConfig(enable=False),
         checkpoint_config=CheckpointManager.Config(enable=False),
@@ -73,6 +81,8 @@ def speed_up(model: nn.Module, device: Device) -> None:
 def weight_targets(model: nn.Module) -> dict[str, torch.Tensor]:
     """Map the trainer's state-dict names to the model's tensors: DTensors if it is sharded, tied tensors only once."""
     held = {name.removeprefix("model."): parameter.data for name, parameter in model.named_parameters()}
+    biases = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(EXPERT_BIAS))
+    held |= {name.removeprefix("model."): buffer for name, buffer in biases}
     assert isinstance(model, VLLMModelWrapper)
     targets: dict[str, torch.Tensor] = plain_tensor_to_dtensor_state_dict(
         held, state_dict_layouts=model.get_state_dict_layouts(), parallel_dims=model.parallel_dims

@@ -428,6 +428,7 @@ def generator_setup(
         family=family,
         lora=config.trainer.lora if source is not None and config.publishes_adapters else None,
         num_held=config.weights.held_adapters if source is not None else 0,
+        has_expert_bias=source is not None and config.trainer.expert_bias_rate > 0,
     )
 
 

@@ -17,12 +17,15 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torchtitan.models.common import Linear
 from torchtitan.models.common.config_utils import make_routed_experts_config, make_router_config
+from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import GroupedExperts, MoE, TokenChoiceTopKRouter
 
 PARTS = {"w1_EFD": "gate_proj", "w2_EDF": "down_proj", "w3_EFD": "up_proj"}
 """Projections of Hugging Face's experts by the name of torchtitan's tensor, which has those of all experts."""
 EXPERTS = ".moe.routed_experts.inner_experts."
 """Part of the names of these tensors."""
+EXPERT_BIAS = ".moe.expert_bias_E"
+"""End of the name of a layer's bias of experts."""
 
 
 def moe_config(
@@ -57,6 +60,13 @@ def moe_config(
         route_norm=plain.route_norm,
     )
     return ExpertLayer.Config(num_experts=num_experts, router=router, routed_experts=routed, load_balance_coeff=None)
+
+
+def add_expert_bias(model: Decoder.Config, rate: float) -> None:
+    """Give each layer of a model's config a bias of its experts, initially 0, which changes by `rate` per optimizer step."""
+    for layer in model.layers:
+        assert layer.moe is not None, "a layer without experts"
+        layer.moe.load_balance_coeff = rate
 
 
 class ExpertLayer(MoE):
@@ -167,6 +177,11 @@ class Router(TokenChoiceTopKRouter):
 def routers_of(module: nn.Module) -> list[Router]:
     """Return the routers of a model in the order of its layers; none for a dense model."""
     return [child for child in module.modules() if isinstance(child, Router)]
+
+
+def biased_layers(module: nn.Module) -> list[ExpertLayer]:
+    """Return the layers whose experts have a bias, in order: all of a mixture of experts, or none."""
+    return [child for child in module.modules() if isinstance(child, ExpertLayer) and child.expert_bias_E is not None]
 
 
 def expert_tensors(layer: str, part: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:

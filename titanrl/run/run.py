@@ -388,6 +388,10 @@ class Run:
             await self.checkpoints.finish()
             await self.session.weights.ready()
             await self.session.trainer.export_model(target)
+        if self.config.trainer.expert_bias_rate:
+            self.console.warn(
+                "trainer.expert_bias_rate: the exported model has no bias of experts, so its routers choose others"
+            )
         return target
 
     def set_learning_rate(self, learning_rate: float | None) -> None:

@@ -34,7 +34,7 @@ from titanrl.config.device import Device
 from titanrl.config.sections import LoraConfig, TrainerConfig
 from titanrl.data.tokenizer import export_stop_ids
 from titanrl.models.directory import ModelDirectory
-from titanrl.models.experts import routers_of
+from titanrl.models.experts import biased_layers, routers_of
 from titanrl.models.peft import CONFIG, ENDS, PREFIX, WEIGHTS, adapter_config
 from titanrl.trainer.learner import Learner
 from titanrl.trainer.model import (
@@ -261,6 +261,15 @@ def export_hf(model: PolicyModel, model_dir: Path, target: Path, dtype: FileDtyp
             place = partial / path.relative_to(model_dir)
             place.parent.mkdir(exist_ok=True)
             shutil.copyfile(path, place)
+        if biased := biased_layers(model.module):
+            largest = max(float(local_part(layer.expert_bias_E).abs().max()) for layer in biased)
+            logger.warning(
+                "export: the bias of the experts in %d layers, %d numbers up to %.3g, is not part of the exported model: its "
+                "routers choose without it (trainer.expert_bias_rate)",
+                len(biased),
+                len(biased) * biased[0].router.num_experts,
+                largest,
+            )
         left = sorted(path.name for path in model_dir.iterdir() if path.is_file() and path not in copied)
         logger.info("export: %d files of %s are not part of the exported model: %s", len(left), model_dir, ", ".join(left))
         config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))

@@ -29,6 +29,7 @@ from titanrl.carriers.tables import Row
 from titanrl.carriers.types import AdamParams, LossSums, MeasuredCorrection, OptimUpdate
 from titanrl.config.algorithm import AVERAGE, AlgorithmConfig
 from titanrl.models.attention import PackedAttention, packed_block_mask, packed_mask
+from titanrl.models.experts import biased_layers
 from titanrl.trainer.collate import PackedRows, empty_rows, places
 from titanrl.trainer.model import PolicyModel, ScoringHead, ValueHead, adapters_of, without_adapters
 from titanrl.trainer.routing import ExpertLoad
@@ -238,7 +239,7 @@ class Learner:
             if self.average is not None:
                 self.average.update()
         self.num_ahead += finite
-        load = self._load.take()
+        load = self._load.take(balance=finite and grad_norm > 0)
         if completes and self.num_ahead:
             self.version, self.num_ahead = self.version + 1, 0
         self.zero_grad()
@@ -262,8 +263,13 @@ class Learner:
             raise
 
     def start_over(self) -> None:
-        """Reset version, optimizer state, moving average and snapshots between warm start and RL, but keep the weights."""
+        """Reset version, optimizer state, moving average and snapshots between warm start and RL, but keep the weights.
+
+        The bias of experts becomes 0, as in a run that starts from the stored model of the warm start, which has none.
+        """
         self.require_settled("start_over")
+        for layer in biased_layers(self.model.module):
+            local_part(layer.expert_bias_E).zero_()
         self.reset_optimizer()
         self.version = 0
         self.drop_snapshots()

@@ -38,6 +38,7 @@ from titanrl.config.device import Device
 from titanrl.config.sections import LoraConfig, TrainerConfig
 from titanrl.config.sizes import LOGITS_AT_ONCE as LOGITS_AT_ONCE
 from titanrl.models.directory import ModelDirectory
+from titanrl.models.experts import add_expert_bias, biased_layers
 from titanrl.models.family import Projections
 from titanrl.models.preparation import WithoutDraws
 from titanrl.trainer.context import ContextGroup
@@ -192,6 +193,8 @@ def build_model(
     model_config = _converted(spec.model, config, device, source.family.lora_targets)
     if is_critic:
         model_config.lm_head.out_features, model_config.enable_weight_tying = 1, False
+    if config.expert_bias_rate:
+        add_expert_bias(model_config, config.expert_bias_rate)
     model_config.update_from_config(config=SimpleNamespace(parallelism=parallelism))
     if is_critic and plan.tp > 1:
         # Tensor parallelism cannot split a single row.
@@ -217,6 +220,8 @@ def build_model(
         module.init_weights(buffer_device=None)
     if not random_weights:
         mark(checkpoint_state(module))
+        for layer in biased_layers(module):
+            local_part(layer.expert_bias_E).zero_()
     if is_critic:
         local_part(module.lm_head.weight).detach().zero_()
     for name, values in initial_adapter(module, seed).items():

@@ -1,4 +1,4 @@
-"""Experts of a mixture of experts in the trainer: those that a generator recorded, and the load of each over a step.
+"""Experts of a mixture of experts in the trainer: those that a generator recorded, the load of each, and the bias against it.
 
 Shape suffixes: B rows, L tokens of a row, K experts of a token, Y layers, E experts.
 """
@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titanrl.carriers.routes import id_dtype
-from titanrl.models.experts import routers_of
+from titanrl.models.experts import biased_layers, routers_of
 from titanrl.trainer.collate import PackedRows
+from titanrl.weights.layout import local_part
 
 NUM_COUNTS = 3
 """Number of the counts of `ExpertLoad` besides those of experts."""
@@ -27,6 +28,7 @@ class ExpertLoad:
     def __init__(self, module: nn.Module, tp_rank: int) -> None:
         """Find the routers. `tp_rank` is this rank's index among those that share its rows."""
         self._routers, self._tp_rank = routers_of(module), tp_rank
+        self._biased = biased_layers(module)
         self._counts_YE: Tensor | None = None
         self._tokens: Tensor | None = None
         self._is_recorded = any(router.mode != "own" for router in self._routers)
@@ -71,8 +73,11 @@ class ExpertLoad:
         """Forget the counts since the last step."""
         self._counts_YE = self._tokens = None
 
-    def take(self) -> Mapping[str, float]:
-        """Return the metrics of all ranks' counts, and start again; none without routers. This is a collective with routers."""
+    def take(self, *, balance: bool) -> Mapping[str, float]:
+        """Return the metrics of all ranks' counts, and start again; none without routers. This is a collective with routers.
+
+        With `balance`, the bias of the experts changes first, if they have one.
+        """
         if not self._routers:
             return {}
         counts_YE, tokens = self._counts_YE, self._tokens
@@ -84,7 +89,15 @@ class ExpertLoad:
             totals += torch.cat([counts_YE.flatten(), tokens])
         if dist.is_initialized():
             dist.all_reduce(totals)
-        counted = load_metrics(totals[:-NUM_COUNTS].view(num_layers, num_experts))
+        all_YE = totals[:-NUM_COUNTS].view(num_layers, num_experts)
+        counted = load_metrics(all_YE)
+        if self._biased:
+            bias_YE = torch.stack([local_part(layer.expert_bias_E) for layer in self._biased])
+            if balance:
+                bias_YE += bias_change(all_YE, self._biased[0].load_balance_coeff)
+                for layer, bias_E in zip(self._biased, bias_YE, strict=True):
+                    local_part(layer.expert_bias_E).copy_(bias_E)
+            counted["experts/max_bias"] = float(bias_YE.abs().max())
         if not counted or not self._is_recorded:
             return counted
         num_tokens, num_recorded, num_different = totals[-NUM_COUNTS:].tolist()
@@ -109,6 +122,16 @@ class ExpertLoad:
         differs = [router.differs_BL for router in self._routers if router.differs_BL is not None]
         differs_BL = predicts_BL & torch.stack(differs).any(0)
         return torch.stack([predicts_BL.sum(), has_ids_BL.sum(), differs_BL.sum()])
+
+
+def bias_change(counts_YE: Tensor, rate: float) -> Tensor:
+    """Return the change of the bias of each expert after a step, in float64: `rate` times the sign of mean - count, centered.
+
+    The sum of the changes of a layer is 0, as in torchtitan, so that the biases stay small. A constant changes no choice.
+    Source: arXiv:2408.15664, algorithm 1.
+    """
+    signs_YE = (counts_YE.sum(-1, keepdim=True) - counts_YE.shape[-1] * counts_YE).sign().double()
+    return rate * (signs_YE - signs_YE.mean(-1, keepdim=True))
 
 
 def load_metrics(counts_YE: Tensor) -> dict[str, float]:
