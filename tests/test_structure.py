@@ -11,7 +11,7 @@ import pytest
 from tests.size import PACKAGE, figures
 
 CEILINGS = {
-    "lines": 69_502,  # with the entropy target
+    "lines": 69_598,  # the bias of experts
     "modules": 258,
     "small modules": 6,
     "modules with a shared name": 6,
