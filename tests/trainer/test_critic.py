@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.models.tiny import write_model
 from tests.trainer import critics
 from tests.trainer.ranks import World
+from titanrl.models.experts import PARTS
 
 Worlds = Callable[[int], World]
 LAYOUTS: dict[str, tuple[int, critics.Plan]] = {
@@ -17,6 +19,12 @@ LAYOUTS: dict[str, tuple[int, critics.Plan]] = {
     "tp 2": (2, {"parallelism": {"tp": 2}}),
     "cp 2": (2, {"parallelism": {"cp": 2}}),
     "lora": (1, {"lora": {"rank": 4}}),
+}
+EXPERTS: dict[str, tuple[int, critics.Plan]] = {
+    "fsdp 2": (2, {"parallelism": {"dp_shard": 2}}),
+    "fsdp 2, ep 2": (2, {"parallelism": {"dp_shard": 2, "ep": 2}}),
+    "tp 2, ep 2": (2, {"parallelism": {"tp": 2, "ep": 2}}),
+    "replayed": (1, {"routing": "replayed"}),  # the generator's experts are those of the policy
 }
 TOLERANCE = 5e-6
 
@@ -41,6 +49,41 @@ def test_losses_gradient_and_values_do_not_depend_on_layout_or_packing(
     for handle, (own, last) in values.items():
         assert own == pytest.approx(reference[2][handle][0], abs=1e-5)
         assert last == pytest.approx(reference[2][handle][1], abs=1e-5)
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture of experts with small weights: larger ones amplify the rounding of partial sums."""
+    return write_model("qwen3_moe", tmp_path_factory.mktemp("experts") / "model", std=0.02)
+
+
+@pytest.fixture(scope="module")
+def reference_of_experts(world: Worlds, experts: Path) -> Any:
+    return world(1).run(critics.learn, experts, {}, 100, False)[0]
+
+
+@pytest.mark.parametrize("layout", EXPERTS)
+def test_critic_with_experts_does_not_depend_on_layout(
+    layout: str, world: Worlds, experts: Path, reference_of_experts: Any
+) -> None:
+    size, trainer = EXPERTS[layout]
+    expected_losses, expected, expected_values = reference_of_experts
+    losses, gradient, values = world(size).run(critics.learn, experts, trainer, 2, True)[0]
+    assert losses == pytest.approx(expected_losses, abs=TOLERANCE)
+    assert losses[1] < losses[0]
+    assert gradient.keys() == expected.keys()
+    for part in PARTS:
+        assert max(np.abs(expected[name]).max() for name in expected if name.endswith(part)) > 0.0, "experts are trained"
+    largest = max(float(np.abs(value).max()) for value in expected.values())
+    assert max(float(np.abs(value - expected[name]).max()) for name, value in gradient.items()) <= TOLERANCE * largest
+    for handle, (own, last) in expected_values.items():
+        assert values[handle] == (pytest.approx(own, abs=1e-5), pytest.approx(last, abs=1e-5))
+
+
+def test_critic_with_experts_continues_from_a_checkpoint(world: Worlds, experts: Path, tmp_path: Path) -> None:
+    size, trainer = EXPERTS["fsdp 2, ep 2"]
+    losses = world(size).run(critics.save_and_continue, experts, trainer, tmp_path / "checkpoints")[0]
+    assert world(size).run(critics.load_and_continue, experts, trainer, tmp_path / "checkpoints")[0] == (losses, 1)
 
 
 def test_loss_of_first_step_is_that_by_hand(world: Worlds, tiny_model: Path) -> None:
