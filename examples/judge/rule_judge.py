@@ -9,11 +9,12 @@ import re
 import sys
 
 
-def grade(prompt: str) -> int:
-    """Return 5 points for the right result, plus 5 for written-out steps."""
+def reply(prompt: str) -> str:
+    """Return 5 points for the right result, plus 5 for written-out steps, or with criteria a verdict on each of the two."""
     answer, solution = re.findall(r"^Right result: (.*)\nSolution: (.*)", prompt, re.MULTILINE | re.DOTALL)[0]
     results = re.findall("<answer>(.*?)</answer>", solution)
-    return 5 * (results[-1:] == [answer]) + 5 * (solution.count("=") >= 2)
+    verdicts = {"right": results[-1:] == [answer], "steps": solution.count("=") >= 2}
+    return json.dumps(verdicts) if "- right:" in prompt else str(5 * sum(verdicts.values()))
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -22,9 +23,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_POST(self) -> None:
-        """Reply with the grade of the solution in the last message."""
+        """Reply to the last message."""
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        content = str(grade(request["messages"][-1]["content"]))
+        content = reply(request["messages"][-1]["content"])
         body = json.dumps({"choices": [{"message": {"role": "assistant", "content": content}}]}).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")

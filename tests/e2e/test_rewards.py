@@ -52,9 +52,16 @@ def test_run_with_judges_a_group_reward_penalties_and_own_prompts(
     (tmp_path / "judge.py").write_text((JUDGE / "judge.py").read_text().replace("http://127.0.0.1:8001/v1", judge_url))
     judge = {"function": f"{tmp_path}/judge.py:judge", "weight": 0.5, "trusted": True}
     built_in = yaml.safe_load((JUDGE / "built_in.yaml").read_text())["data"]["rewards"]["judge"]
+    rubric = {
+        "url": judge_url,
+        "model": "judge",
+        "criteria": {"right": {"description": "The result is right.", "weight": 3}, "steps": "Every step is written out."},
+        "prompt": "{criteria}\nRight result: {answer}\nSolution: {completion}",
+    }
     rewards = {
         "answer": "exact",
         "judge": judge,
+        "rubric": {"function": "judge", "options": rubric},
         "rare": {"function": f"{tmp_path}/group_reward.py:rare", "weight": 0.25},
         "grade": {**built_in, "options": {**built_in["options"], "url": judge_url}},
         "short": {"function": "overlong", "weight": 2.0, "options": {"cache_tokens": 5}},
@@ -79,7 +86,8 @@ def test_run_with_judges_a_group_reward_penalties_and_own_prompts(
     assert len(finished.evaluations("sums")) == 2
     completions = [(group, completion) for group in finished.rollouts() for completion in group["completions"]]
     assert len(completions) >= 2 * 64
-    weights = {"answer": 1.0, "judge": 0.5, "rare": 0.25, "grade": 0.5, "short": 2.0, "again": 1.0, "form": 1.0}
+    weights = {"rubric/right": 1.0, "rubric/steps": 1.0}
+    weights |= {"answer": 1.0, "judge": 0.5, "rare": 0.25, "grade": 0.5, "short": 2.0, "again": 1.0, "form": 1.0}
     for group, completion in completions:
         parts = completion["reward_parts"]
         assert completion["reward"] == pytest.approx(sum(weights[part] * value for part, value in parts.items()))
@@ -91,6 +99,8 @@ def test_run_with_judges_a_group_reward_penalties_and_own_prompts(
             assert parts["answer"] == (answers[0] == group["answer"])
         has_steps = completion["text"].count("=") >= 2
         assert parts["judge"] == 0.5 * (answers[-1:] == [group["answer"]]) + 0.5 * has_steps
+        assert parts["rubric/right"] == 0.75 * (answers[-1:] == [group["answer"]])
+        assert parts["rubric/steps"] == 0.25 * has_steps
         assert re.fullmatch(r"State .*: \d \+ \d =", group["prompt"])
     for row in finished.steps:
         assert row["reward/error_frac"] == 0.0

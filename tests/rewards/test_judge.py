@@ -12,7 +12,7 @@ from tests.replying import ReplyingServer, replying
 from titanrl.carriers.rewards import Answers, Scored
 from titanrl.config.data import JudgeOptions
 from titanrl.config.schema import Config
-from titanrl.rewards.judge import JudgeError, grade_of
+from titanrl.rewards.judge import JudgeError, criteria_of, grade_of, parts_of
 from titanrl.rewards.scoring import Scoring
 
 ANSWERS = Answers(
@@ -206,3 +206,72 @@ def test_missing_api_key_is_an_error_before_any_request(server: ReplyingServer, 
     with pytest.raises(ValueError, match=r"^data\.rewards\.judge\.options\.key_variable: .* \(got MY_KEY\)\. Export it"):
         grades(server.server_port, key_variable="MY_KEY")
     assert server.asked == []
+
+
+RUBRIC = {
+    "right": {"description": "The result is right.", "weight": 3},
+    "steps": "It has steps.",
+    "chatty": {"description": "It chats.", "weight": -2},
+}
+
+
+def test_one_request_decides_all_criteria_and_the_reward_is_their_weighted_mean(server: ReplyingServer) -> None:
+    def reply(request: dict[str, Any], number: int) -> tuple[int, str]:
+        is_second = "{five}" in prompt_of(request)
+        verdicts = {"chatty": is_second, "right": True, "steps": 0.5 if is_second else 0}
+        return 200, saying(f"The set {{1}} is right.\n```json\n{json.dumps(verdicts, indent=1)}\n```")
+
+    server.reply = reply
+    first, second = grades(server.server_port, weight=2.0, criteria=RUBRIC)
+    # (3 + 0) / 4, and (3 + 0.5 - 2) / 4
+    assert first.parts == pytest.approx({"judge/right": 0.75, "judge/steps": 0.0, "judge/chatty": 0.0})
+    assert second.parts == pytest.approx({"judge/right": 0.75, "judge/steps": 0.125, "judge/chatty": -0.5})
+    assert (first.reward, second.reward) == (1.5, pytest.approx(0.75))
+    assert len(server.asked) == 2
+    for text in ("- right: The result is right.\n- steps: It has steps.\n- chatty: It chats.\n", "Question: 2 + 2 ="):
+        assert text in prompt_of(server.asked[0][2])
+    assert '{"name": true}' in prompt_of(server.asked[0][2])
+
+
+@pytest.mark.parametrize(
+    ("reply", "error"),
+    [
+        ("All good.", "the judge replied without a JSON object of verdicts (got 'All good.')"),
+        ('{"right": true, "steps": yes, "chatty": false}', "the judge replied without a JSON object of verdicts (got "),
+        ('{"right": true, "steps": true}', "the judge must decide each of right, steps, chatty once (got "),
+        ('{"right": 1, "steps": 1, "chatty": 0, "kind": 1}', "the judge must decide each of right, steps, chatty once (got "),
+        ('{"right": 1, "steps": 1, "chatty": 0, "right": 0}', "the judge must decide each of right, steps, chatty once (got "),
+        ('{"right": 1, "steps": 2, "chatty": 0}', "the verdict on steps must be true, false or a number from 0 to 1 (got 2)"),
+        (
+            '{"right": "yes", "steps": 1, "chatty": 0}',
+            "the verdict on right must be true, false or a number from 0 to 1 (got 'y",
+        ),
+        (
+            '{"right": NaN, "steps": 1, "chatty": 0}',
+            "the verdict on right must be true, false or a number from 0 to 1 (got nan)",
+        ),
+        ('{"right": null, "steps": 1, "chatty": 0}', "the verdict on right must be true, false or a number from 0 to 1 (got N"),
+    ],
+)
+def test_reply_without_valid_verdicts_is_a_failure(server: ReplyingServer, reply: str, error: str) -> None:
+    server.reply = lambda request, number: (200, saying(reply))
+    for scored in grades(server.server_port, criteria=RUBRIC):
+        assert scored.reward is None
+        assert scored.error.startswith(f"judge: JudgeError: {error}")
+
+
+def test_criteria_of_a_prompt_are_a_field_of_its_metadata() -> None:
+    field = options(criteria_field="rubric")
+    criteria = criteria_of(
+        {"metadata": {"rubric": {"right": "It is right.", "rude": {"description": "x", "weight": -1}}}}, field
+    )
+    assert parts_of('{"right": true, "rude": true}', criteria) == {"right": 1.0, "rude": -1.0}
+    for metadata, problem in (
+        ({}, r"^metadata\.rubric of the prompt: Input should be a valid dictionary \(got None\)$"),
+        ({"rubric": {}}, r"at least 1 item"),
+        ({"rubric": {"a b": "It is right."}}, r"String should match pattern"),
+        ({"rubric": {"right": {"weight": 2}}}, r"^metadata\.rubric\.right\.description of the prompt: Field required"),
+        ({"rubric": {"rude": {"description": "x", "weight": -1}}}, r"must include a positive one"),
+    ):
+        with pytest.raises(JudgeError, match=problem):
+            criteria_of({"metadata": metadata}, field)

@@ -63,7 +63,17 @@ Answer of the student: {completion}
 
 End your reply with a line such as "Grade: 7"."""
 """Default of `prompt`."""
-PROMPT_FIELDS = ("question", "answer", "completion", "metadata")
+RUBRIC_PROMPT = """\
+Judge the answer of a student by each of these criteria:
+
+{criteria}
+
+Question: {question}
+Answer of the student: {completion}
+
+End your reply with a JSON object that has true or false for the name of each criterion, such as {{"name": true}}."""
+"""Default of `prompt` with criteria."""
+PROMPT_FIELDS = ("question", "answer", "completion", "metadata", "criteria")
 """Placeholders that a judge's prompt may contain."""
 REQUEST_KEYS = ("messages", "model", "n", "stream")
 """Request fields that the judge sets itself, or whose responses it cannot parse."""
@@ -117,6 +127,25 @@ class MathVerifyOptions(Section):
     reward."""
 
 
+class Criterion(Section):
+    """A criterion of a rubric. A string is short for a criterion of this description and weight 1."""
+
+    description: Annotated[str, Field(min_length=1)]
+    """Condition that the completion meets or not, as the judge reads it."""
+    weight: float = 1.0
+    """Weight of the criterion. A negative weight is a penalty for a completion that meets it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, value: Any) -> Any:
+        return {"description": value} if isinstance(value, str) else value
+
+
+CriterionName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]{0,63}$")]
+Rubric = Annotated[dict[CriterionName, Criterion], Field(min_length=1, max_length=32)]
+"""Criteria by name."""
+
+
 class JudgeOptions(Section):
     """Options of `judge`, a language model behind an OpenAI-compatible endpoint that grades each completion."""
 
@@ -124,8 +153,14 @@ class JudgeOptions(Section):
     """Base URL of the API, such as `http://127.0.0.1:8000/v1`. Requests are sent to `<url>/chat/completions`."""
     model: str
     """Model name in the requests."""
+    criteria: Rubric | None = None
+    """Rubric: criteria by name, with a description and a weight each, which the judge decides in one reply. Null requests a
+    single grade."""
+    criteria_field: Annotated[str, Field(min_length=1)] | None = None
+    """Field of `metadata` that has the criteria of each prompt, in the format of `criteria`."""
     prompt: str = JUDGE_PROMPT
-    """User message, with the placeholders `{question}`, `{answer}`, `{completion}` and `{metadata[key]}`."""
+    """User message, with the placeholders `{question}`, `{answer}`, `{completion}`, `{metadata[key]}` and, with criteria,
+    `{criteria}`. The default depends on whether there are criteria."""
     system_prompt: str | None = None
     """System message; null sends none."""
     score_pattern: str = r"(?i)grade[*_`\s]*:[*_`\s\[({$]*(?:\\boxed\{\s*)?([-+\u2212]?[\d.,]*\d)"
@@ -144,9 +179,29 @@ class JudgeOptions(Section):
     num_retries: Annotated[int, Field(ge=0, le=10)] = 2
     """Number of retries after a timeout, a lost connection, or the status codes 408, 429 and 5xx."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _default_prompt(cls, values: Any) -> Any:
+        has_criteria = isinstance(values, dict) and (values.get("criteria") or values.get("criteria_field"))
+        return {"prompt": RUBRIC_PROMPT, **values} if has_criteria else values
+
+    @property
+    def has_criteria(self) -> bool:
+        """True if the judge decides criteria instead of giving a grade."""
+        return self.criteria is not None or self.criteria_field is not None
+
     def _broken_rules(self) -> Iterator[BrokenRule]:
+        if self.criteria is not None:
+            if self.criteria_field is not None:
+                rule = "the criteria are those of the options or those of each prompt"
+                yield self.broken("criteria criteria_field", rule, "remove one of them")
+            if total_weight(self.criteria) == 0.0:
+                yield self.broken("criteria", NO_WEIGHT, "give one of them a positive weight")
+        for key in ("score_pattern", "min_score", "max_score") if self.has_criteria else ():
+            if self.value_of(key) != type(self).model_fields[key].get_default():
+                yield self.broken(key, "with criteria, the judge gives no grade", "remove it")
         yield from _broken_by_pattern("score_pattern", self.score_pattern)
-        fix = "use {question}, {answer}, {completion} or {metadata[key]}, and double all other braces"
+        fix = "use {question}, {answer}, {completion}, {metadata[key]} or {criteria}, and double all other braces"
         try:
             fields = _fields(self.prompt)
         except ValueError as error:
@@ -154,6 +209,9 @@ class JudgeOptions(Section):
         else:
             for field in sorted(fields - set(PROMPT_FIELDS)):
                 yield self.broken("prompt", f"prompt contains the unknown placeholder {{{field}}}", fix)
+            if ("criteria" in fields) != self.has_criteria:
+                rule = "prompt must contain {criteria} if there are criteria, and only then"
+                yield self.broken("prompt", rule, "remove it" if "criteria" in fields else "add it")
             if "completion" not in fields:
                 yield self.broken("prompt", "prompt must contain {completion}", "add it")
         yield from broken_by_url("url", self.url, "http://host:8000/v1", FOR_KEYS)
@@ -163,6 +221,15 @@ class JudgeOptions(Section):
         for key in sorted(self.request.keys() & set(REQUEST_KEYS)):
             rule = "the judge sets this field itself, or could not parse the response"
             yield self.broken(f"request.{key}", rule, "remove it")
+
+
+NO_WEIGHT = "the weights of the criteria must include a positive one, because the reward is divided by the sum of these"
+"""Rule about the weights of criteria."""
+
+
+def total_weight(criteria: Mapping[str, Criterion]) -> float:
+    """Return the sum of the positive weights of criteria, the largest value of their weighted sum."""
+    return sum(max(criterion.weight, 0.0) for criterion in criteria.values())
 
 
 REWARD_OPTIONS: Mapping[str, type[Section]] = {
@@ -193,7 +260,7 @@ def broken_by_options(
                 fix = f"choose one of its options: {', '.join(section.model_fields)}"
                 yield BrokenRule({name: details["input"]}, f"{function} has no such option", fix)
                 continue
-            meaning = meanings(section).get(str(details["loc"][0]), "")
+            meaning = " ".join(meanings(section).get(str(details["loc"][0]), "").split())
             if details["type"] == "missing":
                 yield BrokenRule({key: dict(options)}, f"{name} is required", f"add it. {meaning}")
             else:
