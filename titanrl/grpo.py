@@ -46,7 +46,7 @@ from titanrl.run.generation import Dump, Generation, check_dump
 from titanrl.run.publications import Publications
 from titanrl.run.recording import batch_metrics, record_advantages, record_drops, recorded_groups
 from titanrl.run.run import Run
-from titanrl.run.steering import PROMPTS
+from titanrl.run.steering import TEMPERATURE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,11 +139,14 @@ class GRPO(Run):
         return self._report(batch, plan, trained, params, time.perf_counter() - started)
 
     async def apply_changes(self, keys: Collection[str]) -> None:
-        """Send changed weights of a mixture to the buffer, and the number of recorded groups to the rollout workers."""
-        if any(key.startswith(PROMPTS) for key in keys):
-            await self.session.rollouts.buffer.reweigh([task.weight for task in self.config.data.mixture.values()])
-        if "logging.rollouts_per_step" in keys:
-            await self.session.rollouts.workers.record_rollouts(self.config.logging.rollouts_per_step)
+        """Send changed values to the processes that use them."""
+        config, rollouts = self.config, self.session.rollouts
+        if any(key.startswith("data.mixture.") for key in keys):
+            await rollouts.buffer.reweigh([task.weight for task in config.data.mixture.values()])
+        if {"logging.rollouts_per_step", TEMPERATURE}.intersection(keys):
+            await rollouts.workers.change(config.logging.rollouts_per_step, config.rollout.temperature)
+        if TEMPERATURE in keys:
+            await self.session.use_temperature(config.rollout.temperature)
 
     async def after_pause(self) -> None:
         """Learn no deadline from the time since the last batch."""

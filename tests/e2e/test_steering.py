@@ -62,7 +62,8 @@ def test_changes_are_made_at_their_steps_and_repeated_after_a_resume(start_run: 
     reply = ask(command.run_dir, "set", algorithm__learning_rate=2e-5, evaluation__every_steps=3)
     ask(command.run_dir, "set", algorithm__entropy_delta=0.01)
     assert reply["text"] == f"algorithm.learning_rate = 2e-05, evaluation.every_steps = 3 from step {step + 1} on"
-    assert ask(command.run_dir, "set", data__mixture__hard__weight=7.0)["text"].endswith(f"from step {step + 2} on")
+    of_prompts = {"data__mixture__hard__weight": 7.0, "rollout__temperature": 0.5}
+    assert ask(command.run_dir, "set", **of_prompts)["text"].endswith(f"from step {step + 2} on")
     assert ask(command.run_dir, "resume")["text"] == "the run continues"
     unbroken = command.finish()
     assert unbroken.code == 0, unbroken.output
@@ -81,10 +82,16 @@ def test_changes_are_made_at_their_steps_and_repeated_after_a_resume(start_run: 
         (step, "evaluation.every_steps", 3),
         (step, "algorithm.entropy_delta", 0.01),
         (step + 1, "data.mixture.hard.weight", 7.0),
+        (step + 1, "rollout.temperature", 0.5),
     ]
     assert [row.get("set/data.mixture.hard.weight") for row in unbroken.steps] == [None] * (step + 1) + [7.0] * (7 - step)
     assert [row["task/hard/groups"] for row in unbroken.steps[: step + 1]] == [2] * (step + 1)
     assert sum(row["task/hard/groups"] for row in unbroken.steps[step + 1 :]) == round(4 * (7 - step) * 7 / 8)
+
+    # Trainer and generators change together: their log-probabilities agree in every step.
+    assert max(row["mismatch/logprob_abs_max"] for row in unbroken.steps) < 1e-4
+    entropies = [row["policy/entropy"] for row in unbroken.steps]
+    assert max(entropies[step + 1 :]) < 0.8 * min(entropies[: step + 1])
 
     steps, kept, trained = exact(unbroken), unbroken.evaluations("easy"), weights(unbroken.run_dir)
     assert len(kept) == 3, "before the first step, after step 6 and at the end"

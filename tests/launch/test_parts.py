@@ -226,7 +226,7 @@ def test_started_worker_is_connected_to_trainer_and_replicas() -> None:
 
     async def scenario() -> None:
         mesh = object.__new__(RolloutMesh)
-        mesh.timeouts, mesh._is_running, mesh._rollouts_per_step = TimeoutsConfig(), False, None
+        mesh.timeouts, mesh._is_running, mesh._changed = TimeoutsConfig(), False, None
         mesh._generators = SimpleNamespace(parts=[1, 2], serving=("new", None))  # type: ignore[assignment]
         mesh._trainer = SimpleNamespace(use_shard=lambda *shard: announced.append(shard))  # type: ignore[assignment]
         part: Any = SimpleNamespace(role="rollout_0", ask=ask, mark_started=lambda: None)

@@ -18,7 +18,7 @@ from titanrl.metrics.hooks import Hook, Hooks
 from titanrl.metrics.run_directory import RunDirectory
 from titanrl.metrics.trackers import Recorder, Trackers
 from titanrl.run.checkpoints import FIRST, RunState
-from titanrl.run.steering import CHANGES_FILE, Steering
+from titanrl.run.steering import CHANGES_FILE, TEMPERATURE, Steering
 
 MIXED = (
     "data.source=jsonl",
@@ -104,7 +104,15 @@ def run_in(path: Path, *overrides: str, config: Config | None = None, resume_ste
         ((), {"algorithm.lr": 1.0}, r"rule: no such key in algorithm\n  fix:  did you mean algorithm.learning_rate\?"),
         ((), {"": 1}, "rule: no such key"),
         ((), {"algorithm.loss": "gspo"}, r"rule: this key cannot be changed during the run\n  fix:  .*--resume RUN"),
-        ((), {"rollout.temperature": 0.5}, r"rule: trainer and generators use one temperature, .*\n  fix:  .*--resume RUN"),
+        ((), {"rollout.top_p": 0.5}, r"rule: trainer and generators use one top_p, .*\n  fix:  .*--resume RUN"),
+        ((), {TEMPERATURE: 3.0}, r"rollout.temperature=3.0\n  rule: must be a number >= 0.01 and <= 2"),
+        (
+            ("max_staleness=1",),
+            {TEMPERATURE: 0.5},
+            r"rule: trainer and generators use one temperature, .*\n  fix:  resume the run",
+        ),
+        (("replay.fraction=0.5",), {TEMPERATURE: 0.5}, r"rule: trainer and generators use one temperature"),
+        (("rollout.save=dump",), {TEMPERATURE: 0.5}, r"rule: a dump has one temperature"),
         (
             (),
             {"data.mixture.harder.weight": 2.0},
@@ -142,7 +150,7 @@ def test_change_that_would_have_no_effect_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"run\.set_learning_rate overrides the schedule"):
             run.steering.set({LR: 0.25})
         run.admits_prompts = False
-        with pytest.raises(ConfigError, match="only titanrl train, with a trainer, admits prompts by these weights"):
+        with pytest.raises(ConfigError, match="only titanrl train, with a trainer, samples new prompts while it runs"):
             run.steering.set({WEIGHT: 2.0})
 
 
@@ -162,9 +170,10 @@ def test_change_holds_from_the_next_step_and_weights_from_the_next_admission(tmp
 def test_weights_wait_for_the_publication(tmp_path: Path) -> None:
     with run_in(tmp_path / "run", "algorithm.updates_per_publish=4") as run:
         run.steps(5)
-        assert run.steering.set({WEIGHT: 3.0}) == 8
+        assert run.steering.set({WEIGHT: 3.0, TEMPERATURE: 0.5}) == 8
         run.steps(4)
         assert [weight for _, weight in run.values] == [1.0] * 8 + [3.0]
+        assert run.applied == [{WEIGHT, TEMPERATURE}]
 
 
 @pytest.mark.parametrize("resume_step", [0, 1, 2, 3, 4, 5, 6])

@@ -70,7 +70,7 @@ FOREIGN = {
 
 WHY_FIXED = {
     f"rollout.{name}": f"trainer and generators use one {name}, and tokens sampled with the old one may still be trained on"
-    for name in ("temperature", "top_p", "top_k", "min_p")
+    for name in ("top_p", "top_k", "min_p")
 }
 """Reasons why keys are not live that a user may expect to be."""
 

@@ -126,7 +126,7 @@ class RolloutConfig(Section):
     removed from their group. A group with fewer than this is dropped and replaced by another prompt."""
     max_new_tokens: Tokens = 26
     """Maximum completion length in tokens; with `data.environment`, of one turn."""
-    temperature: Annotated[float, Field(ge=0.01, le=2.0)] = 1.0
+    temperature: Annotated[float, Field(ge=0.01, le=2.0), LIVE] = 1.0
     """Sampling temperature. The trainer divides its logits by the same value. vLLM does not sample below 0.01."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Nucleus sampling; 1 disables it. The trainer renormalizes over the same tokens (docs/howto/truncated_sampling.md)."""

@@ -66,7 +66,7 @@ class RolloutMesh:
         self.notes: Any = None
         """Port for the workers' messages; opened by `spawn`."""
         self._reading: asyncio.Task[None] | None = None
-        self._rollouts_per_step: int | None = None  # since the workers were spawned
+        self._changed: tuple[int, float] | None = None  # since the workers were spawned
         buffer.parts = self.parts
         generators.listeners.append(self.use_generator)
 
@@ -97,8 +97,8 @@ class RolloutMesh:
         )
         # They may have changed since the worker was spawned.
         await self._each("use_generators", self._generators.serving, parts=[part])
-        if self._rollouts_per_step is not None:
-            await self._each("record_rollouts", self._rollouts_per_step, parts=[part])
+        if self._changed is not None:
+            await self._each("change", *self._changed, parts=[part])
         if self._is_running:
             await part.ask(f"{part.role}.run", lambda actors: actors.worker.run.call_one(), self.timeouts.step_s)
 
@@ -129,10 +129,10 @@ class RolloutMesh:
         if self._in_rounds and actor is None:
             await self._rewind()
 
-    async def record_rollouts(self, per_step: int) -> None:
-        """Change the number of groups per step that are recorded with their tokens."""
-        self._rollouts_per_step = per_step
-        await self._each("record_rollouts", per_step)
+    async def change(self, rollouts_per_step: int, temperature: float) -> None:
+        """Change the number of recorded groups per step, and the temperature of groups that start from now on."""
+        self._changed = rollouts_per_step, temperature
+        await self._each("change", rollouts_per_step, temperature)
 
     async def wait_until_up(self) -> None:
         """Wait until all workers have started, including replacements of dead ones."""

@@ -111,6 +111,7 @@ class TrainerMesh:
     share_logprobs = Verb(PolicyTrainer.share_logprobs, done)
     keep_weights = Verb(PolicyTrainer.keep_weights, agreed)
     drop_weights = Verb(PolicyTrainer.drop_weights, done)
+    use_temperature = Verb(PolicyTrainer.use_temperature, done)
     zero_grad = Verb(PolicyTrainer.zero_grad, done)
     push_weights = Verb[[int], WeightManifest, Sequence[WeightManifest]](PolicyTrainer.push_weights, per_rank, limit="sync_s")
     push_adapter = Verb[[int], WeightManifest, Sequence[WeightManifest]](PolicyTrainer.push_adapter, per_rank, limit="sync_s")

@@ -59,6 +59,13 @@ class OpenTask(OpenData):
         """Number of generator calls that each group of the task makes in a round."""
         return 1 if self.episodes is None else self.episodes.num_rounds
 
+    def at_temperature(self, temperature: float) -> "OpenTask":
+        """Return the same task with another sampling temperature."""
+        rollout = self.config.rollout.model_copy(update={"temperature": temperature})
+        config = self.config.model_copy(update={"rollout": rollout})
+        episodes = None if self.episodes is None else replace(self.episodes, config=config)
+        return replace(self, config=config, episodes=episodes)
+
 
 async def open_tasks(
     config: Config,

@@ -164,9 +164,10 @@ class RolloutWorker(Actor):
             self._pool.use(replica, actor)
 
     @concurrent_endpoint
-    async def record_rollouts(self, per_step: int) -> None:
-        """Change the number of groups per step that are recorded with their tokens."""
-        self._rollouts_per_step = per_step
+    async def change(self, rollouts_per_step: int, temperature: float) -> None:
+        """Change the number of recorded groups per step, and the temperature of groups that start from now on."""
+        self._rollouts_per_step = rollouts_per_step
+        self._tasks_of_run = [task.at_temperature(temperature) for task in self._tasks_of_run]
 
     @concurrent_endpoint
     async def abandon_round(self) -> None:

@@ -5,8 +5,9 @@ each with the number of steps after which it was made. That is all a resume need
 changes made before, and makes the later ones again at their steps, so that its curve equals the unbroken one.
 
 A change takes effect between two steps, in the controller, before a step sends its first request, so no step mixes two values.
-Weights of a mixture decide which prompts are admitted. They change right before a publication: until then, the slots of
-synchronous training are all in use, so the first prompts that they affect are the same in every attempt.
+Weights of a mixture decide which prompts are admitted, and trainer and generators need one temperature for a batch. Both change
+right before a publication: until then, the slots of synchronous training are all in use, so the first prompts that they affect
+are the same in every attempt, and no token of the old temperature is left to train on.
 """
 
 import asyncio
@@ -31,8 +32,9 @@ from titanrl.run.checkpoints import RunPart, RunState
 
 CHANGES_FILE = "changes.json"
 """File of a run directory with all changes, in the order in which they take effect."""
-PROMPTS = "data.mixture."
-"""Prefix of the keys that decide which prompts are admitted."""
+TEMPERATURE = "rollout.temperature"
+AT_PUBLICATION = ("data.mixture.", TEMPERATURE)
+"""Prefixes of the keys that change right before a publication."""
 
 
 class Change(BaseModel):
@@ -106,7 +108,7 @@ class Steering:
 
         def is_made(change: Change) -> bool:
             # Evaluations between this step and the next one have the earlier value.
-            return change.step < state.step or (change.step == state.step and change.key.startswith(PROMPTS))
+            return change.step < state.step or (change.step == state.step and change.key.startswith(AT_PUBLICATION))
 
         def is_kept(change: Change) -> bool:
             return is_made(change) or (change.step == state.step if change.by_hook else not forgets_later)
@@ -158,7 +160,7 @@ class Steering:
         by_hook, changes = run.hooks.is_caller, list[Change]()
         for key in values:
             step = max(run.state.step, self._begun)
-            if key.startswith(PROMPTS):
+            if key.startswith(AT_PUBLICATION):
                 step = max(step, self._published + run.config.algorithm.updates_per_publish)
             value, before, configured = (_plain(config.value_of(key)) for config in (changed, run.config, self._base))
             values_of = {"value": value, "before": before, "configured": configured}
@@ -175,9 +177,15 @@ class Steering:
             if key.endswith(".learning_rate") and self._run.state.learning_rate is not None:
                 rule = "run.set_learning_rate overrides the schedule, so this key would have no effect"
                 fix = "call run.set_learning_rate(None) first"
-            if key.startswith(PROMPTS) and not self._run.admits_prompts:
-                rule = "only titanrl train, with a trainer, admits prompts by these weights while it runs"
+            if key.startswith(AT_PUBLICATION) and not self._run.admits_prompts:
+                rule = "only titanrl train, with a trainer, samples new prompts while it runs"
                 fix = f"resume the run with {key}={inline(value)}"
+            if key == TEMPERATURE and (self._started.staleness_bound or self._started.replay.fraction):
+                rule = "trainer and generators use one temperature, and tokens sampled with the old one may still be trained on"
+                fix = f"resume the run with {key}={inline(value)}; a synchronous run without replay can change it while it runs"
+            if key == TEMPERATURE and self._started.rollout.save:
+                rule = "a dump has one temperature, because a run that trains on it divides all logits by the same value"
+                fix = f"resume the run with {key}={inline(value)} and another rollout.save"
             if key.endswith("every_steps") and changed.num_evaluator_ranks > self._started.num_evaluator_ranks:
                 rule = "asynchronous training evaluates between steps on a separate generator, which this run has not started"
                 fix = f"resume the run with {key}={inline(value)}"
@@ -195,12 +203,12 @@ class Steering:
     async def begin_step(self) -> None:
         """Make the changes that are due before the next step. Call this before the step reads the configuration."""
         self._begun = self._run.state.step + 1
-        await self._make([change for change in self._due(self._run.state.step) if not change.key.startswith(PROMPTS)])
+        await self._make([change for change in self._due(self._run.state.step) if not change.key.startswith(AT_PUBLICATION)])
 
     async def begin_publication(self) -> None:
-        """Make the changes of prompts that are due. Call this at the end of a step, before it frees slots."""
+        """Make the changes for new prompts that are due. Call this at the end of a step, before it frees slots."""
         self._published = self._run.state.step + 1
-        await self._make([change for change in self._due(self._published) if change.key.startswith(PROMPTS)])
+        await self._make([change for change in self._due(self._published) if change.key.startswith(AT_PUBLICATION)])
 
     def _due(self, step: int) -> list[Change]:
         return [change for change in self._changes[self._num_made :] if change.step <= step]
@@ -209,7 +217,7 @@ class Steering:
         if not due:
             return
         run = self._run
-        step = self._published if due[0].key.startswith(PROMPTS) else run.state.step
+        step = self._published if due[0].key.startswith(AT_PUBLICATION) else run.state.step
         later = [change for change in self._changes[self._num_made :] if change not in due]
         made = [change if change.step == step else change.model_copy(update={"step": step}) for change in due]
         run.config = with_values(run.config, {change.key: change.value for change in made})

@@ -269,6 +269,13 @@ class Session:
             raise TitanRLError("sampling: this session has no generators. Connect with sampling=True.")
         return SamplingClient(self._sampler)
 
+    async def use_temperature(self, temperature: float) -> None:
+        """Divide the trainer's logits by another temperature, which is also the default of `sampling`."""
+        await self.trainer.use_temperature(temperature)
+        if self._sampler is not None:
+            rollout = self._sampler.config.rollout.model_copy(update={"temperature": temperature})
+            self._sampler.config = self._sampler.config.model_copy(update={"rollout": rollout})
+
     @property
     def base(self) -> SamplingClient:
         """Client of the model without the policy's LoRA adapter.

@@ -394,6 +394,11 @@ class PolicyTrainer(Actor):
         self._learner.snapshots.drop(version)
         self._kept.drop(version)
 
+    @endpoint
+    async def use_temperature(self, temperature: float) -> None:
+        """Divide the logits by another temperature from now on. No tokens sampled with the old one may be trained on."""
+        self._learner.temperature = temperature
+
     @concurrent_endpoint
     async def push_weights(self, version: int) -> WeightManifest:
         """Publish this rank's shards of the weights under a version.
