@@ -534,6 +534,7 @@ def test_tried_items_of_a_task_are_counted() -> None:
     assert found.num_training > 100
     assert 0.4 < found.num_left_out / found.num_rows < 0.6  # half of the questions have 16 tokens
     assert "tried items left out" in found.reasons()
+    assert found.row()[1:4] == ("generated", "", "")
 
 
 def test_answers_longer_than_any_completion_are_refused() -> None:

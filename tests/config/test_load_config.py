@@ -75,6 +75,15 @@ def test_override_creates_removes_and_extends_a_section(tmp_path: Path) -> None:
     }
 
 
+def test_override_extends_a_function_that_is_written_in_short(tmp_path: Path) -> None:
+    short = "data: {rewards: {right: exact}, environment: calculator}"
+    path = write(tmp_path, f"name: a\nnum_steps: 3\n{short}\n")
+    data = load_config(path, ["data.rewards.right.weight=2", "data.environment.max_turns=3"]).data
+    assert (data.rewards["right"].function, data.rewards["right"].weight) == ("exact", 2.0)
+    assert data.environment is not None
+    assert (data.environment.function, data.environment.max_turns) == ("calculator", 3)
+
+
 def test_stop_texts_and_ids_are_told_apart() -> None:
     stops = load_config("quickstart", ['rollout.stop=["</answer>", 5]', "rollout.keep_stop=true"]).rollout
     assert (stops.stop_texts, stops.stop_ids) == (("</answer>",), (5,))

@@ -196,13 +196,15 @@ def _parse_override(text: str) -> Override:
         raise refusal(f"{key}={value}", rule, f"quote strings with special characters: {key}='\"...\"'") from None
 
 
-def _with_value(values: dict[str, Any], path: tuple[str, ...], value: Any) -> dict[str, Any]:
+def _with_value(values: dict[str, Any], path: tuple[str, ...], value: Any, parent: str = "") -> dict[str, Any]:
     """Return a copy with the value at `path` replaced, creating missing sections."""
     key, *rest = path
     if not rest:
         return values | {key: value}
     section = values.get(key)
-    return values | {key: _with_value(section if isinstance(section, dict) else {}, tuple(rest), value)}
+    if isinstance(section, str) and (key == "environment" or parent == "rewards"):
+        section = {"function": section}  # written in short, as `FunctionSection` allows
+    return values | {key: _with_value(section if isinstance(section, dict) else {}, tuple(rest), value, key)}
 
 
 class _Scalars(yaml.resolver.Resolver):

@@ -68,7 +68,12 @@ class Selection:
         return f"{self.num_left_out:,} of {self.num_rows:,} {what} left out: {listed}"
 
     def row(self) -> tuple[str, ...]:
-        """Return the row of the dry run's table: key, rows, to train on, held out, left out."""
+        """Return the row of the dry run's table: key, rows, to train on, held out, left out.
+
+        A generated task has no number of rows: its items are generated when they are needed.
+        """
+        if self.digest is None:
+            return self.key, "generated", "", "", self.reasons() or f"0 of {self.num_rows:,} tried items"
         numbers = (self.num_rows, self.num_training, self.num_heldout)
         return (self.key, *(f"{number:,}" for number in numbers), self.reasons() or "0")
 
