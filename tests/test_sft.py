@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from tests.documented import undocumented
-from titanrl.config import Config, load_config
+from titanrl.config import Config, ConfigError, load_config
 from titanrl.config.shipped import FOLDER
 from titanrl.data.streams import is_heldout
 from titanrl.data.tokenizer import load_tokenizer
@@ -104,21 +104,27 @@ class Plain:
         logits = self.model(input_ids=ids, attention_mask=(torch.cumsum(labels.flip(1) != IGNORED, 1) > 0).flip(1)).logits
         return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
 
-    def train(self) -> list[float]:
-        """Return the losses of a plain loop over the same batches."""
+    def train(self, num_steps: int = NUM_STEPS, *, muon: bool = False) -> list[float]:
+        """Return the losses of a plain loop over the same batches; with `muon`, the matrices of the layers have Muon."""
         number = len(self.training)
         order = [np.random.default_rng((0, epoch)).permutation(number) for epoch in range(9)]
-        optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+        hidden = {name for name, value in self.model.named_parameters() if muon and "layers." in name and value.ndim == 2}
+        rest = [value for name, value in self.model.named_parameters() if name not in hidden]
+        optimizers = [torch.optim.AdamW(rest, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)]
+        if muon:
+            matrices = [value for name, value in self.model.named_parameters() if name in hidden]
+            optimizers.append(torch.optim.Muon(matrices, weight_decay=0.1, momentum=0.9, adjust_lr_fn="match_rms_adamw"))
         losses = []
-        for step in range(NUM_STEPS):
+        for step in range(num_steps):
             places = [divmod(index, number) for index in range(step * BATCH_SIZE, (step + 1) * BATCH_SIZE)]
             loss = self.loss([self.training[order[epoch][place]] for epoch, place in places])
-            optimizer.zero_grad()
+            self.model.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-            for group in optimizer.param_groups:
-                group["lr"] = 3e-3 * ((step + 1) / 4 if step < 4 else (NUM_STEPS - step) / (NUM_STEPS - 4))
-            optimizer.step()
+            for optimizer in optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = 3e-3 * ((step + 1) / 4 if step < 4 else (num_steps - step) / (num_steps - 4))
+                optimizer.step()
             losses.append(loss.item())
         return losses
 
@@ -136,6 +142,17 @@ def test_loss_curve_equals_plain_pytorch_loop(folder: Path, tuned: Path) -> None
     heldout = curve(tuned, "loss/eval")
     assert list(heldout) == [0, 10, 20, NUM_STEPS]
     np.testing.assert_allclose([heldout[0], heldout[NUM_STEPS]], [before, after], atol=1e-5)
+
+
+def test_muon_gives_the_curve_of_a_plain_loop_and_refuses_adamw_at_resume(folder: Path) -> None:
+    config = config_in(folder, "name=muon", "num_steps=8", "algorithm.optimizer=muon", "algorithm.muon_momentum=0.9")
+    run_dir = fine_tune(config)
+    plain = Plain(prepare_starting_model(config).initial, folder / "examples.jsonl")
+    losses = plain.train(8, muon=True)
+    np.testing.assert_allclose(list(curve(run_dir).values()), losses, rtol=1e-3)
+    assert losses[-1] < 0.8 * losses[0]
+    with pytest.raises(ConfigError, match='step 8 was saved with "muon"'):
+        SFT(load_config(run_dir / "config.yaml", ["algorithm.optimizer=adamw", "algorithm.muon_momentum=0.95"]), resume=run_dir)
 
 
 def test_every_fine_tuning_metric_is_documented(tuned: Path) -> None:

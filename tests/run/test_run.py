@@ -16,6 +16,8 @@ from titanrl.base.files import commit_folder
 from titanrl.carriers.record import read_lines
 from titanrl.carriers.types import EvaluationResult, OptimUpdate
 from titanrl.config import dump_config, load_config
+from titanrl.config.load import validate
+from titanrl.config.source import read_source
 from titanrl.grpo import GRPO
 from titanrl.launch.run_lock import LOCK_FILE, RunLock, check_idle, claim_new_run, claim_run
 from titanrl.metrics.console import Console
@@ -33,12 +35,12 @@ pytestmark = pytest.mark.usefixtures("scratch")
 QUICK = ["device=cpu", "warm_start=null", "data.source=jsonl", "data.path=sums.jsonl", "evaluation.num_prompts=0"]
 
 
-def write_run(steps: int) -> Path:
+def write_run(steps: int, *overrides: str) -> Path:
     """Write a run directory with the controller's part of a checkpoint, and return it."""
     Path("sums.jsonl").write_text("".join(json.dumps({"prompt": f"{i} =", "answer": "1"}) + "\n" for i in range(50)))
     run_dir = Path("runs/quickstart")
     run_dir.mkdir(parents=True)
-    (run_dir / "config.yaml").write_text(dump_config(load_config("quickstart", QUICK)))
+    (run_dir / "config.yaml").write_text(dump_config(load_config("quickstart", [*QUICK, *overrides])))
     if steps:
         folder = run_dir / "checkpoints" / f"step-{steps}"
         folder.mkdir(parents=True)
@@ -97,6 +99,69 @@ def test_dry_run_refuses_what_a_resume_refuses(capsys: pytest.CaptureFixture[str
     assert (run_dir / LOCK_FILE).read_text() == owner
     lock.release()
     check_idle(run_dir)
+
+
+LORA = "trainer.lora={rank: 4, targets: [mlp, attention]}"
+MOE = "model.recipe.family=qwen3_moe"
+
+
+@pytest.mark.parametrize(
+    ("saved", "changed", "key", "before"),
+    [
+        ([], "algorithm.optimizer=muon", 'algorithm.optimizer="muon"', "adamw"),
+        (["algorithm.optimizer=muon"], "algorithm.optimizer=adamw", 'algorithm.optimizer="adamw"', "muon"),
+        ([], "algorithm.ema_decay=0.9", "algorithm.ema_decay=0.9", None),
+        ([], "algorithm={advantage: gae,credit: rollout}", 'algorithm.advantage="gae"', "dr_grpo"),
+        ([], "trainer.lora={rank: 4}", 'trainer.lora={"rank": 4, ', None),
+        ([LORA], "trainer.lora=null", "trainer.lora=null", '{"rank": 4, "alpha": 32.0, "targets": ["mlp", "attention"], '),
+        ([LORA], "trainer.lora.rank=8", "trainer.lora.rank=8", 4),
+        ([LORA], "trainer.lora.alpha=8", "trainer.lora.alpha=8.0", 32.0),
+        ([LORA], "trainer.lora.targets=[mlp]", 'trainer.lora.targets=["mlp"]', ["mlp", "attention"]),
+        ([MOE], "trainer.expert_bias_rate=0.01", "trainer.expert_bias_rate=0.01", 0.0),
+    ],
+)
+def test_resume_refuses_what_the_checkpoint_was_not_saved_with(
+    saved: list[str], changed: str, key: str, before: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = write_run(3, *saved)
+    unchanged = files(run_dir)
+    shown = before if isinstance(before, str) and before.startswith("{") else json.dumps(before)
+    for flags in (["--dry-run"], []):
+        with pytest.raises(SystemExit) as ended:
+            grpo.main(["--resume", str(run_dir), *flags, changed])
+        assert ended.value.code == 2
+        text = capsys.readouterr().err
+        assert f"override {changed}: {key}" in text
+        assert f"\n  rule: the checkpoint of step 3 was saved with {shown}" in text
+        assert f"\n  fix:  set {key.partition('=')[0]} to {shown}" in text
+        assert "or start a new run from an exported model (model.path)" in text
+        assert text.count("rule:") == 1
+    assert {path: found for path, found in files(run_dir).items() if path.name != LOCK_FILE} == unchanged
+
+
+@pytest.mark.parametrize(
+    ("saved", "changed"),
+    [
+        ([LORA], "trainer.lora.targets=[attention,mlp]"),
+        ([LORA], "trainer.lora.max_models=3"),
+        (["algorithm.optimizer=muon"], "algorithm.muon_momentum=0.9"),
+        (["algorithm.ema_decay=0.9"], "algorithm.ema_decay=null"),
+        ([MOE, "trainer.expert_bias_rate=0.01"], "trainer.expert_bias_rate=0.02"),
+    ],
+)
+def test_resume_accepts_what_fits_the_checkpoint(saved: list[str], changed: str) -> None:
+    run_dir = write_run(3, *saved)
+    config = validate(read_source(run_dir / "config.yaml", [changed]))
+    assert GRPO.check(config, resume=run_dir).state.step == 3
+
+
+def test_record_of_an_earlier_version_has_the_defaults() -> None:
+    run_dir = write_run(3)
+    text = (run_dir / "config.yaml").read_text()
+    earlier = re.sub(r"^  (optimizer|muon_momentum|expert_bias_rate): .*\n", "", text, flags=re.MULTILINE)
+    assert text.count("\n") == earlier.count("\n") + 3
+    (run_dir / "config.yaml").write_text(earlier)
+    assert GRPO.check(load_config(run_dir / "config.yaml"), resume=run_dir).state.step == 3
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OF
 
 from tests.trainer import checks, variants
 from tests.trainer.ranks import World
+from titanrl.trainer.checkpoint import Checkpoints
 
 Worlds = Callable[[int], World]
 FSDP, TP, CP, BOTH = {"dp_shard": 2}, {"tp": 2}, {"cp": 2}, {"dp_shard": 2, "tp": 2}
@@ -355,6 +356,24 @@ def test_resume_with_muon_is_bitwise_and_refuses_another_optimizer(
     assert [own for _, own, _ in resumed] == uninterrupted
     with pytest.raises(AssertionError, match=r"it has no optimizer\.state\..*\. Resume with the model"):
         world(size).run(variants.load_and_continue, tiny_model, plan, folder, 3)
+
+
+def momenta(model_dir: Path, folder: Path) -> list[set[float]]:
+    """Return Muon's momenta after loading a checkpoint with another configured momentum, and after a step."""
+    saved, learner = (checks.make_learner(model_dir, optimizer="muon") for _ in range(2))
+    Checkpoints(saved, folder, 2).save(1)
+    learner._algorithm = learner._algorithm.model_copy(update={"muon_momentum": 0.5})
+    Checkpoints(learner, folder, 2).load(1)
+    found = []
+    for _ in range(2):
+        groups = [group for optimizer in learner.optimizers for group in optimizer.param_groups]
+        found.append({group["momentum"] for group in groups if "momentum" in group})
+        variants.train(learner)
+    return found
+
+
+def test_configured_momentum_of_muon_replaces_that_of_a_checkpoint(world: Worlds, tiny_model: Path, tmp_path: Path) -> None:
+    assert world(1).run(momenta, tiny_model, tmp_path / "checkpoints") == [[{0.95}, {0.5}]]
 
 
 @pytest.mark.parametrize("layout", ["one rank", "fsdp"])

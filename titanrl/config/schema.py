@@ -52,7 +52,7 @@ MAX_BUFFERED = 10_000_000
 """Upper bound on completions in the buffer."""
 
 USED_BY_SFT = {
-    "algorithm": ("max_skipped_steps",),
+    "algorithm": ("max_skipped_steps", "optimizer", "muon_momentum"),
     "data": ("chat_template", "chat_template_kwargs", "system_prompt", "control_tokens"),
     "generator": (),
     "rollout": ("max_new_tokens",),  # by `titanrl serve`

@@ -3,10 +3,11 @@
 import asyncio
 import contextlib
 import json
+import operator
 import re
 import shutil
 import time
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
@@ -16,7 +17,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from titanrl.base.errors import FaultError
 from titanrl.base.files import DamagedError, Digests, check_folder, commit_folder, replace_text, uncommit_folder
 from titanrl.config.device import Device
-from titanrl.config.errors import ConfigError
+from titanrl.config.errors import BrokenRule, ConfigError, inline
 from titanrl.config.schema import Config
 from titanrl.config.sections import FaultsConfig
 from titanrl.data.examples import Examples
@@ -33,6 +34,23 @@ if TYPE_CHECKING:
     from titanrl.session.session import Session
 
 STATE_FILE = "controller.json"
+MAX_VALUE = 200
+"""Maximum length of a recorded value in a message."""
+_NEEDS_ADAPTERS = "adapters are loaded into adapters of the same kind"
+SAVED_WITH: Mapping[str, tuple[str, Callable[[Any, Any], bool]]] = {
+    "algorithm.optimizer": ("another optimizer has no such state", operator.eq),
+    "algorithm.ema_decay": ("it has no moving average", lambda before, now: before is not None or now is None),
+    "algorithm.advantage": ("it has no critic", lambda before, now: now != "gae" or before == "gae"),
+    "trainer.lora": (_NEEDS_ADAPTERS, lambda before, now: (before is None) == (now is None)),
+    "trainer.lora.rank": (_NEEDS_ADAPTERS, operator.eq),
+    "trainer.lora.alpha": ("another alpha would make it another policy", operator.eq),
+    "trainer.lora.targets": (_NEEDS_ADAPTERS, lambda before, now: sorted(before) == sorted(now)),
+    "trainer.expert_bias_rate": ("the bias of experts is part of it, or is not", lambda before, now: bool(before) == bool(now)),
+}
+"""Keys that a checkpoint must have been saved with: a reason, and a function that returns whether it fits, of the recorded and
+the configured value."""
+DEFAULTS = {"algorithm.optimizer": "adamw"}
+"""Values of keys that earlier versions did not record, if not null."""
 STRICT = ConfigDict(strict=True, extra="forbid")
 """Validation of the state: unknown keys and values of other types are errors."""
 
@@ -283,6 +301,28 @@ def resumable(run_dir: Path, step: int | None = None) -> Resumable:
         return Resumable(state=FIRST, unusable={})
     found = "".join(f"; {name}: {reason}" for name, reason in unusable.items())
     raise ConfigError(f"--resume: no intact checkpoint (got {run_dir}{found}). Give the directory of a run that saved one.")
+
+
+def broken_by_checkpoint(config: Config, recorded: Mapping[str, Any], step: int) -> Iterator[BrokenRule]:
+    """Yield the keys with which a run cannot continue its checkpoint: the saved state would not fit, or mean another policy.
+
+    `recorded` are the values of the run's `config.yaml`, with which its checkpoints were saved.
+    """
+    values = config.model_dump(mode="json")
+    for key, (what, fits) in SAVED_WITH.items():
+        before, now = _value(recorded, key), _value(values, key)
+        is_nested = key.startswith("trainer.lora.") and None in (_value(recorded, "trainer.lora"), values["trainer"]["lora"])
+        if not is_nested and not fits(before, now):
+            rule = f"the checkpoint of step {step} was saved with {inline(before, MAX_VALUE)}, and {what}"
+            fix = f"set {key} to {inline(before, MAX_VALUE)}, or start a new run from an exported model (model.path)"
+            yield BrokenRule({key: now}, rule, fix)
+
+
+def _value(values: Any, key: str) -> Any:
+    """Return the value of a nested key; the default if it is missing, as in the record of an earlier version."""
+    for name in key.split("."):
+        values = values.get(name) if isinstance(values, Mapping) else None
+    return DEFAULTS.get(key) if values is None else values
 
 
 def newest_checkpoint(run_dir: Path, *, had_one: bool) -> Resumable | None:

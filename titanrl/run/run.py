@@ -36,7 +36,7 @@ from titanrl.config.errors import BrokenRules, ConfigError
 from titanrl.config.load import check_program, explain_rule
 from titanrl.config.schema import Config
 from titanrl.config.sizes import notes
-from titanrl.config.source import Source
+from titanrl.config.source import Source, config_of_run, read_source
 from titanrl.data.selection import check_recorded
 from titanrl.launch.roles import Roles, needed
 from titanrl.launch.run_lock import RunLock, claim_new_run, claim_run
@@ -48,7 +48,16 @@ from titanrl.metrics.steps import PhaseTimer
 from titanrl.metrics.trackers import Recorder
 from titanrl.processes.children import Respawns
 from titanrl.processes.templates import BASE, close_early, start_early
-from titanrl.run.checkpoints import FIRST, Checkpoints, Restart, Restarts, Resumable, newest_checkpoint, resumable
+from titanrl.run.checkpoints import (
+    FIRST,
+    Checkpoints,
+    Restart,
+    Restarts,
+    Resumable,
+    broken_by_checkpoint,
+    newest_checkpoint,
+    resumable,
+)
 from titanrl.run.evaluations import Evaluations, is_due
 from titanrl.run.recording import Kind, Telemetry, open_recorder
 from titanrl.run.steering import Steering, repeated_changes
@@ -195,6 +204,10 @@ class Run:
         cls.check_loop(config, resume, source)
         plugins = plugins_of(config, {}) if plugins is None else plugins
         found = Resumable(state=FIRST, unusable={}) if resume is None else resumable(resume)
+        if resume is not None and found.state.step:
+            recorded = read_source(config_of_run(resume)).values
+            if broken := list(broken_by_checkpoint(config, recorded, found.state.step)):
+                raise ConfigError(*(explain_rule(rule, source) for rule in broken))
         selections = preflight(
             config,
             source,

@@ -234,6 +234,8 @@ class Learner:
                 group["lr"], group["weight_decay"] = params.learning_rate, params.weight_decay
                 if "betas" in group:  # AdamW
                     group["betas"], group["eps"] = (params.beta1, params.beta2), params.eps
+                else:  # a loaded checkpoint has the momentum that it was saved with
+                    group["momentum"] = self._algorithm.muon_momentum
             self.optimizers.step()
             self.weights_changed(trained_only=True)
             if self.average is not None:
