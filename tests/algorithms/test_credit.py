@@ -23,11 +23,14 @@ from titanrl.algorithms.advantages import (
 from titanrl.algorithms.batch_plan import plan_batch, plan_step
 from titanrl.algorithms.contracts import GroupRewards
 from titanrl.base.choices import Reduction
-from titanrl.carriers.tables import BatchPlan, RecordTable, SequencePlan
+from titanrl.carriers.tables import BatchPlan, PackedColumns, RecordTable, SequencePlan, TurnTable
 from titanrl.carriers.types import GroupRecord, GroupTokens, GroupTurns
 from titanrl.config.algorithm import AlgorithmConfig
+from titanrl.metrics.steps import state_metrics
 
-TURNS = GroupTurns(num_turns=(2, 1, 2, 1), rewards=(0.0, 1.0, 2.0, 1.0, 0.0, 4.0), num_sampled=(2, 3, 1, 4, 1, 2))
+TURNS = GroupTurns(
+    num_turns=(2, 1, 2, 1), rewards=(0.0, 1.0, 2.0, 1.0, 0.0, 4.0), num_sampled=(2, 3, 1, 4, 1, 2), states=(5, 6, 5, 5, 7, 5)
+)
 
 
 def group(index: int = 0) -> GroupRecord:
@@ -85,6 +88,66 @@ def test_turn_advantages_by_hand(method: str, expected: list[list[float]]) -> No
     assert [pytest.approx(own, abs=1e-5) for own in expected] == advantages
 
 
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        # In state 5 the returns are 1, 2, 1 and 4 with mean 2; in states 6 and 7 there is one turn each. Rewards: 3, 1, 4.
+        ("dr_grpo", [[1 / 3 - 0.5, 1 / 3, 1 / 3], [-5 / 3 - 0.5, -5 / 3], [4 / 3 + 1.0]]),
+        # The mean of the other returns in state 5 is 7/3, 2, 7/3 and 4/3.
+        ("rloo", [[0.5 - 2 / 3, 0.5, 0.5], [-2.5 - 2 / 3, -2.5], [2.0 + 4 / 3]]),
+        # The standard deviation of the rewards is sqrt(14)/3, that of the returns in state 5 sqrt(3/2).
+        ("grpo", [[0.26726 - 0.40825, 0.26726, 0.26726], [-1.33631 - 0.40825, -1.33631], [1.06904 + 0.81650]]),
+        ("maxrl", [[1 / 8 - 0.25, 1 / 8, 1 / 8], [-5 / 8 - 0.25, -5 / 8], [1 / 2 + 0.5]]),
+    ],
+)
+def test_turns_in_the_same_state_are_compared_by_hand(method: str, expected: list[list[float]]) -> None:
+    made = GroupRewards(
+        rewards=[3.0, 1.0, 4.0],
+        turn_rewards=[[0.0, 1.0, 2.0], [1.0, 0.0], [4.0]],
+        turn_tokens=[[2, 3, 1], [4, 1], [2]],
+        turn_states=[[5, 6, 5], [5, 7], [5]],
+    )
+    (found,) = turn_advantages([made], method, discount=0.5, state_weight=0.5)
+    assert [pytest.approx(own, abs=1e-5) for own in expected] == found
+
+
+def test_example_of_the_documentation_and_unknown_states() -> None:
+    rewards, tokens = [[0.0, 0.0, 1.0], [0.0, 0.0]], [[1, 1, 1], [1, 1]]
+    made = GroupRewards(rewards=[1.0, 0.0], turn_rewards=rewards, turn_tokens=tokens, turn_states=[[1, 2, 1], [1, 2]])
+    (found,) = turn_advantages([made], "dr_grpo", discount=0.5, state_weight=1.0)
+    expected = [[0.5 - 1 / 6, 0.5 + 1 / 4, 0.5 + 7 / 12], [-0.5 - 5 / 12, -0.5 - 1 / 4]]
+    assert [pytest.approx(own, rel=1e-12) for own in expected] == found
+    unknown = replace(made, turn_states=[[0, 0, 0], [0, 0]])
+    assert turn_advantages([unknown], "dr_grpo", discount=0.5, state_weight=1.0) == [[[0.5] * 3, [-0.5] * 2]]
+
+
+def test_state_returns_differ_where_rewards_do_not() -> None:
+    rewards = [[0.0, 1.0], [1.0]]
+    assert returns_differ(rewards, 0.5, [[7, 8], [7]])
+    assert not returns_differ(rewards, 0.5, [[7, 8], [8]]), "both end from state 8"
+    assert not returns_differ(rewards, 1.0, [[7, 8], [7]])
+    assert not returns_differ(rewards, 0.5, [[0, 0], [0]])
+
+
+def test_tokens_have_advantages_of_their_states() -> None:
+    batch = plan([group()], credit="state", turn_discount=0.5, state_weight=0.5)
+    found = {segment: (sequence.advantage, sequence.spans) for (_, segment), sequence in sequences(batch).items()}
+    third = pytest.approx(1 / 3)
+    assert found[0][1] == ((pytest.approx(-1 / 6), 2), (third, 3))
+    assert found[1] == (third, ())
+    assert found[2][1] == ((pytest.approx(-13 / 6), 4), (pytest.approx(-5 / 3), 1))
+    assert found[3] == (pytest.approx(7 / 3), ())
+
+
+def test_states_survive_packing_and_are_unknown_in_earlier_checkpoints() -> None:
+    table = RecordTable.of([group(), group(1)]).turns
+    assert TurnTable.unpacked([table.packed]).states.tolist() == [5, 6, 5, 5, 7, 5] * 2
+    earlier = PackedColumns(*table.packed[:3])
+    assert TurnTable.unpacked([table.packed, earlier]).states.tolist() == [5, 6, 5, 5, 7, 5] * 2 + [0] * 12
+    # In each group, four of six turns are in state 5.
+    assert state_metrics(RecordTable.of([group(), group(1)])) == {"episode/shared_state_frac": pytest.approx(4 / 6)}
+
+
 def test_token_has_advantage_of_its_turn() -> None:
     batch = plan([group()], credit="turn", turn_discount=0.5)
     found = {segment: (sequence.advantage, sequence.spans) for (_, segment), sequence in sequences(batch).items()}
@@ -120,6 +183,8 @@ def test_turn_credit_keeps_loss_weights_of_rollouts(reduction: Reduction, weight
         ({"credit": "turn", "advantage": "mine.py:f"}, "selects the unit of credit by what it returns"),
         ({"credit": "token", "advantage": "gdpo"}, "gdpo compares whole completions"),
         ({"credit": "token", "advantage": "mine.py:f"}, "selects the unit of credit by what it returns"),
+        ({"credit": "state", "advantage": "reinforce_pp"}, "reinforce_pp has no baseline"),
+        ({"state_weight": 0.5, "credit": "turn"}, "Set credit to state, or remove state_weight"),
         ({"turn_discount": 0.5}, "turn_discount has an effect only with credit: turn"),
         ({"turn_discount": 0.5, "credit": "token"}, "Set credit to turn, or remove turn_discount"),
         ({"token_discount": 0.5, "credit": "turn"}, "Set credit to token, or remove token_discount"),

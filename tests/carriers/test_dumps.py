@@ -38,7 +38,11 @@ def group(index: int, reward: float = 0.1) -> Group:
         reward=reward,
         reward_parts=parts,
         finish_reason="stop",
-        turns=(Turn(segment=0, end=3, reward=0.1), Turn(segment=0, end=4, reward=0.0), Turn(segment=1, end=3, reward=0.25)),
+        turns=(
+            Turn(segment=0, end=3, reward=0.1),
+            Turn(segment=0, end=4, reward=0.0),
+            Turn(segment=1, end=3, reward=0.25, state=-(2**63)),
+        ),
         token_rewards=np.array([0.1, 0.0, 1 / 3, 0.25 - 1 / 3]),
         metrics={"calls": 1 / 3},
     )
@@ -114,6 +118,7 @@ def test_docs_list_all_columns_with_types(tmp_path: Path) -> None:
     names = {"JSON": "string", "timestamp": "timestamp[us, tz=UTC]", "float64": "double"}
     lists = {
         "int32": "list<element: int32>",
+        "int64": "list<element: int64>",
         "uint16": "list<element: uint16>",
         "float32": "list<element: float>",
         "bool": "list<element: bool>",

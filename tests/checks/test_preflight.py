@@ -326,6 +326,12 @@ def test_network_hosts_require_consent() -> None:
     assert "hosts.trusted_network" not in "\n".join(problems(hosts, "hosts.trusted_network=true"))
 
 
+def test_credit_by_states_needs_an_environment() -> None:
+    text = problem("", "algorithm.credit=state")
+    assert 'algorithm.credit="state", data.environment=null (default)\n  rule: without an environment' in text
+    assert problems("", "algorithm.credit=state", "data.environment={function: calculator}") == problems("")
+
+
 def test_too_many_processes_for_this_machine_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     text = problem("rollout: {num_workers: 1000}\n")

@@ -1,5 +1,6 @@
 """Runs in environments: a policy that calls a tool, and environments that fail."""
 
+import json
 import subprocess
 import sys
 from collections import Counter
@@ -124,7 +125,8 @@ def test_environment_failures_are_retried_counted_and_never_trained_on(
 
 
 def test_example_trains_in_an_environment_from_python(plain_run: Finished, tmp_path: Path) -> None:
-    overrides = [*SMALL, *plain_run.as_start, "num_steps=2", f"output_dir={tmp_path}", f"cache_dir={tmp_path}"]
+    credit = ("algorithm.credit=state", "algorithm.turn_discount=0.5")
+    overrides = [*SMALL, *plain_run.as_start, *credit, "num_steps=2", f"output_dir={tmp_path}", f"cache_dir={tmp_path}"]
     command = [sys.executable, str(REPO / "examples/second_try/train.py"), *overrides]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -134,3 +136,15 @@ def test_example_trains_in_an_environment_from_python(plain_run: Finished, tmp_p
         assert row["reward/mean"] == pytest.approx(row["reward/right"])
     conversations = [completion["messages"] for group in finished.rollouts() for completion in group["completions"]]
     assert {len(messages) for messages in conversations} == {2, 4}
+    # Both tries are asked with the same message, so all turns of a group are in one state.
+    assert [row["episode/shared_state_frac"] for row in finished.steps] == [1.0, 1.0]
+    groups = {group["index"]: group["completions"] for group in finished.rollouts()}
+    recorded = [json.loads(line) for line in (finished.run_dir / "advantages.jsonl").read_text().splitlines()]
+    assert recorded
+    for row in recorded:
+        tries = [(own["reward"], len(own["messages"]) // 2) for own in groups[row["index"]]]
+        returns = [reward * 0.5**later for reward, count in tries for later in range(count)]
+        for (reward, count), advantage in zip(tries, row["advantages"], strict=True):
+            of_rollout = reward - np.mean([reward for reward, _ in tries])
+            first, last = (of_rollout + reward * 0.5**later - np.mean(returns) for later in (count - 1, 0))
+            assert min(first, last) - 1e-6 <= advantage <= max(first, last) + 1e-6

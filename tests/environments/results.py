@@ -66,6 +66,8 @@ INVALID = {
     "tool with a schema as text": "Observation(messages=[user('2')], tools=[Tool(name='add', parameters='{}')])",
     "tool with a type": "Observation(messages=[user('2')], tools=[Tool(name='add', parameters={'type': int})])",
     "replaces as text": "Observation(messages=[user('2')], replaces='no')",
+    "state None": "Observation(messages=[user('2')], state=None)",
+    "state too long": "Observation(messages=[user('2')], state='a' * 100_000_000)",
     "metrics None": "Observation(messages=[user('2')], metrics=None)",
     "metrics with text": "Observation(messages=[user('2')], metrics={'calls': 'many'})",
     "metrics with NaN": "Observation(messages=[user('2')], metrics={'calls': math.nan})",

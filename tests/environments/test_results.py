@@ -66,10 +66,16 @@ def test_harmless_keys_and_numbers_are_kept() -> None:
     extra = {**USER, "name": "opponent", "scores": [1, 2.5, None, True, {"a": []}], "tool_calls": None}
     assert messages(extra) == [extra]
     tool = Tool(name="add", parameters={"type": "object", "required": ("a",)})
-    result = checked(Observation(messages=(USER,), tools=(tool,), reward=np.float32(0.5), replaces=np.True_, metrics={"n": 1}))  # type: ignore[arg-type]
+    given = Observation(messages=(USER,), tools=(tool,), reward=np.float32(0.5), replaces=np.True_, metrics={"n": 1}, state="a")  # type: ignore[arg-type]
+    result = checked(given)
     parameters = {"type": "object", "required": ["a"]}
     expected = Observation(
-        messages=[USER], tools=[Tool(name="add", parameters=parameters)], reward=0.5, replaces=True, metrics={"n": 1.0}
+        messages=[USER],
+        tools=[Tool(name="add", parameters=parameters)],
+        reward=0.5,
+        replaces=True,
+        metrics={"n": 1.0},
+        state="a",
     )
     assert result == expected
     done = Done(rewards={"right": True, "steps/left": np.int64(3)}, reward=Fraction(1, 4), metrics={"n": np.int8(2)})  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.environments.results import INVALID, INVALID_REWARDS, returned
 from titanrl.carriers.supports import supports_of
-from titanrl.carriers.types import Completion, GenerationRequest, SamplingParams, Turn
+from titanrl.carriers.types import Completion, GenerationRequest, SamplingParams
 from titanrl.data.tokenizer import Tokenizer, load_tokenizer, write_tokenizer
 from titanrl.environments import Done, Environment, Episode, Limit, Message, Observation, Tool
 from titanrl.rollout.driver import Conversation, EpisodeError, Limits
@@ -97,6 +97,18 @@ def play(talk: Conversation, policy: Callable[[GenerationRequest], Completion]) 
     return talk
 
 
+def test_states_are_names_or_new_messages(tokenizer: Tokenizer) -> None:
+    script = [Observation(messages=[user("?")]), Observation(messages=[user("again")], state="1+1="), Done()]
+    talk = play(conversation(Scripted(script), tokenizer), Policy(tokenizer, ["1", "3", "2"]))
+    states = [turn.state for turn in talk.tree.turns(talk.turn_rewards)]
+    script = [Observation(messages=[user("again")]), Observation(messages=[user("?")], state="1+1="), Done()]
+    other = play(conversation(Scripted(script), tokenizer), Policy(tokenizer, ["4", "2", "3"]))
+    others = [turn.state for turn in other.tree.turns(other.turn_rewards)]
+    assert len({*states, *others}) == 4
+    assert (states[0], states[2]) == (others[0], others[2]), "the question and the named state do not depend on the replies"
+    assert -(2**63) <= min(states) <= max(states) < 2**63
+
+
 def tool_result(text: str) -> Message:
     return {"role": "tool", "tool_call_id": "call_0", "content": text}
 
@@ -160,7 +172,9 @@ def test_turn_without_tokens_follows_the_previous_turn(tokenizer: Tokenizer) -> 
     talk = play(conversation(Scripted([replaced, Done(reward=2.0)]), tokenizer), reply)
     (segment,) = talk.tree.segments()
     turns = talk.tree.turns(talk.turn_rewards)
-    assert turns == tuple(Turn(segment=0, end=len(segment.mask), reward=reward) for reward in (0.5, 2.0))
+    assert [(turn.segment, turn.end, turn.reward) for turn in turns] == [
+        (0, len(segment.mask), reward) for reward in (0.5, 2.0)
+    ]
 
 
 def test_supports_stay_aligned_with_their_tokens(tokenizer: Tokenizer) -> None:
@@ -183,10 +197,11 @@ def test_replaced_history_starts_a_segment_with_masked_old_turns(tokenizer: Toke
     policy = Policy(tokenizer, ["a long thought", "2"])
     talk = play(conversation(environment, tokenizer), policy)
     first, second = talk.tree.segments()
-    assert talk.tree.turns([0.5, 1.0]) == (
-        Turn(segment=0, end=len(first.token_ids), reward=0.5),
-        Turn(segment=1, end=len(second.token_ids), reward=1.0),
-    )
+    turns = talk.tree.turns([0.5, 1.0])
+    assert [(turn.segment, turn.end, turn.reward) for turn in turns] == [
+        (0, len(first.token_ids), 0.5),
+        (1, len(second.token_ids), 1.0),
+    ]
     assert tokenizer.decode(first.token_ids.tolist()) == "1+1=a long thought"
     assert tokenizer.decode(second.token_ids.tolist()) == "1+1=so far 2go on2"
     assert tokenizer.decode(second.token_ids[second.mask].tolist()) == "2"

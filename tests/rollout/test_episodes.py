@@ -169,8 +169,14 @@ def test_group_has_segments_rewards_and_counts(tokenizer: Tokenizer, in_round: b
         [0.25, 0.25, 1.0],
         [0.25, 0.25, 0.25, 1.0],
     ]
+    first, more = group.rollouts[1].turns[0].state, group.rollouts[1].turns[1].state
+    assert 0 not in (first, more)
+    assert first != more
     assert record.turns == GroupTurns(
-        num_turns=(1, 2, 3, 4), rewards=(1.0, 0.25, 1.0, 0.25, 0.25, 1.0, 0.25, 0.25, 0.25, 1.0), num_sampled=(2,) * 10
+        num_turns=(1, 2, 3, 4),
+        rewards=(1.0, 0.25, 1.0, 0.25, 0.25, 1.0, 0.25, 0.25, 0.25, 1.0),
+        num_sampled=(2,) * 10,
+        states=(first, first, more, first, more, more, first, more, more, more),
     )
 
 
@@ -192,6 +198,9 @@ def test_turns_differ_where_sums_of_rewards_are_equal(tokenizer: Tokenizer) -> N
     assert not credited_values_differ(group, group, algorithm, data)
     discounted = algorithm.model_copy(update={"turn_discount": 0.5})
     assert credited_values_differ(group, group, discounted, data)  # the reward is one turn later
+    by_state = discounted.model_copy(update={"credit": "state"})
+    assert credited_values_differ(group, group, by_state, data)
+    assert not credited_values_differ(group, group, by_state.model_copy(update={"turn_discount": 1.0}), data)
 
 
 @pytest.mark.parametrize("in_round", [True, False])

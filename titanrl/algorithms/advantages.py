@@ -6,8 +6,8 @@ register it in `titanrl.config.algorithm.ADVANTAGES`.
 Shape suffixes: G completions of one prompt, L tokens of the longest of them, N rollouts, M segments, T runs of tokens of all
 segments, in the order of `RecordTable`. In the formulas, R_i is the reward of completion i; mean and std are over the group.
 Sources: GRPO (arXiv:2402.03300), Dr. GRPO (arXiv:2503.20783), RLOO (arXiv:2402.14740), REINFORCE++ (arXiv:2501.03262),
-pass@k training (arXiv:2508.10751), GDPO (arXiv:2601.05242), MaxRL (maximum-likelihood RL) as implemented by its authors and in
-SkyRL.
+pass@k training (arXiv:2508.10751), GDPO (arXiv:2601.05242), GiGPO (arXiv:2505.10978), MaxRL (maximum-likelihood RL) as
+implemented by its authors and in SkyRL.
 """
 
 import math
@@ -327,20 +327,38 @@ def discounted_returns(rewards: Sequence[float], discount: float) -> tuple[float
     return tuple(reversed(returns))
 
 
-def returns_differ(turn_rewards: Sequence[Sequence[float]], discount: float) -> bool:
-    """Return True if, for some k, the returns of the k-th turns differ among the rollouts that have a k-th turn."""
+def returns_differ(
+    turn_rewards: Sequence[Sequence[float]], discount: float, states: Sequence[Sequence[int]] | None = None
+) -> bool:
+    """Return True if the returns differ among the k-th turns of the rollouts, for some k, or with `states` among the turns in
+    some state."""
     returns = [discounted_returns(rewards, discount) for rewards in turn_rewards]
-    return any(len(set(values)) > 1 for values in by_turn(returns))
+    return any(len(set(values)) > 1 for values in by_key(returns, _keys(turn_rewards, states)).values())
 
 
-def by_turn(values: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Convert values by rollout to values by turn; the k-th list covers all rollouts that have a k-th turn."""
-    longest = max(map(len, values), default=0)
-    return [[rollout[k] for rollout in values if k < len(rollout)] for k in range(longest)]
+def by_key(values: Sequence[Sequence[float]], keys: Sequence[Sequence[int]]) -> dict[int, list[float]]:
+    """Group the values of turns by the keys of the turns, in the order of the rollouts, without those of the key 0."""
+    found: dict[int, list[float]] = {}
+    for own, own_keys in zip(values, keys, strict=True):
+        for value, key in zip(own, own_keys, strict=True):
+            if key:
+                found.setdefault(key, []).append(value)
+    return found
+
+
+def _keys(turns: Sequence[Sequence[float]], states: Sequence[Sequence[int]] | None) -> Sequence[Sequence[int]]:
+    """Return the key of each turn, which is equal for turns that are compared: its state, or else its number from 1. The key 0,
+    an unknown state, is compared with nothing."""
+    return [range(1, len(rollout) + 1) for rollout in turns] if states is None else states
 
 
 def turn_advantages(
-    groups: Sequence[GroupRewards], method: str, *, discount: float = 1.0, std_ddof: int = 0
+    groups: Sequence[GroupRewards],
+    method: str,
+    *,
+    discount: float = 1.0,
+    std_ddof: int = 0,
+    state_weight: float | None = None,
 ) -> list[list[list[float]]]:
     """Return the advantage of each turn, by group and rollout.
 
@@ -348,14 +366,23 @@ def turn_advantages(
     If only one rollout has a k-th turn, estimators with a baseline give it advantage 0. The REINFORCE++ estimators standardize
     over the tokens of the batch, as for rollout advantages.
 
+    With `state_weight`, the estimator is applied to the returns of the turns of a group that have the same state, also of one
+    rollout, and the result times `state_weight` is added to the advantage of the rollout. Source: GiGPO (arXiv:2505.10978).
+
     Raises:
         ValueError: See `group_advantages`.
     """
     advantages = []
     for group in groups:
         returns = [discounted_returns(rewards, discount) for rewards in group.turn_rewards]
-        by_k = [iter(group_advantages(values, method, std_ddof=std_ddof)) for values in by_turn(returns)]
-        advantages.append([[next(by_k[k]) for k in range(len(rollout))] for rollout in returns])
+        keys = _keys(returns, None if state_weight is None else group.turn_states)
+        compared = by_key(returns, keys).items()
+        found = {key: iter(group_advantages(values, method, std_ddof=std_ddof)) for key, values in compared}
+        of_turns = [[next(found[key]) if key else 0.0 for key in own] for own in keys]
+        if state_weight is not None:
+            of_rollouts = group_advantages(group.rewards, method, std_ddof=std_ddof)
+            of_turns = [[all_ + state_weight * own for own in turns] for all_, turns in zip(of_rollouts, of_turns, strict=True)]
+        advantages.append(of_turns)
     traits = ADVANTAGES[method].traits
     if not traits.is_standardized:
         return advantages

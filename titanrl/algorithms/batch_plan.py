@@ -187,9 +187,14 @@ def _advantages_by(method: TaskAdvantage, records: RecordTable, weight_of: Weigh
     if custom_advantage is not None:
         bound = partial(custom_advantage, **advantage_arguments(custom_advantage, algorithm))
         return custom_advantages(bound, list(group_rewards(records, weight_of)), algorithm.advantage, records)
-    if algorithm.credit == "turn":
-        groups, options = list(group_rewards(records, weight_of)), {"std_ddof": algorithm.std_ddof}
-        turns = turn_advantages(groups, algorithm.advantage, discount=algorithm.turn_discount, **options)
+    if algorithm.credit in ("turn", "state"):
+        turns = turn_advantages(
+            list(group_rewards(records, weight_of)),
+            algorithm.advantage,
+            discount=algorithm.turn_discount,
+            std_ddof=algorithm.std_ddof,
+            state_weight=algorithm.state_weight if algorithm.credit == "state" else None,
+        )
         values = np.fromiter(chain.from_iterable(chain.from_iterable(turns)), np.float64)
         return spans_of(values, records.turns.num_sampled, records.turns.num_turns, records)
     if algorithm.credit == "token":
@@ -240,6 +245,7 @@ def group_rewards(records: RecordTable, weight_of: WeightOf = lambda part, task:
     turn_ends = np.cumsum(records.num_turns_by_rollout).tolist()
     turn_rewards = _by_group(records.turns.rewards.tolist(), turn_ends)
     turn_tokens = _by_group(records.turns.num_sampled.tolist(), turn_ends)
+    turn_states = _by_group(records.turns.states.tolist(), turn_ends)
     token_rewards: Sequence[Sequence[float]] = ()  # empty if the batch has no token rewards
     if records.known_tokens is not None:
         by_token = records.known_tokens.by_token(records.num_sampled_by_rollout)
@@ -255,6 +261,7 @@ def group_rewards(records: RecordTable, weight_of: WeightOf = lambda part, task:
             index=index,
             turn_rewards=turn_rewards[start:end],
             turn_tokens=turn_tokens[start:end],
+            turn_states=turn_states[start:end],
             token_rewards=token_rewards[start:end],
         )
 

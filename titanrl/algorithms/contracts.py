@@ -224,6 +224,8 @@ class GroupRewards:
     """Rewards of the turns of each completion. The last turn includes the reward of the completion."""
     turn_tokens: Sequence[Sequence[int]] = ()
     """Number of loss tokens of each turn; the turns of a completion sum to `num_tokens`."""
+    turn_states: Sequence[Sequence[int]] = ()
+    """State of the environment in which each turn was taken, as a hash; 0 if unknown, as without an environment."""
     token_rewards: Sequence[Sequence[float]] = ()
     """Rewards of the loss tokens of each completion. The last token of a turn includes the turn's reward, and the last token of
     a completion includes the completion's reward. Empty if no reward of the batch is a token reward."""

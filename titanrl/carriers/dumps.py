@@ -292,6 +292,7 @@ COLUMNS = {
     "turn_segments": "int32[]",
     "turn_ends": "int32[]",
     "turn_rewards": "float64[]",
+    "turn_states": "int64[]",
     "token_rewards": "float64[]",
     "messages": "string",
     "question": "string",
@@ -369,6 +370,7 @@ def _scored(rollout: Rollout) -> dict[str, Any]:
         "turn_segments": [turn.segment for turn in turns],
         "turn_ends": [turn.end for turn in turns],
         "turn_rewards": [turn.reward for turn in turns],
+        "turn_states": [turn.state for turn in turns],
         "token_rewards": rollout.token_rewards,
     }
 
@@ -410,8 +412,9 @@ def _rollout(row: Mapping[str, Any]) -> Rollout:
     ends = np.cumsum(row["segment_lengths"])[:-1]
     token_ids, versions = (np.split(row[name].astype(np.int64), ends) for name in ("token_ids", "versions"))
     columns = zip(token_ids, np.split(row["mask"], ends), np.split(row["logprobs"], ends), versions, strict=True)
-    turns = zip(row["turn_segments"], row["turn_ends"], row["turn_rewards"], strict=True)
-    token_rewards = row.get("token_rewards")  # missing in dumps of earlier versions
+    token_rewards, states = row.get("token_rewards"), row.get("turn_states")  # missing in dumps of earlier versions
+    states = [0] * len(row["turn_ends"]) if states is None else states
+    turns = zip(row["turn_segments"], row["turn_ends"], row["turn_rewards"], states, strict=True)
     return Rollout(
         segments=tuple(
             Segment(token_ids=ids, mask=mask, logprobs=logprobs, versions=sampled_by, supports=supports, experts=experts)
@@ -420,7 +423,7 @@ def _rollout(row: Mapping[str, Any]) -> Rollout:
         reward=row["reward"],
         reward_parts=json.loads(row["reward_parts"]),
         finish_reason=row["finish_reason"],
-        turns=tuple(Turn(segment=segment, end=end, reward=reward) for segment, end, reward in turns),
+        turns=tuple(Turn(segment=segment, end=end, reward=reward, state=state) for segment, end, reward, state in turns),
         token_rewards=None if token_rewards is None else np.array(token_rewards, np.float64),
         metrics=json.loads(row.get("metrics", "{}")),
     )

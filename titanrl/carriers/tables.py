@@ -106,6 +106,7 @@ class PackedColumns(NamedTuple):
     counts: bytes
     first: bytes
     second: bytes
+    third: bytes = b""
 
 
 PackedTurns = PackedTokens = PackedColumns  # the names in checkpoints of earlier versions
@@ -130,7 +131,7 @@ class Ragged:
     def unpacked(cls, packed: Sequence[PackedColumns]) -> Self:
         """Join the columns of objects, at least one, that `pack` or `packed` packed."""
         build: Callable[..., Self] = cls
-        columns = zip(cls.names, cls.kinds, zip(*packed, strict=True), strict=True)
+        columns = zip(cls.names, cls.kinds, zip(*packed, strict=True), strict=False)
         return build(**{name: np.frombuffer(b"".join(column), _DTYPES[kind]) for name, kind, column in columns})
 
     @property
@@ -160,10 +161,18 @@ class Ragged:
 class TurnTable(Ragged):
     """The turns of the segments of many groups; `GroupTurns` describes the columns."""
 
-    names, kinds = ("num_turns", "rewards", "num_sampled"), "qdq"
+    names, kinds = ("num_turns", "rewards", "num_sampled", "states"), "qdqq"
     num_turns: IntArray
     rewards: DoubleArray
     num_sampled: IntArray
+    states: IntArray
+
+    @classmethod
+    def unpacked(cls, packed: Sequence[PackedColumns]) -> Self:
+        """Join the columns; checkpoints of earlier versions have no states."""
+        return super(TurnTable, cls).unpacked(
+            [each if each.third else each._replace(third=bytes(len(each.first))) for each in packed]
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -373,7 +382,8 @@ class RecordTable:
             return self.known_turns
         rewards, has_segment_N = np.zeros(len(self.num_sampled)), self.num_segments > 0
         rewards[np.cumsum(self.num_segments)[has_segment_N] - 1] = self.rewards[has_segment_N]
-        return TurnTable(num_turns=np.ones_like(self.num_sampled), rewards=rewards, num_sampled=self.num_sampled)
+        ones, zeros = np.ones_like(self.num_sampled), np.zeros_like(self.num_sampled)
+        return TurnTable(num_turns=ones, rewards=rewards, num_sampled=self.num_sampled, states=zeros)
 
     @property
     def tokens(self) -> TokenTable:

@@ -192,6 +192,8 @@ class Turn:
     """Index after the turn's last token in the segment."""
     reward: float
     """Reward of the turn. The last turn includes the reward of the whole episode, so turns add up to the rollout's reward."""
+    state: int = 0
+    """Hash of the environment's state in which the turn was taken, a signed integer of 64 bits; 0 if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,7 +278,7 @@ class GroupTurns:
     """Rewards and token counts of a group's turns.
 
     Example: two rollouts of one segment each, the first with two turns, the second with one: `GroupTurns(num_turns=(2, 1),
-    rewards=(0.0, 1.0, 0.5), num_sampled=(3, 4, 6))`
+    rewards=(0.0, 1.0, 0.5), num_sampled=(3, 4, 6), states=(7, 9, 7))`
     """
 
     num_turns: tuple[int, ...]
@@ -285,6 +287,8 @@ class GroupTurns:
     """Reward of each turn, `[U]`."""
     num_sampled: tuple[int, ...]
     """Loss tokens per turn, `[U]`."""
+    states: tuple[int, ...]
+    """State of each turn, `[U]`; see `Turn`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

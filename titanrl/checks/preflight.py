@@ -133,6 +133,10 @@ def broken_rules(
         yield from _broken_by_engine_args(config)
     yield from broken_by_packages(config, device_kind(config.device), training=training, sampling=sampling)
     yield from _broken_by_rewards(config)
+    has_turns = any(task.environment is not None for task in config.data.tasks.values())
+    if training and config.algorithm.credit == "state" and not has_turns:  # it may be passed from Python
+        rule = "without an environment, there are no turns whose states and rewards could be compared"
+        yield config.broken("algorithm.credit data.environment", rule, "remove algorithm.credit, or set data.environment")
     if training and config.trainer.lora is not None:
         yield from broken_by_adapter(config.trainer.lora)
     if training:

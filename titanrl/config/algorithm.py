@@ -297,12 +297,17 @@ class AlgorithmConfig(Section):
     unbiased estimate."""
     pass_k: Count | None = None
     """Value of k for `advantage: pass_at_k`."""
-    credit: Literal["rollout", "turn", "token"] = "rollout"
+    credit: Literal["rollout", "turn", "state", "token"] = "rollout"
     """Unit of credit assignment. `rollout` gives all tokens of a completion the same advantage. `turn` compares each turn's
-    discounted return with those of the same turn in the group's other completions. `token` does this for each token, with
-    rewards per token (docs/algorithms.md)."""
+    discounted return with those of the same turn in the group's other completions. `state` compares it with the returns of
+    the group's turns in the same state of the environment (GiGPO). `token` does this for each token, with rewards per token
+    (docs/algorithms.md)."""
+    state_weight: NonNegativeFloat = 1.0
+    """Weight of the comparison between turns in the same state, which is added to that between completions, with `credit:
+    state`."""
     turn_discount: Share = 1.0
-    """Discount factor per later turn in the return of a turn, with `credit: turn`, `advantage: gae` or a custom advantage."""
+    """Discount factor per later turn in the return of a turn, with `credit: turn` or `state`, `advantage: gae` or a custom
+    advantage."""
     token_discount: Share = 1.0
     """Discount factor per later token in the return of a token, with `credit: token`, `advantage: gae` or a custom
     advantage."""
@@ -477,14 +482,21 @@ class AlgorithmConfig(Section):
         elif self.credit != "rollout" and self.has_critic:
             rule = "gae assigns credit to each token by itself"
             yield self.broken("credit advantage", rule, "remove credit; see critic.turn_lambda and critic.token_lambda")
+        elif self.credit == "state" and self.advantage == "reinforce_pp":
+            rule = "reinforce_pp has no baseline, so there is nothing that turns in the same state could be compared with"
+            yield self.broken("credit advantage", rule, "set advantage to grpo, dr_grpo, rloo, maxrl or reinforce_pp_baseline")
         elif self.credit != "rollout" and self.advantage in ("pass_at_k", "gdpo"):
             rule = f"{self.advantage} compares whole completions, so credit must be rollout"
             fix = "remove credit, or set advantage to dr_grpo, grpo, rloo, maxrl, reinforce_pp or reinforce_pp_baseline"
             yield self.broken("credit advantage", rule, fix)
         for unit, discount in (("turn", self.turn_discount), ("token", self.token_discount)):
-            if discount != 1.0 and self.credit != unit and not is_custom and not self.has_critic:
+            units = ("turn", "state") if unit == "turn" else (unit,)
+            if discount != 1.0 and self.credit not in units and not is_custom and not self.has_critic:
                 rule = f"{unit}_discount has an effect only with credit: {unit}"
                 yield self.broken(f"{unit}_discount credit", rule, f"set credit to {unit}, or remove {unit}_discount")
+        if self.state_weight != 1.0 and self.credit != "state":
+            rule = "state_weight has an effect only with credit: state"
+            yield self.broken("state_weight credit", rule, "set credit to state, or remove state_weight")
         if not self.has_critic and self.critic != CriticConfig():
             unused = [f"critic.{key}" for key, value in self.critic if value != getattr(CriticConfig(), key)]
             rule = "only advantage: gae has a critic"

@@ -451,10 +451,13 @@ def _tasks(config: Config) -> Iterator[BrokenRule]:
             rule = "the critic learns from all tasks, so all of them use gae, or none"
             yield BrokenRule(advantages, rule, f"remove {key}.advantage, or set algorithm.advantage to {own.advantage}")
         yield from own.broken_pass_k(f"{key}.")
-        if own.credit != "rollout" and own.advantage in ("pass_at_k", "gdpo"):
+        is_whole = own.advantage in ("pass_at_k", "gdpo")
+        if (own.credit != "rollout" and is_whole) or (own.credit == "state" and own.advantage == "reinforce_pp"):
             yield BrokenRule(
                 {f"{key}.advantage": own.advantage, "algorithm.credit": own.credit},
-                f"{own.advantage} compares whole completions, so credit must be rollout",
+                f"{own.advantage} compares whole completions, so credit must be rollout"
+                if is_whole
+                else "reinforce_pp has no baseline, so there is nothing that turns in the same state could be compared with",
                 "choose another advantage, or remove algorithm.credit",
             )
         if own.pass_k is not None and own.pass_k > group_size:

@@ -136,8 +136,9 @@ def encoded(result: object) -> dict[str, Any]:
     if isinstance(valid, Done):  # `asdict` would copy the messages, which takes longer than everything else here
         return {"done": {"rewards": valid.rewards, "reward": valid.reward, "metrics": valid.metrics}}
     tools = [{"name": tool.name, "description": tool.description, "parameters": tool.parameters} for tool in valid.tools]
-    observation = {"messages": valid.messages, "tools": tools}
-    return {"observation": {**observation, "reward": valid.reward, "replaces": valid.replaces, "metrics": valid.metrics}}
+    observation: dict[str, Any] = {"messages": valid.messages, "tools": tools}
+    observation |= {"reward": valid.reward, "replaces": valid.replaces, "metrics": valid.metrics, "state": valid.state}
+    return {"observation": observation}
 
 
 def decoded(reply: Mapping[str, Any]) -> Observation | Done:
@@ -156,11 +157,13 @@ def decoded(reply: Mapping[str, Any]) -> Observation | Done:
                 "reward": float(reward),
                 "replaces": bool(replaces),
                 "metrics": dict(metrics),
+                "state": str(state),
             }
         }:
             try:
                 made = [Tool(**tool) for tool in tools]
             except TypeError as error:
                 raise EnvironmentFailure(f"tools: {error} (got {shown(tools)}). Correct them.") from error
-            return checked(Observation(messages=messages, tools=made, reward=reward, replaces=replaces, metrics=metrics))
+            fields = {"reward": reward, "replaces": replaces, "metrics": metrics, "state": state}
+            return checked(Observation(messages=messages, tools=made, **fields))
     raise EnvironmentFailure(f"the reply must be an Observation or Done (got {shown(reply)})")

@@ -61,6 +61,9 @@ class Observation:
     segment, because the tokens of the earlier turns are no longer a prefix of it."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics of the episode so far, as in `Done`. They are reported if a limit ends the episode before `Done`."""
+    state: str = ""
+    """Name of the environment's state, for `algorithm.credit: state`. If it is empty, observations with equal messages are in
+    the same state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

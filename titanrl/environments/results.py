@@ -58,8 +58,17 @@ def checked(result: object) -> Observation | Done:
                 reward=_number("reward", result.reward, InvalidReward),
                 replaces=_bool("replaces", result.replaces),
                 metrics=_numbers("metrics", result.metrics, PART_NAME, EnvironmentFailure),
+                state=_state(result.state),
             )
     raise EnvironmentFailure(f"the result must be an Observation or Done (got {shown(result)})")
+
+
+def _state(state: object) -> str:
+    if not isinstance(state, str):
+        raise _broken("state", "must be a string", state, "Correct it")
+    if len(state) > MAX_CHARS:
+        raise EnvironmentFailure(f"state: must have at most {MAX_CHARS} characters (got {len(state)}). Shorten it.")
+    return state
 
 
 def shown(value: object) -> str:

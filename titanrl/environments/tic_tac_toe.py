@@ -69,7 +69,7 @@ class TicTacToe:
         if self._first == "opponent" or (self._first == "random" and self._random.random() < 0.5):
             self._play(self._opponents_move(), OPPONENT)
         question = f"{episode.question}\n\n" if episode.question else ""
-        return Observation(messages=[_user(f"{question}{RULES}\n\n{drawn(self._board)}")])
+        return Observation(messages=[_user(f"{question}{RULES}\n\n{drawn(self._board)}")], state=self._board)
 
     async def step(self, message: Message) -> Observation | Done:
         """Play the policy's move and, unless the game is over, the opponent's reply."""
@@ -78,14 +78,14 @@ class TicTacToe:
             self._num_illegal += 1
             if self._num_illegal > self._max_illegal_moves:
                 return Done(rewards={"game": self._rewards[OPPONENT]})
-            return Observation(messages=[_user(f"{problem} Choose another square.\n\n{drawn(self._board)}")])
+            return Observation(messages=[_user(f"{problem} Choose another square.\n\n{drawn(self._board)}")], state=self._board)
         self._play(square, POLICY)
         if winner(self._board) is None:
             square = self._opponents_move()
             self._play(square, OPPONENT)
         if (end := winner(self._board)) is not None:
             return Done(rewards={"game": self._rewards[end]})
-        return Observation(messages=[_user(f"I take {square + 1}.\n\n{drawn(self._board)}")])
+        return Observation(messages=[_user(f"I take {square + 1}.\n\n{drawn(self._board)}")], state=self._board)
 
     async def judge_truncated(self, message: Message | None, limit: Limit) -> Done:
         """Count the game as lost, because the policy did not move."""

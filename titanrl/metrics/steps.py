@@ -55,6 +55,15 @@ def rollout_metrics(
     }
 
 
+def state_metrics(records: RecordTable) -> dict[str, float]:
+    """Return the fraction of turns whose state another turn of the group has, too."""
+    turns = records.turns
+    group_of_U = np.repeat(records.group_of[records.rollout_of], turns.num_turns)
+    _, places_U, counts = np.unique([group_of_U, turns.states], axis=1, return_inverse=True, return_counts=True)
+    is_shared_U = (counts[places_U] > 1) & (turns.states != 0)
+    return {"episode/shared_state_frac": float(is_shared_U.mean()) if len(is_shared_U) else 0.0}
+
+
 def error_metrics(num_errors: int, num_completions: int) -> dict[str, float]:
     """Return the number and the fraction of completions whose reward failed, and the number of all completions."""
     return {

@@ -9,7 +9,7 @@ thinking of earlier turns. The conversation then continues in a new segment, in 
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from titanrl.base.errors import TitanRLError
@@ -239,7 +239,7 @@ class Conversation(Attempt):
         self.messages += observation.messages
         self._seen, self._tools = list(observation.messages), observation.tools
         try:
-            self._next = self._context()
+            self._next = self._context(observation.state)
         except DoesNotFit as size:
             problem = f"the first messages have {size}, which leaves no room for a reply"
             limit = f"data.environment.max_conversation_tokens={self._limits.max_tokens}"
@@ -288,7 +288,7 @@ class Conversation(Attempt):
         self._seen = [*(() if observation.replaces else self._seen), *observation.messages]
         self._tools = observation.tools or self._tools
         try:
-            self._next, has_room = self._context(), True
+            self._next, has_room = self._context(observation.state), True
         except DoesNotFit:
             has_room = False
         if self.num_turns == self._limits.max_turns or not has_room:
@@ -307,9 +307,9 @@ class Conversation(Attempt):
             if is_cancelled():
                 raise
 
-    def _context(self) -> Context:
+    def _context(self, state: str) -> Context:
         try:
-            return self.tree.context(self._seen, self._tools)
+            return replace(self.tree.context(self._seen, self._tools), state=state)
         except NotRenderable as error:
             raise EpisodeError("environment_error", str(error)) from error
 

@@ -252,9 +252,10 @@ def credited_values_differ(group: Group, trained: Group, algorithm: AlgorithmCon
                 values.setdefault(part, set()).add(value)
         if any(len(different) > 1 and data.weight_of(part) != 0.0 for part, different in values.items()):
             return True
-    if algorithm.credit == "turn":
+    if algorithm.credit in ("turn", "state"):
         rewards = [[turn.reward for turn in rollout.turns] or [rollout.reward] for rollout in group.rollouts]
-        return returns_differ(rewards, algorithm.turn_discount)
+        states = [[turn.state for turn in rollout.turns] or [0] for rollout in group.rollouts]
+        return returns_differ(rewards, algorithm.turn_discount, states if algorithm.credit == "state" else None)
     if algorithm.credit == "token":
         nowhere = GroupHandle(shard=0, slot=0, serial=0)
         record = record_of(trained, nowhere, has_payload=False, num_overlong=0, whole=group)
@@ -349,8 +350,13 @@ def _group_turns(rollouts: Sequence[Rollout]) -> GroupTurns | None:
             # The segment may have been truncated before the end of a turn.
             num_sampled += np.diff(counted_until[np.minimum(ends, len(segment.mask)).astype(int)], prepend=0).tolist()
             num_turns.append(len(ends))
-    rewards = tuple(turn.reward for rollout in rollouts for turn in rollout.turns)
-    return GroupTurns(num_turns=tuple(num_turns), rewards=rewards, num_sampled=tuple(num_sampled))
+    turns = [turn for rollout in rollouts for turn in rollout.turns]
+    return GroupTurns(
+        num_turns=tuple(num_turns),
+        rewards=tuple(turn.reward for turn in turns),
+        num_sampled=tuple(num_sampled),
+        states=tuple(turn.state for turn in turns),
+    )
 
 
 def _group_tokens(trained: Sequence[Rollout], sampled: Sequence[Rollout]) -> GroupTokens | None:

@@ -14,6 +14,7 @@ the mask of one segment. In the prefix of other segments it is context.
 """
 
 import json
+from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -56,6 +57,21 @@ class Context:
     """Call whose tokens these extend; None if there is none."""
     num_known: int = 0
     """Number of messages that the parent already has."""
+    state: str = ""
+    """Name of the environment's state; if empty, its new messages are its state."""
+
+    @property
+    def state_hash(self) -> int:
+        """The environment's state as a signed integer of 64 bits: its name, the new messages, or without them the tokens."""
+        if self.state:
+            digest = blake2b(self.state.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        elif self.history:
+            digest = b""
+            for message in self.history[self.num_known :]:
+                digest = _extended(digest, message)
+        else:
+            digest = blake2b(array("q", self.token_ids).tobytes(), digest_size=16).digest()
+        return int.from_bytes(digest[:8], "little", signed=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +203,8 @@ class CallTree:
             number += has_segment
             for call in chain:
                 end = len(self._calls[call].known_ids) if has_segment else end
-                turns.append(Turn(segment=max(number, 0), end=end, reward=rewards[call]))
+                state = self._calls[call].context.state_hash
+                turns.append(Turn(segment=max(number, 0), end=end, reward=rewards[call], state=state))
         return tuple(turns)
 
     def _sampled_chains(self) -> list[list[int]]:

@@ -131,6 +131,7 @@ def batch_metrics(batch: Batch, ages: Sequence[int], version: int, config: Confi
             of_turns=bool(batch.counts),
         ),
         **metrics_of.episode_metrics(batch.counts),
+        **(metrics_of.state_metrics(batch.records) if config.algorithm.credit == "state" else {}),
         **metrics_of.environment_metrics(batch.environment, is_mixture=len(config.data.tasks) > 1),
         **metrics_of.task_metrics(batch.records, config.data.tasks, batch.drops_by_task),
         **batch.prompts,
