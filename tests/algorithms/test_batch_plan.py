@@ -313,6 +313,7 @@ def test_custom_advantage_receives_parts_lengths_and_options(make_record: Record
             index=2,
             turn_rewards=[[1.0], [0.0], [2.0]],
             turn_tokens=[[3], [1], [2]],
+            turn_states=[[0], [0], [0]],
         ),
         GroupRewards(
             rewards=[0.0, 1.0],
@@ -322,6 +323,7 @@ def test_custom_advantage_receives_parts_lengths_and_options(make_record: Record
             index=4,
             turn_rewards=[[0.0], [1.0]],
             turn_tokens=[[7], [8]],
+            turn_states=[[0], [0]],
         ),
     ]
     assert batch.advantages_N.tolist() == [1.0] * 5
