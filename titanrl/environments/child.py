@@ -164,6 +164,6 @@ def decoded(reply: Mapping[str, Any]) -> Observation | Done:
                 made = [Tool(**tool) for tool in tools]
             except TypeError as error:
                 raise EnvironmentFailure(f"tools: {error} (got {shown(tools)}). Correct them.") from error
-            fields = {"reward": reward, "replaces": replaces, "metrics": metrics, "state": state}
+            fields: dict[str, Any] = {"reward": reward, "replaces": replaces, "metrics": metrics, "state": state}
             return checked(Observation(messages=messages, tools=made, **fields))
     raise EnvironmentFailure(f"the reply must be an Observation or Done (got {shown(reply)})")
