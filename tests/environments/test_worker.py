@@ -92,8 +92,8 @@ def test_pool_reuses_its_process(file: str) -> None:
             assert found.messages[0]["content"].startswith("hi 9 3 ")
             assert (found.tools[0].name, found.tools[0].parameters, found.reward) == ("add", {"type": "object"}, 0.5)
             assert await environment.step(says("pass")) == Done(rewards={"found": 1.0}, metrics={"steps": 2.0})
-            observation = await environment.step(says("result = Observation(messages=[], metrics={'steps': 1})"))
-            assert observation == Observation(messages=[], tools=[], metrics={"steps": 1.0})
+            observation = await environment.step(says("result = Observation(messages=[], metrics={'steps': 1}, state='a')"))
+            assert observation == Observation(messages=[], tools=[], metrics={"steps": 1.0}, state="a")
             await environment.close()
             pids = set()
             for _ in range(3):
