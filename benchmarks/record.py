@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -115,8 +116,8 @@ def result_of(process: subprocess.Popen[str]) -> Any:
     return json.loads(output.splitlines()[-1])
 
 
-async def step_costs(folder: Path, num_steps: int, state: str) -> Mapping[str, float]:
-    """Run the quick start; return the CPU seconds of all processes per step, and the bytes of the record per step.
+async def step_costs(folder: Path, num_steps: int, state: str) -> Mapping[str, Any]:
+    """Run the quick start; return the CPU seconds per step of all processes and of those by role, and the bytes of the record.
 
     The state is `off` (without the record), `on` (with it), or `board` (with it, shown by a board whose CPU seconds count).
     """
@@ -146,22 +147,28 @@ async def step_costs(folder: Path, num_steps: int, state: str) -> Mapping[str, f
         for _ in range(NUM_SKIPPED):
             await run.step()
 
-        def used() -> tuple[float, float]:
-            board, page = (sum(cpu_of_processes([each.pid]).values()) for each in helpers) if helpers else (0.0, 0.0)
-            return sum(cpu_of_processes([os.getpid()]).values()) - page, board
+        def used() -> Counter[str]:
+            seconds = Counter(cpu_of_processes([os.getpid()]))
+            if helpers:
+                board, page = (Counter(cpu_of_processes([each.pid])) for each in helpers)
+                seconds.subtract(page)
+                seconds.subtract(board)
+                seconds["board"] = board.total()
+            return seconds
 
         before = used()
         for _ in range(num_steps - NUM_SKIPPED):
             await run.step()
-        seconds, of_board = (after - earlier for after, earlier in zip(used(), before, strict=True))
+        after = used()
+        after.subtract(before)
     finally:
         for each in reversed(helpers):
             each.terminate()
             each.wait()
         await run.close()
     num_bytes = sum(path.stat().st_size for path in (folder / "run" / FOLDER).glob("*"))
-    steps = num_steps - NUM_SKIPPED
-    return {"step_cpu_s": seconds / steps, "board_cpu_s": of_board / steps, "step_bytes": num_bytes / num_steps}
+    roles = {role: seconds / (num_steps - NUM_SKIPPED) for role, seconds in after.items() if seconds}
+    return {"step_cpu_s": sum(roles.values()), "step_bytes": num_bytes / num_steps, "roles_cpu_s": roles}
 
 
 def follow(address: str) -> None:
@@ -169,14 +176,16 @@ def follow(address: str) -> None:
     url, _, key = address.partition("/#key=")
     client = httpx.Client(base_url=url, headers={"x-api-key": key}, timeout=60)
     with client, client.stream("GET", "/api/changes") as changes:
-        asked = 0.0
+        asked, known, state = 0.0, [""], ""
         for line in changes.iter_lines():
             if not line.startswith("data: ") or time.monotonic() < asked + PAGE_S:
                 continue
             asked = time.monotonic()
             shown = client.post("/api/run", json={"run": "run"}).json()
             names = [name for panel in shown["panels"][:NUM_VISIBLE] for name in panel["labels"]]
-            client.post("/api/charts", json={"run": "run", "name": names})
+            charts = client.post("/api/charts", json={"run": "run", "name": names, "since": state if names == known else ""})
+            known, state = names, charts.json()["state"]
+            client.post("/api/steer", json={"run": "run"})
 
 
 def cpu_s(work: Callable[[], object]) -> float:

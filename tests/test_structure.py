@@ -11,7 +11,7 @@ import pytest
 from tests.size import PACKAGE, figures
 
 CEILINGS = {
-    "lines": 70_000,
+    "lines": 70_040,
     "modules": 258,
     "small modules": 6,
     "modules with a shared name": 6,
@@ -19,7 +19,7 @@ CEILINGS = {
     "arrows": 181,
     "floors": 13,
     "modules reached by the loop": 119,
-    "functions with one mention": 0.374,
+    "functions with one mention": 0.375,
 }
 """Largest figures of `tests.size`. Lower them with the code. A change that needs a higher one says why in its message."""
 

@@ -168,6 +168,17 @@ def test_page_changes_within_two_seconds_of_a_step(server: Server, opened: Any, 
         page.wait_for_selector(f"text=step {step} of 100", timeout=5000)
         assert time.monotonic() - started < 2.0
         page.wait_for_timeout(300)
+    page.wait_for_function("document.querySelectorAll('.chart path').length > 0")
+    followed = curves(page)
+    page.reload()
+    page.wait_for_selector(".chart path")
+    page.wait_for_timeout(500)
+    assert followed == curves(page)
+
+
+def curves(page: Any) -> list[str]:
+    """Return the curves that are drawn."""
+    return page.evaluate("Array.from(document.querySelectorAll('.chart path'), (path) => path.getAttribute('d'))")
 
 
 def test_rollouts_are_searched_filtered_and_opened(server: Server, opened: Any) -> None:

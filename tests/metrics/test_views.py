@@ -55,19 +55,50 @@ def test_curve_of_any_length_keeps_its_extremes(tmp_path: Path, count: int) -> N
     table._order = np.arange(count)
     found = table.charts(["a", "missing"])
     (axis,), curve = found["axes"], found["curves"]["a"]
-    assert len(curve["mean"]) == len(axis["step"]) == min(count, MAX_POINTS)
+    width = {1: 1, 2: 1, MAX_POINTS: 1, MAX_POINTS + 1: 2, 100_000: 256}[count]
+    assert len(curve["mean"]) == len(axis["step"]) == math.ceil(count / width) <= MAX_POINTS
     assert max(curve.get("high", curve["mean"])) == 50.0
     assert all(place >= 1 for place in axis["step"])
     assert axis["time"][0] < axis["time"][-1] or count == 1
     assert axis["tokens"][-1] <= 10 * count
     values = [step % 7 for step in range(1, count + 1)]
     values[count // 2] = 50
-    weights = (
-        np.diff([*np.linspace(0, count, MAX_POINTS, endpoint=False).astype(int).tolist(), count])
-        if count > MAX_POINTS
-        else None
-    )
+    weights = np.diff([*range(0, count, width), count])
     assert np.average(curve["mean"], weights=weights) == pytest.approx(np.mean(values), rel=1e-4)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_changes_of_a_growing_run_give_its_curves(seed: int, tmp_path: Path) -> None:
+    random, file, names = np.random.default_rng(seed), tmp_path / "metrics.jsonl", ["a", "sometimes", "eval/x/mean"]
+    lines: list[dict[str, Any]] = []
+    table = MetricTable(file)
+    shown: dict[str, dict[str, Any]] = {}
+    state, num_whole = "", 0
+    for _ in range(60):
+        if random.random() < 0.05 and lines:  # a resume removes lines
+            del lines[int(random.integers(len(lines))) :]
+        step = max((line["step"] for line in lines), default=0)
+        for _ in range(int(random.integers(0, 8))):
+            step += int(random.integers(1, 3))
+            lines.append({"step": step, "time": 9.0 + step, "a": float(random.normal()), "count/trained_tokens": 5 * step})
+            if random.random() < 0.5:
+                lines[-1]["sometimes"] = float(random.normal())
+            if random.random() < 0.3:  # of an earlier step, which may have no other line
+                lines.append({"step": max(1, step - int(random.integers(0, 9))), "eval/x/mean": float(random.normal())})
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        table.refresh()
+        found, whole = table.charts(names, 20, state), table.charts(names, 20)
+        state = found["state"]
+        num_whole += all(curve["at"] == 0 for curve in found["curves"].values())
+        known, shown = shown, {}
+        for name, curve in found["curves"].items():
+            shown[name] = {**curve, **found["axes"][curve["axis"]]}
+            for key, part in shown[name].items():
+                if isinstance(part, list) and key != "ends" and curve["at"]:
+                    shown[name][key] = [*known[name][key][: curve["at"]], *part]
+            expected = {**whole["curves"][name], **whole["axes"][whole["curves"][name]["axis"]]}
+            assert all(shown[name][key] == expected[key] for key in expected if key not in ("at", "axis"))
+    assert num_whole < 58
 
 
 def test_ends_do_not_overlap_and_an_evaluation_has_no_means(tmp_path: Path) -> None:

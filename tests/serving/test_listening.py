@@ -165,6 +165,23 @@ def test_head_of_a_request_has_a_deadline_and_a_size(monkeypatch: pytest.MonkeyP
             assert client.recv(100).startswith(b"HTTP/1.1 400")
 
 
+def test_second_head_of_a_connection_is_limited_and_headers_after_a_body_have_no_effect() -> None:
+    head = f"POST {PATH} HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer key\r\nContent-Type: application/json\r\n".encode()
+    body = json.dumps(ASKED).encode()
+    chunked = b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\nAuthorization: Bearer wrong\r\n\r\n" % (len(body), body)
+    never = asyncio.Event()
+    with serving(app_of(Scripted())) as server, socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
+        client.sendall(head + chunked)
+        assert client.recv(100).startswith(b"HTTP/1.1 200")
+    policy = Scripted(pause=lambda: never)
+    with serving(app_of(policy)) as server, socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
+        client.sendall(raw_request(body))
+        until(lambda: len(policy.calls) == 1)
+        client.sendall(b"GET / HTTP/1.1\r\nA: ")
+        client.sendall(b"a" * 1_000_000)  # while the first request waits for its response
+        assert client.recv(100).startswith(b"HTTP/1.1 400")
+
+
 def test_kept_connection_serves_several_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listening, "HEAD_S", 0.3)
     with serving(app_of(Scripted())) as server:

@@ -442,10 +442,24 @@ class Chart {
   }
 }
 
+// Curves of a run by metric. Of those that are known, `known` has the state of the reply, and the server sends what has changed since
+async function curvesOf(run, names, known) {
+  const states = new Set(names.map((name) => known.get(name)?.state));
+  const { axes, curves, state } = await get("charts", { run, name: names, since: states.size === 1 ? [...states][0] : "" });
+  for (const name of names) {
+    const curve = curves[name], old = known.get(name)?.curve;
+    const joined = (before, after) => after && curve.at ? [...before.slice(0, curve.at), ...after] : after;
+    const x = curve && Object.fromEntries(Object.entries(axes[curve.axis]).map(([axis, values]) => [axis, joined(old?.x[axis], values)]));
+    known.set(name, { state, curve: curve && { ...curve, x, ...Object.fromEntries(["mean", "low", "high"].map((part) => [part, joined(old?.[part], curve[part])])) } });
+  }
+  return known;
+}
+
 // Charts of a page: each loads the curves of its metrics when it comes into view, and again when its run has changed
 class Charts {
   constructor(runs) {
     this.runs = runs;  // name, label, color, thin, group
+    this.known = runs.map(() => new Map());
     this.all = new Map();
     this.visible = new Set();
     this.waiting = false;
@@ -474,16 +488,16 @@ class Charts {
     for (let due; (due = [...this.visible].map((node) => this.all.get(node)).filter((each) => each.isStale)).length;) {
       for (const each of due) each.isStale = false;
       const names = [...new Set(due.flatMap((each) => Object.keys(each.labels)))];
-      const found = await Promise.all(this.runs.map((run) => get("charts", { run: run.name, name: names })));
+      const found = await Promise.all(this.runs.map((run, number) => curvesOf(run.name, names, this.known[number])));
       for (const { chart, labels } of due) {
         const lines = [];
         let order = 0;
         for (const [name, label] of Object.entries(labels)) {
           this.runs.forEach((run, number) => {
-            const curve = found[number].curves[name];
+            const curve = found[number].get(name).curve;
             if (!curve) return;
             const many = this.runs.length > 1;
-            lines.push({ ...curve, x: found[number].axes[curve.axis], label: many ? (Object.keys(labels).length > 1 ? `${run.label} ${label}` : run.label) : label, color: many ? run.color : color(order), dash: many && (run.dash || order > 0), thin: run.thin, group: run.group });
+            lines.push({ ...curve, label: many ? (Object.keys(labels).length > 1 ? `${run.label} ${label}` : run.label) : label, color: many ? run.color : color(order), dash: many && (run.dash || order > 0), thin: run.thin, group: run.group });
           });
           order += 1;
         }

@@ -7,13 +7,14 @@ length become at most some hundred intervals with their means and extremes, and 
 import math
 import os
 import re
+import secrets
 import signal
 import stat
 import sys
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple, Unpack, cast
 
 import numpy as np
@@ -30,7 +31,7 @@ from titanrl.config.schema import Config
 from titanrl.config.source import parse
 from titanrl.metrics.index import Filters, Followed, Kind
 from titanrl.metrics.reading import Hits, RecordedGroup, RunRecord, TrainedSegment
-from titanrl.metrics.series import Points, Rows, ends_of, heldout_tasks, without_reward
+from titanrl.metrics.series import NUM_ENDS, Points, Rows, ends_of, heldout_tasks, without_reward
 from titanrl.metrics.timeline import State, Window, states_of, usage_of
 
 Json = dict[str, Any]
@@ -119,6 +120,7 @@ _UNITS = (
 """Units of metrics by patterns of their names, of which the first that matches counts; docs/metrics.md has all of them."""
 
 
+@lru_cache(maxsize=4096)
 def unit_of(name: str) -> str:
     """Return the unit of a metric; empty if it has none or it is not known."""
     return next((unit for pattern, unit in _UNITS if re.fullmatch(pattern, name)), "")
@@ -132,10 +134,15 @@ class MetricTable:
         self._reset()
 
     def _reset(self) -> None:
+        self._id = secrets.token_hex(4)
         self._places: dict[int, int] = {}  # row by step
         self._columns: dict[str, _Column] = {}
         self._size = 1024
         self._order: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+        self._newest = -1  # step of the newest row; rows are out of order after a step that is not above it
+        self._is_ordered = True
+        self._changed = sys.maxsize  # first row that has changed since the last refresh
+        self._changes: list[int] = []  # first row that each refresh has changed
 
     def refresh(self) -> None:
         """Read the lines since the last call."""
@@ -144,9 +151,27 @@ class MetricTable:
                 self._add(row)
         if len(self._order) != len(self._places):
             self._order = np.argsort(np.array(list(self._places), np.int64), kind="stable")
+        if self._changed < sys.maxsize:
+            self._changes.append(self._changed if self._is_ordered else 0)
+            self._changed = sys.maxsize
+
+    @property
+    def _state(self) -> str:
+        return f"{self._id}:{len(self._changes)}"
+
+    def _unchanged_since(self, state: str) -> int:
+        """Return the number of rows at the start that have not changed since a state; 0 if that is not known."""
+        table, _, number = state.partition(":")
+        is_known = table == self._id and number.isdecimal() and len(number) < 20
+        return min(self._changes[int(number) :], default=len(self)) if is_known else 0
 
     def _add(self, row: Mapping[str, Any]) -> None:
-        place = self._places.setdefault(row["step"], len(self._places))
+        step = row["step"]
+        place = self._places.setdefault(step, len(self._places))
+        self._changed = min(self._changed, place)
+        if place + 1 == len(self._places) and step != self._newest:
+            self._is_ordered &= step > self._newest
+            self._newest = step
         if place == self._size:
             self._columns = {name: np.append(old, np.full(self._size, np.nan)) for name, old in self._columns.items()}
             self._size *= 2
@@ -167,15 +192,22 @@ class MetricTable:
         return len(self._order)
 
     def column(self, name: str) -> _Column:
-        """Return the values of a metric in step order; NaN where it is missing."""
+        """Return the values of a metric in step order; NaN where it is missing. They must not be changed."""
         column = self._columns.get(name)
-        return np.full(len(self._order), np.nan) if column is None else column[self._order]
+        if column is None:
+            return np.full(len(self._order), np.nan)
+        return column[: len(self._order)] if self._is_ordered else column[self._order]
+
+    def values(self, name: str) -> tuple[_Column, _Column]:
+        """Return the steps at which a metric has values, and the values."""
+        values = self.column(name)
+        has_value = ~np.isnan(values)
+        return self.column("step")[has_value], values[has_value]
 
     def points(self, name: str) -> Points:
         """Return the values of a metric with their steps."""
-        steps, values = self.column("step"), self.column(name)
-        has_value = ~np.isnan(values)
-        return list(zip(steps[has_value].tolist(), values[has_value].tolist(), strict=True))
+        steps, values = self.values(name)
+        return list(zip(steps.tolist(), values.tolist(), strict=True))
 
     def rows(self, pattern: str) -> Rows:
         """Return one row per step, with the metrics whose names match a pattern."""
@@ -186,14 +218,20 @@ class MetricTable:
 
     def newest(self, name: str) -> float | None:
         """Return the newest value of a metric; None without one."""
-        points = self.points(name)
-        return points[-1][1] if points else None
+        values = self.values(name)[1]
+        return float(values[-1]) if len(values) else None
 
-    def charts(self, names: Iterable[str], size: int = MAX_POINTS) -> Json:
+    def charts(self, names: Iterable[str], size: int = MAX_POINTS, since: str | None = None) -> Json:
         """Return curves of at most `size` points; longer ones have the mean and the extremes of intervals.
 
         `axes` has the places of the points by step, seconds since the start and tokens. Metrics with values at the same steps
         share them. A curve has `ends`: the first and the last value, means over some steps if there are enough.
+
+        Args:
+            names: Metrics; those without values are left out.
+            size: Most points of a curve.
+            since: `state` of an earlier reply to the same names, or empty. A curve then starts at point `at`: the earlier ones
+                have not changed since. With None, there is no `state`.
         """
         seconds, tokens = self.column("time"), np.full(len(self), np.nan)
         for name in ("count/trained_tokens", "count/generated_tokens"):
@@ -201,40 +239,53 @@ class MetricTable:
         tokens = np.maximum.accumulate(np.nan_to_num(tokens)) if len(self) else tokens
         start = np.nanmin(seconds) if len(self) and not np.isnan(seconds).all() else 0.0
         places = dict(zip(_AXES, (self.column("step"), np.nan_to_num(seconds - start), tokens), strict=True))
+        unchanged = self._unchanged_since(since or "")
         axes: list[Json] = []
         numbers: dict[bytes, int] = {}
         curves: dict[str, Json] = {}
         for name in names:
-            values = self.column(name)
-            has_value = ~np.isnan(values)
-            if not has_value.any():
+            has_value = ~np.isnan(self.column(name))
+            steps, values = self.values(name)
+            if not len(values):
                 continue
+            width, kept = _width(len(values), size), int(np.count_nonzero(has_value[:unchanged]))
+            at = kept // width if _width(kept, size) == width else 0  # an interval of another width is another one
             key = has_value.tobytes()
             if key not in numbers:
                 numbers[key] = len(axes)
-                axes.append({axis: _listed(_intervals(place[has_value], size)[0]) for axis, place in places.items()})
-            means, lows, highs = _intervals(values[has_value], size)
-            curve: Json = {"axis": numbers[key], "mean": _listed(means), "unit": unit_of(name)}
-            if len(means) < has_value.sum():
+                new = {axis: place[has_value][at * width :] for axis, place in places.items()}
+                axes.append({axis: _listed(_intervals(place, width)[0]) for axis, place in new.items()})
+            means, lows, highs = _intervals(values[at * width :], width)
+            curve: Json = {"axis": numbers[key], "at": at, "mean": _listed(means), "unit": unit_of(name)}
+            if width > 1:
                 curve |= {"low": _listed(lows), "high": _listed(highs)}
-            curves[name] = {**curve, "count": int(has_value.sum()), "ends": list(_ends(name, self.points(name)))}
-        return {"axes": axes, "curves": curves}
+            curves[name] = {**curve, "count": len(values), "ends": list(_ends(name, steps, values))}
+        return {"axes": axes, "curves": curves, **({} if since is None else {"state": self._state})}
 
 
-def _ends(name: str, points: Points) -> tuple[float, float, str]:
+def _ends(name: str, steps: _Column, values: _Column) -> tuple[float, float, str]:
     """Return the ends of a curve, as `ends_of` does; those of evaluations are single values."""
     if not name.startswith("eval/") and name != "loss/eval":
-        return ends_of(points)
-    covered = "the only evaluation" if len(points) == 1 else f"steps {points[0][0]:g} and {points[-1][0]:g}"
-    return points[0][1], points[-1][1], covered
+        places = range(len(values)) if len(values) < 2 * NUM_ENDS else (*range(NUM_ENDS), *range(-NUM_ENDS, 0))
+        return ends_of([(0.0, float(values[place])) for place in places])
+    covered = "the only evaluation" if len(values) == 1 else f"steps {steps[0]:g} and {steps[-1]:g}"
+    return float(values[0]), float(values[-1]), covered
 
 
-def _intervals(values: _Column, size: int) -> tuple[_Column, _Column, _Column]:
-    """Return mean, smallest and largest value of at most `size` intervals of about equal numbers of values."""
-    if len(values) <= size:
+def _width(count: int, size: int) -> int:
+    """Return the number of values in an interval, a power of two, with which there are at most `size` intervals.
+
+    While a curve grows, its intervals stay the same until they are joined in pairs.
+    """
+    return 1 << max(0, math.ceil(count / size) - 1).bit_length()
+
+
+def _intervals(values: _Column, width: int) -> tuple[_Column, _Column, _Column]:
+    """Return mean, smallest and largest value of intervals of `width` values; the last interval may have fewer."""
+    if width == 1 or not len(values):
         return values, values, values
-    starts = np.linspace(0, len(values), size, endpoint=False).astype(np.int64)
-    sums, counts = np.add.reduceat(values, starts), np.diff([*starts.tolist(), len(values)])
+    starts = np.arange(0, len(values), width)
+    sums, counts = np.add.reduceat(values, starts), np.minimum(width, len(values) - starts)
     return sums / counts, np.minimum.reduceat(values, starts), np.maximum.reduceat(values, starts)
 
 
@@ -356,8 +407,8 @@ class RunView:
                 "starts": len(starts),
                 "last_step_time": table.newest("time"),
                 "step_s": table.newest("time/step_s"),
-                "evaluations": sum(len(table.points(name)) for name in table.names if re.fullmatch("eval/.+/mean", name)),
-                "has_rollouts": not table.points("loss/train"),
+                "evaluations": sum(len(table.values(f"eval/{task}/mean")[1]) for task in _tasks(tuple(table.names))),
+                "has_rollouts": not len(table.values("loss/train")[1]),
             }
 
     def configuration(self) -> Json:
@@ -379,11 +430,11 @@ class RunView:
         with self._lock:
             return {"events": self.events[-MAX_EVENTS:], "count": len(self.events)}
 
-    def charts(self, names: Sequence[str], size: int = MAX_POINTS) -> Json:
+    def charts(self, names: Sequence[str], size: int = MAX_POINTS, since: str | None = None) -> Json:
         """Return curves of some metrics, or of all; see `MetricTable.charts`."""
         with self._lock:
             self.table.refresh()
-            return self.table.charts(names or self.table.names, size)
+            return self.table.charts(names or self.table.names, size, since)
 
     def timeline(self, steps: int = 3, step: int | None = None) -> Json:
         """Return what each process did in the last steps, or from a step on: its states, and the shares of its time."""
@@ -561,8 +612,8 @@ def attention(table: MetricTable, events: Sequence[Json]) -> list[Json]:
         found.append({"level": level, "title": title, "text": text, "link": link})
 
     def ends(name: str) -> tuple[float, float]:
-        points = table.points(name)
-        return ends_of(points)[:2] if points else (math.nan, math.nan)
+        steps, values = table.values(name)
+        return _ends(name, steps, values)[:2] if len(values) else (math.nan, math.nan)
 
     by_kind: dict[str, list[Json]] = {}
     for event in events:
@@ -619,11 +670,10 @@ def attention(table: MetricTable, events: Sequence[Json]) -> list[Json]:
     for metric, of in (("optim/skipped", ""), ("critic/skipped", " of the critic")):
         if skipped := float(np.nansum(table.column(metric))):
             add("bad", f"{skipped:g} optimizer steps{of} were skipped", "Their gradients were not finite.", "events")
-    steps = table.points("time/step_s")
-    if len(steps) > 10 and (usual := median(value for _, value in steps[1:])) > 0:
-        slow = [step for step, value in steps[1:] if value > 5 * usual]
-        longest = max(value for _, value in steps[1:])
-        if slow and longest > 2:
+    steps, seconds = (column[1:] for column in table.values("time/step_s"))
+    if len(steps) >= 10 and (usual := np.median(seconds)) > 0:
+        slow, longest = steps[seconds > 5 * usual], seconds.max()
+        if len(slow) and longest > 2:
             text = (
                 f"The longest took {longest:.1f} s; the median is {usual:.2g} s. The timeline shows which process the others "
                 "waited for."
@@ -655,41 +705,60 @@ def _figures(table: MetricTable) -> list[Json]:
     def add(label: str, value: str, note: str = "") -> None:
         figures.append({"label": label, "value": value, "note": note})
 
-    tasks = {f"eval/{task}/mean": task for task in heldout_tasks([dict.fromkeys(table.names, 0.0)])}
+    tasks = {f"eval/{task}/mean": task for task in _tasks(tuple(table.names))}
     labels = {name: f"Held-out {task}" for name, task in tasks.items()}
     labels |= {"reward/mean": "Mean reward in training", "loss/train": "Training loss", "loss/eval": "Held-out loss"}
     for name, label in labels.items():
-        if points := table.points(name):
-            first, last, note = _ends(name, points)
+        steps, values = table.values(name)
+        if len(values):
+            first, last, note = _ends(name, steps, values)
             task = tasks.get(name)
             if task and (failed := without_reward(table.rows(f"eval/{re.escape(task)}/num_.+"), task)):
                 note += f"; {' and '.join(failed)} completions had no reward and are not in the mean"
-            add(label, f"{first:.3f} \u2192 {last:.3f}" if len(points) > 1 else f"{first:.3f}", note)
+            add(label, f"{first:.3f} \u2192 {last:.3f}" if len(values) > 1 else f"{first:.3f}", note)
     for label, name, unit in (("Step time", "time/step_s", "s"), ("Generation", "perf/gen_tokens_per_s", "tokens/s")):
-        if points := table.points(name):
-            usual = median(value for _, value in points)
+        values = table.values(name)[1]
+        if len(values):
+            usual = np.median(values)
             add(label, f"{usual:,.0f} {unit}" if usual >= 20 else f"{usual:.2f} {unit}", "median over steps")
-    idle = [table.points(f"perf/{part}_idle_frac") for part in ("trainer", "generator")]
-    if all(idle):
-        shares = [f"{median(value for _, value in points):.0%}" for points in idle]
+    idle = [table.values(f"perf/{part}_idle_frac")[1] for part in ("trainer", "generator")]
+    if all(map(len, idle)):
+        shares = [f"{np.median(values):.0%}" for values in idle]
         add("Idle", " and ".join(shares), "trainer and generators, median over steps")
-    if mismatch := table.points("mismatch/logprob_abs_max"):
-        add("Largest mismatch", f"{max(value for _, value in mismatch):.1e}", "nats on one token, trainer and generator")
+    mismatch = table.values("mismatch/logprob_abs_max")[1]
+    if len(mismatch):
+        add("Largest mismatch", f"{mismatch.max():.1e}", "nats on one token, trainer and generator")
     return figures
+
+
+@lru_cache(maxsize=64)
+def _tasks(names: Sequence[str]) -> list[str]:
+    return heldout_tasks([dict.fromkeys(names, 0.0)])
 
 
 def _panels(table: MetricTable) -> list[Json]:
     """Return the panels that have data, with the labels of their metrics."""
-    panels, names = [], table.names
-    for panel in PANELS:
-        labels: dict[str, str] = {}
-        for pattern, label in panel.labels.items():
-            labels |= {name: found.expand(label) for name in names if (found := re.fullmatch(pattern, name))}
+    panels = []
+    for panel, labels in zip(PANELS, _labels(tuple(table.names)), strict=True):
         if panel.options.get("failures"):
             labels = {name: label for name, label in labels.items() if np.nansum(table.column(name))}
         if len(labels) > panel.options.get("several", False):
             panels.append({"title": panel.title, "unit": panel.unit, "labels": labels, **panel.options})
     return panels
+
+
+@lru_cache(maxsize=64)  # runs that are shown at the same time; their metrics rarely change
+def _labels(names: Sequence[str]) -> list[dict[str, str]]:
+    """Return the labels of the metrics in each panel."""
+    return [
+        {
+            name: found.expand(label)
+            for pattern, label in panel.labels.items()
+            for name in names
+            if (found := re.fullmatch(pattern, name))
+        }
+        for panel in PANELS
+    ]
 
 
 def _facts(start: Mapping[str, Any], dropped: Mapping[str, int]) -> Json:

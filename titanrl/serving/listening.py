@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 Application = Callable[[Any, Any, Any], Awaitable[None]]
@@ -22,14 +22,18 @@ MAX_CONNECTIONS = 1024
 """Connections that are open at the same time; others are closed at once."""
 HEAD_S = 60.0
 """Time limit for the head of a request, in seconds, from the connection or from its first byte."""
+MAX_HEAD_BYTES = 1 << 16
+"""Longest head of a request, in bytes."""
 IDLE_S = 75.0
 """Time without a request after which a connection is closed, in seconds."""
 
 
-class _Connection(H11Protocol):
-    """A connection with a deadline for the head of each request."""
+class _Connection(HttpToolsProtocol):
+    """A connection with a deadline and a size limit for the head of each request."""
 
     _head: asyncio.TimerHandle | None = None
+    _is_in_head = True
+    _num_bytes = 0  # of the head, without the part that arrived with what is before it
 
     def connection_made(self, transport: Any) -> None:
         if len(self.connections) >= MAX_CONNECTIONS:
@@ -45,11 +49,28 @@ class _Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         is_waiting = self._is_waiting
+        self._num_bytes += len(data)
         super().data_received(data)
+        if not self._is_in_head:
+            self._num_bytes = 0
+        elif self._num_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self.send_400_response(f"The head of a request may have {MAX_HEAD_BYTES} bytes.")
         if not self._is_waiting:
             self._end_head()
         elif is_waiting and self._head is None:
             self._await_head()
+
+    def on_message_begin(self) -> None:
+        self._is_in_head = True
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._is_in_head = False
+        super().on_headers_complete()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._is_in_head:  # those after a body have no limit, and no use
+            super().on_header(name, value)
 
     @property
     def _is_waiting(self) -> bool:

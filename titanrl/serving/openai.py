@@ -10,6 +10,7 @@ from typing import Any
 
 from titanrl.environments.interface import Message, Tool
 from titanrl.serving.calls import Call, Caller, Refused, Reply
+from titanrl.serving.http import dump
 from titanrl.serving.protocol import (
     LOWEST_LOGPROB,
     MAX_CHOICES,
@@ -71,6 +72,7 @@ class ChatCompletion:
         fields.only("service_tier", "auto", "default")
         fields.only("modalities", ["text"])
         _end(fields)
+        self._chunk_head = dump(self._head("chat.completion.chunk", ()))[:-1]
 
     def body(self, replies: Sequence[Reply]) -> object:
         """Return the JSON response."""
@@ -95,6 +97,10 @@ class ChatCompletion:
 
     def extend(self, index: int, piece: Piece) -> Iterator[Event]:
         """Return the events of a part of a completion."""
+        if piece.text and not (piece.reasoning or self._logprobs or self._returns_ids):  # most events: only the text differs
+            choice = f'{{"index":{index},"delta":{{"content":{dump(piece.text)}}},"finish_reason":null,"logprobs":null}}'
+            yield None, f'{self._chunk_head},"choices":[{choice}]}}'
+            return
         delta = {"reasoning_content": piece.reasoning} if piece.reasoning else {}
         yield self._chunk(index, delta | ({"content": piece.text} if piece.text else {}), piece)
 

@@ -122,6 +122,8 @@ class Feed:
         return piece
 
     def _certain(self, text: str) -> str:
+        if not text:
+            return text
         text = _UNSURE_END.sub("", text)
         tag = text.rfind("<", -_MAX_TAG) if self._call.tools else -1
         if tag >= 0 and ">" not in text[tag:]:

@@ -6,6 +6,7 @@ cannot set; a browser would send a cookie to every port of the host.
 
 import asyncio
 import hmac
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -44,8 +45,9 @@ HEADERS = [
     (b"cache-control", b"no-store"),
     (b"cross-origin-resource-policy", b"same-origin"),
 ]
-SETTLE_MS = 300
-"""Milliseconds for which changes of files are collected before the pages hear of them."""
+SETTLE_MS = 500
+"""Milliseconds between two looks at the changes that the system reports. Pages hear of them at the second one, so a run that
+always writes causes one message per second."""
 MAX_NAMES = 500
 """Metrics in one request."""
 MAX_COMPARED = 20
@@ -74,16 +76,16 @@ class Board(Endpoint):
     async def watch(self) -> None:
         """Report changed runs to the pages, until `close`."""
         async for changes in watchfiles.awatch(
-            self.folder, stop_event=self._stop, debounce=SETTLE_MS, step=SETTLE_MS // 3, watch_filter=_is_shown
+            self.folder, stop_event=self._stop, debounce=1, step=SETTLE_MS, watch_filter=_is_shown
         ):
-            names = {self._name_of(Path(path)) for _, path in changes}
+            names = {self._name_of(Path(folder)) for folder in {os.path.dirname(path) for _, path in changes}}
             for queue in self._listeners:
                 queue.put_nowait(names)
 
-    def _name_of(self, path: Path) -> str:
-        """Return the name of the run to which a file belongs; that of the folder, if none is known."""
+    def _name_of(self, folder: Path) -> str:
+        """Return the name of the run to which the files of a folder belong; that of the folder, if none is known."""
         known = {view.record.path: name for name, view in self._views.items()}
-        return next((known[parent] for parent in path.parents if parent in known), "")
+        return next((known[each] for each in (folder, *folder.parents) if each in known), "")
 
     def label(self, path: str) -> str | None:
         """Return no label: the board has no metrics."""
@@ -119,8 +121,8 @@ class Board(Endpoint):
         except ValidationError as error:
             first = error.errors()[0]
             raise Refused(f"{'.'.join(map(str, first['loc']))}: {first['msg']}", status=400) from error
-        value = await asyncio.to_thread(handle, self, asked)
-        await response.send((await asyncio.to_thread(encode, value)).encode(), [(b"content-type", JSON), *HEADERS])
+        text = await asyncio.to_thread(lambda: encode(handle(self, asked)))
+        await response.send(text.encode(), [(b"content-type", JSON), *HEADERS])
 
     async def _stream(self, response: Response) -> None:
         """Send the names of runs whose files have changed, until the board closes."""
@@ -162,6 +164,7 @@ class Asked(BaseModel):
 
     run: str | list[str] = ""
     name: list[str] = Field(default=[], max_length=MAX_NAMES)
+    since: str = ""
     kind: Kind = "rollouts"
     text: str = Field(default="", max_length=1000)
     order: Literal["newest", "oldest", ""] = "newest"
@@ -251,7 +254,7 @@ def _explain(board: Board, asked: Asked) -> Any:
 ROUTES: Mapping[str, Callable[[Board, Asked], Any]] = {
     "runs": _runs,
     "run": lambda board, asked: _view(board, asked).overview(),
-    "charts": lambda board, asked: _view(board, asked).charts(asked.name),
+    "charts": lambda board, asked: _view(board, asked).charts(asked.name, since=asked.since),
     "search": lambda board, asked: _view(board, asked).search(
         asked.text, kind=asked.kind, order=asked.order or "newest", at=asked.at, **asked.filters()
     ),
@@ -271,5 +274,5 @@ ROUTES: Mapping[str, Callable[[Board, Asked], Any]] = {
 
 def _is_shown(change: watchfiles.Change, path: str) -> bool:
     """Return whether a page shows a file; checkpoints and logs change often, and are not shown."""
-    file = Path(path)
-    return file.parent.name == FOLDER or file.suffix in (".jsonl", ".yaml", "")
+    folder, name = os.path.split(path)
+    return folder.endswith(f"/{FOLDER}") or os.path.splitext(name)[1] in (".jsonl", ".yaml", "")
