@@ -133,3 +133,17 @@ def test_idle_line_shows_medians_without_the_first_steps_and_advice(
     shares = f"trainer {trainer:.0%}, generators {generator:.0%} of the time (median)"
     assert idle_line(rows, max_staleness).startswith(f"{shares}{advice}")
     assert idle_line([], max_staleness) == ""
+
+
+@pytest.mark.parametrize(
+    ("measured", "advice"),
+    [
+        ({"episode/environment_s_mean": 0.25}, "both wait for the environment, which takes 0.25 s per episode"),
+        ({"group/score_s_mean": 3.0, "group/generate_s_mean": 1.0}, "both wait for the rewards, which take 3 s per group"),
+        ({"group/score_s_mean": 1.0, "group/generate_s_mean": 3.0}, "they alternate because max_staleness is 0"),
+    ],
+)
+def test_idle_line_names_what_both_wait_for(measured: dict[str, float], advice: str) -> None:
+    idle = {"perf/trainer_idle_frac": 0.9, "perf/generator_idle_frac": 0.7, "staleness/max": 0.0}
+    rows = [{"step": step, **idle, **measured} for step in range(1, 6)]
+    assert f"; {advice}" in idle_line(rows, 0)

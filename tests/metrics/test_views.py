@@ -164,6 +164,9 @@ def test_planted_faults_are_named(tmp_path: Path) -> None:
             "reward/mean": 1 - step / 50,
             "episode/timeout_frac": 0.1,
             "time/step_s": 30.0 if step == 20 else 1.0,
+            "perf/trainer_idle_frac": 0.9,
+            "perf/generator_idle_frac": 0.8,
+            "episode/environment_s_mean": 0.5,
         }
         for step in range(1, 41)
     ]
@@ -182,10 +185,12 @@ def test_planted_faults_are_named(tmp_path: Path) -> None:
         "The entropy has collapsed",
         "The mean reward has fallen",
         "Most groups teach nothing",
+        "The rollouts are slow",
         "1 slow steps",
     ]
     notes = {note["title"]: note for note in attention(view.table, view.events)}
     assert "ZeroDivisionError" in notes[found[1]]["text"]
+    assert notes["The rollouts are slow"]["text"].endswith("They wait for the environment, which takes 0.5 s per episode.")
     assert notes["1 slow steps"]["link"] == "timeline?step=20"
 
 

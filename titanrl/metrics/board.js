@@ -361,6 +361,7 @@ class Chart {
   }
 
   set(lines) {
+    this.isLoaded = true;
     this.lines = lines.filter((line) => line.mean.length);
     put(this.legend, ...this.lines.filter((line) => !line.thin).map((line) => h("li", {}, h("i", { style: { background: line.color } }), this.lines.length > 1 ? line.label : null,
       line.ends ? h("b", { title: line.ends[2] }, line.ends[2].startsWith("the only") ? fixed(line.ends[0]) : `${fixed(line.ends[0])} → ${fixed(line.ends[1])}`) : null, this.lines.length === 1 && line.ends ? line.ends[2] : null)));
@@ -382,7 +383,7 @@ class Chart {
       return { ...line, mean, base, xs: line.x[settings.x], raw: share && !this.stack ? line.mean : null };
     });
     const all = drawn.flatMap((line) => [...line.mean, ...(this.stack ? [] : [...(line.low ?? []), ...(line.high ?? []), ...(line.raw ?? [])])]).map(value).filter(Number.isFinite);
-    if (!all.length) { put(this.plot, s("text", { x: 8, y: 20 }, isLog ? "no value above 0" : "no data")); this.scale = null; return; }
+    if (!all.length) { put(this.plot, s("text", { x: 8, y: 20 }, !this.isLoaded ? "loading" : isLog ? "no value above 0" : "no data")); this.scale = null; return; }
     let low = all.reduce((a, b) => Math.min(a, b)), high = all.reduce((a, b) => Math.max(a, b)), cut = null;
     if (!isLog) {
       if (low > 0 && low < 0.6 * high) low = 0;

@@ -10,6 +10,7 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -18,7 +19,7 @@ from typing import Any
 from titanrl.base.files import COMMIT_FILE, DamagedError, in_shell, replace_text
 from titanrl.carriers.record import encode
 from titanrl.metrics.reading import Hit, RunRecord, TrainedSegment
-from titanrl.metrics.series import Points, Rows, ends_of, heldout_tasks, series, without_reward
+from titanrl.metrics.series import Points, Rows, awaited_by_both, ends_of, heldout_tasks, series, without_reward
 from titanrl.metrics.views import MAX_POINTS, Json, RunView, readable, whole_group
 
 FIRST_BYTES = 1_000_000
@@ -260,7 +261,9 @@ def idle_line(rows: Rows, max_staleness: int) -> str:
     shares = f"trainer {trainer:.0%}, generators {generator:.0%} of the time (median)"
     if not series(steps, "staleness/max"):  # a distillation is always synchronous
         return shares
-    if max_staleness == 0:
+    if awaited := awaited_by_both(partial(series, steps)):
+        advice = f"both wait for {awaited}"
+    elif max_staleness == 0:
         advice = "they alternate because max_staleness is 0; set it to 1 to overlap generation and training"
     elif trainer > generator + NOTABLE:
         advice = "generation is the bottleneck: give the generators more devices (generator.replicas) or the trainer fewer"

@@ -1,8 +1,8 @@
 """Time series extracted from the metrics of a run, and the compact formatting of numbers."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from statistics import fmean
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import fmean, median
 from typing import Any
 
 Rows = Sequence[Mapping[str, float]]
@@ -27,6 +27,25 @@ def by_step(lines: Iterable[Mapping[str, Any]]) -> Rows:
 def series(rows: Rows, name: str) -> Points:
     """Return the values of one metric, without the steps where it is missing or null."""
     return [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+
+
+def awaited_by_both(points: Callable[[str], Points]) -> str:
+    """Return what trainer and generators wait for most of the time: the rewards or the environment; empty if neither.
+
+    `points` is a function from the name of a metric to its steps and values, of which the medians decide.
+    """
+
+    def usual(name: str) -> float:
+        values = [value for _, value in points(name)]
+        return median(values) if values else 0.0
+
+    # In synchronous training they alternate, so the fractions add up to 1 plus the share in which neither works.
+    if usual("perf/trainer_idle_frac") + usual("perf/generator_idle_frac") < 1.5:
+        return ""
+    score_s, environment_s = usual("group/score_s_mean"), usual("episode/environment_s_mean")
+    if score_s > usual("group/generate_s_mean"):
+        return f"the rewards, which take {score_s:.2g} s per group"
+    return f"the environment, which takes {environment_s:.2g} s per episode" if environment_s else ""
 
 
 def ends_of(points: Points) -> tuple[float, float, str]:

@@ -31,7 +31,7 @@ from titanrl.config.schema import Config
 from titanrl.config.source import parse
 from titanrl.metrics.index import Filters, Followed, Kind
 from titanrl.metrics.reading import Hits, RecordedGroup, RunRecord, TrainedSegment
-from titanrl.metrics.series import NUM_ENDS, Points, Rows, ends_of, heldout_tasks, without_reward
+from titanrl.metrics.series import NUM_ENDS, Points, Rows, awaited_by_both, ends_of, heldout_tasks, without_reward
 from titanrl.metrics.timeline import State, Window, states_of, usage_of
 
 Json = dict[str, Any]
@@ -658,6 +658,9 @@ def attention(table: MetricTable, events: Sequence[Json]) -> list[Json]:
             "rewards do not differ."
         )
         add("warn", "Most groups teach nothing", text, "charts?q=zero_variance")
+    if awaited := awaited_by_both(table.points):
+        text = f"Trainer and generators are idle most of the time. They wait for {awaited}."
+        add("warn", "The rollouts are slow", text, "timeline")
     if (cut := ends("tokens/truncated_frac")[1]) >= 0.5:
         add("warn", "Most completions are cut", f"{cut:.0%} reach rollout.max_new_tokens.", "charts?q=truncated")
     if (gap := ends("mismatch/logprob_abs_mean")[1]) >= 0.1:

@@ -93,6 +93,8 @@ class Attempt:
         """Latest metrics that the environment or program reported, by name."""
         self.num_malformed = 0
         """Number of tool calls that could not be parsed."""
+        self.environment_s = 0.0
+        """Seconds that the policy has waited for the environment or program."""
         self.is_judged = False
         """True if the environment or program ended the episode; False if a limit did, and it was not judged."""
         self.last_text = ""
@@ -336,9 +338,7 @@ class Conversation(Attempt):
         self, name: str, call: Callable[[], Awaitable[object]], *, has_limit: bool = True, may_be_none: bool = False
     ) -> Observation | Done | None:
         """Await a method of the environment, within the time limits of a call and of the episode, and check its result."""
-        if not has_limit:
-            return await self._checked(name, call, may_be_none)
-        limit_s = min(self._limits.step_timeout_s, self._remaining_s)
+        limit_s = min(self._limits.step_timeout_s, self._remaining_s) if has_limit else None
         started = asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(limit_s) as limit:
@@ -347,7 +347,10 @@ class Conversation(Attempt):
             assert limit.expired()
             raise EpisodeError("timeout", f"{name} of the environment took longer than {limit_s:g} s") from None
         finally:
-            self._remaining_s -= asyncio.get_running_loop().time() - started
+            seconds = asyncio.get_running_loop().time() - started
+            self.environment_s += seconds
+            if has_limit:
+                self._remaining_s -= seconds
 
     async def _checked(self, name: str, call: Callable[[], Awaitable[object]], may_be_none: bool) -> Observation | Done | None:
         try:

@@ -36,11 +36,11 @@ TURNS = "turns"
 TRUNCATED = "truncated"
 """Name of the reward part of an episode that a limit ended and the environment did not judge."""
 COUNTS = (
-    *("episodes", "turns", "malformed_calls", "truncated", "unjudged"),
+    *("episodes", "turns", "malformed_calls", "truncated", "unjudged", "environment_ms"),
     *("environment_error", "timeout", "reward_error", "generation_error"),
 )
 """Names of a group's counts over all attempts: episodes, turns of the policy, malformed tool calls, episodes that a limit
-ended, those of them that the environment did not judge, and failures by outcome."""
+ended, those of them that the environment did not judge, milliseconds in the environment, and failures by outcome."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -326,6 +326,7 @@ class _Slot:
             malformed_calls=conversation.num_malformed,
             truncated=int(is_truncated),
             unjudged=int(is_truncated and not conversation.is_judged),
+            environment_ms=round(1000 * conversation.environment_s),
         )
 
     def _new(self) -> Attempt:

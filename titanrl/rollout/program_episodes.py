@@ -342,6 +342,7 @@ class ProgramEpisode(Attempt):
             finally:
                 news.cancel()
             if not done:
+                self._open(0)  # the program has run until now
                 limit = f"data.environment.episode_timeout_s={self._limits.episode_timeout_s:g}"
                 raise EpisodeError("timeout", f"the program did not end in time ({limit})")
 
@@ -358,6 +359,7 @@ class ProgramEpisode(Attempt):
             ABANDONED: self._num_abandoned,
             UNCALLED: self._num_uncalled,
         }
+        self._open(0)  # the program has run until now
         error = asyncio.CancelledError() if program.cancelled() else program.exception()
         if error is not None and not (self._is_limited and self.num_turns and not isinstance(error, InvalidReward)):
             outcome: Outcome = "reward_error" if isinstance(error, InvalidReward) else "environment_error"
@@ -377,6 +379,7 @@ class ProgramEpisode(Attempt):
         """Count the calls that wait for the policy. The clock of the program runs only while there is none."""
         if self._num_open == 0:
             self._left_s -= self._now() - self._since
+            self.environment_s += self._now() - self._since
         self._num_open += change
         self._since = self._now()
         self._news.set()
