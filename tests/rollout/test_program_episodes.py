@@ -298,7 +298,8 @@ def test_failures_are_typed_retried_and_excluded(
     tokenizer: Tokenizer, tmp_path: Path, code: str, outcome: str, problem: str, in_round: bool
 ) -> None:
     path = module(tmp_path, code)
-    options: dict[str, Any] = {"returns": "rewards", "retries": 1, "episode_timeout_s": 0.4}
+    limit_s = 0.4 if outcome == "timeout" else 30.0
+    options: dict[str, Any] = {"returns": "rewards", "retries": 1, "episode_timeout_s": limit_s}
     group, _ = play(tokenizer, path, in_round=in_round, **options)
     assert group.rollouts == ()
     (failure,) = group.failures
