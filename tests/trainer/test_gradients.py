@@ -184,8 +184,9 @@ def test_divergence_equals_fp64_and_does_not_depend_on_layout(loss: str, world: 
     assert max(float(np.abs(part).max()) for part in reference.values()) > 1e-4
     (by_hand,) = world(1).run(checks.divergence_by_hand, tiny_model, loss)
     assert value == pytest.approx(by_hand, rel=1e-5)
-    layouts = [("one rank", 1), ("tp 2", 2)]  # the losses differ in their terms over the vocabulary, which tp splits
-    for layout, rows_per_microbatch in layouts + [("cp 2", 2), ("fsdp 2 x tp 2", 1)] * (loss == "jsd"):
+    # The losses differ in their terms over the vocabulary, which tp splits.
+    layouts = [("one rank", 1), ("tp 2", 2), ("cp 2", 2)]
+    for layout, rows_per_microbatch in layouts + [("fsdp 2 x tp 2", 1)] * (loss == "jsd"):
         found, same = distilled(world, tiny_model, layout, loss, rows_per_microbatch)
         assert largest_difference(found, reference) <= TOLERANCE, layout
         assert same == pytest.approx(value, abs=TOLERANCE)
@@ -195,7 +196,7 @@ def test_divergence_over_known_tokens_equals_fp64_and_does_not_depend_on_layout(
     reference, value = distilled(world, tiny_model, "one rank", "forward_kl", 100, None, 5)
     (by_hand,) = world(1).run(checks.known_by_hand, tiny_model, 5)
     assert value == pytest.approx(by_hand, rel=1e-5)
-    for layout, rows_per_microbatch in (("one rank", 1), ("fsdp 2 x tp 2", 1)):
+    for layout, rows_per_microbatch in (("one rank", 1), ("cp 2", 1), ("cp 2", 2), ("fsdp 2 x cp 2", 1), ("fsdp 2 x tp 2", 1)):
         found, same = distilled(world, tiny_model, layout, "forward_kl", rows_per_microbatch, None, 5)
         assert largest_difference(found, reference) <= TOLERANCE, layout
         assert same == pytest.approx(value, abs=TOLERANCE)
