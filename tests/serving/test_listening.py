@@ -193,6 +193,23 @@ def test_kept_connection_serves_several_requests(monkeypatch: pytest.MonkeyPatch
             time.sleep(0.4)  # longer than the limit for a head that has begun
 
 
+def test_wish_for_another_protocol_is_ignored() -> None:
+    # curl --http2 and the client of Java ask for HTTP/2 with each request.
+    wish = {"connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c", "http2-settings": "AAMAAABkAAQAAP__", "x-api-key": "key"}
+    json_type = {"content-type": "application/json"}
+    with serving(app_of(Scripted())) as server:
+        client = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+        body = json.dumps(ASKED).encode()
+        for content in (body, body, iter([body[:9], body[9:]]), None, body):  # with a length, in chunks, without a body
+            path = "/health" if content is None else PATH
+            client.request("GET" if content is None else "POST", path, content, wish | json_type)
+            response = client.getresponse()
+            assert (response.status, bool(response.read())) == (200, True)
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as whole:
+            whole.sendall(raw_request(body).replace(b"Host: a", b"Host: a\r\nConnection: Upgrade\r\nUpgrade: h2c"))
+            assert whole.recv(100).startswith(b"HTTP/1.1 200")
+
+
 def test_connections_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listening, "MAX_CONNECTIONS", 2)
     with serving(app_of(Scripted())) as server:

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import httptools
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
@@ -33,6 +34,7 @@ class _Connection(HttpToolsProtocol):
 
     _head: asyncio.TimerHandle | None = None
     _is_in_head = True
+    _is_repeated = False  # the head that is parsed
     _num_bytes = 0  # of the head, without the part that arrived with what is before it
 
     def connection_made(self, transport: Any) -> None:
@@ -50,7 +52,16 @@ class _Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         is_waiting = self._is_waiting
         self._num_bytes += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:  # a wish, such as for HTTP/2, that a server may ignore
+            self._ignore_upgrade()
+            if rest := data[upgrade.args[0] :]:
+                self.data_received(rest)
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+            return
         if not self._is_in_head:
             self._num_bytes = 0
         elif self._num_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
@@ -60,13 +71,23 @@ class _Connection(HttpToolsProtocol):
         elif is_waiting and self._head is None:
             self._await_head()
 
+    def _ignore_upgrade(self) -> None:
+        """Parse the rest of a request with a parser that has seen its head without the upgrade, which would end the request."""
+        self.cycle.more_body, self._is_repeated = True, True
+        self.parser = httptools.HttpRequestParser(self)
+        framing = [header for header in self.headers if header[0] in (b"content-length", b"transfer-encoding")]
+        self.parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n" % b"".join(b"%b: %b\r\n" % header for header in framing))
+        self._is_repeated = False
+
     def on_message_begin(self) -> None:
-        self._is_in_head = True
-        super().on_message_begin()
+        if not self._is_repeated:
+            self._is_in_head = True
+            super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        self._is_in_head = False
-        super().on_headers_complete()
+        if not self._is_repeated:
+            self._is_in_head = False
+            super().on_headers_complete()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._is_in_head:  # those after a body have no limit, and no use
