@@ -143,7 +143,8 @@ class Generator(Actor):
                 ready = [await news.get(), *(news.get_nowait() for _ in range(news.qsize()))]
                 load = replace(self._loop.load, admits=self._loop.load.admits and self._up_to_date.is_set())
                 finished = [(index, new.result()) for index, new in ready if isinstance(new, asyncio.Future)]
-                replies.send((finished, load, [(index, new) for index, new in ready if not isinstance(new, asyncio.Future)]))
+                sampled = [(index, new) for index, new in ready if not isinstance(new, asyncio.Future)]
+                replies.send_soon((finished, load, sampled))
                 num_sent += len(finished)
         finally:
             self._calls.pop(admission.name, None)

@@ -23,6 +23,7 @@ import itertools
 import logging
 import os
 import pickle
+import secrets
 import socket
 import sys
 import traceback
@@ -105,12 +106,32 @@ class ReplyPort:
 
     port: Any
     """Port of the asking event loop."""
+    inbox: str
+    """Name of the port."""
     number: int
     """Number of the request."""
 
     def send(self, value: object) -> None:
-        """Send a reply."""
-        self.port.send((self.number, value))
+        """Send a reply, after those of `send_soon`."""
+        _send_pending(asyncio.get_running_loop(), self.inbox)
+        self.port.send([(self.number, value)])
+
+    def send_soon(self, value: object) -> None:
+        """Send a reply in one message with all others that this event loop sends to the same one in this tick."""
+        loop = asyncio.get_running_loop()
+        _, values = _pending.setdefault((loop, self.inbox), (self.port, []))
+        if not values:
+            loop.call_soon(_send_pending, loop, self.inbox)
+        values.append((self.number, value))
+
+
+_pending: dict[tuple[asyncio.AbstractEventLoop, str], tuple[Any, list[tuple[int, object]]]] = {}
+
+
+def _send_pending(loop: asyncio.AbstractEventLoop, inbox: str) -> None:
+    port, values = _pending.pop((loop, inbox), (None, []))
+    if values:
+        port.send(values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +196,7 @@ class _Inbox:
 
     def __init__(self) -> None:
         self._port, self._receiver = Channel[Any].open()
+        self._name = secrets.token_hex(8)
         self._handlers: dict[int, Callable[[Any], None]] = {}
         self._numbers = itertools.count()
         self._receiving = asyncio.create_task(self._receive(), name="replies")
@@ -194,7 +216,7 @@ class _Inbox:
         """Return an address whose replies go to a function until `close`."""
         number = next(self._numbers)
         self._handlers[number] = handler
-        return ReplyPort(self._port, number)
+        return ReplyPort(self._port, self._name, number)
 
     def close(self, replies: ReplyPort) -> None:
         """Ignore later replies to an address."""
@@ -203,7 +225,7 @@ class _Inbox:
     async def _receive(self) -> None:
         while True:
             try:
-                number, value = await self._receiver.recv()
+                replies = await self._receiver.recv()
             except Exception as error:  # an unreadable reply, or torchmonarch has shut down
                 for request in list(self.requests):
                     if not request.done():
@@ -211,9 +233,10 @@ class _Inbox:
                 if isinstance(error, EOFError):
                     return
                 continue
-            handler = self._handlers.get(number)
-            if handler is not None:
-                handler(value)
+            for number, value in replies:
+                handler = self._handlers.get(number)
+                if handler is not None:
+                    handler(value)
 
 
 _inboxes: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Inbox]" = weakref.WeakKeyDictionary()
