@@ -50,6 +50,18 @@ def test_text_without_a_token_is_rejected(tokenizer: Tokenizer, text: str) -> No
         tokenizer.encode(text)
 
 
+def test_tokens_that_the_model_lacks_are_rejected(directory: Path) -> None:
+    (directory / "config.json").write_text('{"vocab_size": 100, "eos_token_id": 1}')
+    tokenizer = load_tokenizer(directory)
+    assert tokenizer.encode("<think>7</think>") == [98, 25, 99]
+    for encode in (tokenizer.encode, tokenizer.encode_start, tokenizer.encode_chat):
+        with pytest.raises(ValueError, match=r"vocabulary ends before 100 \(got '<answer>', token 100\)"):
+            encode("7<answer>")
+    (directory / "config.json").write_text('{"vocab_size": 100, "eos_token_id": 101}')
+    with pytest.raises(ValueError, match=r"got '</answer>', token 101"):
+        load_tokenizer(directory)
+
+
 def test_end_of_sequence_tokens_come_from_all_files_in_order(directory: Path) -> None:
     assert load_tokenizer(directory).eos_ids == (1,)
     (directory / "config.json").write_text('{"eos_token_id": 7}')

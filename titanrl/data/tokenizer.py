@@ -47,7 +47,7 @@ class Tokenizer:
             renderer: transformers' tokenizer of the same directory; None loads it when a chat template is rendered.
 
         Raises:
-            ValueError: No file defines an end-of-sequence token.
+            ValueError: No file defines an end-of-sequence token, or the model of the directory does not have it.
         """
         self.path = path
         """Hugging Face directory of the tokenizer."""
@@ -59,6 +59,8 @@ class Tokenizer:
         self._unk_id = self._id_of(config.get("unk_token")) if renderer is None else renderer.unk_token_id
         self.eos_ids: tuple[int, ...] = self._find_eos_ids(config)
         """Token ids that end a text; the first one is appended to demonstrations."""
+        self._without_row = self._find_ids_without_row()
+        self._checked(self.eos_ids[:1])  # the model never samples the others
         self.chat_template: bool = (
             bool(config.get("chat_template") or (path / "chat_template.jinja").is_file())
             if renderer is None
@@ -105,13 +107,12 @@ class Tokenizer:
             control_tokens: True to encode the text of a special token as the token. Never set it for text of other people.
 
         Raises:
-            ValueError: The tokenizer has no token for some characters of the text.
+            ValueError: The tokenizer has no token for some characters of the text, or the model has not all of its tokens.
         """
         encoding = self._encoding(text)
         if self._unk_id not in encoding.ids and (control_tokens or self._special_ids.isdisjoint(encoding.ids)):
-            ids: list[int] = encoding.ids
-            return ids
-        return self._literal_ids(self._with_spelled_controls(text, encoding) if control_tokens else text)
+            return self._checked(encoding.ids)
+        return self._checked(self._literal_ids(self._with_spelled_controls(text, encoding) if control_tokens else text))
 
     def encode_start(self, text: str, *, control_tokens: bool = False) -> list[int]:
         """Return the token ids of a text that starts a sequence, after `start_ids`. The arguments are those of `encode`."""
@@ -186,13 +187,12 @@ class Tokenizer:
         """Return the token ids of a text from `chat_text`, or of its start.
 
         Raises:
-            ValueError: The tokenizer has no token for some characters of the text.
+            ValueError: The tokenizer has no token for some characters of the text, or the model has not all of its tokens.
         """
         encoding = self._encoding(text)
         if self._unk_id not in encoding.ids and self._nonce not in text:
-            ids: list[int] = encoding.ids
-            return ids
-        return self._literal_ids(self._with_spelled_controls(text, encoding))
+            return self._checked(encoding.ids)
+        return self._checked(self._literal_ids(self._with_spelled_controls(text, encoding)))
 
     def chat_text(
         self,
@@ -385,6 +385,23 @@ class Tokenizer:
                 "or eos_token in tokenizer_config.json."
             )
         return tuple(found)
+
+    def _find_ids_without_row(self) -> frozenset[int]:
+        """Return the tokens that are beyond the embedding of the model in the same directory; usually there is none."""
+        size = _read_json(self.path / "config.json").get("vocab_size")
+        last = max(self._backend.get_vocab_size(with_added_tokens=True) - 1, *self._backend.get_added_tokens_decoder(), 0)
+        if not isinstance(size, int) or last < size:
+            return frozenset()
+        return frozenset(token_id for token_id in self.vocabulary.values() if token_id >= size)
+
+    def _checked(self, ids: Sequence[int]) -> list[int]:
+        if self._without_row and (found := self._without_row.intersection(ids)):
+            size = min(self._without_row)
+            raise ValueError(
+                f"{self.path}: the tokenizer has tokens that the model lacks, whose vocabulary ends before {size} (got "
+                f"{self.token_text(min(found))!r}, token {min(found)}). Resize the model's embedding, or use its own tokenizer."
+            )
+        return list(ids)
 
     def _id_of(self, token: str | Mapping[str, Any] | None) -> int | None:
         """Return the id of a token from tokenizer_config.json, given as text or as an object with `content`."""
