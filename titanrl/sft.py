@@ -72,7 +72,7 @@ class SFT(Run):
         if not heldout:
             return None
         data, size = mean_loss_data(heldout), self._sft.batch_size
-        with self.timer.phase("evaluate"):
+        with self.alone("evaluate"), self.timer.phase("evaluate"):
             passes = [self.training.forward(data[start : start + size], "cross_entropy") for start in range(0, len(data), size)]
             loss = sum([output.metrics["loss:sum"] for output in await asyncio.gather(*passes)])
         self.recorder.heldout_loss(StepMetrics(step=self.state.step, version=self.state.version, values={"loss/eval": loss}))

@@ -6,15 +6,17 @@ import os
 import re
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from titanrl import ConfigError, grpo
+from titanrl.base.errors import TitanRLError
 from titanrl.base.files import commit_folder
 from titanrl.carriers.record import read_lines
-from titanrl.carriers.types import EvaluationResult, OptimUpdate
+from titanrl.carriers.types import EvaluationResult, OptimUpdate, StepMetrics
 from titanrl.config import dump_config, load_config
 from titanrl.config.load import validate
 from titanrl.config.source import read_source
@@ -228,25 +230,31 @@ def run_in(path: Path) -> GRPO:
 
 
 @pytest.mark.parametrize(
-    ("largest_reward", "advice"),
+    ("version", "largest_reward", "advice"),
     [
-        (1e30, "The rewards reach 1e+30, and gradients grow with them: return smaller numbers from data.rewards"),
-        (1.0, "Lower algorithm.learning_rate; grad/norm in metrics.jsonl shows where it began."),
+        (0, 1e30, "The rewards reach 1e+30, and gradients grow with them: return smaller numbers from data.rewards"),
+        (1, 1.0, "Lower algorithm.learning_rate; grad/norm in metrics.jsonl shows where it began."),
+        (0, 1.0, "No step had a finite one, so the learning rate is not the cause: check the loss and the model."),
     ],
 )
-def test_skipped_steps_advice_names_huge_rewards(largest_reward: float, advice: str, tmp_path: Path) -> None:
+def test_advice_after_skipped_steps_names_the_likely_cause(
+    version: int, largest_reward: float, advice: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = run_in(tmp_path / "run")
+    run.state = replace(run.state, version=version)
     rewards = np.array([0.5, -largest_reward])
     run.count_skipped(SKIPPED, rewards)
     with pytest.raises(NonFiniteGradientError, match=re.escape(advice)):
         run.count_skipped(SKIPPED, rewards)
     events = [row for row in read_lines(run.recorder.directory.events) if row["kind"] == "skipped_step"]
     assert [event["largest_reward"] for event in events] == [largest_reward, largest_reward]
+    assert capsys.readouterr().err.count("is skipped: the gradient of the policy is not finite") == 1
     asyncio.run(run.stop())
 
 
 def test_skipped_steps_of_the_critic_end_the_run_too(tmp_path: Path) -> None:
     run = run_in(tmp_path / "run")
+    run.state = replace(run.state, version=1)
     of_critic = {"critic/grad_norm": float("inf"), "critic/skipped": 1.0}
     update = OptimUpdate(version=1, grad_norm=1.0, skipped=False, critic=of_critic)
     run.count_skipped(update)
@@ -281,6 +289,34 @@ def test_evaluation_with_failed_rewards_is_not_compared(
     assert [(event["count"], event["completions"]) for event in events] == [] if is_compared else [(num_errors, 10)]
     warned = f"{num_errors} of 10 completions have no reward; mean over 10 of 10 prompts, but evaluation.max_error_frac is"
     assert (warned in capsys.readouterr().err.replace("\n", " ")) is not is_compared
+    asyncio.run(run.stop())
+
+
+def test_steps_and_evaluations_of_two_tasks_do_not_mix(tmp_path: Path) -> None:
+    run = run_in(tmp_path / "run")
+    run._running = None
+    with pytest.raises(TitanRLError, match=r"^run.step: the run has not started, or has been closed\. Use `async with run:`"):
+        asyncio.run(run.step())
+    run._session = cast(Any, SimpleNamespace())
+    stepped: list[str] = []
+
+    async def train_step() -> StepMetrics:
+        with run.alone("evaluate"):  # as a hook does in its step
+            await asyncio.sleep(0)
+        stepped.append("step")
+        return StepMetrics(step=1, version=1, values={})
+
+    async def both() -> list[Any]:
+        return await asyncio.gather(run.step(), run.evaluate(), run.step(), return_exceptions=True)
+
+    run.train_step = train_step  # type: ignore[method-assign]
+    first, *others = asyncio.run(both())
+    assert (first.step, stepped) == (1, ["step"])
+    assert [str(error) for error in others] == [
+        f"run.{verb}: run.step is in progress in another task. Await it first." for verb in ("evaluate", "step")
+    ]
+    assert asyncio.run(run.step()).step == 1, "a refused call leaves the run as it was"
+    run._session = None
     asyncio.run(run.stop())
 
 

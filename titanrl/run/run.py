@@ -13,7 +13,7 @@ and `evaluate`. The run has its evaluations, checkpoints and restarts as objects
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -70,6 +70,9 @@ if TYPE_CHECKING:
 
 HUGE_REWARD = 1e6
 """Absolute reward from which rewards are considered the likely cause of non-finite gradients."""
+
+
+NOT_STARTED = "the run has not started, or has been closed. Use `async with run:`, or call `await run.start()` first."
 
 
 class NonFiniteGradientError(TitanRLError):
@@ -162,6 +165,7 @@ class Run:
             self.timer = PhaseTimer(on_change=self.console.current_phase)
             """Seconds of the current step by phase."""
             self._session: Session | None = None
+            self._running: tuple[str, asyncio.Task[Any] | None] | None = None  # call in progress, and its task
             self._recorder: Recorder | None = None
             self._telemetry: Telemetry | None = None
             self._closing: asyncio.Task[None] | None = None
@@ -291,13 +295,35 @@ class Run:
     # Steps
 
     async def step(self) -> StepMetrics:
-        """Take one training step, record and return its metrics."""
-        with span("step", "phase", step=self.state.step + 1):
+        """Take one training step, record and return its metrics.
+
+        Raises:
+            TitanRLError: The run has not started, or another task takes a step or evaluates.
+        """
+        with self.alone("step"), span("step", "phase", step=self.state.step + 1):
             await self.hooks.before_step(self)
             await self.steering.begin_step()
             metrics = await self.train_step()
             await self.hooks.after_step(self, metrics)
         return metrics
+
+    @contextlib.contextmanager
+    def alone(self, verb: str) -> Iterator[None]:
+        """Refuse `verb` while another task takes a step or evaluates, whose requests would mix with its own.
+
+        Raises:
+            TitanRLError: Another task does, or the run has not started.
+        """
+        task, running = asyncio.current_task(), self._running
+        if self._session is None:
+            raise TitanRLError(f"run.{verb}: {NOT_STARTED}")
+        if running is not None and running[1] is not task:
+            raise TitanRLError(f"run.{verb}: run.{running[0]} is in progress in another task. Await it first.")
+        self._running = running or (verb, task)
+        try:
+            yield
+        finally:
+            self._running = running
 
     async def train(self, num_steps: int | None = None) -> None:
         """Train until the policy reaches version `num_steps`, with evaluations and checkpoints.
@@ -448,9 +474,13 @@ class Run:
         self.state = replace(self.state, num_skipped=self.state.num_skipped + 1)
         event = {"step": self.state.step + 1, "model": model, "grad_norm": grad_norm, "largest_reward": largest_reward}
         self.recorder.directory.event("skipped_step", **event)
+        if self.state.num_skipped == 1:
+            self.console.warn(f"step {self.state.step + 1} is skipped: the gradient of the {model} is not finite")
         limit = self.config.algorithm.max_skipped_steps
         if self.state.num_skipped > limit:
             advice = f"Lower {rate}; {norm} in metrics.jsonl shows where it began."
+            if self.state.version == 0:
+                advice = "No step had a finite one, so the learning rate is not the cause: check the loss and the model."
             if largest_reward >= HUGE_REWARD:
                 advice = (
                     f"The rewards reach {largest_reward:g}, and gradients grow with them: return smaller numbers from "
@@ -684,7 +714,8 @@ class Run:
     @property
     def session(self) -> "Session":
         """Session with the running processes and their clients."""
-        assert self._session is not None, "the run has not started"
+        if self._session is None:
+            raise TitanRLError(f"run: {NOT_STARTED}")
         return self._session
 
     @property
