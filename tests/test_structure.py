@@ -19,7 +19,7 @@ CEILINGS = {
     "arrows": 181,
     "floors": 13,
     "modules reached by the loop": 119,
-    "functions with one mention": 0.375,
+    "functions with one mention": 0.377,
 }
 """Largest figures of `tests.size`. Lower them with the code. A change that needs a higher one says why in its message."""
 

@@ -193,6 +193,9 @@ def test_inputs_are_found_here_or_beside_the_configuration(tmp_path: Path, monke
         load_config(file)
     (beside / "data.jsonl").unlink()
     assert paths()[1] == "data.jsonl"
+    (beside / "data.jsonl").symlink_to(here / "data.jsonl")
+    assert paths()[1] == "data.jsonl", "both are one file"
+    (beside / "data.jsonl").unlink()
     (here / "own.py").touch()
     with pytest.raises(ConfigError, match=r'(?s)data.rewards.own.function="own.py".*write the absolute path of the one that'):
         load_config(file)

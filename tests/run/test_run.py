@@ -19,6 +19,7 @@ from titanrl.carriers.record import read_lines
 from titanrl.carriers.types import EvaluationResult, OptimUpdate, StepMetrics
 from titanrl.config import dump_config, load_config
 from titanrl.config.load import validate
+from titanrl.config.sections import RecipeConfig
 from titanrl.config.source import read_source
 from titanrl.grpo import GRPO
 from titanrl.launch.run_lock import LOCK_FILE, RunLock, check_idle, claim_new_run, claim_run
@@ -26,6 +27,7 @@ from titanrl.metrics.console import Console
 from titanrl.metrics.hooks import Hooks
 from titanrl.metrics.run_directory import RunDirectory
 from titanrl.metrics.trackers import Recorder, Trackers
+from titanrl.models.recipe import create_model
 from titanrl.run.checkpoints import FIRST, Checkpoints, Resumable, RunState
 from titanrl.run.evaluations import Evaluations
 from titanrl.run.run import NonFiniteGradientError
@@ -154,6 +156,19 @@ def test_resume_refuses_what_the_checkpoint_was_not_saved_with(
 def test_resume_accepts_what_fits_the_checkpoint(saved: list[str], changed: str) -> None:
     run_dir = write_run(3, *saved)
     config = validate(read_source(run_dir / "config.yaml", [changed]))
+    assert GRPO.check(config, resume=run_dir).state.step == 3
+
+
+def test_resume_refuses_a_model_of_other_sizes(tmp_path: Path) -> None:
+    run_dir, model = write_run(3), tmp_path / "model"
+    create_model(model, RecipeConfig(num_layers=3), seed=0)
+    for changed, key in (("model.recipe.num_layers=3", "model.recipe"), (f"model.path={model}", "model.path")):
+        config = validate(read_source(run_dir / "config.yaml", [changed]))
+        rule = r"the checkpoint of step 3 was saved with a model of other sizes \(num_layers 2\)"
+        with pytest.raises(ConfigError, match=rf"{key}.*\n  rule: {rule}"):
+            GRPO.check(config, resume=run_dir)
+    create_model(tmp_path / "same", RecipeConfig(), seed=7)
+    config = validate(read_source(run_dir / "config.yaml", [f"model.path={tmp_path / 'same'}"]))
     assert GRPO.check(config, resume=run_dir).state.step == 3
 
 

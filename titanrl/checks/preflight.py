@@ -15,9 +15,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+
+from pydantic import ValidationError
 
 from titanrl.base import terminal
 from titanrl.base.choices import DeviceKind
@@ -30,10 +32,10 @@ from titanrl.config import device as devices
 from titanrl.config.data import JudgeOptions, OverlongOptions
 from titanrl.config.device import device_kind, missing_for
 from titanrl.config.dry_run import print_dry_run, print_table, table_console
-from titanrl.config.errors import BrokenRule, BrokenRules, ConfigError, rule_of
+from titanrl.config.errors import BrokenRule, BrokenRules, ConfigError, inline, rule_of
 from titanrl.config.load import did_you_mean, explain_rule
 from titanrl.config.schema import Config, broken_by_positions
-from titanrl.config.sections import SMALLEST_PACKAGES, TRACKERS, TeacherConfig
+from titanrl.config.sections import SMALLEST_PACKAGES, TRACKERS, ModelConfig, TeacherConfig
 from titanrl.config.sizes import ModelShape, cpu_bytes, derive, gigabytes, host_bytes, model_values
 from titanrl.config.source import Source, config_of_run, read_source
 from titanrl.data import examples
@@ -217,6 +219,29 @@ def dry_run(config: Config, source: Source | None, check: Callable[[], Checked])
         console.print(f"note: {note}", markup=False, highlight=False)
     ready = f"Ready to start{f', {remark}' if remark else ''}. The dry run started and wrote nothing."
     console.print(ready, markup=False, highlight=False, soft_wrap=True)
+
+
+def broken_by_model(config: Config, recorded: Mapping[str, Any], step: int) -> Iterator[BrokenRule]:
+    """Yield a broken rule if a checkpoint's model has other sizes. A model that moved, or has other weights, is accepted.
+
+    `recorded` are the values of the run's `config.yaml`, and `step` is that of the checkpoint.
+    """
+    try:
+        model = ModelConfig.model_validate(recorded.get("model"), strict=False)
+        saved, now = model_shape(config.model_copy(update={"model": model})), model_shape(config)
+    except (BrokenRules, ValidationError, OSError):  # another check names what is wrong with the model of today
+        return
+    if saved is None or now is None:
+        return
+    sizes = {**asdict(now), "max_positions": saved.max_positions}  # which no weight depends on
+    differing = [f"{name} {inline(value)}" for name, value in asdict(saved).items() if value != sizes[name]]
+    if not differing:
+        return
+    key = "model.recipe" if config.model.path is None else "model.path"
+    path = None if config.model.path is None else str(config.model.path)
+    rule = f"the checkpoint of step {step} was saved with a model of other sizes ({', '.join(differing)})"
+    where = "" if model.path is None else f", such as {model.path}"
+    yield BrokenRule({key: path}, rule, f"name a model of these sizes{where}, or start a new run")
 
 
 # Machine

@@ -105,7 +105,8 @@ def _found(path: Path, info: ValidationInfo) -> Path:
     beside = Path(folder, path)
     is_here, is_beside = _exists(path), _exists(beside)
     # A file of the user takes precedence over one that is shipped.
-    if is_here and is_beside and Path(folder).resolve() not in (Path.cwd(), FOLDER.resolve()):
+    is_same = is_here and is_beside and os.path.realpath(path) == os.path.realpath(beside)
+    if is_here and is_beside and not is_same and Path(folder).resolve() != FOLDER.resolve():
         rule = "a relative path must name one file, but it exists in the current directory and beside the configuration file"
         fix = f"write the absolute path of the one that you mean: {path.absolute()} or {beside.absolute()}"
         raise BrokenRules(BrokenRule({"": str(path)}, rule, fix))

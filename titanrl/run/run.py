@@ -30,7 +30,7 @@ from titanrl.base.plugins import Plugins, loading
 from titanrl.carriers.spans import close_timeline, open_timeline, span, span_bytes
 from titanrl.carriers.types import DoubleArray, EvaluationResult, OptimUpdate, StepMetrics
 from titanrl.checks.extensions import plugins_of, with_declared_traits, with_objects
-from titanrl.checks.preflight import policy_notes, preflight, read_examples
+from titanrl.checks.preflight import broken_by_model, policy_notes, preflight, read_examples
 from titanrl.config.device import resolve_device
 from titanrl.config.errors import BrokenRules, ConfigError
 from titanrl.config.load import check_program, explain_rule
@@ -210,7 +210,8 @@ class Run:
         found = Resumable(state=FIRST, unusable={}) if resume is None else resumable(resume)
         if resume is not None and found.state.step:
             recorded = read_source(config_of_run(resume)).values
-            if broken := list(broken_by_checkpoint(config, recorded, found.state.step)):
+            found_with = config, recorded, found.state.step
+            if broken := [*broken_by_checkpoint(*found_with), *broken_by_model(*found_with)]:
                 raise ConfigError(*(explain_rule(rule, source) for rule in broken))
         selections = preflight(
             config,
