@@ -10,7 +10,7 @@ from tests.e2e.conftest import Finished, Start
 from titanrl.carriers.dumps import DumpReader
 
 PAGE = Path(__file__).parents[2] / "docs/howto/dump.md"
-TIMES = ("time", "perf/", "sync/", "group/generate_s", "group/score_s", "buffer/")
+TIMES = ("time", "perf/", "sync/", "group/generate_s", "group/score_s", "episode/environment_s", "buffer/")
 
 
 def rows(run: Finished) -> list[dict[str, float]]:

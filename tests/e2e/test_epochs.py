@@ -17,7 +17,7 @@ from titanrl.grpo import Trained
 from titanrl.metrics.reading import read_metrics
 from titanrl.replay.groups import Batch
 
-TIMES = ("time/", "perf/", "sync/", "group/generate_s", "group/score_s")
+TIMES = ("time/", "perf/", "sync/", "group/generate_s", "group/score_s", "episode/environment_s")
 
 
 class Watched(GRPO):

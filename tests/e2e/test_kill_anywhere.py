@@ -28,7 +28,7 @@ SETTINGS = {
     "async": ("max_staleness=1", "logging.rollouts_per_step=8"),
     "async-window": (*OVERLAPPING, "checkpoint.every_steps=3"),
 }
-VARYING = ("time", "time/", "perf/", "sync/", "buffer/", "group/generate_s_mean", "group/score_s_mean")
+VARYING = ("time", "time/", "perf/", "sync/", "buffer/", "group/generate_s", "group/score_s", "episode/environment_s")
 
 
 def kill(command: Command, rng: random.Random, *, in_checkpoint: bool) -> None:

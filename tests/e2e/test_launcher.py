@@ -108,7 +108,8 @@ def test_run_by_torchrun_matches_one_machine_and_ends_with_a_lost_host(launch: L
     run.wait_for("step 4", lambda: len(run.steps()) >= 4)
     assert curve(run.steps()[:4]) == curve(plain_run.steps)
     at = time.monotonic()
-    for process in [*psutil.Process(run.processes[1].pid).children(recursive=True), run.processes[1]]:
+    lost = psutil.Process(run.processes[1].pid)
+    for process in [lost, *lost.children(recursive=True)]:
         process.kill()
     assert run.processes[0].wait(60) == 1
     assert time.monotonic() - at < 50

@@ -146,7 +146,7 @@ def test_error_names_an_unknown_model_family(qwen3_dir: Path, tmp_path: Path) ->
 )
 def test_error_names_an_unusable_renderer(qwen3_dir: Path, name: str, options: dict[str, object]) -> None:
     with pytest.raises(
-        ValueError, match=rf"data\.environment\.renderer: {name} cannot be used with .*Choose another renderer\."
+        ValueError, match=rf"data\.environment\.renderer: {name} cannot be used with .*Choose another, such as template\."
     ):
         make_renderer(load_tokenizer(qwen3_dir), name, options)
 

@@ -14,6 +14,8 @@ from safetensors.numpy import load_file
 from tests.models.tiny import write_model
 from tests.trainer import checks, variants
 from tests.trainer.ranks import World
+from tests.trainer.test_gradients import OBJECTIVES
+from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.models.experts import PARTS, biased_layers
 from titanrl.trainer.checkpoint import Checkpoints, export_hf
 from titanrl.trainer.routing import bias_change, load_metrics
@@ -63,6 +65,21 @@ def test_gradient_its_norm_and_loads_of_experts_equal_those_of_one_rank(layout: 
     for same_norm, same_loads in world(size).run(variants.norm_and_loads, model, plan, 2):
         assert same_norm == pytest.approx(norm, rel=1e-6)
         assert same_loads == pytest.approx(loads)
+
+
+@pytest.mark.parametrize("objective", ["gspo", "sequence weights"])
+def test_terms_over_sequences_equal_those_of_one_rank(objective: str, world: Worlds, model: Path) -> None:
+    algorithm = AlgorithmConfig.model_validate(OBJECTIVES[objective])
+    expected, metrics, _ = world(1).run(checks.objective_of, model, (), algorithm)[0]
+    largest = max(float(np.abs(part).max()) for part in expected.values())
+    assert largest > 1e-4
+    for layout in ("fsdp 2, ep 2", "cp 2, ep 2", "tp 2, ep 2"):
+        size, plan = LAYOUTS[layout]
+        found, same, _ = world(size).run(checks.objective_of, model, tuple(plan.items()), algorithm)[0]
+        worst = max(float(np.abs(found[name] - part).max()) for name, part in expected.items()) / largest
+        print(f"{objective}, {layout}: worst gradient {worst:.1e}")
+        assert worst <= TOLERANCE, layout
+        assert same == pytest.approx(metrics, rel=1e-5, abs=1e-6), layout
 
 
 @pytest.mark.parametrize("layout", CASES)

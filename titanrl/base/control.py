@@ -57,6 +57,7 @@ async def steer(run_dir: Path, action: Action, values: Mapping[str, Any] | None 
             reply = await _exchange(run_dir, request)
     except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError) as error:
         what = "refuses connections" if isinstance(error, ConnectionRefusedError) else "has no socket"
+        what = what if run_dir.is_dir() else "does not exist"
         raise SteeringError(
             f"{run_dir}: no run answers here, because the directory {what} (got {SOCKET}). Give the directory of a run that "
             "is running, on the host of its controller."

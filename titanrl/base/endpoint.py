@@ -107,7 +107,7 @@ class Endpoint:
             raise _TemporaryError(f"the {self._name} cannot be reached: {type(error).__name__}: {error}") from None
         if status == httpx.codes.OK:
             return text
-        refusal = f"the {self._name} replied with HTTP status {status} ({text[:_MAX_CHARS]!a})"
+        refusal = f"the {self._name} replied with HTTP status {status} ({text[:_MAX_CHARS]!r})"
         if status not in RETRIED:
             raise EndpointError(refusal)
         pause = reply.headers.get("Retry-After", "")  # seconds, or a date

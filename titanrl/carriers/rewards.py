@@ -527,7 +527,7 @@ def _parse_result(encoded: bytes, spec: RewardSpec) -> Score:
             if spec.allows(score.parts):  # sums recomputed here, because those in the reply cannot be trusted
                 return score
         case {"error": str(detail)}:
-            return Score(parts={}, status="error", detail=ascii(detail)[1:-1])
+            return Score(parts={}, status="error", detail=repr(detail)[1:-1])
     low, high = spec.bounds
     expected = f"finite numbers from {low:g} to {high:g}"
     return Score(

@@ -334,7 +334,13 @@ def _encoder(config: Config, data: DataConfig, *, has_tokenizer: bool) -> Encode
             raise BrokenRules(BrokenRule({"rollout.stop": unknown[0]}, rule, "correct the id"))
         encode = make_encoder(data, tokenizer)
         if (environment := data.environment) is not None:
-            make_renderer(tokenizer, environment.renderer, environment.renderer_options)
+            try:
+                make_renderer(tokenizer, environment.renderer, environment.renderer_options)
+            except ValueError as error:
+                key, _, text = str(error).partition(": ")
+                rule, _, fix = text.rstrip(".").rpartition(". ")
+                value = environment.renderer if key.endswith(".renderer") else environment.renderer_options
+                raise BrokenRules(BrokenRule({key: value}, rule, fix[:1].lower() + fix[1:])) from error
             if isinstance(environment.program, str):
                 checked_function(environment.program)
             if environment.confined and (missing := missing_for_programs()):
@@ -380,9 +386,9 @@ def try_rewards(config: Config, plugins: Plugins, entry: Mapping[str, Any], sect
         if not errors:
             continue
         index, error = errors[0]
-        sample = f"for the sample completion {answers.completions[index]!a:.60}"
+        sample = f"for the sample completion {answers.completions[index]!r:.60}"
         if DENIED in error:
-            rule, _, fix = error.partition("; ")
+            rule, _, fix = error.replace(" (the reward", ": the reward").partition("; ")
             broken.append(BrokenRule(values={key: reward.function}, rule=f"{rule} ({sample})", fix=fix.rstrip(")")))
         elif of_reward[index].status == "ok" or error.startswith(INVALID):
             broken.append(BrokenRule(values={key: reward.function}, rule=f"{error} ({sample})", fix=_FIX))

@@ -391,7 +391,7 @@ class AlgorithmConfig(Section):
     `rollout.groups_per_step` groups. Must divide `num_steps`."""
     max_skipped_steps: Count = 10
     """Number of consecutive optimizer steps that may be skipped because of a non-finite gradient of the policy or the critic.
-    The run then ends with an error."""
+    The run then ends with an error. Skipped steps do not count towards `num_steps`."""
     _declared: LossTraits | None = PrivateAttr(default=None)
 
     @model_validator(mode="before")

@@ -110,7 +110,7 @@ def _with_replies(template: ChatFormat, chat: Chat, text: str, replies: Sequence
                 "generate this message from another prompt than the text before it",
                 "set sft.train_on to last" if len(replies) > 1 else "use a model with another chat template",
             )
-        start, end = (_num_tokens(tokenizer, part, token_ids, index) for part in (prompt, reply))
+        start, end = (_num_tokens(tokenizer, part, text, token_ids, index) for part in (prompt, reply))
         mask[start:end] = True
         if token_ids[end - 1] not in tokenizer.stop_ids:
             raise BadRow(
@@ -123,13 +123,16 @@ def _with_replies(template: ChatFormat, chat: Chat, text: str, replies: Sequence
     return Demonstration(token_ids=np.array(token_ids, np.int64), mask=mask)
 
 
-def _num_tokens(tokenizer: Tokenizer, part: str, token_ids: Sequence[int], index: int) -> int:
-    """Return the number of tokens of `part`, the start of a text. Its tokens must be the first tokens of the whole text."""
+def _num_tokens(tokenizer: Tokenizer, part: str, text: str, token_ids: Sequence[int], index: int) -> int:
+    """Return the number of tokens of `part`, the start of `text`. Its tokens must be the first ones of the text."""
     first = tokenizer.encode_chat(part)
     if token_ids[: len(first)] != first:
+        starts_blank = text[len(part) : len(part) + 1].isspace()
         raise BadRow(
             f"the start of messages[{index}] is tokenized together with the text before it, which the model could not generate",
-            "remove whitespace from the start of the message",
+            "remove whitespace from the start of the message"
+            if starts_blank
+            else "use a chat template whose text before a reply does not end with a space",
         )
     return len(first)
 

@@ -87,7 +87,7 @@ class Judge:
         except (ValueError, LookupError, TypeError, RecursionError):
             content = None
         if not isinstance(content, str):
-            raise JudgeError(f"the judge did not reply with a chat completion (got {text[:_MAX_CHARS]!a})")
+            raise JudgeError(f"the judge did not reply with a chat completion (got {text[:_MAX_CHARS]!r})")
         return parts_of(content, criteria) if criteria else grade_of(content, options)
 
     async def close(self) -> None:
@@ -103,7 +103,7 @@ def grade_of(text: str, options: JudgeOptions) -> float:
     """
     matches = list(re.finditer(options.score_pattern, text))
     if not matches:
-        raise JudgeError(f"the judge replied without a grade (got {text[-_MAX_CHARS:]!a})")
+        raise JudgeError(f"the judge replied without a grade (got {text[-_MAX_CHARS:]!r})")
     group = min(matches[-1].re.groups, 1)
     written: str | None = matches[-1][group]  # None if the pattern matched without its group
     exact = None if written is None else number(written)
@@ -155,7 +155,7 @@ def parts_of(text: str, criteria: Mapping[str, Criterion]) -> dict[str, float]:
     except ValueError:
         pairs = None
     if pairs is None:
-        raise JudgeError(f"the judge replied without a JSON object of verdicts (got {text[-_MAX_CHARS:]!a})")
+        raise JudgeError(f"the judge replied without a JSON object of verdicts (got {text[-_MAX_CHARS:]!r})")
     if sorted(name for name, _ in pairs) != sorted(criteria):
         raise JudgeError(f"the judge must decide each of {', '.join(criteria)} once (got {found[-1]!a:.200})")
     for name, verdict in pairs:

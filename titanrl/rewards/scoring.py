@@ -383,7 +383,7 @@ def _failed(error: BaseException) -> Score:
     if isinstance(error, _TimeLimit):
         return Score(parts={}, status="timeout", detail=f"timeout: {error}")
     detail = f"{type(error).__name__}: {error}"[:_MAX_DETAIL_CHARS]
-    return Score(parts={}, status="error", detail=ascii(detail)[1:-1])
+    return Score(parts={}, status="error", detail=repr(detail)[1:-1])
 
 
 async def in_thread(call: Callable[[], Any]) -> Any:

@@ -194,7 +194,8 @@ class LibraryRenderer:
                 details = error.errors(include_url=False)[0]
                 cause = ": ".join([".".join(map(str, details["loc"][1:])), details["msg"]]).removeprefix(": ")
             raise ValueError(
-                f"data.environment.renderer: {name} cannot be used with {tokenizer.path}: {cause}. Choose another renderer."
+                f"data.environment.renderer: {name} cannot be used with {tokenizer.path}: {cause}. "
+                "Choose another, such as template."
             ) from error
         self._tokenizer, self._backend = tokenizer, backend
         self.stop_ids: tuple[int, ...] = tuple(self._renderer.get_stop_token_ids())

@@ -16,6 +16,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from titanrl.base.errors import FaultError
 from titanrl.base.files import DamagedError, Digests, check_folder, commit_folder, replace_text, uncommit_folder
+from titanrl.config.algorithm import ADVANTAGES
 from titanrl.config.device import Device
 from titanrl.config.errors import BrokenRule, ConfigError, inline
 from titanrl.config.schema import Config
@@ -40,7 +41,7 @@ _NEEDS_ADAPTERS = "adapters are loaded into adapters of the same kind"
 SAVED_WITH: Mapping[str, tuple[str, Callable[[Any, Any], bool]]] = {
     "algorithm.optimizer": ("another optimizer has no such state", operator.eq),
     "algorithm.ema_decay": ("it has no moving average", lambda before, now: before is not None or now is None),
-    "algorithm.advantage": ("it has no critic", lambda before, now: now != "gae" or before == "gae"),
+    "algorithm.advantage": ("it has no critic", lambda before, now: _has_critic(before) or not _has_critic(now)),
     "trainer.lora": (_NEEDS_ADAPTERS, lambda before, now: (before is None) == (now is None)),
     "trainer.lora.rank": (_NEEDS_ADAPTERS, operator.eq),
     "trainer.lora.alpha": ("another alpha would make it another policy", operator.eq),
@@ -316,6 +317,10 @@ def broken_by_checkpoint(config: Config, recorded: Mapping[str, Any], step: int)
             rule = f"the checkpoint of step {step} was saved with {inline(before, MAX_VALUE)}, and {what}"
             fix = f"set {key} to {inline(before, MAX_VALUE)}, or start a new run from an exported model (model.path)"
             yield BrokenRule({key: now}, rule, fix)
+
+
+def _has_critic(advantage: str) -> bool:
+    return advantage in ADVANTAGES and ADVANTAGES[advantage].traits.has_critic
 
 
 def _value(values: Any, key: str) -> Any:

@@ -340,6 +340,8 @@ class Run:
     async def take_steps(self, num_steps: int) -> None:
         """Train as `train` does, but raise faults instead of restarting."""
         self.is_training = True
+        if self.state.version >= num_steps:
+            self.console.note(f"nothing to train: the policy has version {self.state.version}, and num_steps is {num_steps}")
         await self.evaluations.run_due(is_last=self._is_last(num_steps))
         while self.state.version < num_steps and not (self.ends_early or self.is_ending):
             if self.steering.is_pausing:

@@ -148,7 +148,7 @@ class RemoteTeacher:
             cause = f"{type(error).__name__}: {error}"
             rule = f"the teacher did not return the log-probability of each token of the prompt ({cause})"
             fix = "The endpoint must support prompt_logprobs, as vLLM and titanrl serve do."
-            raise TeacherError(f"{self._key}.url: {rule} (got {text[:80]!a} from {self._url}). {fix}") from None
+            raise TeacherError(f"{self._key}.url: {rule} (got {text[:80]!r} from {self._url}). {fix}") from None
         return entries
 
     def _top(self, by_token: Sequence[Mapping[int, float]], num: int) -> TopTokens:
