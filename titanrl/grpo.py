@@ -61,6 +61,8 @@ class Trained:
     """Work of the generators since the previous batch."""
     batch_metrics: Mapping[str, float]
     """Metrics that depend on the batch alone."""
+    examples: LossSums
+    """Loss and tokens of the examples, summed over the optimizer steps; empty without examples."""
 
 
 class GRPO(Run):
@@ -90,6 +92,7 @@ class GRPO(Run):
     def prepare(self) -> None:
         """Open the dumps, and load the user-defined advantages and priorities."""
         self._dump = Dump(self.config)
+        self._examples = self._found.examples
         self._microbatch_rows = microbatch_rows(self.config, model_shape(self.config))
         self._num_deaths = 0  # of rollout workers, when a batch was last returned
         self._advantage = loaded(self._plugins, "algorithm.advantage")
@@ -106,6 +109,9 @@ class GRPO(Run):
     async def begin(self) -> None:
         """Publish the policy to the generators and start the rollouts."""
         self.console.note(describe_staleness(self.config))
+        if self._examples is not None:
+            for name, text in self._examples.summary(self.config).items():
+                self.console.note(f"{name}: {text}")
         self._dump.begin(self.state, self.session.tokenizer, self.console)
         passes = {"epochs": self.config.trainer.epochs, "num_minibatches": self.config.trainer.minibatches_per_batch}
         self._past = PastPolicies(self.session.trainer, self.config.algorithm, self.config.checkpoint, **passes)
@@ -190,6 +196,7 @@ class GRPO(Run):
         past = await past_policies.compute(plan.first_epoch, version=trainer.version, published=weights.versions[-1])
         losses: list[LossSums] = []
         updates: list[OptimUpdate] = []
+        of_examples: list[LossSums] = []
         entropy_coef = self._entropy_coef()
         recorded = recorded_groups(batch, self.config)
         for number, minibatch in enumerate(plan.updates, 1):
@@ -198,6 +205,7 @@ class GRPO(Run):
             if recorded:
                 groups = RecordedGroups(step=self.state.step + 1, update=number - 1, indices=recorded)
                 microbatches = [replace(microbatch, recorded=groups) for microbatch in microbatches]
+            of_examples.append(await self._train_on_examples(number))
             passes = trainer.forward_backward(microbatches, proximal_version=past.proximal, reference_version=past.reference)
             stepping = trainer.optim_step(params, after=weights.pushed, completes=number == len(plan.updates))
             if number == 1:  # while the trainer computes
@@ -208,7 +216,23 @@ class GRPO(Run):
                 await weights.pushed()  # the step waits for this, too: the last push still reads the weights
             with self.timer.phase("optim"):
                 updates.append(await stepping)
-        return Trained(losses=losses, updates=updates, generated=await generated, batch_metrics=of_batch)
+        merged = merge_losses(of_examples)
+        return Trained(losses=losses, updates=updates, generated=await generated, batch_metrics=of_batch, examples=merged)
+
+    async def _train_on_examples(self, number: int) -> LossSums:
+        """Add the gradient of the loss on the next examples to that of an optimizer step; return the sums of loss and tokens.
+
+        The step and the `number` of the optimizer step on its batch, from 1 on, select the examples. A resumed run therefore
+        continues with the same ones.
+        """
+        section, examples = self.config.examples, self._examples
+        if section is None or examples is None:
+            return LossSums(sums={}, maxima={})
+        update = self.state.step * self.config.trainer.max_optimizer_steps + number - 1
+        data, num_tokens = examples.data_of(update, section, self.config.seed)
+        output = await self.session.trainer.run_data(data, "cross_entropy", {}, backward=True)
+        loss, num_placed = output.metrics["loss:sum"] / section.weight, sum(len(datum.model_input) for datum in data)
+        return LossSums(sums={"loss": loss * num_tokens, "num_tokens": num_tokens, "num_placed": num_placed}, maxima={})
 
     def _entropy_coef(self) -> float | None:
         """Return the coefficient of the entropy bonus in the next step; None if it is constant."""
@@ -248,13 +272,20 @@ class GRPO(Run):
                 coef = next_entropy_coef(state.entropy_coef, entropy, self.config.algorithm)
                 state = replace(state, entropy_coef=coef, entropy=entropy)
         self.state = replace(state, step=state.step + 1, version=version, next_index=batch.next_index, counts=counts)
+        of_examples = trained.examples.sums
+        if self.config.examples is not None and self._examples is not None:
+            num_used = self.state.step * self.config.trainer.max_optimizer_steps * self.config.examples.batch_size
+            of_losses["examples/loss"] = of_examples["loss"] / of_examples["num_tokens"]
+            of_losses["examples/tokens"] = of_examples["num_tokens"]
+            of_losses["examples/epoch"] = num_used / len(self._examples.training)
+        num_placed = plan.num_placed + int(of_examples.get("num_placed", 0))
         values = {
             **trained.batch_metrics,
             **metrics_of.optimizer_metrics(updates, params.learning_rate),
             **metrics_of.staleness_metrics(merged),
             **of_losses,
             **metrics_of.speed_metrics(
-                trained_tokens=plan.num_placed, generated=trained.generated, trainer_busy_s=busy_s, step_s=step_s
+                trained_tokens=num_placed, generated=trained.generated, trainer_busy_s=busy_s, step_s=step_s
             ),
             **self.session.weights.take_metrics(),
             **self.timer.take(),

@@ -84,7 +84,7 @@ class SFT(Run):
 
     async def begin(self) -> None:
         """Print the summary of the examples, and load the checkpoint of a resumed run."""
-        for name, text in self.examples.summary(self._sft.batch_size, self.config.num_steps).items():
+        for name, text in self.examples.summary(self.config).items():
             self.console.note(f"{name}: {text}")
         await self.load_checkpoint()
 

@@ -43,6 +43,15 @@ def test_recipe_model_has_408320_parameters() -> None:
     assert shape.num_parameters == 112 * 128 + 2 * block + 128 == 408_320
 
 
+def test_examples_count_in_the_rows_of_a_micro_batch() -> None:
+    trainer = {"row_tokens": 128, "rows_per_microbatch": 64, "parallelism": {"dp_shard": 2}}
+    small = {"groups_per_step": 1, "group_size": 2}
+    assert sizes._num_rows(make_config(trainer=trainer, rollout=small), 64) == 1
+    for max_tokens, rows in ((None, 20), (128, 20), (60, 10)):
+        examples = {"path": "x.jsonl", "batch_size": 40, "max_example_tokens": max_tokens}
+        assert sizes._num_rows(make_config(trainer=trainer, rollout=small, examples=examples), 64) == rows
+
+
 def test_published_models_have_their_documented_parameters() -> None:
     parameters = {name: shape.num_parameters for name, shape in published_shapes().items()}
     assert parameters["Qwen3-0.6B"] == 596_049_920

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from titanrl.config import Config
 from titanrl.config.errors import BrokenRules
 from titanrl.config.shipped import FOLDER, data_file
-from titanrl.data.examples import Demonstration, Examples, read_examples
+from titanrl.data.examples import Demonstration, Examples, mean_loss_data, read_examples
 from titanrl.data.streams import is_heldout
 from titanrl.data.tokenizer import Tokenizer
 
@@ -93,6 +93,27 @@ def test_long_examples_are_truncated_skipped_or_rejected(tmp_path: Path, tokeniz
     text = problem(path, tokenizer, max_example_tokens=8)
     assert f"{path}:2: the example has 11 tokens, more than the limit of 8" in text
     assert "set sft.overlong to truncate or skip" in text
+
+
+def test_examples_beside_rollouts_name_their_own_section(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = write(tmp_path / "a.jsonl", SUM, {"prompt": "1", "completion": "2" * 9})
+    values = {"name": "a", "num_steps": 4, "trainer": {"row_tokens": 128, "epochs": 3}}
+    config = Config.model_validate({**values, "examples": {"path": path, "batch_size": 1}})
+    examples = read_examples(config, tokenizer)
+    assert [selection.key for selection in examples.selections] == ["examples.path"]
+    assert examples.summary(config)["epochs"] == "6.00 (0.7 steps per epoch)"  # 4 steps of 3 optimizer steps, 2 examples
+    short = Config.model_validate({**values, "examples": {"path": path, "max_example_tokens": 8}})
+    with pytest.raises(BrokenRules) as raised:
+        read_examples(short, tokenizer)
+    assert str(raised.value).startswith("examples.path=")
+    assert "raise examples.max_example_tokens and trainer.row_tokens, or set examples.overlong" in str(raised.value)
+
+
+def test_loss_weights_of_a_batch_add_up_to_its_weight(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = write(tmp_path / "a.jsonl", SUM, {"prompt": "1", "completion": "234"})  # 2 and 4 trained tokens, with the end
+    data = mean_loss_data(read_examples(config_of(path), tokenizer).training, 0.75)
+    weights = np.concatenate([datum.loss_fn_inputs["weights"] for datum in data])
+    assert weights[weights != 0].tolist() == [0.125] * 6
 
 
 def test_huge_example_is_cut_before_tokenization(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

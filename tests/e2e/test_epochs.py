@@ -1,4 +1,4 @@
-"""A run with several epochs and mini-batches per batch."""
+"""A run with several epochs and mini-batches per batch, which also trains on examples."""
 
 import asyncio
 import shutil
@@ -12,7 +12,8 @@ from tests.e2e.conftest import SMALL, Finished
 from titanrl import GRPO, load_config
 from titanrl.algorithms.batch_plan import StepPlan
 from titanrl.carriers.types import LossSums, OptimUpdate, StepMetrics
-from titanrl.config import Config
+from titanrl.checks.preflight import read_examples
+from titanrl.config import Config, ConfigError
 from titanrl.grpo import Trained
 from titanrl.metrics.reading import read_metrics
 from titanrl.replay.groups import Batch
@@ -64,7 +65,11 @@ def test_epochs_and_minibatches_take_several_optimizer_steps_and_resume_bit_for_
     places = (f"output_dir={tmp_path}", "warm_start=null", f"model.path={plain_run.run_dir}/checkpoints/final")
     passes = ("trainer.epochs=2", "trainer.minibatches_per_batch=2", "trainer.parallelism.dp_shard=2")
     options = ("algorithm.proximal=interval_start", "algorithm.learning_rate=1e-3")
-    config = load_config("configs/quickstart.yaml", [*SMALL, *places, *passes, *options, "logging.console=off"])
+    path = tmp_path / "examples.jsonl"
+    # Texts unlike the task, so that the policy learns them without changing how it solves the task.
+    path.write_text("".join(f'{{"prompt": "Name {number}:", "completion": "the name"}}\n' for number in range(40)))
+    examples = f"examples={{path: {path}, heldout_fraction: 0.5, batch_size: 8, weight: 0.1}}"
+    config = load_config("configs/quickstart.yaml", [*SMALL, *places, *passes, *options, examples, "logging.console=off"])
     run = watched_run(config)
     assert [len(updates) for updates in run.updates] == [4, 4, 4, 4]
     assert [[update.version for update in updates] for updates in run.updates] == [[n, n, n, n + 1] for n in range(4)]
@@ -88,6 +93,14 @@ def test_epochs_and_minibatches_take_several_optimizer_steps_and_resume_bit_for_
     trained = [sum(part.sums["num_tokens"] for part in losses) for losses in run.passes]
     assert found[-1]["count/trained_tokens"] == sum(trained)
 
+    # Each of the 16 optimizer steps takes the next 8 examples.
+    found_examples = read_examples(config)
+    batches = [found_examples.batch(32 * step, 32, config.seed) for step in range(4)]
+    assert [row["examples/tokens"] for row in found] == [sum(each.num_trained for each in batch) for batch in batches]
+    assert found[-1]["examples/epoch"] == 128 / len(found_examples.training)
+    losses_of_examples = [row["examples/loss"] for row in found]
+    assert losses_of_examples[-1] < 0.5 * losses_of_examples[0], losses_of_examples
+
     weights = exported(run.run_dir)
     shutil.rmtree(run.run_dir / "checkpoints/step-4")
     shutil.rmtree(run.run_dir / "checkpoints/final")
@@ -95,3 +108,7 @@ def test_epochs_and_minibatches_take_several_optimizer_steps_and_resume_bit_for_
     assert len(resumed.updates) == 2
     assert rows(resumed.run_dir) == found
     assert exported(resumed.run_dir) == weights
+
+    path.write_text(path.read_text() + path.read_text().splitlines(keepends=True)[0])
+    with pytest.raises(ConfigError, match=r"--resume: examples\.path: the data differ from those that the run was trained on"):
+        GRPO(config, resume=run.run_dir)

@@ -43,14 +43,18 @@ def test_replay_of_turns_survives_a_resume(start_run: Start, tmp_path: Path) -> 
 
 def test_replay_with_vllms_own_experts(start_run: Start) -> None:
     run = start_run(
-        "routed_native", *EXPERTS, "trainer.routing=replayed", "generator.model_impl=native", "num_steps=2"
+        "routed_native",
+        *EXPERTS,
+        *("trainer.routing=replayed", "generator.model_impl=native", "num_steps=2"),
+        f"examples={{path: {REPO}/configs/chain_sum.jsonl, batch_size: 4}}",
     ).finish()
     assert run.code == 0, run.output
     assert len(run.steps) == 2
     for step in run.steps:
         assert step["mismatch/logprob_abs_max"] < 0.1
-        assert step["experts/no_ids_frac"] == 0.0
+        assert 0.0 < step["experts/no_ids_frac"] < 0.5, "the examples"
         assert 0.0 <= step["experts/differ_frac"] < 0.5
+        assert step["examples/loss"] > 0.0
 
 
 def test_generators_choose_with_the_bias_of_the_experts(start_run: Start) -> None:

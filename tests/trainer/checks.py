@@ -27,6 +27,7 @@ from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.config.device import DEVICES
 from titanrl.config.sections import TrainerConfig
 from titanrl.config.sizes import ModelShape
+from titanrl.data.examples import Demonstration, mean_loss_data
 from titanrl.models.directory import open_model
 from titanrl.trainer.checkpoint import load_model
 from titanrl.trainer.collate import PackedRows, collate
@@ -285,6 +286,30 @@ def _last_logits(learner: Learner, tokens: np.ndarray, count: int) -> torch.Tens
     sizes = RowSizes(row_tokens=ROW_TOKENS, rows_per_microbatch=1, multiple=1)
     rows = build_rows([datum], [Location(0, 0, slice(0, len(tokens)))], sizes)
     return learner.logits(rows, torch.arange(len(tokens) - count, len(tokens)))
+
+
+def summed_gradients(model_dir: Path, plan: tuple[tuple[str, int], ...], weight: float) -> list[Arrays] | None:
+    """Return the gradients of rollouts, of examples, and of both in one optimizer step, on rank 0."""
+    learner, random = shared_learner(model_dir, plan), np.random.default_rng(7)
+    lengths = (7, 31, 12, 20)
+    examples = [Demonstration(token_ids=random.integers(1, VOCAB, n), mask=np.arange(n) >= n // 2) for n in lengths]
+    sizes = RowSizes(row_tokens=ROW_TOKENS, rows_per_microbatch=2, multiple=1)
+    planned = plan_pass(learner.model, mean_loss_data(examples, weight), sizes, "cross_entropy", {})
+
+    def of_rollouts() -> None:
+        for rows in microbatches(learner, plan_rows(sequences()[0], packed=True), 2):
+            learner.forward_backward(rows)
+
+    def of_examples() -> None:
+        run_data(learner, planned, backward=True)
+
+    found = []
+    for passes in ((of_rollouts,), (of_examples,), (of_examples, of_rollouts)):
+        for run in passes:
+            run()
+        found.append(gradients(learner))
+        learner.zero_grad()
+    return found if dist.get_rank() == 0 else None
 
 
 def objective_of(

@@ -79,6 +79,16 @@ def test_tp_4_has_gradient_of_one_rank(world: Worlds, tmp_path_factory: pytest.T
     assert same_loss == pytest.approx(loss, abs=TOLERANCE)
 
 
+@pytest.mark.parametrize("layout", ["one rank", "fsdp 2 x tp 2"])
+def test_gradient_with_examples_is_the_sum_of_both_gradients(layout: str, world: Worlds, tiny_model: Path) -> None:
+    size, plan = LAYOUTS[layout]
+    rollouts, examples, both = world(size).run(checks.summed_gradients, tiny_model, plan, 0.5)[0]
+    for name, values in both.items():
+        largest = max(float(np.abs(part[name]).max()) for part in (rollouts, examples))
+        assert np.abs(values - (rollouts[name] + examples[name])).max() <= TOLERANCE * largest, name
+    assert min(max(float(np.abs(part).max()) for part in parts.values()) for parts in (rollouts, examples)) > 1e-3
+
+
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "gspo": {"loss": "gspo", "clip_low": 0.2, "clip_high": 0.3, "reduction": "sequence_mean"},
     "sequence weights": {

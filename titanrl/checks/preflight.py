@@ -172,7 +172,7 @@ def source_of(arguments: argparse.Namespace) -> Source:
 
 
 def read_examples(config: Config, source: Source | None = None) -> examples.Examples:
-    """Read the examples of a fine-tuning run.
+    """Read the examples of a run that trains on examples.
 
     Raises:
         ConfigError: The examples or the tokenizer cannot be used.

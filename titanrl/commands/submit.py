@@ -54,8 +54,8 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "titanrl submit") -> 
             raise ConfigError(explain_rule(BrokenRule(values={"hosts.kind": config.hosts.kind}, rule=rule, fix=fix), source))
         with terminal.announcing("checking the data, the model and the rewards"):
             selections: Sequence[Selection] = preflight(config, source, rollouts=config.sft is None)
-            if config.sft is not None:
-                selections = read_examples(config, source).selections
+            if config.example_set is not None:
+                selections = (*selections, *read_examples(config, source).selections)
         remarks = [text for found in selections for text in found.messages()]
         if arguments.resume:
             remarks += check_recorded(arguments.resume, selections, accepts_changes=arguments.accept_changed_data)

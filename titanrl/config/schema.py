@@ -25,6 +25,8 @@ from titanrl.config.section import FilePath, OrImportPath, Section, Steps
 from titanrl.config.sections import (
     CheckpointConfig,
     DistillConfig,
+    ExamplesConfig,
+    ExampleSet,
     FaultsConfig,
     GeneratorConfig,
     HostsConfig,
@@ -130,6 +132,8 @@ class Config(Section):
     """Hosts and accelerators of the run, and how it obtains them."""
     placement: PlacementConfig = PlacementConfig()
     """Assignment of each role to hosts and CPU cores."""
+    examples: ExamplesConfig | None = None
+    """Examples to train on together with the rollouts; null trains only on rollouts."""
     sft: SFTConfig | None = None
     """Supervised fine-tuning. With this section, the configuration is for `titanrl sft`."""
     distill: DistillConfig | None = None
@@ -153,6 +157,11 @@ class Config(Section):
     def program(self) -> Program:
         """Subcommand of `titanrl` that runs this configuration."""
         return "sft" if self.sft is not None else "train" if self.distill is None else "distill"
+
+    @property
+    def example_set(self) -> ExampleSet | None:
+        """Examples that the run trains on, alone or together with rollouts; None without examples."""
+        return self.sft or self.examples
 
     @property
     def tensor_parallel_degrees(self) -> dict[str, int]:
@@ -726,11 +735,27 @@ def _sft(config: Config) -> Iterator[BrokenRule]:
             if key not in used and getattr(section, key) != field.get_default():
                 fix = f"set sft.{key} instead" if key in SFTConfig.model_fields else f"remove {name}.{key}"
                 yield config.broken(f"{name}.{key}", "supervised fine-tuning does not use this key", fix)
-    max_tokens = config.sft.max_example_tokens
-    if max_tokens is not None and max_tokens > config.trainer.row_tokens:
-        rule = "row_tokens must be at least max_example_tokens"
-        fix = f"set trainer.row_tokens to at least {max_tokens}"
-        yield config.broken("sft.max_example_tokens trainer.row_tokens", rule, fix)
+
+
+def _examples(config: Config) -> Iterator[BrokenRule]:
+    for key in ("sft", "examples"):
+        section: ExampleSet | None = getattr(config, key)
+        max_tokens = None if section is None else section.max_example_tokens
+        if max_tokens is not None and max_tokens > config.trainer.row_tokens:
+            rule = "row_tokens must be at least max_example_tokens"
+            fix = f"set trainer.row_tokens to at least {max_tokens}"
+            yield config.broken(f"{key}.max_example_tokens trainer.row_tokens", rule, fix)
+    if config.examples is None:
+        return
+    if config.program != "train":
+        yield config.broken("examples.path", f"titanrl {config.program} does not use this section", "set examples to null")
+    elif not config.train:
+        rule = "a run without training does not use examples"
+        yield config.broken("examples.path train", rule, "set examples to null, or train to true")
+    elif config.algorithm.has_critic and config.algorithm.critic.warmup_steps:
+        rule = "while the critic warms up, the policy is not trained, and examples would train it"
+        fix = "set algorithm.critic.warmup_steps to 0"
+        yield config.broken("examples.path algorithm.critic.warmup_steps", rule, fix)
 
 
 def _distillation(config: Config) -> Iterator[BrokenRule]:
@@ -830,5 +855,5 @@ def _best(config: Config) -> Iterator[BrokenRule]:
 
 RULES: tuple[Callable[[Config], Iterator[BrokenRule]], ...] = (
     *(_size, _staleness, _loss, _rows, _epochs, _sampling, _tasks, _device, _adapters, _recipe, _warm_start, _environments),
-    *(_dump, _hosts, _placement, _sft, _distillation, _evaluation, _best),
+    *(_dump, _hosts, _placement, _sft, _examples, _distillation, _evaluation, _best),
 )

@@ -762,16 +762,12 @@ class PlacementConfig(Section):
     choose."""
 
 
-class SFTConfig(Section):
-    """Supervised fine-tuning on examples (`titanrl sft`), for `num_steps` steps. `evaluation.every_steps` is the number of
-    steps between evaluations of the loss on held-out examples. Of the section `data`, only `chat_template`,
-    `chat_template_kwargs`, `system_prompt` and `control_tokens` are used."""
+class ExampleSet(Section):
+    """Examples to train on, and the tokens of each that count."""
 
     path: InputPath
     """Examples with `messages`, or with `prompt` and `completion` (docs/howto/sft.md): a JSONL or Parquet file, a directory of
     such files, a pattern such as `data/train-*.parquet`, or the directory of a data set saved by Hugging Face datasets."""
-    validation_path: InputPath | None = None
-    """Held-out examples, in the same formats; null uses `heldout_fraction`."""
     columns: dict[Literal["prompt", "completion", "messages", "tools"], str] = {}
     """Names of the columns, if they are not `prompt`, `completion`, `messages` and `tools`. A dot selects a nested field."""
     heldout_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
@@ -787,6 +783,24 @@ class SFTConfig(Section):
     them out."""
     batch_size: Count = 32
     """Number of examples per optimizer step."""
+
+
+class ExamplesConfig(ExampleSet):
+    """Examples that each optimizer step of `titanrl train` also trains on (docs/howto/sft.md). The objective is that of the
+    rollouts plus `weight` times the cross-entropy, averaged over the trained tokens of the step's examples. Held-out examples
+    are not trained on. The examples are rendered with the chat template and system prompt of `data`."""
+
+    weight: Annotated[PositiveFloat, LIVE] = 1.0
+    """Weight of the mean cross-entropy of the examples in the objective."""
+
+
+class SFTConfig(ExampleSet):
+    """Supervised fine-tuning on examples (`titanrl sft`), for `num_steps` steps. `evaluation.every_steps` is the number of
+    steps between evaluations of the loss on held-out examples. Of the section `data`, only `chat_template`,
+    `chat_template_kwargs`, `system_prompt` and `control_tokens` are used."""
+
+    validation_path: InputPath | None = None
+    """Held-out examples, in the formats of `path`; null uses `heldout_fraction`."""
     learning_rate: Annotated[PositiveFloat, LIVE] = 1e-5
     """Peak learning rate."""
     num_warmup_steps: Annotated[StepsOrZero, LIVE] = 0

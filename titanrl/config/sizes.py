@@ -321,7 +321,12 @@ def _num_sequences(config: "Config") -> int:
 def _num_rows(config: "Config", limit: int) -> int:
     """Return the number of rows in the largest micro-batch of a rank, of at most `limit` rows."""
     warm_start = 0 if config.warm_start is None else config.warm_start.batch_size
-    return min(limit, _max_rows(config, max(_num_sequences(config), warm_start)))
+    rows = _max_rows(config, max(_num_sequences(config), warm_start))
+    if config.examples is not None:
+        row_tokens = config.trainer.row_tokens
+        per_row = max(1, row_tokens // (config.examples.max_example_tokens or row_tokens))
+        rows = max(rows, -(-config.examples.batch_size // (per_row * config.trainer.parallelism.dp_size)))
+    return min(limit, rows)
 
 
 def _max_rows(config: "Config", sequences: int) -> int:

@@ -1,4 +1,4 @@
-"""Read, split and order the examples of supervised fine-tuning.
+"""Read, split and order the examples of supervised training.
 
 Examples have no cursor: a batch depends only on the seed and the index of its first example, so a resumed run continues with
 the next one. An epoch contains every example once, in a different order each time. A batch may contain the end of one epoch and
@@ -19,7 +19,7 @@ from titanrl.carriers.datums import Datum
 from titanrl.carriers.types import BoolArray, IntArray, Prompt
 from titanrl.config.errors import BrokenRule, BrokenRules, inline
 from titanrl.config.schema import Config
-from titanrl.config.sections import SFTConfig, WarmStartConfig
+from titanrl.config.sections import ExamplesConfig, ExampleSet, WarmStartConfig
 from titanrl.config.shipped import data_file
 from titanrl.data.chat_format import Chat, ChatFormat
 from titanrl.data.entries import (
@@ -69,6 +69,7 @@ def render_conversation(
     tools: Sequence[Mapping[str, Any]] | None = None,
     options: Mapping[str, Any] | None = None,
     num_prompt: int = 0,
+    section: str = "sft",
 ) -> Demonstration:
     """Tokenize a conversation with the model's chat template, up to the last message to train on.
 
@@ -77,7 +78,8 @@ def render_conversation(
     messages when others follow, or that adds no token after a message, does not meet this condition.
 
     The first `num_prompt` messages are not trained on. `options` are the variables of the template that the row sets. Raise
-    `BadRow` if there is nothing to train on, or the chat template or the tokenization does not meet the condition.
+    `BadRow` if there is nothing to train on, or the chat template or the tokenization does not meet the condition; its fix
+    names keys of `section`.
     """
     try:
         if train_on == "all":
@@ -86,17 +88,17 @@ def render_conversation(
             return Demonstration(token_ids=np.array(token_ids, np.int64), mask=np.ones(len(token_ids), np.bool_))
         replies = [index for index, message in enumerate(messages) if message["role"] == "assistant" and index >= num_prompt]
         if not replies:
-            raise BadRow("no message has the role assistant", "add an assistant message, or set sft.train_on to all")
+            raise BadRow("no message has the role assistant", f"add an assistant message, or set {section}.train_on to all")
         trained = replies if train_on == "assistant" else replies[-1:]
         chat, text = template.fitted(messages[: replies[-1] + 1], tools, options, reply_follows=False)
-        return _with_replies(template, chat, text.rstrip(), trained)
+        return _with_replies(template, chat, text.rstrip(), trained, section)
     except BadRow:
         raise
     except ValueError as error:  # raised by the template, or for a character without a token
         raise BadRow(str(error), "correct the messages, or use a model whose template and tokenizer support them") from error
 
 
-def _with_replies(template: ChatFormat, chat: Chat, text: str, replies: Sequence[int]) -> Demonstration:
+def _with_replies(template: ChatFormat, chat: Chat, text: str, replies: Sequence[int], section: str) -> Demonstration:
     """Tokenize a conversation that ends with an assistant message, and mark the given assistant messages."""
     tokenizer = template.tokenizer
     token_ids = tokenizer.encode_chat(text)
@@ -108,7 +110,7 @@ def _with_replies(template: ChatFormat, chat: Chat, text: str, replies: Sequence
             raise BadRow(
                 f"the chat template does not extend the conversation verbatim at messages[{index}], so the model would "
                 "generate this message from another prompt than the text before it",
-                "set sft.train_on to last" if len(replies) > 1 else "use a model with another chat template",
+                f"set {section}.train_on to last" if len(replies) > 1 else "use a model with another chat template",
             )
         start, end = (_num_tokens(tokenizer, part, text, token_ids, index) for part in (prompt, reply))
         mask[start:end] = True
@@ -159,12 +161,19 @@ class Examples:
         places = (divmod(index, number) for index in range(first, first + size))
         return [self.training[epoch_order(seed, epoch, number)[place]] for epoch, place in places]
 
-    def summary(self, batch_size: int, num_steps: int) -> dict[str, str]:
+    def data_of(self, update: int, options: ExamplesConfig, seed: int) -> tuple[list[Datum], int]:
+        """Return the data of optimizer step `update`, counted from 0, and their number of tokens to train on."""
+        batch = self.batch(update * options.batch_size, options.batch_size, seed)
+        return mean_loss_data(batch, options.weight), sum(example.num_trained for example in batch)
+
+    def summary(self, config: Config) -> dict[str, str]:
         """Return the lines that a dry run prints, by label."""
+        assert config.example_set is not None
+        batch_size = config.example_set.batch_size * config.trainer.max_optimizer_steps
         truncated = f"; {self.num_truncated:,} truncated" if self.num_truncated else ""
         lengths = [len(example.token_ids) for example in self.training]
         num_trained = sum(example.num_trained for example in self.training)
-        number, epochs = len(self.training), batch_size * num_steps / len(self.training)
+        number, epochs = len(self.training), batch_size * config.num_steps / len(self.training)
         return {
             "examples": f"{number:,} to train on, {len(self.heldout):,} held out{truncated}",
             "tokens to train on": f"{num_trained:,} of {sum(lengths):,} ({max(lengths):,} in the longest example)",
@@ -173,23 +182,25 @@ class Examples:
 
 
 def read_examples(config: Config, tokenizer: Tokenizer) -> Examples:
-    """Read and tokenize the examples of a configuration with the section `sft`.
+    """Read and tokenize the examples of a configuration with the section `sft` or `examples`.
 
     Raises:
         BrokenRules: A file, one of its rows, or a key is invalid.
     """
-    assert config.sft is not None
-    fraction, validation_path = config.sft.heldout_fraction, config.sft.validation_path
-    reader = _Reader(config, config.sft, tokenizer, config.sft.path, "sft.path")
+    section = config.example_set
+    assert section is not None
+    key, fraction = "examples" if config.sft is None else "sft", section.heldout_fraction
+    validation_path = None if config.sft is None else config.sft.validation_path
+    reader = _Reader(config, section, tokenizer, section.path, f"{key}.path")
     training, heldout = list[Demonstration](), list[Demonstration]()
     for text, example in reader.read():
         (heldout if is_heldout(text, fraction) else training).append(example)
-    note = f"sft.heldout_fraction={fraction:g} holds out none of the {len(training):,} examples"
+    note = f"{key}.heldout_fraction={fraction:g} holds out none of the {len(training):,} examples"
     notes = (note,) if fraction and training and not heldout else ()
     selections = [reader.selection(len(training), len(heldout), notes)]
     num_truncated = reader.num_truncated
     if validation_path is not None:
-        reader = _Reader(config, config.sft, tokenizer, validation_path, "sft.validation_path")
+        reader = _Reader(config, section, tokenizer, validation_path, "sft.validation_path")
         heldout = [example for _, example in reader.read()]
         selections.append(reader.selection(0, len(heldout)))
         num_truncated += reader.num_truncated
@@ -197,7 +208,7 @@ def read_examples(config: Config, tokenizer: Tokenizer) -> Examples:
         if not examples:
             counts = "; ".join(filter(None, [f"{selection.num_heldout:,} held out", selection.reasons()]))
             rule = f"must contain an example {what}, but has none: {selection.num_rows:,} rows, {counts}"
-            fix = "add examples, or raise sft.max_example_tokens" if selection.num_left_out else "add examples"
+            fix = f"add examples, or raise {key}.max_example_tokens" if selection.num_left_out else "add examples"
             raise BrokenRules(BrokenRule({selection.key: selection.source}, rule, fix))
     return Examples(training=tuple(training), heldout=tuple(heldout), num_truncated=num_truncated, selections=tuple(selections))
 
@@ -205,13 +216,14 @@ def read_examples(config: Config, tokenizer: Tokenizer) -> Examples:
 class _Reader:
     """Reads the examples of a path, and counts those that are too long."""
 
-    def __init__(self, config: Config, sft: SFTConfig, tokenizer: Tokenizer, path: Path, key: str) -> None:
+    def __init__(self, config: Config, options: ExampleSet, tokenizer: Tokenizer, path: Path, key: str) -> None:
         make_encoder(config.data, tokenizer)  # rejects a system prompt without a chat template
         self._left_out: Counter[str] = Counter()
         self._unused: dict[str, None] = {}
         self._longest = self.num_truncated = 0
-        self._config, self._sft, self._tokenizer, self._path, self._key = config.data, sft, tokenizer, path, key
-        self._max_tokens = sft.max_example_tokens or config.trainer.row_tokens
+        self._config, self._options, self._tokenizer, self._path, self._key = config.data, options, tokenizer, path, key
+        self._section = key.partition(".")[0]
+        self._max_tokens = options.max_example_tokens or config.trainer.row_tokens
         self._template = chat_format(config.data, tokenizer) if tokenizer.chat_template else None
         self._kind = format_of(data_file(path))
 
@@ -245,7 +257,7 @@ class _Reader:
 
     def _converted(self, row: Mapping[str, Any]) -> tuple[str, Demonstration]:
         """Return the text that assigns a row to a split, and its example."""
-        columns = self._sft.columns
+        columns = self._options.columns
         names = {name: columns.get(name, name) for name in ("prompt", "completion", "messages", "tools")}
         is_chat = "messages" in columns or ("prompt" not in columns and not is_missing(row.get("messages")))
         if not is_chat and not columns and not is_missing(row.get("conversations")) and is_missing(row.get("prompt")):
@@ -262,10 +274,10 @@ class _Reader:
         asked, reply = value_of(row, names["prompt"]), value_of(row, names["completion"])
         is_rendered = self._config.chat_template == "auto" and self._tokenizer.chat_template
         if is_rendered or any(isinstance(value, Sequence) and not isinstance(value, str) for value in (asked, reply)):
-            turns = _turns(asked, names["prompt"], "user", has_fillers)
-            whole = [*turns, *_turns(reply, names["completion"], "assistant", has_fillers)]
+            turns = self._turns(asked, names["prompt"], "user")
+            whole = [*turns, *self._turns(reply, names["completion"], "assistant")]
             return _question(turns), self._conversation(whole, tools, options, num_prompt=len(turns))
-        prompt, completion = _text(asked, names["prompt"]), _text(reply, names["completion"])
+        prompt, completion = self._text(asked, names["prompt"]), self._text(reply, names["completion"])
         for key, given in {names["tools"]: tools, OPTIONS_COLUMN: options}.items():
             if given:
                 raise BadRow(f"{key} requires a chat template", "remove it, or use a model with a chat template")
@@ -291,11 +303,28 @@ class _Reader:
         return render_conversation(
             self._template,
             whole,
-            self._sft.train_on,
+            self._options.train_on,
             tools=tools,
             options=options,
             num_prompt=num_prompt + len(whole) - len(messages) if num_prompt else 0,
+            section=self._section,
         )
+
+    def _turns(self, value: Any, name: str, role: str) -> list[Message]:
+        if isinstance(value, Sequence) and not isinstance(value, str):
+            return read_messages(value, has_fillers=self._kind != "jsonl")
+        return [{"role": role, "content": self._text(value, name)}]
+
+    def _text(self, value: Any, name: str) -> str:
+        if is_missing(value):
+            needed = f"every row must have prompt and completion, or messages ({self._section}.columns names other columns)"
+            raise BadRow(f"{name} is missing", f"add it; {needed}")
+        text = scalar_text(value)
+        if text is None:
+            raise BadRow(f"{name} must be a string, got {inline(value)}", "put it in quotes")
+        if not text.strip():
+            raise BadRow(f"{name} is empty", "fill it in, or delete the row")
+        return text
 
     def _texts(self, prompt: str, completion: str) -> Demonstration:
         """Tokenize prompt and completion without a chat template, with an end-of-sequence token after the completion."""
@@ -309,19 +338,20 @@ class _Reader:
             raise BadRow(str(error), "correct the row") from error
         if token_ids[-1:] != [tokenizer.eos_ids[0]]:
             token_ids.append(tokenizer.eos_ids[0])
-        first = 0 if self._sft.train_on == "all" else len(prompt_ids)
+        first = 0 if self._options.train_on == "all" else len(prompt_ids)
         return Demonstration(token_ids=np.array(token_ids, np.int64), mask=np.arange(len(token_ids)) >= first)
 
     def _limited(self, example: Demonstration) -> Demonstration | None:
         """Return an example within the length limit, or None if it is left out."""
         length, limit = len(example.token_ids), self._max_tokens
         self._longest = max(self._longest, length)
-        if length > limit and self._sft.overlong == "error":
+        if length > limit and self._options.overlong == "error":
             raise BadRow(
                 f"the example has {length} tokens, more than the limit of {limit}",
-                "shorten it, raise sft.max_example_tokens and trainer.row_tokens, or set sft.overlong to truncate or skip",
+                f"shorten it, raise {self._section}.max_example_tokens and trainer.row_tokens, or set {self._section}.overlong "
+                "to truncate or skip",
             )
-        if length > limit and self._sft.overlong == "skip":
+        if length > limit and self._options.overlong == "skip":
             self._left_out[_TOO_LONG] += 1
             return None
         kept = Demonstration(token_ids=example.token_ids[:limit], mask=example.mask[:limit])
@@ -335,24 +365,6 @@ class _Reader:
 def _question(messages: Sequence[Message]) -> str:
     """Return the text that assigns a conversation to a split: the first user message."""
     return str(next((message["content"] for message in messages if message["role"] == "user"), messages[0]["content"]))
-
-
-def _turns(value: Any, name: str, role: str, has_fillers: bool) -> list[Message]:
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return read_messages(value, has_fillers=has_fillers)
-    return [{"role": role, "content": _text(value, name)}]
-
-
-def _text(value: Any, name: str) -> str:
-    if is_missing(value):
-        needed = "every row must have prompt and completion, or messages (sft.columns names other columns)"
-        raise BadRow(f"{name} is missing", f"add it; {needed}")
-    text = scalar_text(value)
-    if text is None:
-        raise BadRow(f"{name} must be a string, got {inline(value)}", "put it in quotes")
-    if not text.strip():
-        raise BadRow(f"{name} is empty", "fill it in, or delete the row")
-    return text
 
 
 def chain_sum_demonstrations(
@@ -377,10 +389,11 @@ def chain_sum_demonstrations(
         yield [demonstrate(stream[start + i], bool(short)) for i, short in enumerate(is_short)]
 
 
-def mean_loss_data(batch: Sequence[Demonstration]) -> list[Datum]:
-    """Return the data of a batch, weighted so that the sum of the losses is their mean over all tokens trained on."""
-    weight = 1.0 / sum(demonstration.num_trained for demonstration in batch)
-    return [demonstration.datum(weight) for demonstration in batch]
+def mean_loss_data(batch: Sequence[Demonstration], weight: float = 1.0) -> list[Datum]:
+    """Return the data of a batch, weighted so that the sum of the losses is `weight` times their mean over all tokens trained
+    on."""
+    of_token = weight / sum(demonstration.num_trained for demonstration in batch)
+    return [demonstration.datum(of_token) for demonstration in batch]
 
 
 def answer_demonstration(tokenizer: Tokenizer, prompt: Prompt, short: bool) -> Demonstration:

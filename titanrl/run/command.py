@@ -97,9 +97,7 @@ def check(kind: type[Run], config: Config, resume: Path | None, source: Source, 
     if resume is not None:
         check_idle(resume)
     found = kind.check(config, resume=resume, source=source, accepts_changed_data=accepts_changed_data)
-    numbers = dict[str, str]()
-    if found.examples is not None and config.sft is not None:
-        numbers = found.examples.summary(config.sft.batch_size, config.num_steps)
+    numbers = {} if found.examples is None else found.examples.summary(config)
     if resume is None:
         check_new_run(config.run_dir)
         return "", found.selections, numbers

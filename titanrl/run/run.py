@@ -227,10 +227,10 @@ class Run:
             with_declared_traits(config, plugins)
         except BrokenRules as error:
             raise ConfigError(*(explain_rule(rule, source) for rule in error.broken)) from None
-        if config.sft is not None:
-            on_phase("read examples", str(config.sft.path))
+        if config.example_set is not None:
+            on_phase("read examples", str(config.example_set.path))
             found = replace(found, examples=(examples := read_examples(config, source)))
-            selections = examples.selections
+            selections = (*selections, *examples.selections)
         remarks = [] if resume is None else check_recorded(resume, selections, accepts_changes=accepts_changed_data)
         if resume is not None:
             repeated_changes(config, resume, source)
