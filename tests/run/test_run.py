@@ -240,7 +240,9 @@ def run_in(path: Path) -> GRPO:
     run.checkpoints, run.evaluations = Checkpoints(run), Evaluations(run)
     run.run_dir, run.hooks, run._ending = path, Hooks([]), asyncio.Event()
     run.steering = Steering.of_new(run)
-    run._session = run._closing = run._kept = None
+    run._session = run._closing = run._kept = run._running = None
+    run._is_idle = asyncio.Event()
+    run._is_idle.set()
     return run
 
 
@@ -309,7 +311,6 @@ def test_evaluation_with_failed_rewards_is_not_compared(
 
 def test_steps_and_evaluations_of_two_tasks_do_not_mix(tmp_path: Path) -> None:
     run = run_in(tmp_path / "run")
-    run._running = None
     with pytest.raises(TitanRLError, match=r"^run.step: the run has not started, or has been closed\. Use `async with run:`"):
         asyncio.run(run.step())
     run._session = cast(Any, SimpleNamespace())
@@ -331,6 +332,28 @@ def test_steps_and_evaluations_of_two_tasks_do_not_mix(tmp_path: Path) -> None:
         f"run.{verb}: run.step is in progress in another task. Await it first." for verb in ("evaluate", "step")
     ]
     assert asyncio.run(run.step()).step == 1, "a refused call leaves the run as it was"
+
+    async def train_step_beside() -> StepMetrics:
+        run.state = replace(run.state, step=run.state.step + 1, version=run.state.version + 1)
+        return StepMetrics(step=run.state.step, version=run.state.version, values={})
+
+    async def nothing(**_: object) -> None: ...
+
+    run._dump, run.save = cast(Any, SimpleNamespace(num_steps=None)), nothing  # type: ignore[assignment, method-assign]
+    run.evaluations = cast(Any, SimpleNamespace(run_due=nothing, close=nothing))
+    run.checkpoints = cast(Any, SimpleNamespace(finish=nothing, finish_if_done=nothing, settle=nothing))
+
+    async def evaluate_between_steps() -> int:
+        with run.alone("evaluate"):
+            training = asyncio.create_task(run.take_steps(1))
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert run.state.version == 0, "training waits for the evaluation"
+        await training
+        return run.state.version
+
+    run.train_step = train_step_beside  # type: ignore[method-assign]
+    assert asyncio.run(evaluate_between_steps()) == 1
     run._session = None
     asyncio.run(run.stop())
 

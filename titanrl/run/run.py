@@ -166,6 +166,8 @@ class Run:
             """Seconds of the current step by phase."""
             self._session: Session | None = None
             self._running: tuple[str, asyncio.Task[Any] | None] | None = None  # call in progress, and its task
+            self._is_idle = asyncio.Event()
+            self._is_idle.set()
             self._recorder: Recorder | None = None
             self._telemetry: Telemetry | None = None
             self._closing: asyncio.Task[None] | None = None
@@ -321,10 +323,13 @@ class Run:
         if running is not None and running[1] is not task:
             raise TitanRLError(f"run.{verb}: run.{running[0]} is in progress in another task. Await it first.")
         self._running = running or (verb, task)
+        self._is_idle.clear()
         try:
             yield
         finally:
             self._running = running
+            if running is None:
+                self._is_idle.set()
 
     async def train(self, num_steps: int | None = None) -> None:
         """Train until the policy reaches version `num_steps`, with evaluations and checkpoints.
@@ -346,6 +351,10 @@ class Run:
         while self.state.version < num_steps and not (self.ends_early or self.is_ending):
             if self.steering.is_pausing:
                 await self.steering.wait()
+                continue
+            if not self._is_idle.is_set():  # another task evaluates, within deadlines of its own
+                with span("wait for an evaluation", "wait"):
+                    await self.unless_ending(self._is_idle.wait())
                 continue
             await self.step()
             await self.evaluations.run_due(is_last=self._is_last(num_steps))
