@@ -141,6 +141,7 @@ class GRPO(Run):
             self.count_skipped(update, batch.records.rewards)
         await self._publications.publish(batch, plan.advantages_N, trained.updates)
         self.session.rollouts.buffer.prefetch()  # the next batch is sent while this one is reported, evaluated and saved
+        of_values.update(await self._heldout_loss())
         trained = replace(trained, batch_metrics={**trained.batch_metrics, **of_values})
         return self._report(batch, plan, trained, params, time.perf_counter() - started)
 
@@ -233,6 +234,16 @@ class GRPO(Run):
         output = await self.session.trainer.run_data(data, "cross_entropy", {}, backward=True)
         loss, num_placed = output.metrics["loss:sum"] / section.weight, sum(len(datum.model_input) for datum in data)
         return LossSums(sums={"loss": loss * num_tokens, "num_tokens": num_tokens, "num_placed": num_placed}, maxima={})
+
+    async def _heldout_loss(self) -> dict[str, float]:
+        """Return the loss on held-out examples after the optimizer steps, as a metric; nothing unless an evaluation is due."""
+        step, every_steps = self.state.step + 1, self.config.evaluation.every_steps
+        if self._examples is None or not (step == self.config.num_steps or (every_steps and step % every_steps == 0)):
+            return {}
+        with self.timer.phase("evaluate"):
+            forward = partial(self.session.trainer.run_data, loss_fn="cross_entropy", loss_fn_config={}, backward=False)
+            loss = await self._examples.heldout_loss(forward, self.config)
+        return {} if loss is None else {"examples/heldout_loss": loss}
 
     def _entropy_coef(self) -> float | None:
         """Return the coefficient of the entropy bonus in the next step; None if it is constant."""

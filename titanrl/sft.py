@@ -5,7 +5,6 @@ batch. The order of examples depends only on the seed, so a resumed run continue
 curve.
 """
 
-import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -68,13 +67,10 @@ class SFT(Run):
         Args:
             name: Only `"loss"` exists.
         """
-        heldout = self.examples.heldout[: self.config.evaluation.num_prompts]
-        if not heldout:
-            return None
-        data, size = mean_loss_data(heldout), self._sft.batch_size
         with self.alone("evaluate"), self.timer.phase("evaluate"):
-            passes = [self.training.forward(data[start : start + size], "cross_entropy") for start in range(0, len(data), size)]
-            loss = sum([output.metrics["loss:sum"] for output in await asyncio.gather(*passes)])
+            loss = await self.examples.heldout_loss(partial(self.training.forward, loss_fn="cross_entropy"), self.config)
+        if loss is None:
+            return None
         self.recorder.heldout_loss(StepMetrics(step=self.state.step, version=self.state.version, values={"loss/eval": loss}))
         return loss
 

@@ -64,7 +64,7 @@ def test_epochs_and_minibatches_take_several_optimizer_steps_and_resume_bit_for_
 ) -> None:
     places = (f"output_dir={tmp_path}", "warm_start=null", f"model.path={plain_run.run_dir}/checkpoints/final")
     passes = ("trainer.epochs=2", "trainer.minibatches_per_batch=2", "trainer.parallelism.dp_shard=2")
-    options = ("algorithm.proximal=interval_start", "algorithm.learning_rate=1e-3")
+    options = ("algorithm.proximal=interval_start", "algorithm.learning_rate=1e-3", "evaluation.every_steps=2")
     path = tmp_path / "examples.jsonl"
     # Texts unlike the task, so that the policy learns them without changing how it solves the task.
     path.write_text("".join(f'{{"prompt": "Name {number}:", "completion": "the name"}}\n' for number in range(40)))
@@ -100,6 +100,9 @@ def test_epochs_and_minibatches_take_several_optimizer_steps_and_resume_bit_for_
     assert found[-1]["examples/epoch"] == 128 / len(found_examples.training)
     losses_of_examples = [row["examples/loss"] for row in found]
     assert losses_of_examples[-1] < 0.5 * losses_of_examples[0], losses_of_examples
+    heldout = {row["step"]: row["examples/heldout_loss"] for row in found if "examples/heldout_loss" in row}
+    assert list(heldout) == [2, 4]
+    assert heldout[4] < heldout[2] < losses_of_examples[0]
 
     weights = exported(run.run_dir)
     shutil.rmtree(run.run_dir / "checkpoints/step-4")

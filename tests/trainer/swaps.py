@@ -31,7 +31,7 @@ def swap_and_restore(model_dir: Path, plan: Plan) -> bool:
     """Check that an old version computes its old log-probabilities, and that training continues as if never interrupted."""
     learner, batches = make(model_dir, plan)
     learner.check_snapshots(checks.ROW_TOKENS)
-    at_0 = scores(learner, batches)  # leaves parameters gathered
+    at_0 = scores(learner, batches)
     assert learner.keep_weights() == 0
     variants.train(learner)
     variants.train(learner)
@@ -112,13 +112,29 @@ def mismatched_snapshots(model_dir: Path, plan: Plan) -> bool:
 
 
 def gathered_parameter(model_dir: Path) -> bool:
-    """Check the error of a snapshot without resharding: after a forward pass the last norm is gathered."""
-    learner, batches = make(model_dir, {"dp_shard": 2})
-    learner.logprobs(batches[0])
+    """Check the error of a snapshot while parameters are gathered."""
+    learner, _ = make(model_dir, {"dp_shard": 2})
+    learner.model.module.norm.unshard()
     with pytest.raises(GatheredParameterError, match=r"norm\.weight is gathered, with shape \(64,\)"):
         changing_tensors(learner.model.module)
     learner.model.reshard()
     assert "norm.weight" in changing_tensors(learner.model.module)
+    return True
+
+
+def nothing_gathered(model_dir: Path, plan: Plan) -> bool:
+    """Check that every pass leaves all parameters sharded, so that the next one does not depend on when a push reshards."""
+    learner, batches = make(model_dir, plan)
+    rows = checks.plan_rows(checks.sequences()[0][:3], packed=False)
+    for run in (
+        lambda: learner.logprobs(batches[0]),
+        lambda: learner.run(batches[0], checks.everything, backward=False),
+        lambda: learner.run(batches[0], checks.everything),
+        lambda: learner.logits(batches[0], torch.tensor([1, 2])),
+        lambda: learner.measure_correction(batches[0], rows[:1]),
+    ):
+        run()
+        changing_tensors(learner.model.module)  # refuses gathered parameters
     return True
 
 

@@ -46,6 +46,12 @@ def test_error_names_gathered_parameter(world: Worlds, untied_model: Path) -> No
     assert all(world(2).run(swaps.gathered_parameter, untied_model))
 
 
+@pytest.mark.parametrize("layout", ["fsdp", "fsdp, never resharded"])
+def test_passes_leave_no_parameter_gathered(layout: str, world: Worlds, untied_model: Path) -> None:
+    size, plan = PLANS[layout]
+    assert all(world(size).run(swaps.nothing_gathered, untied_model, plan))
+
+
 def test_check_detects_torch_that_does_not_reshard(world: Worlds, tiny_model: Path) -> None:
     assert all(world(2).run(swaps.torch_without_reshard, tiny_model))
 

@@ -787,8 +787,9 @@ class ExampleSet(Section):
 
 class ExamplesConfig(ExampleSet):
     """Examples that each optimizer step of `titanrl train` also trains on (docs/howto/sft.md). The objective is that of the
-    rollouts plus `weight` times the cross-entropy, averaged over the trained tokens of the step's examples. Held-out examples
-    are not trained on. The examples are rendered with the chat template and system prompt of `data`."""
+    rollouts plus `weight` times the cross-entropy, averaged over the trained tokens of the step's examples. The loss on
+    held-out examples is measured every `evaluation.every_steps` steps and at the end. The examples are rendered with the chat
+    template and system prompt of `data`."""
 
     weight: Annotated[PositiveFloat, LIVE] = 1.0
     """Weight of the mean cross-entropy of the examples in the objective."""

@@ -6,7 +6,7 @@ the start of the next.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from titanrl.base.choices import TrainOn
-from titanrl.carriers.datums import Datum
+from titanrl.carriers.datums import Datum, ForwardBackwardOutput
 from titanrl.carriers.types import BoolArray, IntArray, Prompt
 from titanrl.config.errors import BrokenRule, BrokenRules, inline
 from titanrl.config.schema import Config
@@ -165,6 +165,25 @@ class Examples:
         """Return the data of optimizer step `update`, counted from 0, and their number of tokens to train on."""
         batch = self.batch(update * options.batch_size, options.batch_size, seed)
         return mean_loss_data(batch, options.weight), sum(example.num_trained for example in batch)
+
+    async def heldout_loss(
+        self, forward: Callable[[list[Datum]], Awaitable[ForwardBackwardOutput]], config: Config
+    ) -> float | None:
+        """Return the cross-entropy of held-out examples, in nats; None without any.
+
+        It is the mean over the trained tokens of the first `evaluation.num_prompts` of them.
+
+        Args:
+            forward: Computes the loss `cross_entropy` of data.
+            config: Configuration with examples.
+        """
+        assert config.example_set is not None
+        heldout = self.heldout[: config.evaluation.num_prompts]
+        if not heldout:
+            return None
+        data, size = mean_loss_data(heldout), config.example_set.batch_size
+        outputs = [await forward(data[start : start + size]) for start in range(0, len(data), size)]
+        return sum(output.metrics["loss:sum"] for output in outputs)
 
     def summary(self, config: Config) -> dict[str, str]:
         """Return the lines that a dry run prints, by label."""

@@ -77,7 +77,16 @@ PANELS = (
     Panel("Held-out score", "reward", {r"eval/(.+)/mean": r"\1"}),
     Panel("Mean reward", "reward", {"reward/mean": "reward"}),
     Panel("Parts of the reward", "reward", {r"reward/(?!mean|error_frac|num_)(.+)": r"\1"}, {"several": True}),
-    Panel("Loss", "nats per token", {"loss/train": "training", "loss/eval": "held-out", "examples/loss": "examples"}),
+    Panel(
+        "Loss",
+        "nats per token",
+        {
+            "loss/train": "training",
+            "loss/eval": "held-out",
+            "examples/loss": "examples",
+            "examples/heldout_loss": "held-out examples",
+        },
+    ),
     Panel("KL divergence from the teacher", "nats per token", {"policy/kl_teacher": "divergence"}),
     Panel(
         "Completions without a reward",
@@ -110,7 +119,7 @@ _UNITS = (
     (r"(eval/.+|reward)/mean|(task|replay)/?.*reward_mean|reward/(?!num_|error_)[^/]+(/[^/]+)?|task/.+/reward/.+", "reward"),
     (r"reward/num_(errors|completions)", "rollouts"),
     (r".*(_len_mean|_len_max|_tokens|support_size_mean)|tokens/(trained|examples)|examples/tokens", "tokens"),
-    (r"(mismatch/(?!chi2)|policy/(entropy|kl)|loss/(train|eval)|examples/loss).*", "nats"),
+    (r"(mismatch/(?!chi2)|policy/(entropy|kl)|loss/(train|eval)|examples/(heldout_)?loss).*", "nats"),
     (r"perf/.*_per_s", "tokens/s"),
     (r"sync/gb_per_s", "GB/s"),
     (r".*bytes", "bytes"),

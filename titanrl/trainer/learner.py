@@ -151,7 +151,7 @@ class Learner:
         The results are in the order of `plan`, the sequences of each row.
         """
         rows = rows.to(self.model.device)
-        with torch.no_grad(), self.model.computing():
+        with self._forward_only():
             logprobs_BL, entropy_BL, *_ = self._score(rows)
             inputs = _inputs(rows, logprobs_BL.flatten(), entropy_BL.flatten())
             weight, num_weights, before_N, after_N = measure_correction(inputs, self._algorithm)
@@ -172,7 +172,7 @@ class Learner:
         if backward:
             self._require_live_weights("forward_backward")
         rows = rows.to(self.model.device)
-        with torch.set_grad_enabled(backward), self.model.computing():
+        with self.model.computing() if backward else self._forward_only():
             scores = self._score(rows)
             loss, metrics = objective(rows, *(values_BL.flatten() for values_BL in scores))
             if backward:
@@ -184,7 +184,7 @@ class Learner:
 
     def logprobs(self, rows: PackedRows) -> Tensor:
         """Compute the log-probability of each position's target under the weights in use, `[B, L]`, without gradient."""
-        with torch.no_grad(), self.model.computing():
+        with self._forward_only():
             return self._score(rows.to(self.model.device))[0]
 
     def logits(self, rows: PackedRows, tokens_M: Tensor) -> Tensor:
@@ -195,7 +195,7 @@ class Learner:
         assert isinstance(self._head, ScoringHead), "a critic has no logits"
         rows = rows.to(self.model.device)
         selecting = self._head.selecting(tokens_M.to(self.model.device), self._context)
-        with torch.no_grad(), self.model.computing(), selecting:
+        with self._forward_only(), selecting:
             logits_MV: Tensor = self._forward(rows, self._part(rows))
         return logits_MV
 
@@ -395,6 +395,18 @@ class Learner:
         self._require_live_weights(what)
         if self.num_ahead:
             raise PhaseError(f"{what}: the weights are between two versions; more optimizer steps on this batch must follow")
+
+    @contextmanager
+    def _forward_only(self) -> Iterator[None]:
+        """Return the context for passes without gradient, which leave all parameters sharded, as passes with gradient do.
+
+        FSDP2 would leave some gathered, and the next pass would not gather them again. A push, which reshards them, may run
+        before this pass on one rank and after it on another: then only some ranks would gather in the next pass, which would
+        fail.
+        """
+        with torch.no_grad(), self.model.computing():
+            yield
+        self.model.reshard()
 
     def _score(self, rows: PackedRows) -> tuple[Tensor, ...]:
         """Compute the log-probability of each target, the entropy of each prediction, and with a teacher the divergence from
