@@ -11,7 +11,7 @@ import pytest
 from tests.size import PACKAGE, figures
 
 CEILINGS = {
-    "lines": 70_300,
+    "lines": 70_600,
     "modules": 258,
     "small modules": 6,
     "modules with a shared name": 6,
