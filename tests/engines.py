@@ -52,11 +52,11 @@ class Engines:
 
 def serve(pipe: Connection) -> None:
     """Import vLLM with a generator's variables, then fork for each request."""
-    from titanrl.launch.roles import import_modules
+    from titanrl.launch.roles import import_engine
 
     os.environ |= generator_environment(load_config("configs/quickstart.yaml"), DEVICES["cpu"], 0)
     gc.disable()
-    import_modules(MODULES, DEVICES["cpu"])
+    import_engine(MODULES, DEVICES["cpu"])
     gc.freeze()  # forks do not visit what they share
     gc.enable()
     while True:

@@ -1,7 +1,9 @@
 """Checks of vLLM's private API that `titanrl.generator.compat` uses."""
 
+import inspect
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,11 +14,16 @@ from vllm.config.load import LoadConfig
 from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+from vllm.platforms import current_platform
+from vllm.platforms.cpu import CpuPlatform
+from vllm.triton_utils import dispatcher
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.executor import uniproc_executor
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+from vllm.v1.worker.block_table import ComputeSlotMappingKernel
+from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 import titanrl.generator.engine
 from titanrl.generator.compat import (
@@ -26,6 +33,7 @@ from titanrl.generator.compat import (
     no_queue,
     prepare_ranks,
     prepare_vllm,
+    replace_kernels,
     temporary_rendezvous,
 )
 from titanrl.generator.engine import Engine
@@ -45,6 +53,20 @@ def test_patches_replace_vllm_functions() -> None:
     prepare_vllm()
     assert linear_layers.dispatch_cpu_unquantized_gemm is keep_weight
     assert config_utils.PretrainedConfig.__module__.startswith("transformers")
+
+
+def test_kernels_are_replaced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker calls the function of the platform, which would search all modules again."""
+    assert "current_platform.register_triton_kernel_overrides()" in inspect.getsource(WorkerWrapperBase.init_worker)
+    monkeypatch.setattr(CpuPlatform, "register_triton_kernel_overrides", CpuPlatform.register_triton_kernel_overrides)
+    register = Mock(wraps=dispatcher.register_kernels)
+    monkeypatch.setattr(dispatcher, "register_kernels", register)
+    replace_kernels.cache_clear()
+    for _ in range(2):
+        replace_kernels()
+        current_platform.register_triton_kernel_overrides()
+    assert register.call_count == 1
+    assert isinstance(ComputeSlotMappingKernel.kernel, dispatcher.KernelOverride)
 
 
 def test_dummy_weights_are_zeros_and_draw_no_random_numbers() -> None:

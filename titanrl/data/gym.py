@@ -33,6 +33,9 @@ def import_task(task: str) -> None:
     Raises:
         ModuleNotFoundError: reasoning-gym is not installed.
     """
+    factory = sys.modules.get(f"{PACKAGE}.factory")
+    if factory is not None and task in factory.DATASETS:
+        return
     if PACKAGE not in sys.modules and (spec := importlib.util.find_spec(PACKAGE)) is not None:
         sys.modules[PACKAGE] = importlib.util.module_from_spec(spec)
         sys.modules[PACKAGE].__class__ = _Partial
@@ -62,7 +65,8 @@ def subpackage_of(package: ModuleType, task: str) -> str | None:
     """Return the name of the subpackage that defines a task, from the text of its files; None if there is none."""
     pattern = re.compile(rf'^DATASET_NAME = "{re.escape(task)}"$', re.MULTILINE)
     root = Path(package.__path__[0])
-    file = next((file for file in sorted(root.glob("*/**/*.py")) if pattern.search(file.read_text(encoding="utf-8"))), None)
+    files = sorted(root.glob("*/**/*.py"), key=lambda file: (file.stem != task, file))  # most have the name of their task
+    file = next((file for file in files if pattern.search(file.read_text(encoding="utf-8"))), None)
     return None if file is None else f"{PACKAGE}.{file.relative_to(root).parts[0]}"
 
 

@@ -7,6 +7,7 @@ Shapes: N requests of a step, V vocabulary entries, K columns of words. In `Expe
 K experts of a token.
 """
 
+import functools
 import os
 import tempfile
 import time
@@ -37,6 +38,7 @@ from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+from vllm.platforms import current_platform
 from vllm.v1.engine import EngineCoreOutput as EngineCoreOutput
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.executor import uniproc_executor
@@ -63,6 +65,17 @@ def prepare_vllm() -> None:
     linear_layers.dispatch_cpu_unquantized_gemm = keep_weight
     assert callable(BaseModelLoader.load_model), "vLLM moved the loading of dummy weights"
     DummyModelLoader.load_model = load_zeros  # type: ignore[method-assign]
+
+
+@functools.cache
+def replace_kernels() -> None:
+    """Let vLLM replace its Triton kernels for a CPU in this process, and in no fork of it again.
+
+    vLLM does this for every worker, and searches all modules for the kernels, which takes a fifth of an engine's start.
+    """
+    platform: Any = type(current_platform)
+    platform.register_triton_kernel_overrides()
+    platform.register_triton_kernel_overrides = staticmethod(lambda: None)
 
 
 def load_zeros(loader: DummyModelLoader, *args: Any, **kwargs: Any) -> nn.Module:

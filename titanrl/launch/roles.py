@@ -67,11 +67,21 @@ def needed(config: Config, device: Device, roles: Roles) -> dict[str, tuple[dict
     if roles.generators:
         modules = ["titanrl.generator.compat", "titanrl.generator.engine"]
         if device.kind == "cpu":  # both implementations, so that the runs of a machine can share the template
-            modules += ["vllm.v1.worker.cpu_worker", "titanrl.generator.native", "titanrl.generator.titan"]
+            modules += ["vllm.v1.worker.cpu_worker", "vllm.model_executor.layers.quantization.online.base"]
+            modules += ["titanrl.generator.native", "titanrl.generator.titan"]
         else:
             modules.append(f"titanrl.generator.{config.generator.model_impl}")
-        templates["generator"] = (generator_environment(config, device, 0), partial(import_modules, modules, device))
+        templates["generator"] = (generator_environment(config, device, 0), partial(import_engine, modules, device))
     return templates
+
+
+def import_engine(modules: Sequence[str], device: Device) -> None:
+    """Import the modules of a generator, and on a CPU let vLLM replace its kernels."""
+    import_modules(modules, device)
+    if device.kind == "cpu":
+        from titanrl.generator.compat import replace_kernels
+
+        replace_kernels()
 
 
 def import_modules(modules: Sequence[str], device: Device | None = None, tasks: Sequence[str] = ()) -> None:
