@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.ports import free_port
-from titanrl.hosts.report import MISSING, digest_of, memory_limit
+from titanrl.hosts.holder import MISSING, digest_of, memory_limit
 
 REPO = Path(__file__).parents[1]
 

@@ -7,14 +7,16 @@ import socket
 import sys
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from monarch.actor import enable_transport
 
 from titanrl.config import load_config
-from titanrl.config.sizes import derive
+from titanrl.config.sizes import derive, host_counts
 from titanrl.hosts.checkup import examine
 from titanrl.hosts.kubernetes import KubernetesError, KubernetesHosts
+from titanrl.hosts.leases import Order
 from titanrl.launch.fleet import local_host, match_timeouts_to_leases, start_hosts
 from titanrl.models.directory import model_shape
 from titanrl.processes.actors import Actor, endpoint
@@ -38,8 +40,7 @@ async def main(overrides: list[str]) -> None:
         else:
             print(f"checkup: {json.dumps(asdict(checkup))}")
         return
-    counts = {"trainers": 2, "generators": 1}
-    hosts = KubernetesHosts(config, "cpu", counts, print)
+    hosts, counts = KubernetesHosts(Order(config, "cpu", Path(), print)), host_counts(config)
     lost: asyncio.Queue[str] = asyncio.Queue()
     hosts.on_lost = lambda name, cause: lost.put_nowait(cause)
     try:

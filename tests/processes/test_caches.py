@@ -14,7 +14,7 @@ import pytest
 from tests.foreign import ROOT_ONLY, USER, nobody_does, shared_folder
 from titanrl.base.ownership import ALLOW, flaw
 from titanrl.config.errors import ConfigError
-from titanrl.processes.caches import CACHES, INDUCTOR, folder_of, secure
+from titanrl.processes.variables import CACHES, INDUCTOR, cache_folder, secure_caches
 
 DEFAULTS = [name for name, default in CACHES.items() if default]
 OTHERS = ("HF_HOME", "TRITON_HOME", ALLOW, "PYTHONSAFEPATH")
@@ -34,7 +34,7 @@ def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:  
 def test_safe_caches_keep_their_usual_folders(shared: Path, tmp_path: Path) -> None:
     os.environ |= {"HOME": str(tmp_path), "TORCH_HOME": str(tmp_path / "mine")}
     before = dict(os.environ)
-    secure()
+    secure_caches()
     assert os.environ.pop(INDUCTOR).startswith(f"{shared}/torchinductor_")
     assert os.environ == before
     assert [path.stat().st_mode & 0o777 for path in shared.iterdir()] == [0o700]
@@ -49,22 +49,22 @@ def test_cache_set_to_a_folder_of_another_user_is_refused(name: str, shared: Pat
     os.environ[name] = str(shared / "evil" / "deeper")
     expected = rf'^{name}="{shared}/evil/deeper": only you .* belongs to the user {USER}\). Unset {name}'
     with pytest.raises(ConfigError, match=expected):
-        secure()
+        secure_caches()
     os.environ[ALLOW] = "1"
-    secure()
+    secure_caches()
 
 
 @ROOT_ONLY
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_default_cache_taken_by_another_user_is_replaced(name: str, shared: Path, caplog: pytest.LogCaptureFixture) -> None:
-    usual = folder_of(name)
+    usual = cache_folder(name)
     assert usual is not None
     assert usual.is_relative_to(shared)
     nobody_does(lambda: usual.mkdir(parents=True))
     assert USER in flaw(usual)
     with caplog.at_level(logging.WARNING):
-        secure()
-    used = folder_of(name)
+        secure_caches()
+    used = cache_folder(name)
     assert used is not None
     assert used != usual
     assert flaw(used) == ""
@@ -75,7 +75,7 @@ def test_default_cache_taken_by_another_user_is_replaced(name: str, shared: Path
 def test_temporary_folder_in_which_others_can_replace_files_is_refused(shared: Path) -> None:
     shared.chmod(0o777)
     with pytest.raises(ConfigError, match=r"^TMPDIR=.*must not be able to replace files.*can be written by every user"):
-        secure()
+        secure_caches()
 
 
 def test_modules_are_not_imported_from_a_working_directory_of_others(
@@ -83,10 +83,10 @@ def test_modules_are_not_imported_from_a_working_directory_of_others(
 ) -> None:
     monkeypatch.setattr(sys, "path", ["/usr/lib"])
     monkeypatch.chdir(tmp_path)
-    secure()
+    secure_caches()
     assert "PYTHONSAFEPATH" not in os.environ
     monkeypatch.chdir(shared)
-    secure()
+    secure_caches()
     (shared / "pickle.py").write_text("print('imported')")
     assert subprocess.run([sys.executable, "-c", "import pickle"], capture_output=True, text=True, check=True).stdout == ""
 
@@ -108,4 +108,4 @@ def test_defaults_are_those_of_the_libraries(shared: Path) -> None:
         "VLLM_CACHE_ROOT": vllm.envs.VLLM_CACHE_ROOT,
         "VLLM_CONFIG_ROOT": vllm.envs.VLLM_CONFIG_ROOT,
     }
-    assert found == {name: str(folder_of(name)) for name in found}
+    assert found == {name: str(cache_folder(name)) for name in found}

@@ -8,8 +8,8 @@ import pytest
 
 from titanrl.config import Config
 from titanrl.config.sections import HostsConfig
-from titanrl.hosts.machine_rules import broken_by_cores
 from titanrl.processes.machine import Cores, bind, chosen_cores, numa_nodes, numbers
+from titanrl.processes.variables import broken_by_cores
 
 NODES = [{0, 1, 2, 3}, {4, 5, 6, 7}]
 

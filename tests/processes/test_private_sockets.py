@@ -26,9 +26,9 @@ from titanrl.generator.lockstep import _of_own_user
 from titanrl.launch.fleet import Fleet
 from titanrl.launch.supervision import Supervisor
 from titanrl.processes.bootstrap import Order
-from titanrl.processes.caches import broken_by_templates
 from titanrl.processes.machine import HOST_FOLDER
 from titanrl.processes.templates import SHARED, Template, digest_of_imports, shared_template
+from titanrl.processes.variables import broken_by_templates
 from titanrl.replay import ReplayClosedError
 from titanrl.replay.wire import Link, Server
 from titanrl.weights.fanout import HostTransport

@@ -42,11 +42,10 @@ from titanrl.data import examples
 from titanrl.data.selection import FLAG, Selection
 from titanrl.data.tokenizer import load_tokenizer
 from titanrl.hosts.kinds import broken_by_hosts
-from titanrl.hosts.machine_rules import broken_by_cores
 from titanrl.models.directory import ModelDirectory, model_shape, open_model, read_model, recipe_model
 from titanrl.models.family import PACKED_MULTIPLE, vllm_problems
 from titanrl.models.peft import broken_by_adapter
-from titanrl.processes import caches
+from titanrl.processes.variables import broken_by_cores, broken_by_templates, secure_caches
 
 OTEL = ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http")
 """Packages of `logging.otlp_endpoint`."""
@@ -98,7 +97,7 @@ def preflight(
     Raises:
         ConfigError: The run cannot start. The error lists all reasons.
     """
-    caches.secure()  # before packages are imported, also by the children
+    secure_caches()  # before packages are imported, also by the children
     plugins = plugins_of(config, {}) if plugins is None else plugins
     has_tokenizer = config.model.path is None or not any(_broken_by_model(config, sampling=sampling))
     children = start_checks(config, plugins, with_data=rollouts, has_tokenizer=has_tokenizer)
@@ -130,7 +129,7 @@ def broken_rules(
             yield from _broken_by_teacher(config, key, teacher.path)
         elif teacher.url is not None:
             yield from _broken_by_endpoint(config, key, teacher)
-    yield from caches.broken_by_templates()
+    yield from broken_by_templates()
     if sampling:
         yield from _broken_by_engine_args(config)
     yield from broken_by_packages(config, device_kind(config.device), training=training, sampling=sampling)

@@ -13,9 +13,9 @@ from titanrl.config import Config, load_config
 from titanrl.config.device import resolve_device
 from titanrl.config.errors import refusing
 from titanrl.launch.roles import Roles, needed
-from titanrl.processes import caches
 from titanrl.processes.templates import BASE, SHARED, Template, digest_of_imports
 from titanrl.processes.temporary import private_folder
+from titanrl.processes.variables import secure_caches
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titanrl.commands.warm") -> None:
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titanrl.co
     arguments = parser.parse_args(argv)
     with refusing():
         config = load_config(arguments.config, arguments.overrides)
-        caches.secure()
+        secure_caches()
     sys.exit(asyncio.run(serve(config)))
 
 

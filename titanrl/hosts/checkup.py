@@ -36,11 +36,20 @@ from titanrl.config.sizes import (
     store_place,
     worker_place,
 )
-from titanrl.hosts.holder import CONNECT, CONTROLLER, MODULE, TOKEN
-from titanrl.hosts.kinds import KINDS, Order
+from titanrl.hosts.holder import (
+    CHOSEN,
+    CONNECT,
+    CONTROLLER,
+    MISSING,
+    MODULE,
+    TOKEN,
+    HostReport,
+    ReportRequest,
+    connect,
+)
+from titanrl.hosts.kinds import KINDS
 from titanrl.hosts.launcher import World, own_address, publish
-from titanrl.hosts.leases import FAILED, READY, Controller, Host, Leases, Say
-from titanrl.hosts.report import CHOSEN, MISSING, HostReport, ReportRequest, connect
+from titanrl.hosts.leases import FAILED, READY, Controller, Host, Leases, Order, Say
 
 REPLY_S = 60.0
 """Limit for a probe's reply, in seconds. Listing a large model's files on a slow disk takes longest."""
@@ -130,12 +139,7 @@ class Probes:
         return [host for _, host in sorted(self.leases.hosts.items())]
 
     async def query(self, rank: int, request: str, **fields: Any) -> Any:
-        """Send a request to a host's probe; return its reply.
-
-        Raises:
-            CheckupError: The probe exited or did not reply.
-            ConfigError: The host's configuration is invalid.
-        """
+        """Send a request to a host's probe; return its reply."""
         reply = self._replies[rank] = asyncio.get_running_loop().create_future()
         if rank in self._problems:
             raise ConfigError(self._problems[rank])

@@ -26,8 +26,7 @@ from titanrl.config.schema import Config
 from titanrl.config.sections import KubernetesConfig
 from titanrl.config.sizes import host_counts
 from titanrl.hosts.holder import BUSY, LISTEN, MODULE, POD_IP, SERVING, TOKEN, tcp
-from titanrl.hosts.leases import START, AcquiredHosts, Host, Leases, Say
-from titanrl.hosts.machine_rules import broken_by_name, broken_by_remote_hosts
+from titanrl.hosts.leases import START, AcquiredHosts, Host, Leases, Order, broken_by_name, broken_by_remote_hosts
 
 if TYPE_CHECKING:
     from kubernetes.aio.client import ApiClient, ApiException
@@ -109,16 +108,9 @@ def object_name(run: str) -> str:
 def mesh(
     config: Config, device: DeviceKind, role: str, name: str, token: str, *, namespace: str, owner: Json | None = None
 ) -> Json:
-    """Return the MonarchMesh of a role.
+    """Return the MonarchMesh of a role, `trainers` or `generators`.
 
-    Args:
-        config: configuration of the run.
-        device: kind of the pods' devices.
-        role: `trainers` or `generators`.
-        name: name of the resource.
-        token: secret of the pods' leases.
-        namespace: namespace of the resource.
-        owner: entry of `ownerReferences`; Kubernetes deletes the resource with this object.
+    `token` is the secret of the pods' leases. Kubernetes deletes the resource with its `owner`, an entry of `ownerReferences`.
     """
     kubernetes = config.hosts.kubernetes
     metadata: Json = {"name": name, "namespace": namespace, "labels": _labels(config, role)}
@@ -147,14 +139,9 @@ def token_of(resource: Mapping[str, Any]) -> str:
 
 
 def controller(config: Config, text: str, namespace: str, resume: str | None = None, *, examines: bool = False) -> list[Json]:
-    """Return the objects of the controller: its Job, configuration, service account and permissions.
+    """Return the objects of the controller: its Job, configuration (`text` as YAML), service account and permissions.
 
-    Args:
-        config: configuration of the run.
-        text: the same configuration as YAML.
-        namespace: namespace of the objects.
-        resume: run directory to resume, as a path in the pods; None starts a new run.
-        examines: whether the Job runs `titanrl doctor` on the run's hosts instead of the run.
+    `resume` is the run directory to resume, as a path in the pods. With `examines`, the Job runs `titanrl doctor` on the hosts.
     """
     kubernetes, name = config.hosts.kubernetes, object_name(f"{config.name}-doctor" if examines else config.name)
     account = kubernetes.service_account or name
@@ -303,7 +290,7 @@ def broken_by_kubernetes(config: Config) -> Iterator[BrokenRule]:
     if config.hosts.kind != "kubernetes":
         return
     yield from broken_by_pods(config)
-    if missing_package():
+    if find_spec("kubernetes") is None:
         rule = "kubernetes needs the package kubernetes, which is not installed"
         yield BrokenRule({"hosts.kind": "kubernetes"}, rule, "pip install kubernetes")
     fix = "correct /etc/hosts, or start the controller in a pod of the cluster, with titanrl manifest"
@@ -388,12 +375,7 @@ def progress(mesh: str, replicas: int, states: Mapping[int, PodState]) -> str:
 
 
 def end_of(pod: Object | None, uid: str) -> str:
-    """Return the reason why a pod ended; empty if Kubernetes does not know it.
-
-    Args:
-        pod: the pod that currently has the name; None if there is none.
-        uid: unique id of the pod that ended.
-    """
+    """Return why the pod with a unique id ended, given the pod that now has its name; empty if Kubernetes does not know it."""
     if pod is None or pod["metadata"].get("uid", "") != uid:
         return "the pod was deleted"
     status = pod.get("status", {})
@@ -438,29 +420,9 @@ def _is_going(pod: Object) -> bool:
 class KubernetesHosts(AcquiredHosts):
     """Pods of MonarchMesh resources. Existing resources with the names of `titanrl manifest` are used; others are created."""
 
-    def __init__(
-        self,
-        config: Config,
-        device: DeviceKind,
-        meshes: dict[str, int],
-        say: Say,
-        leases: Leases | None = None,
-        *,
-        keep: bool | None = None,
-    ) -> None:
-        """Request nothing yet.
-
-        Args:
-            config: configuration of the run.
-            device: kind of the pods' devices.
-            meshes: number of hosts by mesh name.
-            say: called with a message for the user about what startup is waiting for.
-            leases: by default, leases that report lost pods to the run.
-            keep: whether to keep existing resources when the run ends; None uses `hosts.kubernetes.keep`.
-        """
-        super().__init__(sum(meshes.values()), leases)
-        self._config, self._device, self._meshes, self._say = config, device, meshes, say
-        self._keeps = config.hosts.kubernetes.keep if keep is None else keep
+    def __init__(self, order: Order) -> None:
+        super().__init__(order)
+        self._keeps = order.config.hosts.kubernetes.keep or order.leases is not None  # existing resources, when the run ends
         self._api: Api
         self._releasing = contextlib.AsyncExitStack()
         self._names: dict[str, str] = {}  # resource names, by mesh
@@ -471,11 +433,7 @@ class KubernetesHosts(AcquiredHosts):
         self._said = ""  # last message about what startup is waiting for
 
     async def start(self, identities: Sequence[str]) -> list[str]:
-        """Create or find the pods, and start Monarch's hosts in them. See `Provider`.
-
-        Raises:
-            KubernetesError: The cluster refused a request, or the pods did not start.
-        """
+        """Create or find the pods, and start Monarch's hosts in them; see `Provider`."""
         await self.acquire()
         port, pods = self._config.hosts.kubernetes.port, [state for _, state in self._pods]
         addresses = [f"{identity}@{tcp(pod.ip, port)}" for identity, pod in zip(identities, pods, strict=True)]
@@ -486,11 +444,7 @@ class KubernetesHosts(AcquiredHosts):
         return addresses
 
     async def acquire(self) -> None:
-        """Create or find the pods, and acquire their leases. The caller must call `kill`, even if this fails.
-
-        Raises:
-            KubernetesError: The cluster refused a request, or the pods did not start.
-        """
+        """Create or find the pods, and acquire their leases; see `AcquiredHosts`."""
         kubernetes = self._config.hosts.kubernetes
         self._api = await Api.open(kubernetes.namespace, kubernetes.context)
         self._releasing.push_async_callback(self._api.close)
@@ -635,12 +589,7 @@ class KubernetesHosts(AcquiredHosts):
 
 
 async def hold_pod(leases: Leases, rank: int, pod: PodState, port: int, greeting: str) -> None:
-    """Acquire the lease of a pod, the host `rank`. The greeting has the pod's secret, and the name of this controller.
-
-    Raises:
-        PodBusyError: The pod serves another run.
-        KubernetesError: The pod cannot be reached, or refused the connection.
-    """
+    """Acquire the lease of a pod, the host `rank`. The greeting has the pod's secret, and the name of this controller."""
     try:
         reply, reader, writer = await leases.reach(pod.ip, port, greeting)
     except (OSError, TimeoutError, ValueError) as error:
@@ -661,15 +610,6 @@ async def hold_pod(leases: Leases, rank: int, pod: PodState, port: int, greeting
 # Requests to the API
 
 
-def missing_package() -> str:
-    """Return an error message if the `kubernetes` package is missing; empty if it is installed."""
-    if find_spec("kubernetes") is not None:
-        return ""
-    return (
-        "hosts.kind: kubernetes needs the package kubernetes, which is not installed (got kubernetes). pip install kubernetes"
-    )
-
-
 def in_cluster() -> bool:
     """Return True if this process runs in a pod."""
     return "KUBERNETES_SERVICE_HOST" in os.environ and SERVICE_ACCOUNT.exists()
@@ -688,17 +628,15 @@ class Api:
 
     @classmethod
     async def open(cls, namespace: str | None, context: str | None) -> Self:
-        """Read the credentials of the pod, or from the kubeconfig file; open no connection yet.
+        """Read the credentials of the pod, or of a context in the kubeconfig file; open no connection yet.
 
-        Args:
-            namespace: namespace of the run; None uses the namespace of the pod or of the context.
-            context: context in the kubeconfig file; None uses the current one.
-
-        Raises:
-            KubernetesError: There are no credentials.
+        Without a namespace, use that of the pod or of the context.
         """
-        if problem := missing_package():
-            raise KubernetesError(problem)
+        if find_spec("kubernetes") is None:
+            raise KubernetesError(
+                "hosts.kind: kubernetes needs the package kubernetes, which is not installed (got kubernetes). "
+                "pip install kubernetes"
+            )
         from kubernetes.aio import client, config
 
         configuration = client.Configuration(retries=RETRIES)

@@ -28,8 +28,20 @@ from titanrl.config.schema import Config
 from titanrl.config.sizes import host_counts
 from titanrl.config.source import Source
 from titanrl.hosts.holder import CONNECT, CONTROLLER, MODULE, TOKEN, serve
-from titanrl.hosts.leases import END, FAILED, START, STOP, UP, Controller, Host, LeasedHosts, Leases, Say
-from titanrl.hosts.machine_rules import addresses_of, broken_by_trust
+from titanrl.hosts.leases import (
+    END,
+    FAILED,
+    START,
+    STOP,
+    UP,
+    Controller,
+    Host,
+    LeasedHosts,
+    Leases,
+    Say,
+    addresses_of,
+    broken_by_trust,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -79,11 +91,7 @@ class World:
 
 
 def world_of(environment: Mapping[str, str]) -> World | None:
-    """Return the processes described by a launcher's environment variables; None if no launcher started this process.
-
-    Raises:
-        BrokenRules: The variables are incomplete or wrong.
-    """
+    """Return the processes described by a launcher's environment variables; None if no launcher started this process."""
     for names in _COUNTS:
         rank, size, local_size = (environment.get(name) for name in names)
         if rank is not None and (names[0] == "RANK" or size is not None):
@@ -209,11 +217,7 @@ class LauncherError(TitanRLError):
 
 
 def publish(world: World, controller: Controller, own_address: str, timeout_s: float) -> "TCPStore":
-    """Publish the address of rank 0; return the store, which must exist until all processes have connected.
-
-    Raises:
-        LauncherError: The port is in use, or the launcher's store does not respond.
-    """
+    """Publish the address of rank 0; return the store, which must exist until all processes have connected."""
 
     def open_and_set() -> "TCPStore":
         store = _store(world, timeout_s) if world.agent_has_store else _own_store(world, own_address)
@@ -224,11 +228,7 @@ def publish(world: World, controller: Controller, own_address: str, timeout_s: f
 
 
 def find(world: World, timeout_s: float) -> Controller:
-    """Wait until rank 0 has published its address; return it.
-
-    Raises:
-        LauncherError: Rank 0 did not publish it in time.
-    """
+    """Wait until rank 0 has published its address; return it."""
     address, token = _in_thread(lambda: _store(world, timeout_s).get(_key(world)).decode()).split()
     return Controller(address, token)
 
@@ -305,11 +305,7 @@ class Crew:
     """The crew of this process, used by its sessions."""
 
     def __init__(self, world: World, timeout_s: float) -> None:
-        """Listen for the other processes, and publish the address of this one. The launcher's store may take `timeout_s`.
-
-        Raises:
-            LauncherError: The address of rank 0 is unknown here, or the store fails.
-        """
+        """Listen for the other processes, and publish the address of this one. The launcher's store may take `timeout_s`."""
         self.world, self.code = world, 1
         address = own_address(world)
         if not address:
@@ -341,12 +337,7 @@ class Crew:
         self.end(self.code)
 
     def gather(self, timeout_s: float) -> None:
-        """Start the host of rank 0, and wait until every process has connected and is ready.
-
-        Raises:
-            ConfigError: A process reported a problem.
-            LauncherError: A process exited, or did not connect in time.
-        """
+        """Start the host of rank 0, and wait until every process has connected and is ready."""
         command = [sys.executable, "-m", MODULE, CONNECT, "0"]
         environment = os.environ | {CONTROLLER: self.controller.address, TOKEN: self.controller.token}
         self._own_host = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, start_new_session=True)
@@ -444,11 +435,7 @@ class LauncherHosts(LeasedHosts):
         self._changed = asyncio.Event()
 
     async def start(self, identities: Sequence[str]) -> list[str]:
-        """Start Monarch's hosts. See `Provider`.
-
-        Raises:
-            LauncherError: A host exited or did not start.
-        """
+        """Start Monarch's hosts. See `Provider`."""
         self._identities, count = identities, len(identities)
         if gone := [str(rank) for rank in range(count) if rank not in self.crew.connections]:
             raise LauncherError(f"hosts.kind: the hosts of rank {', '.join(gone)} exited (got launcher). Restart the launcher.")
@@ -503,11 +490,7 @@ class LauncherHosts(LeasedHosts):
 
 
 def run_launched(config: Config, source: Source, controller: Callable[[], int]) -> int:
-    """Run the controller on rank 0, and a host on every other rank; return the exit code.
-
-    Raises:
-        ConfigError: The launcher did not start the processes that the configuration needs, or a host is unusable.
-    """
+    """Run the controller on rank 0, and a host on every other rank; return the exit code."""
     try:
         world = world_of(os.environ)
     except BrokenRules as error:
@@ -540,12 +523,7 @@ def run_launched(config: Config, source: Source, controller: Callable[[], int]) 
 
 
 def tell_failure(source: Source | None, problem: str) -> None:
-    """Make the launcher's other processes, if there are any, exit with code 2.
-
-    Args:
-        source: the configuration; None if it could not be read.
-        problem: error in the configuration.
-    """
+    """Make the launcher's other processes, if there are any, exit with code 2. `source` is None if it could not be read."""
     try:
         world = world_of(os.environ)
         hosts = {"kind": "launcher"} if source is None else source.values.get("hosts")

@@ -10,22 +10,31 @@ exchange the same lines:
 | host | `ready`, or `failed` with a reason | first of these lines |
 | controller | `start identity[@address]` | start Monarch's host; the host replies `up identity@address` |
 | controller | `stop` | kill Monarch's host |
-| controller | a request of `titanrl doctor` as JSON | the reply is a line of JSON (`titanrl.hosts.report`) |
+| controller | a request of `titanrl doctor` as JSON | the reply is a line of JSON (`titanrl.hosts.holder`) |
 | controller | `end` with an exit code | stop serving |
 | host | `ending` | the scheduler terminates the host |
+
+All kinds of hosts on other machines share the leases, the classes on top of them, and some rules. This module must not import
+Monarch.
 """
 
 import asyncio
 import contextlib
 import hmac
+import ipaddress
 import logging
 import secrets
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from titanrl.base.choices import DeviceKind
 from titanrl.base.errors import TitanRLError
+from titanrl.config.errors import BrokenRule
+from titanrl.config.schema import Config
+from titanrl.config.sizes import host_counts
 
 logger = logging.getLogger(__name__)
 
@@ -87,11 +96,8 @@ class Leases:
     def __init__(self, num_hosts: int, on_lost: OnHost, on_ending: OnHost, on_line: OnLine = lambda host, line: None) -> None:
         """Listen on no socket yet.
 
-        Args:
-            num_hosts: number of hosts.
-            on_lost: called when a host exited or became unreachable.
-            on_ending: called when a host received a termination signal from its scheduler.
-            on_line: called with every other message.
+        `on_lost` is called when a host exited or became unreachable, `on_ending` when its scheduler terminates it, and
+        `on_line` with every other message.
         """
         self._num_hosts, self._on_lost, self._on_ending, self._on_line = num_hosts, on_lost, on_ending, on_line
         self.token = secrets.token_hex(16)
@@ -108,11 +114,7 @@ class Leases:
         self._is_closed = False
 
     async def open(self, name: str) -> str:
-        """Listen on the interface to which a host name of this machine resolves; return `name:port`, the address for the hosts.
-
-        Raises:
-            OSError: The name does not resolve to an interface of this machine.
-        """
+        """Listen on the interface to which a host name of this machine resolves; return `name:port`, the address for hosts."""
         family, _, _, _, address = (await asyncio.get_running_loop().getaddrinfo(name, None, type=socket.SOCK_STREAM))[0]
         listener = socket.create_server((str(address[0]), 0), family=family)
         await self.serve(listener)
@@ -132,10 +134,7 @@ class Leases:
     async def reach(self, address: str, port: int, greeting: str) -> tuple[str, asyncio.StreamReader, asyncio.StreamWriter]:
         """Connect to a host that waits for its controller; return the first line of its reply, and the connection to `take`.
 
-        Raises:
-            OSError: The host cannot be reached.
-            TimeoutError: It does not reply.
-            ValueError: Its line is too long.
+        Raise `OSError`, `TimeoutError` or, if the line is too long, `ValueError`.
         """
         async with asyncio.timeout(GREETING_S):
             reader, writer = await asyncio.open_connection(address, port)
@@ -273,8 +272,28 @@ class LeasedHosts(ABC):
     def _on_line(self, host: Host, line: bytes) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Order:
+    """The hosts that a run, or a check before it, requests from a scheduler."""
+
+    config: Config
+    device: DeviceKind
+    log_dir: Path
+    """Folder to which hosts may write their output."""
+    say: Say
+    """Called with what startup is waiting for."""
+    leases: Leases | None = None
+    """Leases of a check, which leaves existing resources as they are; None makes those of a run."""
+
+
 class AcquiredHosts(LeasedHosts):
     """Hosts that the controller requests from a scheduler."""
+
+    def __init__(self, order: Order) -> None:
+        """Request nothing yet."""
+        self._config, self._device, self._log_dir, self._say = order.config, order.device, order.log_dir, order.say
+        self._meshes = host_counts(order.config)  # number of hosts by mesh
+        super().__init__(sum(self._meshes.values()), order.leases)
 
     @abstractmethod
     async def acquire(self) -> None:
@@ -282,11 +301,7 @@ class AcquiredHosts(LeasedHosts):
 
 
 async def hold_lease(controller: Controller, host: Host) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connect a host to its controller, and send what it needs to grant a lease; it closes the connection if it refuses.
-
-    Raises:
-        OSError: The controller cannot be reached.
-    """
+    """Connect a host to its controller, and send what it needs to grant a lease; it closes the connection if it refuses."""
     name, _, port = controller.address.rpartition(":")
     async with asyncio.timeout(GREETING_S):
         reader, writer = await asyncio.open_connection(name, int(port))
@@ -294,3 +309,42 @@ async def hold_lease(controller: Controller, host: Host) -> tuple[asyncio.Stream
     writer.write(f"{controller.token} {host.rank} {host.node} {host.name}\n".encode())
     await writer.drain()
     return reader, writer
+
+
+# Rules about the machines of a run
+
+
+def broken_by_remote_hosts(config: Config, hosts: str) -> Iterator[BrokenRule]:
+    """Yield the rules for hosts on other machines that a configuration breaks; `hosts` names them in the messages."""
+    kind = config.hosts.kind
+    if config.device == "auto":
+        rule = f"auto selects the device of this machine, but the {hosts} may have a different one"
+        yield BrokenRule({"hosts.kind": kind, "device": "auto"}, rule, f"set device to that of the {hosts}")
+    yield from broken_by_trust(config, f"the {hosts}")
+
+
+def broken_by_trust(config: Config, hosts: str) -> Iterator[BrokenRule]:
+    """Yield a rule if hosts would listen on a network that the configuration does not declare as trusted."""
+    if not config.hosts.trusted_network:
+        rule = f"{hosts} listen on the network, and a program that can connect to them can execute code as you"
+        fix = "set hosts.trusted_network to true if you trust everyone who can reach them (docs/security.md)"
+        yield BrokenRule({"hosts.kind": config.hosts.kind, "hosts.trusted_network": False}, rule, fix)
+
+
+def broken_by_name(config: Config, hosts: str, fix: str) -> Iterator[BrokenRule]:
+    """Yield a rule if the name of this machine does not resolve to an address that other machines can reach."""
+    name = socket.gethostname()
+    addresses = addresses_of(name)
+    if all(ipaddress.ip_address(address).is_loopback for address in addresses):
+        found = f"it resolves to {', '.join(addresses)}" if addresses else "it does not resolve"
+        rule = f"the name of this machine, {name}, must resolve to an address that {hosts} can reach, but {found}"
+        yield config.broken("hosts.kind", rule, fix)
+
+
+def addresses_of(name: str) -> list[str]:
+    """Return the addresses to which a host name resolves; empty if it does not resolve."""
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return sorted({str(address[0]).partition("%")[0] for *_, address in found})

@@ -23,8 +23,7 @@ from titanrl.base.errors import TitanRLError
 from titanrl.config.errors import BrokenRule
 from titanrl.config.schema import Config
 from titanrl.hosts.holder import CONNECT, CONTROLLER, MODULE, TOKEN
-from titanrl.hosts.leases import READY, START, AcquiredHosts, Host, Leases, Say
-from titanrl.hosts.machine_rules import broken_by_name, broken_by_remote_hosts
+from titanrl.hosts.leases import READY, START, AcquiredHosts, Host, Order, broken_by_name, broken_by_remote_hosts
 
 logger = logging.getLogger(__name__)
 
@@ -101,11 +100,7 @@ def seconds(text: str) -> float | None:
 
 
 async def job_status(job_id: str) -> JobStatus:
-    """Return the state of a job.
-
-    Raises:
-        SlurmError: Slurm does not reply.
-    """
+    """Return the state of a job."""
     code, output, errors = await _run("squeue", "--noheader", "--states=all", f"--jobs={job_id}", f"--format={_FORMAT}")
     if output.strip():
         return parse_status(output.splitlines()[0])
@@ -117,11 +112,7 @@ async def job_status(job_id: str) -> JobStatus:
 
 
 async def submit_job(script: str) -> str:
-    """Submit a script; return the job id.
-
-    Raises:
-        SlurmError: Slurm refused the job.
-    """
+    """Submit a script; return the job id."""
     code, output, errors = await _run("sbatch", "--parsable", text=script)
     job_id = output.strip().partition(";")[0]
     if code or not job_id.isdecimal():
@@ -147,14 +138,7 @@ def clean_environment() -> dict[str, str]:
 
 
 def directives(config: Config, num_hosts: int, output: Path, *, device: DeviceKind) -> list[str]:
-    """Return the `#SBATCH` lines of a script, which request the nodes.
-
-    Args:
-        config: configuration of the run.
-        num_hosts: number of nodes.
-        output: file for the job's output; Slurm replaces `%j` by the job id.
-        device: kind of the hosts' devices.
-    """
+    """Return the `#SBATCH` lines of a script, which request the nodes. Slurm replaces `%j` in `output` by the job id."""
     slurm = config.hosts.slurm
     options: dict[str, object] = {
         "job-name": f"titanrl-{config.name}",
@@ -228,18 +212,9 @@ def broken_by_slurm(config: Config) -> Iterator[BrokenRule]:
 class SlurmHosts(AcquiredHosts):
     """Hosts in a separate Slurm job, or in the allocation in which the controller runs (`titanrl submit`)."""
 
-    def __init__(
-        self,
-        config: Config,
-        device: DeviceKind,
-        num_hosts: int,
-        log_dir: Path,
-        say: Say,
-        leases: Leases | None = None,
-    ) -> None:
-        """Request nothing yet. The job writes its output to `log_dir`; `leases` are by default those of a run."""
-        super().__init__(num_hosts, leases)
-        self._config, self._device, self._num_hosts, self._log_dir, self._say = config, device, num_hosts, log_dir, say
+    def __init__(self, order: Order) -> None:
+        super().__init__(order)
+        self._num_hosts = sum(self._meshes.values())
         self._identities: Sequence[str] = ()
         self._job_id = ""
         self._is_inside = os.environ.get(IN_ALLOCATION) == "1"
@@ -247,11 +222,7 @@ class SlurmHosts(AcquiredHosts):
         self._is_ending = False
 
     async def start(self, identities: Sequence[str]) -> list[str]:
-        """Request the hosts, and start Monarch's hosts on them. See `Provider`.
-
-        Raises:
-            SlurmError: Slurm refused or ended the job, or the hosts did not start.
-        """
+        """Request the hosts, and start Monarch's hosts on them; see `Provider`."""
         self._identities = identities
         await self.acquire()
         hosts = [self.leases.hosts[rank] for rank in range(self._num_hosts)]
@@ -259,11 +230,7 @@ class SlurmHosts(AcquiredHosts):
         return [self._address(host) for host in hosts]
 
     async def acquire(self) -> None:
-        """Request the hosts, and wait until they hold their leases. The caller must call `kill`, even if this fails.
-
-        Raises:
-            SlurmError: Slurm refused or ended the job, or the hosts did not start.
-        """
+        """Submit the job, or start a step in the allocation, and wait for its hosts; see `AcquiredHosts`."""
         address = await self.leases.open(socket.gethostname())
         variables = {CONTROLLER: address, TOKEN: self.leases.token}
         if self._is_inside:

@@ -34,10 +34,9 @@ from titanrl.base.ownership import receive_own
 from titanrl.config.schema import Config
 from titanrl.config.sections import FaultsConfig
 from titanrl.config.sizes import HostPlace, host_counts, replica_place, store_place, worker_place
-from titanrl.hosts.kinds import KINDS, Order
+from titanrl.hosts.kinds import KINDS, EmulatedHosts
 from titanrl.hosts.launcher import Crew, LauncherError, LauncherHosts, is_loopback
-from titanrl.hosts.leases import LOST_S, LeasedHosts, Say
-from titanrl.hosts.monarch_host import EmulatedHosts
+from titanrl.hosts.leases import LOST_S, LeasedHosts, Order, Say
 from titanrl.launch.supervision import Supervisor
 from titanrl.processes.actors import LOOPBACK, ProcessVariables, set_up_process
 from titanrl.processes.bootstrap import ANNOUNCEMENTS, NAME, PARENT, TEMPLATE

@@ -1,7 +1,8 @@
-"""Entry point of every process of a run: tie it to its parent, announce it to the controller, and run Monarch's program.
+"""Entry points of the processes that run Monarch: those of a run, and a host, which starts them for a controller elsewhere.
 
-This happens before Monarch is imported, which can take seconds on a busy machine. Otherwise, if the parent were killed during
-the import, the process would remain for most of a minute until Monarch gives up. And if the process itself were killed, the
+A process of a run ties itself to its parent, announces itself to the controller, and runs Monarch's program. The first two
+happen before Monarch is imported, which can take seconds on a busy machine. Otherwise, if the parent were killed during the
+import, the process would remain for most of a minute until Monarch gives up. And if the process itself were killed, the
 controller would not detect it.
 
 If the process has a template (`titanrl.processes.templates`), a fork of the template does all this instead. The
@@ -23,7 +24,7 @@ from dataclasses import asdict, dataclass
 
 from titanrl.base.ownership import is_own_peer
 from titanrl.processes.confine import allow_tracing, end_with_parent
-from titanrl.processes.machine import CORES, bind
+from titanrl.processes.machine import CORES, HOST_FOLDER, bind
 
 PARENT = "TITANRL_PARENT_PID"
 """Environment variable with the id of the process that the new process must not outlive; unset if another machine starts it."""
@@ -35,6 +36,8 @@ TEMPLATE = "TITANRL_TEMPLATE"
 """Environment variable with the socket path of the template that forks the process; unset if there is none."""
 FORK_S = 10.0
 """Limit in seconds for a fork, which takes milliseconds unless the template was stopped by a signal."""
+MONARCH_HOST = "from titanrl.processes.bootstrap import monarch_host; monarch_host()"
+"""Program of Monarch's host. Its arguments are its address and the process id of its parent."""
 MONARCH = "monarch._src.actor.bootstrap_main"
 """Module that Monarch runs by default in a new process."""
 
@@ -56,6 +59,20 @@ def main() -> None:
     if template is not None and parent is not None:
         stand_in(template, int(parent))
     run(os.environ.pop(NAME), os.environ.pop(ANNOUNCEMENTS))
+
+
+def monarch_host() -> None:
+    """Serve as Monarch's host until the parent process exits."""
+    address, parent = sys.argv[1:]
+    end_with_parent(int(parent))
+    from monarch.actor import run_worker_loop_forever
+
+    from titanrl.processes.private_sockets import private_sockets
+
+    os.environ[PARENT] = str(os.getpid())  # inherited by the processes of this host
+    with private_sockets() as folder:
+        os.environ[HOST_FOLDER] = str(folder)
+        run_worker_loop_forever(address=address, ca="trust_all_connections")
 
 
 def run(name: str, announcements: str) -> None:
