@@ -45,9 +45,6 @@ async def steer(run_dir: Path, action: Action, values: Mapping[str, Any] | None 
     Returns:
         `step` (steps taken), `num_steps`, `state` (`starting`, `training`, `pausing`, `paused` or `ending`), `text` (one line
         for a person) and `keys`, the current value of each key that can be changed.
-
-    Raises:
-        SteeringError: No run answers, or the run has refused the request. Nothing was changed.
     """
     request = json.dumps({"action": action, "values": dict(values or {})}).encode() + b"\n"
     if len(request) > MAX_BYTES:
@@ -110,10 +107,8 @@ async def listen(run_dir: Path, answer: Answer) -> Control:
     """Answer requests at the socket of a run directory, whose lock this process holds.
 
     Only processes of this user can connect: the socket has mode 0600, and the kernel tells the user of each connection.
-    `answer` may raise a `TitanRLError`, `TypeError` or `ValueError` to refuse a request.
-
-    Raises:
-        OSError: The file system cannot hold sockets, or the name is taken by something that cannot be removed.
+    `answer` may raise a `TitanRLError`, `TypeError` or `ValueError` to refuse a request. Raise `OSError` if the file system
+    cannot hold sockets, or the name is taken by something that cannot be removed.
     """
     path = run_dir / SOCKET
     path.unlink(missing_ok=True)  # of a run that was killed; the lock excludes others

@@ -63,11 +63,7 @@ class Endpoint:
         return (1 + self._num_retries) * self._timeout_s + self._num_retries * MAX_PAUSE_S + 1.0
 
     async def post(self, body: Mapping[str, Any]) -> str:
-        """Send a request and return the body of the reply.
-
-        Raises:
-            EndpointError: The endpoint did not reply, or refused the request.
-        """
+        """Send a request and return the body of the reply."""
         attempt = 0
         while True:
             try:
@@ -86,12 +82,7 @@ class Endpoint:
         await self._client.aclose()
 
     async def _attempt(self, body: Mapping[str, Any]) -> str:
-        """Make one attempt.
-
-        Raises:
-            _TemporaryError: The request failed, and a retry can succeed.
-            EndpointError: The request failed, and a retry would fail as well.
-        """
+        """Make one attempt."""
         try:
             async with asyncio.timeout(self._timeout_s), self._client.stream("POST", self._url, json=body) as reply:
                 status, received = reply.status_code, bytearray()
@@ -127,9 +118,6 @@ def read_secret(key: str, variable: str | None, file: Path | None = None) -> str
     """Return the API key in an environment variable or in the first line of a file; None if neither is given.
 
     `key` is the path of the section with `key_variable` and `key_file`, for messages.
-
-    Raises:
-        ValueError: The variable is not set, or the file cannot be read or has no key.
     """
     if variable is not None:
         if secret := os.environ.get(variable):

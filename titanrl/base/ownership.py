@@ -43,11 +43,8 @@ def flaw(path: Path, *, is_shared: bool = False) -> str:
     """Return how another user could change the folder or file that a path names; empty if only this user and root can.
 
     Every folder and link on the way is checked too, because its owner decides where the path leads. A path that does not exist
-    has a flaw if another user could create it.
-
-    Args:
-        path: Folder or file.
-        is_shared: True for a folder like /tmp, in which everyone may create names if only their owners can remove them.
+    has a flaw if another user could create it. With `is_shared`, everyone may create names in the folder, as in /tmp, if only
+    their owners can remove them.
     """
     pending, place, num_links = list(reversed(path.absolute().parts[1:])), Path("/"), 0
     while not (found := _flaw_of(place, is_last=False)) and pending:
@@ -120,11 +117,7 @@ def protect_monarch_log(parent: Path = Path("/tmp")) -> None:
 
 
 def open_regular(path: str | Path, flags: int) -> int:
-    """Open a file whose name another user may have chosen, and return its descriptor.
-
-    Raises:
-        OSError: It is a link, a FIFO or anything else that is no regular file. The call does not wait.
-    """
+    """Open a file whose name another user may have chosen, and return its descriptor."""
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

@@ -127,11 +127,7 @@ class _Host:
 
 
 def encoded(result: object) -> dict[str, Any]:
-    """Convert the return value of a method to JSON values.
-
-    Raises:
-        EnvironmentFailure: It is not a valid `Observation` or `Done`.
-    """
+    """Convert the return value of a method, an `Observation` or `Done`, to JSON values; otherwise raise `EnvironmentFailure`."""
     valid = checked(result)
     if isinstance(valid, Done):  # `asdict` would copy the messages, which takes longer than everything else here
         return {"done": {"rewards": valid.rewards, "reward": valid.reward, "metrics": valid.metrics}}
@@ -142,11 +138,7 @@ def encoded(result: object) -> dict[str, Any]:
 
 
 def decoded(reply: Mapping[str, Any]) -> Observation | Done:
-    """Convert a reply back to the argument of `encoded`. The reply is checked again, because the process is not trusted.
-
-    Raises:
-        EnvironmentFailure: The reply is not a valid `Observation` or `Done`.
-    """
+    """Convert a reply back to the argument of `encoded`. The reply is checked again, because the process is not trusted."""
     match reply:
         case {"done": {"rewards": dict(rewards), "reward": float(reward), "metrics": dict(metrics)}}:
             return checked(Done(rewards=rewards, reward=reward, metrics=metrics))

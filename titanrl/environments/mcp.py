@@ -12,11 +12,12 @@ import shlex
 import shutil
 import socket
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from titanrl.config.data import McpOptions
 from titanrl.environments.interface import (
@@ -58,11 +59,7 @@ class McpTools(ListedTools):
     """
 
     def __init__(self, options: McpOptions, prefix: str = "") -> None:
-        """Keep the options. The policy sees the names of the tools after the prefix.
-
-        Raises:
-            ValueError: The program of the server does not exist.
-        """
+        """Keep the options, if the program of the server exists. The policy sees the names of the tools after the prefix."""
         program = "" if options.is_url else shlex.split(options.mcp)[0]
         if program and shutil.which(program) is None:
             fix = "Install it, or write the path of the program, such as /opt/tools/bin/mcp-server-git."
@@ -81,25 +78,16 @@ class McpTools(ListedTools):
         await self.prepare()
 
     async def prepare(self) -> None:
-        """List the tools.
-
-        Raises:
-            EnvironmentFailure: The server cannot be started, or broke the protocol.
-        """
+        """List the tools. Raise `EnvironmentFailure` if the server cannot be started, or breaks the protocol."""
         if self._options.shared:
-            self._server = await running(("server", self._name), lambda: _Server(self._options))
+            self._server = await running(("server", self._name), self._new_server)
             self._listed_tools = self._server.tools
         else:
             self._listed_tools = await shared(("tools", self._name), self._listed)
         self.tools = [replace(tool, name=f"{self._prefix}{tool.name}") for tool in self._listed_tools]
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Call a tool and return its result as text.
-
-        Raises:
-            ToolError: The server rejected the call.
-            EnvironmentFailure: The server failed.
-        """
+        """Call a tool and return its result as text. Raise `ToolError` if the server rejects the call."""
         if self._server is None:
             self._server = await self._own_server()
         return await self._server.call(name.removeprefix(self._prefix), arguments)
@@ -118,14 +106,17 @@ class McpTools(ListedTools):
         if server is not None and not self._options.shared:
             await server.close()
 
+    def _new_server(self) -> "_Server":
+        return _Http(self._options) if self._options.is_url else _Stdio(self._options)
+
     async def _listed(self) -> Sequence[Tool]:
-        server = await opened(_Server(self._options))
+        server = await opened(self._new_server())
         await server.close()
         return server.tools
 
     async def _own_server(self) -> "_Server":
         async with await shared("starts of MCP servers", _starts):
-            server = await opened(_Server(self._options))
+            server = await opened(self._new_server())
         if server.tools != self._listed_tools:
             await server.close()
             raise EnvironmentFailure(
@@ -146,59 +137,50 @@ class _RpcError(Exception):
         super().__init__(readable_text(text[:_MAX_ERROR_CHARS]) if isinstance(text, str) else shown(error))
 
 
-class _Transport(Protocol):
-    """A connection to a server. `request` raises `_RpcError` and `EnvironmentFailure`."""
-
-    failure: EnvironmentFailure | None
-    num_stray: int
-    num_changes: int
-
-    async def request(self, method: str, params: Mapping[str, Any]) -> object: ...
-
-    async def notify(self, method: str) -> None: ...
-
-    async def close(self) -> None: ...
-
-
-class _Server:
-    """A server, its tools, and what it has done."""
+class _Server(ABC):
+    """A connection to a server, its tools, and what it has done. `request` raises `_RpcError` and `EnvironmentFailure`."""
 
     def __init__(self, options: McpOptions) -> None:
         self._options = options
-        self._transport: _Transport | None = None
+        self._ids = itertools.count(1)
         self.tools: Sequence[Tool] = ()
+        self.version: str | None = None
+        self.failure: EnvironmentFailure | None = None
+        """Failure that has ended the server."""
+        self.num_stray = 0
+        """Number of messages that are no reply to a request."""
+        self.num_changes = 0
+        """Number of announcements that the tools have changed. An episode keeps the tools that it began with."""
 
     @property
     def has_ended(self) -> bool:
         """True if a failure has ended the server."""
-        return self._transport is not None and self._transport.failure is not None
+        return self.failure is not None
 
-    @property
-    def num_stray(self) -> int:
-        """Number of messages that are no reply to a request."""
-        return 0 if self._transport is None else self._transport.num_stray
+    @abstractmethod
+    async def request(self, method: str, params: Mapping[str, Any]) -> object: ...
 
-    @property
-    def num_changes(self) -> int:
-        """Number of announcements that the tools have changed. An episode keeps the tools that it began with."""
-        return 0 if self._transport is None else self._transport.num_changes
+    @abstractmethod
+    async def notify(self, method: str) -> None: ...
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Stop the server, or leave it."""
 
     async def open(self) -> None:
         """Start or connect to the server, and list its tools."""
-        self._transport = transport = _Http(self._options) if self._options.is_url else await _Stdio.open(self._options)
         client = {"name": "titanrl", "version": "1"}
         asked = {"protocolVersion": VERSIONS[1], "capabilities": {}, "clientInfo": client}
         try:
-            reply = await transport.request("initialize", asked)
+            reply = await self.request("initialize", asked)
             version = reply.get("protocolVersion") if isinstance(reply, dict) else None
             if version not in VERSIONS:
                 raise EnvironmentFailure(
                     f"{_KEY}: the server speaks none of the versions {', '.join(VERSIONS)} (got {shown(version)})"
                 )
-            if isinstance(transport, _Http):
-                transport.version = version
-            await transport.notify("notifications/initialized")
-            self.tools = await self._list(transport)
+            self.version = version
+            await self.notify("notifications/initialized")
+            self.tools = await self._list()
         except _RpcError as error:
             raise EnvironmentFailure(
                 f"{_KEY}: the server replied to the handshake with the error {error.code}: {error}"
@@ -206,9 +188,8 @@ class _Server:
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """Call a tool; see `McpTools.call`."""
-        assert self._transport is not None
         try:
-            result = await self._transport.request("tools/call", {"name": name, "arguments": dict(arguments)})
+            result = await self.request("tools/call", {"name": name, "arguments": dict(arguments)})
         except _RpcError as error:
             if error.code in _POLICY_ERRORS:
                 raise ToolError(str(error)) from None
@@ -218,16 +199,11 @@ class _Server:
             raise ToolError(text)
         return text
 
-    async def close(self) -> None:
-        """Stop the server, or leave it."""
-        if self._transport is not None:
-            await self._transport.close()
-
-    async def _list(self, transport: _Transport) -> Sequence[Tool]:
+    async def _list(self) -> Sequence[Tool]:
         found: list[Tool] = []
         cursor: dict[str, Any] = {}
         for _ in range(_MAX_PAGES):
-            page = await transport.request("tools/list", cursor)
+            page = await self.request("tools/list", cursor)
             entries = page.get("tools") if isinstance(page, dict) else None
             if not isinstance(entries, list):
                 raise EnvironmentFailure(f"{_KEY}: tools/list must return tools (got {shown(page)})")
@@ -277,24 +253,22 @@ def _text_of(name: str, result: object) -> str:
     return "\n".join(texts)
 
 
-class _Stdio:
+class _Stdio(_Server):
     """A server process that exchanges lines of JSON over its standard input and output."""
 
-    def __init__(self, options: McpOptions, process: ServerProcess, folder: Path) -> None:
-        self._options, self._process, self._folder = options, process, folder
-        self.failure: EnvironmentFailure | None = None
-        self.num_stray = self.num_changes = 0
+    def __init__(self, options: McpOptions) -> None:
+        super().__init__(options)
         self._pending: dict[int, asyncio.Future[object]] = {}
-        self._ids = itertools.count(1)
+        self._process: ServerProcess | None = None
+        self._folder: Path
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter
         self._listening: asyncio.Task[None]
 
-    @classmethod
-    async def open(cls, options: McpOptions) -> "_Stdio":
+    async def open(self) -> None:
         parent = await shared("folder of MCP servers", _parent)
         folder = Path(tempfile.mkdtemp(dir=parent.path))
-        words = [word.replace("{folder}", str(folder)) for word in shlex.split(options.mcp)]
+        words = [word.replace("{folder}", str(folder)) for word in shlex.split(self._options.mcp)]
         variables = {name: os.environ[name] for name in _INHERITED if name in os.environ}
         ours, theirs = socket.socketpair()
         with ExitStack() as undone:
@@ -303,11 +277,11 @@ class _Stdio:
             with theirs:
                 process = ServerProcess(words, key=_KEY, environment=variables, stream=theirs.fileno())
             undone.callback(process.kill)
-            made = cls(options, process, folder)
-            made._reader, made._writer = await asyncio.open_connection(sock=ours, limit=MAX_REPLY_BYTES)
+            self._reader, self._writer = await asyncio.open_connection(sock=ours, limit=MAX_REPLY_BYTES)
             undone.pop_all()
-        made._listening = asyncio.create_task(made._listen())
-        return made
+        self._process, self._folder = process, folder
+        self._listening = asyncio.create_task(self._listen(process))
+        await super().open()
 
     async def request(self, method: str, params: Mapping[str, Any]) -> object:
         number, limit_s = next(self._ids), self._options.timeout_s
@@ -333,6 +307,8 @@ class _Stdio:
 
     async def close(self) -> None:
         """Close the connection, which ends a server that keeps to the protocol; kill it if it does not exit."""
+        if self._process is None:
+            return
         with suppress(OSError):
             self._writer.write_eof()
         try:
@@ -352,13 +328,14 @@ class _Stdio:
     def _fail(self, failure: EnvironmentFailure) -> None:
         """End the server: requests that wait and later ones raise the failure."""
         self.failure = self.failure or failure
-        self._process.kill()
+        if self._process is not None:
+            self._process.kill()
         for reply in self._pending.values():
             if not reply.done():
                 reply.set_exception(self.failure)
                 reply.exception()  # marks it as retrieved, in case nothing awaits it any more
 
-    async def _listen(self) -> None:
+    async def _listen(self, process: ServerProcess) -> None:
         while self.failure is None:
             try:
                 line = await self._reader.readuntil(b"\n")
@@ -366,8 +343,8 @@ class _Stdio:
                 rule = f"the server wrote a line of more than {MAX_REPLY_BYTES >> 20} MiB"
                 return self._fail(EnvironmentFailure(f"{_KEY}: {rule}, so it was killed"))
             except (asyncio.IncompleteReadError, ConnectionError):
-                await self._process.exited()
-                return self._fail(EnvironmentDied(f"{_KEY}: the server ended{self._process.account}"))
+                await process.exited()
+                return self._fail(EnvironmentDied(f"{_KEY}: the server ended{process.account}"))
             try:
                 message = json.loads(line)
             except (ValueError, RecursionError):
@@ -409,23 +386,19 @@ async def _parent() -> TemporaryFolder:
     return TemporaryFolder()
 
 
-class _Http:
+class _Http(_Server):
     """A session with a server that speaks streamable HTTP."""
 
     def __init__(self, options: McpOptions) -> None:
         import httpx  # not needed for other servers
 
-        self._options = options
+        super().__init__(options)
         key = os.environ.get(options.key_variable or "", "")
         headers = {"Accept": "application/json, text/event-stream"} | ({"Authorization": f"Bearer {key}"} if key else {})
         # Each request sets a limit for itself as a whole. The timeouts of httpx apply to single reads.
         self._client = httpx.AsyncClient(headers=headers, timeout=None)
         self._errors = httpx.HTTPError
         self._session: str | None = None
-        self._ids = itertools.count(1)
-        self.version: str | None = None
-        self.failure: EnvironmentFailure | None = None
-        self.num_stray = self.num_changes = 0
 
     async def request(self, method: str, params: Mapping[str, Any]) -> object:
         number = next(self._ids)

@@ -77,11 +77,7 @@ of a package sets its own limit of sessions, which `sessions` replaces."""
 
 
 def openenv(**options: Any) -> Environment:
-    """Return an environment behind an OpenEnv server; `options` are the fields of `OpenEnvOptions`.
-
-    Raises:
-        ValueError: An option is invalid.
-    """
+    """Return an environment behind an OpenEnv server; `options` are the fields of `OpenEnvOptions`."""
     return OpenEnv(OpenEnvOptions.model_validate(options))
 
 
@@ -93,11 +89,7 @@ class OpenEnv:
     """
 
     def __init__(self, options: OpenEnvOptions) -> None:
-        """Keep the options.
-
-        Raises:
-            ValueError: The interpreter or the package does not exist.
-        """
+        """Keep the options, if the interpreter and the package exist."""
         package = re.split(r"[.:]", options.openenv)[0]
         if not options.is_url and options.python is None and importlib.util.find_spec(package) is None:
             rule, fix = "no such package", "Install it, or set options.python to an interpreter that has it."
@@ -113,19 +105,11 @@ class OpenEnv:
         self._counts = {"invalid_actions": 0.0}
 
     async def prepare(self) -> None:
-        """Start or reach the server.
-
-        Raises:
-            EnvironmentFailure: It cannot be started or reached.
-        """
+        """Start or reach the server."""
         await self._started()
 
     async def reset(self, episode: Episode) -> Observation:
-        """Start a session, waiting for a free one, and reset the environment.
-
-        Raises:
-            EnvironmentFailure: The server failed.
-        """
+        """Start a session, waiting for a free one, and reset the environment."""
         server = await self._started()
         await server.places.acquire()
         self._server = server  # `close` releases the place
@@ -147,11 +131,7 @@ class OpenEnv:
         return Observation(messages=[*messages, {"role": "user", "content": question}], tools=self._tools)
 
     async def step(self, message: Message) -> Observation | Done:
-        """Send the policy's message as an action. The policy sees the reason why a message is no action.
-
-        Raises:
-            EnvironmentFailure: The server failed.
-        """
+        """Send the policy's message as an action. The policy sees the reason why a message is no action."""
         assert self._server is not None
         if self._server.has_tools:
             return await self._step_tools(message)
@@ -249,11 +229,7 @@ class OpenEnv:
         return dict(list(numbers.items())[:_MAX_METRICS]) | self._counts
 
     async def _ask(self, kind: str, data: Mapping[str, Any] | None) -> Mapping[str, Any]:
-        """Send a message and return the data of the reply; `{"refusal": reason}` for an action that is invalid.
-
-        Raises:
-            EnvironmentFailure: The server failed.
-        """
+        """Send a message and return the data of the reply; `{"refusal": reason}` for an action that is invalid."""
         assert self._session is not None
         assert self._server is not None
         asked: dict[str, Any] = {"type": kind} if data is None else {"type": kind, "data": data}
@@ -326,11 +302,7 @@ class _Server:
         return self._process.account
 
     async def open(self) -> None:
-        """Start a local server, wait until it serves, and read its schema.
-
-        Raises:
-            EnvironmentFailure: It cannot be started, or is no OpenEnv server.
-        """
+        """Start a local server, wait until it serves, and read its schema."""
         if not self._options.is_url:
             self._start()
         base = "http://localhost" if self._path else self._url("http")
@@ -360,11 +332,7 @@ class _Server:
             raise EnvironmentFailure(f"data.environment.options.action: actions have no such field (got {field!r}). {fix}")
 
     def action_of(self, text: str, field: str | None) -> dict[str, Any]:
-        """Return the action that the policy's text describes.
-
-        Raises:
-            ValueError: It describes none.
-        """
+        """Return the action that the policy's text describes, or raise `ValueError`."""
         name = field if field is not None else self._required[0] if len(self._required) == 1 else None
         if name is not None and self._properties[name].get("type") == "string":
             return {name: text}
@@ -380,11 +348,7 @@ class _Server:
         return value
 
     async def connect(self) -> ClientConnection:
-        """Open a session.
-
-        Raises:
-            EnvironmentDied: The server cannot be reached.
-        """
+        """Open a session."""
         try:
             if self._path is not None:
                 return await unix_connect(

@@ -20,7 +20,7 @@ from titanrl.base.plugins import import_object
 from titanrl.environments.interface import Done, EnvironmentFailure
 from titanrl.environments.results import checked, parse_object, readable_text, shown
 from titanrl.processes import supervisor
-from titanrl.processes.children import Child
+from titanrl.processes.children import Child, Output
 from titanrl.processes.temporary import TemporaryFolder
 
 Returns = Literal["nothing", "answer", "rewards"]
@@ -31,7 +31,7 @@ REWARD = "program"
 """Name of the reward of a program that returns a single number."""
 MAX_OUTPUT_BYTES = 16 << 20
 """Output of a command on one of its streams at which it is killed."""
-_KEPT_BYTES, _LOGGED_BYTES, _CHUNK_BYTES, _MAX_RESULT_BYTES = 64 << 10, 16 << 10, 64 << 10, 1 << 20
+_KEPT_BYTES, _LOGGED_BYTES, _MAX_RESULT_BYTES = 64 << 10, 16 << 10, 1 << 20
 _END_S = 5.0
 _SYSTEM = (
     *("/bin", "/usr", "/lib", "/lib64", "/sbin", "/opt", "/dev/null", "/dev/urandom", "/dev/zero", "/proc/self", "/etc/ssl"),
@@ -84,11 +84,8 @@ class ProgramResult:
 def result_of(returns: Returns, value: object) -> ProgramResult:
     """Check what a program returned: any value with `nothing`, text with `answer`, and with `rewards` a number, or a mapping.
 
-    The keys of the mapping are `reward`, a number, or `rewards`, numbers by name; and `metrics`, numbers by name.
-
-    Raises:
-        InvalidReward: A reward is not a finite number.
-        EnvironmentFailure: The value has another form.
+    The keys of the mapping are `reward`, a number, or `rewards`, numbers by name; and `metrics`, numbers by name. Raise
+    `EnvironmentFailure` if the value has another form, and `InvalidReward` if a reward is not a finite number.
     """
     if returns == "nothing":
         return ProgramResult(done=Done())
@@ -108,11 +105,7 @@ def result_of(returns: Returns, value: object) -> ProgramResult:
 
 
 def checked_function(path: str) -> Callable[..., Awaitable[object]]:
-    """Import an async function.
-
-    Raises:
-        ValueError: It cannot be imported, or is not async.
-    """
+    """Import an async function. Raise `ValueError` if it cannot be imported, or is not async."""
     function = import_object(path, key=KEY)
     if not inspect.iscoroutinefunction(function):
         raise ValueError(f"{KEY}: must be an async function (got {path}). Write it as `async def play(task): ...`.")
@@ -134,9 +127,7 @@ class Command:
     """A command that plays episodes, one process each."""
 
     arguments: tuple[str, ...]
-    """Program and arguments."""
     returns: Returns
-    """Use of the result."""
     folders: TemporaryFolder
     """Folder for the folders of the episodes."""
     confined_memory_bytes: int | None = None
@@ -147,9 +138,7 @@ class Command:
     async def run(self, task: ProgramTask) -> ProgramResult:
         """Run the command on a task, and kill all its processes when it exits or when this call is cancelled.
 
-        Raises:
-            EnvironmentFailure: It failed, printed too much, or its result is invalid.
-            InvalidReward: A reward is not a finite number.
+        Raise `EnvironmentFailure` if it fails, prints too much, or its result is invalid.
         """
         folder = self.folders.path / os.urandom(8).hex()
         folder.mkdir(mode=0o700)
@@ -160,9 +149,8 @@ class Command:
             shutil.rmtree(folder, ignore_errors=True)
 
     async def _run(self, task: ProgramTask, folder: Path) -> ProgramResult:
-        loop = asyncio.get_running_loop()
-        ended: asyncio.Future[None] = loop.create_future()
-        output, errors = _Output(ended), _Output(ended)
+        ended = asyncio.Event()
+        output, errors = (Output(_KEPT_BYTES, MAX_OUTPUT_BYTES, ended.set) for _ in range(2))
         settings = {
             "command": self.arguments,
             "parent": os.getpid(),
@@ -178,13 +166,13 @@ class Command:
                     stdin=stdin.fileno(),
                     stdout=output.theirs,
                     stderr=errors.theirs,
-                    on_exit=lambda child: _resolve(ended),
+                    on_exit=lambda child: ended.set(),
                 )
         finally:
             os.close(output.theirs)
             os.close(errors.theirs)
         try:
-            await ended
+            await ended.wait()
         finally:
             await asyncio.shield(_end(child))
             for stream in (output, errors):
@@ -266,50 +254,6 @@ class Command:
         if self.log is not None and printed:
             with self.log.open("ab") as file:
                 file.write(printed[-_LOGGED_BYTES:])
-
-
-def _resolve(event: "asyncio.Future[None]") -> None:
-    if not event.done():
-        event.set_result(None)
-
-
-class _Output:
-    """The reading end of a pipe to which a command prints. Keeps the last 64 KiB."""
-
-    def __init__(self, too_much: "asyncio.Future[None]") -> None:
-        """Start reading; resolve `too_much` at the limit."""
-        self._ours, self.theirs = os.pipe2(os.O_CLOEXEC)
-        """Descriptor for the command."""
-        os.set_blocking(self._ours, False)
-        self.kept, self.num_bytes, self._too_much = b"", 0, too_much
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._ours, self._read)
-
-    def close(self) -> None:
-        """Read what is left, and close the pipe."""
-        while self._ours >= 0 and self.num_bytes <= MAX_OUTPUT_BYTES and self._read():
-            continue
-        self._stop()
-
-    def _read(self) -> int:
-        try:
-            chunk = os.read(self._ours, _CHUNK_BYTES)
-        except BlockingIOError:
-            return 0
-        self.num_bytes += len(chunk)
-        self.kept = (self.kept + chunk)[-_KEPT_BYTES:]
-        if not chunk:
-            self._stop()
-        elif self.num_bytes > MAX_OUTPUT_BYTES:
-            self._stop()
-            _resolve(self._too_much)
-        return len(chunk)
-
-    def _stop(self) -> None:
-        if self._ours >= 0:
-            self._loop.remove_reader(self._ours)
-            os.close(self._ours)
-            self._ours = -1
 
 
 async def _end(child: Child) -> None:

@@ -51,7 +51,7 @@ class Python:
         """
         if len(code) > MAX_CODE_CHARS:
             raise ToolError(f"The code is longer than {MAX_CODE_CHARS} characters.")
-        pool = await shared_pool(self._config, self._modules)
+        pool = await shared((self._config, self._modules), self._started)
         try:
             result = await pool.run(code, max_output_chars=self._max_output_chars)
         except SandboxDied:
@@ -64,23 +64,13 @@ class Python:
                 raise ToolError("The process running the code died, for example because it ran out of memory.")
         return readable_text(f"{result.output}{result.error}") or "(no output)"
 
+    async def _started(self) -> SnippetPool:
+        """Start a pool, which takes a tenth of a second, so that all episodes of an event loop share it."""
+        pool = SnippetPool(self._config, self._modules)
+        await pool.start()
+        return pool
+
 
 def python(*, system_prompt: str | None = None, max_calls: int = 16, **options: Any) -> ToolEnvironment:
     """Return an environment whose only tool is Python. `options` are passed to `Python`."""
     return ToolEnvironment(Python(**options), system_prompt=system_prompt, max_calls=max_calls)
-
-
-async def shared_pool(config: SandboxConfig, modules: tuple[str, ...]) -> SnippetPool:
-    """Return the pool of this event loop with these settings, because starting a pool takes a tenth of a second.
-
-    Raises:
-        SandboxUnavailable: This machine cannot confine a process.
-        ValueError: A module cannot be imported.
-    """
-
-    async def started() -> SnippetPool:
-        pool = SnippetPool(config, modules)
-        await pool.start()
-        return pool
-
-    return await shared((config, modules), started)

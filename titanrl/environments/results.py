@@ -35,9 +35,7 @@ _shown.maxstring = _shown.maxother = 60
 def checked(result: object) -> Observation | Done:
     """Return the result of an environment's method with plain values: messages are dictionaries, and their content is text.
 
-    Raises:
-        InvalidReward: A reward is not a finite number.
-        EnvironmentFailure: The result is neither `Observation` nor `Done`, or one of its fields is invalid.
+    Raise `InvalidReward` if a reward is not a finite number, and `EnvironmentFailure` for any other invalid value.
     """
     match result:
         case Done():
@@ -240,13 +238,7 @@ class NotAnObject(ValueError):
 
 
 def parse_object(text: str) -> dict[str, Any]:
-    """Parse a JSON object strictly. The messages of the exceptions continue a sentence, such as "its arguments ...".
-
-    Raises:
-        NotAnObject: The text is not a JSON object.
-        ValueError: The object has NaN, an infinite number, an integer of more than 4300 digits, a duplicate key, or too deep
-            nesting.
-    """
+    """Parse a JSON object strictly. The messages of the exceptions continue a sentence, such as "its arguments ..."."""
     try:
         parsed = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_refuse)
     except RecursionError:
@@ -260,11 +252,7 @@ def parse_object(text: str) -> dict[str, Any]:
 
 
 def readable(value: Any, depth: int = MAX_CALL_DEPTH) -> Any:
-    """Return a copy of a JSON value in which every string is valid text: U+FFFD replaces NUL and unpaired surrogates.
-
-    Raises:
-        ValueError: A number is not finite, or the value is nested too deeply.
-    """
+    """Return a copy of a JSON value in which every string is valid text: U+FFFD replaces NUL and unpaired surrogates."""
     if depth < 0:
         raise ValueError("are nested too deeply")
     match value:

@@ -7,14 +7,13 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections import deque
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from titanrl.environments.interface import EnvironmentFailure
-from titanrl.processes.children import Child
+from titanrl.processes.children import Child, Output
 
-_KEPT_CHARS = 1000
+_KEPT_BYTES = 1000
 _EXIT_DEADLINE_S = 2.0
 _EXEC = """\
 import ctypes, os, signal, sys
@@ -133,22 +132,12 @@ class ServerProcess:
         descriptors: Sequence[int] = (),
         stream: int | None = None,
     ) -> None:
-        """Start the process.
+        """Start a command, which is looked up in the path. It inherits `descriptors`, and messages have the configuration key.
 
-        Args:
-            command: Program, which is looked up in the path, and its arguments.
-            key: Configuration key of the server, for messages.
-            environment: Environment variables.
-            descriptors: File descriptors that it inherits.
-            stream: File descriptor of its standard input and output; None for none, with the output like the errors.
-
-        Raises:
-            EnvironmentFailure: The process cannot be started.
+        `stream` is the descriptor of its standard input and output; None for none, with the output like the errors.
         """
-        self._key, self._loop = key, asyncio.get_running_loop()
-        self._tail: deque[bytes] = deque()
-        ours, theirs = os.pipe()
-        os.set_blocking(ours, False)
+        self._output = Output(_KEPT_BYTES)
+        theirs = self._output.theirs
         try:
             self._child = Child(
                 [sys.executable, "-I", "-S", "-c", _EXEC, str(os.getpid()), *command],
@@ -160,12 +149,10 @@ class ServerProcess:
                 on_exit=lambda child: None,
             )
         except OSError as error:
-            os.close(ours)
+            self._output.close()
             raise EnvironmentFailure(f"{key}: cannot be started: {error.strerror} (got {command[0]!r})") from error
         finally:
             os.close(theirs)
-        self._errors = ours
-        self._loop.add_reader(ours, self._on_output)
 
     @property
     def has_exited(self) -> bool:
@@ -176,8 +163,8 @@ class ServerProcess:
     def account(self) -> str:
         """The end of a sentence, with the exit code of the process and the end of its output; empty without either."""
         code = self._child.exited.result() if self._child.exited.done() else None
-        self._on_output()
-        output = b"".join(self._tail)[-_KEPT_CHARS:].decode(errors="replace").strip()
+        self._output.read()
+        output = self._output.kept.decode(errors="replace").strip()
         how = "" if code is None else f" (signal {-code})" if code < 0 else f" (exit code {code})"
         return f"{how}; its output ends with: {output}" if output else how
 
@@ -196,24 +183,4 @@ class ServerProcess:
         finally:  # also if the wait is cancelled
             self.kill()
         await self.exited()
-        self._stop()
-
-    def _on_output(self) -> None:
-        """Read what is there, at most a few megabytes at a time, so that the event loop stays responsive."""
-        for _ in range(64):
-            try:
-                chunk = os.read(self._errors, 1 << 16) if self._errors >= 0 else b""
-            except BlockingIOError:
-                return
-            if not chunk:
-                self._stop()
-                return
-            self._tail.append(chunk)
-            while len(self._tail) > 1 and sum(map(len, self._tail)) - len(self._tail[0]) >= _KEPT_CHARS:
-                self._tail.popleft()
-
-    def _stop(self) -> None:
-        if self._errors >= 0:
-            self._loop.remove_reader(self._errors)
-            os.close(self._errors)
-            self._errors = -1
+        self._output.close()

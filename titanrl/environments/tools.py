@@ -201,10 +201,11 @@ class ToolEnvironment:
             if tool.name in self._functions:
                 raise EnvironmentFailure(f"tool {tool.name:.60}: two tools have this name. Leave one of them out.")
             properties, required = tool.parameters.get("properties"), tool.parameters.get("required")
-            signature = _Listed(
+            signature = ToolSignature(
                 tool=tool,
                 types=dict.fromkeys(properties if isinstance(properties, Mapping) else (), TypeAdapter(Any)),
                 required=frozenset(map(str, required if isinstance(required, list) else ())),
+                is_checked=False,
             )
             self._functions[tool.name] = (partial(_call_listed, source, tool.name), signature)
 
@@ -361,6 +362,8 @@ class ToolSignature:
     """Type of each argument."""
     required: frozenset[str]
     """Arguments without a default."""
+    is_checked: bool = True
+    """False if another program runs the tool, and checks the arguments itself."""
 
     def arguments(self, given: object) -> dict[str, Any]:
         """Validate the arguments of a call, and convert them to the types of the parameters.
@@ -370,6 +373,8 @@ class ToolSignature:
         """
         if not isinstance(given, Mapping):
             raise ToolError(self._explain([f"the arguments must be a JSON object, not {type(given).__name__}"]))
+        if not self.is_checked:
+            return dict(given)
         problems = [f"{name} is missing" for name in self.types if name in self.required and name not in given]
         problems += [f"unknown argument {name!s:.{_MAX_SHOWN_CHARS}}" for name in given if name not in self.types]
         arguments: dict[str, Any] = {}
@@ -390,16 +395,6 @@ class ToolSignature:
         names = [name if name in self.required else f"{name} (optional)" for name in self.types]
         takes = f"takes {', '.join(names)}" if names else "takes no arguments"
         return f"Invalid call to {self.tool.name}: {'; '.join(problems)}. {self.tool.name} {takes}."
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Listed(ToolSignature):
-    """The description of a tool that another program runs, which checks the arguments itself."""
-
-    def arguments(self, given: object) -> dict[str, Any]:
-        if not isinstance(given, Mapping):
-            raise ToolError(self._explain([f"the arguments must be a JSON object, not {type(given).__name__}"]))
-        return dict(given)
 
 
 def signature_of(function: Callable[..., Any]) -> ToolSignature:

@@ -121,23 +121,13 @@ class Verifiers:
     def __init__(
         self, *, verifiers: str, taskset: Mapping[str, Any] | None = None, env: Mapping[str, Any] | None = None
     ) -> None:
-        """Keep the options.
-
-        Args:
-            verifiers: Name of the module of the taskset, such as `marble_v1`.
-            taskset: Options of the taskset.
-            env: Options of verifiers' environment, such as `{id: user-sim, user: {client: ...}}`.
-        """
+        """Keep the module of the taskset, such as `marble_v1`, its options, and those of verifiers' environment."""
         self._given: dict[str, Any] = {"verifiers": verifiers, "taskset": dict(taskset or {}), "env": dict(env or {})}
         self._host: _Host | None = None
         self._rollout: _Rollout | None = None
 
     async def prepare(self) -> None:
-        """Load the taskset.
-
-        Raises:
-            EnvironmentFailure: It cannot be loaded.
-        """
+        """Load the taskset, or raise `EnvironmentFailure`."""
         self._host = await shared(("verifiers", json.dumps(self._given, sort_keys=True, default=str)), self._opened)
 
     async def reset(self, episode: Episode) -> Observation:

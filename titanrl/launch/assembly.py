@@ -84,7 +84,6 @@ class Parts:
     weights: WeightSync
     """Weight transfer from the trainer to the generators. It may only be used if the session has both."""
     assembly: "Assembly"
-    """Spawns the processes."""
     teachers: list[GeneratorMeshes] = field(default_factory=list)
     teacher_ranks: list[int] = field(default_factory=list)
     """Number of ranks of each teacher, including teachers that are still starting."""
@@ -159,11 +158,8 @@ class SessionSetup:
     run_dir: Path
     """Absolute path of the folder for logs, states and exported models."""
     console: Console
-    """Progress display."""
     roles: Roles
-    """Roles to start."""
     plugins: Plugins
-    """User-defined objects that replace built-in ones."""
     on_event: OnEvent | None = None
     """Callback that records faults, stalls and replacements."""
     first_index: int = 0
@@ -386,10 +382,7 @@ class Assembly:
     async def spawn_teacher(self, parts: Parts, engine: GeneratorConfig, files: RunFiles) -> GeneratorMeshes:
         """Start one generator replica with the frozen weights of `files.model_dir`; `parts.close` closes it.
 
-        Args:
-            parts: running clients, to which the teacher is added.
-            engine: options of the engine. Its devices follow those of the generators and earlier teachers.
-            files: paths of the teacher.
+        Its devices follow those of the generators and earlier teachers.
         """
         name = f"teacher_{len(parts.teacher_ranks)}"
         first = generator_device(self.config, self.config.generator.replicas) + sum(parts.teacher_ranks)

@@ -101,8 +101,7 @@ class GeneratorMeshes:
     async def start_over(self, source: "WeightSource | None") -> None:
         """Reset the engines for a restarted run: drop their requests and weights; replace replicas that do not reply.
 
-        Args:
-            source: source of the weights from now on.
+        The weights come from `source` from now on.
         """
         self._newest, self._pulled = -1, [-1] * len(self.parts)
         self._held.clear()

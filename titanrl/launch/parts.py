@@ -150,7 +150,6 @@ class Part:
         self.num_lives = 0
         """Number of times that the part was spawned."""
         self.actors: Any = None
-        """Actors of the current processes."""
         self._shared, self._spawn, self._recovery = shared, spawn, recovery
         self._lost: asyncio.Future[str]
         self._is_started, self._is_up = asyncio.Event(), asyncio.Event()
@@ -195,17 +194,7 @@ class Part:
                 self._is_up.set()
 
     async def ask(self, name: str, call: Callable[[Any], Awaitable[T]], timeout_s: float, pace: Pace = PACE) -> T:
-        """Return the reply to a request.
-
-        Args:
-            name: role and endpoint, such as `generator_0.pull_weights`.
-            call: function that sends the request to the actors.
-            timeout_s: longest wait, in seconds.
-            pace: parameters of the learned deadline.
-
-        Raises:
-            PartDiedError: The part died first.
-        """
+        """Return the reply to a request; raise `PartDiedError` if the part dies first. `name` is role and endpoint."""
         life = self.num_lives
         try:
             return await self._shared.supervisor.ask(name, call(self.actors), timeout_s, pace, self._lost)

@@ -29,7 +29,6 @@ class RunFiles:
     stop_ids: tuple[int, ...]
     """Tokens that end a completion."""
     plugins: Plugins = field(default_factory=dict)
-    """User-defined objects that replace built-in ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

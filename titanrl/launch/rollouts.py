@@ -150,8 +150,7 @@ class RolloutMesh:
     async def evaluate(self, name: str) -> EvaluationResult:
         """Sample completions of an evaluation set on the first worker, and score them.
 
-        Raises:
-            RolloutError: A rollout worker failed. In synchronous training, the evaluation would wait for its round forever.
+        Raise `RolloutError` if a worker fails: in synchronous training, the evaluation would wait for its round forever.
         """
         first, pace = self.parts[0], Pace(kind=f"rollout.evaluate {name}")
         while True:
@@ -169,9 +168,7 @@ class RolloutMesh:
     async def evaluate_on(self, evaluator: Part, name: str) -> EvaluationResult:
         """Evaluate a set like `evaluate`, but on a separate generator, while the rollouts continue.
 
-        Raises:
-            PartDiedError: The generator died.
-            StoppedError: The same, if the worker detected it first.
+        If the generator dies, raise `PartDiedError`, or `StoppedError` if the worker detected it first.
         """
         first, timeout_s = self.parts[0], self.timeouts.step_s
         pace = Pace(kind=f"rollout.evaluate {name} in the background")
@@ -271,11 +268,8 @@ class BufferClient:
     async def take_batch(self) -> Batch:
         """Return the next batch. The deadline starts with this call, not with `prefetch`.
 
-        If the wait is interrupted or times out, the request stays pending, and a later call waits for it again.
-
-        Raises:
-            StarvationError: No batch with a learning signal was complete in time.
-            RolloutError: A rollout worker failed.
+        If the wait is interrupted or times out, the request stays pending, and a later call waits for it again. Raise
+        `StarvationError` if no batch with a learning signal was complete in time, and `RolloutError` if a worker failed.
         """
         self.prefetch()
         assert self._requested is not None
@@ -292,11 +286,7 @@ class BufferClient:
         return batch
 
     async def unless_failed(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return the result of work that the rollout workers do; cancel it if one of them fails.
-
-        Raises:
-            RolloutError: A rollout worker failed.
-        """
+        """Return the result of work that the rollout workers do; if one of them fails, cancel it and raise `RolloutError`."""
         if self._failed is None:
             self._failed = start_request(resolve(self.mesh.wait_until_failed.call_one()), "failure of the rollouts")
         task = asyncio.create_task(work)
@@ -319,15 +309,10 @@ class BufferClient:
         await self.supervisor.ask("buffer.wait_until_full", call, self.starvation_timeout_s)
 
     async def save(self, folder: Path, trained: Sequence[TrainedBatch], from_index: int | None) -> Saved:
-        """Start to write the state into a folder: the buffer writes the records, each shard its tokens. Generation continues.
+        """Start to write the state into a new folder: the buffer writes the records, each shard its tokens. Generation
+        continues.
 
-        Args:
-            folder: new folder for the state.
-            trained: batches trained on since the last publication.
-            from_index: see `GroupBuffer.state`.
-
-        Raises:
-            PartDiedError: A shard died with tokens that it had to write.
+        Raise `PartDiedError` if a shard dies with tokens that it had to write. See `GroupBuffer.state` for the other arguments.
         """
         lives = [(part.num_lives, part.num_deaths) for part in self.parts]
         call = ask_actor(self.mesh.save, folder / RECORDS_FILE, trained, from_index)
@@ -339,11 +324,7 @@ class BufferClient:
         return saved
 
     async def finish_save(self) -> None:
-        """Wait until the files of `save` are on disk.
-
-        Raises:
-            PartDiedError: A shard died before its file was complete.
-        """
+        """Wait until the files of `save` are on disk; raise `PartDiedError` if a shard dies before."""
         await self._each_shard("finish_save")
 
     async def load(self, folder: Path, freshness: Freshness) -> Restored:
@@ -354,11 +335,7 @@ class BufferClient:
         return restored
 
     async def _each_shard(self, endpoint: str, *args: Any) -> None:
-        """Call an endpoint of all storage shards.
-
-        Raises:
-            PartDiedError: A shard died.
-        """
+        """Call an endpoint of all storage shards; raise `PartDiedError` if one dies."""
         timeout_s = self.timeouts.step_s
         await asyncio.gather(
             *(

@@ -21,12 +21,7 @@ class RunLock:
     """Lock on a run directory. The kernel releases it when the process exits for any reason."""
 
     def __init__(self, path: Path) -> None:
-        """Lock an existing directory.
-
-        Raises:
-            BlockingIOError: Another process holds the lock.
-            ConfigError: The name of the lock file is taken by something else, such as a folder, a link or a FIFO.
-        """
+        """Lock an existing directory. Raise `BlockingIOError` if another process holds the lock."""
         self.path = path
         self._file = os.fdopen(_open_lock(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), "a+", encoding="utf-8")
         try:
@@ -55,8 +50,7 @@ class RunLock:
 def claim_new_run(wanted: Path) -> RunLock:
     """Create and lock `wanted`; if it contains a run or is locked, use `wanted-<n>` with the next free number.
 
-    Raises:
-        ConfigError: The directory exists and another user could change it, or it cannot be locked.
+    Raise `ConfigError` if the directory exists and another user could change it, or it cannot be locked.
     """
     path = wanted
     while (lock := _claim_without_run(path)) is None:
@@ -66,11 +60,7 @@ def claim_new_run(wanted: Path) -> RunLock:
 
 
 def claim_run(run_dir: Path) -> RunLock:
-    """Lock the directory of a run that is to be resumed.
-
-    Raises:
-        ConfigError: Another process holds the lock, so the run is still active, or the directory cannot be used or locked.
-    """
+    """Lock the directory of a run that is to be resumed. Raise `ConfigError` if it is still active or cannot be used."""
     _check_folder(run_dir)
     try:
         return RunLock(run_dir)
@@ -79,11 +69,7 @@ def claim_run(run_dir: Path) -> RunLock:
 
 
 def check_idle(run_dir: Path) -> None:
-    """Check that no process holds the lock of a run directory, as `claim_run` does, but without writing to it.
-
-    Raises:
-        ConfigError: The run is still active, or the directory cannot be used.
-    """
+    """Check that no process holds the lock of a run directory, as `claim_run` does, but without writing to it."""
     _check_folder(run_dir)
     with contextlib.suppress(FileNotFoundError):
         descriptor = _open_lock(run_dir, os.O_RDONLY)
@@ -99,11 +85,7 @@ def check_idle(run_dir: Path) -> None:
 
 
 def check_new_run(wanted: Path) -> None:
-    """Check that `claim_new_run` can lock a directory, without creating or writing anything.
-
-    Raises:
-        ConfigError: The directory exists and another user could change it, or it cannot be locked.
-    """
+    """Check that `claim_new_run` can lock a directory, without creating or writing anything."""
     if not _is_taken(wanted) and wanted.is_dir():
         _check_owner(wanted)
         with contextlib.suppress(FileNotFoundError):

@@ -256,9 +256,8 @@ class Supervisor:
     def __init__(self, on_event: OnEvent | None = None, watchdog: Watchdog | None = None) -> None:
         """Install the fault hook for the running event loop.
 
-        Args:
-            on_event: called with `fault` (`cause`) and `stall` (`actor`, `endpoint`, `ranks`, `seconds`, `file`).
-            watchdog: learns deadlines and reports stalls; without it, only the caller's deadline applies.
+        `on_event` is called with `fault` (`cause`) and `stall` (`actor`, `endpoint`, `ranks`, `seconds`, `file`). Without a
+        watchdog, which learns deadlines and reports stalls, only the caller's deadline applies.
         """
         self._loop = asyncio.get_running_loop()
         self._on_event, self._watchdog = on_event or (lambda kind, **fields: None), watchdog
@@ -429,10 +428,7 @@ class Supervisor:
     def lose_host(self, host: str, cause: str, *, is_replaceable: bool) -> None:
         """Handle the loss of another machine: replace every role that had a process on it, or end the run.
 
-        Args:
-            host: host name, as reported by the machine itself.
-            cause: display name of the host, and the reason.
-            is_replaceable: whether other hosts have free devices for these roles.
+        `cause` has the display name of the host and the reason; `is_replaceable` is False if other hosts have no free devices.
         """
         processes = [process for process in self._remote.values() if process.host == host]
         names = sorted(process.name for process in processes)

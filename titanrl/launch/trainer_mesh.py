@@ -147,12 +147,8 @@ class TrainerMesh:
     ) -> "asyncio.Task[LossSums]":
         """Run forward and backward passes over micro-batches, in order; the task returns the metrics, merged over all ranks.
 
-        If a pass fails, the optimizer step queued after it is cancelled; the trainer would also refuse it.
-
-        Args:
-            microbatches: rows for each data-parallel rank.
-            proximal_version: version whose log-probabilities `compute_logprobs` stored for the proximal policy.
-            reference_version: the same for the reference policy.
+        If a pass fails, the optimizer step queued after it is cancelled; the trainer would also refuse it. The versions are
+        those whose log-probabilities `compute_logprobs` stored for the proximal and the reference policy.
         """
         versions = proximal_version, reference_version
         requests = [ask_ranks(self.mesh.forward_backward, microbatch, *versions) for microbatch in microbatches]
@@ -173,10 +169,8 @@ class TrainerMesh:
     ) -> "asyncio.Task[OptimUpdate]":
         """Queue an optimizer step after the passes requested so far, without waiting for their replies.
 
-        Args:
-            params: options of this step.
-            after: awaited before the request is sent, for example until a push has read the weights.
-            completes: whether the step completes its batch and increments the version.
+        `after` is awaited before the request is sent, for example until a push has read the weights. A step that `completes`
+        its batch increments the version.
         """
 
         async def step() -> OptimUpdate:
@@ -236,8 +230,7 @@ class TrainerMesh:
     async def load_state(self, folder: Path, *, with_optimizer: bool, at_least: int = 0) -> int:
         """Restore a state written by `save_state`; return its version, or `at_least` if that is higher.
 
-        Raises:
-            DamagedError: The state is incomplete, or a file does not match its digest.
+        Raise `DamagedError` if the state is incomplete, or a file does not match its digest.
         """
         try:
             await asyncio.to_thread(check_folder, folder, needs=(".metadata",))
@@ -303,11 +296,8 @@ class PastPolicies:
     async def compute(self, microbatches: Sequence[MicroBatch], *, version: int, published: int) -> PastVersions:
         """Compute the proximal and reference log-probabilities for a step's micro-batches.
 
-        Args:
-            microbatches: micro-batches of the step. If it takes several optimizer steps, pass those of its first epoch, before
-                the first optimizer step.
-            version: version of the current weights.
-            published: last published version, at which the current interval of `updates_per_publish` steps started.
+        If the step takes several optimizer steps, the micro-batches are those of its first epoch, before its first optimizer
+        step. `published` is the last published version, at which the current interval of `updates_per_publish` steps started.
         """
         proximal = await self._proximal_version(microbatches, version, published)
         if not self._algorithm.kl.coef:

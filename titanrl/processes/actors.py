@@ -109,7 +109,6 @@ class ReplyPort:
     inbox: str
     """Name of the port."""
     number: int
-    """Number of the request."""
 
     def send(self, value: object) -> None:
         """Send a reply, after those of `send_soon`."""
@@ -245,10 +244,8 @@ _inboxes: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Inbox]" = weakr
 def ask_actor(endpoint: Any, *args: Any, **kwargs: Any) -> "asyncio.Future[Any]":
     """Send a request to the only actor of a mesh; return a future of its reply. The endpoint must be of this module.
 
-    The request is sent immediately. Cancelling the future does not cancel it.
-
-    Raises:
-        ActorError: In the future: the actor raised an exception; see `cause_of`.
+    The request is sent immediately. Cancelling the future does not cancel it. If the actor raises, the future has an
+    `ActorError`; see `cause_of`.
     """
     return _ask(endpoint, args, kwargs, _only)
 

@@ -142,7 +142,6 @@ class Order:
     """Properties that a fork takes over from its stand-in or, if it becomes a template, from the process that asks for it."""
 
     environment: dict[str, str]
-    """All environment variables."""
     folder: str
     """Working directory."""
     controller: int
@@ -164,11 +163,7 @@ def confirm(connection: socket.socket) -> None:
 
 
 def receive_order(connection: socket.socket) -> tuple[Order, list[int]]:
-    """Receive an order and its descriptors.
-
-    Raises:
-        ConnectionError: The sender exited.
-    """
+    """Receive an order and its descriptors."""
     header, descriptors, _, _ = socket.recv_fds(connection, NUMBER.size, len(_STREAMS) + 2)
     if len(header) < NUMBER.size:
         raise ConnectionError("the process exited before its order was complete")

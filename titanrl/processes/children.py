@@ -1,4 +1,4 @@
-"""Child processes that answer requests: their exit, their replies within limits of time and length, and their replacement.
+"""Child processes: their exit, their output, their replies within limits of time and length, and their replacement.
 
 An environment process is a `Child` that replies on a `Channel`. The sandbox's zygote is a `Child`, too; it forks scoring
 processes, each of which replies on a `Channel`. Both are killed with everything that they have started, and neither can make
@@ -6,6 +6,7 @@ this process wait longer, or keep more bytes, than the limits of a request.
 """
 
 import asyncio
+import math
 import os
 import select
 import signal
@@ -38,10 +39,7 @@ class Child:
     ) -> None:
         """Start the process. It inherits `descriptors` and no environment variables except those of `environment`.
 
-        The event loop calls `on_exit` once, after `exited` is set.
-
-        Raises:
-            OSError: The process cannot be started.
+        The event loop calls `on_exit` once, after `exited` is set. Raise `OSError` if the process cannot be started.
         """
         self._loop = asyncio.get_running_loop()
         self._popen = subprocess.Popen(
@@ -82,6 +80,46 @@ class Child:
         os.close(self._pidfd)
         self.exited.set_result(self._popen.wait())
         self._call_on_exit(self)
+
+
+class Output:
+    """The reading end of a pipe to which a process prints. It keeps the last bytes."""
+
+    def __init__(self, kept_bytes: int, max_bytes: float = math.inf, on_limit: Callable[[], object] = lambda: None) -> None:
+        """Start to read. After more than `max_bytes`, call `on_limit` and read no more."""
+        self._kept_bytes, self._max_bytes, self._on_limit = kept_bytes, max_bytes, on_limit
+        self._ours, self.theirs = os.pipe2(os.O_CLOEXEC)
+        """Descriptor for the process, which the caller closes after the start."""
+        os.set_blocking(self._ours, False)
+        self.kept, self.num_bytes = b"", 0
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._ours, self.read)
+
+    def read(self) -> None:
+        """Read what is there, at most a few megabytes at a time, so that the event loop stays responsive."""
+        for _ in range(64):
+            try:
+                chunk = os.read(self._ours, 1 << 16) if self._ours >= 0 else b""
+            except BlockingIOError:
+                return
+            self.num_bytes += len(chunk)
+            self.kept = (self.kept + chunk)[-self._kept_bytes :]
+            if not chunk or self.num_bytes > self._max_bytes:
+                self._stop()
+                if chunk:
+                    self._on_limit()
+                return
+
+    def close(self) -> None:
+        """Read what is left, and close the pipe."""
+        self.read()
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._ours >= 0:
+            self._loop.remove_reader(self._ours)
+            os.close(self._ours)
+            self._ours = -1
 
 
 class Channel:
@@ -187,11 +225,7 @@ class Respawns:
         return len(self._last)
 
     def add(self, part: str, cause: str) -> None:
-        """Count a replacement that is about to start, of a part such as `generator_0`.
-
-        Raises:
-            RespawnLimitError: The window already has `faults.max_respawns` replacements.
-        """
+        """Count a replacement of a part such as `generator_0`, which is about to start; raise `RespawnLimitError` at the limit."""
         now = self._now()
         while self._last and self._last[0][0] <= now - self._window_s:
             self._last.popleft()

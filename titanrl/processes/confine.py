@@ -174,8 +174,7 @@ class Confinement:
     def apply(self, keep: int) -> None:
         """Confine the calling process permanently, and close its descriptors except the standard ones and `keep`.
 
-        Raises:
-            OSError: The kernel rejected a rule. The process may be partly confined.
+        Raise `OSError` if the kernel rejects a rule. The process may then be partly confined.
         """
         _set_limits(self._limits)
         _check(_prctl(_PR_SET_NO_NEW_PRIVS, 1), "prctl(PR_SET_NO_NEW_PRIVS)")
@@ -197,17 +196,11 @@ def missing_for_programs() -> list[str]:
 def confine_program(readable: Iterable[str], writable: Iterable[str], port: int, memory_bytes: int) -> None:
     """Confine the calling process and what it starts, permanently. Unlike `Confinement`, it may start processes.
 
-    It may execute and read only what is below `readable`, change only what is below `writable`, connect only to a TCP port (of
-    any host), and signal only processes that it has started. It can make no sockets except TCP sockets and pairs.
+    It may execute and read only what is below `readable` and exists, change only what is below the folders `writable`, connect
+    only to a TCP port (of any host), and signal only processes that it has started. It can make no sockets except TCP sockets
+    and pairs. Each process has an address space of `memory_bytes`.
 
-    Args:
-        readable: Files and folders; those that do not exist are left out.
-        writable: Folders.
-        port: TCP port.
-        memory_bytes: Address space of each process.
-
-    Raises:
-        OSError: The kernel rejected a rule. The process may be partly confined.
+    Raise `OSError` if the kernel rejects a rule. The process may then be partly confined.
     """
     existing = [path for path in readable if os.path.exists(path)]
     ruleset = _make_ruleset([(existing, _EXECUTE | _READ_FILE | _READ_DIR), (writable, _all_rights())])

@@ -47,11 +47,8 @@ _installed: "list[tuple[ctypes._FuncPointer, TemporaryFolder]]" = []
 def private_sockets() -> Iterator[Path]:
     """Replace Monarch's abstract sockets with private files. Start this process's Monarch host in the body.
 
-    Yields:
-        The folder of the sockets, which has mode 0700 and is deleted when the process exits.
-
-    Raises:
-        OpenSocketsError: Other users can connect to Monarch's sockets, and TITANRL_ALLOW_OPEN_SOCKETS does not permit that.
+    Yield the folder of the sockets, which has mode 0700 and is deleted when the process exits. Raise `OpenSocketsError` if
+    other users could connect, unless TITANRL_ALLOW_OPEN_SOCKETS permits that.
     """
     if not _installed:
         folder = private_folder()
@@ -83,11 +80,7 @@ def _bind_in(folder: Path, numbers: Iterator[int], descriptor: int, address: int
 
 
 def _replace_bind(library: Path, replacement: "ctypes._FuncPointer") -> None:
-    """Patch a loaded library so that it calls the replacement instead of the function `bind`.
-
-    Raises:
-        OpenSocketsError: The library is not loaded, or does not import `bind` in a known way.
-    """
+    """Patch a loaded library so that it calls the replacement instead of the function `bind`."""
     offsets = import_slots(library, "bind")
     if not offsets:
         raise OpenSocketsError(f"{library.name} does not import the function bind")

@@ -126,12 +126,7 @@ class ZygoteClient:
         self._loop.add_reader(self._control, self._on_control)
 
     async def load(self) -> None:
-        """Wait until the zygote has loaded the rewards, then request the first scoring processes.
-
-        Raises:
-            ValueError: A reward cannot be loaded.
-            SandboxDied: Loading took too long, or the zygote was killed.
-        """
+        """Wait until the zygote has loaded the rewards, then request the first scoring processes."""
         either: list[asyncio.Future[Any]] = [self._loaded, self._child.exited]
         await asyncio.wait(either, timeout=_LOAD_DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
         if self._loaded.done():
@@ -147,10 +142,7 @@ class ZygoteClient:
         """Send a pickled request to an idle process and return the reply; None after a timeout.
 
         Wait while `num_processes` requests are running. If the process died or its reply has more than `max_bytes`, the reply
-        is incomplete.
-
-        Raises:
-            SandboxDied: The zygote died, or no process became ready in time.
+        is incomplete. Raise `SandboxDied` if the zygote died, or no process became ready in time.
         """
         async with self._slots:
             reply: bytes | None = b""
@@ -377,10 +369,6 @@ class SandboxPool:
         """Send a request to a confined process, and return the parsed reply, or the reason why there is none.
 
         `parse` returns None for an invalid reply. No reply has more than `max_bytes`.
-
-        Raises:
-            SandboxDied: The pool was closed, or no process can be confined.
-            RespawnLimitError: The zygote died too often.
         """
         pickled = pickle.dumps(request)
         while True:

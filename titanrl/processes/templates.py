@@ -89,14 +89,11 @@ class Template:
         socket_path: Path | None = None,
         base: str | None = None,
     ) -> None:
-        """Start the template from a running event loop.
+        """Start the template from a running event loop, with the role's environment variables, and a function that imports
+        packages.
 
-        Args:
-            environment: environment variables of the role, which the packages read when they are imported.
-            load: picklable function that imports the packages.
-            log: file for the output.
-            socket_path: path for the socket, in a folder that only this user can enter; None creates such a folder.
-            base: path of the socket of the template to fork, which may still import; None starts a new Python process.
+        The socket is in `socket_path`, in a folder that only this user can enter; None creates such a folder. `base` is the
+        socket of the template to fork, which may still import; None starts a new Python process.
         """
         self.log = log
         """File with the template's output."""
@@ -300,10 +297,8 @@ _early: list[tuple[str, _Started]] = []
 def start_early(environment: Mapping[str, str], load: Callable[[], None]) -> int | None:
     """Start a template for the next `Template` with the same arguments, before there is a folder for its output.
 
-    One that is not used ends with `close_early`, with the next call, or with this process.
-
-    Returns:
-        The process id; None if there is a shared template.
+    One that is not used ends with `close_early`, with the next call, or with this process. Return its process id; None if there
+    is a shared template.
     """
     close_early()
     if shared_template(environment, load) is not None:

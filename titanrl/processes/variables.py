@@ -207,12 +207,9 @@ _BASES = {"HF_HOME": "{XDG_CACHE_HOME}/huggingface", "TRITON_HOME": "{HOME}"}
 def secure_caches() -> None:
     """Make this process and those that inherit its environment use only caches that no other user can write.
 
-    A cache that the environment names must be safe. The default of a library is replaced where it is not, by a folder that is
-    deleted when this process exits. Modules are not imported from a working directory that others can write, unless it is on
-    this process's path.
-
-    Raises:
-        ConfigError: Another user could change the temporary folder, or a cache that the environment names.
+    A cache that the environment names must be safe, and so must the temporary folder. The default of a library is replaced
+    where it is not, by a folder that is deleted when this process exits. Modules are not imported from a working directory that
+    others can write, unless it is on this process's path.
     """
     if is_only_user():
         os.environ.setdefault(INDUCTOR, str(_default(INDUCTOR)))

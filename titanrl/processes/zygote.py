@@ -59,7 +59,6 @@ class ZygoteConfig:
     """The rewards to load, and the limits of the scoring processes."""
 
     rewards: tuple[RewardSpec, ...]
-    """Rewards to load."""
     memory_bytes: int
     """Limit of a process's address space."""
     cpu_s: int

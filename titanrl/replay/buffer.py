@@ -271,11 +271,8 @@ class GroupBuffer:
     async def take_batch(self, num_groups: int) -> Batch:
         """Wait for `num_groups` finished groups and take the first ones in prompt order. At least one has a signal.
 
-        At most `window - 1` younger groups overtake a group in flight.
-
-        Raises:
-            RolloutError: A worker failed.
-            ScorerError: The scorer failed on every rollout of the first `num_groups` groups.
+        At most `window - 1` younger groups overtake a group in flight. Raise `RolloutError` if a worker failed, and
+        `ScorerError` if the scorer failed on every rollout of the first `num_groups` groups.
         """
         async with self._changed:
             while len(picked := self._pick(num_groups)) < num_groups and self._failure is None:
@@ -341,12 +338,10 @@ class GroupBuffer:
         )
 
     async def release(self, handles: Table, priorities: DoubleArray | None = None) -> None:
-        """Free the slots of groups that were trained on, or move the groups to the memory.
+        """Free the slots of groups of batches that were trained on, or move the groups to the memory.
 
-        Args:
-            handles: Groups of batches, as a table of `HANDLE`.
-            priorities: Replay priority of each group, NaN for a group without one. None moves no group to the memory, and a
-                replayed group keeps its priority.
+        `priorities` has the replay priority of each group, NaN for a group without one. None moves no group to the memory, and
+        a replayed group keeps its priority.
         """
         async with self._changed:
             self._release(handles, priorities)
@@ -404,9 +399,8 @@ class GroupBuffer:
     def state(self, trained: Sequence[TrainedBatch] = (), from_index: int | None = None) -> BufferState:
         """Return the state from which a resumed run continues.
 
-        Args:
-            trained: Batches trained on since the last publication.
-            from_index: Position from which everything is sampled again; None continues with the finished groups.
+        `trained` are the batches trained on since the last publication. Everything from the position `from_index` is sampled
+        again; None continues with the finished groups.
         """
         memory = None if self._memory is None else self._memory.state_dict()
         if from_index is not None:
@@ -688,11 +682,8 @@ class ReplayBuffer(GroupBuffer, Actor):
     async def reserve_round(self, shard: int, num_shards: int, life: int) -> tuple[list[Reservation], list[GroupHandle]]:
         """Wait until the workers of all shards have called and a slot is free, then reserve all free slots.
 
-        Returns:
-            The reservations for all shards in prompt order, and the groups whose payloads the caller's shard may delete.
-
-        Raises:
-            StoppedError: A worker or generator died; call again.
+        Return the reservations for all shards in prompt order, and the groups whose payloads the caller's shard may delete.
+        Raise `StoppedError` if a worker or generator died; the caller then calls again.
         """
         with span("wait for a free slot", "wait"):
             await self._may_begin.wait()

@@ -45,7 +45,6 @@ class Reservation:
     handle: GroupHandle
     """Slot and storage shard of its payload."""
     draw: Draw
-    """The prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +52,7 @@ class ShardUsage:
     """Size of the groups in a storage shard."""
 
     num_bytes: int
-    """Bytes of all groups."""
     num_spilled_bytes: int
-    """Bytes of the groups in files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +119,6 @@ class Batch:
     counts: Mapping[str, int]
     """Episode counts of the tried groups, if an environment was used."""
     usage: ShardUsage
-    """Size of the groups in all storage shards."""
     environment: Mapping[str, Mapping[str, tuple[float, int]]] = field(default_factory=dict)
     """Values that environments reported for the tried groups, by task and name: their sum, and the number of rollouts."""
     replayed: Replayed | None = None
@@ -172,11 +168,9 @@ class BufferState:
     discarded: tuple[Finished, ...] = ()
     """Groups discarded since the last batch that was trained on."""
     drops: Mapping[DropReason, int]
-    """Number of these groups by reason."""
     has_scored: bool
     """True after the first group with a reward."""
     memory: Mapping[str, Any] | None
-    """State of the replay memory; None without replay."""
 
     def without_groups(self) -> "BufferState":
         """Return the state for a run whose tasks have changed, which resamples finished groups with other prompts."""

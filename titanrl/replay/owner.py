@@ -200,11 +200,9 @@ class OwnerSettings:
     spare: int
     """Rows in addition to those of a full buffer."""
     num_work: int
-    """Length of the work list."""
     shards: tuple[Shard, ...]
     """All shards. The owner creates the files of the shards on its host."""
     host: str
-    """Name of the owner's host."""
     address: Address | None
     """Address to listen on; None for a Unix socket."""
     key: bytes

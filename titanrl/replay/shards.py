@@ -61,8 +61,7 @@ class Payloads:
     def put(self, handle: GroupHandle, parts: Sequence[bytes]) -> None:
         """Store a group in place of the previous one in its slot.
 
-        Raises:
-            OSError: A group beyond the memory limit cannot be written to a file; this one is not stored.
+        Raise `OSError` if a group beyond the memory limit cannot be written to a file; this one is then not stored.
         """
         size = sum(map(len, parts))
         with self._lock:
@@ -230,8 +229,7 @@ class ShardDirectory:
     async def fetch(self, number: int, wanted: Sequence[tuple[GroupHandle, int]]) -> list[Segment]:
         """Fetch segments by handle and index in the group; `wanted` has at least one. `use` has been called for `number`.
 
-        Raises:
-            TokensLostError: The shard no longer has the groups, usually because its process died.
+        Raise `TokensLostError` if the shard no longer has the groups, usually because its process died.
         """
         lost = TokensLostError(f"the storage shard that held {wanted[0][0]} died, or no longer has it")
         died = asyncio.get_running_loop().create_future()

@@ -41,16 +41,9 @@ class Server:
     ) -> None:
         """Start listening. Port 0 selects a free port. Clients must know the key.
 
-        Args:
-            address: Path of a Unix socket, or interface and port.
-            key: Shared secret.
-            verbs: Functions by name.
-            on_end: Called with the number of a session that ended.
-            on_lost: Called with session, verb and reply if the client closed the connection without reading the reply. It is
-                also called for the last reply on every connection of a session that ends.
-
-        Raises:
-            ValueError: The address is not available.
+        `on_end` is called with the number of a session that ended. `on_lost` is called with session, verb and reply if the
+        client closed the connection without reading the reply, and also for the last reply on every connection of a session
+        that ends.
         """
         self._key, self._verbs, self._on_end, self._on_lost = key, verbs, on_end, on_lost
         self._sessions: dict[str, int] = {}

@@ -52,7 +52,6 @@ class Limits:
     """Limits of an episode."""
 
     max_turns: int
-    """Maximum number of turns of the policy."""
     max_tokens: int
     """Maximum length of a segment in tokens: the conversation so far and the policy's next turn."""
     max_new_tokens: int
@@ -75,14 +74,7 @@ class Attempt:
         sampling: Callable[[int, int], SamplingParams],
         stop_text: StopText = lambda ids, more: "",
     ) -> None:
-        """Start without calls.
-
-        Args:
-            renderer: Renderer of the policy's model.
-            limits: Limits of the episode.
-            sampling: Function from the number of a turn and its maximum length in tokens to its sampling options.
-            stop_text: Text that a message leaves out.
-        """
+        """Start without calls. `sampling` maps the number of a turn and its maximum length in tokens to its sampling options."""
         self.messages: list[Message] = []
         """Messages of the whole episode, including messages that were replaced."""
         self.rewards: Mapping[str, float] = {}
@@ -100,7 +92,6 @@ class Attempt:
         self.last_text = ""
         """Text that the configured rewards score: the policy's last message."""
         self.tree = CallTree(renderer, limits.max_tokens)
-        """Calls of the policy."""
         self._renderer, self._limits, self._sampling = renderer, limits, sampling
         self._stop_text = stop_text
         self._finish_reason: FinishReason | None = None
@@ -122,34 +113,21 @@ class Attempt:
         return len(self.tree)
 
     async def start(self) -> None:
-        """Start the episode.
-
-        Raises:
-            EpisodeError: It cannot be started.
-        """
+        """Start the episode; raise `EpisodeError` if that fails."""
 
     async def requests(self) -> Sequence[GenerationRequest]:
         """Wait for the next calls of the policy, and return their requests; none if the episode has ended.
 
-        Raises:
-            EpisodeError: The episode failed.
+        Raise `EpisodeError` if the episode failed, as all methods but `close` do.
         """
         raise NotImplementedError
 
     async def take(self, completions: Sequence[Completion]) -> None:
-        """Continue with the completions of the last requests.
-
-        Raises:
-            EpisodeError: The episode failed.
-        """
+        """Continue with the completions of the last requests."""
         raise NotImplementedError
 
     async def play(self, generate: GenerateTokens) -> None:
-        """Play the episode from its start to its end.
-
-        Raises:
-            EpisodeError: The episode failed.
-        """
+        """Play the episode from its start to its end."""
         await self.start()
         while requests := await self.requests():
             await self.take(await generate(requests))
@@ -162,11 +140,8 @@ class Attempt:
     ) -> Message:
         """Add a turn of the policy; return its message, without the stop text at its end.
 
-        Args:
-            context: Conversation before the turn.
-            completion: Sampled tokens, with a finish reason other than `abort`.
-            parsed: Message with all text of the tokens; None parses them.
-            stop: Stop texts and tokens of this call.
+        The completion has a finish reason other than `abort`. `parsed` is the message with all text of the tokens; None parses
+        them. `stop` has the stop texts and tokens of this call.
         """
         token_ids = completion.token_ids.tolist()
         if parsed is None:
@@ -219,11 +194,7 @@ class Conversation(Attempt):
         self._remaining_s = limits.episode_timeout_s
 
     async def start(self) -> None:
-        """Create and reset the environment, and render its first messages.
-
-        Raises:
-            EpisodeError: The environment failed.
-        """
+        """Create and reset the environment, and render its first messages."""
         try:
             self._environment = self._make()
         except (Exception, SystemExit) as error:  # user code may raise anything
@@ -259,9 +230,6 @@ class Conversation(Attempt):
         """Continue the episode with the policy's turn.
 
         A turn that was truncated at its limit ends the episode, and the environment does not see it in `step`.
-
-        Raises:
-            EpisodeError: The environment failed, or the completion was cancelled.
         """
         assert self._environment is not None, "call start first"
         assert self._next is not None, "the episode has ended"
@@ -316,12 +284,8 @@ class Conversation(Attempt):
             raise EpisodeError("environment_error", str(error)) from error
 
     async def _truncate(self, environment: Environment, message: Message | None, limit: Limit) -> None:
-        """End the episode at a limit, and let the environment judge it if it can.
-
-        Args:
-            environment: The environment.
-            message: The policy's last message, if the environment has not received it.
-            limit: Limit that ended the episode.
+        """End the episode at a limit, and let the environment judge it if it can. It has not received `message`, if there is
+        one.
         """
         if isinstance(environment, JudgesTruncated):
             judge = environment.judge_truncated

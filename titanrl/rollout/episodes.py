@@ -48,9 +48,7 @@ class Episodes:
     """Plays groups of episodes, with the objects that all episodes of a task in a worker share."""
 
     config: Config
-    """Configuration with an environment."""
     renderer: Renderer
-    """Renderer of the policy's model."""
     environments: Environments | None = None
     """Creates the environment for each episode; None if a program plays them."""
     programs: "Programs | None" = None
@@ -78,11 +76,8 @@ class Episodes:
     async def roll_out(self, prompt: Prompt, generate: GenerateTokens, *, in_round: bool) -> Group:
         """Generate a training group.
 
-        Args:
-            prompt: Prompt that all episodes share.
-            generate: Function from requests to their completions.
-            in_round: True in synchronous training, where the turns of all groups join the generators' batches together. All
-                groups then make the same number of calls.
+        `in_round` is True in synchronous training, where the turns of all groups join the generators' batches together. All
+        groups then make the same number of calls.
         """
         rollout = self.config.rollout
         sampling = training_sampling(
@@ -240,7 +235,6 @@ class _Slot:
         self.error: EpisodeError | None = None
         """Error of the last attempt, if all attempts failed."""
         self.conversation = self._new()
-        """The current attempt."""
 
     @property
     def has_succeeded(self) -> bool:
@@ -377,11 +371,8 @@ async def start_episodes(
 ) -> Episodes:
     """Load the environment and the renderer, and start the first environment process if environments run in processes.
 
-    The processes write to `log`, or to the standard error stream.
-
-    Raises:
-        ValueError: The environment or the renderer cannot be used.
-        EnvironmentFailure: The environment cannot be loaded in a separate process.
+    The processes write to `log`, or to the standard error stream. Raise `ValueError` or `EnvironmentFailure` if the environment
+    or the renderer cannot be used.
     """
     environment = config.data.environment
     assert environment is not None

@@ -49,12 +49,10 @@ class GenerateTokens(Protocol):
     """Function from requests to their completions, which can pass the tokens of a request on while they are sampled."""
 
     async def __call__(self, requests: Sequence[GenerationRequest], *, on_tokens: OnTokens | None = None) -> list[Completion]:
-        """Return the completions in the same order.
+        """Return the completions of one turn in the same order.
 
-        Args:
-            requests: Requests of one turn.
-            on_tokens: Function that gets the tokens of the only request while they are sampled, except the last ones; None
-                waits for the whole completion, and so does a turn in a round.
+        `on_tokens` gets the tokens of the only request while they are sampled, except the last ones. None waits for the whole
+        completion, and so does a turn in a round.
         """
 
 
@@ -237,13 +235,8 @@ def without_truncated(group: Group) -> Group:
 def credited_values_differ(group: Group, trained: Group, algorithm: AlgorithmConfig, data: DataConfig) -> bool:
     """Return True if the advantage compares other values than rewards, and at least one of them differs within the group.
 
-    These are reward parts with a nonzero weight, or the discounted returns of turns or tokens.
-
-    Args:
-        group: Group as sampled.
-        trained: Group with the tokens to train on.
-        algorithm: Advantage and credit.
-        data: Weights of the reward parts.
+    These are reward parts with a nonzero weight, or the discounted returns of turns or tokens. `trained` is the group with the
+    tokens to train on.
     """
     if algorithm.advantage_traits.compares_parts:
         values: dict[str, set[float]] = {}
@@ -274,17 +267,9 @@ def record_of(
     num_generated: int = 0,
     whole: Group | None = None,
 ) -> GroupRecord:
-    """Summarize a group for the controller, without its tokens; `GroupRecord` describes the fields.
+    """Summarize a group with the tokens to train on for the controller, without its tokens; `GroupRecord` describes the fields.
 
-    Args:
-        group: Group with the tokens to train on.
-        handle: Location of the group's slot.
-        has_payload: True if the tokens are stored for training.
-        num_overlong: Number of rollouts longer than a row.
-        rejection: Reason why the group must not be trained on.
-        parts_differ: Result of `credited_values_differ`.
-        num_generated: Number of tokens sampled for the group.
-        whole: Group as sampled, if some of its tokens are not trained on.
+    `whole` is the group as sampled, if some of its tokens are not trained on.
     """
     rollouts = group.rollouts
     segments = [segment for rollout in rollouts for segment in rollout.segments]
@@ -468,11 +453,7 @@ FILTER = Point(key="rollout.group_filter", argument="group_filter", protocol=Gro
 
 
 def keeps(group_filter: Callable[[ScoredGroup], object], group: Group, decode: Callable[[list[int]], str], name: str) -> bool:
-    """Return True if a filter keeps a group with at least one reward; `name` is for error messages.
-
-    Raises:
-        ValueError: The filter raised, or returned neither True nor False.
-    """
+    """Return True if a filter keeps a group with at least one reward; `name` is for error messages."""
     scored = scored_group(group, decode)
     try:
         kept = group_filter(scored)

@@ -34,7 +34,6 @@ class OpenData:
     stream: PromptStream
     """Prompts; in a task, those of the first level."""
     scoring: Scoring
-    """Rewards."""
     episodes: Episodes | None
     """Plays the episodes; None without an environment."""
 
@@ -77,17 +76,9 @@ async def open_tasks(
 ) -> Mapping[str, OpenTask]:
     """Open the tasks of a run, by name.
 
-    Args:
-        config: Configuration of the run.
-        tokenizer: Tokenizer of the policy.
-        plugins: User-defined objects.
-        log: File for the output of environment processes; None for the standard error stream.
-        prompts: Prompts by task name, for tasks whose prompts are already open.
-        on_respawn: Called after the sandbox of a task died and was replaced.
-
-    Raises:
-        SandboxUnavailable: This machine cannot confine a process.
-        ValueError: The prompts, a reward or an environment cannot be used.
+    Environment processes write to `log`, or to the standard error stream. `prompts` has those of tasks whose prompts are
+    already open. `on_respawn` is called after the sandbox of a task died and was replaced. Raise `SandboxUnavailable` if this
+    machine cannot confine a process, and `ValueError` if prompts, a reward or an environment cannot be used.
     """
     opened: dict[str, OpenTask] = {}
     for name, data in config.data.tasks.items():
@@ -149,11 +140,8 @@ class EvaluationSets:
     ) -> EvaluationResult:
         """Sample and score completions for the prompts of a set, by default its `num_prompts`.
 
-        `record` records the groups of the first `logging.evaluation_prompts` prompts.
-
-        Raises:
-            ScorerError: The reward failed on every completion.
-            ValueError: There is no set of this name, or its data or rewards cannot be used.
+        `record` records the groups of the first `logging.evaluation_prompts` prompts. Raise `ScorerError` if the reward failed
+        on every completion, and `ValueError` if there is no such set, or it cannot be used.
         """
         subset = self._config.evaluation_set(name)
         if num_prompts is not None:
@@ -226,13 +214,7 @@ class EvaluationSets:
 async def answer_prompts(
     subset: EvaluationSet, prompts: Sequence[Prompt], answer: Callable[[Sequence[Prompt]], Awaitable[Sequence[Group]]]
 ) -> list[Group]:
-    """Answer the prompts of a set, at most `IN_FLIGHT` completions at the same time, and return their groups.
-
-    Args:
-        subset: Evaluation set.
-        prompts: Prompts of the set.
-        answer: Function from prompts to their groups of scored completions.
-    """
+    """Answer the prompts of a set, at most `IN_FLIGHT` completions at the same time, and return their groups."""
     size = max(1, IN_FLIGHT // subset.num_samples)
     return [group for start in range(0, len(prompts), size) for group in await answer(prompts[start : start + size])]
 
@@ -256,11 +238,7 @@ def evaluation_requests(
 
 
 def evaluation_result(subset: EvaluationSet, groups: Sequence[Group]) -> EvaluationResult:
-    """Compute the result of an evaluation from the scored completions of each prompt.
-
-    Raises:
-        ScorerError: The reward failed on every completion.
-    """
+    """Compute the result of an evaluation from the scored completions of each prompt; raise `ScorerError` if there are none."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     errors = [failure.error for group in groups for failure in group.failures]
     if not rollouts:

@@ -22,7 +22,6 @@ class ReplicaState:
     """The router's state of one replica."""
 
     index: int
-    """Index of the replica."""
     num_running: int = 0
     """Number of unfinished requests sent to the replica."""
     num_sessions: int = 0
@@ -121,9 +120,7 @@ class InRound:
     """Position of a group in a round. The groups of a round join a replica's batch together, regardless of their worker."""
 
     index: int
-    """Prompt index of the group."""
     indices: Sequence[int]
-    """Prompt indices of all groups in the round."""
 
 
 class ReplicaLostError(TitanRLError):
@@ -241,8 +238,7 @@ class GeneratorPool:
 
         Args:
             requests: Requests of the group.
-            num_kept: Number of completions to return. The replica cancels the other requests when that many have finished. None
-                returns all completions.
+            num_kept: Number of completions after which the replica cancels the other requests; None returns all completions.
             when_drained: True to let the replica first finish all earlier requests, including those of other callers. All calls
                 in one tick must have the same value.
             on_tokens: Function that gets the tokens of the only request while they are sampled, except the last ones. If the

@@ -54,18 +54,10 @@ class Programs:
         stop: tuple[str, ...] = (),
         log: Path | None = None,
     ) -> None:
-        """Load the program.
+        """Load the program, and check that its command can be confined if it is to be.
 
-        Args:
-            config: Configuration section with a program.
-            tokenizer: Tokenizer of the policy.
-            memory_bytes: Address space of a confined process.
-            stop: Texts that end every reply, and are no part of its message.
-            log: File for the error streams of commands.
-
-        Raises:
-            SandboxUnavailable: The command is to be confined, which this machine cannot do.
-            ValueError: The program cannot be loaded.
+        `memory_bytes` is the address space of a confined process. The texts `stop` end every reply, and are no part of its
+        message. `log` gets the error streams of commands.
         """
         assert config.program is not None
         self.config, self.tokenizer, self.callers, self.stop = config, tokenizer, Callers(), stop
@@ -316,11 +308,7 @@ class ProgramEpisode(Attempt):
         return {"role": "assistant", "content": readable_text(self._programs.tokenizer.decode_completion(token_ids))}
 
     async def _next(self, turns: "set[asyncio.Task[None]]") -> list[_Waiting]:
-        """Wait for calls, and return them; none if the program has ended. Raise the exception of a failed turn.
-
-        Raises:
-            EpisodeError: The program failed, or took too long.
-        """
+        """Wait for calls, and return them; none if the program has ended. Raise the exception of a failed turn."""
         program = self._program
         assert program is not None, "call start first"
         while True:
@@ -347,11 +335,7 @@ class ProgramEpisode(Attempt):
                 raise EpisodeError("timeout", f"the program did not end in time ({limit})")
 
     def _finish(self, program: "asyncio.Task[ProgramResult]") -> None:
-        """End the episode with what the program returned.
-
-        Raises:
-            EpisodeError: The program failed, made no call, or returned an invalid result.
-        """
+        """End the episode with what the program returned."""
         metrics = {
             "calls": self.num_turns,
             "segments": len(self.tree.chains()),

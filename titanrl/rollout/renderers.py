@@ -48,16 +48,10 @@ class Renderer(Protocol):
         """Return the tokens of a conversation, including the prefix of the policy's reply."""
 
     def extend(self, end: TurnEnd, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int] | None:
-        """Return the tokens to append after a turn of the policy, so that its next turn can follow.
+        """Return the tokens to append after a turn of the policy and further messages, so that its next turn can follow.
 
-        Args:
-            end: The conversation up to the end of the policy's turn.
-            messages: Messages that follow the policy's message.
-            tools: Functions that the policy may call.
-
-        Returns:
-            Tokens to append; None if the conversation must be rendered again, for example because the model's template strips
-            the thinking of earlier turns.
+        Return None if the conversation must be rendered again, for example because the model's template strips the thinking of
+        earlier turns.
         """
 
     def parse(self, completion_ids: Sequence[int], tools: Sequence[Tool]) -> dict[str, Any]:
@@ -116,11 +110,7 @@ class TemplateRenderer:
     """
 
     def __init__(self, tokenizer: Tokenizer, options: Mapping[str, Any]) -> None:
-        """Check the template; `options` are variables of the chat template, such as `enable_thinking`.
-
-        Raises:
-            ValueError: The tokenizer has no chat template, or the template does not use an option or rejects a short chat.
-        """
+        """Check the template; `options` are variables of the chat template, such as `enable_thinking`."""
         if not tokenizer.chat_template:
             rule = f"the tokenizer has no chat template (got {tokenizer.path})"
             raise ValueError(f"data.environment.renderer: {rule}. Use the renderer plain.")
@@ -167,11 +157,7 @@ class LibraryRenderer:
     """Renderer from the package `renderers`, which supports the chat templates of many model families."""
 
     def __init__(self, tokenizer: Tokenizer, name: str, options: Mapping[str, Any]) -> None:
-        """Load a renderer of the package, such as `glm-5`, with its options, such as `enable_thinking`.
-
-        Raises:
-            ValueError: The package is missing or has no such renderer or option, or the tokenizer lacks a required token.
-        """
+        """Load a renderer of the package, such as `glm-5`, with its options, such as `enable_thinking`."""
         if installed_version(_LIBRARY) is None:
             raise ValueError(
                 f"data.environment.renderer: the package {_LIBRARY} is not installed (got {name}). "
@@ -290,10 +276,8 @@ class _LibraryTokenizer:
 def make_renderer(tokenizer: Tokenizer, name: str, options: Mapping[str, Any]) -> Renderer:
     """Create a renderer by name: `auto`, `plain`, `template`, or a name from the package `renderers`.
 
-    `auto` selects the renderer of the model's family, or `plain` without a chat template.
-
-    Raises:
-        ValueError: The renderer cannot be used with the model.
+    `auto` selects the renderer of the model's family, or `plain` without a chat template. Raise `ValueError` if the renderer
+    cannot be used with the model.
     """
     if name == "auto":
         name = _automatic(tokenizer)
@@ -308,11 +292,7 @@ def make_renderer(tokenizer: Tokenizer, name: str, options: Mapping[str, Any]) -
 
 
 def _automatic(tokenizer: Tokenizer) -> str:
-    """Return the name of the renderer for a model, based on the `model_type` in its `config.json`.
-
-    Raises:
-        ValueError: The model has a chat template, but no known renderer.
-    """
+    """Return the name of the renderer for a model, based on the `model_type` in its `config.json`."""
     if not tokenizer.chat_template:
         return "plain"
     model_type = json.loads((tokenizer.path / "config.json").read_text(encoding="utf-8")).get("model_type")
@@ -354,10 +334,7 @@ def _without_space(text: str) -> str:
 def _parse_tags(text: str, tools: Sequence[Tool], *, takes_values: bool = True) -> dict[str, Any]:
     """Parse a completion into the text outside of `<tool_call>` tags, and the calls.
 
-    Args:
-        text: Text of the completion.
-        tools: Functions that the policy may call.
-        takes_values: True if a call may be just the value of the only (required) parameter of the only tool.
+    With `takes_values`, a call may be just the value of the only (required) parameter of the only tool.
     """
     text = readable_text(text)
     matches = enumerate(_CALL.finditer(text))

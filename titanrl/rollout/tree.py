@@ -106,9 +106,7 @@ class CallTree:
     def context(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Context:
         """Return the tokens of a conversation, those of an earlier call and the rendered rest.
 
-        Raises:
-            DoesNotFit: The conversation leaves no room for a reply.
-            NotRenderable: It cannot be rendered, or has no tokens.
+        Raise `DoesNotFit` if it leaves no room for a reply, and `NotRenderable` if it cannot be rendered, or has no tokens.
         """
         key, keys = _digest_of_tools(tools), []
         for message in messages:
@@ -152,14 +150,7 @@ class CallTree:
         return self._checked(Context(token_ids=token_ids, parent=max(starts)[1] if starts else None, **fields))
 
     def add(self, context: Context, completion: Completion, parsed: Message, message: Message) -> None:
-        """Add the policy's reply to a call.
-
-        Args:
-            context: Conversation.
-            completion: Sampled tokens.
-            parsed: Message with all text of the tokens.
-            message: Message as the caller receives it.
-        """
+        """Add the policy's reply to a call: `parsed` has all text of the tokens, `message` is what the caller receives."""
         if context.key:
             # Most clients do not send the reasoning back. The tokens of the reply have it anyway.
             without = {name: value for name, value in message.items() if name != "reasoning_content"}

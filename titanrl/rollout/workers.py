@@ -62,9 +62,7 @@ class SandboxNote:
     """Message of a rollout worker: it has replaced the process that forks its scoring processes."""
 
     worker: int
-    """Index of the worker."""
     cause: str
-    """Cause of the process's death."""
     seconds: float
     """Seconds until it was replaced."""
 
@@ -78,17 +76,14 @@ class WorkerSetup:
     life: int
     """Number of workers that have had this index so far, including this one."""
     config: Config
-    """Configuration of the run."""
     model_dir: Path
     """Hugging Face model directory with the tokenizer."""
     run_dir: Path
     """Run directory; sampled rollouts are recorded in it."""
     buffer: Any
-    """Replay buffer actor."""
     generators: tuple[Any | None, ...]
     """Generator actors, one per replica; None for a replica that is not serving yet."""
     plugins: Plugins = field(default_factory=dict)
-    """User-defined objects that replace built-in ones."""
     save: Path | None = None
     """Folder to which all rollouts are written."""
     notes: Any = None
@@ -183,13 +178,9 @@ class RolloutWorker(Actor):
     async def evaluate(self, name: str, evaluator: Any | None = None) -> EvaluationResult:
         """Sample and score completions for the prompts of an evaluation set.
 
-        Args:
-            name: Name of the evaluation set.
-            evaluator: Generator to use instead of the generators for rollouts. The evaluation then runs in the background.
-
-        Raises:
-            ScorerError: The reward failed on every completion.
-            StoppedError: The evaluation was abandoned, the worker was closed, or a generator died.
+        With an `evaluator`, which is used instead of the generators for rollouts, the evaluation runs in the background. Raise
+        `ScorerError` if the reward failed on every completion, and `StoppedError` if the evaluation was abandoned, the worker
+        was closed, or a generator died.
         """
         if evaluator is None:
             task = self._start_task(self._evaluate(name), EVALUATION)
@@ -387,12 +378,8 @@ class Outbox:
     def __init__(self, payloads: Payloads, buffer: Any, *, in_order: bool, dump: Dump | None = None) -> None:
         """Start with an empty queue.
 
-        Args:
-            payloads: Storage of the tokens, from which the worker's `StorageShard` reads.
-            buffer: The `ReplayBuffer` actor.
-            in_order: True if batches keep the order of prompts.
-            dump: Function that writes groups to disk before they are delivered, each with the status `kept`, or the reason why
-                it is not trained on.
+        The worker's `StorageShard` reads from `payloads`. `in_order` is True if batches keep the order of prompts. `dump`
+        writes groups to disk before they are delivered, each with its status; see `status_of`.
         """
         self._payloads, self._buffer, self._in_order, self._dump = payloads, buffer, in_order, dump
         self._unfinished: dict[int, None] = {}  # prompt indices, oldest first
