@@ -34,7 +34,7 @@ def with_workers(folder: Path, scenario: Callable[[RolloutMesh, BufferClient], C
         supervisor = Supervisor()
         fleet = Fleet(folder, supervisor)
         store = fleet.spawn("store", local_host(), 1, {}, ())
-        actor = store.spawn("store_buffer", ReplayBuffer, 4, 1, False, 0, None, Mixture)
+        actor = store.spawn("store_buffer", ReplayBuffer, Mixture, num_slots=4, dynamic_sampling=False)
         buffer = BufferClient(actor, supervisor, TimeoutsConfig(), FOREVER, groups_per_step=2)
         workers = object.__new__(RolloutMesh)
         workers.parts = [SimpleNamespace(until_done=evaluate)]  # type: ignore[list-item]

@@ -13,9 +13,8 @@ from tests.simulated_clock import simulate
 from titanrl.carriers.types import GroupHandle, GroupRecord
 from titanrl.config import Config, load_config
 from titanrl.config.sections import ReplayConfig
-from titanrl.replay.buffer import GroupBuffer
+from titanrl.replay.buffer import GroupBuffer, ReplayMemory
 from titanrl.replay.groups import Reservation, handles_of
-from titanrl.replay.memory import ReplayMemory
 
 NUM_SHARDS = 3
 

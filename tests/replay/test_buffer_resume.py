@@ -20,9 +20,8 @@ from titanrl.base.pickling import read_saved
 from titanrl.carriers.rewards import ScorerError
 from titanrl.carriers.types import GroupHandle, GroupRecord
 from titanrl.config.sections import ReplayConfig
-from titanrl.replay.buffer import GroupBuffer
+from titanrl.replay.buffer import GroupBuffer, ReplayMemory
 from titanrl.replay.groups import Batch, Freshness, Reservation, TrainedBatch, handles_of, joined, versions_behind
-from titanrl.replay.memory import ReplayMemory
 from titanrl.replay.shards import read_groups, shard_file
 
 T = TypeVar("T")

@@ -15,8 +15,7 @@ from tests.records import make_record
 from titanrl.carriers.tables import RecordTable, pack_record
 from titanrl.carriers.types import GroupHandle
 from titanrl.config.sections import ReplayConfig
-from titanrl.replay.buffer import GroupBuffer
-from titanrl.replay.memory import EPS, ReplayMemory, Stored
+from titanrl.replay.buffer import EPS, GroupBuffer, ReplayMemory, Stored
 
 
 def memory(num_replayed: int = 2, seed: int = 0, **others: Any) -> ReplayMemory:

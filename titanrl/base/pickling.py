@@ -18,6 +18,7 @@ MOVED = {
     "titanrl.carriers.turns": "titanrl.carriers.tables",
     "titanrl.types": "titanrl.carriers.types",
     "titanrl.replay.saved": "titanrl.replay.groups",
+    "titanrl.replay.memory": "titanrl.replay.buffer",
 }
 """Current names of modules whose objects are in checkpoints of earlier versions. If you rename such a module, add it."""
 

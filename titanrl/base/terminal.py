@@ -49,7 +49,7 @@ def prepare() -> None:
 
 
 def path(text: str) -> Path:
-    """Return the path given as an argument; pass this to `argparse` as `type`. `Path` would take "" for the working directory."""
+    """Return the path given as an argument, for `argparse` as `type`. `Path` would take "" for the working directory."""
     if not text:
         raise argparse.ArgumentTypeError("a path must not be empty")
     return Path(text)

@@ -127,7 +127,7 @@ class _Host:
 
 
 def encoded(result: object) -> dict[str, Any]:
-    """Convert the return value of a method, an `Observation` or `Done`, to JSON values; otherwise raise `EnvironmentFailure`."""
+    """Convert the return value of a method to JSON values; raise `EnvironmentFailure` if it is invalid."""
     valid = checked(result)
     if isinstance(valid, Done):  # `asdict` would copy the messages, which takes longer than everything else here
         return {"done": {"rewards": valid.rewards, "reward": valid.reward, "metrics": valid.metrics}}

@@ -47,8 +47,7 @@ from titanrl.processes.variables import (
     worker_cores,
     worker_environment,
 )
-from titanrl.replay.buffer import ReplayBuffer
-from titanrl.replay.memory import ReplayMemory
+from titanrl.replay.buffer import ReplayBuffer, ReplayMemory
 from titanrl.replay.shards import ShardNews, StorageShard
 from titanrl.rollout.workers import RolloutWorker, WorkerSetup
 from titanrl.trainer.rank import PolicyTrainer, TrainerSetup
@@ -315,11 +314,16 @@ class Assembly:
         """Spawn the buffer; return its client and the client of the workers, which are not spawned yet."""
         config, rollout = self.config, self.config.rollout
         num_replayed = config.replay.num_replayed(rollout.groups_per_step)
-        memory = ReplayMemory(config.replay, num_replayed, config.seed) if config.replay.fraction else None
-        window = 1 if rollout.replay is not None else config.window_groups
-        sampling = (config.num_slots, window, rollout.dynamic_sampling, first_index)
-        prompts = partial(make_mixture, config, self.files.plugins)
-        actor = store_procs.spawn("store_buffer", ReplayBuffer, *sampling, memory, prompts)
+        actor = store_procs.spawn(
+            "store_buffer",
+            ReplayBuffer,
+            partial(make_mixture, config, self.files.plugins),
+            num_slots=config.num_slots,
+            dynamic_sampling=rollout.dynamic_sampling,
+            window=1 if rollout.replay is not None else config.window_groups,
+            first_index=first_index,
+            memory=ReplayMemory(config.replay, num_replayed, config.seed) if config.replay.fraction else None,
+        )
         supervisor, timeouts = self.shared.supervisor, config.timeouts
         buffer = BufferClient(actor, supervisor, timeouts, rollout.starvation_timeout_s, rollout.groups_per_step)
         workers = RolloutMesh(

@@ -52,7 +52,7 @@ def needed(config: Config, device: Device, roles: Roles) -> dict[str, tuple[dict
     # torch reads the policy when it is imported; it matters only for the trainer, which has more than one thread.
     templates: dict[str, tuple[dict[str, str], Callable[[], None]]] = {
         BASE: ({**worker_environment(), **PASSIVE_THREADS}, partial(import_modules, shared, device)),
-        "store": (worker_environment(), partial(import_modules, ("titanrl.replay.memory",))),
+        "store": (worker_environment(), partial(import_modules, ("titanrl.replay.groups", "titanrl.replay.prioritized"))),
     }
     if roles.trainer:
         learner = ("agreement", "checkpoint", "collate", "passes", "snapshots", "learner", "model")

@@ -1,4 +1,4 @@
-"""Actor base: endpoint decorators that make exceptions safe to send, and the setup of an actor's process and log.
+"""Actor base: endpoints whose exceptions are safe to send, requests, a barrier for endpoints, and setup of process and log.
 
 In torchmonarch 0.7.0, an exception that cannot be pickled hangs the caller of a concurrent endpoint and kills the actor of a
 plain one. A `CancelledError` raised by an endpoint silently stops the actor's dispatch loop. The decorators defined here
@@ -32,7 +32,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TextIO, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, TextIO, TypeVar
 
 import monarch.actor
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError as SupervisionError
@@ -55,6 +55,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 ErrorT = TypeVar("ErrorT", bound=BaseException)
 SelfT = TypeVar("SelfT")
+PartT = TypeVar("PartT")
 
 
 class RemoteError(TitanRLError):
@@ -316,6 +317,56 @@ def endpoint(method: Callable[Concatenate[SelfT, P], Awaitable[R]]) -> Callable[
 def concurrent_endpoint(method: Callable[Concatenate[SelfT, P], Awaitable[R]]) -> Any:
     """Declare an endpoint whose calls may overlap; a plain endpoint may also start while they run."""
     return monarch.actor.concurrent_endpoint(replying(method))
+
+
+class Gathering(Generic[PartT, R]):
+    """Collects numbered parts from several callers, runs a function on all parts, and returns its result to every caller.
+
+    Callers may arrive in any order. The next round can start as soon as the function has been called. All calls must come from
+    one event loop.
+    """
+
+    def __init__(self, run: Callable[[Mapping[int, PartT]], Coroutine[Any, Any, R]]) -> None:
+        """Start without parts. `run` gets all parts by number, in ascending order."""
+        self._run = run
+        self._parts: dict[int, PartT] = {}
+        self._result: asyncio.Future[R] | None = None
+        self._running: dict[asyncio.Task[None], asyncio.Future[R]] = {}
+
+    async def add(self, parts: Mapping[int, PartT], num_parts: int) -> R:
+        """Add a caller's parts, wait until `num_parts` parts have arrived, and return the function's result.
+
+        Cancelling a caller does not withdraw its parts. If the function raises, every caller gets the exception.
+        """
+        assert not parts.keys() & self._parts.keys(), "part added twice"
+        result = self._result = self._result or asyncio.get_running_loop().create_future()
+        self._parts |= parts
+        if len(self._parts) == num_parts:
+            complete, self._parts, self._result = dict(sorted(self._parts.items())), {}, None
+            task = asyncio.create_task(self._finish(complete, result), name="gathered work")
+            self._running[task] = result
+            task.add_done_callback(self._running.pop)
+        return await asyncio.shield(result)
+
+    def reset(self, error: Exception) -> None:
+        """Discard all parts after a caller died: fail the waiting calls with `error`, and cancel a running function."""
+        for result in [self._result, *self._running.values()]:
+            if result is not None and not result.done():
+                result.set_exception(error)
+                result.exception()  # mark it as retrieved, because a dead caller does not
+        for task in self._running:
+            task.cancel()
+        self._parts, self._result = {}, None
+
+    async def _finish(self, parts: Mapping[int, PartT], result: "asyncio.Future[R]") -> None:
+        try:
+            value = await self._run(parts)
+        except Exception as error:  # any exception goes to all callers
+            if not result.done():
+                result.set_exception(error)
+        else:
+            if not result.done():
+                result.set_result(value)
 
 
 class ProcessVariables(Actor):

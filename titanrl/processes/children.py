@@ -225,7 +225,7 @@ class Respawns:
         return len(self._last)
 
     def add(self, part: str, cause: str) -> None:
-        """Count a replacement of a part such as `generator_0`, which is about to start; raise `RespawnLimitError` at the limit."""
+        """Count a replacement of a part, such as `generator_0`, before it starts; raise `RespawnLimitError` at the limit."""
         now = self._now()
         while self._last and self._last[0][0] <= now - self._window_s:
             self._last.popleft()

@@ -74,7 +74,7 @@ class Attempt:
         sampling: Callable[[int, int], SamplingParams],
         stop_text: StopText = lambda ids, more: "",
     ) -> None:
-        """Start without calls. `sampling` maps the number of a turn and its maximum length in tokens to its sampling options."""
+        """Start without calls. `sampling` maps the number of a turn, and its longest length in tokens, to its options."""
         self.messages: list[Message] = []
         """Messages of the whole episode, including messages that were replaced."""
         self.rewards: Mapping[str, float] = {}

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from titanrl.base.gathering import Gathering
+from titanrl.processes.actors import Gathering
 
 
 def test_every_caller_gets_the_result_of_all_parts() -> None:
