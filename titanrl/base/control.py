@@ -9,7 +9,8 @@ import contextlib
 import json
 import os
 import socket
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -119,26 +120,22 @@ async def listen(run_dir: Path, answer: Answer) -> Control:
         with _short(run_dir) as folder:
             listener.bind(f"{folder}/{SOCKET}")
         undo.callback(path.unlink, missing_ok=True)
-        server = await asyncio.start_server(_handler(answer), sock=listener, limit=MAX_BYTES)
+        server = await asyncio.start_server(partial(_handle, answer), sock=listener, limit=MAX_BYTES)
         undo.pop_all()  # the server closes it
     return Control(server, path)
 
 
-def _handler(answer: Answer) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
-    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            if not is_own_peer(writer.get_extra_info("socket")):
-                return
-            async with asyncio.timeout(REPLY_S):
-                line = await reader.readline()
-            reply = _reply(answer, line)
-            writer.write(json.dumps(reply).encode() + b"\n")
-        except (OSError, ValueError):  # a client that hangs, leaves, or sends too much
+async def _handle(answer: Answer, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    try:
+        if not is_own_peer(writer.get_extra_info("socket")):
             return
-        finally:
-            writer.close()
-
-    return handle
+        async with asyncio.timeout(REPLY_S):
+            line = await reader.readline()
+        writer.write(json.dumps(_reply(answer, line)).encode() + b"\n")
+    except (OSError, ValueError):  # a client that hangs, leaves, or sends too much
+        return
+    finally:
+        writer.close()
 
 
 def _reply(answer: Answer, line: bytes) -> Mapping[str, Any]:

@@ -29,6 +29,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from titanrl.base.choices import DeviceKind
 from titanrl.base.errors import TitanRLError
@@ -219,8 +220,27 @@ class Leases:
             self._on_lost(host)
 
 
-class LeasedHosts(ABC):
-    """Hosts that hold leases: the state that all their kinds share. See `titanrl.launch.fleet.Provider`."""
+class Provider(Protocol):
+    """A kind of hosts: how it gets Monarch's host onto machines. Ranks count the hosts of all meshes, in their order."""
+
+    @abstractmethod
+    async def start(self, identities: Sequence[str]) -> list[str]:
+        """Acquire the hosts, and start Monarch's hosts with these identities; return `identity@address` by rank.
+
+        The caller calls `kill` afterwards, even if this fails.
+        """
+
+    @abstractmethod
+    async def kill(self) -> None:
+        """Kill every process on the hosts, and release them. A second call does nothing."""
+
+    @abstractmethod
+    def has_ended(self, rank: int) -> bool:
+        """Return True if a host exited or became unreachable."""
+
+
+class LeasedHosts(Provider, ABC):
+    """Hosts that hold leases: the state that all their kinds share."""
 
     def __init__(self, num_hosts: int, leases: Leases | None = None) -> None:
         """Hold nothing yet; `leases` is given by a check before the run, which reports lost hosts itself."""
@@ -253,14 +273,6 @@ class LeasedHosts(ABC):
         task = asyncio.create_task(report())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    @abstractmethod
-    async def start(self, identities: Sequence[str]) -> list[str]:
-        """Acquire the hosts, and start Monarch's hosts. See `Provider`."""
-
-    @abstractmethod
-    async def kill(self) -> None:
-        """Kill every process on the hosts, and release them. A second call does nothing."""
 
     @abstractmethod
     def _on_lost(self, host: Host) -> None: ...

@@ -5,7 +5,6 @@ is not used: its fields differ between versions, and 22.05 ignores the requested
 """
 
 import asyncio
-import contextlib
 import logging
 import os
 import shlex
@@ -24,6 +23,7 @@ from titanrl.config.errors import BrokenRule
 from titanrl.config.schema import Config
 from titanrl.hosts.holder import CONNECT, CONTROLLER, MODULE, TOKEN
 from titanrl.hosts.leases import READY, START, AcquiredHosts, Host, Order, broken_by_name, broken_by_remote_hosts
+from titanrl.processes.children import run_program
 
 logger = logging.getLogger(__name__)
 
@@ -174,27 +174,13 @@ def hosts_script(header: Sequence[str], command: Sequence[str], variables: Mappi
 async def _run(*command: str, text: str = "") -> tuple[int, str, str]:
     """Run a Slurm command; return its exit code, output and errors."""
     try:
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env=clean_environment(),
-        )
+        return await run_program(*command, limit_s=REPLY_S, text=text, environment=clean_environment())
+    except TimeoutError:  # an OSError, too
+        raise SlurmError(f"hosts.slurm: {command[0]} did not reply within {REPLY_S:g} s. Check the cluster.") from None
     except OSError as error:
         raise SlurmError(
             f"hosts.slurm: {command[0]} cannot be run ({error}). Start the run where Slurm is installed."
         ) from None
-    try:
-        output, errors = await asyncio.wait_for(process.communicate(text.encode()), REPLY_S)
-    except TimeoutError:
-        raise SlurmError(f"hosts.slurm: {command[0]} did not reply within {REPLY_S:g} s. Check the cluster.") from None
-    finally:
-        if process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-    assert process.returncode is not None
-    return process.returncode, output.decode(errors="replace"), errors.decode(errors="replace")
 
 
 def broken_by_slurm(config: Config) -> Iterator[BrokenRule]:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import monarch.actor
 from monarch._rust_bindings.monarch_hyperactor.config import reload_config_from_env
@@ -36,7 +36,7 @@ from titanrl.config.sections import FaultsConfig
 from titanrl.config.sizes import HostPlace, host_counts, replica_place, store_place, worker_place
 from titanrl.hosts.kinds import KINDS, EmulatedHosts
 from titanrl.hosts.launcher import Crew, LauncherError, LauncherHosts, is_loopback
-from titanrl.hosts.leases import LOST_S, LeasedHosts, Order, Say
+from titanrl.hosts.leases import LOST_S, LeasedHosts, Order, Provider, Say
 from titanrl.launch.supervision import Supervisor
 from titanrl.processes.actors import LOOPBACK, ProcessVariables, set_up_process
 from titanrl.processes.bootstrap import ANNOUNCEMENTS, NAME, PARENT, TEMPLATE
@@ -51,22 +51,6 @@ POLL = "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY"
 POLL_S = 5
 """Interval of the polls in seconds. A shorter one notices a dead process earlier, but each poll leaves 10 kB per mesh in the
 controller's memory."""
-
-
-class Provider(Protocol):
-    """A kind of hosts: how it gets Monarch's host onto machines. Ranks count the hosts of all meshes, in their order."""
-
-    async def start(self, identities: Sequence[str]) -> list[str]:
-        """Acquire the hosts, and start Monarch's hosts with these identities; return `identity@address` by rank.
-
-        The caller calls `kill` afterwards, even if this fails.
-        """
-
-    async def kill(self) -> None:
-        """Kill every process on the hosts, and release them. A second call does nothing."""
-
-    def has_ended(self, rank: int) -> bool:
-        """Return True if a host exited or became unreachable."""
 
 
 @dataclass(frozen=True, slots=True)

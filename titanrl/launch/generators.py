@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from titanrl.carriers.types import GenerationStats
@@ -93,7 +94,8 @@ class GeneratorMeshes:
         while missing := self._held.keys() - given:  # more may be held during these requests
             for number in sorted(missing):
                 if (held := self._held.get(number)) is not None:
-                    await self._give(part, held)
+                    give = partial(self._hold, held)
+                    await part.ask(f"{part.role}.hold_adapter", give, self.timeouts.sync_s)
             given |= missing
         self._serving.add(replica)
         await self._notify(replica, part.actors.leader)
@@ -149,7 +151,7 @@ class GeneratorMeshes:
         """Hold an adapter on all replicas beside the policy's, also on replacements, until it is dropped."""
         self._held[held.number] = held
         try:
-            await self._each("hold_adapter", lambda replica: ask_ranks(replica.mesh.hold_adapter, held), self.timeouts.sync_s)
+            await self._each("hold_adapter", partial(self._hold, held), self.timeouts.sync_s)
         except BaseException:  # including cancellation: no replacement may need it
             del self._held[held.number]
             raise
@@ -159,9 +161,8 @@ class GeneratorMeshes:
         del self._held[number]
         await self._each("drop_adapter", lambda replica: ask_actor(replica.leader.drop_adapter, number), self.timeouts.sync_s)
 
-    async def _give(self, part: Part, held: HeldAdapter) -> None:
-        limit_s = self.timeouts.sync_s
-        await part.ask(f"{part.role}.hold_adapter", lambda replica: ask_ranks(replica.mesh.hold_adapter, held), limit_s)
+    def _hold(self, held: HeldAdapter, replica: Replica) -> Awaitable[object]:
+        return ask_ranks(replica.mesh.hold_adapter, held)
 
     def take_stats(self) -> "asyncio.Task[GenerationStats]":
         """Request the statistics of all replicas since the last call. A dead replica's work is not included."""

@@ -196,7 +196,6 @@ def suspects(request: str, processes: Sequence[Process]) -> tuple[Process, ...]:
 
 
 T = TypeVar("T")
-logger = logging.getLogger(__name__)
 
 PROCESS_FAILED = "the process this actor was running on"
 """Text of torchmonarch's fault report after a process exited; `failed` or `exited with` its code follows."""

@@ -8,7 +8,6 @@ this process wait longer, or keep more bytes, than the limits of a request.
 import asyncio
 import math
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -19,8 +18,28 @@ from contextlib import suppress
 
 from titanrl.base.errors import TitanRLError
 from titanrl.config.sections import FaultsConfig
+from titanrl.processes.machine import has_exited
 
 _CHUNK_BYTES = 1 << 18
+
+
+async def run_program(
+    *command: str, limit_s: float, text: str = "", environment: Mapping[str, str] | None = None
+) -> tuple[int, str, str]:
+    """Run a program with a text as input; return its exit code, output and errors.
+
+    Raise `OSError` if it cannot be started. If it does not exit in time, kill it and raise `TimeoutError`.
+    """
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment)
+    try:
+        output, errors = await asyncio.wait_for(process.communicate(text.encode()), limit_s)
+    finally:
+        if process.returncode is None:
+            with suppress(ProcessLookupError):
+                process.kill()
+    assert process.returncode is not None
+    return process.returncode, output.decode(errors="replace"), errors.decode(errors="replace")
 
 
 class Child:
@@ -62,11 +81,7 @@ class Child:
     @property
     def has_exited(self) -> bool:
         """True if the process has exited, even if the event loop has not processed the event yet."""
-        if self.exited.done():
-            return True
-        exit_poll = select.poll()
-        exit_poll.register(self._pidfd, select.POLLIN)
-        return bool(exit_poll.poll(0))
+        return self.exited.done() or has_exited(self._pidfd)
 
     def kill(self) -> None:
         """Kill the process and its children; do nothing if it has exited."""

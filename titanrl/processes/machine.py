@@ -2,6 +2,7 @@
 
 import functools
 import os
+import select
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,6 +86,13 @@ def process_state(pid: int) -> str:
         return chr(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2][0])
     except (FileNotFoundError, ProcessLookupError):
         return ""
+
+
+def has_exited(pidfd: int) -> bool:
+    """Return True if the process of a pidfd has exited."""
+    exit_poll = select.poll()
+    exit_poll.register(pidfd, select.POLLIN)
+    return bool(exit_poll.poll(0))
 
 
 def process_start(pid: str) -> int:

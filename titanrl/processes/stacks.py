@@ -12,6 +12,7 @@ from pathlib import Path
 
 from titanrl.base.control import LOCK_FILE
 from titanrl.base.errors import TitanRLError
+from titanrl.processes.children import run_program
 from titanrl.processes.machine import process_state
 
 STACKS_SIGNAL = signal.SIGUSR2
@@ -137,25 +138,11 @@ async def _py_spy(pid: int, *options: str) -> tuple[str, str]:
     program = shutil.which("py-spy", path=os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")]))
     if program is None:
         return "", "not installed"
-    dump = await asyncio.create_subprocess_exec(
-        program,
-        "dump",
-        *options,
-        "--pid",
-        str(pid),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
     try:
-        output, errors = await asyncio.wait_for(dump.communicate(), DUMP_S)
+        code, output, errors = await run_program(program, "dump", *options, "--pid", str(pid), limit_s=DUMP_S)
     except TimeoutError:
         return "", f"no result within {DUMP_S:g} s"
-    finally:
-        if dump.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                dump.kill()
-    if dump.returncode == 0:
-        return output.decode(errors="replace"), ""
-    lines = errors.decode(errors="replace").strip().splitlines()
+    if code == 0:
+        return output, ""
+    lines = errors.strip().splitlines()
     return "", lines[-1] if lines else "failed without a message"

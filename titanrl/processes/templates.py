@@ -51,7 +51,7 @@ from titanrl.processes.bootstrap import (
     send_order,
 )
 from titanrl.processes.confine import allow_tracing, end_with_parent
-from titanrl.processes.machine import THREADS, process_state
+from titanrl.processes.machine import THREADS, has_exited, process_state
 from titanrl.processes.temporary import private_folder
 
 PACKAGE = Path(__file__).parents[1]
@@ -268,15 +268,12 @@ class _Branch:
 
     def poll(self) -> int | None:
         """Return the exit code, or minus the number of the signal that ended the process; None while it runs."""
-        if self._code is None and self._pidfd is not None:
-            exit_poll = select.poll()
-            exit_poll.register(self._pidfd, select.POLLIN)
-            if exit_poll.poll(0):
-                self._code = -signal.SIGKILL  # if it was killed with its base
-                self._connection.settimeout(_STATUS_S)
-                with contextlib.suppress(OSError):
-                    if (status := receive_number(self._connection)) is not None:
-                        self._code = os.waitstatus_to_exitcode(status)
+        if self._code is None and self._pidfd is not None and has_exited(self._pidfd):
+            self._code = -signal.SIGKILL  # if it was killed with its base
+            self._connection.settimeout(_STATUS_S)
+            with contextlib.suppress(OSError):
+                if (status := receive_number(self._connection)) is not None:
+                    self._code = os.waitstatus_to_exitcode(status)
         return self._code
 
     def kill(self) -> None:

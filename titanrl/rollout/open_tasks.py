@@ -85,16 +85,23 @@ async def open_tasks(
         section = data.key(name)
         own, of_task = config.of_task(data), plugins_of_data(plugins, section)
         try:
-            scoring = Scoring(own, of_task, on_respawn)
-            await scoring.start()
             leveled = prompts.get(name) or open_prompts(name, data, make_encoder(data, tokenizer), config.seed, of_task)
-            episodes = None
-            if data.environment is not None:
-                episodes = await start_episodes(own, tokenizer, scoring.score, of_task, log)
+            scoring, episodes = await _start(own, tokenizer, of_task, on_respawn, log)
         except BrokenRules as error:
             raise within(error, section) from None
         opened[name] = OpenTask(config=own, prompts=leveled, stream=leveled.stream, scoring=scoring, episodes=episodes)
     return opened
+
+
+async def _start(
+    config: Config, tokenizer: Tokenizer, plugins: Plugins, on_respawn: OnRespawn, log: Path | None = None
+) -> tuple[Scoring, Episodes | None]:
+    """Start the rewards, and the environment if there is one."""
+    scoring = Scoring(config, plugins, on_respawn)
+    await scoring.start()
+    if config.data.environment is None:
+        return scoring, None
+    return scoring, await start_episodes(config, tokenizer, scoring.score, plugins, log)
 
 
 IN_FLIGHT = 128
@@ -202,11 +209,7 @@ class EvaluationSets:
                     stream = make_stream(subset.data, self._tokenizer, config.seed, plugins, is_trained_on=False)
                 except BrokenRules as error:
                     raise within(error, f"{subset.key}.data") from None
-                scoring = Scoring(config, plugins, self._on_respawn)
-                await scoring.start()
-                episodes = None
-                if subset.data.environment is not None:
-                    episodes = await start_episodes(config, self._tokenizer, scoring.score, plugins)
+                scoring, episodes = await _start(config, self._tokenizer, plugins, self._on_respawn)
                 self._own[subset.name] = OpenData(stream=stream, scoring=scoring, episodes=episodes)
         return self._own[subset.name]
 

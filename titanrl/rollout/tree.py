@@ -180,7 +180,7 @@ class CallTree:
 
     def segments(self) -> tuple[Segment, ...]:
         """Return the segments that have a sampled token, each up to the last one. Later tokens are not needed for any loss."""
-        return tuple(self._segment(chain) for chain in self._sampled_chains())
+        return tuple(self._segment(chain) for chain in self.chains() if self._has_tokens(chain))
 
     def turns(self, rewards: Sequence[float]) -> tuple[Turn, ...]:
         """Return the turns of all segments, one per call, with the given rewards, which are those of the calls in this order.
@@ -190,7 +190,7 @@ class CallTree:
         turns: list[Turn] = []
         number, end = -1, 0
         for chain in self.chains():
-            has_segment = any(len(self._calls[call].completion.token_ids) for call in chain)
+            has_segment = self._has_tokens(chain)
             number += has_segment
             for call in chain:
                 end = len(self._calls[call].known_ids) if has_segment else end
@@ -198,8 +198,8 @@ class CallTree:
                 turns.append(Turn(segment=max(number, 0), end=end, reward=rewards[call], state=state))
         return tuple(turns)
 
-    def _sampled_chains(self) -> list[list[int]]:
-        return [chain for chain in self.chains() if any(len(self._calls[call].completion.token_ids) for call in chain)]
+    def _has_tokens(self, chain: Sequence[int]) -> bool:
+        return any(len(self._calls[call].completion.token_ids) for call in chain)
 
     def _segment(self, chain: Sequence[int]) -> Segment:
         calls = [call for number in chain if len((call := self._calls[number]).completion.token_ids)]
