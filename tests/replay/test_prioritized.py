@@ -1,7 +1,6 @@
 """Prioritized replay: probabilities, weights, handles, payloads and saved states."""
 
 import pickle
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -180,14 +179,6 @@ def test_error_of_an_empty_buffer_names_the_reason() -> None:
     replay.extend([1], [0.0])
     with pytest.raises(EmptyReplayError, match="every priority is 0"):
         replay.sample(1, timeout_s=0.01)
-
-
-def test_sample_waits_for_the_first_item() -> None:
-    replay = PrioritizedReplay(4)
-    writer = threading.Timer(0.05, replay.put, [np.ones(2)])
-    writer.start()
-    assert replay.sample(3, timeout_s=10).payload.shape == (3, 2)
-    writer.join()
 
 
 def test_same_seed_gives_the_same_draws() -> None:

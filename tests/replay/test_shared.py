@@ -165,13 +165,6 @@ def test_reserved_item_is_sampled_only_after_its_commit(replay: SharedReplay) ->
     assert len(replay) == 0
 
 
-def test_reader_waits_for_an_item_of_another_client(replay: SharedReplay) -> None:
-    writer = threading.Timer(0.1, other(replay).extend, [items([3])])
-    writer.start()
-    assert replay.sample(2, timeout_s=20).payload["id"].tolist() == [3, 3]
-    writer.join()
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [

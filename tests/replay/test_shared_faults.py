@@ -191,21 +191,6 @@ def buffers(request: pytest.FixtureRequest) -> Iterator[Callable[..., Buffer]]:
         buffer.close()
 
 
-def test_item_older_than_max_staleness_is_never_sampled(buffers: Callable[..., Buffer]) -> None:
-    replay = buffers(max_staleness=2, alpha=1.0, eps=0.0)
-    replay.extend(items(range(4)), [1.0, 1.0, 1.0, 5.0], versions=[0, 1, 2, 3])
-    expected = {3: {1, 2, 3}, 4: {2, 3}, 5: {3}}
-    for version, ids in expected.items():
-        replay.set_version(version)
-        replay.set_version(version - 1)  # a late report
-        replay.update_priorities([0, 1, 2, 3], [9.0, 1.0, 1.0, 5.0])  # does not revive one that is too old
-        batch = replay.sample(200)
-        assert set(batch.payload["id"].tolist()) == ids
-        assert batch.versions.min() >= version - 2
-        assert batch.probabilities[batch.handles == 3][0] == 5 / (4 + len(ids))
-    assert len(replay) == 4
-
-
 def test_reader_waits_for_fresh_items_and_its_error_names_the_reason(buffers: Callable[..., Buffer]) -> None:
     replay = buffers(max_staleness=1)
     replay.extend(items([0, 1, 2]), versions=[3, 2, 1])
