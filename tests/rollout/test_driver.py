@@ -409,20 +409,6 @@ def test_last_text_is_the_policys_and_not_the_environments(tokenizer: Tokenizer)
     assert talk.last_text == "right"
 
 
-def test_conversation_ends_at_its_token_and_turn_limits(tokenizer: Tokenizer) -> None:
-    forever = [Observation(messages=[user("again ")])] * 20
-    limits = Limits(max_turns=3, max_tokens=400, max_new_tokens=40, step_timeout_s=1, episode_timeout_s=9)
-    policy = Policy(tokenizer, ["ok"] * 20)
-    talk = play(conversation(Scripted(forever), tokenizer, limits), policy)
-    assert (talk.finish_reason, len(policy.record), len(talk.turn_rewards)) == ("length", 3, 3)
-    limits = Limits(max_turns=20, max_tokens=20, max_new_tokens=5, step_timeout_s=1, episode_timeout_s=9)
-    policy = Policy(tokenizer, ["ok"] * 20)
-    talk = play(conversation(Scripted(forever), tokenizer, limits), policy)
-    assert talk.finish_reason == "length"
-    assert len(policy.record) == 2
-    assert [len(request.token_ids) for request, _ in policy.record] == [4, 13]
-
-
 class Failing(Scripted):
     """Fails in a given method."""
 
@@ -459,13 +445,6 @@ def test_failure_of_the_environment_has_an_outcome(
     with pytest.raises(EpisodeError, match=text) as caught:
         play(conversation(environment, tokenizer), Policy(tokenizer, ["a"]))
     assert caught.value.outcome == outcome
-
-
-def test_reward_that_is_not_a_number_is_a_failure(tokenizer: Tokenizer) -> None:
-    for done in (Done(rewards={"right": float("nan")}), Done(reward="much")):  # type: ignore[arg-type]
-        with pytest.raises(EpisodeError, match="must be a finite number") as caught:
-            play(conversation(Scripted([done]), tokenizer), Policy(tokenizer, ["a"]))
-        assert caught.value.outcome == "reward_error"
 
 
 def test_latest_environment_metrics_are_kept(tokenizer: Tokenizer) -> None:

@@ -291,15 +291,6 @@ def test_workers_prefer_different_replicas() -> None:
     assert sorted(chosen) == list(range(8))
 
 
-def test_turn_goes_to_the_replica_of_its_session_even_if_busy() -> None:
-    router, session = Router(2), SessionKey()
-    replica = router.assign(1, session)
-    for _ in range(3):
-        router.finished(replica, 1, admits=True)
-        replica.num_running += 100
-        assert router.assign(1, session) is replica
-
-
 def test_session_leaves_failed_or_waiting_replica_unless_all_are() -> None:
     router, session = Router(2), SessionKey()
     first = router.assign(2, session)

@@ -188,14 +188,6 @@ def test_special_text_in_messages_and_tools_does_not_become_tokens(qwen3_dir: Pa
     assert "1<|im_end|>" in text
 
 
-def test_malformed_call_keeps_its_text(qwen3_dir: Path) -> None:
-    renderer = automatic(qwen3_dir, enable_thinking=False)
-    message = renderer.parse(sampled(qwen3_dir, '<tool_call>\n{"name": "add", "arg\n</tool_call>'), [ADD])
-    (call,) = message["tool_calls"]
-    assert isinstance(call["function"]["arguments"], str)
-    assert '"arg' in call["function"]["arguments"]
-
-
 def test_extension_keeps_the_sampled_tokens_unchanged(qwen3_dir: Path, tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     draw = random.Random(0)
@@ -282,16 +274,6 @@ def test_conversation_starts_a_segment_only_where_thinking_is_stripped(
     assert len(talk.tree.segments()) == num_segments
     assert talk.last_text == ""
     assert talk.tree.num_sampled == sum(len(sampled(folder, reply)) for reply in replies)
-
-
-def test_thinking_of_an_earlier_turn_is_stripped_once(qwen3_dir: Path) -> None:
-    # The first reply thinks, so the second question starts a segment. The third one only appends to it.
-    renderer = automatic(qwen3_dir)
-    history = [*QUESTION, renderer.parse(sampled(qwen3_dir, "<think>\nhm\n</think>\n\n2"), ()), *MORE]
-    prompt = renderer.render(history, ())
-    completion = sampled(qwen3_dir, "Yes.")
-    end = TurnEnd(token_ids=prompt, completion_ids=completion, messages=[*history, renderer.parse(completion, ())])
-    assert renderer.extend(end, MORE, ()) is not None
 
 
 def text_of(folder: Path, ids: list[int]) -> str:
@@ -405,6 +387,7 @@ CALL = '<tool_call>\n{"name": "add", "arguments": %s}\n</tool_call>'
         ('<tool_call>\n{"name": 5, "arguments": {}}\n</tool_call>', None),
         ('<tool_call>\n{"name": ["add"], "arguments": {}}\n</tool_call>', None),
         ("<tool_call>\n5\n</tool_call>", None),
+        ('<tool_call>\n{"name": "add", "arg\n</tool_call>', None),
         ("<tool_call>\n</tool_call>", None),
         ("<tool_call>", None),
     ],
