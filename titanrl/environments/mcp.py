@@ -89,7 +89,14 @@ class McpTools(ListedTools):
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """Call a tool and return its result as text. Raise `ToolError` if the server rejects the call."""
         if self._server is None:
-            self._server = await self._own_server()
+            async with await shared("starts of MCP servers", _starts):
+                server = await opened(self._new_server())
+            if server.tools != self._listed_tools:
+                await server.close()
+                raise EnvironmentFailure(
+                    f"{_KEY}: the tools of the server have changed since they were listed. Start the run again."
+                )
+            self._server = server
         return await self._server.call(name.removeprefix(self._prefix), arguments)
 
     @property
@@ -113,16 +120,6 @@ class McpTools(ListedTools):
         server = await opened(self._new_server())
         await server.close()
         return server.tools
-
-    async def _own_server(self) -> "_Server":
-        async with await shared("starts of MCP servers", _starts):
-            server = await opened(self._new_server())
-        if server.tools != self._listed_tools:
-            await server.close()
-            raise EnvironmentFailure(
-                f"{_KEY}: the tools of the server have changed since they were listed. Start the run again."
-            )
-        return server
 
 
 async def _starts() -> asyncio.Semaphore:

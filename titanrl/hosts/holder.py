@@ -258,7 +258,7 @@ class Pod:
             self._is_serving.release()
 
     async def _serve_controller(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        keep_alive(writer.get_extra_info("socket"), CONTROLLER_LOST_S)
+        keep_alive(writer, CONTROLLER_LOST_S)
         name = socket.gethostname()
         writer.write(f"{SERVING} {name}\n".encode())
         print(f"serving {self._holder}", flush=True)

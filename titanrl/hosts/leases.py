@@ -82,8 +82,9 @@ OnHost = Callable[[Host], None]
 OnLine = Callable[[Host, bytes], None]
 
 
-def keep_alive(connection: socket.socket, limit_s: int) -> None:
+def keep_alive(writer: asyncio.StreamWriter, limit_s: int) -> None:
     """Let the kernel close a connection after `limit_s` seconds without a response from the peer."""
+    connection: socket.socket = writer.get_extra_info("socket")
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
@@ -142,7 +143,7 @@ class Leases:
             self._writers.add(writer)
             if self._is_closed:
                 writer.transport.abort()
-            keep_alive(writer.get_extra_info("socket"), LOST_S)
+            keep_alive(writer, LOST_S)
             writer.write(f"{greeting}\n".encode())
             return (await reader.readline()).decode(errors="replace").strip(), reader, writer
 
@@ -201,7 +202,7 @@ class Leases:
 
     async def _keep(self, host: Host, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Handle the messages of a host until its connection closes."""
-        keep_alive(writer.get_extra_info("socket"), LOST_S)
+        keep_alive(writer, LOST_S)
         self.hosts[host.rank], self._holders[host.rank] = host, writer
         if not self.missing:
             self._all_held.set()
@@ -317,7 +318,7 @@ async def hold_lease(controller: Controller, host: Host) -> tuple[asyncio.Stream
     name, _, port = controller.address.rpartition(":")
     async with asyncio.timeout(GREETING_S):
         reader, writer = await asyncio.open_connection(name, int(port))
-    keep_alive(writer.get_extra_info("socket"), CONTROLLER_LOST_S)
+    keep_alive(writer, CONTROLLER_LOST_S)
     writer.write(f"{controller.token} {host.rank} {host.node} {host.name}\n".encode())
     await writer.drain()
     return reader, writer

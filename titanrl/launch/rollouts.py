@@ -309,10 +309,10 @@ class BufferClient:
         await self.supervisor.ask("buffer.wait_until_full", call, self.starvation_timeout_s)
 
     async def save(self, folder: Path, trained: Sequence[TrainedBatch], from_index: int | None) -> Saved:
-        """Start to write the state into a new folder: the buffer writes the records, each shard its tokens. Generation
-        continues.
+        """Start to write the state into a new folder, while generation continues.
 
-        Raise `PartDiedError` if a shard dies with tokens that it had to write. See `GroupBuffer.state` for the other arguments.
+        The buffer writes the records, and each shard its tokens. Raise `PartDiedError` if a shard dies with tokens that it had
+        to write. See `GroupBuffer.state` for the other arguments.
         """
         lives = [(part.num_lives, part.num_deaths) for part in self.parts]
         call = ask_actor(self.mesh.save, folder / RECORDS_FILE, trained, from_index)

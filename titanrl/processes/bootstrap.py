@@ -83,20 +83,13 @@ def run(name: str, announcements: str) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as messages, contextlib.suppress(OSError):
         # Another machine usually cannot reach the socket.
         messages.sendto(f"{os.getpid()} {socket.gethostname()} {name}".encode(), announcements)
-    unpickle_plainly()
+    # In a process that has imported torch, as all forks of templates have, Monarch suspends torch's dispatch modes for every
+    # message. None is active where messages arrive, and this takes ten times as long as unpickling a small message.
+    from monarch._src.actor import pickle as monarch_pickle
+
+    assert callable(monarch_pickle.torch_loads), "torchmonarch moved its function for messages in processes with torch"
+    monarch_pickle.torch_loads = pickle.loads
     runpy.run_module(MONARCH, run_name="__main__", alter_sys=True)
-
-
-def unpickle_plainly() -> None:
-    """Let Monarch unpickle all messages as it does in a process without torch.
-
-    In a process that has imported torch, as all forks of templates have, it suspends torch's dispatch modes for every message.
-    None is active where messages arrive, and this takes ten times as long as unpickling a small message.
-    """
-    from monarch._src.actor import pickle as messages
-
-    assert callable(messages.torch_loads), "torchmonarch moved its function for messages in processes with torch"
-    messages.torch_loads = pickle.loads
 
 
 def stand_in(template: str, controller: int) -> None:

@@ -89,8 +89,7 @@ class Template:
         socket_path: Path | None = None,
         base: str | None = None,
     ) -> None:
-        """Start the template from a running event loop, with the role's environment variables, and a function that imports
-        packages.
+        """Start the template from a running event loop. `load` imports packages, which read the environment variables.
 
         The socket is in `socket_path`, in a folder that only this user can enter; None creates such a folder. `base` is the
         socket of the template to fork, which may still import; None starts a new Python process.

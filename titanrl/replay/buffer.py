@@ -485,8 +485,9 @@ class GroupBuffer:
         return sorted([*in_flight, *held])
 
     async def return_batch(self, handles: Table) -> list[int]:
-        """Make the groups of a batch that cannot be trained on ready again; resample those whose tokens are lost, and return
-        their positions, ascending.
+        """Make the groups of a batch that cannot be trained on ready again.
+
+        Resample those whose tokens are lost, and return their positions, ascending.
         """
         async with self._changed:
             lost = self._return_batch(handles)
@@ -578,8 +579,9 @@ class GroupBuffer:
         )
 
     async def discard(self, handles: Table, before_version: int) -> None:
-        """Free the slots of the groups of a batch, which are too old to be trained on. Also discard groups with a token older
-        than `before_version`, now and when they finish.
+        """Free the slots of the groups of a batch, which are too old to be trained on.
+
+        Also discard groups with a token older than `before_version`, now and when they finish.
         """
         async with self._changed:
             self._oldest_version = before_version

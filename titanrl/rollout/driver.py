@@ -284,9 +284,7 @@ class Conversation(Attempt):
             raise EpisodeError("environment_error", str(error)) from error
 
     async def _truncate(self, environment: Environment, message: Message | None, limit: Limit) -> None:
-        """End the episode at a limit, and let the environment judge it if it can. It has not received `message`, if there is
-        one.
-        """
+        """End the episode at a limit, and let the environment judge it if it can; it has not received `message`."""
         if isinstance(environment, JudgesTruncated):
             judge = environment.judge_truncated
             done = await self._call("judge_truncated", lambda: judge(message, limit), may_be_none=True)

@@ -64,7 +64,7 @@ class Context:
     def state_hash(self) -> int:
         """The environment's state as a signed integer of 64 bits: its name, the new messages, or without them the tokens."""
         if self.state:
-            digest = blake2b(self.state.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+            digest = _digest(self.state)
         elif self.history:
             digest = b""
             for message in self.history[self.num_known :]:
@@ -108,7 +108,8 @@ class CallTree:
 
         Raise `DoesNotFit` if it leaves no room for a reply, and `NotRenderable` if it cannot be rendered, or has no tokens.
         """
-        key, keys = _digest_of_tools(tools), []
+        specs, keys = [(tool.name, tool.description, tool.parameters) for tool in tools], []
+        key = _digest(json.dumps(specs, sort_keys=True, default=dict))
         for message in messages:
             key = _extended(key, message)
             keys.append(key)
@@ -277,10 +278,8 @@ def _canonical_call(call: Mapping[str, Any]) -> list[Any]:
 
 
 def _extended(key: bytes, message: Message) -> bytes:
-    text = json.dumps(canonical(message), sort_keys=True, default=str)
+    return _digest(json.dumps(canonical(message), sort_keys=True, default=str), key)
+
+
+def _digest(text: str, key: bytes = b"") -> bytes:
     return blake2b(key + text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
-
-
-def _digest_of_tools(tools: Sequence[Tool]) -> bytes:
-    specs = [(tool.name, tool.description, tool.parameters) for tool in tools]
-    return blake2b(json.dumps(specs, sort_keys=True, default=dict).encode("utf-8", "surrogatepass"), digest_size=16).digest()
