@@ -229,16 +229,11 @@ class Fleet:
         have_names: bool = True,
         span_bytes: int = 0,
     ) -> None:
-        """Start without processes.
+        """Start no process.
 
-        Args:
-            log_dir: folder of the processes' logs and pid files.
-            supervisor: watches the processes.
-            faults: limit on replacements of templates, which are reported to `warn`.
-            warn: called with a message for the user.
-            own_children: True if this process starts all processes, so that they are tied to its life.
-            have_names: False if hosts cannot resolve each other's names, like Kubernetes pods.
-            span_bytes: size limit of the spans that a process records; 0 records none.
+        `faults` limits the replacements of templates, which are reported to `warn`. With `own_children`, this process starts
+        all processes, so that they are tied to its life. `have_names` is False if hosts cannot resolve each other's names, like
+        Kubernetes pods. `span_bytes` limits the spans that a process records; with 0 it records none.
         """
         self._log_dir, self._span_bytes = log_dir, span_bytes
         self._supervisor = supervisor
@@ -341,16 +336,11 @@ class Fleet:
         template: str | None = None,
         cores: Cores | None = None,
     ) -> ProcMesh:
-        """Start processes on each host of a mesh, in the background.
+        """Start `num_procs` processes on each host of a mesh, in the background.
 
-        Args:
-            role: name of the mesh, and prefix of its log and pid files.
-            host: hosts of the processes.
-            num_procs: processes on each host.
-            environment: variables of the processes, set before the interpreter starts, or in the fork of a template.
-            imports: modules of the actors that will be spawned; see `set_up_process`.
-            template: socket path of the template to fork; without it, the processes import everything themselves.
-            cores: CPU cores of these processes on their host; None binds nothing.
+        The role is the mesh's name, and the prefix of its log and pid files. The variables of the environment are set before
+        the interpreter starts, or in the fork of the template with this socket path; without a template, the processes import
+        everything themselves. `imports` are the modules of the actors that will be spawned; see `set_up_process`.
         """
         for stale in self._log_dir.glob(f"{role}_*.pid"):  # left by a killed run in this directory
             stale.unlink()

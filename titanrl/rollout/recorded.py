@@ -20,14 +20,7 @@ class GroupRecorder:
     """Records groups of one process, with their tokens. Any thread may call its methods."""
 
     def __init__(self, run_dir: Path, process: str, config: Config, tokenizer: Tokenizer) -> None:
-        """Create no file yet.
-
-        Args:
-            run_dir: Run directory.
-            process: Name of the process, such as `rollout_0`.
-            config: Configuration of the run.
-            tokenizer: Tokenizer of the policy.
-        """
+        """Create no file yet. `process` is the name of this process, such as `rollout_0`."""
         limit, num = config.logging.record_bytes, config.rollout.num_workers
         self._files = {kind: RecordFile(run_dir, kind, process, share(limit, part, num)) for kind, part in SHARES.items()}
         self._tokenizer = tokenizer
@@ -38,12 +31,8 @@ class GroupRecorder:
     ) -> None:
         """Record a group that was sampled for training.
 
-        Args:
-            group: Group as sampled.
-            decode: Function from sampled tokens to the text that rewards receive.
-            status: `kept`, or why the group is not trained on.
-            version: Newest policy version that sampled the group.
-            environment: Environment of its task.
+        `decode` maps sampled tokens to the text that rewards receive, `status` is `kept` or why the group is not trained on,
+        and `version` is the newest policy version that sampled the group.
         """
         self._append("rollouts", group, decode, status=status, version=version, environment=environment)
 
