@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from titanrl import __version__, cli
-from titanrl.config import shipped
+from titanrl.config import source
 from titanrl.config.sections import RecipeConfig
 from titanrl.models.recipe import create_model
 
@@ -140,11 +140,11 @@ def test_console_script_imports_modules_from_working_directory(tmp_path: Path) -
 
 def test_existing_file_takes_precedence_over_shipped_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert shipped.config_file("quickstart") == shipped.FOLDER / "quickstart.yaml"
-    assert shipped.config_file("quickstart.yaml") == Path("quickstart.yaml")
-    assert shipped.config_file("configs/quickstart") == Path("configs/quickstart")
+    assert source.config_file("quickstart") == source.FOLDER / "quickstart.yaml"
+    assert source.config_file("quickstart.yaml") == Path("quickstart.yaml")
+    assert source.config_file("configs/quickstart") == Path("configs/quickstart")
     (tmp_path / "quickstart").write_text("name: mine\n")
-    assert shipped.config_file("quickstart") == Path("quickstart")
+    assert source.config_file("quickstart") == Path("quickstart")
 
 
 def test_configs_lists_names_with_descriptions(capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,7 +157,7 @@ def test_configs_lists_names_with_descriptions(capsys: pytest.CaptureFixture[str
 def test_configs_prints_shipped_file_verbatim(capsys: pytest.CaptureFixture[str]) -> None:
     cli.main(["configs", "quickstart"])
     text = capsys.readouterr().out
-    assert text.replace(f"{shipped.FOLDER}/schema.json", "schema.json") == (ROOT / "configs/quickstart.yaml").read_text()
+    assert text.replace(f"{source.FOLDER}/schema.json", "schema.json") == (ROOT / "configs/quickstart.yaml").read_text()
 
 
 def test_copy_never_overwrites_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,10 +17,9 @@ from tests import custom_objects
 from tests.algorithms.test_policy_loss import example
 from tests.records import make_record
 from tests.rollout.test_filters import GROUP, decode
-from titanrl.algorithms.batch_plan import plan_batch
+from titanrl.algorithms.batch_plan import ReplaySchedule, TaskAdvantage, plan_batch
 from titanrl.algorithms.contracts import bound_loss
 from titanrl.algorithms.objective import policy_loss
-from titanrl.algorithms.replay import ReplaySchedule
 from titanrl.base.plugins import Plugins, loaded
 from titanrl.carriers.tables import RecordTable
 from titanrl.checks.extensions import plugins_of, with_declared_traits, with_objects
@@ -108,7 +107,7 @@ def test_custom_advantage_plans_the_same_batch(own: Own) -> None:
     records = RecordTable.of([make_record(0, rewards=[1.0, 0.0, 0.25]), make_record(1, rewards=[0.5, 0.5])])
     sizes: dict[str, Any] = {"constant_length": 26, "row_tokens": 99, "rows_per_microbatch": 1, "dp_size": 1}
     advantage = loaded(plugins, "algorithm.advantage")
-    plan = plan_batch(records, algorithm=config.algorithm, custom_advantage=advantage, **sizes)
+    plan = plan_batch(records, algorithm=config.algorithm, by_task=[TaskAdvantage(config.algorithm, advantage)], **sizes)
     assert plan.advantages_N.tolist() == plan_batch(records, algorithm=AlgorithmConfig(), **sizes).advantages_N.tolist()
 
 

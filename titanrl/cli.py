@@ -10,28 +10,31 @@ from titanrl import __version__
 from titanrl.base import terminal
 
 COMMANDS = {
-    "train": ("titanrl.grpo", "train a policy, or continue a run"),
-    "sft": ("titanrl.sft", "fine-tune a model on examples, or continue a fine-tuning run"),
-    "distill": ("titanrl.distill", "distill a teacher into a policy on the policy's samples"),
-    "submit": ("titanrl.commands.submit", "submit a configuration as one Slurm job, with the controller on its first node"),
-    "manifest": ("titanrl.commands.manifest", "print the Kubernetes objects of a run, for kubectl apply"),
-    "evaluate": ("titanrl.commands.evaluate", "evaluate a model on the evaluation sets of a configuration"),
-    "board": ("titanrl.commands.board", "see runs in a browser, while they run"),
-    "compare": ("titanrl.commands.compare", "compare the scores and configurations of runs"),
-    "timeline": ("titanrl.commands.timeline", "show which process of a run worked, and which waited for what"),
-    "explain": ("titanrl.commands.explain", "show how the tokens of a recorded group entered the loss"),
-    "steer": ("titanrl.commands.steer", "pause a run in progress, or change keys of its configuration"),
-    "serve": ("titanrl.commands.serve", "serve a policy over HTTP, as OpenAI and Anthropic do"),
-    "chat": ("titanrl.commands.chat", "chat with a trained policy"),
-    "warm": ("titanrl.commands.warm", "keep packages imported, so that runs on this machine start faster"),
-    "configs": ("titanrl.config.shipped", "list the configurations shipped with TitanRL, or copy one"),
+    "train": ("titanrl.grpo:main", "train a policy, or continue a run"),
+    "sft": ("titanrl.sft:main", "fine-tune a model on examples, or continue a fine-tuning run"),
+    "distill": ("titanrl.distill:main", "distill a teacher into a policy on the policy's samples"),
+    "submit": (
+        "titanrl.commands.jobs:submit",
+        "submit a configuration as one Slurm job, with the controller on its first node",
+    ),
+    "manifest": ("titanrl.commands.jobs:manifest", "print the Kubernetes objects of a run, for kubectl apply"),
+    "evaluate": ("titanrl.commands.evaluate:main", "evaluate a model on the evaluation sets of a configuration"),
+    "board": ("titanrl.commands.runs:board", "see runs in a browser, while they run"),
+    "compare": ("titanrl.commands.runs:compare", "compare the scores and configurations of runs"),
+    "timeline": ("titanrl.commands.runs:timeline", "show which process of a run worked, and which waited for what"),
+    "explain": ("titanrl.commands.runs:explain", "show how the tokens of a recorded group entered the loss"),
+    "steer": ("titanrl.commands.runs:steer", "pause a run in progress, or change keys of its configuration"),
+    "serve": ("titanrl.commands.serve:main", "serve a policy over HTTP, as OpenAI and Anthropic do"),
+    "chat": ("titanrl.commands.chat:main", "chat with a trained policy"),
+    "warm": ("titanrl.commands.warm:main", "keep packages imported, so that runs on this machine start faster"),
+    "configs": ("titanrl.config.__main__:configs", "list the configurations shipped with TitanRL, or copy one"),
     "doctor": (
-        "titanrl.commands.doctor",
+        "titanrl.commands.doctor:main",
         "check this machine or the hosts of a configuration, or install the required packages",
     ),
 }
-"""Module and help text of each subcommand. The module defines `main(argv: Sequence[str] | None, *, prog: str) -> None`, which
-raises `SystemExit` if the exit code is not 0."""
+"""Function and help text of each subcommand. The function takes the arguments and `prog`, and raises `SystemExit` if the exit
+code is not 0."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -50,13 +53,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     command = parser.parse_args(arguments[:1]).command  # the subcommand's parser handles the other arguments
     # A script has its own folder on `sys.path`. Add the working directory, as `python -m` does, to find user modules.
     sys.path.insert(0, os.getcwd())
+    module, _, function = COMMANDS[command][0].partition(":")
     try:
-        module = import_module(COMMANDS[command][0])
+        imported = import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("titanrl"):
             raise
         parser.exit(2, f"{error.name}: the package is not installed. Reinstall TitanRL with its dependencies.\n")
-    module.main(arguments[1:], prog=f"titanrl {command}")
+    getattr(imported, function)(arguments[1:], prog=f"titanrl {command}")
 
 
 if __name__ == "__main__":

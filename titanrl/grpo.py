@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from titanrl.algorithms.batch_plan import (
+    ReplaySchedule,
     StepPlan,
     adam_params,
     advantages_by_task,
@@ -26,7 +27,6 @@ from titanrl.algorithms.batch_plan import (
     plan_step,
 )
 from titanrl.algorithms.gae import collect_values, critic_advantages, value_metrics
-from titanrl.algorithms.replay import ReplaySchedule
 from titanrl.base.errors import RankError, TitanRLError, TokensLostError
 from titanrl.base.plugins import loaded
 from titanrl.carriers.tables import RecordedGroups
@@ -95,7 +95,6 @@ class GRPO(Run):
         self._examples = self._found.examples
         self._microbatch_rows = microbatch_rows(self.config, model_shape(self.config))
         self._num_deaths = 0  # of rollout workers, when a batch was last returned
-        self._advantage = loaded(self._plugins, "algorithm.advantage")
         self._advantages_by_task = advantages_by_task(self.config, self._plugins)
         priority = loaded(self._plugins, "replay.priority")
         self._replay_schedule = ReplaySchedule(self.config.replay, self.config.num_steps, priority)
@@ -170,7 +169,6 @@ class GRPO(Run):
             rows_per_microbatch=self._microbatch_rows,
             dp_size=config.trainer.parallelism.dp_size,
             share_prompts=config.trainer.share_prompts,
-            custom_advantage=self._advantage,
             weight_of=config.data.weight_of,
             by_task=self._advantages_by_task,
         )

@@ -38,7 +38,7 @@ def plan(
         rows_per_microbatch=rows_per_microbatch,
         dp_size=dp_size,
         share_prompts=share_prompts,
-        custom_advantage=custom_advantage,
+        by_task=[TaskAdvantage(AlgorithmConfig(**algorithm), custom_advantage)],
         weight_of=weight_of,
     )
 
@@ -97,41 +97,6 @@ def test_every_sequence_with_advantage_runs_once(make_record: RecordMaker, data:
         assert any(microbatch.rows)
         assert all(len(rank) <= rows_per_microbatch for rank in microbatch.rows)
         assert all(sum(sequence.length for sequence in row) <= 40 for rank in microbatch.rows for row in rank)
-
-
-@pytest.mark.parametrize(
-    ("num_sampled", "losses"),
-    [
-        ([100, 900], [0.5, 0.3]),
-        ([900, 100], [0.3, 0.5]),
-        ([10, 90, 1, 299, 99, 201, 50, 150, 60, 40], [0.5, 0.5] + [0.3] * 8),
-    ],
-)
-@pytest.mark.parametrize(("rows_per_microbatch", "dp_size"), [(1, 1), (1, 2), (2, 1), (16, 3)])
-def test_token_mean_does_not_depend_on_micro_batches(
-    make_record: RecordMaker, num_sampled: list[int], losses: list[float], rows_per_microbatch: int, dp_size: int
-) -> None:
-    # 100 tokens of loss 0.5 and 900 of 0.3 have the mean 0.32; a mean of micro-batch means would say 0.4.
-    record = make_record(0, rewards=[0.1 * i for i in range(len(num_sampled))], num_sampled=num_sampled, prompt_len=0)
-    batch = plan([record], rows_per_microbatch=rows_per_microbatch, dp_size=dp_size)
-    partial_sums = [
-        sum(s.weight * num_sampled[s.segment] * losses[s.segment] for row in rank for s in row)
-        for microbatch in batch.microbatches
-        for rank in microbatch.rows
-    ]
-    assert sum(partial_sums) == pytest.approx(0.32, rel=1e-14)
-
-
-@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "prompt_mean", "constant", "sum"])
-def test_planning_every_group_twice_halves_weights_of_means(make_record: RecordMaker, reduction: str) -> None:
-    groups = [([1.0, 0.0], [3, 5]), ([0.0, 2.0], [7, 2])]
-    once = plan([make_record(i, *group) for i, group in enumerate(groups)], reduction=reduction)
-    twice = plan([make_record(i, *group) for i, group in enumerate(groups + groups)], reduction=reduction)
-    weights = {(s.handle.slot, s.segment): s.weight for s in sequences(once)}
-    factor = 1.0 if reduction == "sum" else 0.5
-    assert len(sequences(twice)) == 2 * len(weights)
-    for sequence in sequences(twice):
-        assert sequence.weight == pytest.approx(factor * weights[sequence.handle.slot % 2, sequence.segment], rel=1e-15)
 
 
 def test_advantage_and_reduction_follow_config(make_record: RecordMaker) -> None:

@@ -8,6 +8,7 @@ With a discount of 1/2 the returns are A: 1, 2, 2; B: 1, 0; C: 4.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from titanrl.algorithms.advantages import (
     token_returns_differ,
     turn_advantages,
 )
-from titanrl.algorithms.batch_plan import plan_batch, plan_step
+from titanrl.algorithms.batch_plan import TaskAdvantage, plan_batch, plan_step
 from titanrl.algorithms.contracts import GroupRewards
 from titanrl.base.choices import Reduction
 from titanrl.carriers.tables import BatchPlan, PackedColumns, RecordTable, SequencePlan, TurnTable
@@ -38,15 +39,16 @@ def group(index: int = 0) -> GroupRecord:
     return replace(record, num_segments=(2, 1, 1), turns=TURNS)
 
 
-def plan(records: Sequence[GroupRecord] | RecordTable, own: object = None, **algorithm: object) -> BatchPlan:
+def plan(records: Sequence[GroupRecord] | RecordTable, own: Any = None, **options: object) -> BatchPlan:
+    algorithm = AlgorithmConfig(**options)  # type: ignore[arg-type]
     return plan_batch(
         records if isinstance(records, RecordTable) else RecordTable.of(records),
-        algorithm=AlgorithmConfig(**algorithm),  # type: ignore[arg-type]
+        algorithm=algorithm,
         constant_length=10,
         row_tokens=100,
         rows_per_microbatch=1,
         dp_size=1,
-        custom_advantage=own,  # type: ignore[arg-type]
+        by_task=[TaskAdvantage(algorithm, own)],
     )
 
 

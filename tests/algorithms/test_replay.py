@@ -5,8 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from titanrl.algorithms.batch_plan import plan_batch
-from titanrl.algorithms.replay import ReplaySchedule
+from titanrl.algorithms.batch_plan import ReplaySchedule, plan_batch
 from titanrl.carriers.tables import RecordTable, pack_record
 from titanrl.carriers.types import GroupRecord
 from titanrl.config.algorithm import AlgorithmConfig

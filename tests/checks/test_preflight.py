@@ -21,7 +21,7 @@ from titanrl.config import ConfigError, Source, device, read_source
 from titanrl.config.errors import BrokenRules
 from titanrl.config.load import validate
 from titanrl.config.sections import SFTConfig
-from titanrl.data.selection import Selection
+from titanrl.data.rows import Selection
 from titanrl.data.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.usefixtures("scratch")

@@ -24,7 +24,7 @@ from tests.recorded import record_group
 from tests.run.test_explanation import written
 from tests.serving.servers import Server, serving
 from titanrl.base.control import listen
-from titanrl.commands.board import explained, main
+from titanrl.commands.runs import board, explained
 from titanrl.serving.runs import ROUTES, Board
 
 KEY = "a-key-of-the-board"
@@ -264,6 +264,6 @@ def test_wrong_arguments_are_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
-        main(arguments)
+        board(arguments)
     assert ended.value.code == 2
     assert problem in capsys.readouterr().err

@@ -16,7 +16,7 @@ from tests.metrics.test_report import ATTACK, completion, group
 from tests.recorded import record, record_group
 from tests.run.test_explanation import written
 from tests.serving.servers import Server, serving
-from titanrl.commands.board import explained
+from titanrl.commands.runs import explained
 from titanrl.metrics.report import write_report
 from titanrl.serving.runs import Board
 

@@ -8,7 +8,8 @@ from kubernetes import client
 
 from tests.cluster.kubernetes import check_mesh
 from tests.cluster.requests import Refused
-from titanrl.commands.manifest import main, objects
+from titanrl.commands import jobs
+from titanrl.commands.jobs import objects
 from titanrl.config import load_config
 from titanrl.hosts.kubernetes import mesh_name, object_name, token_of
 
@@ -135,14 +136,14 @@ def test_only_prints_one_part_of_the_manifest() -> None:
 
 
 def test_doctor_job_checks_hosts_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--config", "configs/quickstart.yaml", *PODS, "--doctor"])
+    jobs.manifest(["--config", "configs/quickstart.yaml", *PODS, "--doctor"])
     found = list(yaml.safe_load_all(capsys.readouterr().out))
     assert {one["metadata"]["name"] for one in found} == {"titanrl-quickstart-doctor"}
     (container,) = named(found, "Job")[0]["spec"]["template"]["spec"]["containers"]
     assert container["command"][-3:] == ["doctor", "--config", "/run/titanrl/run.yaml"]
     assert named(found, "MonarchMesh") == []
     with pytest.raises(SystemExit):
-        main(["--config", "configs/quickstart.yaml", *PODS, "--doctor", "--only", "meshes"])
+        jobs.manifest(["--config", "configs/quickstart.yaml", *PODS, "--doctor", "--only", "meshes"])
     assert "cannot be combined" in capsys.readouterr().err
 
 
@@ -170,7 +171,7 @@ def test_long_names_are_truncated() -> None:
 
 
 def test_command_prints_the_configuration_as_written(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--config", "quickstart", *PODS, "num_steps=7"])
+    jobs.manifest(["--config", "quickstart", *PODS, "num_steps=7"])
     found = list(yaml.safe_load_all(capsys.readouterr().out))
     assert [one["kind"] for one in found] == ["MonarchMesh", "MonarchMesh", *MODELS]
     text = named(found, "ConfigMap")[0]["data"]["run.yaml"]
@@ -180,9 +181,9 @@ def test_command_prints_the_configuration_as_written(capsys: pytest.CaptureFixtu
 
 def test_command_rejects_other_hosts(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["--config", "quickstart"])
+        jobs.manifest(["--config", "quickstart"])
     assert ended.value.code == 2
     assert "set hosts.kind to kubernetes" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        main(["--config", "quickstart", "hosts.kind=kubernetes"])
+        jobs.manifest(["--config", "quickstart", "hosts.kind=kubernetes"])
     assert "hosts.kubernetes.image" in capsys.readouterr().err

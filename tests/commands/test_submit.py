@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from titanrl.commands.submit import main, prepare, script
+from titanrl.commands.jobs import prepare, script, submit
 from titanrl.config import Config, ConfigError, load_config
 from titanrl.launch.run_lock import RunLock
 from titanrl.run.checkpoints import FIRST, JOB_SCRIPT, resumable
@@ -83,7 +83,7 @@ def test_running_run_cannot_be_submitted_again(tmp_path: Path) -> None:
 
 def test_only_slurm_hosts_can_be_submitted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["--config", "configs/quickstart.yaml", f"output_dir={tmp_path}"])
+        submit(["--config", "configs/quickstart.yaml", f"output_dir={tmp_path}"])
     assert ended.value.code == 2
     assert "hosts.kind" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

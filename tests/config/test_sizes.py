@@ -26,6 +26,12 @@ def derive(config: Config) -> Sizes:
     return derive_with(config, model_shape(config))
 
 
+def memory_of(**sections: Any) -> Memory:
+    memory = derive(make_config(**sections)).memory
+    assert memory is not None
+    return memory
+
+
 def all_misfits(**sections: Any) -> list[BrokenRule]:
     config = make_config(**sections)
     return list(dry_run.misfits(config, derive(config).memory))
@@ -87,9 +93,7 @@ def test_experts_count_in_all_parameters_and_only_the_chosen_ones_in_the_active_
 
 def test_expert_parallelism_leaves_the_share_and_gathers_fewer_experts() -> None:
     def memory(**plan: int) -> TrainerMemory:
-        found = derive(make_config(model={"path": "nowhere/Qwen3-30B-A3B"}, trainer={"parallelism": plan})).memory
-        assert found is not None
-        return found.trainer
+        return memory_of(model={"path": "nowhere/Qwen3-30B-A3B"}, trainer={"parallelism": plan}).trainer
 
     alone, shared = memory(dp_shard=8), memory(dp_shard=8, ep=8)
     assert alone.state == shared.state
@@ -99,9 +103,7 @@ def test_expert_parallelism_leaves_the_share_and_gathers_fewer_experts() -> None
 
 def test_missing_model_is_recognized_by_its_name() -> None:
     for name in ("Qwen3-8B", "Qwen3-8B-Base", "Qwen3-8B-Instruct"):
-        memory = derive(make_config(model={"path": f"nowhere/{name}"})).memory
-        assert memory is not None
-        assert memory.num_parameters == 8_190_735_360
+        assert memory_of(model={"path": f"nowhere/{name}"}).num_parameters == 8_190_735_360
     assert derive(make_config(model={"path": "nowhere/Qwen3-9B"})).memory is None
 
 
@@ -174,14 +176,12 @@ def test_only_sharding_divides_the_state() -> None:
 def test_moving_average_of_trainable_parameters_counts_in_float32() -> None:
     half = {"dtype": "bfloat16", "parallelism": {"dp_shard": 2}}
     config = make_config(algorithm={"ema_decay": 0.99}, trainer=half)
-    memory = derive(config).memory
-    assert memory is not None
-    assert memory.trainer.average == 408_320 * 4 // 2
-    assert memory.trainer.state == 408_320 * (4 * 2 + 4) // 2
+    trainer = memory_of(algorithm={"ema_decay": 0.99}, trainer=half).trainer
+    assert trainer.average == 408_320 * 4 // 2
+    assert trainer.state == 408_320 * (4 * 2 + 4) // 2
     assert "816.6 kB moving average" in dry_run_text(config)
-    adapters = derive(make_config(algorithm={"ema_decay": 0.99}, trainer={**half, "lora": {"rank": 4}})).memory
-    assert adapters is not None
-    assert adapters.trainer.average == adapters.trainer.optimizer  # of two moments with half the bytes
+    adapters = memory_of(algorithm={"ema_decay": 0.99}, trainer={**half, "lora": {"rank": 4}}).trainer
+    assert adapters.average == adapters.optimizer  # of two moments with half the bytes
 
 
 def test_small_kv_cache_on_cpu_is_reported() -> None:
@@ -202,37 +202,24 @@ def test_model_larger_than_this_machine_is_reported() -> None:
 def test_small_batch_limits_the_activations() -> None:
     """One row of 320 tokens takes 3 sequences of 64 + 26 tokens, so 16 sequences take 6 rows."""
     trainer = {"row_tokens": 320, "rows_per_microbatch": 16}
-    small, large = (
-        derive(make_config(trainer=trainer, rollout={"groups_per_step": number, "group_size": 4})).memory for number in (4, 12)
-    )
-    assert small is not None
-    assert large is not None
-    assert small.trainer.activations == 6 * 320 * (3 * 4 * 704 + 2 * 112) * 4
-    assert large.trainer.activations == 16 * 320 * (3 * 4 * 704 + 2 * 112) * 4
+    for num_groups, rows in ((4, 6), (12, 16)):
+        memory = memory_of(trainer=trainer, rollout={"groups_per_step": num_groups, "group_size": 4})
+        assert memory.trainer.activations == rows * 320 * (3 * 4 * 704 + 2 * 112) * 4
 
 
 def test_export_sets_the_peak_memory_of_a_large_model_on_cpu() -> None:
-    memory = derive(
-        make_config(model={"path": "nowhere/Qwen3-0.6B"}, trainer={"row_tokens": 128, "rows_per_microbatch": 1})
-    ).memory
-    assert memory is not None
-    assert memory.trainer.activations < 2 * 596_049_920 * 4
-    assert memory.trainer.cpu_total == 596_049_920 * (16 + 8)
+    trainer = memory_of(model={"path": "nowhere/Qwen3-0.6B"}, trainer={"row_tokens": 128, "rows_per_microbatch": 1}).trainer
+    assert trainer.activations < 2 * 596_049_920 * 4
+    assert trainer.cpu_total == 596_049_920 * (16 + 8)
     # At the end of a backward pass: the gradients of embedding and output layer, which are one matrix, and their sum.
-    assert memory.trainer.total == memory.trainer.state + 3 * 4 * 151_936 * 1024
+    assert trainer.total == trainer.state + 3 * 4 * 151_936 * 1024
 
 
 def test_rank_larger_than_a_device_is_reported() -> None:
-    (text,) = misfits(device="cuda", model={"path": "nowhere/Qwen3-8B"})
+    sections: dict[str, Any] = {"device": "cuda", "model": {"path": "nowhere/Qwen3-8B"}}
+    (text,) = misfits(**sections)
     assert "a trainer rank needs about 184.3 GB" in text
-    assert (
-        misfits(
-            device="cuda",
-            model={"path": "nowhere/Qwen3-8B"},
-            trainer={"parallelism": {"dp_shard": 4}, "rows_per_microbatch": 4},
-        )
-        == []
-    )
+    assert misfits(**sections, trainer={"parallelism": {"dp_shard": 4}, "rows_per_microbatch": 4}) == []
 
 
 def test_shared_device_requires_a_memory_limit() -> None:
@@ -285,27 +272,20 @@ def test_short_rows_hold_one_sequence() -> None:
 
 
 def test_only_adapters_have_gradients_with_lora() -> None:
-    full = derive(make_config(trainer={})).memory
-    lora = derive(make_config(trainer={"lora": {"rank": 4}})).memory
-    assert full is not None
-    assert lora is not None
+    full, lora = memory_of(trainer={}), memory_of(trainer={"lora": {"rank": 4}})
     # In each of 2 layers: q, k, v, o of 128+128, 128+64, 128+64, 128+128 and three projections of 128+384, times the rank.
     adapters = 4 * 2 * (2 * 256 + 2 * 192 + 3 * 512)
     assert lora.trainer.parameters == full.trainer.parameters + 4 * adapters
     assert lora.trainer.gradients == 4 * adapters
     assert lora.trainer.optimizer == 8 * adapters
     assert lora.trainer.another_model == 16 * adapters
-    separate = make_config(trainer={"lora": {"rank": 4}}, generator={"model_impl": "native"}, weights={"lora": "adapters"})
-    memory = derive(separate).memory
-    assert memory is not None
+    memory = memory_of(trainer={"lora": {"rank": 4}}, generator={"model_impl": "native"}, weights={"lora": "adapters"})
     assert memory.published == 408_320 * 4 + 8 * adapters, "one base and two versions of the adapters"
 
 
 def test_checkpointing_and_tensor_parallelism_save_activations() -> None:
     def activations(**trainer: Any) -> int:
-        memory = derive(make_config(trainer=trainer)).memory
-        assert memory is not None
-        return memory.trainer.activations
+        return memory_of(trainer=trainer).trainer.activations
 
     plain = activations()
     assert activations(activation_checkpointing="full") < activations(activation_checkpointing="selective") < plain
@@ -313,14 +293,9 @@ def test_checkpointing_and_tensor_parallelism_save_activations() -> None:
 
 
 def test_context_parallelism_divides_state_and_activations_except_keys_and_values() -> None:
-    def memory(**trainer: Any) -> TrainerMemory:
-        found = derive(make_config(trainer=trainer)).memory
-        assert found is not None
-        return found.trainer
-
     for checkpointing, layers in (("none", 3), ("selective", 2), ("full", 1)):  # of 2 layers, and the one that is recomputed
-        plain = memory(activation_checkpointing=checkpointing)
-        divided = memory(activation_checkpointing=checkpointing, parallelism={"cp": 2})
+        trainer: dict[str, Any] = {"activation_checkpointing": checkpointing}
+        plain, divided = memory_of(trainer=trainer).trainer, memory_of(trainer={**trainer, "parallelism": {"cp": 2}}).trainer
         assert divided.state == plain.state / 2
         tokens = 16 * 256
         assert divided.activations == pytest.approx(plain.activations / 2 + tokens * layers * 2 * 2 * 32 * 4, rel=1e-6)
@@ -328,9 +303,7 @@ def test_context_parallelism_divides_state_and_activations_except_keys_and_value
 
 def test_gathered_bytes_depend_on_resharding() -> None:
     def gathered(**plan: Any) -> int:
-        memory = derive(make_config(model={"path": "nowhere/Qwen3-8B"}, trainer={"parallelism": plan})).memory
-        assert memory is not None
-        return memory.trainer.gathered
+        return memory_of(model={"path": "nowhere/Qwen3-8B"}, trainer={"parallelism": plan}).trainer.gathered
 
     assert gathered() == 0
     assert gathered(dp_shard=8, fsdp_reshard_after_forward="never") == pytest.approx(4 * 8_190_735_360, rel=1e-3)
@@ -347,8 +320,7 @@ def test_micro_batches_shrink_to_the_memory_of_the_machine(monkeypatch: pytest.M
         monkeypatch.setattr(sizes, "host_bytes", lambda: int(num_bytes / (1.0 - sizes.SPARE_SHARE)))
         return microbatch_rows(config, shape)
 
-    memory = derive(config).memory
-    assert memory is not None
+    memory = memory_of(**large)
     all_rows = cpu_bytes(config, memory, memory.trainer.cpu_total)
     assert memory.trainer.activations < 2 * 10**10
     assert rows(all_rows + 1) == 16
@@ -362,9 +334,7 @@ def test_micro_batches_shrink_to_the_memory_of_the_machine(monkeypatch: pytest.M
 
 def test_mixed_precision_on_one_rank_holds_a_copy_of_the_parameters() -> None:
     def gathered(**trainer: Any) -> int:
-        memory = derive(make_config(model={"path": "nowhere/Qwen3-0.6B"}, trainer=trainer)).memory
-        assert memory is not None
-        return memory.trainer.gathered
+        return memory_of(model={"path": "nowhere/Qwen3-0.6B"}, trainer=trainer).trainer.gathered
 
     assert gathered(dtype="bfloat16", compute_dtype="bfloat16") == 0
     assert gathered(compute_dtype="bfloat16") == 596_049_920 * 2
@@ -377,9 +347,7 @@ def test_mixed_precision_on_one_rank_holds_a_copy_of_the_parameters() -> None:
 
 def test_last_gradients_of_a_pass() -> None:
     def trainer(name: str, **trainer: Any) -> TrainerMemory:
-        memory = derive(make_config(model={"path": f"nowhere/{name}"}, trainer=trainer)).memory
-        assert memory is not None
-        return memory.trainer
+        return memory_of(model={"path": f"nowhere/{name}"}, trainer=trainer).trainer
 
     embedding = 151_936 * 1024
     # The gradients of embedding and output layer, and their sum.

@@ -2,8 +2,7 @@
 
 import pytest
 
-from titanrl.config.keys import json_schema, sections
-from titanrl.config.load import did_you_mean, suggestions
+from titanrl.config.load import did_you_mean, json_schema, sections, suggestions
 
 LOSSES = ("ppo", "importance_sampling", "reinforce", "gspo", "cispo", "dro", "sapo")
 

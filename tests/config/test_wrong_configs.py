@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.config.wrong import GOOD, complaint
 from titanrl.config import ConfigError, load_config
-from titanrl.config.keys import sections
+from titanrl.config.load import sections
 from titanrl.config.source import dump
 
 

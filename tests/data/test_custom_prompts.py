@@ -80,19 +80,17 @@ def test_seed_and_options_reach_the_function() -> None:
 
 
 @pytest.mark.parametrize("by_file", [False, True])
-def test_imported_source_is_split_and_shuffled_like_a_file(
+def test_source_is_imported_from_a_module_or_a_file(
     by_file: bool, tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "made_prompts.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
     path = f"{tmp_path}/made_prompts.py:squares" if by_file else "made_prompts:squares"
     stream = make_stream(DataConfig(source=path, task="sums", options={"largest": 50}), tokenizer, seed=7)
-    num, questions = stream.num_prompts, {f"7 + {n} =" for n in range(50)}
-    heldout = {prompt.text for prompt in stream.heldout(50 - num)}
-    assert heldout == {question for question in questions if is_heldout(question, 0.2)}
-    epochs = [[stream[index].text for index in range(start, start + num)] for start in (0, num)]
-    assert epochs[0] != epochs[1]
-    assert set(epochs[0]) == set(epochs[1]) == questions - heldout
+    num = stream.num_prompts
+    assert {stream[index].text for index in range(num)} == {
+        f"7 + {n} =" for n in range(50) if not is_heldout(f"7 + {n} =", 0.2)
+    }
     prompt = stream[3]
     assert (prompt.index, prompt.task) == (3, "sums")
     assert list(prompt.token_ids) == tokenizer.encode(prompt.text)
@@ -104,25 +102,6 @@ def test_list_of_a_module_is_a_source(tmp_path: Path, tokenizer: Tokenizer) -> N
     plugin = Plugin(key="data.source", name=f"{tmp_path}/listed_prompts.py:LIST")
     stream = make_stream(DataConfig(source=plugin.name), tokenizer, seed=7, plugins={"data.source": plugin})
     assert stream[0].text.startswith("0 + ")
-
-
-def test_stream_depends_only_on_seed_and_index(tokenizer: Tokenizer) -> None:
-    def sums(seed: int) -> list[dict[str, str]]:
-        return [{"prompt": f"{seed} + {n} =", "answer": str(seed + n)} for n in range(40)]
-
-    one, two = stream_of(sums, tokenizer), stream_of(sums, tokenizer)
-    assert [one[index] for index in (0, 5, 50)] == [two[index] for index in (0, 5, 50)]
-    assert stream_of(sums, tokenizer, seed=8)[0].text.startswith("8 + ")
-
-
-def test_equal_and_long_questions_are_dropped(tokenizer: Tokenizer) -> None:
-    items = [{"prompt": "1 + 2 =", "answer": "3"}, {"prompt": "1 + 2 =", "answer": "4"}, {"prompt": "1" * 65, "answer": "0"}]
-    stream = stream_of(items, tokenizer)
-    assert (stream.num_prompts, stream[0].entry["answer"]) == (1, "3")
-    assert stream.selection.reasons() == (
-        "2 of 3 rows left out: 1 duplicates with another answer, "
-        "1 longer than data.max_prompt_tokens (the longest has 65 tokens)"
-    )
 
 
 def test_conversations_and_columns_work_in_python(chat: Tokenizer) -> None:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from titanrl.config import Config
 from titanrl.config.errors import BrokenRules
-from titanrl.config.shipped import FOLDER, data_file
+from titanrl.config.section import FOLDER
+from titanrl.config.source import data_file
 from titanrl.data.examples import Demonstration, Examples, mean_loss_data, read_examples
 from titanrl.data.streams import is_heldout
 from titanrl.data.tokenizer import Tokenizer

@@ -143,6 +143,7 @@ def test_duplicate_and_long_questions_are_dropped(tmp_path: Path, tokenizer: Tok
     assert stream[0].entry["answer"] == "3"
     assert (stream.selection.num_rows, stream.selection.num_training, stream.selection.num_heldout) == (5, 1, 0)
     assert stream.selection.is_mostly_left_out
+    assert stream.selection.reasons().startswith("4 of 5 rows left out: 1 duplicates with another answer, 1 longer than ")
     assert stream.selection.left_out == {
         "duplicates with another answer": 1,
         "longer than data.max_prompt_tokens (the longest has 65 tokens)": 1,

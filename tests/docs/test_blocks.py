@@ -95,7 +95,7 @@ def program_of(line: str) -> str:
 
 @pytest.mark.parametrize(("block", "line"), training_commands(is_dry=True), ids=str)
 def test_documented_dry_run_succeeds(block: Block, line: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    program = import_module(cli.COMMANDS[program_of(line)][0])
+    program = import_module(cli.COMMANDS[program_of(line)][0].removesuffix(":main"))
     write_files(block.page, folder)
     with pytest.raises(SystemExit) as ended:
         program.main(shlex.split(TRAINS.sub("", line)))

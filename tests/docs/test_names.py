@@ -7,7 +7,7 @@ import pytest
 
 from tests.docs.blocks import PAGES, ROOT
 from titanrl.config.data import REWARD_OPTIONS, REWARDS
-from titanrl.config.keys import sections
+from titanrl.config.load import sections
 
 PARAMETERS = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 KEYS = {f"{section.path}.{key}".lstrip(".") for section in sections() for key in section.keys}

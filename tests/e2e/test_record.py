@@ -22,7 +22,7 @@ from tests.e2e.conftest import Finished, Start
 from tests.metrics.test_timeline import SCHEMA
 from tests.ports import free_port
 from titanrl.carriers.record import parts_of, read_lines
-from titanrl.commands import timeline
+from titanrl.commands import runs
 from titanrl.metrics.reading import RecordedGroup, RunRecord, TrainedSegment, open_run
 from titanrl.metrics.timeline import Window, usages
 from titanrl.run.explanation import explain
@@ -169,7 +169,7 @@ def test_planted_sleep_is_work_of_its_process_and_a_wait_of_the_others(finished:
 
 
 def test_timeline_of_a_run_is_a_valid_trace(finished: Lived, tmp_path: Path) -> None:
-    timeline.main([str(finished.run_dir), "--output", str(tmp_path / "timeline.json")])
+    runs.timeline([str(finished.run_dir), "--output", str(tmp_path / "timeline.json")])
     trace = json.loads((tmp_path / "timeline.json").read_text())
     jsonschema.validate(trace, SCHEMA)
     events = trace["traceEvents"]

@@ -27,16 +27,15 @@ from titanrl.checks.preflight import broken_rules
 from titanrl.config import Config, ConfigError, load_config
 from titanrl.config.dry_run import print_dry_run
 from titanrl.config.errors import BrokenRules
-from titanrl.config.keys import sections
+from titanrl.config.load import sections
 from titanrl.config.sections import RecipeConfig
-from titanrl.config.shipped import shipped_configs
+from titanrl.config.source import shipped_configs
 from titanrl.data.examples import read_examples
 from titanrl.metrics.reading import open_run, read_metrics
 from titanrl.metrics.report import conclude
 from titanrl.metrics.run_directory import RunDirectory
-from titanrl.models.directory import model_shape
+from titanrl.models.directory import model_shape, read_weight_files
 from titanrl.models.recipe import create_model
-from titanrl.models.weight_files import read_weight_files
 from titanrl.run.checkpoints import RunState, complete_checkpoint, resumable, set_aside
 
 REPO = Path(__file__).parents[2]

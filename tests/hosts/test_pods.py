@@ -14,7 +14,7 @@ import yaml
 
 from tests.cluster.containers import REPO, Processes
 from tests.cluster.kubernetes import Kubernetes
-from titanrl.commands.manifest import objects, text_of
+from titanrl.commands.jobs import objects, text_of
 from titanrl.config import load_config
 from titanrl.hosts.kubernetes import RUN_LABEL
 

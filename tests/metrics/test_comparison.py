@@ -10,7 +10,7 @@ import pytest
 
 from tests.metrics.test_report import ATTACK, Page
 from titanrl.base.errors import TitanRLError
-from titanrl.commands.compare import main
+from titanrl.commands.runs import compare
 from titanrl.metrics import comparison
 from titanrl.metrics.comparison import differing_keys, read_runs, score, tables, variants_of
 from titanrl.metrics.reading import RunRecord
@@ -122,7 +122,7 @@ def test_command_prints_tables_json_and_a_page(
 ) -> None:
     paths = [str(record.path) for record in records]
     page = tmp_path / "page.html"
-    main([*paths, "--html", str(page)])
+    compare([*paths, "--html", str(page)])
     printed = capsys.readouterr().out
     assert "algorithm.learning_rate" in printed
     assert "0.8 \u00b1 0.25" in printed
@@ -133,7 +133,7 @@ def test_command_prints_tables_json_and_a_page(
     assert compared["metrics"] == ["eval/sums/mean"]
     assert [table["title"] for table in compared["tables"]] == ["Keys that differ", "eval/sums/mean", "Steps and speed"]
     assert parsed.data["runs"]["fast"]["charts"]["curves"]["eval/sums/mean"]["mean"] == [0.2, 0.95, 0.5]
-    main([*paths, "--json"])
+    compare([*paths, "--json"])
     found = json.loads(capsys.readouterr().out)
     assert found["differing_keys"] == {"algorithm.learning_rate": {"s0 (3 seeds)": 1e-5, "fast": 1e-4}}
     assert [run["seed"] for run in found["variants"][0]["runs"]] == [0, 1, 2]
@@ -146,7 +146,7 @@ def test_names_and_values_of_runs_are_escaped_in_the_page(tmp_path: Path) -> Non
     for n in range(2):
         write_run(tmp_path / f"{name}{n}", f"seed: 0\nvalue: {json.dumps(ATTACK + str(n))}\n", line)
     page = tmp_path / "page.html"
-    main([str(tmp_path / f"{name}{n}") for n in range(2)] + ["--html", str(page)])
+    compare([str(tmp_path / f"{name}{n}") for n in range(2)] + ["--html", str(page)])
     parsed = Page(page.read_text())
     assert parsed.count("img") == 0
     assert parsed.count("script") == 2
@@ -167,6 +167,6 @@ def test_wrong_arguments_are_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
-        main(arguments)
+        compare(arguments)
     assert ended.value.code == 2
     assert problem in capsys.readouterr().err

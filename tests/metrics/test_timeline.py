@@ -9,7 +9,7 @@ import pytest
 
 from tests.recorded import record
 from titanrl.carriers.spans import Kind
-from titanrl.commands.timeline import main, steps
+from titanrl.commands.runs import steps, timeline
 from titanrl.metrics.reading import RecordedProcess, RunRecord, Span
 from titanrl.metrics.timeline import State, Window, lanes_of, states_of, trace_of, usage_of, usages, window_of
 
@@ -201,11 +201,11 @@ def write_run(folder: Path) -> None:
 
 def test_command_prints_who_waits_and_writes_the_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path)
-    main([str(tmp_path), "--steps", "1", "--output", str(tmp_path / "trace.json")])
+    timeline([str(tmp_path), "--steps", "1", "--output", str(tmp_path / "trace.json")])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"# 4.0 s of {tmp_path}"
     assert lines[2].split() == ["trainer_0", "4.0", "100.0%"]
-    main([str(tmp_path)])
+    timeline([str(tmp_path)])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split() for line in lines[2:6]] == [
         ["trainer_0", "8.0", "50.0%", "37.5%", "idle"],
@@ -229,5 +229,5 @@ def test_command_prints_who_waits_and_writes_the_trace(tmp_path: Path, capsys: p
 def test_command_refuses(arguments: list[str], error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path)
     with pytest.raises(SystemExit):
-        main([str(tmp_path), *arguments])
+        timeline([str(tmp_path), *arguments])
     assert error in capsys.readouterr().err

@@ -12,9 +12,8 @@ from safetensors.torch import load_file, save_file
 from tests.models.tiny import add_changed_weights, change_config, change_weights, shard, write_index
 from titanrl.config.errors import BrokenRules
 from titanrl.config.sections import RecipeConfig
-from titanrl.models.directory import open_model
+from titanrl.models.directory import DTYPES, HEAD, OTHER_DTYPE_BITS, WeightFiles, open_model, read_weight_files
 from titanrl.models.recipe import create_model
-from titanrl.models.weight_files import DTYPES, HEAD, OTHER_DTYPE_BITS, WeightFiles, read_weight_files
 
 NUM_TENSORS = 24
 """Two layers of 11 tensors, the embedding and the last norm."""

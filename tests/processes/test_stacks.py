@@ -13,7 +13,7 @@ import pytest
 
 from titanrl.base.control import LOCK_FILE
 from titanrl.base.errors import TitanRLError
-from titanrl.commands.steer import main
+from titanrl.commands.runs import steer
 from titanrl.processes.stacks import processes_of, stacks_of
 
 WAITS = """
@@ -65,10 +65,10 @@ def test_without_processes_there_are_no_stacks(tmp_path: Path) -> None:
 def test_command_prints_stacks_as_text_and_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "logs").mkdir()
     with pytest.raises(SystemExit) as ended:
-        main([str(tmp_path), "stacks"])
+        steer([str(tmp_path), "stacks"])
     assert (ended.value.code, "no process of the run on this host" in capsys.readouterr().err) == (2, True)
     with waiting(tmp_path / "logs/trainer_0.log"):
-        main([str(tmp_path), "stacks"])
+        steer([str(tmp_path), "stacks"])
         assert "waits_for_input" in capsys.readouterr().out
-        main([str(tmp_path), "stacks", "--json"])
+        steer([str(tmp_path), "stacks", "--json"])
     assert "waits_for_input" in json.loads(capsys.readouterr().out)["text"]

@@ -12,7 +12,7 @@ import torch
 
 from tests.recorded import record_group
 from titanrl.carriers.record import RecordFile
-from titanrl.commands import explain as command
+from titanrl.commands import runs
 from titanrl.config import dump_config, load_config
 from titanrl.metrics.reading import open_run
 from titanrl.run.explanation import ExplainedSegment, NotExplainedError, explain, share_of
@@ -233,15 +233,15 @@ def test_command_prints_a_table_with_texts_and_json(tmp_path: Path, capsys: pyte
     run_dir = written(tmp_path / "run")
     completion = {"text": "aaaaaa", "num_tokens": 6, "reward": 1.0}
     record_group(run_dir, {"index": 17, "version": 1, "completions": [completion]})
-    command.main([str(run_dir), "3", "17"])
+    runs.explain([str(run_dir), "3", "17"])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "# step 3, update 0, group 17, completion 0, sequence 0"
     assert lines[1].split() == "token text lp_gen lp_prox lp ratio clip corr adv weight loss gradient share".split()  # noqa: SIM905
     assert lines[2].split()[:7] == ["2", '"a"', "-1.4000", "-1.0000", "-1.0000", "1.4918", "high"]
-    command.main([str(run_dir), "3", "17", "--json"])
+    runs.explain([str(run_dir), "3", "17", "--json"])
     (segment,) = json.loads(capsys.readouterr().out)
     assert (segment["index"], segment["completion"], segment["columns"]["token_id"]) == (17, 0, [7] * 4)
     with pytest.raises(SystemExit) as ended:
-        command.main([str(run_dir), "1", "17"])
+        runs.explain([str(run_dir), "1", "17"])
     assert ended.value.code == 2
     assert "no loss of group 17 is recorded" in capsys.readouterr().err

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from tests.trainer import variants
 from tests.trainer.test_variants import Worlds
 from titanrl.config.sections import LoraConfig
-from titanrl.models.peft import broken_by_adapter
+from titanrl.models.directory import broken_by_adapter
 
 LORA = {"rank": 4, "alpha": 8.0}
 LAYOUTS = {"one rank": (1, {}), "fsdp x tp": (4, {"dp_shard": 2, "tp": 2})}

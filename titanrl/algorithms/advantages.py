@@ -50,14 +50,8 @@ def batch_advantages(
     """Compute the advantages of all groups of a step, in the order of the groups.
 
     The advantage of a completion depends on its reward and on the rewards of its group, but not on their order. The REINFORCE++
-    estimators also standardize the result of `group_advantages` over the batch.
-
-    Args:
-        groups: Rewards of the completions of each group.
-        num_sampled: Number of loss tokens of each completion; used only to standardize.
-        method: Name in `ADVANTAGES`.
-        std_ddof: Delta degrees of freedom of the standard deviation in a group.
-        pass_k: k of `pass_at_k`.
+    estimators also standardize the result of `group_advantages` over the batch, for which `num_sampled` are the numbers of loss
+    tokens of the completions.
 
     Raises:
         ValueError: See `group_advantages`.
@@ -190,12 +184,8 @@ def standardized(
     Each value is weighted by its entry in `num_sampled`, the number of loss tokens that share it. If all values are equal, the
     result is exactly 0. Source: the global normalization of REINFORCE++ (arXiv:2501.03262).
 
-    Args:
-        values: Values of each group.
-        num_sampled: Number of loss tokens of each value.
-        keeps_zero_groups: True to leave a group whose values are all 0 at 0, although the mean is rarely exactly 0. With a
-            baseline, such a group has no signal, and its tokens may not be stored. It still counts in mean and std.
-        eps: Term added to the std.
+    With `keeps_zero_groups`, a group whose values are all 0 stays at 0, although the mean is rarely exactly 0. With a baseline,
+    such a group has no signal, and its tokens may not be stored. It still counts in mean and std.
     """
     flat = zip((v for group in values for v in group), (n for group in num_sampled for n in group), strict=True)
     counted = [(value, count) for value, count in flat if count]
@@ -478,11 +468,8 @@ def spans_of(
 ) -> tuple[DoubleArray, Spans]:
     """Return the mean advantage of each rollout over its loss tokens, `[N]`, and the token advantages as spans.
 
-    Args:
-        values_T: Advantage of each run of consecutive tokens, concatenated over segments.
-        counts_T: Number of loss tokens in each run.
-        num_values_M: Number of runs in each segment.
-        records: Groups of the segments.
+    `values_T` and `counts_T` are the advantages and numbers of loss tokens of runs of consecutive tokens, concatenated over
+    segments; `num_values_M` is the number of runs in each segment.
     """
     num_tokens_N = records.num_sampled_by_rollout
     segment_of_T = np.repeat(np.arange(len(num_values_M)), num_values_M)

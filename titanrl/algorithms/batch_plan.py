@@ -26,7 +26,7 @@ from titanrl.algorithms.advantages import (
     token_advantages,
     turn_advantages,
 )
-from titanrl.algorithms.contracts import GroupRewards, advantage_arguments
+from titanrl.algorithms.contracts import GroupRewards, Priority, advantage_arguments
 from titanrl.algorithms.packing import balance, pack, pack_sharing, row_costs
 from titanrl.base.choices import LearningRateDecay, Reduction
 from titanrl.base.plugins import Plugins, loaded
@@ -35,7 +35,7 @@ from titanrl.carriers.types import AdamParams, BoolArray, DoubleArray, IntArray,
 from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.config.data import TaskConfig
 from titanrl.config.schema import Config
-from titanrl.config.sections import SFTConfig
+from titanrl.config.sections import ReplayConfig, SFTConfig
 
 T = TypeVar("T")
 WeightOf = Callable[[str, int], float]
@@ -61,7 +61,6 @@ def plan_batch(
     rows_per_microbatch: int,
     dp_size: int,
     share_prompts: bool = False,
-    custom_advantage: Callable[..., Sequence[Any]] | None = None,
     weight_of: WeightOf = lambda part, task: 1.0,
     by_task: Sequence[TaskAdvantage] = (),
     advantages_N: DoubleArray | None = None,
@@ -78,14 +77,13 @@ def plan_batch(
         records: Groups of the step. A group without payload must have no gradient.
         algorithm: Advantage estimator, reduction and terms of the objective.
         constant_length: Divisor of `reduction: constant`, in tokens.
-        row_tokens: Length of a row in tokens.
-        rows_per_microbatch: Maximum number of rows in a rank's micro-batch.
+        row_tokens: Length of a row.
+        rows_per_microbatch: Maximum number of rows of a rank.
         dp_size: Number of data-parallel ranks.
         share_prompts: Store the prompt of a group once per row, for all its sequences in that row, unless that takes more rows.
-        custom_advantage: User-defined advantage; None selects the built-in one that `algorithm` names.
         weight_of: Weight of a reward component in the summed reward, see `WeightOf`.
-        by_task: Estimators of the tasks of a mixture, by task index; they replace that of `algorithm`. Groups of tasks with
-            equal estimators are standardized together.
+        by_task: Estimators of the tasks, by task index; by default the built-in one that `algorithm` names. Groups of tasks
+            with equal estimators are standardized together.
         advantages_N: Advantages of all rollouts, with the groups in prompt order; None computes them from these groups.
         spans: Token advantages of all segments; None if all tokens of a rollout have the same advantage.
 
@@ -95,7 +93,7 @@ def plan_batch(
     ordered = records.by_index()
     assert (ordered.groups["index"][:-1] < ordered.groups["index"][1:]).all(), "a group must not appear twice in a batch"
     if advantages_N is None:
-        advantages_N, spans = _advantages(ordered, by_task or [TaskAdvantage(algorithm, custom_advantage)], weight_of)
+        advantages_N, spans = _advantages(ordered, by_task or [TaskAdvantage(algorithm)], weight_of)
     chosen_M, weights_N = _segments_with_gradient(ordered, algorithm, constant_length, advantages_N, spans)
     rollout_of_M = ordered.rollout_of
     sequences, prompts_S, prompt_lens_S = _sequences(ordered, chosen_M, advantages_N[rollout_of_M], weights_N[rollout_of_M])
@@ -124,14 +122,8 @@ def plan_batch(
 def pack_sequences(sequences: Table, prompts_S: IntArray, prompt_lens_S: IntArray | None, row_tokens: int) -> list[list[int]]:
     """Pack sequences into rows, set `num_shared` in the table, and return the sequence indices of each row.
 
-    With prompt lengths, sequences that have the same prompt share it, unless that takes more rows. The last token of the prompt
-    is never shared, because it predicts the first token of each completion.
-
-    Args:
-        sequences: Table of the sequences, which is modified.
-        prompts_S: Prompt id of each sequence, a small integer from 0.
-        prompt_lens_S: Number of prompt tokens of each sequence; None shares no prompts.
-        row_tokens: Length of a row in tokens.
+    With the number of prompt tokens of each sequence, `prompt_lens_S`, sequences that have the same prompt id share it, unless
+    that takes more rows. The last token of the prompt is never shared, because it predicts the first token of each completion.
     """
     lengths_S: IntArray = sequences["length"]
     if prompt_lens_S is None:
@@ -356,12 +348,8 @@ def plan_step(
     Advantages are computed once, over the complete batch. Loss weights are computed per optimizer step. A mini-batch without
     gradient takes no optimizer step, because otherwise momentum alone would change the weights.
 
-    Args:
-        records: Groups of the batch.
-        plan: `plan_batch` with its options bound. For a mini-batch it is called with `advantages_N` and, if any, `spans`.
-        epochs: Number of passes over the batch.
-        num_minibatches: Number of mini-batches per epoch. Their numbers of groups differ by at most one.
-        seed: Seed of the order of the groups, which differs between epochs.
+    `plan` is `plan_batch` with its options bound. For a mini-batch it is called with `advantages_N` and, if any, `spans`. The
+    numbers of groups of mini-batches differ by at most one. The order of the groups, by `seed`, differs between epochs.
     """
     ordered = records.by_index()
     full_batch = plan(ordered)
@@ -412,12 +400,7 @@ def sequence_weights(
     - `constant`: 1 / (N * constant_length), as in Dr. GRPO (arXiv:2503.20783)
 
     A sequence without sampled tokens has weight 0 and is not counted in N.
-
-    Args:
-        reduction: Value of `algorithm.reduction`.
-        num_sampled: Number of sampled tokens of each sequence, `[N]`.
-        prompt_of: Id of each sequence's prompt, `[N]`.
-        constant_length: Divisor of `constant`, in tokens.
+    `prompt_of` are the ids of the sequences' prompts.
     """
     counts_N = np.asarray(num_sampled, np.int64)
     num_sequences = np.count_nonzero(counts_N)
@@ -452,11 +435,7 @@ def without_rejected(
     """Return micro-batches with the loss weights that the step would have without the tokens that the correction rejects.
 
     A rollout or prompt counts if one of its tokens is kept, in whichever segment, row, micro-batch and rank that is.
-
-    Args:
-        microbatches: All micro-batches of an optimizer step.
-        measured: For each micro-batch, the counts of every rank.
-        reduction: Value of `algorithm.reduction`.
+    `microbatches` are all those of an optimizer step, and `measured` the counts of every rank for each.
     """
     tables = [table for microbatch in microbatches for table in microbatch.rows]
     by_rank = [{each.dp_rank: each.counts for each in ranks} for ranks in measured]
@@ -556,3 +535,57 @@ def next_entropy_coef(coef: float | None, entropy: float, algorithm: AlgorithmCo
     assert target is not None, "only a target changes the coefficient"
     sign = (entropy < target) - (entropy > target)
     return max((algorithm.entropy_coef if coef is None else coef) + sign * algorithm.entropy_delta, 0.0)
+
+
+PRIORITIES: dict[str, Priority] = {
+    "advantage": lambda group, advantages: float(np.abs(advantages).mean()),
+    "variance": lambda group, advantages: float(np.var(group.rewards)),
+    "reward": lambda group, advantages: float(np.mean(group.rewards)),
+    "recency": lambda group, advantages: 1.0,  # the priority depends only on the time of the draw
+}
+"""Values of `replay.priority`: the mean absolute advantage, and the variance and mean of the rewards."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplaySchedule:
+    """Priorities and beta schedule of a run, which the controller computes."""
+
+    config: ReplayConfig
+    """Replay settings of the run."""
+    num_steps: int
+    """Number of training steps of the run."""
+    custom_priority: Callable[..., float] | None = None
+    """User-defined priority; None selects the built-in one that the configuration names."""
+
+    def beta(self, step: int) -> float:
+        """Return the exponent of the importance weights after `step` steps, annealed linearly to `beta_end`."""
+        progress = min(step / max(self.num_steps - 1, 1), 1.0)
+        if progress == 1.0:
+            return self.config.beta_end
+        return self.config.beta + (self.config.beta_end - self.config.beta) * progress
+
+    def priorities(
+        self, records: RecordTable, advantages_N: DoubleArray, weight_of: WeightOf = lambda part, task: 1.0
+    ) -> DoubleArray:
+        """Return the priority of each group of a batch. The records are in prompt order, with the advantages of their rollouts.
+
+        Raises:
+            ValueError: The user-defined priority raised, or did not return a finite number.
+        """
+        ends = np.cumsum(records.groups["num_rollouts"])
+        groups = zip(group_rewards(records, weight_of), np.split(advantages_N, ends[:-1]), strict=True)
+        return np.array([self._priority(group, advantages) for group, advantages in groups])
+
+    def _priority(self, group: GroupRewards, advantages: DoubleArray) -> float:
+        if self.custom_priority is None:
+            return PRIORITIES[self.config.priority](group, advantages)
+        name = self.config.priority
+        try:
+            value = float(self.custom_priority(group, advantages.tolist()))
+        except Exception as error:  # user-defined code may raise anything
+            raise ValueError(
+                f"replay.priority: {name} raised {type(error).__name__}: {error}. Correct the priority."
+            ) from error
+        if not np.isfinite(value):
+            raise ValueError(f"replay.priority: {name} must return a finite number (got {value}). Correct the priority.")
+        return value

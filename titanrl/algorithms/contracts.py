@@ -1,4 +1,6 @@
-"""Protocols of policy losses and advantages, checks of user-defined ones, and losses by Tinker's names. Does not import torch.
+"""Protocols of policy losses, advantages and priorities, checks of user-defined ones, and losses by Tinker's names.
+
+This module does not import torch.
 
 Shape suffixes: N tokens of a micro-batch, G completions of one prompt.
 """
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 LOSS_EXPECTED = "def loss(inputs: LossInputs, *, option: float = 1.0) -> Tensor"
+PRIORITY_EXPECTED = "def priority(group: GroupRewards, advantages: Sequence[float]) -> float"
 ADVANTAGE_EXPECTED = "def advantage(group: GroupRewards) -> Sequence[float] | Sequence[Sequence[float]]"
 _TRAITS = "titanrl_loss_traits"
 
@@ -193,7 +196,6 @@ def check_loss(
 
 
 def _check_declared(loss: Any, plugin: Plugin, config: Any) -> None:
-    """Check a loss, and that its traits fit the other keys."""
     check_loss(loss, name=plugin.name, algorithm=config.algorithm)
     config.with_loss_traits(declared_traits(loss) or LossTraits())
 
@@ -256,20 +258,29 @@ def advantage_arguments(advantage: Callable[..., Any], algorithm: AlgorithmConfi
     return _named(advantage, ADVANTAGE_KEYS, algorithm)
 
 
-def _check_advantage(advantage: Any, plugin: Plugin, config: Any) -> None:
-    """Check that a user-defined object is callable and accepts the arguments of an advantage."""
-    arguments = advantage_arguments(advantage, config.algorithm) if callable(advantage) else ()
-    key, expected = "algorithm.advantage", ADVANTAGE_EXPECTED
-    check_call(advantage, Advantage.__call__, key=key, name=plugin.name, expected=expected, options=arguments)
-
-
 ADVANTAGE = Point(
     key="algorithm.advantage",
     argument="advantage",
     protocol=Advantage.__call__,
     expected=ADVANTAGE_EXPECTED,
-    checked=_check_advantage,
+    options=lambda advantage, config: advantage_arguments(advantage, config.algorithm),
     in_controller=True,
+)
+
+
+class Priority(Protocol):
+    """Replay priority: a function that scores how useful it is to train on a group again.
+
+    Example: `def hard(group, advantages): return 1.0 - sum(group.rewards) / len(group.rewards)`
+    """
+
+    def __call__(self, group: GroupRewards, advantages: Any, /) -> float:
+        """Return the priority of a group that was just trained on. Only its absolute value is used."""
+        ...
+
+
+PRIORITY = Point(
+    key="replay.priority", argument="priority", protocol=Priority.__call__, expected=PRIORITY_EXPECTED, in_controller=True
 )
 
 

@@ -20,13 +20,9 @@ def evaluation_statistics(
 ) -> dict[str, float]:
     """Return `mean`, `avg@n` and `pass@k` by name, each with the half-width of its 95 % interval as `<name>_ci95`.
 
-    avg@n is the fraction of completions that solve their prompt, averaged over prompts; it is omitted for n = 1.
-
-    Args:
-        rewards: Rewards of each prompt, without completions whose reward failed; at least one prompt has a reward.
-        num_samples: Number of completions per prompt, n.
-        pass_k: Values of k. Prompts with fewer than k rewards are excluded from pass@k.
-        solved_from: Minimum reward of a completion that solves its prompt.
+    avg@n is the fraction of completions that solve their prompt, averaged over prompts; it is omitted for n = 1. Prompts with
+    fewer than k rewards are excluded from pass@k. `rewards` are those of each prompt, without completions whose reward failed;
+    at least one prompt has a reward. A completion solves its prompt with a reward of at least `solved_from`.
     """
     scored = [values for values in rewards if values]
     statistics = _with_interval("mean", [float(np.mean(values)) for values in scored])

@@ -31,10 +31,7 @@ def collect_values(
 ) -> TokenValues:
     """Put the values that the ranks computed into the order of the records. Tokens that no rank had keep the value 0.
 
-    Args:
-        records: Groups of the batch.
-        microbatches: Rows of each pass.
-        replies: For each pass, the values of every data-parallel rank.
+    `replies` has, for each pass over rows, the values of every data-parallel rank.
     """
     group_of = {handle: group for group, handle in enumerate(records.handles.tolist())}
     starts_M = np.cumsum(records.num_sampled) - records.num_sampled
@@ -55,10 +52,8 @@ def collect_values(
 def critic_advantages(records: RecordTable, values: TokenValues, algorithm: AlgorithmConfig) -> tuple[DoubleArray, Spans]:
     """Return the mean advantage of each rollout, `[N]`, and the advantage, value and target of each token as spans.
 
-    The target of the critic is the advantage before standardization, plus the value.
-
-    Raises:
-        ValueError: A value is not finite.
+    The target of the critic is the advantage before standardization, plus the value. Raise `ValueError` if a value is not
+    finite.
     """
     critic, num_tokens_N = algorithm.critic, records.num_sampled_by_rollout
     values_T, last_N = values.values_T.astype(np.float64), values.last_N.astype(np.float64)
@@ -99,17 +94,9 @@ def gae(
 ) -> DoubleArray:
     """Return the advantage of each token, A_t = r_t + g V_(t+1) - V_t + g l A_(t+1), `[T]`. A is 0 after the last token.
 
-    g and l are the discount and lambda for tokens, or those for turns if t is the last token of its turn.
-    Source: GAE (arXiv:1506.02438, equation 16), with g and l that depend on t.
-
-    Args:
-        rewards_T: Reward of each token, in the order of the rollouts.
-        values_T: Value of each token.
-        num_tokens_N: Number of tokens of each rollout.
-        after_N: Value after the last token of each rollout; 0 if the rollout ended there.
-        is_turn_end_T: True for the last token of each turn.
-        discounts: Discounts for tokens and for turns.
-        lambdas: Lambdas for tokens and for turns.
+    g and l are the discount and lambda for tokens, or those for turns if t is the last token of its turn; `discounts` and
+    `lambdas` are these pairs. Tokens are in the order of the rollouts. `after_N` is the value after the last token of each
+    rollout; 0 if the rollout ended there. Source: GAE (arXiv:1506.02438, equation 16), with g and l that depend on t.
     """
     discount_T, lambda_T = (np.where(is_turn_end_T, of_turn, of_token) for of_token, of_turn in (discounts, lambdas))
     ends_N = np.cumsum(num_tokens_N)

@@ -65,12 +65,9 @@ class TokenSupports:
         return bool(has_ids or self.bitmap_starts[first] < self.bitmap_starts[last])
 
     def outside(self, tokens: slice, vocab_start: int, num_entries: int) -> Tensor:
-        """Return a mask that is True at vocabulary entries outside the support, bool `[C, V]`.
+        """Return a mask that is True at vocabulary entries outside the support of the tokens of a slice, bool `[C, V]`.
 
-        Args:
-            tokens: Slice of C tokens.
-            vocab_start: Id of this rank's first vocabulary entry.
-            num_entries: Number of vocabulary entries on this rank, V.
+        This rank has `num_entries` vocabulary entries, V, of which the first has the id `vocab_start`.
         """
         first, last, _ = tokens.indices(len(self.is_whole_N))
         size = (last - first) * num_entries

@@ -67,10 +67,7 @@ def policy_loss(
     The objective is sum of w * (rho * loss + kl.coef * KL - entropy_coef * entropy) over the tokens that the correction keeps,
     where rho is the correction weight. Gradients must be summed over micro-batches and ranks, not averaged.
 
-    Args:
-        inputs: Tokens of the micro-batch.
-        algorithm: Terms of the objective.
-        loss: Policy loss with its options bound, see `bound_loss`; None selects the built-in loss `algorithm.loss`.
+    `loss` has its options bound, see `bound_loss`; None selects the built-in loss `algorithm.loss`.
     """
     tokens = token_terms(inputs, algorithm, loss)
     kept_N = tokens.correction.kept_N
@@ -266,13 +263,8 @@ def lag_metrics(
 
     The lag (age) of a token is the policy version being trained minus the policy version that sampled it. At lag 0 the
     difference is numerical only. At larger lags it also includes the change of the policy. The sum `lag/<k>` is the number of
-    tokens with lag k, and `lag/<k>/logprob_abs` is the sum of their absolute differences.
-
-    Args:
-        logprobs_N: Log-probabilities of the trainer, in nats.
-        generator_logprobs_N: Log-probabilities of the generator, in nats, finite at unmasked tokens.
-        lags_N: Lag of each token.
-        mask_N: True at loss tokens.
+    tokens with lag k, and `lag/<k>/logprob_abs` is the sum of their absolute differences, in nats. Log-probabilities of the
+    generator must be finite at unmasked tokens.
     """
     difference_N = torch.where(mask_N, (logprobs_N - generator_logprobs_N).abs(), 0.0)
     ages_K = torch.arange(OLDEST + 1, device=lags_N.device)

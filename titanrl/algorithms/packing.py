@@ -54,13 +54,7 @@ def pack_sharing(lengths_S: IntArray, groups_S: IntArray, num_shared_S: IntArray
     A sequence that directly follows another one of its group takes `num_shared` fewer tokens. Groups are packed in order of
     decreasing total length, and the sequences of a group in order of decreasing length. Each sequence goes into the fullest row
     of its group that has space for its unshared tokens, otherwise into the fullest row with space for all of its tokens. The
-    sequences of a group are adjacent in a row.
-
-    Args:
-        lengths_S: Number of tokens of each sequence.
-        groups_S: Group of each sequence, a small integer from 0.
-        num_shared_S: Length of the prefix that all sequences of the group have in common.
-        row_tokens: Length of a row in tokens.
+    sequences of a group are adjacent in a row. `groups_S` are small integers from 0.
 
     Raises:
         ValueError: A sequence is longer than a row.
@@ -110,10 +104,8 @@ def _check_fit(lengths_S: IntArray, row_tokens: int) -> None:
 def row_costs(lengths_S: IntArray, num_shared_S: IntArray, rows: Sequence[Sequence[int]]) -> list[int]:
     """Estimate the relative compute cost of each row: attention is quadratic in sequence length, everything else linear.
 
-    Args:
-        lengths_S: Number of tokens of each sequence.
-        num_shared_S: Number of tokens of each sequence that an earlier sequence of its row stores.
-        rows: Indices of the sequences of each row, at least one per row.
+    `num_shared_S` is the number of tokens of each sequence that an earlier sequence of its row stores. `rows` are the indices
+    of the sequences of each row, at least one per row.
     """
     if not rows:
         return []

@@ -240,8 +240,10 @@ class Point:
     """`__call__` of the Protocol that the object must satisfy."""
     expected: str
     """Signature of such an object, as code for the error message."""
+    options: Callable[[Any, Any], Iterable[str]] = lambda candidate, config: ()
+    """Names of the keyword arguments that the object is called with, given the object and the `Config`."""
     checked: Callable[[Any, Plugin, Any], object] | None = None
-    """Check of the object, given its plugin and the `Config`; None compares its signature with `protocol`."""
+    """Check of the object, given its plugin and the `Config`; None compares its signature with `protocol` and `options`."""
     in_controller: bool = False
     """True if only the controller uses the object, so that it need not be pickled."""
 
@@ -251,7 +253,8 @@ class Point:
         if self.checked is not None:
             self.checked(candidate, plugin, config)
         else:
-            check_call(candidate, self.protocol, key=plugin.key, name=plugin.name, expected=self.expected)
+            options = self.options(candidate, config) if callable(candidate) else ()
+            check_call(candidate, self.protocol, key=plugin.key, name=plugin.name, expected=self.expected, options=options)
 
 
 def _pickle_by_value(value: object) -> bytes:

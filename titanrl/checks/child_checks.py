@@ -28,10 +28,9 @@ from titanrl.checks.extensions import config_of, point_of
 from titanrl.config.data import ENVIRONMENTS, DataConfig, EvaluationSet, Split
 from titanrl.config.errors import BrokenRule, BrokenRules, ConfigError, inline, rule_of, within
 from titanrl.config.schema import Config
-from titanrl.config.shipped import data_file
 from titanrl.config.sizes import model_values
-from titanrl.data.rows import FORMATS, data_digest
-from titanrl.data.selection import Selection
+from titanrl.config.source import data_file
+from titanrl.data.rows import FORMATS, Selection, data_digest
 from titanrl.data.streams import Encode, PromptStream, make_encoder, make_gym_dataset, open_prompts, open_stream
 from titanrl.data.tokenizer import Tokenizer, load_tokenizer, write_tokenizer
 from titanrl.environments.factories import load_factory
@@ -222,8 +221,11 @@ def check_data(config: Config, plugins: Plugins, name: str | None = None, *, has
         notes: list[str] = []
         if has_tokenizer and data.source != "reasoning_gym":
             notes += _long_answers(data, stream, policy_tokenizer(config), data.rollout(config.rollout).max_new_tokens)
-        if data.source == "reasoning_gym":
-            _sample(stream)
+        if data.source == "reasoning_gym":  # generate some prompts, to count those that are too long
+            started = time.monotonic()
+            for index in range(min(SAMPLED_PROMPTS, stream.num_prompts)):
+                if time.monotonic() - started <= HELDOUT_LIMIT_S:
+                    stream[index]
         for subset in config.evaluation_sets.values():
             if subset.task == name:
                 notes += _few_prompts(subset, stream)
@@ -269,15 +271,6 @@ def _selection(
     elif data.options:
         found = replace(found, source=f"{found.source} {inline(data.options)}")
     return found
-
-
-def _sample(stream: PromptStream) -> None:
-    """Generate some prompts of a task, to count those that are too long."""
-    started = time.monotonic()
-    for index in range(min(SAMPLED_PROMPTS, stream.num_prompts)):
-        stream[index]
-        if time.monotonic() - started > HELDOUT_LIMIT_S:
-            return
 
 
 def _few_prompts(subset: EvaluationSet, stream: PromptStream) -> list[str]:
@@ -354,11 +347,7 @@ def _encoder(config: Config, data: DataConfig, *, has_tokenizer: bool) -> Encode
 
 
 def policy_tokenizer(config: Config) -> Tokenizer:
-    """Return the policy's tokenizer.
-
-    Raises:
-        ValueError: `model.path` has no usable tokenizer.
-    """
+    """Return the policy's tokenizer. Raise `ValueError` if `model.path` has no usable tokenizer."""
     if config.model.path is not None:
         return load_tokenizer(config.model.path)
     folder = TemporaryFolder().path  # stays until the process exits, because a renderer reads the tokenizer again
@@ -369,10 +358,8 @@ def policy_tokenizer(config: Config) -> Tokenizer:
 def try_rewards(config: Config, plugins: Plugins, entry: Mapping[str, Any], section: str) -> list[str]:
     """Call each user-defined reward of `config.data` once, with two completions, and return warnings.
 
-    Rewards that cannot be loaded in time are skipped: another check names them. `section` is the section in messages.
-
-    Raises:
-        BrokenRules: A reward returned something else than a reward, or needs what the sandbox denies.
+    Rewards that cannot be loaded in time are skipped: another check names them. `section` is the section in messages. Raise
+    `BrokenRules` if a reward returned something else than a reward, or needs what the sandbox denies.
     """
     answers = sample_answers(entry, with_tokens=config.data.environment is None)
     limit_s = min(config.sandbox.timeout_s, TRIAL_LIMIT_S)

@@ -10,15 +10,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from titanrl.algorithms import contracts, replay
+from titanrl.algorithms import contracts
 from titanrl.base.plugins import OBJECT, Plugin, Plugins, Point, loaded, name_of, object_path, plugin_of
 from titanrl.carriers import rewards
 from titanrl.carriers.rewards import Reward
 from titanrl.config.algorithm import LossTraits
 from titanrl.config.data import MIXTURE, SETS
 from titanrl.config.errors import BrokenRules, ConfigError, inline, message
-from titanrl.config.keys import dotted
-from titanrl.config.load import explain_rule
+from titanrl.config.load import dotted, explain_rule
 from titanrl.config.schema import Config
 from titanrl.config.section import Section
 from titanrl.data import entries, mixture
@@ -34,7 +33,7 @@ POINTS = (
     group.FILTER,
     contracts.ADVANTAGE,
     contracts.LOSS,
-    replay.POINT,
+    contracts.PRIORITY,
     trackers.POINT,
     hooks.POINT,
 )
@@ -64,10 +63,8 @@ def config_of(key: str, config: Config) -> Config:
 def plugins_of(config: Config, objects: Mapping[str, object]) -> dict[str, Plugin]:
     """Return the plugins of a run by full key. Python objects, by argument of `GRPO`, take precedence over the configuration.
 
-    The configuration records the objects; see `with_objects`.
-
-    Raises:
-        ValueError: An object cannot be pickled, or does not fit its extension point.
+    The configuration records the objects; see `with_objects`. Raise `ValueError` if an object cannot be pickled, or does not
+    fit its extension point.
     """
     plugins: dict[str, Plugin] = {}
     for point in POINTS:

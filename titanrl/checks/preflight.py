@@ -39,12 +39,11 @@ from titanrl.config.sections import SMALLEST_PACKAGES, TRACKERS, ModelConfig, Te
 from titanrl.config.sizes import ModelShape, cpu_bytes, derive, gigabytes, host_bytes, model_values
 from titanrl.config.source import Source, config_of_run, read_source
 from titanrl.data import examples
-from titanrl.data.selection import FLAG, Selection
+from titanrl.data.rows import FLAG, Selection
 from titanrl.data.tokenizer import load_tokenizer
 from titanrl.hosts.kinds import broken_by_hosts
-from titanrl.models.directory import ModelDirectory, model_shape, open_model, read_model, recipe_model
+from titanrl.models.directory import ModelDirectory, broken_by_adapter, model_shape, open_model, read_model, recipe_model
 from titanrl.models.family import PACKED_MULTIPLE, vllm_problems
-from titanrl.models.peft import broken_by_adapter
 from titanrl.processes.variables import broken_by_cores, broken_by_templates, secure_caches
 
 OTEL = ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http")
@@ -79,20 +78,17 @@ def preflight(
 ) -> tuple[Selection, ...]:
     """Check that a run of this configuration can start on this machine, without starting or writing anything.
 
-    Warnings are printed to stderr.
+    Warnings are printed to stderr. With the source, messages name lines and overrides. Return the rows of the prompts by use.
 
     Args:
         config: Configuration.
-        source: Source of the configuration, which lets messages name lines and overrides.
+        source: Source of the configuration.
         plugins: User-defined objects; by default those named in the configuration.
         training: True to check the requirements of a trainer.
         sampling: True to check the requirements of generators.
         rollouts: True to check the prompts, which a session without rollouts does not use.
         is_resumed: True for a run that continues in its own directory.
         meanwhile: Function to call while child processes check data and user-defined objects.
-
-    Returns:
-        The rows of the prompts by use.
 
     Raises:
         ConfigError: The run cannot start. The error lists all reasons.
@@ -121,7 +117,12 @@ def broken_rules(
     Without `training` or `sampling`, rules that concern only a trainer or only generators are skipped. A resumed run creates
     nothing in `output_dir`.
     """
-    yield from _broken_by_device(config)
+    is_remote = config.hosts.across_machines  # the controller then needs no device
+    if config.device != "auto" and not is_remote and (missing := missing_for(config.device)) is not None:
+        rule = f"the device must be usable on this machine, but it is not: {missing}"
+        yield config.broken("device", rule, "set device to auto or cpu")
+    yield from broken_by_hosts(config)
+    yield from broken_by_cores(config)
     yield from _broken_by_machine(config)
     yield from _broken_by_model(config, sampling=sampling)
     for key, teacher in {} if config.distill is None else config.distill.by_key.items():
@@ -246,16 +247,6 @@ def broken_by_model(config: Config, recorded: Mapping[str, Any], step: int) -> I
 # Machine
 
 
-def _broken_by_device(config: Config) -> Iterator[BrokenRule]:
-    is_remote = config.hosts.across_machines  # the controller then needs no device
-    missing = None if config.device == "auto" or is_remote else missing_for(config.device)
-    if missing is not None:
-        rule = f"the device must be usable on this machine, but it is not: {missing}"
-        yield config.broken("device", rule, "set device to auto or cpu")
-    yield from broken_by_hosts(config)
-    yield from broken_by_cores(config)
-
-
 def _broken_by_machine(config: Config) -> Iterator[BrokenRule]:
     if config.hosts.across_machines:
         return
@@ -263,13 +254,10 @@ def _broken_by_machine(config: Config) -> Iterator[BrokenRule]:
     num_processes, limit = sum(sizes.processes.values()), PROCESSES_PER_CORE * (os.cpu_count() or 1)
     has_generators = config.num_generator_ranks > 0
     if num_processes > limit:
-        keys = {
-            "rollout.num_workers": config.rollout.num_workers,
-            "sandbox.num_processes": config.sandbox.num_processes,
-            "generator.replicas": config.generator.replicas,
-        }
         rule = f"a run must not start more than {limit:,} processes on this machine, {PROCESSES_PER_CORE} per CPU core, "
-        yield BrokenRule(keys, f"{rule}but these values start {num_processes:,}", "lower the largest of them")
+        rule += f"but these values start {num_processes:,}"
+        keys = "rollout.num_workers sandbox.num_processes generator.replicas"
+        yield config.broken(keys, rule, "lower the largest of them")
         return
     at_least = sum(number * PROCESS_BYTES.get(role, 0) for role, number in sizes.processes.items())
     if at_least > host_bytes():
@@ -283,13 +271,12 @@ def _broken_by_machine(config: Config) -> Iterator[BrokenRule]:
     if sizes.memory is not None and device_kind(config.device) == "cpu":
         needed, available = cpu_bytes(config, sizes.memory, sizes.memory.trainer.state), host_bytes()
         if needed > available:
-            what = "gradients, optimizer state and KV cache" if has_generators else "gradients and optimizer state"
-            cache = {"generator.kv_cache_bytes": config.generator.kv_cache_bytes} if has_generators else {}
-            yield BrokenRule(
-                {**model_values(config), **cache},
-                f"weights, {what} need {gigabytes(needed)} without activations, but this machine has {gigabytes(available)}",
-                "use a smaller model, fewer replicas, or less KV cache" if has_generators else "use a smaller model",
-            )
+            what, keys, fix = "gradients and optimizer state", "model.path", "use a smaller model"
+            if has_generators:
+                what, keys = "gradients, optimizer state and KV cache", f"{keys} generator.kv_cache_bytes"
+                fix += ", fewer replicas, or less KV cache"
+            rule = f"weights, {what} need {gigabytes(needed)} without activations, but this machine has {gigabytes(available)}"
+            yield config.broken(keys, rule, fix)
 
 
 def _device_bytes(device: DeviceKind) -> int | None:
@@ -358,7 +345,7 @@ def _broken_by_space(config: Config, folder: Path) -> Iterator[BrokenRule]:
     if needed > free:
         rule = f"one checkpoint and the exported model need {gigabytes(needed)}, but {existing} has {gigabytes(free)} free"
         fix = "set output_dir to a larger disk, or free space"
-        yield BrokenRule({"output_dir": str(folder), **model_values(config)}, rule, fix)
+        yield config.broken("output_dir model.path", rule, fix)
 
 
 def _broken_by_replay(config: Config) -> Iterator[BrokenRule]:
@@ -372,7 +359,7 @@ def _broken_by_replay(config: Config) -> Iterator[BrokenRule]:
         return
     if info.tokenizer != dumps.fingerprint(vocabulary):
         rule = f"the dump was written with another tokenizer, of {info.vocabulary} tokens; the model has {len(vocabulary)}"
-        yield BrokenRule({"rollout.replay": str(replay), **model_values(config)}, rule, "set model to the dump's model")
+        yield config.broken("rollout.replay model.path", rule, "set model to the dump's model")
 
 
 def _broken_by_engine_args(config: Config) -> Iterator[BrokenRule]:
@@ -454,7 +441,7 @@ def _broken_by_model(config: Config, *, sampling: bool) -> Iterator[BrokenRule]:
         rule = f"the family {model.family.model_type} names no modules of vLLM's model for adapters (vllm_lora_modules)"
         yield BrokenRule({"weights.lora": config.weights.lora, **values}, rule, "set weights.lora to merged")
     if not model.problems:
-        yield from _broken_by_experts(config, model.shape, values)
+        yield from _broken_by_experts(config, model.shape, next(iter(values)))
     if path is None:  # rules on sizes of the recipe are part of the configuration
         if sampling:
             yield from _broken_by_vocabulary(config, model.shape)
@@ -467,53 +454,50 @@ def _broken_by_model(config: Config, *, sampling: bool) -> Iterator[BrokenRule]:
         yield BrokenRule({"model.path": str(path)}, "must contain the tokenizer (tokenizer*)", "complete the download")
 
 
-def _broken_by_experts(config: Config, shape: ModelShape, values: Mapping[str, object]) -> Iterator[BrokenRule]:
-    """Yield the rules on the distribution of experts, and on what is not supported for them."""
+def _broken_by_experts(config: Config, shape: ModelShape, model: str) -> Iterator[BrokenRule]:
+    """Yield the rules on the distribution of experts, and on what they do not support. `model` is the key of the model."""
     trainer, generator, number = config.trainer, config.generator, shape.num_experts
-    ep = trainer.parallelism.ep
+    ep, rate = trainer.parallelism.ep, trainer.expert_bias_rate
     if not number:
         if ep > 1:
             rule = "ep distributes experts, but the model has none"
-            yield BrokenRule({"trainer.parallelism.ep": ep, **values}, rule, "set trainer.parallelism.ep to 1")
+            yield config.broken(f"trainer.parallelism.ep {model}", rule, "set trainer.parallelism.ep to 1")
         if config.records_experts:
             rule = "routing of experts needs a mixture of experts, and the model is dense"
-            yield BrokenRule({"trainer.routing": trainer.routing, **values}, rule, "set trainer.routing to own")
-        if trainer.expert_bias_rate:
+            yield config.broken(f"trainer.routing {model}", rule, "set trainer.routing to own")
+        if rate:
             rule = "expert_bias_rate balances experts, but the model has none"
-            yield BrokenRule({"trainer.expert_bias_rate": trainer.expert_bias_rate, **values}, rule, WITHOUT_BIAS)
+            yield config.broken(f"trainer.expert_bias_rate {model}", rule, WITHOUT_BIAS)
         return
     if config.records_experts and config.program == "sft":
         rule = "the experts are recorded by generators, and fine-tuning has none"
-        yield BrokenRule({"trainer.routing": trainer.routing}, rule, "set trainer.routing to own")
+        yield config.broken("trainer.routing", rule, "set trainer.routing to own")
     elif config.records_experts and config.num_generator_ranks and device_kind(config.device) != "cpu":
         rule = "the generators can record experts only on a CPU"
-        fix = "set trainer.routing to own"
-        yield BrokenRule({"trainer.routing": trainer.routing, "device": config.device}, rule, fix)
+        yield config.broken("trainer.routing device", rule, "set trainer.routing to own")
     if config.train and number % ep:
         rule = f"ep must divide the model's {number} experts"
-        yield BrokenRule({"trainer.parallelism.ep": ep, **values}, rule, "set trainer.parallelism.ep to a divisor of them")
+        yield config.broken(f"trainer.parallelism.ep {model}", rule, "set trainer.parallelism.ep to a divisor of them")
     if config.train and trainer.parallelism.tp > 1 and ep == 1:
         rule = "tensor parallelism of a mixture of experts needs expert parallelism: without it, torch 2.13 fails for odd rows"
-        keys = {"trainer.parallelism.tp": trainer.parallelism.tp, "trainer.parallelism.ep": ep, **values}
-        yield BrokenRule(keys, rule, f"set trainer.parallelism.ep to {trainer.parallelism.tp}, or tp to 1")
+        fix = f"set trainer.parallelism.ep to {trainer.parallelism.tp}, or tp to 1"
+        yield config.broken(f"trainer.parallelism.tp trainer.parallelism.ep {model}", rule, fix)
     if config.train and trainer.compile:
         rule = "compile is not supported for a mixture of experts"
-        yield BrokenRule({"trainer.compile": True, **values}, rule, "set trainer.compile to false")
+        yield config.broken(f"trainer.compile {model}", rule, "set trainer.compile to false")
     if config.train and trainer.float8 is not None:
         rule = "float8 is not supported for a mixture of experts, whose experts are not linear layers"
-        yield BrokenRule({"trainer.float8": trainer.float8, **values}, rule, "set trainer.float8 to null")
+        yield config.broken(f"trainer.float8 {model}", rule, "set trainer.float8 to null")
     if config.train and trainer.lora is not None and "mlp" in trainer.lora.targets:
         rule = "the experts of a mixture of experts cannot have LoRA adapters"
-        fix = "set trainer.lora.targets to [attention]"
-        yield BrokenRule({"trainer.lora.targets": list(trainer.lora.targets), **values}, rule, fix)
-    if trainer.expert_bias_rate and trainer.lora is not None:
+        yield config.broken(f"trainer.lora.targets {model}", rule, "set trainer.lora.targets to [attention]")
+    if rate and trainer.lora is not None:
         rule = "the bias of experts belongs to the base, which LoRA does not change"
-        keys = {"trainer.expert_bias_rate": trainer.expert_bias_rate, "trainer.lora.rank": trainer.lora.rank}
-        yield BrokenRule(keys, rule, f"{WITHOUT_BIAS}, or trainer.lora to null")
-    if trainer.expert_bias_rate and generator.model_impl == "native" and config.num_generator_ranks:
+        yield config.broken("trainer.expert_bias_rate trainer.lora.rank", rule, f"{WITHOUT_BIAS}, or trainer.lora to null")
+    if rate and generator.model_impl == "native" and config.num_generator_ranks:
         rule = "vLLM's own model has no bias of experts, so it would choose other experts than the trainer"
-        keys = {"trainer.expert_bias_rate": trainer.expert_bias_rate, "generator.model_impl": "native"}
-        yield BrokenRule(keys, rule, f"set generator.model_impl to titan, or {WITHOUT_BIAS.removeprefix('set ')}")
+        fix = f"set generator.model_impl to titan, or {WITHOUT_BIAS.removeprefix('set ')}"
+        yield config.broken("trainer.expert_bias_rate generator.model_impl", rule, fix)
     share = shape.intermediate_size // generator.tp
     is_packed = generator.model_impl == "native" and device_kind(config.device) == "cpu" and config.num_generator_ranks
     if is_packed and (share % PACKED_MULTIPLE or shape.hidden_size % PACKED_MULTIPLE):
@@ -521,8 +505,8 @@ def _broken_by_experts(config: Config, shape: ModelShape, values: Mapping[str, o
             f"vLLM's experts on a CPU need hidden and expert sizes on each rank that are multiples of {PACKED_MULTIPLE}, but "
             f"they are {shape.hidden_size} and {share}"
         )
-        keys = {"generator.model_impl": generator.model_impl, "generator.tp": generator.tp, **values}
-        yield BrokenRule(keys, rule, "set generator.model_impl to titan")
+        keys = f"generator.model_impl generator.tp {model}"
+        yield config.broken(keys, rule, "set generator.model_impl to titan")
 
 
 def _broken_by_vllm(config: Config, hf_config: Mapping[str, Any]) -> Iterator[BrokenRule]:
@@ -548,38 +532,34 @@ def _broken_by_vocabulary(config: Config, shape: ModelShape) -> Iterator[BrokenR
     if config.generator.model_impl == "titan" and shape.vocab_size % tp:
         rule = f"tp must divide the model's vocabulary of {shape.vocab_size} tokens, which only vLLM's own model pads"
         fix = "set generator.model_impl to native, or generator.tp to a divisor"
-        yield BrokenRule({"generator.tp": tp, "generator.model_impl": "titan"}, rule, fix)
+        yield config.broken("generator.tp generator.model_impl", rule, fix)
 
 
 def _broken_by_shape(config: Config, shape: ModelShape) -> Iterator[BrokenRule]:
-    path, tp = str(config.model.path), config.trainer.parallelism.tp
+    tp = config.trainer.parallelism.tp
     if shape.num_heads % shape.num_kv_heads:
         rule = f"the {shape.num_kv_heads} key-value heads of config.json must divide its {shape.num_heads} query heads"
-        yield BrokenRule({"model.path": path}, rule, "use another checkpoint")
+        yield config.broken("model.path", rule, "use another checkpoint")
     for key, degree in config.tensor_parallel_degrees.items():
         if shape.num_heads % degree or shape.num_kv_heads % degree:
             rule = f"tp must divide the model's {shape.num_heads} query heads and {shape.num_kv_heads} key-value heads"
-            yield BrokenRule({key: degree, "model.path": path}, rule, f"set {key} to 1, or to a common divisor of both")
+            yield config.broken(f"{key} model.path", rule, f"set {key} to 1, or to a common divisor of both")
         if shape.intermediate_size % degree:
             rule = f"tp must divide the model's intermediate size {shape.intermediate_size}"
-            yield BrokenRule({key: degree, "model.path": path}, rule, f"set {key} to a divisor of it")
+            yield config.broken(f"{key} model.path", rule, f"set {key} to a divisor of it")
     if config.trainer.float8 is not None and (shape.hidden_size % 16 or shape.intermediate_size // tp % 16):
         rule = "float8 requires projections whose dimensions on each tensor-parallel rank are multiples of 16"
         fix = "set trainer.float8 to null, or lower trainer.parallelism.tp"
-        yield BrokenRule({"trainer.float8": config.trainer.float8, "trainer.parallelism.tp": tp, "model.path": path}, rule, fix)
+        yield config.broken("trainer.float8 trainer.parallelism.tp model.path", rule, fix)
     yield from broken_by_positions(config, shape.max_positions)
-    lengths = {
-        "trainer.row_tokens": config.trainer.row_tokens,
-        "rollout.max_new_tokens": config.max_sequence_tokens,  # with the longest prompt
-    }
-    for key, length in lengths.items():
+    longest = config.max_sequence_tokens
+    for key, length, what in (
+        ("trainer.row_tokens", config.trainer.row_tokens, "a row"),
+        ("rollout.max_new_tokens", longest, f"a prompt plus completion of {longest} tokens"),
+    ):
         if length > shape.max_positions:
-            what = "a row" if key == "trainer.row_tokens" else f"a prompt plus completion of {length} tokens"
-            yield BrokenRule(
-                {key: length if key == "trainer.row_tokens" else config.rollout.max_new_tokens, "model.path": path},
-                f"{what} must not be longer than the model's {shape.max_positions} positions",
-                f"lower {key}",
-            )
+            rule = f"{what} must not be longer than the model's {shape.max_positions} positions"
+            yield config.broken(f"{key} model.path", rule, f"lower {key}")
             return
 
 

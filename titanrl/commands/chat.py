@@ -217,11 +217,7 @@ def show(text: str) -> None:
 
 
 def events(chunks: Iterable[bytes]) -> Iterator[Any]:
-    """Yield the JSON data of server-sent events.
-
-    Raises:
-        NoReply: An event is no JSON.
-    """
+    """Yield the JSON data of server-sent events. Raise `NoReply` if an event is no JSON."""
     rest = b""
     for chunk in chunks:
         *lines, rest = (rest + chunk).split(b"\n")
@@ -234,11 +230,7 @@ def events(chunks: Iterable[bytes]) -> Iterator[Any]:
 
 
 def content_of(response: "httpx.Response") -> object:
-    """Return the JSON of a response; None if it is none.
-
-    Raises:
-        NoReply: The endpoint refuses the request.
-    """
+    """Return the JSON of a response; None if it is none. Raise `NoReply` if the endpoint refuses the request."""
     try:
         content: object = response.json()
     except ValueError:

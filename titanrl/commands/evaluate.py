@@ -5,21 +5,17 @@ vLLM runs its own implementation of the model.
 """
 
 import argparse
-import asyncio
 import json
-import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import rich.console
-
 from titanrl.base import terminal
 from titanrl.base.choices import ConsoleMode
-from titanrl.base.errors import describe
 from titanrl.base.files import why_no_file, why_no_folder
 from titanrl.carriers.types import EvaluationResult
 from titanrl.checks.preflight import preflight
@@ -30,7 +26,6 @@ from titanrl.config.load import validate
 from titanrl.config.source import read_source
 from titanrl.metrics.console import Console
 from titanrl.models.directory import read_model
-from titanrl.processes.variables import temporary_folder
 from titanrl.run import command
 
 Results = Mapping[str, EvaluationResult]
@@ -78,10 +73,7 @@ def evaluated_model(folder: Path, config_file: Path | None, overrides: Sequence[
     """Return the directory of the model, and the configuration and source to evaluate it with.
 
     The folder is a Hugging Face directory, or a run directory: then its exported model is evaluated, by default with the run's
-    configuration.
-
-    Raises:
-        ConfigError: The model or the configuration is missing, or the configuration has no prompts.
+    configuration. Raise `ConfigError` if the model or the configuration is missing, or the configuration has no prompts.
     """
     is_run = not why_no_folder(folder / "checkpoints")
     model = folder / "checkpoints" / "final" if is_run else folder
@@ -122,20 +114,8 @@ def run(model: Path, config: Config, names: Sequence[str], *, as_json: bool) -> 
     """Evaluate a model and print the results; return the exit code."""
     folder = Path(tempfile.mkdtemp(prefix="titanrl-evaluate-"))
     config = config.model_copy(update={"output_dir": folder})
-    with command.original_stderr() as stderr:
-        err = rich.console.Console(file=stderr, soft_wrap=True)
-        mode: ConsoleMode = "off" if as_json or config.logging.console == "off" else "plain"
-        console = Console(mode, total_steps=0, title=config.name, out=err, err=err)
-        try:
-            with command.log_to(folder / "controller.log"), temporary_folder():
-                results, code = asyncio.run(command.until_signal(evaluate_sets(config, names, console)))
-        except Exception as error:  # top level of the program: the user sees the cause, the log has the traceback
-            err.print(f"error: {describe(error)}. The logs are in {folder}", markup=False, highlight=False)
-            return 1
-        for name, result in (results or {}).items():
-            if result.num_errors:
-                console.warn(f"evaluation {name}: {result.failures} (first error: {result.first_error})")
-    shutil.rmtree(folder, ignore_errors=True)
+    mode: ConsoleMode = "off" if as_json or config.logging.console == "off" else "plain"
+    results, code = command.run_session(partial(evaluate_sets, config, names), title=config.name, folder=folder, mode=mode)
     if code or results is None:
         return code
     if as_json:
@@ -156,6 +136,9 @@ async def evaluate_sets(config: Config, names: Sequence[str], console: Console) 
         for name in names:
             console.phase("evaluate", name)
             results[name] = await task.evaluate(session.sampling, name=name)
+    for name, result in results.items():
+        if result.num_errors:
+            console.warn(f"evaluation {name}: {result.failures} (first error: {result.first_error})")
     return results
 
 

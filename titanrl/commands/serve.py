@@ -5,7 +5,6 @@ with generators. With `--tinker`, the session also has a trainer, and clients of
 """
 
 import argparse
-import asyncio
 import contextlib
 import json
 import shutil
@@ -17,11 +16,9 @@ from importlib.util import find_spec
 from ipaddress import ip_address
 from pathlib import Path
 
-import rich.console
 import yaml
 
 from titanrl.base import terminal
-from titanrl.base.errors import describe
 from titanrl.base.files import why_no_file, why_no_folder
 from titanrl.checks.preflight import preflight
 from titanrl.config import Config, ConfigError, Source
@@ -31,7 +28,6 @@ from titanrl.config.source import read_source
 from titanrl.metrics.console import Console
 from titanrl.metrics.run_directory import run_of
 from titanrl.models.directory import read_model
-from titanrl.processes.variables import temporary_folder
 from titanrl.run import command
 from titanrl.run.checkpoints import checkpoint_dir, newest_version, resumable
 from titanrl.serving.calls import read_keys
@@ -88,7 +84,8 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titanrl.co
     except SystemExit:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
-    command.exit_process(run(served, keys, arguments, scratch))
+    work = partial(serve, served, keys, arguments)
+    command.exit_process(command.run_session(work, title=served.name, folder=scratch)[1])
 
 
 def parse(argv: Sequence[str] | None, *, prog: str) -> argparse.Namespace:
@@ -168,12 +165,8 @@ def check_address(host: str, unix: Path | None, *, has_keys: bool) -> None:
 def find_policy(policy: Path, step: int | None, overrides: Sequence[str], scratch: Path, *, tinker: bool = False) -> Served:
     """Find the policy in the directory of a run, a checkpoint or a model; for Tinker, also that of a configuration.
 
-    Args:
-        policy: The directory.
-        step: Step of the run's checkpoint; None selects the exported model of a finished run, or else the newest checkpoint.
-        overrides: Overrides of the configuration, as `key.path=value`.
-        scratch: Directory for the logs, and for the configuration of a model.
-        tinker: True for a policy that clients of Tinker train.
+    Without a step, it is the exported model of a finished run, or else the newest checkpoint. `scratch` is a directory for
+    logs, and for the configuration of a model.
 
     Raises:
         ConfigError: There is no such policy.
@@ -184,22 +177,20 @@ def find_policy(policy: Path, step: int | None, overrides: Sequence[str], scratc
             if step is not None:
                 raise ConfigError(f"--step: only a run has steps (got {step}, and {policy} is none). Remove the option.")
             parts = ("distill=null", "sft=null", f"output_dir={json.dumps(str(scratch))}")
-            source = read_source(policy, [*overrides, *parts])
-            config = validate(source)
-            return Served(name=config.name, config=config, source=source, state=None, version=0)
+            return _served(read_source(policy, [*overrides, *parts]))
     if found := why_no_folder(policy):
         raise ConfigError(f"POLICY: it {found} (got {policy}). Give the directory of a run or a model.")
     policy = policy.resolve()
     run_dir = run_of(policy)
-    if run_dir is not None and run_dir != policy:
-        name = policy.name
-        if step is not None:
-            raise ConfigError(f"--step: a checkpoint has its own step (got {step}, and {policy}). Remove the option.")
-        if name != "final" and not name.removeprefix("step-").isdigit():
-            raise ConfigError(f"POLICY: must be a checkpoint such as step-10 or final (got {policy}). Give another directory.")
-        step = None if name == "final" else int(name.removeprefix("step-"))
-        return _of_run(run_dir, step, overrides, scratch)
     if run_dir is not None:
+        if run_dir != policy:
+            name = policy.name
+            if step is not None:
+                raise ConfigError(f"--step: a checkpoint has its own step (got {step}, and {policy}). Remove the option.")
+            if name != "final" and not name.removeprefix("step-").isdigit():
+                rule = "must be a checkpoint such as step-10 or final"
+                raise ConfigError(f"POLICY: {rule} (got {policy}). Give another directory.")
+            step = None if name == "final" else int(name.removeprefix("step-"))
         return _of_run(run_dir, step, overrides, scratch)
     if step is not None:
         raise ConfigError(f"--step: only a run has steps (got {step}, and {policy} is no run). Remove the option.")
@@ -216,8 +207,7 @@ def find_policy(policy: Path, step: int | None, overrides: Sequence[str], scratc
     }
     file = scratch / "model.yaml"
     file.write_text(yaml.safe_dump(settings), encoding="utf-8")
-    source = read_source(file, [*overrides, *_fixed(policy, scratch)])
-    return Served(name=policy.name, config=validate(source), source=source, state=None, version=0)
+    return replace(_served(read_source(file, [*overrides, *_fixed(policy, scratch)])), name=policy.name)
 
 
 def _of_run(run_dir: Path, step: int | None, overrides: Sequence[str], scratch: Path) -> Served:
@@ -225,12 +215,15 @@ def _of_run(run_dir: Path, step: int | None, overrides: Sequence[str], scratch: 
     checkpoints = run_dir / "checkpoints"
     if step is None and not why_no_file(checkpoints / "final" / "config.json"):
         source = read_source(run_dir / "config.yaml", [*overrides, *_fixed(checkpoints / "final", scratch)])
-        config = validate(source)
-        return Served(name=config.name, config=config, source=source, state=None, version=newest_version(run_dir) or 0)
+        return _served(source, version=newest_version(run_dir) or 0)
     state, version = _checkpoint(run_dir, step)
     source = read_source(run_dir / "config.yaml", [*overrides, *_fixed(None, scratch)])
+    return _served(source, state=state, version=version, is_newest=step is None)
+
+
+def _served(source: Source, *, state: Path | None = None, version: int = 0, is_newest: bool = False) -> Served:
     config = validate(source)
-    return Served(name=config.name, config=config, source=source, state=state, version=version, is_newest=step is None)
+    return Served(name=config.name, config=config, source=source, state=state, version=version, is_newest=is_newest)
 
 
 def _checkpoint(run_dir: Path, step: int | None) -> tuple[Path, int]:
@@ -250,21 +243,6 @@ def _fixed(model: Path | None, scratch: Path) -> tuple[str, ...]:
     path = () if model is None else (f"model.path={json.dumps(str(model))}",)
     longer = "trainer.overlong=truncate"  # nothing is trained, so that conversations may be longer than a row
     return (*path, longer, "warm_start=null", "distill=null", "sft=null", f"output_dir={json.dumps(str(scratch))}")
-
-
-def run(served: Served, keys: Mapping[str, int], arguments: argparse.Namespace, scratch: Path) -> int:
-    """Serve until a signal ends it; return the exit code."""
-    with command.original_stderr() as stderr:
-        err = rich.console.Console(file=stderr, soft_wrap=True)
-        console = Console("plain", total_steps=0, title=served.name, out=err, err=err)
-        try:
-            with command.log_to(scratch / "controller.log"), temporary_folder():
-                _, code = asyncio.run(command.until_signal(serve(served, keys, arguments, console)))
-        except Exception as error:  # top level of the program: the user sees the cause, the log has the traceback
-            err.print(f"error: {describe(error)}. The logs are in {scratch}", markup=False, highlight=False)
-            return 1
-    shutil.rmtree(scratch, ignore_errors=True)
-    return code
 
 
 async def serve(served: Served, keys: Mapping[str, int], arguments: argparse.Namespace, console: Console) -> None:

@@ -1,4 +1,5 @@
-"""The command `python -m titanrl.config schema|docs`, which prints `configs/schema.json` or `docs/config.md`."""
+"""The commands of the configuration: `titanrl configs`, and `python -m titanrl.config schema|docs`, which prints
+`configs/schema.json` or `docs/config.md`."""
 
 import argparse
 import json
@@ -6,8 +7,11 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from titanrl.base import terminal
+from titanrl.base.files import in_shell
 from titanrl.config.errors import inline
-from titanrl.config.keys import SectionKeys, is_live, json_schema, sections, type_text
+from titanrl.config.load import SectionKeys, is_live, json_schema, sections, type_text
+from titanrl.config.section import FOLDER
+from titanrl.config.source import shipped_configs
 
 _INTRODUCTION = """\
 # Configuration
@@ -78,6 +82,38 @@ def _section_lines(section: SectionKeys) -> Iterator[str]:
         cells = (f"`{key}`", type_text(node), default, meaning)
         yield f"| {' | '.join(cell.replace('|', chr(92) + '|').replace(chr(10), ' ') for cell in cells)} |"
     yield ""
+
+
+def configs(argv: Sequence[str] | None = None, *, prog: str = "titanrl configs") -> None:
+    """List the shipped configurations, print one, or copy one."""
+    parser = argparse.ArgumentParser(
+        prog=prog, description="List the configurations shipped with TitanRL, print one, or copy one to a new file."
+    )
+    parser.add_argument("name", nargs="?", help="configuration to print; without it, all are listed")
+    parser.add_argument("--to", type=terminal.path, metavar="FILE", help="copy it to a new file instead")
+    arguments = parser.parse_args(argv)
+    shipped = shipped_configs()
+    if arguments.name is None:
+        if arguments.to is not None:
+            parser.error("--to: no configuration to copy. Give its name; without --to, all names are listed.")
+        width = max(map(len, shipped))
+        for name, path in shipped.items():
+            with path.open(encoding="utf-8") as file:  # its first line is a description
+                print(f"{name:{width}}  {file.readline().removeprefix('#').strip()}")
+        return
+    if arguments.name not in shipped:
+        parser.error(f"name: no such configuration (got {arguments.name}). Choose one of {', '.join(shipped)}.")
+    # The schema is next to the shipped file. Use its absolute path, so that editors also find it from the copy.
+    text = shipped[arguments.name].read_text(encoding="utf-8").replace("$schema=schema.json", f"$schema={FOLDER}/schema.json")
+    if arguments.to is None:
+        sys.stdout.write(text)
+        return
+    try:
+        with arguments.to.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        parser.error(f"--to: the file cannot be created: {error.strerror} (got {arguments.to}). Give the path of a new file.")
+    print(f"Copied to {arguments.to}. Use it with `--config {in_shell(arguments.to)}`.")
 
 
 if __name__ == "__main__":

@@ -466,7 +466,7 @@ class AlgorithmConfig(Section):
             yield self.broken("num_decay_steps lr_decay", rule, "set lr_decay to linear or cosine, or remove num_decay_steps")
         if self.clip_cov_bounds[0] >= self.clip_cov_bounds[1]:
             yield self.broken("clip_cov_bounds", "the first bound must be below the second", "write them like [1.0, 5.0]")
-        if self.entropy_target is None and self.entropy_delta != type(self).model_fields["entropy_delta"].get_default():
+        if self.entropy_target is None and self.changed("entropy_delta"):
             rule = "entropy_delta has an effect only with entropy_target"
             yield self.broken("entropy_delta entropy_target", rule, "set entropy_target, or remove entropy_delta")
         if self.kl.reference == "ema" and self.ema_decay is None:
@@ -498,7 +498,7 @@ class AlgorithmConfig(Section):
             rule = "state_weight has an effect only with credit: state"
             yield self.broken("state_weight credit", rule, "set credit to state, or remove state_weight")
         if not self.has_critic and self.critic != CriticConfig():
-            unused = [f"critic.{key}" for key, value in self.critic if value != getattr(CriticConfig(), key)]
+            unused = [f"critic.{key}" for key in self.critic.changed(*CriticConfig.model_fields)]
             rule = "only advantage: gae has a critic"
             yield self.broken(" ".join(["advantage", *unused]), rule, "set advantage to gae, or remove the keys of critic")
         for key in LOSS_KEYS:
@@ -512,12 +512,12 @@ class AlgorithmConfig(Section):
                 f"the loss {self.loss} has no such option",
                 f"choose one of its options: {', '.join(known)}" if known else "remove it",
             )
-        for key, losses in KEYS_OF_LOSSES.items() if self.loss in LOSSES else ():
-            if self.loss not in losses and self.value_of(key) != type(self).model_fields[key].get_default():
-                allowed = " or ".join(losses)
+        for key in self.changed(*KEYS_OF_LOSSES) if self.loss in LOSSES else ():
+            if self.loss not in KEYS_OF_LOSSES[key]:
+                allowed = " or ".join(KEYS_OF_LOSSES[key])
                 rule = f"{key} is allowed only when loss is {allowed}"
                 yield self.broken(f"{key} loss", rule, f"remove {key}, or set algorithm.loss to {allowed}")
-        if self.optimizer != "muon" and self.muon_momentum != type(self).model_fields["muon_momentum"].get_default():
+        if self.optimizer != "muon" and self.changed("muon_momentum"):
             rule = "muon_momentum is allowed only when optimizer is muon"
             yield self.broken("muon_momentum optimizer", rule, "remove muon_momentum, or set algorithm.optimizer to muon")
 

@@ -3,7 +3,6 @@ evaluation sets."""
 
 import re
 import shlex
-import string
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
@@ -26,7 +25,9 @@ from titanrl.config.section import (
     Share,
     StepsOrZero,
     Tokens,
+    broken_by_names,
     broken_by_url,
+    fields_of,
     meanings,
 )
 from titanrl.config.sections import DistillConfig, RolloutConfig
@@ -37,7 +38,9 @@ SOURCES = ("reasoning_gym", *FILE_SOURCES)
 """Built-in prompt sources."""
 ANSWER_REWARDS = ("reasoning_gym", "exact", "math_verify")
 """Built-in rewards that compare the completion with the reference answer."""
-REWARDS = (*ANSWER_REWARDS, "regex", "overlong", "repetition", "judge")
+PENALTIES = ("overlong", "repetition")
+"""Built-in rewards from -1 to 0."""
+REWARDS = (*ANSWER_REWARDS, "regex", *PENALTIES, "judge")
 """Built-in rewards."""
 RESERVED = ("mean", "error_frac", "num_errors", "num_completions", "turns", "truncated")
 """Names that a reward cannot have, because `reward/<name>` is already a metric."""
@@ -197,13 +200,12 @@ class JudgeOptions(Section):
                 yield self.broken("criteria criteria_field", rule, "remove one of them")
             if total_weight(self.criteria) == 0.0:
                 yield self.broken("criteria", NO_WEIGHT, "give one of them a positive weight")
-        for key in ("score_pattern", "min_score", "max_score") if self.has_criteria else ():
-            if self.value_of(key) != type(self).model_fields[key].get_default():
-                yield self.broken(key, "with criteria, the judge gives no grade", "remove it")
+        for key in self.changed("score_pattern", "min_score", "max_score") if self.has_criteria else ():
+            yield self.broken(key, "with criteria, the judge gives no grade", "remove it")
         yield from _broken_by_pattern("score_pattern", self.score_pattern)
         fix = "use {question}, {answer}, {completion}, {metadata[key]} or {criteria}, and double all other braces"
         try:
-            fields = _fields(self.prompt)
+            fields = fields_of(self.prompt)
         except ValueError as error:
             yield self.broken("prompt", f"prompt must have paired braces ({error})", fix)
         else:
@@ -276,16 +278,6 @@ def _broken_by_pattern(key: str, pattern: str) -> Iterator[BrokenRule]:
         yield BrokenRule({key: pattern}, f"must be a regular expression ({error})", fix)
 
 
-def _fields(template: str) -> set[str]:
-    """Return the placeholders of a template.
-
-    Raises:
-        ValueError: The braces are not paired.
-    """
-    names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
-    return {re.split(r"[.\[]", name, maxsplit=1)[0] for name in names}
-
-
 class FunctionSection(Section):
     """A section with the key `function`. A string is short for a section with this value."""
 
@@ -330,7 +322,7 @@ class RewardConfig(FunctionSection):
     def compares_with_answer(self) -> bool:
         """True if every prompt needs a reference answer."""
         return self.function in ANSWER_REWARDS or (
-            self.function == "judge" and "answer" in _fields(JudgeOptions.model_validate(self.options).prompt)
+            self.function == "judge" and "answer" in fields_of(JudgeOptions.model_validate(self.options).prompt)
         )
 
     def _broken_rules(self) -> Iterator[BrokenRule]:
@@ -442,8 +434,7 @@ class CurriculumConfig(Section):
             yield self.broken("start_level", rule, f"set start_level to at most {self.num_levels - 1}")
         if self.sampler in SAMPLERS and self.options:
             yield self.broken("options sampler", "options are the arguments of a custom sampler", "remove options")
-        changed = [key for key in BUILT_IN_KEYS if getattr(self, key) != type(self).model_fields[key].default]
-        if self.sampler not in SAMPLERS and changed:
+        if self.sampler not in SAMPLERS and (changed := self.changed(*BUILT_IN_KEYS)):
             fix = "remove them, or pass them to your sampler in options"
             yield self.broken(" ".join([*changed, "sampler"]), "only the sampler success_rate uses these keys", fix)
 
@@ -534,7 +525,7 @@ class OpenEnvOptions(Section):
             yield from _broken_by_pattern("pattern", self.pattern)
         if self.message is not None:
             try:
-                _fields(self.message)
+                fields_of(self.message)
             except ValueError as error:
                 yield self.broken("message", f"message must have paired braces ({error})", "double all other braces")
 
@@ -663,10 +654,8 @@ class EnvironmentConfig(FunctionSection):
         if (self.function is None) == (not self.program):
             fix = "set function to an environment, or program to a command or an async function"
             yield self.broken("function program", "exactly one of function and program must be set", fix)
-        if self.function is not None:
-            for key in ("returns", "shows_answer", "confined"):
-                if getattr(self, key) != type(self).model_fields[key].default:
-                    yield self.broken(key, "only a program has this key", f"remove {key}")
+        for key in self.changed("returns", "shows_answer", "confined") if self.function is not None else ():
+            yield self.broken(key, "only a program has this key", f"remove {key}")
         if self.program and self.python is not None:
             yield self.broken("python program", "a command names its own interpreter", "remove python")
         if isinstance(self.program, str):
@@ -844,9 +833,7 @@ class DataConfig(Section):
     def weight_of(self, part: str, task: int = 0) -> float:
         """Return the weight of a part in the summed reward; 0 for a reward that is no longer configured.
 
-        Args:
-            part: Name of a reward, or `name/part` for one of several parts.
-            task: Index of the task in the mixture, if there is one.
+        `part` is the name of a reward, or `name/part` for one of several parts. `task` is the index of the task in the mixture.
         """
         if self.environment is not None and part.partition("/")[0] not in self.reward_parts:
             return self.environment.weights.get(part, 1.0)
@@ -966,10 +953,7 @@ class RunDataConfig(DataConfig):
 
     def _broken_rules(self) -> Iterator[BrokenRule]:
         yield from super()._broken_rules()
-        for name in self.mixture:
-            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}", name):
-                rule = "the name of a task must consist of letters, digits, _ and -, and start with a letter or digit"
-                yield BrokenRule({f"mixture.{name}": {}}, rule, "rename it")
+        yield from broken_by_names("mixture", self.mixture, "task")
 
 
 MAX_COMPLETIONS = 1_000_000
@@ -1059,14 +1043,10 @@ class EvaluationConfig(Section):
     early."""
 
     def _broken_rules(self) -> Iterator[BrokenRule]:
-        for name in self.sets:
-            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}", name):
-                rule = "the name of a set must consist of letters, digits, _ and -, and start with a letter or digit"
-                yield BrokenRule({f"sets.{name}": {}}, rule, "rename it")
-        for key in ("patience", "min_improvement", "max_error_frac"):
-            if self.best_metric is None and getattr(self, key):
-                rule = f"{key} requires best_metric, which policies are compared by"
-                yield self.broken(f"{key} best_metric", rule, "set best_metric")
+        yield from broken_by_names("sets", self.sets, "set")
+        for key in self.changed("patience", "min_improvement", "max_error_frac") if self.best_metric is None else ():
+            rule = f"{key} requires best_metric, which policies are compared by"
+            yield self.broken(f"{key} best_metric", rule, "set best_metric")
 
 
 class EvaluationSet(EvaluationSetConfig):

@@ -267,10 +267,9 @@ def _rank_placements(config: Config, sizes: Sizes, device: DeviceKind) -> Iterat
 def _counts(config: Config, group: HostGroup, hosts: Sequence[int]) -> Iterator[tuple[str, int]]:
     """Yield hosts with their number of processes. Hosts of a group are yielded together if all have the same number."""
     counts = [hosts.count(host) for host in range(max(hosts) + 1)]
-    total = {"controller": 1, "trainers": config.hosts.trainer_hosts, "generators": config.hosts.generator_hosts}[group]
     if config.hosts.kind == "local" or group == "controller":
         yield HERE, len(hosts)
-    elif len(set(counts)) == 1 and len(counts) == total:
+    elif len(set(counts)) == 1 and len(counts) == config.hosts.count(group):
         yield host_name(config, group), counts[0]
     else:
         for number, count in enumerate(counts):

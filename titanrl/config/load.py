@@ -1,29 +1,32 @@
 """Load a configuration from YAML and overrides, explain its mistakes, and write it as YAML.
 
-A message names location, key, value, rule and fix. A suggested name was probably meant, and is not merely spelled in a similar
-way.
+Types and descriptions of keys are those of the JSON schema. A message names location, key, value, rule and fix. A suggested
+name was probably meant, and is not merely spelled in a similar way.
 """
 
 import math
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
+from pydantic.json_schema import GenerateJsonSchema
+from pydantic_core import ErrorDetails, core_schema
 
 from titanrl.base.choices import Program
 from titanrl.config.algorithm import ALGORITHM_PRESETS
 from titanrl.config.errors import BrokenRule, BrokenRules, ConfigError, inline, message
-from titanrl.config.keys import KeyPath, Node, dotted, live_keys, node_at, section_at, sections, type_text
-from titanrl.config.schema import Config
-from titanrl.config.section import Section
-from titanrl.config.shipped import data_file
-from titanrl.config.source import Override, Source, dump, read_source, scalar, with_overrides
+from titanrl.config.schema import USED_BY_SFT, Config
+from titanrl.config.section import Section, meanings
+from titanrl.config.source import Override, Source, data_file, dump, read_source, scalar, with_overrides
 
 Location = tuple[str | int, ...]
+KeyPath = Sequence[str | int]
+Node = dict[str, Any]
 
 MAX_NAME = 100
 """Maximum length of a name for which suggestions are searched. The time of a comparison grows with its square."""
@@ -97,8 +100,15 @@ def validate(source: Source) -> Config:
     try:
         return Config.model_validate(source.values, context={"folder": source.path.parent})
     except ValidationError as error:
+        messages: list[str] = []
+        for details in error.errors(include_url=False):
+            cause = details.get("ctx", {}).get("error")
+            if isinstance(cause, BrokenRules):
+                messages += (explain_rule(broken, source, details["loc"]) for broken in cause.broken)
+            else:
+                messages.append(_explain_value(details, source))
         # pydantic reports a value once for each type that it could have
-        raise ConfigError(*dict.fromkeys(_messages(error, source))) from None
+        raise ConfigError(*dict.fromkeys(messages)) from None
 
 
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:
@@ -179,15 +189,6 @@ def check_program(config: Config, program: Program, source: Source | None = None
         fix = f"add `{program}: ...` (docs/config.md), or run `titanrl {config.program}`"
         broken = BrokenRule({program: None}, f"`titanrl {program}` requires this section", fix)
     raise ConfigError(explain_rule(broken, source))
-
-
-def _messages(error: ValidationError, source: Source) -> Iterator[str]:
-    for details in error.errors(include_url=False):
-        cause = details.get("ctx", {}).get("error")
-        if isinstance(cause, BrokenRules):
-            yield from (explain_rule(broken, source, details["loc"]) for broken in cause.broken)
-        else:
-            yield _explain_value(details, source)
 
 
 def explain_rule(broken: BrokenRule, source: Source | None = None, section: Location = ()) -> str:
@@ -450,3 +451,169 @@ def _distance(one: str, other: str) -> int:
                 cost = min(cost, earlier[j - 2] + 1)
             row.append(cost)
     return row[-1]
+
+
+# Keys, from the JSON schema
+
+_BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
+_TYPES = {"integer": "an integer", "number": "a number", "boolean": "true or false", "string": "a string", "null": "null"}
+
+
+class _Described(GenerateJsonSchema):
+    """A schema generator that describes keys by their docstrings, and omits titles, because they only repeat the key."""
+
+    def model_schema(self, schema: core_schema.ModelSchema) -> Node:
+        node = super().model_schema(schema)
+        for key, meaning in meanings(schema["cls"]).items():
+            node["properties"][key]["description"] = meaning
+        return node
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+
+@cache
+def json_schema() -> Node:
+    """Return the JSON schema of a configuration file."""
+    return {"$schema": GenerateJsonSchema.schema_dialect, **Config.model_json_schema(schema_generator=_Described)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SectionKeys:
+    """A section and its keys.
+
+    Example: `SectionKeys(path="rollout", meaning="Sampling of completions.", keys={"group_size": {...}})`
+    """
+
+    path: str
+    """Dotted path; empty for the root."""
+    meaning: str
+    """Description of the section."""
+    keys: dict[str, Node]
+    """JSON schema of each key."""
+    is_optional: bool = False
+    """True if the section is null by default."""
+
+
+def sections(path: str = "") -> Iterator[SectionKeys]:
+    """Yield the section at `path` and all sections below it, in the order of the models."""
+    section = section_at(path.split(".") if path else ())
+    if section is None:
+        return
+    yield section
+    for key, node in section.keys.items():
+        if _reference(node):
+            yield from sections(f"{path}.{key}".lstrip("."))
+        elif _reference(_named(node)):
+            yield from sections(f"{path}.{key}.<name>".lstrip("."))
+
+
+def live_keys(config: Config) -> dict[str, Any]:
+    """Return the keys that can be changed during a run of this configuration, with their current values."""
+    values: dict[str, Any] = {}
+    for section in sections():
+        for key in (key for key, node in section.keys.items() if is_live(node)):
+            for path in _paths(config, section.path.split(".") if section.path else []):
+                if config.sft is None or path.partition(".")[0] not in USED_BY_SFT:
+                    values[f"{path}.{key}"] = config.value_of(f"{path}.{key}")
+    return values
+
+
+def is_live(node: Node) -> bool:
+    """Return True for the schema of a key that can be changed during the run."""
+    return node.get("live") is True
+
+
+def _paths(section: Any, pattern: Sequence[str], prefix: str = "") -> Iterator[str]:
+    """Yield the paths of the sections that exist in a configuration, where `<name>` in the pattern is any name."""
+    if not pattern:
+        yield prefix
+        return
+    name, *rest = pattern
+    for each in section if name == "<name>" else [name]:
+        child = section[each] if isinstance(section, Mapping) else getattr(section, each)
+        if child is not None:
+            yield from _paths(child, rest, f"{prefix}.{each}".lstrip("."))
+
+
+def section_at(path: KeyPath) -> SectionKeys | None:
+    """Return the section at a path; None if the path is not a section."""
+    node = node_at(path)
+    if node is None or "properties" not in node:
+        return None
+    keys = (_child(node_at(path[:length]) or {}, part) or {} for length, part in enumerate(path))
+    is_optional = any("anyOf" in key for key in keys)
+    return SectionKeys(path=dotted(path), meaning=node["description"], keys=node["properties"], is_optional=is_optional)
+
+
+def node_at(path: KeyPath) -> Node | None:
+    """Return the JSON schema of the value at a path, with references resolved; None if there is no such key."""
+    node = json_schema()
+    for part in path:
+        options = (node, *node.get("anyOf", ()))  # a nullable list is one of the options
+        listed: Node = next((option for option in options if option.get("type") == "array"), {})
+        if isinstance(part, int) and listed:
+            items = listed.get("prefixItems", [listed.get("items")])
+            child = items[min(part, len(items) - 1)]
+        else:  # a number is an invalid name in a mapping with arbitrary keys
+            child = _child(node, part)
+        if not child:
+            return None
+        node = json_schema()["$defs"][name] if (name := _reference(child)) else child
+    return node
+
+
+def _child(node: Node, part: str | int) -> Node:
+    """Return the JSON schema of a key; empty if the section has no such key."""
+    return node.get("properties", {}).get(part) or _named(node)
+
+
+def _named(node: Node) -> Node:
+    """Return the JSON schema of the values of a mapping with arbitrary keys; empty for other nodes, or if any value is
+    allowed."""
+    values = node.get("additionalProperties")
+    return values if isinstance(values, dict) else {}
+
+
+def _reference(node: Node) -> str | None:
+    """Return the name of the section type of a key, also if it is nullable; None for a plain value."""
+    for option in (node, *node.get("anyOf", ())):
+        if "$ref" in option:
+            return str(option["$ref"]).rpartition("/")[2]
+    return None
+
+
+def dotted(path: KeyPath) -> str:
+    """Format a path as `algorithm.betas[0]`."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
+
+
+def type_text(node: Node) -> str:
+    """Describe type and bounds: `an integer >= 1`, `one of float32, bfloat16`, `a path or null`."""
+    if "anyOf" in node:
+        return " or ".join(dict.fromkeys(type_text(option) for option in node["anyOf"]))
+    if "$ref" in node or "properties" in node:
+        return "a section"
+    if "enum" in node:
+        return f"one of {', '.join(map(str, node['enum']))}"
+    if "const" in node:
+        return str(node["const"])
+    if node.get("type") == "array":
+        items = node.get("prefixItems")
+        if items:
+            return f"a list of {len(items)} numbers"
+        plural = re.sub(r"(^| or )an? (import path|\w+)", r"\1\2s", type_text(node["items"]))  # of `an integer >= 1`
+        return f"a list of {plural.replace('one of ', 'values from ')}"
+    if node.get("type") == "object":
+        return "a mapping"
+    if node.get("format") == "path":
+        return "a path"
+    if node.get("format") == "import-path":
+        return "an import path"
+    bounds = " and ".join(f"{sign} {_number(node[name])}" for name, sign in _BOUNDS.items() if name in node)
+    pattern = f"matching `{node['pattern']}`" if "pattern" in node else ""
+    return " ".join(filter(None, (_TYPES[node["type"]], bounds, pattern)))
+
+
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.0f}" if value >= 1e6 else f"{value:g}"

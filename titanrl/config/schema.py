@@ -29,6 +29,7 @@ from titanrl.config.sections import (
     ExampleSet,
     FaultsConfig,
     GeneratorConfig,
+    HostGroup,
     HostsConfig,
     LoggingConfig,
     ModelConfig,
@@ -331,11 +332,11 @@ def _lacks_ratio(config: Config) -> bool:
 def _replay(config: Config) -> Iterator[BrokenRule]:
     replay, groups_per_step = config.replay, config.rollout.groups_per_step
     if not replay.fraction:
-        defaults = ReplayConfig(shard_memory_bytes=replay.shard_memory_bytes)  # has an effect without replay
-        if unused := [f"replay.{key}" for key, value in replay if value != getattr(defaults, key)]:
+        others = ReplayConfig.model_fields.keys() - {"shard_memory_bytes"}  # which has an effect without replay
+        if unused := [key for key in replay.changed(*ReplayConfig.model_fields) if key in others]:
             rule = "the other keys of replay have no effect while fraction is 0"
             fix = "set replay.fraction, for example to 0.5, or remove the others"
-            yield config.broken(" ".join(["replay.fraction", *unused]), rule, fix)
+            yield config.broken(" replay.".join(["replay.fraction", *unused]), rule, fix)
         return
     if replay.max_age <= config.max_staleness:
         rule = "max_age must exceed max_staleness, because a replayed group is older than a new one"
@@ -701,18 +702,15 @@ def _placement(config: Config) -> Iterator[BrokenRule]:
             "with placement.generator: trainers, generator_hosts must not exceed trainer_hosts",
             f"set hosts.generator_hosts to {hosts.trainer_hosts}, or placement.generator to generators",
         )
-    groups = {
-        "generators": ("hosts.generator_hosts", hosts.generator_hosts),
-        "trainers": ("hosts.trainer_hosts", hosts.trainer_hosts),
-        "controller": ("", 1),
-    }
-    of_workers = "generators" if placement.rollout == "auto" else placement.rollout
-    for key, group, processes in (
+    hosts_keys = {"generators": "hosts.generator_hosts", "trainers": "hosts.trainer_hosts", "controller": ""}
+    of_workers: HostGroup = "generators" if placement.rollout == "auto" else placement.rollout
+    of_group: tuple[tuple[str, HostGroup, str], ...] = (
         ("placement.replicas_per_host", "generators", "generator.replicas"),
         ("placement.workers_per_host", of_workers, "rollout.num_workers"),
-    ):
+    )
+    for key, group, processes in of_group:
         numbers, total = config.value_of(key), config.value_of(processes)
-        hosts_key, num_hosts = groups[group]
+        hosts_key, num_hosts = hosts_keys[group], hosts.count(group)
         if numbers is None:
             continue
         if len(numbers) != num_hosts:
@@ -731,8 +729,8 @@ def _sft(config: Config) -> Iterator[BrokenRule]:
         yield BrokenRule(values, "sft and distill select different subcommands", "remove one of the two sections")
     for name, used in USED_BY_SFT.items():
         section: Section = getattr(config, name)
-        for key, field in type(section).model_fields.items():
-            if key not in used and getattr(section, key) != field.get_default():
+        for key in section.changed(*type(section).model_fields):
+            if key not in used:
                 fix = f"set sft.{key} instead" if key in SFTConfig.model_fields else f"remove {name}.{key}"
                 yield config.broken(f"{name}.{key}", "supervised fine-tuning does not use this key", fix)
 
@@ -768,11 +766,9 @@ def _distillation(config: Config) -> Iterator[BrokenRule]:
         return
     for name, keys in UNUSED_BY_DISTILLATION.items():
         section: Section = getattr(config, name)
-        for key in keys:
-            value = getattr(section, key)
-            if value != type(section).model_fields[key].get_default():
-                rule = "distillation does not use this key, because its advantages come from the teacher's log-probabilities"
-                yield BrokenRule({f"{name}.{key}": value}, rule, f"remove {name}.{key}")
+        for key in section.changed(*keys):
+            rule = "distillation does not use this key, because its advantages come from the teacher's log-probabilities"
+            yield BrokenRule({f"{name}.{key}": getattr(section, key)}, rule, f"remove {name}.{key}")
     for key, value, needed in (
         ("rollout.temperature", config.rollout.temperature, 1.0),
         ("max_staleness", config.max_staleness, 0),

@@ -5,8 +5,9 @@ import glob
 import inspect
 import os
 import re
+import string
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -153,6 +154,10 @@ class Section(BaseModel):
         """Return a broken rule with the values of these keys, which are separated by spaces; the first one is to be changed."""
         return BrokenRule({key: self.value_of(key) for key in keys.split()}, rule, fix)
 
+    def changed(self, *keys: str) -> list[str]:
+        """Return those of the keys whose values are not the defaults."""
+        return [key for key in keys if getattr(self, key) != type(self).model_fields[key].get_default()]
+
     def value_of(self, key: str) -> Any:
         """Return the value at a dotted key, such as `kl.reference`; sections become mappings."""
         value: Any = self
@@ -198,6 +203,20 @@ def _classes(module: str) -> dict[str, list[ast.stmt]]:
         return {}
     tree = ast.parse(inspect.getsource(sys.modules[module]))
     return {node.name: node.body for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def fields_of(template: str) -> set[str]:
+    """Return the placeholders of a template. Raise `ValueError` if its braces are not paired."""
+    names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+    return {re.split(r"[.\[]", name, maxsplit=1)[0] for name in names}
+
+
+def broken_by_names(section: str, names: Iterable[str], what: str) -> Iterator[BrokenRule]:
+    """Yield a rule for each name of a key in a section that has a character other than letters, digits, _ and -."""
+    for name in names:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}", name):
+            rule = f"the name of a {what} must consist of letters, digits, _ and -, and start with a letter or digit"
+            yield BrokenRule({f"{section}.{name}": {}}, rule, "rename it")
 
 
 def broken_by_url(key: str, url: str, example: str, for_credentials: str) -> Iterator[BrokenRule]:

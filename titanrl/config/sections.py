@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterator, Mapping
 from ipaddress import ip_address
 from pathlib import PurePosixPath
-from string import Formatter
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
@@ -33,7 +32,9 @@ from titanrl.config.section import (
     Steps,
     StepsOrZero,
     Tokens,
+    broken_by_names,
     broken_by_url,
+    fields_of,
 )
 
 
@@ -687,6 +688,10 @@ class KubernetesConfig(Section):
                 yield BrokenRule({"tolerations": toleration.value}, "the operator Exists does not take a value", fix)
 
 
+HostGroup = Literal["controller", "trainers", "generators"]
+"""The controller's host, the trainer hosts, or the hosts of the generator replicas."""
+
+
 class HostsConfig(Section):
     """Hosts and accelerators of the run."""
 
@@ -716,9 +721,11 @@ class HostsConfig(Section):
         """True if trainers and generators run on different machines, connected by a network."""
         return self.kind not in ("local", "process")
 
+    def count(self, group: HostGroup) -> int:
+        """Return the number of hosts in a group."""
+        return {"controller": 1, "trainers": self.trainer_hosts, "generators": self.generator_hosts}[group]
 
-HostGroup = Literal["controller", "trainers", "generators"]
-"""The controller's host, the trainer hosts, or the hosts of the generator replicas."""
+
 Cpus = Annotated[str, Field(pattern=r"^(numa|split|\d+(-\d+)?(,\d+(-\d+)?)*)$")]
 """CPU cores of a role on each of its hosts: `numa`, `split`, or core numbers such as `0-7,16`."""
 PerHost = Annotated[tuple[Processes, ...], Field(strict=False)]
@@ -871,8 +878,8 @@ class TeacherConfig(Section):
             rule = "a teacher is either a model, in an engine or behind an endpoint, or the policy itself"
             yield self.broken(" ".join(given or kinds), rule, "set exactly one of path, url and policy")
             return
-        for key in (*_OF_ENGINE, *_OF_ENDPOINT):
-            if key not in kinds[given[0]] and self.value_of(key) != type(self).model_fields[key].get_default():
+        for key in self.changed(*_OF_ENGINE, *_OF_ENDPOINT):
+            if key not in kinds[given[0]]:
                 yield self.broken(f"{key} {given[0]}", f"a teacher by {given[0]} does not use this key", f"remove {key}")
         if self.url is not None:
             yield from broken_by_url("url", self.url, "http://host:8000/v1", FOR_KEYS)
@@ -944,24 +951,22 @@ class DistillConfig(Section):
             kind = "teacher.url" if self.teacher.path is None else "teacher.path"
             fix = "set loss to importance_sampling, ppo or forward_kl, or use teacher.policy"
             yield self.broken(f"loss {kind}", rule, fix)
-        if not self.reads_top and self.top_k != type(self).model_fields["top_k"].get_default():
+        if not self.reads_top and self.changed("top_k"):
             rule = "only forward_kl with a teacher by path or url reads the most likely tokens"
             yield self.broken("top_k loss", rule, "remove top_k")
+        yield from broken_by_names("teachers", self.teachers, "teacher")
         for name, teacher in self.teachers.items():
-            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}", name):
-                rule = "the name of a teacher must consist of letters, digits, _ and -, and start with a letter or digit"
-                yield BrokenRule({f"teachers.{name}": {}}, rule, "rename it")
             if teacher.policy is not None or self.teacher.policy is not None:
                 rule = "of several teachers, none can be the policy, because all have the same loss"
                 values = {f"teachers.{name}.policy": teacher.policy, "teacher.policy": self.teacher.policy}
                 yield BrokenRule(values, rule, "use path or url for all of them, or remove teachers")
-        if self.loss != "jsd" and self.beta != type(self).model_fields["beta"].get_default():
+        if self.loss != "jsd" and self.changed("beta"):
             yield self.broken("beta loss", "only jsd has a mixture", "remove beta")
         if self.is_divergence and self.discount:
             yield self.broken("discount loss", "a divergence has no later tokens to discount", "remove discount")
         if self.hint is not None:
             try:
-                names = [name for _, name, _, _ in Formatter().parse(self.hint) if name is not None]
+                names = fields_of(self.hint)
             except ValueError as error:
                 yield self.broken("hint", f"must be a format string, but {error}", "write {{ and }} for braces")
                 return

@@ -4,7 +4,7 @@ import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from titanrl.base.choices import Dtype
 from titanrl.config.algorithm import ALGORITHM_PRESETS, CORRECTION_PRESETS
@@ -337,7 +337,10 @@ def _max_rows(config: "Config", sequences: int) -> int:
 
 
 def _memory(config: "Config", shape: ModelShape, num_rows: int) -> Memory:
-    generator = config.generator
+    generator, lora = config.generator, config.trainer.lora
+    published = 2 * shape.num_parameters
+    if lora is not None and config.publishes_adapters:
+        published = shape.num_parameters + 2 * lora.rank * shape.adapter_width(lora.targets)
     return Memory(
         num_parameters=shape.num_parameters,
         expert_parameters=shape.num_layers * shape.expert_parameters,
@@ -346,17 +349,9 @@ def _memory(config: "Config", shape: ModelShape, num_rows: int) -> Memory:
         replica_weights=shape.num_parameters * DTYPE_BYTES[generator.dtype],
         generator_rank_weights=shape.rank_parameters(generator.tp) * DTYPE_BYTES[generator.dtype],
         packed_weights=packed_weights(generator, shape) + plain_experts(generator, shape),
-        published=_published(config, shape) * DTYPE_BYTES[generator.dtype],
+        published=published * DTYPE_BYTES[generator.dtype],
         kv_cache=generator.max_num_seqs * config.max_sequence_tokens * shape.kv_token_bytes(generator.dtype),
     )
-
-
-def _published(config: "Config", shape: ModelShape) -> int:
-    """Return the number of published parameters that shared memory holds."""
-    lora = config.trainer.lora
-    if lora is None or not config.publishes_adapters:
-        return 2 * shape.num_parameters
-    return shape.num_parameters + 2 * lora.rank * shape.adapter_width(lora.targets)
 
 
 def is_large(generator: "GeneratorConfig", shape: ModelShape) -> bool:
@@ -527,39 +522,38 @@ def replica_slot(config: "Config", replica: int) -> int:
     return hosts[:replica].count(hosts[replica % len(hosts)])
 
 
+def _group(config: "Config", chosen: 'HostGroup | Literal["auto"]', by_default: "HostGroup") -> "HostGroup":
+    group = by_default if chosen == "auto" else chosen
+    return group if config.num_generator_ranks or group != "generators" else "controller"
+
+
 def rollout_group(config: "Config") -> "HostGroup":
     """Return the host group of the rollout workers."""
-    if config.placement.rollout != "auto":
-        return (
-            config.placement.rollout if config.num_generator_ranks or config.placement.rollout != "generators" else "controller"
-        )
-    return "generators" if config.num_generator_ranks else "controller"
-
-
-def worker_hosts(config: "Config") -> list[int]:
-    """Return the host index of each rollout worker, among the hosts of its group."""
-    counts = {"controller": 1, "trainers": config.hosts.trainer_hosts, "generators": config.hosts.generator_hosts}
-    return spread(config.rollout.num_workers, counts[rollout_group(config)], config.placement.workers_per_host)
-
-
-def worker_place(config: "Config", worker: int) -> HostPlace | None:
-    """Return the host of a rollout worker; None for the controller's host."""
-    group, number = rollout_group(config), worker_hosts(config)[worker]
-    if group == "controller":
-        return None
-    return ("trainers" if group == "trainers" else config.placement.generator), number
+    return _group(config, config.placement.rollout, "generators")
 
 
 def store_group(config: "Config") -> "HostGroup":
     """Return the group whose first host runs the buffer and the weight store."""
-    if config.placement.store == "auto":
-        return "trainers" if config.weights.transport == "store" else "controller"
-    return config.placement.store if config.num_generator_ranks or config.placement.store != "generators" else "controller"
+    return _group(config, config.placement.store, "trainers" if config.weights.transport == "store" else "controller")
+
+
+def worker_hosts(config: "Config") -> list[int]:
+    """Return the host index of each rollout worker, among the hosts of its group."""
+    num_hosts = config.hosts.count(rollout_group(config))
+    return spread(config.rollout.num_workers, num_hosts, config.placement.workers_per_host)
+
+
+def worker_place(config: "Config", worker: int) -> HostPlace | None:
+    """Return the host of a rollout worker; None for the controller's host."""
+    return _place(config, rollout_group(config), worker_hosts(config)[worker])
 
 
 def store_place(config: "Config") -> HostPlace | None:
     """Return the host of the buffer and the weight store; None for the controller's host."""
-    group = store_group(config)
+    return _place(config, store_group(config), 0)
+
+
+def _place(config: "Config", group: "HostGroup", number: int) -> HostPlace | None:
     if group == "controller":
         return None
-    return ("trainers" if group == "trainers" else config.placement.generator), 0
+    return ("trainers" if group == "trainers" else config.placement.generator), number

@@ -1,5 +1,7 @@
 """The source of a configuration: a strict YAML file with overrides, and the location where each value was set.
 
+The file may be one that is shipped with the package.
+
 Scalars follow YAML 1.2, like in editors. PyYAML follows YAML 1.1, where `1e-5` is a string, `off` is false, `12:00:00` is the
 number 43200 and `010` is 8. Duplicate keys, tags, anchors and aliases are errors.
 """
@@ -16,7 +18,7 @@ from yaml.events import AliasEvent, CollectionStartEvent, Event, ScalarEvent
 
 from titanrl.base.files import why_no_file, why_no_folder
 from titanrl.config.errors import ConfigError, inline, message
-from titanrl.config.shipped import config_file
+from titanrl.config.section import FOLDER
 
 MAX_FILE_BYTES = 1_000_000
 """Maximum size of a configuration file. Larger files would take long to parse."""
@@ -70,11 +72,7 @@ class Source:
 
 
 def read_source(path: str | Path, overrides: Sequence[str] = ()) -> Source:
-    """Read a configuration file and parse the overrides.
-
-    Args:
-        path: YAML file, relative to the current directory, or the name of a shipped configuration.
-        overrides: Overrides as `key.path=value`; later ones win.
+    """Read the configuration file `path`, or the shipped configuration of this name, and apply the overrides; later ones win.
 
     Raises:
         ConfigError: The file does not exist or is not a strict YAML mapping, or an override is malformed.
@@ -90,26 +88,19 @@ def read_source(path: str | Path, overrides: Sequence[str] = ()) -> Source:
         raise TypeError(f"load_config: expected a path and a list of overrides, such as ['seed=1'] (got {given})")
     path = config_file(path)
     values, node = _read_mapping(path)
-    return _with_overrides(path, node, values, parse_overrides(overrides))
+    return with_overrides(path, values, parse_overrides(overrides), node)
 
 
-def with_overrides(path: Path, values: dict[str, Any], overrides: Sequence[Override]) -> Source:
-    """Return values with overrides as a source, whose messages call them `path`."""
-    return _with_overrides(path, yaml.MappingNode("tag:yaml.org,2002:map", []), values, overrides)
-
-
-def _with_overrides(path: Path, node: yaml.Node, values: dict[str, Any], overrides: Sequence[Override]) -> Source:
+def with_overrides(path: Path, values: dict[str, Any], overrides: Sequence[Override], node: yaml.Node | None = None) -> Source:
+    """Return values with overrides as a source, whose messages call them `path`. `node` has the lines of the values."""
     for override in overrides:
         values = _with_value(values, override.path, override.value)
+    node = node or yaml.MappingNode("tag:yaml.org,2002:map", [])
     return Source(path=path, node=node, overrides=tuple(overrides), values=values)
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[Override]:
-    """Parse `key.path=value` arguments.
-
-    Raises:
-        ConfigError: An override is malformed.
-    """
+    """Parse `key.path=value` arguments. Raise `ConfigError` if an override is malformed."""
     parsed: list[Override] = []
     mistakes: list[str] = []
     for text in overrides:
@@ -120,6 +111,23 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
     if mistakes:
         raise ConfigError(*mistakes)
     return parsed
+
+
+def shipped_configs() -> dict[str, Path]:
+    """Return the files of the shipped configurations by name."""
+    return {path.stem: path for path in sorted(FOLDER.glob("*.yaml"))}
+
+
+def config_file(path: str | Path) -> Path:
+    """Return the path if it exists, else the shipped configuration of this name."""
+    path = Path(path)
+    return path if os.path.exists(path) else shipped_configs().get(str(path), path)
+
+
+def data_file(path: Path) -> Path:
+    """Return the path of a JSONL file if it exists, else the shipped file of this name."""
+    shipped = FOLDER / path
+    return shipped if not os.path.exists(path) and path.suffix == ".jsonl" and os.path.isfile(shipped) else path
 
 
 def config_of_run(run_dir: Path) -> Path:

@@ -34,14 +34,9 @@ CHAT_TEMPLATE = """\
 def write_byte_tokenizer(directory: Path, corpus: str = "", num_merges: int = 0) -> int:
     """Write the files of the tokenizer, and return the size of its vocabulary, a multiple of 16 for the embedding.
 
-    Without a corpus, each byte is a token. With one, the most frequent sequences of bytes in it become `num_merges` further
-    tokens, so that a long prompt that is known in advance has few tokens. The special tokens come first; 0 is padding, and 1
-    ends a turn. The renderer `template` supports the chat template.
-
-    Args:
-        directory: Directory, which exists.
-        corpus: Text to take further tokens from.
-        num_merges: Maximum number of them.
+    Without a corpus, each byte is a token. With one, the most frequent sequences of bytes in it become at most `num_merges`
+    further tokens, so that a long prompt that is known in advance has few tokens. The special tokens come first; 0 is padding,
+    and 1 ends a turn. The renderer `template` supports the chat template.
     """
     special = (PAD_TOKEN, END_TOKEN, START_TOKEN)
     backend = tokenizers.Tokenizer(models.BPE())

@@ -43,12 +43,10 @@ class ChatFormat:
     def __init__(
         self, tokenizer: Tokenizer, options: Mapping[str, Any] = MappingProxyType({}), *, control_tokens: bool = False
     ) -> None:
-        """Store the arguments. Raise `BrokenRules` if the template has no such variable.
+        """Store the arguments. Raise `BrokenRules` if the template has no variable of an option.
 
-        Args:
-            tokenizer: Tokenizer with a chat template.
-            options: Variables of the template; those of a row override them.
-            control_tokens: True to encode the text of a special token in the messages as the token.
+        Variables of a row override `options`. With `control_tokens`, the text of a special token in a message is encoded as the
+        token.
         """
         if unknown := tokenizer.unknown_options(options):
             values = {f"data.chat_template_kwargs.{unknown[0]}": options[unknown[0]]}

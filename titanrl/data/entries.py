@@ -341,10 +341,7 @@ def read_messages(content: Any, *, has_fillers: bool = False) -> list[Message]:
     - Text parts (`[{"type": "text", "text": ...}]`) are joined by line breaks, as vLLM does for templates of text models.
     - A missing content is empty text if the message has tool calls or reasoning.
     - The arguments of tool calls may be an object or its JSON text. Keys with the value null are dropped.
-
-    Args:
-        content: The messages.
-        has_fillers: True if the source fills missing keys of nested objects with null, as Arrow does.
+    - With `has_fillers`, the source fills missing keys of nested objects with null, as Arrow does.
 
     Raises:
         BadRow: A message has no valid role, no text, or invalid tool calls.

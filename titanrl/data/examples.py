@@ -20,7 +20,7 @@ from titanrl.carriers.types import BoolArray, IntArray, Prompt
 from titanrl.config.errors import BrokenRule, BrokenRules, inline
 from titanrl.config.schema import Config
 from titanrl.config.sections import ExamplesConfig, ExampleSet, WarmStartConfig
-from titanrl.config.shipped import data_file
+from titanrl.config.source import data_file
 from titanrl.data.chat_format import Chat, ChatFormat
 from titanrl.data.entries import (
     OPTIONS_COLUMN,
@@ -32,8 +32,7 @@ from titanrl.data.entries import (
     scalar_text,
     value_of,
 )
-from titanrl.data.rows import BadRow, data_digest, format_of, read_rows
-from titanrl.data.selection import BLANK, Selection
+from titanrl.data.rows import BLANK, BadRow, Selection, data_digest, format_of, read_rows
 from titanrl.data.streams import PromptStream, chat_format, epoch_order, is_heldout, make_encoder, opened
 from titanrl.data.tokenizer import MAX_TOKEN_CHARS, Tokenizer
 

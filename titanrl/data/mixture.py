@@ -148,7 +148,7 @@ def make_sampler(config: CurriculumConfig, seed: int, plugin: Plugin | None, *, 
         return SuccessRate(config, seed)
     plugin = plugin or Plugin(key=key, name=config.sampler)
     factory = plugin.load()
-    check_sampler(factory, key=key, name=plugin.name, options=config.options)
+    check_call(factory, SamplerFactory.__call__, key=key, name=plugin.name, expected=EXPECTED, options=config.options)
     try:
         sampler: Sampler = factory(config.num_levels, seed, **config.options)
     except Exception as error:  # custom code may raise anything
@@ -164,19 +164,12 @@ def make_sampler(config: CurriculumConfig, seed: int, plugin: Plugin | None, *, 
     return sampler
 
 
-def check_sampler(candidate: object, *, key: str, name: str, options: Mapping[str, Any]) -> None:
-    """Check that an object has the signature of `SamplerFactory`. Raise `ValueError` if it cannot be called like this."""
-    check_call(candidate, SamplerFactory.__call__, key=key, name=name, expected=EXPECTED, options=options)
-
-
 POINT = Point(
     key="data.curriculum.sampler",
     argument="sampler",
     protocol=SamplerFactory.__call__,
     expected=EXPECTED,
-    checked=lambda sampler, plugin, config: check_sampler(
-        sampler, key=plugin.key, name=plugin.name, options=config.data.curriculum.options
-    ),
+    options=lambda sampler, config: config.data.curriculum.options,
 )
 
 

@@ -29,8 +29,7 @@ from titanrl.config.load import did_you_mean
 from titanrl.data.chat_format import ChatFormat
 from titanrl.data.entries import Message, read_custom_prompts, read_entries, value_of
 from titanrl.data.gym import create_dataset, import_task
-from titanrl.data.rows import BadRow, Row
-from titanrl.data.selection import BLANK, DUPLICATE, OTHER_ANSWER, TOO_LONG, Selection
+from titanrl.data.rows import BLANK, DUPLICATE, OTHER_ANSWER, TOO_LONG, BadRow, Row, Selection
 from titanrl.data.tokenizer import MAX_TOKEN_CHARS, Tokenizer
 
 if TYPE_CHECKING:
@@ -74,10 +73,8 @@ class PromptStream:
     def __getitem__(self, index: int) -> Prompt:
         """Return the training prompt at `index`, counted from 0 over all epochs.
 
-        An epoch contains every item once. Items of a reasoning-gym task with few questions may be equal.
-
-        Raises:
-            ValueError: The task has no usable prompt.
+        An epoch contains every item once. Items of a reasoning-gym task with few questions may be equal. Raise `ValueError` if
+        the task has no usable prompt.
         """
         if index < 0:
             raise IndexError(f"prompt {index}: indices start at 0")
@@ -97,15 +94,9 @@ class PromptStream:
     def heldout(
         self, num: int, *, split: Split = "heldout", key: str = "evaluation", limit_s: float = math.inf
     ) -> list[Prompt]:
-        """Return the first `num` prompts for an evaluation, or all if the source has fewer.
+        """Return the first `num` prompts for an evaluation, or those that the source has, or that the time limit allows.
 
-        They are distinct, and the same for every seed.
-
-        Args:
-            num: Maximum number of prompts.
-            split: `heldout` for held-out prompts, `all` for all prompts.
-            key: Configuration section of the evaluation set, for error messages.
-            limit_s: Time limit in seconds, after which fewer prompts are returned.
+        They are distinct, and the same for every seed. `key` is the section of the evaluation set, for error messages.
 
         Raises:
             ValueError: The source has no such prompt.
@@ -155,17 +146,10 @@ def open_stream(
     *,
     is_trained_on: bool = True,
 ) -> PromptStream:
-    """Open the prompts of a configuration.
+    """Open the prompts of the section `data`, whose questions `encode` tokenizes.
 
     The items of reasoning-gym's word_ladder depend on the environment variable PYTHONHASHSEED. Set it in all processes whose
-    streams must agree.
-
-    Args:
-        config: Section `data`.
-        encode: Function that tokenizes a question.
-        seed: Seed of the run.
-        plugins: Custom objects; `data.source` is a prompt source.
-        is_trained_on: False if the prompts are only for evaluation, so that no training prompt is required.
+    streams must agree. Prompts only for evaluation are not `is_trained_on`: no training prompt is required.
 
     Raises:
         ValueError: The task, one of its options, the file or the custom source is invalid.

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers
 
+from titanrl.config.data import TEMPLATE_ARGUMENTS
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
@@ -27,13 +29,6 @@ STOP_MARGIN = 8
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model", "spiece.model", "tekken.json", "tiktoken.model")
 """Files of which a directory with a tokenizer has at least one."""
 
-_RESERVED_OPTIONS = frozenset(
-    {"add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length", "messages"}
-    | {"padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize", "tokenizer_kwargs", "tools"}
-    | {"truncation"}
-)
-"""Arguments of transformers' `apply_chat_template` that are not variables of a template."""
-
 
 class Tokenizer:
     """A tokenizer with its chat template and the ids of its end-of-sequence tokens. Created by `load_tokenizer`."""
@@ -41,10 +36,8 @@ class Tokenizer:
     def __init__(self, path: Path, backend: tokenizers.Tokenizer, renderer: "PreTrainedTokenizerFast | None" = None) -> None:
         """Read the special tokens from the configuration files in the directory.
 
-        Args:
-            path: Hugging Face directory.
-            backend: The tokenizer. Truncation and padding that its file sets are disabled.
-            renderer: transformers' tokenizer of the same directory; None loads it when a chat template is rendered.
+        Truncation and padding that the file of `backend` sets are disabled. `renderer` is transformers' tokenizer of the same
+        directory; None loads it when a chat template is rendered.
 
         Raises:
             ValueError: No file defines an end-of-sequence token, or the model of the directory does not have it.
@@ -102,9 +95,7 @@ class Tokenizer:
     def encode(self, text: str, *, control_tokens: bool = False) -> list[int]:
         """Return the token ids of a text, without adding special tokens.
 
-        Args:
-            text: The text.
-            control_tokens: True to encode the text of a special token as the token. Never set it for text of other people.
+        With `control_tokens`, the text of a special token becomes the token. Never set it for text of other people.
 
         Raises:
             ValueError: The tokenizer has no token for some characters of the text, or the model has not all of its tokens.
@@ -143,12 +134,8 @@ class Tokenizer:
     def decode_completion(self, ids: Sequence[int], stop: Sequence[str | int] = (), *, keep_stop: bool = False) -> str:
         """Return the text of a completion without special tokens and, as in vLLM, without the stop text that ended it.
 
-        The tokens of `stop_ids` are never part of the text.
-
-        Args:
-            ids: Tokens of the completion.
-            stop: Texts and token ids that end a completion.
-            keep_stop: True to return the text up to and including the stop text, or the stop token if it is not special.
+        `stop` are texts and token ids that end a completion. With `keep_stop`, the text includes the stop text, or the stop
+        token if it is not special. The tokens of `stop_ids` are never part of the text.
         """
         if len(ids) and ids[-1] in self.stop_ids:
             ids = ids[:-1]
@@ -220,7 +207,7 @@ class Tokenizer:
         """
         import jinja2
 
-        if reserved := sorted(_RESERVED_OPTIONS & options.keys()):
+        if reserved := sorted(options.keys() & set(TEMPLATE_ARGUMENTS)):
             raise ValueError(f"{reserved[0]} is not an option of a chat template. Remove it.")
         content: tuple[Any, Any] = ([dict(message) for message in messages], None if tools is None else list(tools))
         conversation, functions = content if control_tokens else self.marked(content)

@@ -29,6 +29,7 @@ from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 
+from titanrl.config.sizes import ModelShape
 from titanrl.models.experts import EXPERTS, expert_tensors, moe_config
 from titanrl.models.family import HFConfig
 
@@ -130,13 +131,10 @@ class DecoderStateDictAdapter(Qwen3StateDictAdapter):
 def decoder_spec(
     name: str,
     hf: HFConfig,
+    shape: ModelShape,
     rope: Mapping[str, Any],
     attention: Module.Config,
     max_positions: int,
-    *,
-    qk_norm: bool,
-    qkv_bias: bool,
-    has_experts: bool = False,
 ) -> ModelSpec:
     """Return the spec with which torchtitan builds, parallelizes, loads and saves the model of a config.json.
 
@@ -146,10 +144,10 @@ def decoder_spec(
     `attention` configures the inner attention of each layer. Each layer stores a RoPE table of `max_positions` positions, or as
     many as the model has.
     """
-    dim, head_dim, vocab = hf["hidden_size"], hf["head_dim"], hf["vocab_size"]
+    dim, vocab = shape.hidden_size, shape.vocab_size
     sizes: dict[str, Any] = {
-        "dim": head_dim,
-        "max_seq_len": min(max_positions, hf["max_position_embeddings"]),
+        "dim": shape.head_dim,
+        "max_seq_len": min(max_positions, shape.max_positions),
         "theta": float(rope["rope_theta"]),
     }
     if rope["rope_type"] == "default":
@@ -170,32 +168,24 @@ def decoder_spec(
     def block() -> Qwen3TransformerBlock.Config:
         gqa = make_gqa_config(
             dim=dim,
-            n_heads=hf["num_attention_heads"],
-            n_kv_heads=hf["num_key_value_heads"],
-            head_dim=head_dim,
+            n_heads=shape.num_heads,
+            n_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
             wqkv_param_init=_NORMAL,
             wo_param_init=_NORMAL,
             inner_attention=attention,
             fuse_qkv=False,
             rope=rotary,
-            qk_norm=norm(head_dim) if qk_norm else None,
+            qk_norm=norm(shape.head_dim) if shape.qk_norm else None,
         )
         assert isinstance(gqa.qkv_linear, QKVLinear.Config)
-        gqa.qkv_linear.wq.bias = gqa.qkv_linear.wkv.bias = qkv_bias
+        gqa.qkv_linear.wq.bias = gqa.qkv_linear.wkv.bias = shape.qkv_bias
         shared: dict[str, Any] = {"attention_norm": norm(dim), "ffn_norm": norm(dim), "attention": gqa}
-        if has_experts:
-            moe = moe_config(
-                dim=dim,
-                width=hf["moe_intermediate_size"],
-                num_experts=hf["num_experts"],
-                top_k=hf["num_experts_per_tok"],
-                normalize=hf["norm_topk_prob"],
-                init=_NORMAL,
-                experts_init=_EXPERTS,
-            )
+        if shape.num_experts:
+            moe = moe_config(shape, normalize=hf["norm_topk_prob"], init=_NORMAL, experts_init=_EXPERTS)
             return Qwen3TransformerBlock.Config(**shared, moe=moe)
         feed_forward = make_ffn_config(
-            dim=dim, hidden_dim=hf["intermediate_size"], w1_param_init=_NORMAL, w2w3_param_init=_NORMAL
+            dim=dim, hidden_dim=shape.intermediate_size, w1_param_init=_NORMAL, w2w3_param_init=_NORMAL
         )
         return Qwen3TransformerBlock.Config(**shared, feed_forward=feed_forward)
 
@@ -206,7 +196,7 @@ def decoder_spec(
         enable_weight_tying=hf["tie_word_embeddings"],
         tok_embeddings=Embedding.Config(num_embeddings=vocab, embedding_dim=dim, param_init=_NORMAL),
         lm_head=Linear.Config(in_features=dim, out_features=vocab, param_init=_NORMAL),
-        layers=[block() for _ in range(hf["num_hidden_layers"])],
+        layers=[block() for _ in range(shape.num_layers)],
     )
     return ModelSpec(
         name=name,

@@ -99,12 +99,6 @@ def dense_family(
             qkv_bias=qkv_bias,
         )
 
-    def spec(hf: HFConfig, attention: "Module.Config", max_positions: int) -> "ModelSpec":
-        from titanrl.models.decoder import decoder_spec
-
-        rope = rope_parameters(hf)
-        return decoder_spec(model_type, hf, rope, attention, max_positions, qk_norm=qk_norm, qkv_bias=qkv_bias)
-
     def recipe(sizes: RecipeConfig) -> dict[str, Any]:
         return {
             "architectures": [architecture],
@@ -133,7 +127,7 @@ def dense_family(
         model_type=model_type,
         problems=problems,
         shape=shape,
-        spec=spec,
+        spec=lambda hf, attention, max_positions: spec_of(model_type, hf, shape(hf), attention, max_positions),
         vllm_names={**VLLM_NAMES, **(QK_NORM_NAMES if qk_norm else {}), **(QKV_BIAS_NAMES if qkv_bias else {})},
         tensors=lambda hf: weight_shapes(shape(hf)),
         lora_targets={"attention": ("wq", "wkv", "wo"), "mlp": ("w1", "w2", "w3")},
@@ -143,6 +137,13 @@ def dense_family(
         recipe=recipe,
         published=published or {},
     )
+
+
+def spec_of(name: str, hf: HFConfig, shape: ModelShape, attention: "Module.Config", max_positions: int) -> "ModelSpec":
+    """Return torchtitan's spec of a model of these sizes; see `ModelFamily.spec`."""
+    from titanrl.models.decoder import decoder_spec
+
+    return decoder_spec(name, hf, shape, rope_parameters(hf), attention, max_positions)
 
 
 def weight_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:

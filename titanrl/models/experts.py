@@ -16,9 +16,11 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torchtitan.models.common import Linear
-from torchtitan.models.common.config_utils import make_routed_experts_config, make_router_config
+from torchtitan.models.common.config_utils import make_routed_experts_config
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import GroupedExperts, MoE, TokenChoiceTopKRouter
+
+from titanrl.config.sizes import ModelShape
 
 PARTS = {"w1_EFD": "gate_proj", "w2_EDF": "down_proj", "w3_EFD": "up_proj"}
 """Projections of Hugging Face's experts by the name of torchtitan's tensor, which has those of all experts."""
@@ -28,38 +30,24 @@ EXPERT_BIAS = ".moe.expert_bias_E"
 """End of the name of a layer's bias of experts."""
 
 
-def moe_config(
-    *, dim: int, width: int, num_experts: int, top_k: int, normalize: bool, init: dict[str, Any], experts_init: dict[str, Any]
-) -> MoE.Config:
-    """Return the config of a layer of `num_experts` experts of this width, of which `top_k` compute each token.
+def moe_config(shape: ModelShape, *, normalize: bool, init: dict[str, Any], experts_init: dict[str, Any]) -> MoE.Config:
+    """Return the config of a layer of experts.
 
     The router's weights of the chosen experts are its softmax, divided by their sum with `normalize`.
     """
+    sizes = {"dim": shape.hidden_size, "hidden_dim": shape.intermediate_size, "num_experts": shape.num_experts}
     routed = make_routed_experts_config(
-        dim=dim,
-        hidden_dim=width,
-        num_experts=num_experts,
-        top_k=top_k,
-        param_init=experts_init,
-        comm_backend="standard",
+        **sizes, top_k=shape.experts_per_token, param_init=experts_init, comm_backend="standard"
     )
-    routed.inner_experts = ExactExperts.Config(dim=dim, hidden_dim=width, num_experts=num_experts, param_init=experts_init)
-    plain = make_router_config(
-        dim=dim,
-        num_experts=num_experts,
-        gate_param_init=init,
-        top_k=top_k,
+    routed.inner_experts = ExactExperts.Config(**sizes, param_init=experts_init)
+    router = Router.Config(
+        num_experts=shape.num_experts,
+        gate=Gate.Config(in_features=shape.hidden_size, out_features=shape.num_experts, bias=False, param_init=init),
+        top_k=shape.experts_per_token,
         score_func="softmax",
         route_norm=normalize,
     )
-    router = Router.Config(
-        num_experts=num_experts,
-        gate=Gate.Config(in_features=dim, out_features=num_experts, bias=False, param_init=init),
-        top_k=plain.top_k,
-        score_func=plain.score_func,
-        route_norm=plain.route_norm,
-    )
-    return ExpertLayer.Config(num_experts=num_experts, router=router, routed_experts=routed, load_balance_coeff=None)
+    return ExpertLayer.Config(num_experts=shape.num_experts, router=router, routed_experts=routed, load_balance_coeff=None)
 
 
 def add_expert_bias(model: Decoder.Config, rate: float) -> None:
@@ -187,10 +175,7 @@ def biased_layers(module: nn.Module) -> list[ExpertLayer]:
 def expert_tensors(layer: str, part: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of Hugging Face of the experts that this rank holds, by name, as views of torchtitan's tensor.
 
-    Args:
-        layer: Index of the layer.
-        part: Name of torchtitan's tensor, a key of `PARTS`.
-        value: The tensor of all experts, whose first dimension is that of the experts.
+    `value` is the tensor `part` (a key of `PARTS`) of all experts of the layer with this index.
     """
     local_EXX, first, make = value, 0, None
     if isinstance(value, DTensor):

@@ -6,16 +6,12 @@ import torch.
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from titanrl.config.sections import RecipeConfig
 from titanrl.config.sizes import ModelShape
-from titanrl.models.dense import dense_family, rope_parameters, weight_shapes
+from titanrl.models.dense import dense_family, spec_of, weight_shapes
 from titanrl.models.family import HFConfig, ModelFamily, VllmName
-
-if TYPE_CHECKING:
-    from torchtitan.protocols.model_spec import ModelSpec
-    from torchtitan.protocols.module import Module
 
 RECIPE_EXPERTS, RECIPE_PER_TOKEN = 8, 2
 """Experts of each layer of the tiny model, and those that compute a token."""
@@ -76,12 +72,6 @@ def moe_family(
             experts_per_token=hf["num_experts_per_tok"],
         )
 
-    def spec(hf: HFConfig, attention: "Module.Config", max_positions: int) -> "ModelSpec":
-        from titanrl.models.decoder import decoder_spec
-
-        rope = rope_parameters(hf)
-        return decoder_spec(model_type, hf, rope, attention, max_positions, qk_norm=qk_norm, qkv_bias=False, has_experts=True)
-
     def recipe(sizes: RecipeConfig) -> dict[str, Any]:
         assert dense.recipe is not None
         return {
@@ -95,7 +85,7 @@ def moe_family(
     return replace(
         dense,
         shape=shape,
-        spec=spec,
+        spec=lambda hf, attention, max_positions: spec_of(model_type, hf, shape(hf), attention, max_positions),
         vllm_names={**{ours: name for ours, name in dense.vllm_names.items() if ".feed_forward." not in ours}, **VLLM_NAMES},
         tensors=lambda hf: weight_shapes(shape(hf)),
         lora_targets={"attention": dense.lora_targets["attention"], "mlp": ()},

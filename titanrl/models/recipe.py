@@ -28,10 +28,8 @@ def create_model(directory: Path, recipe: RecipeConfig, seed: int, family: str |
     """Write a model directory with random weights, unless it already exists with the same recipe and seed.
 
     The directory is created atomically, even if several processes create it concurrently. `family` is the import path of a
-    user-defined family.
-
-    Raises:
-        ValueError: The family has no recipe, or the directory exists with a different recipe or seed.
+    user-defined family. Raise `ValueError` if the family has no recipe, or the directory exists with a different recipe or
+    seed.
     """
     settings = {"recipe": recipe.model_dump(exclude_none=True), "seed": seed} | ({"family": family} if family else {})
     stamp = json.dumps(settings, indent=2)
@@ -59,10 +57,8 @@ def create_model(directory: Path, recipe: RecipeConfig, seed: int, family: str |
 def create_byte_model(directory: Path, recipe: RecipeConfig, seed: int, corpus: str = "", num_merges: int = 0) -> None:
     """Write a new model directory with random weights and a tokenizer that encodes any text.
 
-    The last two arguments are those of `titanrl.data.byte_tokenizer.write_byte_tokenizer`.
-
-    Raises:
-        FileExistsError: The directory exists.
+    The last two arguments are those of `titanrl.data.byte_tokenizer.write_byte_tokenizer`. Raise `FileExistsError` if the
+    directory exists.
     """
     model = recipe_model(ModelConfig(recipe=recipe), directory)
     assert not isinstance(model, BrokenRule), "the recipe must be valid"

@@ -35,11 +35,7 @@ class Judge:
     """
 
     def __init__(self, options: JudgeOptions, *, key: str) -> None:
-        """Read the API key from the environment, without making a request.
-
-        Args:
-            options: Options of the judge.
-            key: Configuration key of the reward, for error messages.
+        """Read the API key from the environment, without making a request. `key` is the reward's, for error messages.
 
         Raises:
             ValueError: The environment variable with the API key is not set.
@@ -144,10 +140,8 @@ def parts_of(text: str, criteria: Mapping[str, Criterion]) -> dict[str, float]:
     """Return the part of each criterion in the reward: weight * verdict / sum of the positive weights.
 
     The verdicts are the values of the last JSON object in the judge's reply: true, false, or a number from 0 to 1. With all
-    positive weights, the sum of the parts is the weighted mean of the verdicts. Source: HealthBench (arXiv:2505.08775).
-
-    Raises:
-        JudgeError: There is no such object, a criterion is missing or unknown, or a verdict is invalid.
+    positive weights, the sum of the parts is the weighted mean of the verdicts. Source: HealthBench (arXiv:2505.08775). Raise
+    `JudgeError` if there is no such object, a criterion is missing or unknown, or a verdict is invalid.
     """
     found = _OBJECT.findall(text)
     try:

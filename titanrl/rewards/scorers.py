@@ -54,10 +54,6 @@ def reasoning_gym(task: str, config: Mapping[str, Any]) -> Scorer:
     Without tags, the reward is 0. If the expected answer is a number, an answer such as `1,234`, `1.234,5` or `**18**` is also
     scored as a plain number, because several tasks compare texts.
 
-    Args:
-        task: Name of the reasoning-gym task.
-        config: Options of the task.
-
     Raises:
         Exception: The task is unknown, or rejects its options.
     """

@@ -34,7 +34,7 @@ from titanrl.carriers.rewards import (
     parse_scores,
 )
 from titanrl.carriers.types import DoubleArray, Segment, Turn
-from titanrl.config.data import JudgeOptions, MathVerifyOptions, OverlongOptions, RegexOptions, RepetitionOptions, RewardConfig
+from titanrl.config.data import PENALTIES, REWARD_OPTIONS, REWARDS, JudgeOptions, RewardConfig
 from titanrl.config.schema import Config
 from titanrl.processes.sandbox import FORK_DEADLINE_S, OnRespawn, SandboxDied, SandboxPool, log_respawn
 from titanrl.processes.zygote import END, GROUP, RAW, STARTED, TOKENS, Request
@@ -119,29 +119,21 @@ def reward_specs(config: Config, plugins: Plugins) -> list[RewardSpec]:
     """Return the rewards that run in the sandbox."""
     specs = []
     for name, reward in config.data.reward_parts.items():
-        function, bounds = reward.function, (0.0, 1.0)
-        kwargs: dict[str, object]
-        match function:
-            case _ if not reward.is_confined:
-                continue
-            case "exact":
-                kwargs = {}
-            case "reasoning_gym":
-                kwargs = {"task": config.data.task, "config": config.data.task_config}
-            case "math_verify":
-                kwargs = MathVerifyOptions.model_validate(reward.options).model_dump()
-            case "regex":
-                kwargs = RegexOptions.model_validate(reward.options).model_dump()
-            case "overlong":
-                options = OverlongOptions.model_validate(reward.options)
-                max_tokens = options.max_tokens or config.rollout.max_new_tokens
-                kwargs, bounds = {"cache_tokens": options.cache_tokens, "max_tokens": max_tokens}, (-1.0, 0.0)
-            case "repetition":
-                kwargs, bounds = RepetitionOptions.model_validate(reward.options).model_dump(), (-1.0, 0.0)
-            case _:
-                function, kwargs, bounds = "custom", {"plugin": _plugin(name, reward, plugins)}, (-math.inf, math.inf)
+        if not reward.is_confined:
+            continue
+        function, is_custom = reward.function, reward.function not in REWARDS
+        kwargs: dict[str, Any] = {}
+        bounds = (-1.0, 0.0) if function in PENALTIES else (0.0, 1.0)
+        if is_custom:
+            function, kwargs, bounds = "custom", {"plugin": _plugin(name, reward, plugins)}, (-math.inf, math.inf)
+        elif function == "reasoning_gym":
+            kwargs = {"task": config.data.task, "config": config.data.task_config}
+        elif function in REWARD_OPTIONS:
+            kwargs = REWARD_OPTIONS[function].model_validate(reward.options).model_dump()
+        if function == "overlong":
+            kwargs["max_tokens"] = kwargs["max_tokens"] or config.rollout.max_new_tokens
         factory = f"{SCORERS}:{function}"
-        specs.append(RewardSpec(name=name, factory=factory, kwargs=kwargs, bounds=bounds, is_custom=function == "custom"))
+        specs.append(RewardSpec(name=name, factory=factory, kwargs=kwargs, bounds=bounds, is_custom=is_custom))
     return specs
 
 
@@ -257,18 +249,11 @@ class ScoringPool(SandboxPool):
             raise SandboxDied(f"the first scoring process could not reply: {failure}")
 
     async def score(self, answers: Answers, *, reward: int = 0) -> list[Score]:
-        """Score the answers to one prompt. Wait while `num_processes` groups are being scored.
+        """Score the answers to one prompt by the reward with this index. Wait while `num_processes` groups are being scored.
 
         If the group times out or crashes its process, each answer is scored again in a separate process, so that only the
         answer at fault fails. A reward that scores the whole group in one call cannot be split: all of its answers fail. If the
         zygote dies, it is replaced, and the answers are scored again.
-
-        Args:
-            answers: Completions of one prompt.
-            reward: Index of the reward.
-
-        Returns:
-            One score per answer, in order.
 
         Raises:
             SandboxDied: The pool is closed.
@@ -357,11 +342,7 @@ class TrustedReward:
             return _failed(error)
 
     async def _call(self, call: Callable[[], Any], what: str) -> Any:
-        """Return the result of a call, which scores `what`.
-
-        Raises:
-            _TimeLimit: The call took too long.
-        """
+        """Return the result of a call, which scores `what`. Raise `_TimeLimit` if the call took too long."""
         async with self._running:
             try:
                 async with asyncio.timeout(self._timeout_s) as limit:

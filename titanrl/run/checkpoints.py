@@ -22,7 +22,7 @@ from titanrl.config.errors import BrokenRule, ConfigError, inline
 from titanrl.config.schema import Config
 from titanrl.config.sections import FaultsConfig
 from titanrl.data.examples import Examples
-from titanrl.data.selection import Selection
+from titanrl.data.rows import Selection
 from titanrl.launch.supervision import PartDiedError, StallError
 from titanrl.metrics.console import Console
 from titanrl.metrics.hooks import Hooks

@@ -9,11 +9,12 @@ import asyncio
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import sys
 import threading
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -22,6 +23,7 @@ from typing import Any, NoReturn, TextIO, TypeVar
 import rich.console
 
 from titanrl.base import terminal
+from titanrl.base.choices import ConsoleMode
 from titanrl.base.errors import describe
 from titanrl.carriers.spans import process_start
 from titanrl.checks.preflight import Checked, dry_run, parse_run, source_of
@@ -267,6 +269,26 @@ async def until_signal(work: Coroutine[Any, Any, T]) -> tuple[T | None, int]:
     except asyncio.CancelledError:
         logging.getLogger(__name__).info("interrupted")
         return None, code
+
+
+def run_session(
+    work: Callable[[Console], Coroutine[Any, Any, T]], *, title: str, folder: Path, mode: ConsoleMode = "plain"
+) -> tuple[T | None, int]:
+    """Do work with a console until a signal ends it; return its result and the exit code.
+
+    The logs are in `folder`, which is deleted at the end, except after an error.
+    """
+    with original_stderr() as stderr:
+        err = rich.console.Console(file=stderr, soft_wrap=True)
+        console = Console(mode, total_steps=0, title=title, out=err, err=err)
+        try:
+            with log_to(folder / "controller.log"), temporary_folder():
+                found = asyncio.run(until_signal(work(console)))
+        except Exception as error:  # top level of the program: the user sees the cause, the log has the traceback
+            err.print(f"error: {describe(error)}. The logs are in {folder}", markup=False, highlight=False)
+            return None, 1
+    shutil.rmtree(folder, ignore_errors=True)
+    return found
 
 
 @contextlib.contextmanager

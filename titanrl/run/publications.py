@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titanrl.algorithms.replay import ReplaySchedule
+from titanrl.algorithms.batch_plan import ReplaySchedule
 from titanrl.carriers.types import DoubleArray, OptimUpdate
 from titanrl.launch.trainer_mesh import PastPolicies
 from titanrl.replay.groups import Batch, Freshness, TrainedBatch, joined, versions_behind

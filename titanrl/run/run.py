@@ -37,7 +37,7 @@ from titanrl.config.load import check_program, explain_rule
 from titanrl.config.schema import Config
 from titanrl.config.sizes import notes
 from titanrl.config.source import Source, config_of_run, read_source
-from titanrl.data.selection import check_recorded
+from titanrl.data.rows import check_recorded
 from titanrl.launch.roles import Roles, needed
 from titanrl.launch.run_lock import RunLock, claim_new_run, claim_run
 from titanrl.metrics.console import Console

@@ -33,9 +33,15 @@ from titanrl.base.files import Digests, digests_of, uncommit_folder
 from titanrl.config.device import Device
 from titanrl.config.sections import LoraConfig, TrainerConfig
 from titanrl.data.tokenizer import export_stop_ids
-from titanrl.models.directory import ModelDirectory
+from titanrl.models.directory import (
+    ADAPTER_CONFIG,
+    ADAPTER_ENDS,
+    ADAPTER_PREFIX,
+    ADAPTER_WEIGHTS,
+    ModelDirectory,
+    adapter_config,
+)
 from titanrl.models.experts import biased_layers, routers_of
-from titanrl.models.peft import CONFIG, ENDS, PREFIX, WEIGHTS, adapter_config
 from titanrl.trainer.learner import Learner
 from titanrl.trainer.model import (
     HEAD,
@@ -196,12 +202,12 @@ def peft_names(model: PolicyModel) -> dict[str, str]:
     state = model.module.state_dict()
     names = {}
     for name in adapters_of(state):
-        end = next(end for end in ENDS if name.endswith(end))
+        end = next(end for end in ADAPTER_ENDS if name.endswith(end))
         weight = name.removesuffix(end) + ".weight"
         ((theirs, value),) = model.adapter.to_hf({weight: state[weight]}).items()
         if value is not state[weight]:
             raise ValueError(f"{weight}: has another form in {theirs}, so its adapter cannot be written for peft")
-        names[name] = PREFIX + theirs.removesuffix(".weight") + ENDS[end]
+        names[name] = ADAPTER_PREFIX + theirs.removesuffix(".weight") + ADAPTER_ENDS[end]
     return names
 
 
@@ -214,7 +220,7 @@ def load_adapter(model: PolicyModel, folder: Path) -> None:
     """
     model.reshard()
     state, names = adapters_of(model.module.state_dict()), peft_names(model)
-    with storage_errors("load the adapter", folder), safe_open(folder / WEIGHTS, framework="pt") as file:
+    with storage_errors("load the adapter", folder), safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         wanted = {names[name]: tuple(value.shape) for name, value in state.items()}
         if odd := sorted(name for name in shapes.keys() | wanted.keys() if shapes.get(name) != wanted.get(name)):
@@ -234,8 +240,8 @@ def export_adapter(tensors: Mapping[str, Tensor], lora: LoraConfig, scale: float
     target.mkdir()
     modules = {name.split(".")[-3] for name in tensors}
     config = json.dumps(adapter_config(lora, round(scale * lora.rank, 9), sorted(modules), base), indent=2)
-    (target / CONFIG).write_text(config + "\n", encoding="utf-8")
-    save_file(dict(tensors), target / WEIGHTS, metadata={"format": "pt"})
+    (target / ADAPTER_CONFIG).write_text(config + "\n", encoding="utf-8")
+    save_file(dict(tensors), target / ADAPTER_WEIGHTS, metadata={"format": "pt"})
 
 
 def export_hf(model: PolicyModel, model_dir: Path, target: Path, dtype: FileDtype, *, is_base: bool = True) -> None:
