@@ -8,12 +8,15 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
+import httpx
 import pytest
 
 from tests.environments.episodes import calls, episode, in_loop, says
 from tests.ports import free_port
 from tests.processes.processes import wait_until_gone
+from titanrl.base.endpoint import certificates
 from titanrl.environments import Done, EnvironmentDied, EnvironmentFailure, Environments, EnvironmentTimeout, Observation
 from titanrl.environments.mcp import MAX_REPLY_BYTES, MAX_TOOLS
 
@@ -369,6 +372,9 @@ async def http_server(as_events: bool = False) -> AsyncIterator[tuple[str, list[
 @in_loop
 async def test_each_episode_has_an_http_session(as_events: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MCP_KEY", "right")
+    reads = Mock(wraps=httpx.create_ssl_context)
+    monkeypatch.setattr(httpx, "create_ssl_context", reads)
+    certificates.cache_clear()
     async with http_server(as_events) as (url, seen), environments(mcp=url, key_variable="MCP_KEY") as made:
         await made.start()
         assert await replies(made, "count", "count") == ["1", "2"]
@@ -377,6 +383,7 @@ async def test_each_episode_has_an_http_session(as_events: bool, monkeypatch: py
         called = [request for request in seen if "mcp-protocol-version" in request]
         assert {request["mcp-protocol-version"] for request in called} == {"2025-03-26"}
         assert sum(request["method"] == "DELETE" for request in seen) == 3  # of the listing, too
+    assert reads.call_count == 1, "reading certificates would delay each episode"
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ class Server:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=30)
 
     def http(self, key: str = "key") -> httpx.Client:
-        return httpx.Client(base_url=self.url, headers={"authorization": f"Bearer {key}"}, timeout=30)
+        return httpx.Client(base_url=self.url, headers={"authorization": f"Bearer {key}"}, timeout=30, verify=False)
 
 
 def until(condition: Callable[[], bool], limit_s: float = 10) -> None:

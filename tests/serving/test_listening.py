@@ -102,10 +102,14 @@ def test_web_page_cannot_send_a_request_unasked() -> None:
 def test_200_calls_at_once_are_answered_or_refused_with_429() -> None:
     gate = asyncio.Event()
     policy = Scripted(pause=lambda: gate)
-    with serving(app_of(policy, Limits(max_calls=50, max_calls_per_key=50))) as server:
+    every = httpx.Limits(max_connections=None)
+    with (
+        serving(app_of(policy, Limits(max_calls=50, max_calls_per_key=50))) as server,
+        httpx.Client(headers={"authorization": "Bearer key"}, timeout=60, limits=every) as client,
+    ):
 
         def ask(_: int) -> int:
-            response = httpx.post(server.url + PATH, json=ASKED, headers={"authorization": "Bearer key"}, timeout=60)
+            response = client.post(server.url + PATH, json=ASKED)
             assert response.status_code == 200 or response.headers["retry-after"] == "1"
             return response.status_code
 

@@ -36,7 +36,7 @@ class Running:
         return tinker.ServiceClient(base_url=self.server.url, api_key=key)
 
     def http(self, key: str = ANN) -> httpx.Client:
-        return httpx.Client(base_url=f"{self.server.url}/api/v1", headers={"x-api-key": key}, timeout=30)
+        return httpx.Client(base_url=f"{self.server.url}/api/v1", headers={"x-api-key": key}, timeout=30, verify=False)
 
     def result(self, http: httpx.Client, submitted: httpx.Response) -> Any:
         """Return the JSON result of a request."""

@@ -3,7 +3,9 @@
 import asyncio
 import os
 import re
+import ssl
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,12 @@ RETRIED = frozenset({408, 429, 500, 502, 503, 504})
 MAX_PAUSE_S = 30.0
 """Maximum pause before a retry in seconds, even if the server requests a longer one."""
 _MAX_CHARS = 80
+
+
+@cache
+def certificates() -> ssl.SSLContext:
+    """Return the certificates that the clients of this process trust. Reading them takes tens of milliseconds."""
+    return httpx.create_ssl_context()
 
 
 class EndpointError(TitanRLError):
@@ -55,7 +63,8 @@ class Endpoint:
         self.num_retried = 0
         """Number of failed attempts that were repeated."""
         # Each attempt sets a limit for the complete request. The timeouts of httpx apply to single reads.
-        self._client = httpx.AsyncClient(headers=headers, timeout=None, limits=httpx.Limits(max_connections=max_connections))
+        limits = httpx.Limits(max_connections=max_connections)
+        self._client = httpx.AsyncClient(headers=headers, timeout=None, limits=limits, verify=certificates())
 
     @property
     def limit_s(self) -> float:

@@ -389,11 +389,13 @@ class _Http(_Server):
     def __init__(self, options: McpOptions) -> None:
         import httpx  # not needed for other servers
 
+        from titanrl.base.endpoint import certificates
+
         super().__init__(options)
         key = os.environ.get(options.key_variable or "", "")
         headers = {"Accept": "application/json, text/event-stream"} | ({"Authorization": f"Bearer {key}"} if key else {})
         # Each request sets a limit for itself as a whole. The timeouts of httpx apply to single reads.
-        self._client = httpx.AsyncClient(headers=headers, timeout=None)
+        self._client = httpx.AsyncClient(headers=headers, timeout=None, verify=certificates())
         self._errors = httpx.HTTPError
         self._session: str | None = None
 

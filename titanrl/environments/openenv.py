@@ -20,6 +20,7 @@ import httpx
 from websockets.asyncio.client import ClientConnection, connect, unix_connect
 from websockets.exceptions import ConnectionClosed, WebSocketException
 
+from titanrl.base.endpoint import certificates
 from titanrl.carriers.rewards import PART_NAME
 from titanrl.config.data import OpenEnvOptions
 from titanrl.environments.interface import (
@@ -306,11 +307,11 @@ class _Server:
         if not self._options.is_url:
             self._start()
         base = "http://localhost" if self._path else self._url("http")
-        transport = httpx.AsyncHTTPTransport(uds=self._path) if self._path else None
+        transport = httpx.AsyncHTTPTransport(uds=self._path, verify=certificates()) if self._path else None
         try:
             async with (
                 _limit("its start", self._options.timeout_s),
-                httpx.AsyncClient(transport=transport, timeout=None) as client,
+                httpx.AsyncClient(transport=transport, timeout=None, verify=certificates()) as client,
             ):
                 reply = await client.get(f"{base}/schema")
         except httpx.HTTPError as error:
