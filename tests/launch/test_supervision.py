@@ -76,6 +76,13 @@ class Patient(Actor):
         os._exit(3)
 
     @endpoint
+    async def interrupt_a_task(self) -> None:
+        async def interrupted() -> None:
+            raise KeyboardInterrupt
+
+        await asyncio.create_task(interrupted())
+
+    @endpoint
     async def fail_like_torch(self) -> None:
         raise NotQuiteError("__0_0.distcp")
 
@@ -185,6 +192,17 @@ def test_death_fails_all_requests_of_its_run_only(tmp_path: Path, monkeypatch: p
         assert all(PROCESS_FAILED in report for _, report in told)
 
     with_patient(tmp_path, scenario)
+
+
+def test_process_whose_event_loop_ends_exits(tmp_path: Path) -> None:
+    async def scenario(supervisor: Supervisor, procs: ProcMesh, patient: Any) -> None:
+        with pytest.raises(ActorDiedError, match=r"patient_0 .* exited"):
+            await supervisor.ask("patient.interrupt_a_task", patient.interrupt_a_task.call_one(), 60)
+
+    with_patient(tmp_path, scenario)
+    log = (tmp_path / "patient_0.log").read_text()
+    assert "raise KeyboardInterrupt" in log
+    assert log.endswith("the event loop ended: KeyboardInterrupt; this process exits\n")
 
 
 def test_every_actor_on_another_machine_reports_its_role() -> None:

@@ -183,9 +183,13 @@ def test_trusted_reward_may_raise_anything(error: BaseException) -> None:
     def raises(completion: str, entry: Mapping[str, Any]) -> float:
         raise error
 
-    (first, _) = score_with(judge=Reward(raises, trusted=True))
-    assert first.error.startswith("judge: ")
-    assert type(error).__name__ in first.error
+    async def raises_later(completion: str, entry: Mapping[str, Any]) -> float:
+        raise error
+
+    for reward in (raises, raises_later):
+        (first, _) = score_with(judge=Reward(reward, trusted=True))
+        assert first.error.startswith("judge: ")
+        assert type(error).__name__ in first.error or type(error) is StopIteration
 
 
 # Weights, and the configuration

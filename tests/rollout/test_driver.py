@@ -344,7 +344,15 @@ class Hostile(Exception):
 @pytest.mark.parametrize("method", ["reset", "step", "make"])
 @pytest.mark.parametrize(
     "error",
-    [SystemExit(3), asyncio.CancelledError(), Hostile(), ValueError("\ud800\0" + "x" * 10**6), TimeoutError(), StopIteration()],
+    [
+        SystemExit(3),
+        KeyboardInterrupt(),
+        asyncio.CancelledError(),
+        Hostile(),
+        ValueError("\ud800\0" + "x" * 10**6),
+        TimeoutError(),
+        StopIteration(),
+    ],
 )
 def test_any_exception_is_a_failure_with_short_readable_text(tokenizer: Tokenizer, method: str, error: BaseException) -> None:
     async def fail(self: object, argument: object) -> Any:

@@ -290,7 +290,8 @@ def test_rewritten_history_is_a_branch(tokenizer: Tokenizer, tmp_path: Path) -> 
         (ASK + "    return float('nan')", "reward_error", "finite number"),
         (ASK + "    await asyncio.sleep(60)", "timeout", "did not end in time"),
         (ASK + "    raise asyncio.CancelledError", "environment_error", "CancelledError"),
-        (ASK + "    raise SystemExit(3)", "environment_error", "SystemExit"),
+        (ASK + "    raise SystemExit(3)", "environment_error", "SystemExit: 3"),
+        (ASK + "    raise KeyboardInterrupt", "environment_error", "KeyboardInterrupt"),
     ],
 )
 @pytest.mark.parametrize("in_round", [False, True])

@@ -5,6 +5,11 @@ class TitanRLError(Exception):
     """Base class of all TitanRL exceptions, such as `ConfigError`, `DeadlineError` and `ActorDiedError`."""
 
 
+USER_ERRORS = (Exception, SystemExit, KeyboardInterrupt)
+"""What user code may raise in a process of a run, where no signal raises `KeyboardInterrupt`. The last two would end the event
+loop."""
+
+
 def describe(error: BaseException) -> str:
     """Return type, text and notes of an exception as one line."""
     notes = "; ".join(getattr(error, "__notes__", ()))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from titanrl.base.errors import describe
 from titanrl.base.ownership import open_regular
 from titanrl.base.plugins import import_object
 from titanrl.environments.interface import Done, EnvironmentFailure
@@ -117,8 +118,8 @@ async def call_function(function: Callable[..., Awaitable[object]], task: Progra
     """Run an async function on a task, with the options as keyword arguments."""
     try:
         value = await function(task, **task.options)
-    except SystemExit as error:  # it would end the event loop
-        raise EnvironmentFailure(f"{KEY}: it raised SystemExit: {error}") from error
+    except (SystemExit, KeyboardInterrupt) as error:  # it would end the event loop
+        raise EnvironmentFailure(f"{KEY}: it raised {describe(error)}") from error
     return result_of(returns, value)
 
 

@@ -19,6 +19,7 @@ import signal
 import socket
 import struct
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -40,6 +41,8 @@ MONARCH_HOST = "from titanrl.processes.bootstrap import monarch_host; monarch_ho
 """Program of Monarch's host. Its arguments are its address and the process id of its parent."""
 MONARCH = "monarch._src.actor.bootstrap_main"
 """Module that Monarch runs by default in a new process."""
+EVENT_LOOP = "monarch-actor-event-loop"
+"""Name of the thread in which Monarch runs the event loop of a process's actors."""
 
 NUMBER = struct.Struct("=i")
 """Format of a process id or wait status in a message."""
@@ -89,7 +92,19 @@ def run(name: str, announcements: str) -> None:
 
     assert callable(monarch_pickle.torch_loads), "torchmonarch moved its function for messages in processes with torch"
     monarch_pickle.torch_loads = pickle.loads
+    threading.excepthook = _end_with_event_loop
     runpy.run_module(MONARCH, run_name="__main__", alter_sys=True)
+
+
+def _end_with_event_loop(failed: threading.ExceptHookArgs) -> None:
+    """Print the exception of a thread, and exit if the thread ran the event loop of an actor, which would never reply again.
+
+    A task of user code ends the event loop if it raises `SystemExit` or `KeyboardInterrupt`.
+    """
+    threading.__excepthook__(failed)
+    if failed.thread is not None and failed.thread.name == EVENT_LOOP:
+        print(f"the event loop ended: {failed.exc_type.__name__}; this process exits", file=sys.stderr, flush=True)
+        os._exit(1)
 
 
 def stand_in(template: str, controller: int) -> None:

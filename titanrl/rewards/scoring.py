@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from titanrl.base.errors import USER_ERRORS
 from titanrl.base.plugins import Plugin, Plugins
 from titanrl.carriers.rewards import (
     SEPARATOR,
@@ -324,14 +325,14 @@ class TrustedReward:
         try:
             returned = await self._call(partial(self._reward.call_group, answers), "the whole group")
             values = self._reward.values(returned, num)
-        except (Exception, SystemExit) as error:  # user code may raise anything
+        except USER_ERRORS as error:
             return [_failed(error)] * num
         return [self._checked(value) for value in values]
 
     async def _score_one(self, answers: Answers, index: int) -> Score:
         try:
             value = await self._call(partial(self._reward.call_one, answers, index), "one completion")
-        except (Exception, SystemExit) as error:  # as above
+        except USER_ERRORS as error:
             return _failed(error)
         return self._checked(value)
 

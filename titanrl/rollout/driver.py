@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from titanrl.base.errors import TitanRLError
+from titanrl.base.errors import USER_ERRORS, TitanRLError
 from titanrl.carriers.spans import span
 from titanrl.carriers.types import Completion, FinishReason, GenerationRequest, Outcome, SamplingParams
 from titanrl.environments import (
@@ -197,7 +197,7 @@ class Conversation(Attempt):
         """Create and reset the environment, and render its first messages."""
         try:
             self._environment = self._make()
-        except (Exception, SystemExit) as error:  # user code may raise anything
+        except USER_ERRORS as error:
             raise EpisodeError("environment_error", f"creating it raised {described(error)}") from error
         reset = self._environment.reset
         observation = await self._call("reset", lambda: reset(self.episode), has_limit=not self._limits.may_queue)
@@ -270,8 +270,9 @@ class Conversation(Attempt):
         if environment is None:
             return
         try:
-            await asyncio.wait_for(environment.close(), self._limits.step_timeout_s)
-        except (Exception, SystemExit):  # user code may raise anything
+            async with asyncio.timeout(self._limits.step_timeout_s):
+                await environment.close()
+        except USER_ERRORS:
             return
         except asyncio.CancelledError:
             if is_cancelled():
@@ -322,7 +323,7 @@ class Conversation(Attempt):
             raise EpisodeError("timeout", f"{name} of the environment: {error}") from error
         except InvalidReward as error:
             raise EpisodeError("reward_error", f"{name} of the environment: {error}") from error
-        except (Exception, SystemExit) as error:  # user code may raise anything
+        except USER_ERRORS as error:
             raise EpisodeError("environment_error", f"{name} raised {described(error)}") from error
         except asyncio.CancelledError as error:
             if is_cancelled():
