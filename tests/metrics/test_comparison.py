@@ -56,23 +56,20 @@ def test_final_score_has_the_interval_of_the_seeds_or_of_the_evaluation(records:
     assert score(fast, "reward/mean") is None
 
 
-def test_runs_of_equal_seeds_count_as_one(tmp_path: Path) -> None:
-    # Asynchronous runs of one seed differ, but do not show how much the seed matters.
+def test_runs_of_equal_seeds_are_different_variants(tmp_path: Path) -> None:
+    # They differ in what the configuration does not contain, such as the code of a reward.
     text = "seed: {}\nnum_steps: 10\n"
     runs = [(0, 0.6), (0, 0.8), (1, 0.9)]
     records = [write_run(tmp_path / f"r{n}", text.format(seed), *evaluated(0.1, final)) for n, (seed, final) in enumerate(runs)]
-    (variant,) = variants_of(read_runs(records))
-    assert variant.name == "r0 (3 runs of 2 seeds)"
-    found = score(variant, "eval/sums/mean")
+    seeds, again = variants_of(read_runs(records))
+    assert [seeds.name, again.name] == ["r0 (2 seeds)", "r1"]
+    found = score(seeds, "eval/sums/mean")
     assert found is not None
-    assert (found.num_seeds, found.best) == (2, pytest.approx(0.8))
-    assert found.final.value == pytest.approx(0.8)
-    assert found.final.ci95 == pytest.approx(12.706 * stdev((0.7, 0.9)) / math.sqrt(2))
-    (twice,) = variants_of(read_runs(records[:2]))
-    assert twice.name == "r0 (2 runs of 1 seed)"
-    alone = score(twice, "eval/sums/mean")
+    assert (found.num_seeds, found.best) == (2, pytest.approx(0.75))
+    assert found.final.ci95 == pytest.approx(12.706 * stdev((0.6, 0.9)) / math.sqrt(2))
+    alone = score(again, "eval/sums/mean")
     assert alone is not None
-    assert alone.final == (pytest.approx(0.7), None), "neither an interval of seeds nor of one evaluation"
+    assert alone.final.value == pytest.approx(0.8)
 
 
 @pytest.mark.parametrize(("freedom", "quantile"), [(1, 12.706), (10, 2.228), (11, 2.201), (30, 2.042), (10_000, 1.960)])
@@ -121,8 +118,10 @@ def test_command_prints_tables_json_and_a_page(
     records: list[RunRecord], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     paths = [str(record.path) for record in records]
-    page = tmp_path / "page.html"
-    compare([*paths, "--html", str(page)])
+    page, link = tmp_path / "page.html", tmp_path / "link.html"
+    link.symlink_to(page)
+    compare([*paths, "--html", str(link)])
+    assert link.is_symlink()
     printed = capsys.readouterr().out
     assert "algorithm.learning_rate" in printed
     assert "0.8 \u00b1 0.25" in printed

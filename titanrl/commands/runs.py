@@ -123,7 +123,8 @@ def compare(argv: Sequence[str] | None = None, *, prog: str = "titanrl compare")
     shown = comparison.tables(variants, metrics)
     if arguments.html is not None:
         try:
-            comparison.write_comparison(arguments.html, records, arguments.metric)
+            page = comparison.comparison_page(records, arguments.metric)
+            arguments.html.write_text(page, encoding="utf-8")
         except OSError as error:
             _exit_unwritten("--html", arguments.html, error)
     if arguments.json:

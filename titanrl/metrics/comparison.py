@@ -1,11 +1,12 @@
 """Compare runs: their scores with confidence intervals, the configuration keys in which they differ, and their curves.
 
-Runs whose configurations differ only in `seed` are one variant. Its scores are means over the seeds; runs with equal seeds
-count as one, because they do not show how much the seed matters.
+Runs whose configurations differ only in `seed` are one variant, and its scores are means over the seeds. Runs with equal seeds
+are different variants, because only something outside of their configurations, such as a reward's code, makes them differ.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median, stdev
@@ -16,7 +17,7 @@ import yaml
 from titanrl.base.errors import TitanRLError
 from titanrl.config.source import parse
 from titanrl.metrics.reading import RunRecord, flat
-from titanrl.metrics.report import frozen_run, write_page
+from titanrl.metrics.report import frozen_page, frozen_run
 from titanrl.metrics.series import Rows, count, ends_of, heldout_tasks, phase_seconds, series
 from titanrl.metrics.views import RunView, unit_of
 
@@ -68,26 +69,14 @@ class ComparedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """Runs whose configurations differ only in the seed, or not at all."""
+    """Runs whose configurations differ only in the seed."""
 
     runs: Sequence[ComparedRun]
 
     @property
-    def num_seeds(self) -> int:
-        """Number of different seeds."""
-        return len({run.seed for run in self.runs})
-
-    @property
     def name(self) -> str:
-        """Name of the first run, and the numbers of runs and seeds if there are several."""
-        first, num_runs, num_seeds = self.runs[0].name, len(self.runs), self.num_seeds
-        if num_runs == 1:
-            return first
-        return (
-            f"{first} ({num_seeds} seeds)"
-            if num_runs == num_seeds
-            else f"{first} ({num_runs} runs of {count_of_seeds(num_seeds)})"
-        )
+        """Name of the first run, and the number of seeds if there are several."""
+        return self.runs[0].name if len(self.runs) == 1 else f"{self.runs[0].name} ({len(self.runs)} seeds)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,8 +136,10 @@ def _short(path: Path, paths: Sequence[Path]) -> str:
 def variants_of(runs: Sequence[ComparedRun]) -> list[Variant]:
     """Group the runs that differ only in the seed, in the order of their first runs."""
     groups: dict[object, list[ComparedRun]] = {}
+    num_alike = Counter[object]()
     for run in runs:
-        groups.setdefault(run.identity, []).append(run)
+        num_alike[run.identity, run.seed] += 1
+        groups.setdefault((run.identity, num_alike[run.identity, run.seed]), []).append(run)
     return [Variant(runs=found) for found in groups.values()]
 
 
@@ -170,7 +161,7 @@ def score(variant: Variant, metric: str) -> Score | None:
     ends = {run.path: (points[0][1], points[-1][1]) if is_evaluation else ends_of(points)[:2] for run, points in found}
     bests = {run.path: (min if lowest else max)(points, key=lambda point: point[1]) for run, points in found}
     runs = [run for run, _ in found]
-    finals = _of_seeds(runs, lambda run: ends[run.path][1])
+    finals = [ends[run.path][1] for run in runs]
     if len(finals) > 1:
         ci95 = _t_975(len(finals) - 1) * stdev(finals) / math.sqrt(len(finals))
         final = Estimate(fmean(finals), ci95)
@@ -178,20 +169,12 @@ def score(variant: Variant, metric: str) -> Score | None:
         own = series(runs[0].rows, f"{metric}_ci95") if len(runs) == 1 else []
         final = Estimate(finals[0], own[-1][1] if own else None)
     return Score(
-        first=fmean(_of_seeds(runs, lambda run: ends[run.path][0])),
+        first=fmean(ends[run.path][0] for run in runs),
         final=final,
-        best=fmean(_of_seeds(runs, lambda run: bests[run.path][1])),
+        best=fmean(value for _, value in bests.values()),
         best_step=median(step for step, _ in bests.values()),
         num_seeds=len(finals),
     )
-
-
-def _of_seeds(runs: Sequence[ComparedRun], value: Callable[[ComparedRun], float]) -> list[float]:
-    """Return one value per seed, the mean of its runs."""
-    seeds: dict[str, list[float]] = {}
-    for run in runs:
-        seeds.setdefault(run.seed, []).append(value(run))
-    return [fmean(values) for values in seeds.values()]
 
 
 def _t_975(freedom: int) -> float:
@@ -227,7 +210,7 @@ def tables(variants: Sequence[Variant], metrics: Sequence[str]) -> list[Table]:
             if summary is None:
                 rows.append((variant.name, "-", "-", "-", "-"))
                 continue
-            missing = "" if summary.num_seeds == variant.num_seeds else f" (of {count_of_seeds(summary.num_seeds)})"
+            missing = "" if summary.num_seeds == len(variant.runs) else f" (of {count_of_seeds(summary.num_seeds)})"
             best = f"{summary.best:.4g}", f"{summary.best_step:g}"
             rows.append((variant.name, f"{summary.first:.4g}", f"{summary.final}{missing}", *best))
         found.append(Table(metric, ("run", "first", "final", "best", "at step"), rows))
@@ -308,15 +291,14 @@ def compared(views: Sequence[RunView], more: Sequence[str] = ()) -> dict[str, An
     }
 
 
-def write_comparison(path: Path, records: Sequence[RunRecord], more: Sequence[str] = ()) -> None:
-    """Write the page that compares runs: the tables, and the curves of each metric.
+def comparison_page(records: Sequence[RunRecord], more: Sequence[str] = ()) -> str:
+    """Return the page that compares runs: the tables, and the curves of each metric.
 
     Raises:
-        OSError: The file cannot be written.
         TitanRLError: The runs cannot be compared; see `read_runs`.
     """
     paths = [record.path.resolve() for record in records]
     views = [RunView(record.path, _short(own, paths)) for record, own in zip(records, paths, strict=True)]
     found = compared(views, more)
     data = {"page": "#/compare", "compare": {**found, "run_names": [view.name for view in views]}}
-    write_page(path, {**data, "runs": {view.name: frozen_run(view, curves_only=True) for view in views}})
+    return frozen_page({**data, "runs": {view.name: frozen_run(view, curves_only=True) for view in views}})

@@ -75,16 +75,12 @@ def write_report(run_dir: Path, summary: Mapping[str, str]) -> Path:
     run["run"]["outcome"] = summary.get("outcome", "")
     run["run"]["facts"] |= {label: text for label, text in summary.items() if label != "outcome"}
     report = run_dir / "report.html"
-    write_page(report, {"page": f"#/run/{view.name}", "name": view.name, "runs": {view.name: run}})
+    replace_text(report, frozen_page({"page": f"#/run/{view.name}", "name": view.name, "runs": {view.name: run}}))
     return report
 
 
-def write_page(path: Path, data: Json) -> None:
-    """Write the page with its data.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+def frozen_page(data: Json) -> str:
+    """Return the page with its data, which needs no server."""
     style, script = page_file("board.css"), page_file("board.js")
     rules = f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; img-src data:"
     # "<" is escaped, so that no data can close the element that contains them.
@@ -99,7 +95,7 @@ def write_page(path: Path, data: Json) -> None:
         before, found, after = page.partition(old)
         assert found, f"board.html has no {old}"
         page = before + new + after
-    replace_text(path, page)
+    return page
 
 
 def _hash(text: str) -> str:
