@@ -6,8 +6,8 @@ class TitanRLError(Exception):
 
 
 USER_ERRORS = (Exception, SystemExit, KeyboardInterrupt)
-"""What user code may raise in a process of a run, where no signal raises `KeyboardInterrupt`. The last two would end the event
-loop."""
+"""Exceptions that user code may raise in a process of a run, where no signal raises `KeyboardInterrupt`. The last two would end
+the event loop."""
 
 
 def describe(error: BaseException) -> str:
