@@ -52,9 +52,6 @@ def batch_advantages(
     The advantage of a completion depends on its reward and on the rewards of its group, but not on their order. The REINFORCE++
     estimators also standardize the result of `group_advantages` over the batch, for which `num_sampled` are the numbers of loss
     tokens of the completions.
-
-    Raises:
-        ValueError: See `group_advantages`.
     """
     known: dict[tuple[float, ...], dict[float, float]] = {}  # many groups have the same rewards, in some order
     advantages = []
@@ -211,9 +208,6 @@ def decoupled_advantages(groups: Iterable[GroupRewards], *, std_ddof: int = 0, e
     The paper (arXiv:2601.05242) also subtracts the mean over the completions of the batch. That mean is 0, because the
     normalized values of each reward component sum to 0 in a group, and so does their weighted sum. For the same reason, a group
     whose components are all equal has advantages of exactly 0.
-
-    Raises:
-        ValueError: See `gdpo`.
     """
     sums = [gdpo(group, std_ddof=std_ddof, eps=eps) for group in groups]
     flat = [value for group in sums for value in group]
@@ -261,8 +255,7 @@ def checked_advantages(
 ) -> tuple[Unit, list[list[float]]]:
     """Call a user-defined advantage for one group and check the result; `name` is for error messages.
 
-    Returns:
-        Granularity of the advantages, and for each completion the list of its advantages: one, or one per turn or token.
+    Return the granularity of the advantages, and those of each completion: one, or one per turn or token.
 
     Raises:
         ValueError: The function raised, or did not return one finite number per completion, turn or token.
@@ -358,9 +351,6 @@ def turn_advantages(
 
     With `state_weight`, the estimator is applied to the returns of the turns of a group that have the same state, also of one
     rollout, and the result times `state_weight` is added to the advantage of the rollout. Source: GiGPO (arXiv:2505.10978).
-
-    Raises:
-        ValueError: See `group_advantages`.
     """
     advantages = []
     for group in groups:
@@ -388,9 +378,6 @@ def token_advantages(records: RecordTable, method: str, *, discount: float = 1.0
     For each t, the estimator is applied to the returns of the t-th tokens of a group. A rollout with fewer tokens is
     represented by the return of its last token. With a reward only at the last token and discount 1, each token thus has the
     advantage of its rollout. The REINFORCE++ estimators standardize over the tokens of the batch.
-
-    Raises:
-        ValueError: See `group_advantages`.
     """
     values: list[list[float]] = []  # of all tokens, by group
     for returns_GL, num_tokens_G in _token_returns(records, discount):
@@ -438,11 +425,8 @@ def custom_advantages(
 ) -> tuple[DoubleArray, Spans | None]:
     """Call a user-defined advantage for each group.
 
-    Returns:
-        The advantage of each rollout, `[N]`, and the token advantages if any group has advantages per turn or token.
-
-    Raises:
-        ValueError: The function raised, or its result does not follow `contracts.Advantage`.
+    Return the advantage of each rollout, `[N]`, and the token advantages if any group has advantages per turn or token. Raise
+    `ValueError` if the function raised, or its result does not follow `contracts.Advantage`.
     """
     returned = [checked_advantages(advantage, group, name) for group in groups]
     if all(unit == "rollout" for unit, _ in returned):

@@ -81,7 +81,7 @@ def plan_batch(
         rows_per_microbatch: Maximum number of rows of a rank.
         dp_size: Number of data-parallel ranks.
         share_prompts: Store the prompt of a group once per row, for all its sequences in that row, unless that takes more rows.
-        weight_of: Weight of a reward component in the summed reward, see `WeightOf`.
+        weight_of: Weight of a reward component.
         by_task: Estimators of the tasks, by task index; by default the built-in one that `algorithm` names. Groups of tasks
             with equal estimators are standardized together.
         advantages_N: Advantages of all rollouts, with the groups in prompt order; None computes them from these groups.

@@ -21,8 +21,7 @@ value is for a hidden size of 1024."""
 def pack(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
     """Pack sequences into rows of at most `row_tokens` tokens with best-fit decreasing. Ties are broken by index.
 
-    Returns:
-        Rows as lists of indices into `lengths`. Their number is at most 11/9 of the optimum, plus one.
+    Return the rows as lists of indices into `lengths`. Their number is at most 11/9 of the optimum, plus one.
 
     Raises:
         ValueError: A sequence is longer than a row.

@@ -78,17 +78,10 @@ def preflight(
 ) -> tuple[Selection, ...]:
     """Check that a run of this configuration can start on this machine, without starting or writing anything.
 
-    Warnings are printed to stderr. With the source, messages name lines and overrides. Return the rows of the prompts by use.
-
-    Args:
-        config: Configuration.
-        source: Source of the configuration.
-        plugins: User-defined objects; by default those named in the configuration.
-        training: True to check the requirements of a trainer.
-        sampling: True to check the requirements of generators.
-        rollouts: True to check the prompts, which a session without rollouts does not use.
-        is_resumed: True for a run that continues in its own directory.
-        meanwhile: Function to call while child processes check data and user-defined objects.
+    Warnings are printed to stderr. With the source, messages name lines and overrides. The requirements of a trainer
+    (`training`), of generators (`sampling`) and of prompts (`rollouts`) can be left out. A resumed run continues in its own
+    directory. `meanwhile` is called while child processes check data and user-defined objects, which by default are those named
+    in the configuration. Return the rows of the prompts by use.
 
     Raises:
         ConfigError: The run cannot start. The error lists all reasons.

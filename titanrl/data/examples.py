@@ -170,11 +170,8 @@ class Examples:
     ) -> float | None:
         """Return the cross-entropy of held-out examples, in nats; None without any.
 
-        It is the mean over the trained tokens of the first `evaluation.num_prompts` of them.
-
-        Args:
-            forward: Computes the loss `cross_entropy` of data.
-            config: Configuration with examples.
+        It is the mean over the trained tokens of the first `evaluation.num_prompts` of them. `forward` computes the loss
+        `cross_entropy` of data.
         """
         assert config.example_set is not None
         heldout = self.heldout[: config.evaluation.num_prompts]

@@ -290,9 +290,8 @@ class Mixture:
     def state_dict(self, *, untrained: Collection[int] = (), from_index: int | None = None) -> dict[str, Any] | None:
         """Return the state from which a resumed run continues; None if there is no state.
 
-        Args:
-            untrained: Positions of groups in batches that were not trained on.
-            from_index: Position from which everything is sampled again; None if finished groups are kept.
+        `untrained` are positions of groups in batches that were not trained on. Everything is sampled again from the position
+        `from_index` on; None keeps finished groups.
         """
         if not self.has_state:
             return None
@@ -314,11 +313,8 @@ class Mixture:
     def load_state_dict(self, state: Mapping[str, Any] | None) -> bool:
         """Restore a state. Call this before any other method.
 
-        Counts, stream indices and sampler states are matched to tasks by name.
-
-        Returns:
-            False if the tasks or their levels have changed. Unfinished positions then get other prompts, and finished groups
-            cannot be used.
+        Counts, stream indices and sampler states are matched to tasks by name. Return False if the tasks or their levels have
+        changed. Unfinished positions then get other prompts, and finished groups cannot be used.
         """
         names = [task.name for task in self._tasks]
         if state is None:

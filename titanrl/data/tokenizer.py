@@ -192,15 +192,10 @@ class Tokenizer:
     ) -> str:
         """Return the text of a conversation in the chat template, for `encode_chat`.
 
-        The text of special tokens in messages and tools is replaced by marks, which `encode_chat` encodes as that text. The
-        same text always has the same mark, so the texts of a conversation and of its start can be compared.
-
-        Args:
-            messages: The conversation.
-            reply_follows: True to add the start of the assistant's reply.
-            tools: JSON schemas of the functions that the policy may call.
-            options: Other variables of the template, such as `enable_thinking`.
-            control_tokens: True to encode the text of a special token in the messages as the token.
+        The text of special tokens in messages and tools is replaced by marks, which `encode_chat` encodes as that text; with
+        `control_tokens`, it becomes the token. The same text always has the same mark, so the texts of a conversation and of
+        its start can be compared. With `reply_follows`, the text ends with the start of the assistant's reply. `tools` are the
+        JSON schemas of functions, and `options` other variables of the template, such as `enable_thinking`.
 
         Raises:
             ValueError: The template rejects the conversation, or an option cannot be set.

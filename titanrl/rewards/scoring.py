@@ -221,10 +221,7 @@ def in_turns(
     """Add the reward of each turn of an episode to its last sampled token, and the rewards of its tokens to the turn.
 
     `turns` are in order. One without sampled tokens adds its reward to the last token of the previous turn, or to the episode's
-    first one; an episode has at least one.
-
-    Returns:
-        Rewards of all sampled tokens, and the turns with their new rewards.
+    first one; an episode has at least one. Return the rewards of all sampled tokens, and the turns with their new rewards.
     """
     sampled = [np.cumsum(segment.mask) for segment in segments]
     before = np.cumsum([0, *(int(counts[-1]) for counts in sampled)])
