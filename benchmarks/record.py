@@ -46,7 +46,7 @@ SPANS_PER_STEP = 150
 NUM_SKIPPED = 10
 """Steps at the start of a run that are not measured."""
 BOARD = (sys.executable, "-m", "titanrl.cli", "board")
-PAGE_S, NUM_VISIBLE = 1.0, 9
+PAGE_S, NUM_VISIBLE = 1.5, 9
 """Seconds between two updates of a page, and charts that a window of 1400 times 1000 pixels shows."""
 NEEDLE = "a planted Needle"
 SEARCHES: Mapping[str, Callable[[RunRecord], object]] = {
@@ -177,6 +177,7 @@ def follow(address: str) -> None:
     client = httpx.Client(base_url=url, headers={"x-api-key": key}, timeout=60)
     with client, client.stream("GET", "/api/changes") as changes:
         asked, known, state = 0.0, [""], ""
+        client.post("/api/steer", json={"run": "run"})  # later only when the run was steered
         for line in changes.iter_lines():
             if not line.startswith("data: ") or time.monotonic() < asked + PAGE_S:
                 continue
@@ -185,7 +186,6 @@ def follow(address: str) -> None:
             names = [name for panel in shown["panels"][:NUM_VISIBLE] for name in panel["labels"]]
             charts = client.post("/api/charts", json={"run": "run", "name": names, "since": state if names == known else ""})
             known, state = names, charts.json()["state"]
-            client.post("/api/steer", json={"run": "run"})
 
 
 def cpu_s(work: Callable[[], object]) -> float:

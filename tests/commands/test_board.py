@@ -25,7 +25,7 @@ from tests.run.test_explanation import written
 from tests.serving.servers import Server, serving
 from titanrl.base.control import listen
 from titanrl.commands.runs import board, explained
-from titanrl.serving.runs import ROUTES, Board
+from titanrl.serving.runs import REQUESTS, ROUTES, Board
 
 KEY = "a-key-of-the-board"
 
@@ -66,7 +66,7 @@ def test_page_needs_no_key_and_contains_no_data(server: Server) -> None:
         assert KEY not in reply.text
 
 
-@pytest.mark.parametrize("path", [*ROUTES, "changes", "nothing"])
+@pytest.mark.parametrize("path", [*ROUTES, *REQUESTS, "changes", "nothing"])
 def test_data_need_the_key(server: Server, path: str) -> None:
     for key in ("", "wrong", KEY[:-1], KEY + "x"):
         reply = ask(server, path, key="", headers={"x-api-key": key, "authorization": ""}, run="a")

@@ -1,21 +1,25 @@
 """Standard streams, signal handlers and arguments of the commands. A closed or full output does not stop a command."""
 
 import argparse
+import asyncio
 import io
+import logging
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that terminate a command."""
 QUIET_S = 3.0
 """Time in seconds after which a command says what it is waiting for."""
+
+T = TypeVar("T")
 
 _is_ending = False
 
@@ -115,3 +119,34 @@ class _LastingFile(io.FileIO):
             os.close(nowhere)
             self._on_failure(error)
             return len(data)
+
+
+async def until_signal(work: Coroutine[Any, Any, T]) -> tuple[T | None, int]:
+    """Await work until a signal cancels it; return its result, and the exit code. A second signal exits the process at once."""
+    task, loop, code = asyncio.create_task(work), asyncio.get_running_loop(), 0
+
+    def end(number: int, frame: FrameType | None) -> None:
+        nonlocal code
+        code = 128 + number
+        exit_on_signals()
+        loop.call_soon_threadsafe(task.cancel)
+
+    handle_ending(end)
+    try:
+        return await task, code
+    except asyncio.CancelledError:
+        logging.getLogger(__name__).info("interrupted")
+        return None, code
+
+
+@contextmanager
+def original_stderr() -> Iterator[TextIO]:
+    """Yield a stream to the original stderr. The body may redirect file descriptor 2, which this restores on exit."""
+    descriptor = os.dup(2)
+    stream = lasting_stream(descriptor)
+    try:
+        yield stream
+    finally:
+        stream.flush()
+        os.dup2(descriptor, 2)
+        os.close(descriptor)

@@ -71,12 +71,22 @@ def parts_of(run_dir: Path, kind: str = "*", process: str = "*") -> list[Part]:
     Links and other files that are no regular files are left out, because their readers could wait forever.
     """
     parts = []
-    for path in (run_dir / FOLDER).glob(f"{kind}-{process}.*.jsonl"):
-        name, _, number = path.stem.rpartition(".")
+    for entry in entries_of(run_dir):
+        name, _, number = entry.name.removesuffix(".jsonl").rpartition(".")
         its_kind, _, its_process = name.partition("-")
-        if number.isdecimal() and path.is_file() and not path.is_symlink():
-            parts.append(Part(its_kind, its_process, int(number), path))
+        is_asked = kind in ("*", its_kind) and process in ("*", its_process) and entry.name.endswith(".jsonl")
+        if is_asked and number.isdecimal() and entry.is_file(follow_symlinks=False):
+            parts.append(Part(its_kind, its_process, int(number), Path(entry.path)))
     return sorted(parts)
+
+
+def entries_of(run_dir: Path) -> list[os.DirEntry[str]]:
+    """Return what is in the folder of a run's record; nothing if there is no folder."""
+    try:
+        with os.scandir(run_dir / FOLDER) as entries:
+            return list(entries)
+    except OSError:
+        return []
 
 
 class RecordFile:

@@ -45,8 +45,6 @@ COLUMNS = {
 
 def board(argv: Sequence[str] | None = None, *, prog: str = "titanrl board") -> None:
     """Show runs in a browser until a signal ends the command."""
-    from titanrl.run import command  # imports Monarch
-
     parser = argparse.ArgumentParser(
         prog=prog,
         description="Show the runs of a folder in a browser, while they run: curves, rollouts, evaluations and timelines. Only "
@@ -61,10 +59,10 @@ def board(argv: Sequence[str] | None = None, *, prog: str = "titanrl board") -> 
     with refusing():
         if found := why_no_folder(arguments.folder):
             raise ConfigError(f"FOLDER: it {found} (got {arguments.folder}). Give a folder of runs, or the directory of a run.")
-    with command.original_stderr() as stderr:
+    with terminal.original_stderr() as stderr:
         err = rich.console.Console(file=stderr, soft_wrap=True)
         try:
-            _, code = asyncio.run(command.until_signal(_serve(arguments.folder, arguments.port)))
+            _, code = asyncio.run(terminal.until_signal(_serve(arguments.folder, arguments.port)))
         except OSError as error:
             err.print(f"error: --port {arguments.port}: {describe(error)}", markup=False, highlight=False)
             code = 1

@@ -511,12 +511,18 @@ def sections(path: str = "") -> Iterator[SectionKeys]:
 def live_keys(config: Config) -> dict[str, Any]:
     """Return the keys that can be changed during a run of this configuration, with their current values."""
     values: dict[str, Any] = {}
-    for section in sections():
-        for key in (key for key, node in section.keys.items() if is_live(node)):
-            for path in _paths(config, section.path.split(".") if section.path else []):
-                if config.sft is None or path.partition(".")[0] not in USED_BY_SFT:
-                    values[f"{path}.{key}"] = config.value_of(f"{path}.{key}")
+    for pattern, key in _live_patterns():
+        for path in _paths(config, pattern):
+            if config.sft is None or path.partition(".")[0] not in USED_BY_SFT:
+                values[f"{path}.{key}"] = config.value_of(f"{path}.{key}")
     return values
+
+
+@cache
+def _live_patterns() -> list[tuple[list[str], str]]:
+    """Return the path of the section of each live key, and its name. To look for them takes milliseconds."""
+    found = ((section, key) for section in sections() for key, node in section.keys.items() if is_live(node))
+    return [(section.path.split(".") if section.path else [], key) for section, key in found]
 
 
 def is_live(node: Node) -> bool:

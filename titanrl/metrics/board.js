@@ -4,7 +4,7 @@
 const FROZEN = JSON.parse(document.getElementById("frozen").textContent);  // null if the data are on the server
 const main = document.getElementById("main"), nav = document.getElementById("nav"), live = document.getElementById("live");
 const NUM_COLORS = 8, GROUPS = 30;
-const REFRESH_MS = 1000, MAX_SHARE = 0.25;  // shortest time between two updates of the page, and largest share of time for them
+const REFRESH_MS = 1500, MAX_SHARE = 0.25;  // shortest time between two updates of the page, and largest share of time for them
 const SILENCE_MS = 15000;  // a stalled run writes nothing, so its page is updated without a message, too
 
 // Elements
@@ -239,12 +239,12 @@ async function listPage() {
 function steering(run) {
   const status = h("span", { class: "muted small", role: "status" }), buttons = h("span", { class: "row" }), form = h("div");
   const act = async (action, values) => {
-    try { draw(await get("steer", { run: run.name, action, values })); } catch (error) { status.textContent = error.message; status.className = "failed-text small"; }
+    try { draw(await get("steer", { run: run.name, action, values }), action); } catch (error) { status.textContent = error.message; status.className = "failed-text small"; }
   };
-  const draw = (reply) => {
-    status.className = "muted small";
-    status.textContent = reply.text;
+  const draw = (reply, action) => {
     const isPaused = reply.state === "paused" || reply.state === "pausing";
+    status.className = "muted small";
+    status.textContent = isPaused || action !== "status" ? reply.text : "";  // the page shows the progress already
     const focused = buttons.contains(document.activeElement);
     put(buttons, h("button", { on: { click: () => act(isPaused ? "resume" : "pause") } }, isPaused ? "Continue" : "Pause"));
     if (focused) buttons.firstChild.focus();
@@ -270,7 +270,7 @@ const TABS = { overview: "Overview", charts: "All metrics", rollouts: "Rollouts"
 
 async function runPage(name, tab, query) {
   const top = h("div"), controls = h("div"), content = h("div");
-  let control = null;
+  let control = null, steered = 0;
   let run = null, part = null;
   const head = async () => {
     run = await get("run", { run: name });
@@ -292,8 +292,9 @@ async function runPage(name, tab, query) {
   await head();
   const steer = () => {
     if (FROZEN || run.state !== "running") { control = null; put(controls); }
-    else if (control) control.refresh();
-    else { control = steering(run); put(controls, control.node); }
+    else if (!control) { control = steering(run); put(controls, control.node); }
+    else if (run.steered !== steered) control.refresh();
+    steered = run.steered;
   };
   const makers = { overview: overviewTab, charts: chartsTab, rollouts: rolloutsTab, evaluations: evaluationsTab, timeline: timelineTab, events: eventsTab, config: configTab };
   part = await (makers[tab] ?? overviewTab)(content, run, query);

@@ -12,8 +12,9 @@ import signal
 import stat
 import sys
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, Unpack, cast
 
@@ -25,7 +26,7 @@ from pydantic import ValidationError
 from titanrl.base.control import LOCK_FILE
 from titanrl.base.files import DamagedError
 from titanrl.base.ownership import open_regular
-from titanrl.carriers.record import FOLDER, HOST, Part, decode, parts_of
+from titanrl.carriers.record import HOST, Part, decode, entries_of, parts_of
 from titanrl.config.dry_run import changed_keys
 from titanrl.config.schema import Config
 from titanrl.config.source import parse
@@ -57,6 +58,8 @@ SIGNALS: Mapping[Any, str] = {128 + number: number.name for number in (signal.SI
 """Names of the signals that interrupted a run, by its exit code."""
 FAULTS = frozenset({"fault", "stall", "host_lost", "respawn", "restart"})
 """Kinds of events that tell of a failure."""
+STEERED = frozenset({"set", "paused", "continued"})
+"""Kinds of events that tell of steering."""
 _AXES = ("step", "time", "tokens")
 _Column = npt.NDArray[np.float64]
 
@@ -252,9 +255,11 @@ class MetricTable:
         axes: list[Json] = []
         numbers: dict[bytes, int] = {}
         curves: dict[str, Json] = {}
+        drawn: list[tuple[Json, str, _Column]] = []  # with where they are shown
         for name in names:
-            has_value = ~np.isnan(self.column(name))
-            steps, values = self.values(name)
+            column = self.column(name)
+            has_value = ~np.isnan(column)
+            values = column[has_value]
             if not len(values):
                 continue
             width, kept = _width(len(values), size), int(np.count_nonzero(has_value[:unchanged]))
@@ -262,13 +267,16 @@ class MetricTable:
             key = has_value.tobytes()
             if key not in numbers:
                 numbers[key] = len(axes)
-                new = {axis: place[has_value][at * width :] for axis, place in places.items()}
-                axes.append({axis: _listed(_intervals(place, width)[0]) for axis, place in new.items()})
-            means, lows, highs = _intervals(values[at * width :], width)
-            curve: Json = {"axis": numbers[key], "at": at, "mean": _listed(means), "unit": unit_of(name)}
-            if width > 1:
-                curve |= {"low": _listed(lows), "high": _listed(highs)}
-            curves[name] = {**curve, "count": len(values), "ends": list(_ends(name, steps, values))}
+                axes.append({})
+                drawn += [
+                    (axes[-1], axis, _intervals(place[has_value][at * width :], width)[0]) for axis, place in places.items()
+                ]
+            ends = _ends(name, places["step"][has_value], values)
+            curves[name] = {"axis": numbers[key], "at": at, "unit": unit_of(name), "count": len(values), "ends": list(ends)}
+            found = zip(("mean", "low", "high"), _intervals(values[at * width :], width), strict=True)
+            drawn += [(curves[name], kind, part) for kind, part in found if width > 1 or kind == "mean"]
+        for (shown, kind, _), listed in zip(drawn, _listed([part for *_, part in drawn]), strict=True):
+            shown[kind] = listed
         return {"axes": axes, "curves": curves, **({} if since is None else {"state": self._state})}
 
 
@@ -298,13 +306,15 @@ def _intervals(values: _Column, width: int) -> tuple[_Column, _Column, _Column]:
     return sums / counts, np.minimum.reduceat(values, starts), np.maximum.reduceat(values, starts)
 
 
-def _listed(values: _Column) -> list[float | None]:
-    """Return values with six significant digits, which JSON writes shortly."""
+def _listed(columns: Sequence[_Column]) -> Iterator[list[float | None]]:
+    """Yield the values of columns with six significant digits, which JSON writes shortly. All are rounded at once."""
+    values = np.concatenate([np.zeros(0), *columns])
     with np.errstate(divide="ignore", invalid="ignore"):
         magnitude = np.where(values == 0, 0, np.floor(np.log10(np.abs(values))))
     digits = 10.0 ** np.clip(5 - magnitude, -300, 300)
-    rounded = np.round(values * digits) / digits
-    return [value if math.isfinite(value) else None for value in rounded.tolist()]
+    rounded = iter((np.round(values * digits) / digits).tolist())
+    for column in columns:
+        yield [value if math.isfinite(value) else None for value in islice(rounded, len(column))]
 
 
 class RunView:
@@ -316,6 +326,9 @@ class RunView:
         self.table = MetricTable(path / "metrics.jsonl")
         self._events = Followed(path / "events.jsonl")
         self._event_rows: list[Json] = []
+        self._places: list[tuple[str, int]] | None = None
+        self._starts: list[Json] = []
+        self._deleted: dict[str, int] = {}
         self._lock = threading.RLock()
 
     @property
@@ -353,7 +366,7 @@ class RunView:
     def _updated(self) -> float:
         """Return when the run last wrote to its files, in Unix seconds."""
         path = self.record.path
-        files = [path / "metrics.jsonl", path / "events.jsonl", path / "config.yaml", *(path / FOLDER).glob("*")]
+        files = [path / "metrics.jsonl", path / "events.jsonl", path / "config.yaml", *entries_of(path)]
         return max((found.st_mtime for file in files if (found := _status(file)) is not None), default=0.0)
 
     def summary(self) -> Json:
@@ -395,13 +408,30 @@ class RunView:
         found = re.search(r"^num_steps: (\d{1,15})$", self.record.config, re.MULTILINE)
         return int(found[1]) if found else None
 
+    def _read_parts(self) -> None:
+        """Read the starts and the numbers of deleted records, if the run has begun a part of its record since the last call.
+
+        Each start is a part of its own, and the first line of a part never changes.
+        """
+        places = sorted((entry.name, entry.inode()) for entry in entries_of(self.record.path))
+        if places == self._places:
+            return
+        newest = {(part.kind, part.process): part for part in parts_of(self.record.path)}
+        headers = [(kind, _header(part)) for (kind, _), part in newest.items()]
+        self._starts, self._deleted = self.record.starts(), {}
+        for kind, header in headers:
+            dropped = header.get("dropped")
+            if isinstance(dropped, int) and dropped:
+                self._deleted[kind] = self._deleted.get(kind, 0) + dropped
+        self._places = places if all(header for _, header in headers) else None  # a process is writing a first line
+
     def overview(self) -> Json:
         """Return the first page of the run: state, what needs attention, key figures, charts and configuration."""
         with self._lock:
             self.table.refresh()
             table, events = self.table, self.events
             steps = self.table.column("step")
-            starts = self.record.starts()
+            self._read_parts()
             return {
                 **self.state(),
                 "name": self.name,
@@ -412,8 +442,9 @@ class RunView:
                 "figures": _figures(table),
                 "panels": _panels(table),
                 "metrics": [[name, unit_of(name)] for name in table.names],
-                "facts": _facts(starts[-1] if starts else {}, _deleted(self.record.path)),
-                "starts": len(starts),
+                "facts": _facts(self._starts[-1] if self._starts else {}, self._deleted),
+                "starts": len(self._starts),
+                "steered": sum(event["kind"] in STEERED for event in events),
                 "last_step_time": table.newest("time"),
                 "step_s": table.newest("time/step_s"),
                 "evaluations": sum(len(table.values(f"eval/{task}/mean")[1]) for task in _tasks(tuple(table.names))),
@@ -548,31 +579,19 @@ def _processes(run_dir: Path) -> dict[str, Json]:
     """Return host, process id and start of each process, of a replaced one the newest, from the first lines of its spans."""
     found: dict[str, Json] = {}
     for part in parts_of(run_dir, "spans"):
-        for header in _header(part):
-            pid = header.get("pid")
-            if found.get(part.process, {}).get("pid") != pid:
-                found[part.process] = {"host": str(header.get("host", "")), "pid": pid, "since": header.get("time")}
+        header = _header(part)
+        if header and found.get(part.process, {}).get("pid") != header.get("pid"):
+            found[part.process] = {"host": str(header.get("host", "")), "pid": header.get("pid"), "since": header.get("time")}
     return dict(sorted(found.items(), key=lambda each: each[1]["since"] or 0.0))
 
 
-def _deleted(run_dir: Path) -> dict[str, int]:
-    """Return the number of deleted records by kind, from the first lines of the newest parts."""
-    deleted: dict[str, int] = {}
-    for part in {(part.kind, part.process): part for part in parts_of(run_dir)}.values():
-        for header in _header(part):
-            if isinstance(header.get("dropped"), int) and header["dropped"]:
-                deleted[part.kind] = deleted.get(part.kind, 0) + header["dropped"]
-    return deleted
-
-
-def _header(part: Part) -> list[Json]:
-    """Return the first line of a part; none if it cannot be read."""
+def _header(part: Part) -> Json:
+    """Return the first line of a part; an empty one if it cannot be read."""
     try:
         with open(part.path, "rb", opener=open_regular) as file:
-            header = decode(file.readline())
+            return decode(file.readline()) or {}
     except FileNotFoundError:  # deleted to keep the size limit
-        return []
-    return [] if header is None else [header]
+        return {}
 
 
 def _longest(states: Sequence[State]) -> list[State]:
@@ -583,10 +602,10 @@ def _longest(states: Sequence[State]) -> list[State]:
     return [state for state in states if state.seconds > shortest]
 
 
-def _status(path: Path) -> os.stat_result | None:
+def _status(path: Path | os.DirEntry[str]) -> os.stat_result | None:
     """Return the status of a regular file; None if there is none."""
     try:
-        status = path.lstat()
+        status = path.stat(follow_symlinks=False)
     except OSError:
         return None
     return status if stat.S_ISREG(status.st_mode) else None

@@ -18,7 +18,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, TextIO, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import rich.console
 
@@ -113,7 +113,7 @@ def run(kind: type[Run], config: Config, resume: Path | None, source: Source, *,
     Raises:
         ConfigError: A file or device named by the configuration is missing; nothing was started.
     """
-    with original_stderr() as stderr:
+    with terminal.original_stderr() as stderr:
         err = rich.console.Console(file=stderr, soft_wrap=True)
         console = Console(config.logging.console, total_steps=config.num_steps, title=config.name, err=err)
         code, cause = 1, ""
@@ -253,24 +253,6 @@ def start_watchdog(code: int, cause: str, err: rich.console.Console, limit_s: fl
     return watchdog
 
 
-async def until_signal(work: Coroutine[Any, Any, T]) -> tuple[T | None, int]:
-    """Await work until a signal cancels it; return its result, and the exit code. A second signal exits the process at once."""
-    task, loop, code = asyncio.create_task(work), asyncio.get_running_loop(), 0
-
-    def end(number: int, frame: FrameType | None) -> None:
-        nonlocal code
-        code = 128 + number
-        terminal.exit_on_signals()
-        loop.call_soon_threadsafe(task.cancel)
-
-    terminal.handle_ending(end)
-    try:
-        return await task, code
-    except asyncio.CancelledError:
-        logging.getLogger(__name__).info("interrupted")
-        return None, code
-
-
 def run_session(
     work: Callable[[Console], Coroutine[Any, Any, T]], *, title: str, folder: Path, mode: ConsoleMode = "plain"
 ) -> tuple[T | None, int]:
@@ -278,30 +260,17 @@ def run_session(
 
     The logs are in `folder`, which is deleted at the end, except after an error.
     """
-    with original_stderr() as stderr:
+    with terminal.original_stderr() as stderr:
         err = rich.console.Console(file=stderr, soft_wrap=True)
         console = Console(mode, total_steps=0, title=title, out=err, err=err)
         try:
             with log_to(folder / "controller.log"), temporary_folder():
-                found = asyncio.run(until_signal(work(console)))
+                found = asyncio.run(terminal.until_signal(work(console)))
         except Exception as error:  # top level of the program: the user sees the cause, the log has the traceback
             err.print(f"error: {describe(error)}. The logs are in {folder}", markup=False, highlight=False)
             return None, 1
     shutil.rmtree(folder, ignore_errors=True)
     return found
-
-
-@contextlib.contextmanager
-def original_stderr() -> Iterator[TextIO]:
-    """Yield a stream to the original stderr. `log_to` redirects only file descriptor 2, which this restores on exit."""
-    descriptor = os.dup(2)
-    stream = terminal.lasting_stream(descriptor)
-    try:
-        yield stream
-    finally:
-        stream.flush()
-        os.dup2(descriptor, 2)
-        os.close(descriptor)
 
 
 @contextlib.contextmanager

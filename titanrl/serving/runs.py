@@ -7,7 +7,7 @@ cannot set; a browser would send a cookie to every port of the host.
 import asyncio
 import hmac
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -110,9 +110,9 @@ class Board(Endpoint):
         if path == "/api/changes":
             await unless_disconnected(self._stream(response), receive)
             return
-        handle = ROUTES.get(path.removeprefix("/api/"))
-        if handle is None:
-            raise Refused(f"path: must be /api/ and one of {', '.join(ROUTES)} (got {path[:200]!r})", status=404)
+        name = path.removeprefix("/api/")
+        if name not in ROUTES and name not in REQUESTS:
+            raise Refused(f"path: must be /api/ and one of {', '.join([*ROUTES, *REQUESTS])} (got {path[:200]!r})", status=404)
         if method != "POST":
             raise Refused(f"method: must be POST (got {method[:20]!r})", status=405)
         body = await read_body(headers, receive, limit=MAX_BODY_BYTES, limit_s=BODY_S)
@@ -121,7 +121,10 @@ class Board(Endpoint):
         except ValidationError as error:
             first = error.errors()[0]
             raise Refused(f"{'.'.join(map(str, first['loc']))}: {first['msg']}", status=400) from error
-        text = await asyncio.to_thread(lambda: encode(handle(self, asked)))
+        if name in REQUESTS:
+            text = encode(await REQUESTS[name](self, asked))
+        else:
+            text = await asyncio.to_thread(lambda: encode(ROUTES[name](self, asked)))
         await response.send(text.encode(), [(b"content-type", JSON), *HEADERS])
 
     async def _stream(self, response: Response) -> None:
@@ -228,18 +231,18 @@ def _compare(board: Board, asked: Asked) -> Any:
         raise Refused(str(error), status=400) from error
 
 
-def _steer(board: Board, asked: Asked) -> Any:
+async def _steer(board: Board, asked: Asked) -> Any:
     """Send a request to a run; see `titanrl.base.control.steer`."""
     try:
-        return asyncio.run(steer(_view(board, asked).record.path, asked.action, asked.values))
+        return await steer(_view(board, asked).record.path, asked.action, asked.values)
     except SteeringError as error:
         raise Refused(str(error), status=409) from error
 
 
-def _stacks(board: Board, asked: Asked) -> Any:
+async def _stacks(board: Board, asked: Asked) -> Any:
     """Return the stacks of the processes of a run on this host."""
     try:
-        return {"text": asyncio.run(stacks_of(_view(board, asked).record.path))}
+        return {"text": await stacks_of(_view(board, asked).record.path)}
     except TitanRLError as error:
         raise Refused(str(error), status=409) from error
 
@@ -266,10 +269,10 @@ ROUTES: Mapping[str, Callable[[Board, Asked], Any]] = {
     "config": lambda board, asked: _view(board, asked).configuration(),
     "compare": _compare,
     "explain": _explain,
-    "steer": _steer,
-    "stacks": _stacks,
 }
-"""Functions that answer requests, by path below `/api/`."""
+"""Functions that read files to answer a request, by path below `/api/`."""
+REQUESTS: Mapping[str, Callable[[Board, Asked], Awaitable[Any]]] = {"steer": _steer, "stacks": _stacks}
+"""Functions that ask other processes to answer a request."""
 
 
 def _is_shown(change: watchfiles.Change, path: str) -> bool:
