@@ -70,6 +70,16 @@ def test_text_is_found_in_prompts_completions_messages_and_errors(tmp_path: Path
         assert places(run.search(text)) == [], text
 
 
+def test_text_is_found_in_lines_of_earlier_versions(tmp_path: Path) -> None:
+    write(tmp_path, group(0, completion("caf\u00e9")))
+    (part,) = parts_of(tmp_path)
+    first, new = part.path.read_bytes().splitlines(keepends=True)
+    old = json.dumps({**json.loads(new), "index": 1}).encode() + b"\n"  # with escapes
+    assert (b"caf\xc3\xa9" in new, b"caf\\u00e9" in old) == (True, True)
+    part.path.write_bytes(first + new + old)
+    assert places(RunRecord(tmp_path).search("CAF\u00e9")) == [(0, 0), (1, 0)]
+
+
 def test_all_conditions_must_be_met(tmp_path: Path) -> None:
     parts: list[dict[str, float | None]] = [{"format": 1.0, "length": -2.0}, {"format": 0.0}, {"format": None}]
     completions = [completion("a", 1.0, reward_parts=parts[0]), completion("b", 0.25, reward_parts=parts[1])]

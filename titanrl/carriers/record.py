@@ -16,11 +16,13 @@ import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from pydantic_core import to_json
 
 from titanrl.base.files import naming, sync_file, sync_folder
 from titanrl.base.ownership import open_regular
@@ -136,11 +138,15 @@ class RecordFile:
         at = self._end
         self._end += len(content)
         self._add(0, content)
-        types = {name: column.dtype.newbyteorder("<").str for name, column in columns.items()}
+        types = _types(tuple((name, column.dtype) for name, column in columns.items()))
         return {"at": at, "count": count, "crc32": zlib.crc32(content), "types": types}
 
     def _add_line(self, values: Mapping[str, Any]) -> None:
-        self._add(1, (encode(values) + "\n").encode())
+        try:
+            line = to_json(values, inf_nan_mode="null")
+        except ValueError:  # such as half of a surrogate pair, which UTF-8 cannot express
+            line = encode(values).encode()
+        self._add(1, line + b"\n")
 
     def _add(self, file: int, content: bytes) -> None:
         self._pending[file].append(content)
@@ -185,6 +191,12 @@ class RecordFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._lines, self._num_bytes, self._end = path.open("xb", buffering=0), 0, 0
         self._add_line({"format": FORMAT, "time": time.time(), "host": HOST, "pid": os.getpid(), "dropped": num_dropped})
+
+
+@lru_cache
+def _types(dtypes: tuple[tuple[str, np.dtype[Any]], ...]) -> Mapping[str, str]:
+    """Return the types of columns by name, as lines contain them."""
+    return {name: dtype.newbyteorder("<").str for name, dtype in dtypes}
 
 
 def _write(file: BinaryIO, content: bytes) -> None:

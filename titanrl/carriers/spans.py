@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from titanrl.carriers.record import BATCH_S, MAX_QUEUED, Record, RecordFile, share
 
@@ -32,11 +32,8 @@ IDLE = "idle"
 """Name of the wait of a process in which no other span is open: it waits for a request."""
 
 
-class _Key(NamedTuple):
-    name: str
-    kind: Kind
-    step: int | None
-    version: int | None
+_Key = tuple[str, Kind, int | None, int | None]
+"""Name, kind, step and version of spans that are merged."""
 
 
 @dataclass(slots=True)
@@ -67,43 +64,46 @@ class Timeline:
         self._file, self._is_server = file, is_server
         self._lock = threading.RLock()  # a collected coroutine ends its span at any allocation, also in these methods
         self._lanes: dict[_Key, _Lane] = {}
-        self._written: list[Record] = []  # since the thread wrote
+        self._written: list[tuple[_Key, float, float, float, int]] = []  # since the thread wrote: start, end, busy_s and count
         self._num_lost = 0
         self._num_open = 0
-        self._idle = _Key(IDLE, "wait", None, None)
         self._epoch = time.time() - time.perf_counter()
         self._due, self._closing = threading.Event(), threading.Event()
+        self._idle_since = time.perf_counter()
         self._thread = threading.Thread(target=self._run, name="spans", daemon=True)
         self._thread.start()
-        if is_server:
-            self._open(self._idle, time.perf_counter())
 
     def begin(self, key: _Key) -> None:
         """Open a span."""
         now = time.perf_counter()
         with self._lock:
             self._num_open += 1
-            if self._is_server and self._num_open == 1:
-                self._close(self._idle, now)
+            if self._num_open == 1 and self._is_server:
+                self._end_idle(now)
             self._open(key, now)
 
     def end(self, key: _Key) -> None:
         """Close a span that `begin` opened."""
         now = time.perf_counter()
         with self._lock:
+            lane = self._lanes[key]
+            lane.num_open -= 1
+            lane.count += 1
+            if lane.num_open == 0:
+                lane.busy_s += now - lane.since
+                lane.end = now
+            elif now - lane.start > LONGEST_S:
+                self._write(key, lane, now)
             self._num_open -= 1
-            self._close(key, now)
-            if self._is_server and self._num_open == 0:
-                self._open(self._idle, now)
+            if self._num_open == 0:
+                self._idle_since = now
         if not self._due.is_set():
             self._due.set()
 
     def add(self, name: str, start: float) -> None:
         """Add a span from a past time in Unix seconds until now."""
-        now, key = time.perf_counter(), _Key(name, "work", None, None)
         with self._lock:
-            self._open(key, start - self._epoch)
-            self._close(key, now)
+            self._add((name, "work", None, None), start - self._epoch, time.perf_counter())
 
     def close(self) -> None:
         """Write all spans, the open ones until now."""
@@ -120,13 +120,16 @@ class Timeline:
             is_closed = self._closing.is_set()  # after `clear`, which may undo the `set` of a `close`
             now = time.perf_counter()
             with self._lock:
+                if is_closed and self._num_open == 0 and self._is_server:
+                    self._end_idle(now)
                 for key, lane in list(self._lanes.items()):
                     if lane.num_open == 0 or is_closed:
                         self._write(key, lane, now if lane.num_open else lane.end)
-                records, self._written = self._written, []
-                if self._num_lost:
-                    records.append(({"lost": self._num_lost}, {}))
-                    self._num_lost = 0
+                written, self._written = self._written, []
+                num_lost, self._num_lost = self._num_lost, 0
+            records: list[Record] = [(self._line(*each), {}) for each in written]
+            if num_lost:
+                records.append(({"lost": num_lost}, {}))
             try:
                 self._file.append(*records)
             except OSError as error:
@@ -134,7 +137,18 @@ class Timeline:
                 return
         self._file.close()
 
-    def _open(self, key: _Key, now: float) -> None:
+    def _end_idle(self, now: float) -> None:
+        self._add((IDLE, "wait", None, None), self._idle_since, now)
+
+    def _add(self, key: _Key, start: float, end: float) -> None:
+        """Add a span that has ended, of a key without an open one."""
+        lane = self._open(key, start)
+        lane.num_open = 0
+        lane.busy_s += end - start
+        lane.count += 1
+        lane.end = end
+
+    def _open(self, key: _Key, now: float) -> _Lane:
         lane = self._lanes.get(key)
         if lane is not None and lane.num_open == 0 and (now - lane.end > MERGE_S or now - lane.start > LONGEST_S):
             self._write(key, lane, lane.end)
@@ -144,34 +158,13 @@ class Timeline:
         if lane.num_open == 0:
             lane.since = now
         lane.num_open += 1
-
-    def _close(self, key: _Key, now: float) -> None:
-        lane = self._lanes[key]
-        lane.num_open -= 1
-        lane.count += 1
-        if lane.num_open == 0:
-            lane.busy_s += now - lane.since
-            lane.end = now
-        elif now - lane.start > LONGEST_S:
-            self._write(key, lane, now)
+        return lane
 
     def _write(self, key: _Key, lane: _Lane, end: float) -> None:
         """Pass the line of a lane until `end` to the thread. A lane with open spans continues from there."""
         busy_s = lane.busy_s + (end - lane.since if lane.num_open else 0.0)
-        line: dict[str, Any] = {
-            "name": key.name,
-            "kind": key.kind,
-            "start": round(self._epoch + lane.start, 6),
-            "seconds": round(end - lane.start, 6),
-            "busy_s": round(busy_s, 6),
-            "count": lane.count,
-        }
-        if key.step is not None:
-            line["step"] = key.step
-        if key.version is not None:
-            line["version"] = key.version
         if len(self._written) < MAX_QUEUED:
-            self._written.append((line, {}))
+            self._written.append((key, lane.start, end, busy_s, lane.count))
         else:
             self._num_lost += 1
         if lane.num_open:
@@ -179,6 +172,16 @@ class Timeline:
             lane.busy_s, lane.count = 0.0, 0
         else:
             del self._lanes[key]
+
+    def _line(self, key: _Key, start: float, end: float, busy_s: float, count: int) -> dict[str, Any]:
+        name, kind, step, version = key
+        times = {"start": round(self._epoch + start, 6), "seconds": round(end - start, 6), "busy_s": round(busy_s, 6)}
+        line: dict[str, Any] = {"name": name, "kind": kind, **times, "count": count}
+        if step is not None:
+            line["step"] = step
+        if version is not None:
+            line["version"] = version
+        return line
 
 
 def span_bytes(config: "Config") -> int:
@@ -226,13 +229,14 @@ def _forget_timeline() -> None:
 os.register_at_fork(after_in_child=_forget_timeline)  # the thread that writes does not exist in a fork
 
 
-class _Open:
-    """A span as a context manager. A class is faster to enter and to leave than a generator."""
+class span:
+    """Record the duration of the body, which may be asynchronous. A class is faster to enter and to leave than a generator."""
 
     __slots__ = ("_key", "_timeline")
 
-    def __init__(self, timeline: Timeline | None, key: _Key) -> None:
-        self._timeline, self._key = timeline, key
+    def __init__(self, name: str, kind: Kind = "work", *, step: int | None = None, version: int | None = None) -> None:
+        """Name the span; the timeline that is open now gets it."""
+        self._timeline, self._key = _timeline, (name, kind, step, version)
 
     def __enter__(self) -> None:
         if self._timeline is not None:
@@ -241,11 +245,6 @@ class _Open:
     def __exit__(self, *error: object) -> None:
         if self._timeline is not None:
             self._timeline.end(self._key)
-
-
-def span(name: str, kind: Kind = "work", *, step: int | None = None, version: int | None = None) -> _Open:
-    """Record the duration of the body, which may be asynchronous."""
-    return _Open(_timeline, _Key(name, kind, step, version))
 
 
 def process_start() -> float:

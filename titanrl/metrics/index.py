@@ -10,6 +10,7 @@ import threading
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal, NamedTuple, TypedDict, Unpack
 
@@ -323,7 +324,11 @@ class CompletionIndex:
         has_text = np.zeros(len(self._completions), np.bool_)
         of_line = self._completions["line"]
         needle = text.encode("utf-8", "surrogatepass").lower()
-        for number, line in self._containing(json.dumps(text)[1:-1].encode().lower(), np.unique(of_line[found])):
+        encoded = {json.dumps(text).encode()}  # the form of earlier versions, and of lines that UTF-8 cannot express
+        with suppress(UnicodeEncodeError):
+            encoded.add(json.dumps(text, ensure_ascii=False).encode())
+        lines = (line for each in encoded for line in self._containing(each[1:-1].lower(), np.unique(of_line[found])))
+        for number, line in lines:
             try:
                 group = _Texts.model_validate_json(line)
             except ValidationError:
