@@ -1,7 +1,7 @@
 """Groups and evaluation samples in the record of a run; docs/record.md describes the lines."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ class GroupRecorder:
             self._known |= new
             self._files["vocabulary"].append(({"texts": {token: self._tokenizer.token_text(token) for token in new}}, {}))
         num_unsampled = int(np.argmax(columns["mask"])) if columns["mask"].any() else len(columns["mask"])
+        completions = [*(_rollout(group, number) for number in range(len(group.rollouts))), *map(_failure, group.failures)]
         rendered = group.prompt.token_ids or (columns["token_ids"][:num_unsampled].tolist() if group.rollouts else ())
         line = {
             "time": time.time(),
@@ -64,8 +65,8 @@ class GroupRecorder:
             "score_s": group.score_s,
             "counts": group.counts,
             "completions": [
-                *(_rollout(group, number, decode) for number in range(len(group.rollouts))),
-                *(_failure(failure, decode) for failure in group.failures),
+                {**_completion(ids, decode), **values_of}
+                for ids, values_of in zip(sampled_ids(lengths, columns), completions, strict=True)
             ],
         }
         segments = [branch_points(rollout.segments) for rollout in group.rollouts] + [[{}] for _ in group.failures]
@@ -122,6 +123,17 @@ def columns_of(group: Group) -> tuple[list[list[int]], Columns]:
     return [[len(segment.token_ids) for segment in of_completion] for of_completion in segments], columns
 
 
+def sampled_ids(lengths: Sequence[Sequence[int]], columns: Columns) -> Iterator[list[int]]:
+    """Yield the sampled tokens of each completion, from what `columns_of` returns."""
+    mask = columns["mask"]
+    sampled = columns["token_ids"][mask].tolist()
+    before = np.append(0, np.cumsum(mask))  # sampled tokens before each place
+    start = 0
+    for end in before[np.cumsum([sum(of_completion) for of_completion in lengths], dtype=np.int64)].tolist():
+        yield sampled[start:end]
+        start = end
+
+
 def _token_rewards(rollout: Rollout) -> np.ndarray[Any, Any]:
     mask = np.concatenate([segment.mask for segment in rollout.segments])
     rewards = np.zeros(len(mask))
@@ -135,10 +147,10 @@ def _unscored(completion: Completion) -> Segment:
     return Segment(token_ids=completion.token_ids, mask=mask, logprobs=completion.logprobs, versions=completion.versions)
 
 
-def _rollout(group: Group, number: int, decode: Callable[[list[int]], str]) -> dict[str, Any]:
+def _rollout(group: Group, number: int) -> dict[str, Any]:
     rollout = group.rollouts[number]
     return {
-        **_completion(rollout.sampled, decode),
+        "finish_reason": rollout.finish_reason,
         "outcome": "ok",
         "reward": rollout.reward,
         "reward_parts": rollout.reward_parts,
@@ -148,10 +160,10 @@ def _rollout(group: Group, number: int, decode: Callable[[list[int]], str]) -> d
     }
 
 
-def _failure(failure: ScorerFailure, decode: Callable[[list[int]], str]) -> dict[str, Any]:
-    return {**_completion(failure.completion, decode), "outcome": failure.outcome, "reward": None, "error": failure.error}
+def _failure(failure: ScorerFailure) -> dict[str, Any]:
+    values = {"outcome": failure.outcome, "reward": None, "error": failure.error}
+    return {"finish_reason": failure.completion.finish_reason, **values}
 
 
-def _completion(sampled: Completion, decode: Callable[[list[int]], str]) -> dict[str, Any]:
-    ids = sampled.token_ids.tolist()
-    return {"text": decode(ids), "num_tokens": len(ids), "finish_reason": sampled.finish_reason}
+def _completion(ids: list[int], decode: Callable[[list[int]], str]) -> dict[str, Any]:
+    return {"text": decode(ids), "num_tokens": len(ids)}
