@@ -86,7 +86,7 @@ def test_limit_counts_parts_of_earlier_processes(tmp_path: Path) -> None:
 
 
 def write_forever(run_dir: Path) -> None:
-    file = RecordFile(run_dir, "rollouts", "rollout_0", 10**9)
+    file = RecordFile(run_dir, "rollouts", "rollout_0", 10**12)
     for number in range(10**9):
         file.append(({"number": number, "text": "x" * 200_000}, {"token_ids": np.arange(number % 100, dtype=np.int32)}))
 

@@ -33,7 +33,7 @@ class DamagedError(TitanRLError):
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
+def naming(path: Path | str) -> Iterator[None]:
     """Add the path to an `OSError` without a file name, such as the error of a failed write."""
     try:
         yield

@@ -134,7 +134,7 @@ class RecordFile:
     def _add_columns(self, columns: Columns) -> dict[str, Any]:
         """Add columns; return their place, as lines contain it."""
         (count,) = {len(column) for column in columns.values()}
-        content = b"".join(np.ascontiguousarray(column).tobytes() for column in columns.values())
+        content = b"".join([column.tobytes() for column in columns.values()])
         at = self._end
         self._end += len(content)
         self._add(0, content)
@@ -142,11 +142,7 @@ class RecordFile:
         return {"at": at, "count": count, "crc32": zlib.crc32(content), "types": types}
 
     def _add_line(self, values: Mapping[str, Any]) -> None:
-        try:
-            line = to_json(values, inf_nan_mode="null")
-        except ValueError:  # such as half of a surrogate pair, which UTF-8 cannot express
-            line = encode(values).encode()
-        self._add(1, line + b"\n")
+        self._add(1, encode_line(values))
 
     def _add(self, file: int, content: bytes) -> None:
         self._pending[file].append(content)
@@ -162,10 +158,10 @@ class RecordFile:
                 if self._columns is None:
                     assert self._lines is not None, "the part has begun"
                     self._columns = Path(self._lines.name).with_suffix(".bin").open("xb", buffering=0)
-                _write(self._columns, columns)
+                write_all(self._columns, columns)
             if lines:
                 assert self._lines is not None, "the part has begun"
-                _write(self._lines, lines)
+                write_all(self._lines, lines)
         except OSError:  # the ends of the files are not known any more
             self._close()
             raise
@@ -199,8 +195,13 @@ def _types(dtypes: tuple[tuple[str, np.dtype[Any]], ...]) -> Mapping[str, str]:
     return {name: dtype.newbyteorder("<").str for name, dtype in dtypes}
 
 
-def _write(file: BinaryIO, content: bytes) -> None:
-    with naming(Path(file.name)):
+def write_all(file: BinaryIO, content: bytes) -> None:
+    """Write to an unbuffered file.
+
+    Raises:
+        OSError: Nothing, or only a part, was written; the error names the file.
+    """
+    with naming(file.name):
         written = file.write(content)
         if written != len(content):
             raise OSError(f"only {written} of {len(content)} bytes were appended to {file.name}")
@@ -276,6 +277,14 @@ def encode(value: Any) -> str:
         return _encoder.encode(value)
     except (TypeError, ValueError):  # rare, and to look for them takes longer than to encode
         return _encoder.encode(_finite(value))
+
+
+def encode_line(values: Mapping[str, Any]) -> bytes:
+    """Return a line with values as `encode` returns them, but in UTF-8, which takes a quarter of the time."""
+    try:
+        return to_json(values, inf_nan_mode="null") + b"\n"
+    except ValueError:  # such as half of a surrogate pair, which UTF-8 cannot express
+        return (encode(values) + "\n").encode()
 
 
 def _finite(value: Any) -> Any:

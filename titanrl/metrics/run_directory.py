@@ -8,6 +8,7 @@ import shutil
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from titanrl.base.files import in_shell, naming, replace_lines, sync_file, why_no_file, why_no_folder
 from titanrl.base.ownership import open_regular
-from titanrl.carriers.record import FOLDER, encode, parts_of, read_lines, sync_record
+from titanrl.carriers.record import FOLDER, encode, encode_line, parts_of, read_lines, sync_record, write_all
 from titanrl.carriers.types import StepMetrics
 
 JOB_SCRIPT = "job.sh"
@@ -98,6 +99,7 @@ class RunDirectory:
             self._keep_records("evaluations", lambda head: _number(head.version) <= resume_version)
             self._keep_records("trained", lambda head: _number(head.step) <= resume_step)
         self._metrics_file = self.metrics.open("a", encoding="utf-8", buffering=1)
+        self._advantages_file: FileIO | None = None  # not of a run without groups
 
     def has_event(self, kind: str, **fields: Any) -> bool:
         """Return True if an event of this kind with these fields has been recorded."""
@@ -130,11 +132,12 @@ class RunDirectory:
         A group has the index and version of its record, and no advantage of completions whose reward failed.
         """
         lines = [
-            encode({"step": step, "index": index, "version": version, "advantages": advantages}) + "\n"
+            encode_line({"step": step, "index": index, "version": version, "advantages": advantages})
             for index, version, advantages in groups
         ]
-        with naming(self.advantages), self.advantages.open("a", encoding="utf-8") as file:
-            file.write("".join(lines))
+        if self._advantages_file is None:
+            self._advantages_file = self.advantages.open("ab", buffering=0)
+        write_all(self._advantages_file, b"".join(lines))
 
     def event(self, kind: str, **fields: Any) -> None:
         """Append one line to `events.jsonl`: `time` (Unix seconds), `kind`, then the fields."""
@@ -146,9 +149,11 @@ class RunDirectory:
             _keep_rows(part.path, lambda head: head.format is not None or keeps(head))
 
     def close(self) -> None:
-        """Close `metrics.jsonl`."""
+        """Close `metrics.jsonl` and `advantages.jsonl`."""
         with naming(self.metrics):
             self._metrics_file.close()
+        if self._advantages_file is not None:
+            self._advantages_file.close()
 
 
 def append_line(path: Path, obj: Mapping[str, Any]) -> None:

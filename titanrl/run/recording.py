@@ -179,13 +179,15 @@ def record_advantages(directory: RunDirectory, batch: Batch, advantages_N: Doubl
     """Record the advantages of the groups that are recorded with their tokens."""
     if not config.logging.rollouts_per_step:
         return
-    groups = batch.all_records.by_index().groups
+    groups = batch.all_records.groups
+    groups = groups[np.argsort(groups["index"], kind="stable")]  # the order of the advantages
     ends = np.cumsum(groups["num_rollouts"])
     starts = ends - groups["num_rollouts"]
-    is_recorded = _is_recorded(groups["index"], config)
+    indices, new = groups["index"].tolist(), set(batch.records.groups["index"].tolist())
     rows = [
-        (int(groups["index"][i]), int(groups["max_version"][i]), advantages_N[starts[i] : ends[i]].tolist())
-        for i in np.flatnonzero(is_recorded & np.isin(groups["index"], batch.records.groups["index"]))
+        (indices[i], int(groups["max_version"][i]), advantages_N[starts[i] : ends[i]].tolist())
+        for i in np.flatnonzero(_is_recorded(groups["index"], config)).tolist()
+        if indices[i] in new
     ]
     if rows:
         directory.log_advantages(step, rows)

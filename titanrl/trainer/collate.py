@@ -130,10 +130,10 @@ def recorded_segments(
     recorded = microbatch.recorded
     assert recorded is not None, "nothing is recorded"
     chosen = [
-        (recorded.indices[sequence.handle], sequence, (b, place))
+        (index, sequence, (b, place))
         for b, row in enumerate(rows)
         for sequence, place in zip(row, places(row), strict=True)
-        if sequence.handle in recorded.indices
+        if (index := recorded.indices.get(sequence.handle)) is not None
     ]
     if not chosen:
         return
@@ -146,15 +146,24 @@ def recorded_segments(
         "advantages": packed.advantages_BL,
         "weights": packed.weights_BL,
     }
-    # Arrays, because a slice of a tensor takes several times as long, and on a GPU each would be a copy of its own.
-    arrays_BL = {name: values_BL.detach().cpu().numpy() for name, values_BL in tensors_BL.items() if values_BL is not None}
+    # Arrays, because an operation on a tensor takes several times as long, and on a GPU each would be a copy of its own. The
+    # values of all sequences are selected at once.
     mask_BL = packed.mask_BL.cpu().numpy()
-    for index, sequence, place in chosen:
-        mask_S = mask_BL[place]
-        columns = {name: values_BL[place][mask_S] for name, values_BL in arrays_BL.items()}
-        columns["versions"] = columns["versions"].astype(np.int32)
+    found = [np.flatnonzero(mask_BL[place]) for _, _, place in chosen]
+    places_T = np.concatenate(
+        [row * packed.length + place.start + found_S for (_, _, (row, place)), found_S in zip(chosen, found, strict=True)]
+    )
+    columns_T = {
+        name: values_BL.detach().cpu().numpy().ravel()[places_T]
+        for name, values_BL in tensors_BL.items()
+        if values_BL is not None
+    }
+    columns_T["versions"] = columns_T["versions"].astype(np.int32)
+    now, end = time.time(), 0
+    for (index, sequence, _), found_S in zip(chosen, found, strict=True):
+        start, end = end, end + len(found_S)
         values = {
-            "time": time.time(),
+            "time": now,
             "step": recorded.step,
             "update": recorded.update,
             "index": index,
@@ -162,8 +171,8 @@ def recorded_segments(
             "mean_weight": microbatch.mean_weight,
         }
         # Each value is stored at the position before its token.
-        positions = (np.flatnonzero(mask_S) + sequence.num_shared + 1).astype(np.int32)
-        yield values, {"positions": positions, **columns}
+        positions = (found_S + sequence.num_shared + 1).astype(np.int32)
+        yield values, {"positions": positions, **{name: column_T[start:end] for name, column_T in columns_T.items()}}
 
 
 def placed_experts(parts: Sequence[tuple[int, slice, ExpertIds]], num_rows: int, row_tokens: int) -> torch.Tensor | None:
