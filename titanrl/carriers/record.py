@@ -246,8 +246,8 @@ class BackgroundRecord:
     def _run(self) -> None:
         failed = False
         while True:
-            records = [self._queue.get()]
             self._hurry.wait(BATCH_S)
+            records = [self._queue.get()]
             with suppress(queue.Empty):
                 while True:
                     records.append(self._queue.get_nowait())

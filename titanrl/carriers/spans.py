@@ -114,8 +114,8 @@ class Timeline:
     def _run(self) -> None:
         is_closed = False
         while not is_closed:
-            self._due.wait()
             self._closing.wait(BATCH_S)
+            self._due.wait()  # afterwards, so that a busy process wakes this thread once per batch, not twice
             self._due.clear()
             is_closed = self._closing.is_set()  # after `clear`, which may undo the `set` of a `close`
             now = time.perf_counter()

@@ -366,6 +366,7 @@ class RunView:
     def _updated(self) -> float:
         """Return when the run last wrote to its files, in Unix seconds."""
         path = self.record.path
+        files: list[Path | os.DirEntry[str]]
         files = [path / "metrics.jsonl", path / "events.jsonl", path / "config.yaml", *entries_of(path)]
         return max((found.st_mtime for file in files if (found := _status(file)) is not None), default=0.0)
 
