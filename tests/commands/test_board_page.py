@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ from tests.metrics.test_report import ATTACK, completion, group
 from tests.recorded import record, record_group
 from tests.run.test_explanation import written
 from tests.serving.servers import Server, serving
+from titanrl.base.control import LOCK_FILE, listen
+from titanrl.carriers.record import HOST
 from titanrl.commands.runs import explained
 from titanrl.metrics.report import write_report
 from titanrl.serving.runs import Board
@@ -174,6 +177,38 @@ def test_page_changes_within_two_seconds_of_a_step(server: Server, opened: Any, 
     page.wait_for_selector(".chart path")
     page.wait_for_timeout(500)
     assert followed == curves(page)
+
+
+def test_page_asks_a_run_for_its_status_only_after_it_was_steered(tmp_path: Path, opened: Any) -> None:
+    run, asked, state = tmp_path / "runs" / "s", list[str](), ["training"]
+    make_run(run, 0.01)
+    run.joinpath("events.jsonl").write_text(json.dumps({"time": 1.0, "kind": "start", "step": 0}) + "\n")
+    run.joinpath(LOCK_FILE).write_text(f"{os.getpid()} {HOST}")
+
+    def answer(request: Any) -> dict[str, Any]:
+        asked.append(request["action"])
+        return {"step": 30, "state": state[0], "text": f"{state[0]} after step 30", "keys": {"rate": 0.1}}
+
+    board = Board(tmp_path / "runs", KEY, explained)
+    with serving(board) as server:
+        watching = asyncio.run_coroutine_threadsafe(board.watch(), server.loop)
+        control = server.run(listen(run, answer))
+        page = opened(address(server))
+        page.get_by_role("link", name="s", exact=True).click()
+        page.get_by_role("button", name="Pause").wait_for()
+        page.wait_for_selector("#live.on")
+        add_steps(run, 31, 31)
+        page.wait_for_selector("text=step 31 of 100")
+        assert asked == ["status"]
+        state[0] = "paused"
+        with (run / "events.jsonl").open("a") as file:
+            file.write(json.dumps({"time": 2.0, "kind": "paused", "step": 31}) + "\n")
+        page.get_by_role("button", name="Continue").wait_for()
+        page.wait_for_selector("text=paused after step 30")
+        assert asked == ["status", "status"]
+        server.loop.call_soon_threadsafe(control.close)
+        server.loop.call_soon_threadsafe(board.close)
+        watching.result(10)
 
 
 def curves(page: Any) -> list[str]:
