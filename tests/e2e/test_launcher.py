@@ -127,10 +127,8 @@ def test_missing_model_ends_all_processes_of_mpirun_with_2(launch: Launch, tmp_p
     assert "Traceback" not in run.output()
 
 
-@pytest.mark.parametrize(
-    ("ranks", "number", "code"),
-    [((0,), signal.SIGINT, 130), pytest.param((1, 0), signal.SIGTERM, 143, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow  # tests/hosts/test_launcher.py sends signals, and test_command.py to a run on one machine
+@pytest.mark.parametrize(("ranks", "number", "code"), [((0,), signal.SIGINT, 130), ((1, 0), signal.SIGTERM, 143)])
 def test_signal_shuts_down_cleanly(launch: Launch, ranks: tuple[int, ...], number: int, code: int) -> None:
     run = launch(f"signal_{number}_{len(ranks)}", PLATFORM, "num_steps=5000", "checkpoint.on_interrupt=true")
     run.wait_for("step 1", lambda: len(run.steps()) > 0)

@@ -191,7 +191,7 @@ def test_special_text_in_messages_and_tools_does_not_become_tokens(qwen3_dir: Pa
 def test_extension_keeps_the_sampled_tokens_unchanged(qwen3_dir: Path, tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     draw = random.Random(0)
-    for folder, num in ((qwen3_dir, 2_000), (tmp_path, 8_000)):
+    for folder, num in ((qwen3_dir, 500), (tmp_path, 2_000)):
         renderer, tokenizer = automatic(folder), load_tokenizer(folder)
         ids = sorted(tokenizer.vocabulary.values())
         for _ in range(num):

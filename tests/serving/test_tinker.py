@@ -44,11 +44,6 @@ class Running:
         return reply.json()
 
 
-@pytest.fixture(autouse=True)
-def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TINKER_TELEMETRY", "0")
-
-
 @contextmanager
 def serving(app: Tinker, at: tuple[str, int] = ("127.0.0.1", 0)) -> Iterator[Server]:
     with serving_app(app, at) as server:
