@@ -40,6 +40,8 @@ def impl(request: pytest.FixtureRequest) -> str:
     return name
 
 
+ONE_OF_EACH = ["titan", "native-tp2"]
+"""Both implementations, one on two ranks, for what either does in the same way with and without tensor parallelism."""
 GREEDY = SamplingParams(max_new_tokens=24, temperature=0.0, seed=None)
 SAMPLED = SamplingParams(max_new_tokens=24, temperature=0.7, seed=5)
 
@@ -118,6 +120,7 @@ def test_new_requests_wait_for_expected_weights(lab: Lab, impl: str) -> None:
     ],
     ids=["empty", "too-long", "unknown"],
 )
+@pytest.mark.parametrize("impl", ONE_OF_EACH)
 def test_invalid_prompt_is_refused_and_others_are_served(lab: Lab, impl: str, prompt: tuple[int, ...], reason: str) -> None:
     lab.do(pull(lab, impl, 1))
     with pytest.raises(Exception, match=reason):
@@ -126,6 +129,7 @@ def test_invalid_prompt_is_refused_and_others_are_served(lab: Lab, impl: str, pr
 
 
 @pytest.mark.parametrize("versions", [(1, 2), (2, 1)])
+@pytest.mark.parametrize("impl", ["titan", "native"])
 def test_pulled_weights_reproduce_greedy_completions_of_transformers(lab: Lab, impl: str, versions: tuple[int, ...]) -> None:
     for version in versions:
         lab.do(pull(lab, impl, version))
@@ -135,6 +139,7 @@ def test_pulled_weights_reproduce_greedy_completions_of_transformers(lab: Lab, i
         assert set(completion.versions.tolist()) == {version}
 
 
+@pytest.mark.parametrize("impl", ONE_OF_EACH)
 def test_log_probabilities_include_the_temperature(lab: Lab, impl: str) -> None:
     lab.do(pull(lab, impl, 1))
     policy = reference(lab.models[1])
@@ -170,7 +175,7 @@ def kept_by(p_V: torch.Tensor, sampling: SamplingParams, *, slack: float) -> set
 
 @pytest.mark.parametrize(
     ("impl", "limits"),
-    [("titan", "top_k"), ("titan", "top_p"), ("titan", "min_p"), *((impl, "all") for impl in IMPLEMENTATIONS)],
+    [("titan", "top_k"), ("titan", "top_p"), ("titan", "min_p"), *((impl, "all") for impl in ONE_OF_EACH)],
 )
 def test_recorded_supports_match_the_truncation(lab: Lab, impl: str, limits: str) -> None:
     """The exact set lies between the sets of slightly moved bounds, which differ only in tokens at the bound."""
@@ -202,6 +207,7 @@ def test_recorded_supports_match_the_truncation(lab: Lab, impl: str, limits: str
     assert max(sizes) < len(p_V)
 
 
+@pytest.mark.parametrize("impl", ONE_OF_EACH)
 def test_seed_determines_the_completion(lab: Lab, impl: str) -> None:
     lab.do(pull(lab, impl, 1))
     first, again = (lab.do(lab.generate(impl, SAMPLED)) for _ in range(2))
@@ -299,6 +305,7 @@ def test_restarted_completions_have_only_tokens_of_the_new_version(lab: Lab, imp
     assert [completion.finish_reason for completion in restarted] == [c.finish_reason for c in fresh]
 
 
+@pytest.mark.parametrize("impl", ONE_OF_EACH)
 def test_stop_texts_end_completions_after_the_token_that_completes_them(lab: Lab, impl: str) -> None:
     lab.do(pull(lab, impl, 1))
     tokenizer = load_tokenizer(lab.models[1])
@@ -320,7 +327,7 @@ def test_stop_texts_end_completions_after_the_token_that_completes_them(lab: Lab
     assert (cut.finish_reason, len(cut.token_ids)) == ("length", end - 1)
 
 
-@pytest.mark.parametrize("impl", ["titan", "native-tp2"])
+@pytest.mark.parametrize("impl", ONE_OF_EACH)
 def test_stop_text_may_be_a_special_token(lab: Lab, impl: str) -> None:
     lab.do(pull(lab, impl, 1))
     sampling = SamplingParams(max_new_tokens=200, temperature=2.0, seed=0)
@@ -482,6 +489,7 @@ def test_generator_starts_over_during_pulls_from_a_stopped_store(lab: Lab, impl:
     lab.do(scenario())
 
 
+@pytest.mark.parametrize("impl", ["native", "titan-tp2"])
 def test_update_discards_cached_prompts(lab: Lab, impl: str) -> None:
     prompt = tuple(2 + i % 90 for i in range(100))  # longer than a cache block of 32
     for version in (1, 2):

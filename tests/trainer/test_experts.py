@@ -47,17 +47,26 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model("qwen3_moe", tmp_path_factory.mktemp("experts") / "model", std=0.02, num_hidden_layers=3)
 
 
+@pytest.fixture(scope="module")
+def gradient_and_loads(world: Worlds, model: Path) -> tuple[checks.Arrays, float, dict[str, float]]:
+    """Gradient, loss and loads of experts on one rank."""
+    gradient, loss = world(1).run(checks.gradient_of, model, (), 4, True)[0]
+    (_, loads), *_ = world(1).run(variants.norm_and_loads, model, {}, 4)
+    return gradient, loss, loads
+
+
 @pytest.mark.parametrize("layout", CASES)
-def test_gradient_its_norm_and_loads_of_experts_equal_those_of_one_rank(layout: str, world: Worlds, model: Path) -> None:
+def test_gradient_its_norm_and_loads_of_experts_equal_those_of_one_rank(
+    layout: str, world: Worlds, model: Path, gradient_and_loads: tuple[checks.Arrays, float, dict[str, float]]
+) -> None:
     size, plan = LAYOUTS[layout]
-    expected, loss = world(1).run(checks.gradient_of, model, (), 2, True)[0]
-    (_, loads), *_ = world(1).run(variants.norm_and_loads, model, {}, 2)
+    expected, loss, loads = gradient_and_loads
     assert 1 < loads["experts/max_load"] <= loads["experts/worst_load"] < 8
     assert 0 < loads["experts/entropy"] < 1
     for part in PARTS:
         assert any(name.endswith(part) for name in expected)
     largest = max(float(np.abs(gradient).max()) for gradient in expected.values())
-    found, same_loss = world(size).run(checks.gradient_of, model, tuple(plan.items()), 1, True)[0]
+    found, same_loss = world(size).run(checks.gradient_of, model, tuple(plan.items()), 2, True)[0]
     assert same_loss == pytest.approx(loss, abs=1e-6)
     assert found.keys() == expected.keys()
     assert max(float(np.abs(found[name] - expected[name]).max()) for name in expected) <= TOLERANCE * largest
@@ -189,7 +198,7 @@ def balanced(model_dir: Path, plan: dict, rows_per_microbatch: int, folder: Path
 
 @pytest.fixture(scope="module")
 def on_one_rank(world: Worlds, model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[np.ndarray, np.ndarray, float]:
-    return world(1).run(balanced, model, {}, 2, tmp_path_factory.mktemp("bias") / "steps")[0]
+    return world(1).run(balanced, model, {}, 4, tmp_path_factory.mktemp("bias") / "steps")[0]
 
 
 def test_bias_moves_against_the_load_of_loss_tokens(on_one_rank: tuple[np.ndarray, np.ndarray, float]) -> None:
@@ -208,7 +217,7 @@ def test_biases_are_those_of_one_rank(
     layout: str, world: Worlds, model: Path, tmp_path: Path, on_one_rank: tuple[np.ndarray, np.ndarray, float]
 ) -> None:
     size, plan = LAYOUTS[layout]
-    for _, biases, largest in world(size).run(balanced, model, plan, 1, tmp_path / "steps"):
+    for _, biases, largest in world(size).run(balanced, model, plan, 2, tmp_path / "steps"):
         np.testing.assert_array_equal(biases, on_one_rank[1])
         assert largest == on_one_rank[2]
 

@@ -237,27 +237,27 @@ def norm_and_loads(model_dir: Path, plan: Plan, rows_per_microbatch: int) -> tup
 def save_and_continue(
     model_dir: Path, plan: Plan, folder: Path, in_background: bool, optimizer: OptimizerName = "adamw"
 ) -> dict[str, bytes]:
-    """Save a checkpoint at each of three steps, then take three more; return the local bytes."""
+    """Save a checkpoint at each of three steps, then take another one; return the local bytes."""
     learner = checks.make_learner(model_dir, optimizer=optimizer, parallelism=plan)
     checkpoints = Checkpoints(learner, folder, 2, in_background=in_background)
     for step in (1, 2, 3):
         train(learner)
         checkpoints.save(step)
     checkpoints.close()
-    train(learner, 3)
+    train(learner)
     return checks.local_bytes(learner)
 
 
 def load_and_continue(
     model_dir: Path, plan: Plan, folder: Path, step: int, optimizer: OptimizerName = "adamw"
 ) -> tuple[int, dict[str, bytes], checks.Arrays]:
-    """Load a checkpoint and take three steps; return the loaded version, then local bytes and full parameters."""
+    """Load a checkpoint and take a step; return the loaded version, then local bytes and full parameters."""
     learner = checks.make_learner(model_dir, optimizer=optimizer, parallelism=plan)
     torch.rand(3)  # loading restores the random state
     checkpoints = Checkpoints(learner, folder, 2)
     checkpoints.load(step)
     version = learner.version
-    train(learner, 3)
+    train(learner)
     checkpoints.close()
     return version, checks.local_bytes(learner), checks.parameters(learner)
 
