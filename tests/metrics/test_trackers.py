@@ -1,5 +1,6 @@
 """Real trackers: separate processes write a run and resume it, then the test reads the records back."""
 
+import functools
 import importlib
 import importlib.util
 import json
@@ -8,7 +9,7 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -147,12 +148,24 @@ HAS_MLFLOW = importlib.util.find_spec("mlflow") is not None and importlib.util.f
 needs_mlflow = pytest.mark.skipif(not HAS_MLFLOW, reason="needs the packages mlflow-skinny, sqlalchemy and alembic")
 
 
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Function that returns the directory of a run of 12 steps in a tracker, which was killed, resumed and extended."""
+
+    @functools.cache
+    def written(name: str) -> Path:
+        run_dir = tmp_path_factory.mktemp(name) / "quickstart"
+        write(name, run_dir, 1, 7, "kill")
+        write(name, run_dir, 5, 9)  # from a checkpoint behind what was logged
+        write(name, run_dir, 10, 12)  # from the end: the run is extended
+        return run_dir
+
+    return written
+
+
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio", pytest.param("mlflow", marks=needs_mlflow)])
-def test_resumed_runs_have_no_gaps_and_no_duplicate_points(name: str, tmp_path: Path) -> None:
-    run_dir = tmp_path / "quickstart"
-    write(name, run_dir, 1, 7, "kill")
-    write(name, run_dir, 5, 9)  # from a checkpoint behind what was logged
-    write(name, run_dir, 10, 12)  # from the end: the run is extended
+def test_resumed_runs_have_no_gaps_and_no_duplicate_points(name: str, resumed: Callable[[str], Path]) -> None:
+    run_dir = resumed(name)
     assert POINTS[name](run_dir, "reward/mean") == [(step, step / 10) for step in range(1, 13)]
     assert POINTS[name](run_dir, "eval/sums/mean") == [(4, 0.2), (8, 0.4), (12, 0.6)]
 
@@ -161,11 +174,10 @@ FLAT = {"seed": 0, "algorithm.loss": "ppo", "algorithm.kl": None, "algorithm.tas
 SAMPLES = [["2 + 2 =", '{"sum": 4}', "four", None, "reward_error"], ["1 + 1 =", "2", "2", 1.0, "ok"]]
 
 
-def test_wandb_gets_a_flat_configuration_and_tables_of_samples(tmp_path: Path) -> None:
+def test_wandb_gets_a_flat_configuration_and_tables_of_samples(resumed: Callable[[str], Path]) -> None:
     from wandb.proto import wandb_internal_pb2
 
-    run_dir = tmp_path / "quickstart"
-    write("wandb", run_dir, 1, 4)
+    run_dir = resumed("wandb")
     config, tables = {}, []
     for path in run_dir.glob("wandb/offline-run-*/*.wandb"):
         for data in wandb_records(path):
@@ -178,26 +190,28 @@ def test_wandb_gets_a_flat_configuration_and_tables_of_samples(tmp_path: Path) -
                 fields = [found["samples/sums", name] for name in ("_type", "nrows", "ncols")]
                 tables.append((record.history.step.num, fields))
     assert {key: config[key] for key in FLAT} == FLAT
-    assert tables == [(4, ["table-file", 2, 5])]
-    (file,) = run_dir.glob("wandb/offline-run-*/files/media/table/samples/*.table.json")
-    assert json.loads(file.read_text()) == {"columns": list(SAMPLE_COLUMNS), "data": SAMPLES}
+    assert sorted(tables) == [(step, ["table-file", 2, 5]) for step in (4, 8, 12)]
+    files = list(run_dir.glob("wandb/offline-run-*/files/media/table/samples/*.table.json"))
+    assert len(files) == 3
+    for file in files:
+        assert json.loads(file.read_text()) == {"columns": list(SAMPLE_COLUMNS), "data": SAMPLES}
 
 
-def test_trackio_gets_a_flat_configuration_and_tables_of_samples(tmp_path: Path) -> None:
-    write("trackio", tmp_path / "quickstart", 1, 4)
+def test_trackio_gets_a_flat_configuration_and_tables_of_samples(resumed: Callable[[str], Path]) -> None:
+    run_dir = resumed("trackio")
     code = (
         "import json; from trackio.sqlite_storage import SQLiteStorage as S; (run,) = S.get_run_records('titanrl'); "
         "logs = S.get_logs('titanrl', run['name'], run_id=run['id']); "
         "print(json.dumps([S.get_run_config('titanrl', run['name']), [row for row in logs if 'samples/sums' in row]]))"
     )
-    env = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio")}
+    env = {**os.environ, "TRACKIO_DIR": str(run_dir.parent / "trackio")}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-    config, (row,) = json.loads(done.stdout.splitlines()[-1])
+    config, rows = json.loads(done.stdout.splitlines()[-1])
     assert {key: config[key] for key in FLAT} == FLAT
-    assert row["step"] == 4
-    table = row["samples/sums"]
-    assert [list(each.values()) for each in table["_value"]] == SAMPLES
-    assert list(table["_value"][0]) == list(SAMPLE_COLUMNS)
+    assert [row["step"] for row in rows] == [4, 8, 12]
+    for table in (row["samples/sums"] for row in rows):
+        assert [list(each.values()) for each in table["_value"]] == SAMPLES
+        assert list(table["_value"][0]) == list(SAMPLE_COLUMNS)
 
 
 @needs_mlflow

@@ -27,7 +27,6 @@ from titanrl.processes.actors import Actor, concurrent_endpoint
 from titanrl.processes.machine import THREADS
 from titanrl.processes.templates import BASE, SHARED, Template, close_early, digest_of_imports, shared_template, start_early
 from titanrl.processes.temporary import private_folder
-from titanrl.processes.variables import worker_environment
 
 
 class Scribe(Actor):
@@ -359,27 +358,6 @@ def test_process_imports_everything_itself_if_its_template_cannot_fork(
 
     with_fleet(tmp_path, work)
     assert reason in (tmp_path / "template_scribe.log").read_text()
-
-
-LOAD_ALL = """
-import os, sys
-from titanrl.config import load_config
-from titanrl.config.device import resolve_device
-from titanrl.launch.roles import Roles
-from titanrl.launch.roles import needed
-
-for _, load in needed(load_config("quickstart"), resolve_device("cpu"), Roles(rollouts=True)).values():
-    load()
-print(len(os.listdir("/proc/self/task")), "monarch" in sys.modules, flush=True)
-os._exit(0)
-"""
-
-
-def test_imports_of_all_roles_start_no_thread() -> None:
-    """Threads, such as Monarch's, would disable the templates, so that every process imports its packages itself."""
-    quiet = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", **worker_environment()}
-    done = subprocess.run([sys.executable, "-c", LOAD_ALL], env=os.environ | quiet, capture_output=True, text=True)
-    assert done.stdout == "1 False\n", done.stderr
 
 
 @pytest.mark.parametrize("change", ["none", "variable", "imports", "killed"])
