@@ -240,7 +240,7 @@ def run_in(path: Path) -> GRPO:
     run.checkpoints, run.evaluations = Checkpoints(run), Evaluations(run)
     run.run_dir, run.hooks, run._ending = path, Hooks([]), asyncio.Event()
     run.steering = Steering.of_new(run)
-    run._session = run._closing = run._kept = run._running = None
+    run._session = run._closing = run._kept = run._running = run._left = None
     run._is_idle = asyncio.Event()
     run._is_idle.set()
     return run
@@ -356,6 +356,51 @@ def test_steps_and_evaluations_of_two_tasks_do_not_mix(tmp_path: Path) -> None:
     assert asyncio.run(evaluate_between_steps()) == 1
     run._session = None
     asyncio.run(run.stop())
+
+
+def test_cancelled_step_continues_and_the_next_call_waits_for_it(tmp_path: Path) -> None:
+    run = run_in(tmp_path / "run")
+    run._session = cast(Any, SimpleNamespace())
+    goes_on = asyncio.Event()
+    ended: list[str] = []
+
+    async def train_step() -> StepMetrics:
+        try:
+            await goes_on.wait()
+        except asyncio.CancelledError:
+            ended.append("cancelled")
+            raise
+        run.state = replace(run.state, step=run.state.step + 1)
+        if run.state.step == 3:
+            raise ValueError("step 3")
+        return StepMetrics(step=run.state.step, version=0, values={})
+
+    async def cancelled() -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await run.step()
+
+    async def main() -> None:
+        await cancelled()
+        with pytest.raises(TitanRLError, match=r"^run.evaluate: run.step is in progress"):
+            await run.evaluate()
+        await cancelled()  # while it waits for the first step
+        goes_on.set()
+        assert (await run.step()).step == 2, "both steps were taken"
+        goes_on.clear()
+        await cancelled()
+        goes_on.set()
+        with pytest.raises(ValueError, match="step 3"):
+            await run.step()
+        assert (await run.step()).step == 4
+        goes_on.clear()
+        await cancelled()
+        run._session = None
+        await run.stop()
+
+    run.train_step = train_step  # type: ignore[method-assign]
+    asyncio.run(main())
+    assert ended == ["cancelled"], "closing the run cancels the step"
 
 
 def test_notebook_shows_the_run_with_its_state(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ class Steps:
     hooks: Hooks = field(default_factory=lambda: Hooks([]))
     is_ending: bool = False
     admits_prompts: bool = True
+    is_in_step: bool = False
     applied: list[set[str]] = field(default_factory=list)
     values: list[tuple[float, float]] = field(default_factory=list)
     """Learning rate of each step, and the weight with which its prompts were admitted."""

@@ -166,6 +166,7 @@ class Run:
             """Seconds of the current step by phase."""
             self._session: Session | None = None
             self._running: tuple[str, asyncio.Task[Any] | None] | None = None  # call in progress, and its task
+            self._left: asyncio.Task[StepMetrics] | None = None  # step of a cancelled call
             self._is_idle = asyncio.Event()
             self._is_idle.set()
             self._recorder: Recorder | None = None
@@ -300,15 +301,46 @@ class Run:
     async def step(self) -> StepMetrics:
         """Take one training step, record and return its metrics.
 
+        If the call is cancelled, such as by a notebook's stop button, the step continues. The next call waits for it, and
+        raises its error.
+
         Raises:
             TitanRLError: The run has not started, or another task takes a step or evaluates.
         """
-        with self.alone("step"), span("step", "phase", step=self.state.step + 1):
-            await self.hooks.before_step(self)
-            await self.steering.begin_step()
-            metrics = await self.train_step()
-            await self.hooks.after_step(self, metrics)
-        return metrics
+        await self._settle()
+        self._check_alone("step")
+
+        async def step() -> StepMetrics:
+            with span("step", "phase", step=self.state.step + 1):
+                await self.hooks.before_step(self)
+                await self.steering.begin_step()
+                metrics = await self.train_step()
+                await self.hooks.after_step(self, metrics)
+            return metrics
+
+        stepping = asyncio.create_task(step(), name="step")
+        self._hold("step", stepping)
+        stepping.add_done_callback(lambda _: self._release())
+        return await self._finished(stepping)
+
+    async def _finished(self, stepping: asyncio.Task[StepMetrics]) -> StepMetrics:
+        try:
+            return await asyncio.shield(stepping)
+        except asyncio.CancelledError:
+            self._left = None if stepping.done() else stepping
+            raise
+
+    async def _settle(self) -> None:
+        """Wait for the step of a cancelled call."""
+        left, self._left = self._left, None
+        if left is not None:
+            await self._finished(left)
+
+    async def _cancel_step(self) -> None:
+        left, self._left = self._left, None
+        if left is not None:
+            left.cancel()
+            await asyncio.gather(left, return_exceptions=True)
 
     @contextlib.contextmanager
     def alone(self, verb: str) -> Iterator[None]:
@@ -317,19 +349,34 @@ class Run:
         Raises:
             TitanRLError: Another task does, or the run has not started.
         """
-        task, running = asyncio.current_task(), self._running
-        if self._session is None:
-            raise TitanRLError(f"run.{verb}: {NOT_STARTED}")
-        if running is not None and running[1] is not task:
-            raise TitanRLError(f"run.{verb}: run.{running[0]} is in progress in another task. Await it first.")
-        self._running = running or (verb, task)
-        self._is_idle.clear()
+        self._check_alone(verb)
+        if self._running is not None:  # as a hook does in its step
+            yield
+            return
+        self._hold(verb, asyncio.current_task())
         try:
             yield
         finally:
-            self._running = running
-            if running is None:
-                self._is_idle.set()
+            self._release()
+
+    def _check_alone(self, verb: str) -> None:
+        if self._session is None:
+            raise TitanRLError(f"run.{verb}: {NOT_STARTED}")
+        if self._running is not None and not self.is_in_step:
+            raise TitanRLError(f"run.{verb}: run.{self._running[0]} is in progress in another task. Await it first.")
+
+    @property
+    def is_in_step(self) -> bool:
+        """True in the task of the step or evaluation in progress, such as in a hook."""
+        return self._running is not None and self._running[1] is asyncio.current_task()
+
+    def _hold(self, verb: str, task: asyncio.Task[Any] | None) -> None:
+        self._running = verb, task
+        self._is_idle.clear()
+
+    def _release(self) -> None:
+        self._running = None
+        self._is_idle.set()
 
     async def train(self, num_steps: int | None = None) -> None:
         """Train until the policy reaches version `num_steps`, with evaluations and checkpoints.
@@ -344,6 +391,7 @@ class Run:
 
     async def take_steps(self, num_steps: int) -> None:
         """Train as `train` does, but raise faults instead of restarting."""
+        await self._settle()
         self.is_training = True
         if self.state.version >= num_steps:
             self.console.note(f"nothing to train: the policy has version {self.state.version}, and num_steps is {num_steps}")
@@ -571,6 +619,7 @@ class Run:
         )
         self._record_restart(has_failed=True)  # an earlier attempt that did not finish, if any
         started, reached = time.perf_counter(), self.state.step
+        await self._cancel_step()
         await self.checkpoints.settle()
         await self._close_session(keeps_generators=keeps_generators)
         newest = await asyncio.to_thread(newest_checkpoint, self.run_dir, had_one=self.checkpoints.saved_step > 0)
@@ -656,6 +705,7 @@ class Run:
         """
         self.steering.close()
         with span("stop the processes", "phase"):
+            await self._cancel_step()
             await self.checkpoints.settle()
             await self._close_session()
         if self._recorder is not None:

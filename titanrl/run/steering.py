@@ -64,6 +64,10 @@ class SteeredRun(RunPart, Protocol):
     run_dir: Path
     admits_prompts: bool
 
+    @property
+    def is_in_step(self) -> bool:
+        """True in the task of the step in progress."""
+
     async def apply_changes(self, keys: Collection[str]) -> None:
         """Send changed values to the processes that use them."""
 
@@ -247,7 +251,7 @@ class Steering:
     async def pause(self) -> None:
         """Pause after the current step. Return when the run has paused or takes no more steps, or at once in its own task."""
         self._request_pause()
-        if self._task is not None and self._task is not asyncio.current_task():
+        if self._task is not None and self._task is not asyncio.current_task() and not self._run.is_in_step:
             await self._boundary.wait()
 
     def resume(self) -> None:
