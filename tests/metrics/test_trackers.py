@@ -55,6 +55,7 @@ async def main():  # start, steps and end run in separate contexts, like the asy
         time.sleep(2.5)
         os.kill(os.getpid(), signal.SIGKILL)
     made[0].close()
+    assert "torch" not in sys.modules, "the controller does not import it"
 
 asyncio.run(main())
 """
@@ -340,7 +341,8 @@ def test_tracker_that_cannot_start_is_dropped(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    ("name", "module"), [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb"), ("trackio", "trackio")]
+    ("name", "module"),
+    [("tensorboard", "tensorboard.summary.writer.event_file_writer"), ("wandb", "wandb"), ("trackio", "trackio")],
 )
 def test_error_for_a_missing_package_shows_the_install_command(
     name: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

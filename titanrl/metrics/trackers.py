@@ -90,22 +90,30 @@ class TrackerFactory(Protocol):
 
 
 class TensorBoardTracker:
-    """Writes TensorBoard event files to `<run_dir>/tensorboard`."""
+    """Writes TensorBoard event files to `<run_dir>/tensorboard`, without torch, which the controller does not import."""
 
-    module: ClassVar[str] = "torch.utils.tensorboard"
+    module: ClassVar[str] = "tensorboard.summary.writer.event_file_writer"
 
     def __init__(self, run_dir: Path, config: Mapping[str, Any], resume_step: int | None) -> None:
         """Open an event file, and hide the metrics that an earlier attempt logged after `resume_step`."""
         module = importlib.import_module(self.module)
-        purge_step = None if resume_step is None else resume_step + 1
-        folder = str(run_dir / "tensorboard")
-        self._writer = module.SummaryWriter(log_dir=folder, purge_step=purge_step, flush_secs=FLUSH_S)
-        self._writer.add_text("config", "\n".join(f"    {key}: {value}" for key, value in config.items()))
+        self._event = importlib.import_module("tensorboard.compat.proto.event_pb2").Event
+        self._writer = module.EventFileWriter(str(run_dir / "tensorboard"), flush_secs=FLUSH_S)
+        if resume_step is not None:  # readers drop the events of later steps in earlier files
+            self._add(resume_step + 1, file_version="brain.Event:2")
+            self._add(resume_step + 1, session_log={"status": "START"})
+        text = "\n".join(f"    {key}: {value}" for key, value in config.items())
+        tensor = {"dtype": "DT_STRING", "string_val": [text.encode()], "tensor_shape": {"dim": [{"size": 1}]}}
+        value = {"tag": "config/text_summary", "tensor": tensor, "metadata": {"plugin_data": {"plugin_name": "text"}}}
+        self._add(0, summary={"value": [value]})
+
+    def _add(self, step: int, **content: Any) -> None:
+        self._writer.add_event(self._event(wall_time=time.time(), step=step, **content))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Record one scalar per metric."""
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+            self._add(step, summary={"value": [{"tag": name, "simple_value": float(value)}]})
 
     def close(self) -> None:
         """Flush and close the event file."""
