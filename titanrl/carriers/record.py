@@ -339,4 +339,4 @@ def share(limit_bytes: int, fraction: float, num_processes: int) -> int:
 
 def joined(arrays: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     """Return arrays, maybe none, joined to one of a type."""
-    return np.concatenate([np.zeros(0, dtype), *(np.asarray(array, dtype) for array in arrays)])
+    return np.concatenate([np.zeros(0, dtype), *arrays], dtype=dtype, casting="unsafe")

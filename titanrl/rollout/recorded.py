@@ -88,8 +88,8 @@ def branch_points(segments: Sequence[Segment]) -> list[dict[str, int]]:
 
     The mapping is empty for the first segment, and for one that has no token in common with an earlier one.
     """
-    branches: list[dict[str, int]] = []
-    for number, segment in enumerate(segments):
+    branches: list[dict[str, int]] = [{}]
+    for number, segment in enumerate(segments[1:], 1):
         shared = [
             (_num_equal(earlier.token_ids, segment.token_ids), -parent) for parent, earlier in enumerate(segments[:number])
         ]
