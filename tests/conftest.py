@@ -78,15 +78,25 @@ def engines() -> Iterator[Engines]:
         yield engines
 
 
+WORLDS: dict[int, World] = {}
+"""Trainer ranks by the size of their world."""
+
+
 @pytest.fixture(scope="session")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], World]]:
     """Function that returns the trainer ranks of a world of a given size, which all tests share."""
-    worlds: dict[int, World] = {}
     with ExitStack() as stack:
 
         def of_size(size: int) -> World:
-            if size not in worlds:
-                worlds[size] = stack.enter_context(World(size, tmp_path_factory.mktemp(f"world{size}")))
-            return worlds[size]
+            if size not in WORLDS:
+                WORLDS[size] = stack.enter_context(World(size, tmp_path_factory.mktemp(f"world{size}")))
+            return WORLDS[size]
 
         yield of_size
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """End all trainer ranks after the last test of a folder, because their idle threads still need CPU time."""
+    if nextitem is None or nextitem.path.parent != item.path.parent:
+        for ranks in WORLDS.values():
+            ranks.end()

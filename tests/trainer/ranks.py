@@ -1,6 +1,6 @@
 """Trainer ranks for tests: processes that are forked after importing torchtitan, joined by gloo, and run functions.
 
-A world lives as long as the test session, so that its start-up time is paid only once.
+A world lives as long as the tests of a folder, so that its start-up time is paid only once.
 """
 
 import contextlib
@@ -94,6 +94,10 @@ class World:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """End the ranks; the next call of `run` starts new ones."""
         for pipe in self._pipes:
             with contextlib.suppress(BrokenPipeError):
                 pipe.send(None)

@@ -22,6 +22,7 @@ from titanrl.trainer.checkpoint import Checkpoints
 Worlds = Callable[[int], World]
 FSDP, TP, CP, BOTH = {"dp_shard": 2}, {"tp": 2}, {"cp": 2}, {"dp_shard": 2, "tp": 2}
 LAYOUTS = {"one rank": (1, {}), "fsdp": (2, FSDP), "cp": (2, CP), "fsdp x tp": (4, BOTH)}
+WITH_TP = {**LAYOUTS, "tp": (2, TP)}
 LORA = {"rank": 4, "alpha": 8.0}
 
 
@@ -64,11 +65,11 @@ def test_logprobs_match_transformers(layout: str, world: Worlds, model: Path) ->
 
 @pytest.mark.parametrize(
     ("layout", "model"),
-    [("one rank", "tied"), ("fsdp", "untied"), ("fsdp x tp", "tied"), ("fsdp x tp", "untied")],
+    [("one rank", "tied"), ("fsdp", "untied"), ("tp", "tied"), ("fsdp x tp", "untied")],
     indirect=["model"],
 )
 def test_hugging_face_export_loads_bitwise_equal(layout: str, world: Worlds, model: Path, tmp_path: Path) -> None:
-    size, plan = LAYOUTS[layout]
+    size, plan = WITH_TP[layout]
     written = world(size).run(variants.export, model, {"parallelism": plan}, tmp_path / "out", 1)
     assert {path.name for path in (tmp_path / "out").iterdir()} >= {"config.json", "tokenizer.json"}
     assert_close(written[0][0], expected_logprobs(tmp_path / "out"))
@@ -223,11 +224,11 @@ def test_scoring_in_chunks_does_not_change_gradient(layout: str, policy: str, wo
     assert all(world(size).run(variants.chunked_gradient_is_equal, tiny_model, section))
 
 
-@pytest.mark.parametrize("layout", ["one rank", "fsdp x tp"])
+@pytest.mark.parametrize("layout", ["one rank", "tp"])
 def test_lora_trains_only_adapters_and_publishes_them_merged_or_separately(
     layout: str, world: Worlds, tiny_model: Path
 ) -> None:
-    size, plan = LAYOUTS[layout]
+    size, plan = WITH_TP[layout]
     alone = world(1).run(variants.train_adapters, tiny_model, {"lora": LORA})[0]
     found = world(size).run(variants.train_adapters, tiny_model, {"lora": LORA, "parallelism": plan})[0]
     for name, value in found["after"].items():
