@@ -30,6 +30,11 @@ from titanrl.config.schema import Config
 OWN = "own.py:loss"
 
 
+def test_unknown_ratio_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"ratio must be one of sampler, proximal, none \(got 'smapler'\)"):
+        policy_loss(ratio="smapler")  # type: ignore[arg-type]
+
+
 @policy_loss(ratio="proximal", zero_without_advantage=True)
 def copied_ppo(inputs: LossInputs, *, clip_low: float, clip_high: float) -> tuple[Tensor, Mapping[str, Tensor]]:
     unclipped_N = -inputs.ratio_N * inputs.advantages_N

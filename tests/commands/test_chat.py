@@ -133,6 +133,17 @@ def test_endpoint_that_cannot_be_reached_ends_the_command(
     assert capsys.readouterr().err.startswith(f"error: {url}: ")
 
 
+@pytest.mark.parametrize("proxy", ["HTTP_PROXY", "ALL_PROXY"])
+def test_proxies_are_not_used_on_this_machine(
+    proxy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(proxy, "socks5://127.0.0.1:9")
+    assert talk(monkeypatch, "http://127.0.0.1:1", ["ab"]) == 1
+    assert capsys.readouterr().err == "error: http://127.0.0.1:1: [Errno 111] Connection refused\n"
+    assert talk(monkeypatch, "http://example.invalid", ["ab"]) == 1
+    assert "socksio" in capsys.readouterr().err
+
+
 def test_other_servers_are_no_policy(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     async def page(scope: object, receive: object, send: object) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/html")]})  # type: ignore[operator]

@@ -259,7 +259,10 @@ def test_results_of_functions() -> None:
 
 
 def test_function_must_be_async(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("def play(task): ...\nasync def works(task): ...\n")
+    (tmp_path / "mine.py").write_text("def play(task): ...\nasync def works(task): ...\nasync def asks(task, mode): ...\n")
     with pytest.raises(ValueError, match="must be an async function"):
-        checked_function(f"{tmp_path}/mine.py:play")
-    assert checked_function(f"{tmp_path}/mine.py:works")
+        checked_function(f"{tmp_path}/mine.py:play", {})
+    assert checked_function(f"{tmp_path}/mine.py:works", {})
+    assert checked_function(f"{tmp_path}/mine.py:asks", {"mode": 1})
+    with pytest.raises(ValueError, match=r"unexpected keyword argument 'mode' .* Write it as `async def works\(task, mode\)"):
+        checked_function(f"{tmp_path}/mine.py:works", {"mode": 1})

@@ -109,7 +109,7 @@ def test_failure_of_one_part_fails_the_completion_and_names_the_part() -> None:
         return 1 / (len(completion) - 1)
 
     first, second = score_with(right=right, fussy=fussy, also=Reward(fussy, trusted=True))
-    error = "ZeroDivisionError: division by zero"
+    error = "ZeroDivisionError: division by zero (test_scoring.py:109)"
     assert first == Scored(reward=None, parts={}, error=f"fussy: {error}; also: {error}")
     assert second.parts == {"right": 0.0, "fussy": 1 / 3, "also": 1 / 3}
 
@@ -130,7 +130,7 @@ def test_group_reward_fails_as_a_whole_or_for_one_value(trusted: bool) -> None:
     first, second = scored("odd")
     assert first.reward == 1.0
     assert second.error.startswith("wrong: TypeError: the reward returned 'two'. Expected a finite number: `def reward(")
-    assert [s.error for s in scored("none")] == ["wrong: KeyError: 'none'"] * 2
+    assert [s.error for s in scored("none")] == ["wrong: KeyError: 'none' (test_scoring.py:121)"] * 2
 
 
 # Time limits

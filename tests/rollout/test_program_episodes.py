@@ -283,7 +283,7 @@ def test_rewritten_history_is_a_branch(tokenizer: Tokenizer, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("code", "outcome", "problem"),
     [
-        ("raise RuntimeError('boom')", "environment_error", "RuntimeError: boom"),
+        ("raise RuntimeError('boom')", "environment_error", "RuntimeError: boom (program_0.py:"),
         ("return 1.0", "environment_error", "made no call"),
         (ASK + "    return 'many'", "reward_error", "finite number"),
         (ASK + "    return {'score': 1}", "environment_error", "must have the key"),

@@ -255,6 +255,6 @@ def test_options_of_the_optimizer_are_read() -> None:
     assert read == AdamParams(learning_rate=0.5, beta1=0.8, beta2=0.9, eps=1e-8, weight_decay=0.1, max_grad_norm=2.0)
     with pytest.raises(Refused, match="optimizer_params"):
         wire.read_adam(Fields({"optimizer_params": {"type": "dimuon"}}))
-    for wrong in ({"beta1": 1.5}, {"learning_rate": 10**400}, {"grad_clip_norm": float("inf")}):
+    for wrong in ({"beta1": 1.5}, {"learning_rate": 10**400}, {"grad_clip_norm": float("inf")}, {"learning_rate": None}):
         with pytest.raises(Refused, match=next(iter(wrong))):
             wire.read_adam(Fields({"adam_params": wrong}))

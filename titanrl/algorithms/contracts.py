@@ -136,7 +136,13 @@ def policy_loss(*, ratio: Ratio, zero_without_advantage: bool = False) -> Callab
         ratio: Denominator of the loss's importance ratio: `sampler` for the sampling policy, `proximal` for the policy that
             `algorithm.proximal` selects, `none` if the loss has no ratio.
         zero_without_advantage: True if the gradient is 0 wherever the advantage is 0. The trainer then skips such sequences.
+
+    Raises:
+        ValueError: `ratio` is none of these.
     """
+    choices = ("sampler", "proximal", "none")
+    if ratio not in choices:
+        raise ValueError(f"policy_loss: ratio must be one of {', '.join(choices)} (got {ratio!r}). Correct it.")
 
     def declare(loss: Function) -> Function:
         setattr(loss, _TRAITS, LossTraits(ratio=ratio, zero_without_advantage=zero_without_advantage))

@@ -1,5 +1,10 @@
 """Base classes of TitanRL's exceptions, and the formatting of exceptions for users."""
 
+import os
+import sysconfig
+import traceback
+from pathlib import Path
+
 
 class TitanRLError(Exception):
     """Base class of all TitanRL exceptions, such as `ConfigError`, `DeadlineError` and `ActorDiedError`."""
@@ -8,6 +13,23 @@ class TitanRLError(Exception):
 USER_ERRORS = (Exception, SystemExit, KeyboardInterrupt)
 """Exceptions that user code may raise in a process of a run, where no signal raises `KeyboardInterrupt`. The last two would end
 the event loop."""
+
+
+_LIBRARIES = (str(Path(__file__).parents[1]), *sysconfig.get_paths().values())
+
+
+def described(error: BaseException) -> str:
+    """Return the type and message of an exception of user code, and the line that raised it.
+
+    Example: `KeyError: 'choices' (agent.py:29)`.
+    """
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except Exception:  # the message is made by user code
+        text = type(error).__name__
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    own = [f" ({os.path.basename(file)}:{line})" for file, line in frames if not file.startswith((*_LIBRARIES, "<"))]
+    return text + (own[-1] if own else "")
 
 
 def describe(error: BaseException) -> str:

@@ -335,7 +335,7 @@ def _encoder(config: Config, data: DataConfig, *, has_tokenizer: bool) -> Encode
                 value = environment.renderer if key.endswith(".renderer") else environment.renderer_options
                 raise BrokenRules(BrokenRule({key: value}, rule, fix[:1].lower() + fix[1:])) from error
             if isinstance(environment.program, str):
-                checked_function(environment.program)
+                checked_function(environment.program, environment.options)
             if environment.confined and (missing := missing_for_programs()):
                 rule = f"confinement needs {', '.join(missing)}"
                 raise BrokenRules(BrokenRule({"data.environment.confined": True}, rule, "remove confined"))

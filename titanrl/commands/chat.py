@@ -132,6 +132,8 @@ def chat(url: str, key: str, system: str | None, arguments: argparse.Namespace) 
     transport, base = None, url.removesuffix("/").removesuffix("/v1")
     if url.startswith("unix:"):
         transport, base = httpx.HTTPTransport(uds=url.removeprefix("unix:")), "http://localhost"
+    elif url.startswith(("http://127.0.0.1:", "http://localhost:", "http://[::1]:")):
+        transport = httpx.HTTPTransport()  # without a proxy of the environment
     start = [] if system is None else [{"role": "system", "content": system}]
     known, headers = list(start), {"authorization": f"Bearer {key}"}
     try:
@@ -153,7 +155,7 @@ def chat(url: str, key: str, system: str | None, arguments: argparse.Namespace) 
                     print("cancelled", file=sys.stderr)
                 except NoReply as error:
                     print(f"error: {error}", file=sys.stderr)
-    except (NoReply, httpx.HTTPError, httpx.InvalidURL) as error:
+    except (NoReply, httpx.HTTPError, httpx.InvalidURL, ImportError) as error:  # the last for a SOCKS proxy
         print(f"error: {url}: {error}", file=sys.stderr)
         return 1
     return 0

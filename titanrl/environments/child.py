@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+from titanrl.base.errors import described
 from titanrl.base.plugins import Plugin
 from titanrl.environments.factories import load_factory
 from titanrl.environments.interface import (
@@ -70,7 +71,7 @@ async def _attempt(host: "_Host", request: bytes) -> bytes:
         return json.dumps(await host.calls[name](*arguments), ensure_ascii=False).encode()
     except BaseException as error:  # a user-defined environment may raise anything, even SystemExit
         traceback.print_exc()
-        text = f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS]
+        text = described(error)[:_MAX_ERROR_CHARS]
         kinds = {"is_reward": isinstance(error, InvalidReward), "is_timeout": isinstance(error, EnvironmentTimeout)}
         return json.dumps({"error": text, **kinds}).encode()
     finally:

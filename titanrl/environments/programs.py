@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from titanrl.base.errors import describe
+from titanrl.base.errors import described
 from titanrl.base.ownership import open_regular
 from titanrl.base.plugins import import_object
 from titanrl.environments.interface import Done, EnvironmentFailure
@@ -105,11 +105,18 @@ def result_of(returns: Returns, value: object) -> ProgramResult:
     return ProgramResult(done=done)
 
 
-def checked_function(path: str) -> Callable[..., Awaitable[object]]:
-    """Import an async function. Raise `ValueError` if it cannot be imported, or is not async."""
+def checked_function(path: str, options: Mapping[str, object]) -> Callable[..., Awaitable[object]]:
+    """Import an async function that accepts a task, and options as keyword arguments. Raise `ValueError` if there is none."""
     function = import_object(path, key=KEY)
     if not inspect.iscoroutinefunction(function):
         raise ValueError(f"{KEY}: must be an async function (got {path}). Write it as `async def play(task): ...`.")
+    signature = inspect.signature(function)
+    try:
+        signature.bind(None, **options)
+    except TypeError as error:
+        expected = f"async def {function.__name__}({', '.join(['task', *options])}): ..."
+        rule = f"must accept the task and data.environment.options: {error} (got {path}{signature})"
+        raise ValueError(f"{KEY}: {rule}. Write it as `{expected}`, or correct the options.") from error
     checked: Callable[..., Awaitable[object]] = function
     return checked
 
@@ -119,8 +126,14 @@ async def call_function(function: Callable[..., Awaitable[object]], task: Progra
     try:
         value = await function(task, **task.options)
     except (SystemExit, KeyboardInterrupt) as error:  # it would end the event loop
-        raise EnvironmentFailure(f"{KEY}: it raised {describe(error)}") from error
+        raise EnvironmentFailure(f"{KEY}: it raised {described(error)}") from error
     return result_of(returns, value)
+
+
+def direct_access() -> dict[str, str]:
+    """Return the environment variables with which HTTP clients use no proxy for the loopback interface."""
+    direct = ",".join(filter(None, (os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), "127.0.0.1")))
+    return {"NO_PROXY": direct, "no_proxy": direct}  # clients prefer one or the other
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,7 +233,6 @@ class Command:
             inherited = {name: os.environ[name] for name in ("PATH", "LANG", "LC_ALL", "TZ") if name in os.environ}
             inherited |= {"HOME": str(folder), "TMPDIR": str(folder)}
         root = task.url.removesuffix("/v1")
-        direct = ",".join(filter(None, (os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), "127.0.0.1")))
         return {
             **inherited,
             "OPENAI_BASE_URL": task.url,
@@ -234,7 +246,7 @@ class Command:
             "TITANRL_RESULT": str(folder / "result"),
             "TITANRL_TIMEOUT_S": f"{task.timeout_s:g}",
             "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),
-            **{"NO_PROXY": direct, "no_proxy": direct},  # clients prefer one or the other
+            **direct_access(),
         }
 
     def _confinement(self, task: ProgramTask, folder: Path) -> dict[str, Any] | None:

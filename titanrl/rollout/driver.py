@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from titanrl.base.errors import USER_ERRORS, TitanRLError
+from titanrl.base.errors import USER_ERRORS, TitanRLError, described
 from titanrl.carriers.spans import span
 from titanrl.carriers.types import Completion, FinishReason, GenerationRequest, Outcome, SamplingParams
 from titanrl.environments import (
@@ -30,7 +30,7 @@ from titanrl.environments import (
 from titanrl.environments.results import checked, readable_text, shown
 from titanrl.rollout.group import GenerateTokens
 from titanrl.rollout.renderers import Renderer
-from titanrl.rollout.tree import CallTree, Context, DoesNotFit, NotRenderable, described
+from titanrl.rollout.tree import CallTree, Context, DoesNotFit, NotRenderable
 
 StopText = Callable[[Sequence[int], Sequence[str | int]], str]
 """Function from the tokens of a turn, and further stop texts and tokens of its call, to the text at their end that its message

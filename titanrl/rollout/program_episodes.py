@@ -6,6 +6,7 @@ program decides when to call the policy, with which messages, and when the episo
 """
 
 import asyncio
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -16,18 +17,27 @@ from typing import Any
 
 import numpy as np
 
+from titanrl.base.errors import described
 from titanrl.carriers.types import Completion, GenerationRequest, OnTokens, Outcome, SamplingParams
 from titanrl.config.data import EnvironmentConfig
 from titanrl.data.tokenizer import Tokenizer
 from titanrl.environments import EnvironmentFailure, Episode, InvalidReward, Message
-from titanrl.environments.programs import KEY, Command, ProgramResult, ProgramTask, call_function, checked_function
+from titanrl.environments.programs import (
+    KEY,
+    Command,
+    ProgramResult,
+    ProgramTask,
+    call_function,
+    checked_function,
+    direct_access,
+)
 from titanrl.environments.results import readable_text
 from titanrl.processes.confine import SandboxUnavailable, missing_for_programs
 from titanrl.processes.temporary import TemporaryFolder, private_folder
 from titanrl.rollout.driver import Attempt, EpisodeError, Limits, StopText
 from titanrl.rollout.group import GenerateTokens
 from titanrl.rollout.renderers import Renderer
-from titanrl.rollout.tree import Context, DoesNotFit, NotRenderable, described
+from titanrl.rollout.tree import Context, DoesNotFit, NotRenderable
 from titanrl.serving.app import App
 from titanrl.serving.app import Limits as EndpointLimits
 from titanrl.serving.calls import Call, Callers, Refused, Reply, after_end
@@ -67,7 +77,8 @@ class Programs:
         self.known_ids = frozenset(tokenizer.vocabulary.values())
         """Tokens of the vocabulary."""
         if isinstance(config.program, str):
-            self._function = checked_function(config.program)
+            self._function = checked_function(config.program, config.options)
+            os.environ.update(direct_access())
             return
         if config.confined and (missing := missing_for_programs()):
             raise SandboxUnavailable(f"data.environment.confined: this machine lacks {', '.join(missing)}")

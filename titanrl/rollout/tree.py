@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from titanrl.base.errors import TitanRLError
+from titanrl.base.errors import TitanRLError, described
 from titanrl.carriers.routes import first_recorded
 from titanrl.carriers.supports import placed
 from titanrl.carriers.types import Completion, Segment, Turn
@@ -241,14 +241,6 @@ class CallTree:
             return render(*arguments)
         except Exception as error:  # the chat template may reject any message, and the tokenizer any text
             raise NotRenderable(f"the messages cannot be rendered: {described(error)}") from error
-
-
-def described(error: BaseException) -> str:
-    """Return the type and message of an exception of user code, whose `__str__` may raise, too."""
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:  # user code may raise anything
-        return type(error).__name__
 
 
 def canonical(message: Message) -> dict[str, Any]:

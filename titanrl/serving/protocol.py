@@ -174,6 +174,11 @@ class Fields:
             raise wrong(self.name(key), f"is required: {' or '.join(choices) or 'a text'}", value)
         return value
 
+    def refuse_null(self, key: str) -> None:
+        """Refuse null for a number that may be missing, because JSON encoders of clients write NaN and infinity as null."""
+        if key in self._left and self._left[key] is None:
+            raise wrong(self.name(key), "must be a finite number", None)
+
     def number(self, key: str, least: float, most: float) -> float | None:
         """Return a finite number within bounds."""
         value = self.take(key)

@@ -213,6 +213,8 @@ def read_adam(fields: Fields) -> AdamParams:
     adam = fields.nested("adam_params") or Fields({})
     names = {"learning_rate": "learning_rate", "beta1": "beta1", "beta2": "beta2", "eps": "eps", "weight_decay": "weight_decay"}
     names |= {"grad_clip_norm": "max_grad_norm"}
+    for name in names:
+        adam.refuse_null(name)
     found = {ours: adam.number(theirs, 0.0, sys.float_info.max) for theirs, ours in names.items()}
     adam.done()
     fields.done()
@@ -231,6 +233,8 @@ def read_sample(fields: Fields, vocab_size: int, max_samples: int) -> SampleRequ
     num_samples = fields.count("num_samples", 1, max_samples)
     prompt = _prompt_of(fields, vocab_size)
     params = fields.nested("sampling_params") or Fields({}, "sampling_params")
+    for name in ("temperature", "top_p"):
+        params.refuse_null(name)
     temperature = params.number("temperature", 0.0, 1e6)
     top_k = params.count("top_k", -1, vocab_size)
     top_p = params.number("top_p", 0.0, 1.0)
