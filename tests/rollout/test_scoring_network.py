@@ -119,4 +119,4 @@ def test_other_denials_name_the_remedy_and_ordinary_errors_do_not() -> None:
 
     errors = [s.error for reward in (reads, threads, fails) for s in score_with(judge=reward)[:1]]
     assert [REMEDY in error for error in errors] == [True, True, False]
-    assert errors[2] == "judge: RuntimeError: no such word"
+    assert errors[2] == "judge: RuntimeError: no such word (test_scoring_network.py:118)"
