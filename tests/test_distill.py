@@ -1,6 +1,7 @@
 """Distillation without processes: its data and metrics, and the checks of its configuration."""
 
 import asyncio
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -185,8 +186,13 @@ def test_step_whose_tasks_have_only_rewards_has_no_divergence() -> None:
 def test_hint_replaces_the_question_by_columns_of_the_row() -> None:
     entry = {"question": "2 + 2 =", "answer": "4", "metadata": {"level": 3, "empty": None}}
     assert hinted_entry(entry, "{level}: {question} {answer}!") == {**entry, "question": "3: 2 + 2 = 4!"}
-    with pytest.raises(BadRow, match="no value for 'empty'"):
-        hinted_entry(entry, "{empty}")
+    for hint, problem in (
+        ("{empty}", "must not be empty in column 'empty'"),
+        ("{other}", "no value for 'other' of distill.hint; there are level, empty, question, answer"),
+        ("{answer:d}", "does not fit distill.hint (Unknown format code 'd'"),
+    ):
+        with pytest.raises(BadRow, match=re.escape(problem)):
+            hinted_entry(entry, hint)
     messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": "2 + 2?"}]
     hinted = hinted_entry({**entry, "messages": messages}, "{question} It is {answer}.")
     assert hinted["messages"] == [messages[0], {"role": "user", "content": "2 + 2? It is 4."}]

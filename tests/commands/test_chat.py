@@ -2,12 +2,14 @@
 
 import asyncio
 import io
+import json
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -131,6 +133,18 @@ def test_endpoint_that_cannot_be_reached_ends_the_command(
 ) -> None:
     assert talk(monkeypatch, url, ["ab"]) == 1
     assert capsys.readouterr().err.startswith(f"error: {url}: ")
+
+
+def test_reply_that_ends_early_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    async def cut(scope: dict[str, Any], receive: object, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        part = {"choices": [{"delta": {"content": "half"}, "finish_reason": None}]}
+        body = {"/v1/models": json.dumps({"data": [{"id": "policy"}]})}.get(scope["path"], f"data: {json.dumps(part)}\n\n")
+        await send({"type": "http.response.body", "body": body.encode()})
+
+    with serving(cut) as server:  # type: ignore[arg-type]
+        assert talk(monkeypatch, server.url, ["ab"]) == 0
+    assert capsys.readouterr() == ("half\n", "error: the reply ended before it was complete\n")
 
 
 @pytest.mark.parametrize("proxy", ["HTTP_PROXY", "ALL_PROXY"])

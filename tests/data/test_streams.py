@@ -188,9 +188,10 @@ def test_answers_of_several_lines_are_noted(tmp_path: Path, tokenizer: Tokenizer
         ('{"prompt": "1 + 2 =", "answer": true}', "answer must be text or a number, got true. Write the text that the model"),
         ('{"prompt": "1 + 2 =", "answer": NaN}', "answer is missing"),
         ('{"prompt": "1 + 2 =", "answer": "3", "answer": "4"}', 'the key "answer" occurs more than once in an object'),
-        ('{"prompt": "1", "answer": "1", "x": ' + "9" * 5000 + "}", "must be valid JSON"),
+        ('{"prompt": "1", "answer": "1", "x": ' + "9" * 5000 + "}", "must not have an integer of more than 4,300 digits"),
         ('{"prompt": " ", "answer": "3"}', "prompt is empty"),
-        (b'{"prompt": "\xff", "answer": "3"}', "must be valid JSON"),
+        (b'{"prompt": "\xff", "answer": "3"}', "must be UTF-8 text"),
+        (b'{"prompt": "1", "answer": "3"}\r{"prompt": "2", "answer": "3"}', "must be valid JSON .* End lines with a line feed"),
         ('{"prompt": "\\ud800", "answer": "3"}', r"must be valid Unicode, but contains the lone surrogate U\+D800"),
         (
             '{"prompt": "1", "answer": "3", "level": "\\ud83d"}',

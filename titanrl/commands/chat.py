@@ -200,6 +200,8 @@ def say(client: "httpx.Client", body: Mapping[str, Any]) -> dict[str, str]:
                                 told[name] += part
         finally:
             print()
+    if not cause:
+        raise NoReply("the reply ended before it was complete")
     if cause == "length":
         print("the reply was cut at its limit", file=sys.stderr)
     return {"role": "assistant"} | {name: text for name, text in told.items() if text or name == "content"}

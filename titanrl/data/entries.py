@@ -103,9 +103,14 @@ def hinted_entry(entry: Mapping[str, Any], hint: str) -> dict[str, Any]:
     columns = {**entry.get("metadata", {}), "question": question, "answer": entry.get("answer")}
     try:
         text = hint.format_map({name: value for name, value in columns.items() if not is_missing(value)})
-    except (KeyError, IndexError, AttributeError, ValueError) as error:
-        rule = f"has no value for {error} of distill.hint; there are {', '.join(map(str, columns))}"
+    except KeyError as error:
+        names = ", ".join(map(str, columns))
+        rule = f"has no value for {error} of distill.hint; there are {names}"
+        if error.args[0] in columns:
+            rule = f"must not be empty in column {error}, which distill.hint uses"
         raise BadRow(rule, "correct distill.hint, or fill in the column") from error
+    except (IndexError, AttributeError, ValueError) as error:
+        raise BadRow(f"does not fit distill.hint ({error})", "correct distill.hint") from error
     if messages:
         return {**entry, "messages": [*messages[:-1], {**messages[-1], "content": text}], "question": text}
     return {**entry, "question": text}

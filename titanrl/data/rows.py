@@ -7,6 +7,7 @@ import glob
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -170,9 +171,17 @@ def _parse(line: bytes) -> dict[str, Any]:
         raise nesting from None
     except BadRow:
         raise
-    except ValueError as error:
+    except UnicodeDecodeError as error:
+        raise BadRow(f"must be UTF-8 text ({error})", "save the file as UTF-8") from error
+    except json.JSONDecodeError as error:
         fix += for_lists if line.lstrip().startswith(b"[") else ""
+        if b"\r" in line.rstrip():
+            fix = "end lines with a line feed, not with a carriage return alone"
         raise BadRow(f"must be valid JSON ({error})", fix) from error
+    except ValueError as error:  # Python converts no longer ones
+        raise BadRow(
+            f"must not have an integer of more than {sys.get_int_max_str_digits():,} digits", "write it as text"
+        ) from error
     if not isinstance(content, dict):
         fix += for_lists if isinstance(content, list) else ""
         raise BadRow(f"must be a JSON object, got {type(content).__name__}", fix)

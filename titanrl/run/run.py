@@ -387,7 +387,7 @@ class Run:
             num_steps: Version to reach; the configuration's `num_steps` by default.
         """
         with self.steering.training():
-            await self._with_restarts(partial(self.take_steps, num_steps or self.config.num_steps))
+            await self._with_restarts(partial(self.take_steps, self.config.num_steps if num_steps is None else num_steps))
 
     async def take_steps(self, num_steps: int) -> None:
         """Train as `train` does, but raise faults instead of restarting."""
