@@ -98,7 +98,10 @@ def test_client_trains_saves_and_continues_exactly(running: Running) -> None:
     assert step(reset) == expected[0]
     assert step(reset) != expected[1]  # without momentum
     rest = service.create_rest_client()
-    assert rest.get_training_run(info.model_id).result().user_metadata == {"renderer": "r"}
+    found = rest.get_training_run(info.model_id).result()
+    assert (found.user_metadata, found.last_sampler_checkpoint) == ({"renderer": "r"}, None)
+    assert found.last_checkpoint is not None
+    assert found.last_checkpoint.tinker_path == saved
     assert [each.tinker_path for each in rest.list_user_checkpoints().result().checkpoints] == [saved]
     assert rest.get_weights_info_by_tinker_path(saved).result().base_model == "base/number"
     rest.set_checkpoint_ttl_from_tinker_path(saved, 3600).result()

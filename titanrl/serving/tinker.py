@@ -18,7 +18,7 @@ from titanrl.serving import tinker_wire as wire
 from titanrl.serving.calls import Refused
 from titanrl.serving.http import JSON, Endpoint, Headers, Receive, Response, dump, read_body, unless_disconnected
 from titanrl.serving.protocol import Fields, load_json, wrong
-from titanrl.serving.tinker_checkpoints import Checkpoints, ModelSpec
+from titanrl.serving.tinker_checkpoints import Checkpoints, ModelSpec, Run
 from titanrl.serving.tinker_queue import Answer
 from titanrl.serving.tinker_sessions import (
     Host,
@@ -432,11 +432,17 @@ class Tinker(Endpoint):
     async def list_runs(self, request: "_Request") -> object:
         """Return the models of the user."""
         runs = self._checkpoints.runs(request.owner)
-        return {"training_runs": [run.wire() for run in runs], "cursor": _all(len(runs))}
+        return {"training_runs": [self._run(run) for run in runs], "cursor": _all(len(runs))}
 
     async def get_run(self, request: "_Request") -> object:
         """Return a model of the user."""
-        return self._checkpoints.run(request.ids[0], request.owner).wire()
+        return self._run(self._checkpoints.run(request.ids[0], request.owner))
+
+    def _run(self, run: Run) -> dict[str, object]:
+        """Return a model with its newest checkpoint of each type."""
+        newest = {each.kind: each.wire() for each in reversed(self._checkpoints.all_of(run.owner, run.model_id))}
+        own = {"last_checkpoint": newest.get("weights"), "last_sampler_checkpoint": newest.get("sampler_weights")}
+        return run.wire() | own
 
     async def list_checkpoints(self, request: "_Request") -> object:
         """Return the checkpoints of the user, or of one model."""
