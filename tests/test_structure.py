@@ -11,15 +11,15 @@ import pytest
 from tests.size import PACKAGE, figures
 
 CEILINGS = {
-    "lines": 70_600,
-    "modules": 258,
-    "small modules": 6,
-    "modules with a shared name": 6,
+    "lines": 69_400,
+    "modules": 241,
+    "small modules": 4,
+    "modules with a shared name": 4,
     "rooms": 27,
     "arrows": 181,
     "floors": 13,
-    "modules reached by the loop": 119,
-    "functions with one mention": 0.377,
+    "modules reached by the loop": 109,
+    "functions with one mention": 0.375,
 }
 """Largest figures of `tests.size`. Lower them with the code. A change that needs a higher one says why in its message."""
 
