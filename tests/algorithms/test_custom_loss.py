@@ -1,6 +1,7 @@
 """User-defined losses in the objective: inputs, options, traits and metrics."""
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -251,6 +252,13 @@ def test_thresholds_are_bounds_of_ratio() -> None:
     assert (cispo.loss, cispo.clip_low, cispo.clip_high) == ("cispo", 1.0, 3.0)
     assert tinker_algorithm("dro", {"beta": 0.3}).dro_beta == 0.3
     assert tinker_algorithm("importance_sampling", {}).loss == "importance_sampling"
+    for loss, options, problem in (
+        ("ppo", {"clip_low_threshold": 1.8}, "clip_low_threshold: Input should be greater than 0 for clip_low, its distance"),
+        ("cispo", {"clip_high_threshold": "x"}, "clip_high_threshold: must be a number (got 'x')"),
+        ("dro", {"beta": -1}, "beta: Input should be greater than 0 (got -1)"),
+    ):
+        with pytest.raises(ValueError, match=rf"^loss_fn_config\.{re.escape(problem)}"):
+            tinker_algorithm(loss, options)
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
+from pydantic import ValidationError
+
 from titanrl.base.plugins import Plugin, Point, check_call, import_object, unwrapped
 from titanrl.config.algorithm import ADVANTAGE_KEYS, LOSS_KEYS, LOSSES, AlgorithmConfig, LossTraits, Ratio
 from titanrl.config.errors import BrokenRule, BrokenRules
@@ -335,9 +337,30 @@ def tinker_algorithm(loss_fn: str, loss_fn_config: Mapping[str, Any]) -> Algorit
     # Tinker's thresholds bound the ratio; our keys are distances from 1.
     if loss_fn in _RATIO_BOUNDS:
         low, high = _RATIO_BOUNDS[loss_fn]
-        values["clip_low"] = 1.0 - loss_fn_config.get("clip_low_threshold", low)
-        values["clip_high"] = loss_fn_config.get("clip_high_threshold", high) - 1.0
-    return AlgorithmConfig.model_validate(values)
+        bounds = {"clip_low_threshold": low, "clip_high_threshold": high}
+        for name in bounds.keys() & loss_fn_config.keys():
+            if not isinstance(loss_fn_config[name], int | float):
+                raise ValueError(f"loss_fn_config.{name}: must be a number (got {loss_fn_config[name]!r}).")
+            bounds[name] = loss_fn_config[name]
+        values["clip_low"], values["clip_high"] = 1.0 - bounds["clip_low_threshold"], bounds["clip_high_threshold"] - 1.0
+    return _validated(values, loss_fn_config, {key: name for name, key in keys.items()})
+
+
+def _validated(values: Mapping[str, Any], given: Mapping[str, Any], names: Mapping[str, str]) -> AlgorithmConfig:
+    """Return a configuration; `names` are those of the options that `given` has, by key.
+
+    Raises:
+        ValueError: A value is invalid; the message has its option.
+    """
+    try:
+        return AlgorithmConfig.model_validate(values)
+    except ValidationError as error:
+        details = error.errors(include_url=False)[0]
+        key = ".".join(map(str, details["loc"]))
+        name = names.get(key, key)
+        text = details["msg"].removeprefix("Value error, ")
+        bound = f" for {key}, its distance from 1" if name.endswith("_threshold") else ""
+        raise ValueError(f"loss_fn_config.{name}: {text}{bound} (got {given.get(name, details['input'])}).") from None
 
 
 def custom_algorithm(
@@ -352,6 +375,6 @@ def custom_algorithm(
     """
     keys = {key: value for key, value in loss_fn_config.items() if key in LOSS_KEYS}
     options = {key: value for key, value in loss_fn_config.items() if key not in LOSS_KEYS}
-    algorithm = AlgorithmConfig.model_validate({"loss": name, "loss_options": options, **keys}).with_loss_traits(traits)
+    algorithm = _validated({"loss": name, "loss_options": options, **keys}, loss_fn_config, {}).with_loss_traits(traits)
     check_loss(loss, name=name, algorithm=algorithm, key="loss_fn", options_key="loss_fn_config")
     return algorithm
