@@ -387,7 +387,7 @@ class ScorerError(RolloutError):
 
 def scorer_failed(tried: str, error: str) -> ScorerError:
     """Return the exception for a reward or environment that failed on the completions that `tried` describes."""
-    if error.startswith("data.environment: "):
+    if error.startswith("data.environment"):
         return ScorerError(f"{error} (it affects {tried}). Correct the environment, or raise its time limits.")
     return ScorerError(
         f"data.rewards: the reward failed on {tried} (first error: {error}). Correct the reward; if it lacks time or memory, "

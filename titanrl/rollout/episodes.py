@@ -150,7 +150,11 @@ class Episodes:
         counts = sum((slot.counts for slot in slots), Counter[str]())
         counts["reward_error"] += len(pairs) - len(scored)
         errors = [(slot, score.error, "reward_error") for slot, score in pairs if score.reward is None]
-        errors += [(slot, f"data.environment: {slot.error}", slot.error.outcome) for slot in slots if slot.error is not None]
+        for slot in slots:
+            if slot.error is not None:
+                text = str(slot.error)
+                text = text if text.startswith("data.environment") else f"data.environment: {text}"
+                errors.append((slot, text, slot.error.outcome))
         return Group(
             prompt=replace(prompt, token_ids=()),
             rollouts=tuple(self._rollout(slot.conversation, score, final) for slot, score, final in scored),
