@@ -35,7 +35,7 @@ def test_failed_rollouts_are_left_out_counted_and_marked(start_run: Start, plain
     assert finished.code == 0, finished.output
     groups = finished.rollouts()
     failed = [completion for group in groups for completion in group["completions"] if completion["reward"] is None]
-    assert {completion["error"] for completion in failed} == {"answer: AssertionError: unlucky"}
+    assert {completion["error"] for completion in failed} == {"answer: AssertionError: unlucky (unlucky_reward.py:2)"}
     assert all(len(completion["text"]) % 4 == 0 for completion in failed)
     lines = map(json.loads, (finished.run_dir / "advantages.jsonl").read_text().splitlines())
     advantages = {(line["index"], line["version"]): line["advantages"] for line in lines}
