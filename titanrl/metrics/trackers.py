@@ -104,7 +104,7 @@ class TensorBoardTracker:
             self._add(resume_step + 1, session_log={"status": "START"})
         text = "\n".join(f"    {key}: {value}" for key, value in config.items())
         tensor = {"dtype": "DT_STRING", "string_val": [text.encode()], "tensor_shape": {"dim": [{"size": 1}]}}
-        value = {"tag": "config/text_summary", "tensor": tensor, "metadata": {"plugin_data": {"plugin_name": "text"}}}
+        value = {"tag": "config", "tensor": tensor, "metadata": {"plugin_data": {"plugin_name": "text"}}}
         self._add(0, summary={"value": [value]})
 
     def _add(self, step: int, **content: Any) -> None:
