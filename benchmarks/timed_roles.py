@@ -488,8 +488,10 @@ class TimedFleet:
 
 
 class _TrainerProcs(Procs):
-    def spawn(self, name: str, kind: Callable[..., Any], *args: Any) -> Any:
-        return super().spawn(name, kind, *args) if name == "trainer" else Procs(self.process).spawn(name, kind, *args)
+    def spawn(self, name: str, kind: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if name != "trainer":
+            return Procs(self.process).spawn(name, kind, *args, **kwargs)
+        return super().spawn(name, kind, *args, **kwargs)
 
 
 def parts_without_hosts(config: Any) -> Any:

@@ -534,6 +534,6 @@ class Procs:
     def __init__(self, process: Process, *, num_ranks: int = 1) -> None:
         self.process, self._num_ranks = process, num_ranks
 
-    def spawn(self, name: str, kind: Callable[..., Any], *args: Any) -> Actors:
+    def spawn(self, name: str, kind: Callable[..., Any], *args: Any, **kwargs: Any) -> Actors:
         """Create an actor in the process."""
-        return Actors(self.process, kind(*args), self._num_ranks)
+        return Actors(self.process, kind(*args, **kwargs), self._num_ranks)

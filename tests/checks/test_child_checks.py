@@ -76,8 +76,8 @@ def test_exception_on_a_sample_is_only_a_warning(tmp_path: Path) -> None:
     broken, warnings = tried(tmp_path, ["right", "steps", "raises", "group"])
     assert broken == {}
     assert warnings == [
-        "data.rewards.raises: the reward failed for the sample completion '<answer>4</answer>' (KeyError: 'level' (own_rewards.py:6)). "
-        "If it fails on real completions, they have no reward."
+        "data.rewards.raises: the reward failed for the sample completion '<answer>4</answer>' "
+        "(KeyError: 'level' (own_rewards.py:6)). If it fails on real completions, they have no reward."
     ]
 
 

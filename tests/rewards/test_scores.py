@@ -66,7 +66,7 @@ def test_endless_answer_fails_alone(gym: Bench) -> None:
 
 def test_exception_in_a_reward_is_an_error_without_a_reward(careless: Bench) -> None:
     (score,) = careless.score(("entry['missing']", {}))
-    assert score == Score(parts={}, status="error", detail="KeyError: 'missing'")
+    assert score == Score(parts={}, status="error", detail="KeyError: 'missing' (careless_verifier.py:7)")
 
 
 @pytest.mark.parametrize("value", ["'1.5'", "None", "float('nan')", "float('-inf')", "[1.0]", "1j"])
