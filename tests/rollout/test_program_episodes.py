@@ -307,7 +307,7 @@ def test_failures_are_typed_retried_and_excluded(
     assert (failure.outcome, group.counts[outcome], group.counts["episodes"]) == (outcome, 2, 2)
     assert outcome != "timeout" or group.counts["environment_ms"] >= 790, "two episodes to their limit"
     assert problem in failure.error
-    assert failure.error.count("data.environment") == 1
+    assert "data.environment: data.environment" not in failure.error
 
 
 def test_limits_refuse_calls_and_end_the_episode(tokenizer: Tokenizer, tmp_path: Path) -> None:
