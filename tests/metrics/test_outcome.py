@@ -54,7 +54,9 @@ def test_closing_lines_count_failed_rewards(tmp_path: Path) -> None:
         "Mean reward: held-out sums 0.200 -> 0.200 (completions without a reward: 0 of 5 -> 2 of 5), "
         "training 0.500 -> 0.500 over 2 steps"
     )
-    assert shown[1] == ("failed   6 of 32 completions had no reward in training (scorer_error in events.jsonl has the errors)")
+    assert shown[1] == (
+        "failed   6 of 32 completions had no reward in training (scorer_error in events.jsonl has the first error of each step)"
+    )
     page = (run_dir / "report.html").read_text()
     assert "0 of 5 and 2 of 5 completions had no reward and are not in the mean" in page
     assert "6 of 32 completions had no reward in training" in page

@@ -239,7 +239,8 @@ def failed_rewards(rows: Rows) -> str:
     failed, total = (sum(value for _, value in series(rows, f"reward/num_{name}")) for name in ("errors", "completions"))
     if not failed:
         return ""
-    return f"{failed:.0f} of {total:.0f} completions had no reward in training (scorer_error in events.jsonl has the errors)"
+    where = "scorer_error in events.jsonl has the first error of each step"
+    return f"{failed:.0f} of {total:.0f} completions had no reward in training ({where})"
 
 
 def idle_line(rows: Rows, max_staleness: int) -> str:
