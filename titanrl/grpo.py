@@ -42,6 +42,7 @@ from titanrl.models.directory import model_shape
 from titanrl.processes.actors import StoppedError
 from titanrl.replay.groups import Batch
 from titanrl.run import command
+from titanrl.run.evaluations import is_due
 from titanrl.run.generation import Dump, Generation, check_dump
 from titanrl.run.publications import Publications
 from titanrl.run.recording import batch_metrics, record_advantages, record_drops, recorded_groups
@@ -235,8 +236,9 @@ class GRPO(Run):
 
     async def _heldout_loss(self) -> dict[str, float]:
         """Return the loss on held-out examples after the optimizer steps, as a metric; nothing unless an evaluation is due."""
-        step, every_steps = self.state.step + 1, self.config.evaluation.every_steps
-        if self._examples is None or not (step == self.config.num_steps or (every_steps and step % every_steps == 0)):
+        step = self.state.step + 1
+        is_evaluated = is_due(step, self.config.evaluation.every_steps) or step == self.config.num_steps
+        if self._examples is None or not is_evaluated:
             return {}
         with self.timer.phase("evaluate"):
             forward = partial(self.session.trainer.run_data, loss_fn="cross_entropy", loss_fn_config={}, backward=False)

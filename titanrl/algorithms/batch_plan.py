@@ -77,8 +77,8 @@ def plan_batch(
         records: Groups of the step. A group without payload must have no gradient.
         algorithm: Advantage estimator, reduction and terms of the objective.
         constant_length: Divisor of `reduction: constant`, in tokens.
-        row_tokens: Length of a row.
-        rows_per_microbatch: Maximum number of rows of a rank.
+        row_tokens: Length of a row in tokens.
+        rows_per_microbatch: Maximum number of rows in a rank's micro-batch.
         dp_size: Number of data-parallel ranks.
         share_prompts: Store the prompt of a group once per row, for all its sequences in that row, unless that takes more rows.
         weight_of: Weight of a reward component.

@@ -32,7 +32,7 @@ def check_number(
     most: float = math.inf,
     below: float = math.inf,
 ) -> None:
-    """Raise unless a value is a finite number within bounds."""
+    """Raise `TypeError` unless a value is a number, and `ValueError` unless it is finite and within bounds."""
     rule = "a finite number" + (f" >= {least:g}" if least > -math.inf else f" > {above:g}" if above > -math.inf else "")
     rule += f" and <= {most:g}" if most < math.inf else f" and < {below:g}" if below < math.inf else ""
     if isinstance(value, bool | np.bool_) or not isinstance(value, Real):
@@ -42,7 +42,7 @@ def check_number(
 
 
 def check_count(name: str, value: object, fix: str, *, least: int = 1, most: float = math.inf) -> None:
-    """Raise unless a value is an integer within bounds."""
+    """Raise `TypeError` unless a value is an integer, and `ValueError` unless it is within bounds."""
     rule = f"an integer >= {least}" + (f" and <= {most}" if most < math.inf else "")
     if isinstance(value, bool | np.bool_) or not isinstance(value, Integral):
         raise TypeError(f"{name}: must be {rule} (got {shown(value)}). {fix}")
@@ -58,7 +58,12 @@ def check_list(name: str, value: object, items: str, fix: str) -> Sequence[Any]:
 
 
 def checked_tokens(name: str, value: object) -> npt.NDArray[np.int64]:
-    """Return token ids as an array, `[S]`."""
+    """Return token ids as an array, `[S]`.
+
+    Raises:
+        TypeError: They are not integers.
+        ValueError: One is negative.
+    """
     fix = "Give token ids, such as those of session.tokenizer.encode."
     tokens = _array(name, check_list(name, value, "token ids", fix), "token ids", fix)
     if tokens.size and not np.issubdtype(tokens.dtype, np.integer):
@@ -69,7 +74,11 @@ def checked_tokens(name: str, value: object) -> npt.NDArray[np.int64]:
 
 
 def checked_numbers(name: str, value: object, fix: str) -> npt.NDArray[Any]:
-    """Return a list of numbers as an array, `[S]`; NaN and infinity are allowed."""
+    """Return a list of numbers as an array, `[S]`; NaN and infinity are allowed.
+
+    Raises:
+        TypeError: They are not numbers.
+    """
     numbers = _array(name, check_list(name, value, "numbers", fix), "numbers", fix)
     if numbers.size and not np.issubdtype(numbers.dtype, np.number):
         raise TypeError(f"{name}: must be a list of numbers (got {shown(value)}). {fix}")

@@ -46,6 +46,9 @@ async def steer(run_dir: Path, action: Action, values: Mapping[str, Any] | None 
     Returns:
         `step` (steps taken), `num_steps`, `state` (`starting`, `training`, `pausing`, `paused` or `ending`), `text` (one line
         for a person) and `keys`, the current value of each key that can be changed.
+
+    Raises:
+        SteeringError: No run answers, or the run has refused the request. Nothing was changed.
     """
     request = json.dumps({"action": action, "values": dict(values or {})}).encode() + b"\n"
     if len(request) > MAX_BYTES:

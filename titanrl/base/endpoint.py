@@ -72,7 +72,11 @@ class Endpoint:
         return (1 + self._num_retries) * self._timeout_s + self._num_retries * MAX_PAUSE_S + 1.0
 
     async def post(self, body: Mapping[str, Any]) -> str:
-        """Send a request and return the body of the reply."""
+        """Send a request and return the body of the reply.
+
+        Raises:
+            EndpointError: The endpoint did not reply, or refused the request.
+        """
         attempt = 0
         while True:
             try:
@@ -127,6 +131,9 @@ def read_secret(key: str, variable: str | None, file: Path | None = None) -> str
     """Return the API key in an environment variable or in the first line of a file; None if neither is given.
 
     `key` is the path of the section with `key_variable` and `key_file`, for messages.
+
+    Raises:
+        ValueError: The variable is not set, or the file cannot be read or has no key.
     """
     if variable is not None:
         if secret := os.environ.get(variable):

@@ -15,7 +15,11 @@ USER_ERRORS = (Exception, SystemExit, KeyboardInterrupt)
 the event loop."""
 
 
-_LIBRARIES = (str(Path(__file__).parents[1]), *sysconfig.get_paths().values())
+_LIBRARIES = (
+    *(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    f"{Path(__file__).parents[1]}/",
+    "<",  # generated code
+)
 
 
 def described(error: BaseException) -> str:
@@ -28,7 +32,7 @@ def described(error: BaseException) -> str:
     except Exception:  # the message is made by user code
         text = type(error).__name__
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    own = [f" ({os.path.basename(file)}:{line})" for file, line in frames if not file.startswith((*_LIBRARIES, "<"))]
+    own = [f" ({os.path.basename(file)}:{line})" for file, line in frames if not file.startswith(_LIBRARIES)]
     return text + (own[-1] if own else "")
 
 

@@ -53,7 +53,11 @@ def prepare() -> None:
 
 
 def path(text: str) -> Path:
-    """Return the path given as an argument, for `argparse` as `type`. `Path` would take "" for the working directory."""
+    """Return the path given as an argument, for `argparse` as `type`. `Path` would take "" for the working directory.
+
+    Raises:
+        ArgumentTypeError: The argument is empty, which `Path` would take for the working directory.
+    """
     if not text:
         raise argparse.ArgumentTypeError("a path must not be empty")
     return Path(text)

@@ -238,7 +238,13 @@ class NotAnObject(ValueError):
 
 
 def parse_object(text: str) -> dict[str, Any]:
-    """Parse a JSON object strictly. The messages of the exceptions continue a sentence, such as "its arguments ..."."""
+    """Parse a JSON object strictly. The messages of the exceptions continue a sentence, such as "its arguments ...".
+
+    Raises:
+        NotAnObject: The text is not a JSON object.
+        ValueError: The object has NaN, an infinite number, an integer of more than 4300 digits, a duplicate key, or too deep
+            nesting.
+    """
     try:
         parsed = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_refuse)
     except RecursionError:
@@ -252,7 +258,11 @@ def parse_object(text: str) -> dict[str, Any]:
 
 
 def readable(value: Any, depth: int = MAX_CALL_DEPTH) -> Any:
-    """Return a copy of a JSON value in which every string is valid text: U+FFFD replaces NUL and unpaired surrogates."""
+    """Return a copy of a JSON value in which every string is valid text: U+FFFD replaces NUL and unpaired surrogates.
+
+    Raises:
+        ValueError: A number is not finite, or the value is nested too deeply.
+    """
     if depth < 0:
         raise ValueError("are nested too deeply")
     match value:

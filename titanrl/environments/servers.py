@@ -135,6 +135,9 @@ class ServerProcess:
         """Start a command, which is looked up in the path. It inherits `descriptors`, and messages have the configuration key.
 
         `stream` is the descriptor of its standard input and output; None for none, with the output like the errors.
+
+        Raises:
+            EnvironmentFailure: The process cannot be started.
         """
         self._output = Output(_KEPT_BYTES)
         theirs = self._output.theirs

@@ -139,7 +139,12 @@ class Probes:
         return [host for _, host in sorted(self.leases.hosts.items())]
 
     async def query(self, rank: int, request: str, **fields: Any) -> Any:
-        """Send a request to a host's probe; return its reply."""
+        """Send a request to a host's probe; return its reply.
+
+        Raises:
+            CheckupError: The probe exited or did not reply.
+            ConfigError: The host's configuration is invalid.
+        """
         reply = self._replies[rank] = asyncio.get_running_loop().create_future()
         if rank in self._problems:
             raise ConfigError(self._problems[rank])
@@ -186,7 +191,12 @@ class Checkup:
 
 
 async def examine(config: Config, sizes: Sizes, device: DeviceKind, world: World | None, say: Say) -> Checkup:
-    """Check the hosts of a configuration. This starts probes on them, unless a launcher (`world`) has already done so."""
+    """Check the hosts of a configuration. This starts probes on them, unless a launcher (`world`) has already done so.
+
+    Raises:
+        CheckupError: A probe does not reply.
+        TitanRLError: The hosts cannot be acquired.
+    """
     needs, token = needs_of(config, sizes, device), secrets.token_hex(8)
     folder = config.output_dir.absolute() / f".doctor-{token}"
     folder.mkdir(parents=True)

@@ -433,7 +433,11 @@ class KubernetesHosts(AcquiredHosts):
         self._said = ""  # last message about what startup is waiting for
 
     async def start(self, identities: Sequence[str]) -> list[str]:
-        """Create or find the pods, and start Monarch's hosts in them; see `Provider`."""
+        """Create or find the pods, and start Monarch's hosts in them; see `Provider`.
+
+        Raises:
+            KubernetesError: The cluster refused a request, or the pods did not start.
+        """
         await self.acquire()
         port, pods = self._config.hosts.kubernetes.port, [state for _, state in self._pods]
         addresses = [f"{identity}@{tcp(pod.ip, port)}" for identity, pod in zip(identities, pods, strict=True)]
@@ -444,7 +448,11 @@ class KubernetesHosts(AcquiredHosts):
         return addresses
 
     async def acquire(self) -> None:
-        """Create or find the pods, and acquire their leases; see `AcquiredHosts`."""
+        """Create or find the pods, and acquire their leases; see `AcquiredHosts`.
+
+        Raises:
+            KubernetesError: The cluster refused a request, or the pods did not start.
+        """
         kubernetes = self._config.hosts.kubernetes
         self._api = await Api.open(kubernetes.namespace, kubernetes.context)
         self._releasing.push_async_callback(self._api.close)
@@ -589,7 +597,12 @@ class KubernetesHosts(AcquiredHosts):
 
 
 async def hold_pod(leases: Leases, rank: int, pod: PodState, port: int, greeting: str) -> None:
-    """Acquire the lease of a pod, the host `rank`. The greeting has the pod's secret, and the name of this controller."""
+    """Acquire the lease of a pod, the host `rank`. The greeting has the pod's secret, and the name of this controller.
+
+    Raises:
+        PodBusyError: The pod serves another run.
+        KubernetesError: The pod cannot be reached, or refused the connection.
+    """
     try:
         reply, reader, writer = await leases.reach(pod.ip, port, greeting)
     except (OSError, TimeoutError, ValueError) as error:
@@ -631,6 +644,9 @@ class Api:
         """Read the credentials of the pod, or of a context in the kubeconfig file; open no connection yet.
 
         Without a namespace, use that of the pod or of the context.
+
+        Raises:
+            KubernetesError: There are no credentials.
         """
         if find_spec("kubernetes") is None:
             raise KubernetesError(

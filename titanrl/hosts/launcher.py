@@ -91,7 +91,11 @@ class World:
 
 
 def world_of(environment: Mapping[str, str]) -> World | None:
-    """Return the processes described by a launcher's environment variables; None if no launcher started this process."""
+    """Return the processes described by a launcher's environment variables; None if no launcher started this process.
+
+    Raises:
+        BrokenRules: The variables are incomplete or wrong.
+    """
     for names in _COUNTS:
         rank, size, local_size = (environment.get(name) for name in names)
         if rank is not None and (names[0] == "RANK" or size is not None):
@@ -217,7 +221,11 @@ class LauncherError(TitanRLError):
 
 
 def publish(world: World, controller: Controller, own_address: str, timeout_s: float) -> "TCPStore":
-    """Publish the address of rank 0; return the store, which must exist until all processes have connected."""
+    """Publish the address of rank 0; return the store, which must exist until all processes have connected.
+
+    Raises:
+        LauncherError: The port is in use, or the launcher's store does not respond.
+    """
 
     def open_and_set() -> "TCPStore":
         store = _store(world, timeout_s) if world.agent_has_store else _own_store(world, own_address)
@@ -228,7 +236,11 @@ def publish(world: World, controller: Controller, own_address: str, timeout_s: f
 
 
 def find(world: World, timeout_s: float) -> Controller:
-    """Wait until rank 0 has published its address; return it."""
+    """Wait until rank 0 has published its address; return it.
+
+    Raises:
+        LauncherError: Rank 0 did not publish it in time.
+    """
     address, token = _in_thread(lambda: _store(world, timeout_s).get(_key(world)).decode()).split()
     return Controller(address, token)
 
@@ -305,7 +317,11 @@ class Crew:
     """The crew of this process, used by its sessions."""
 
     def __init__(self, world: World, timeout_s: float) -> None:
-        """Listen for the other processes, and publish the address of this one. The launcher's store may take `timeout_s`."""
+        """Listen for the other processes, and publish the address of this one. The launcher's store may take `timeout_s`.
+
+        Raises:
+            LauncherError: The address of rank 0 is unknown here, or the store fails.
+        """
         self.world, self.code = world, 1
         address = own_address(world)
         if not address:
@@ -337,7 +353,12 @@ class Crew:
         self.end(self.code)
 
     def gather(self, timeout_s: float) -> None:
-        """Start the host of rank 0, and wait until every process has connected and is ready."""
+        """Start the host of rank 0, and wait until every process has connected and is ready.
+
+        Raises:
+            ConfigError: A process reported a problem.
+            LauncherError: A process exited, or did not connect in time.
+        """
         command = [sys.executable, "-m", MODULE, CONNECT, "0"]
         environment = os.environ | {CONTROLLER: self.controller.address, TOKEN: self.controller.token}
         self._own_host = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, start_new_session=True)
@@ -435,7 +456,11 @@ class LauncherHosts(LeasedHosts):
         self._changed = asyncio.Event()
 
     async def start(self, identities: Sequence[str]) -> list[str]:
-        """Start Monarch's hosts. See `Provider`."""
+        """Start Monarch's hosts. See `Provider`.
+
+        Raises:
+            LauncherError: A host exited or did not start.
+        """
         self._identities, count = identities, len(identities)
         if gone := [str(rank) for rank in range(count) if rank not in self.crew.connections]:
             raise LauncherError(f"hosts.kind: the hosts of rank {', '.join(gone)} exited (got launcher). Restart the launcher.")
@@ -490,7 +515,11 @@ class LauncherHosts(LeasedHosts):
 
 
 def run_launched(config: Config, source: Source, controller: Callable[[], int]) -> int:
-    """Run the controller on rank 0, and a host on every other rank; return the exit code."""
+    """Run the controller on rank 0, and a host on every other rank; return the exit code.
+
+    Raises:
+        ConfigError: The launcher did not start the processes that the configuration needs, or a host is unusable.
+    """
     try:
         world = world_of(os.environ)
     except BrokenRules as error:

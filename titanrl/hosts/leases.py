@@ -116,7 +116,11 @@ class Leases:
         self._is_closed = False
 
     async def open(self, name: str) -> str:
-        """Listen on the interface to which a host name of this machine resolves; return `name:port`, the address for hosts."""
+        """Listen on the interface to which a host name of this machine resolves; return `name:port`, the address for hosts.
+
+        Raises:
+            OSError: The name does not resolve to an interface of this machine.
+        """
         family, _, _, _, address = (await asyncio.get_running_loop().getaddrinfo(name, None, type=socket.SOCK_STREAM))[0]
         listener = socket.create_server((str(address[0]), 0), family=family)
         await self.serve(listener)
@@ -314,7 +318,11 @@ class AcquiredHosts(LeasedHosts):
 
 
 async def hold_lease(controller: Controller, host: Host) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connect a host to its controller, and send what it needs to grant a lease; it closes the connection if it refuses."""
+    """Connect a host to its controller, and send what it needs to grant a lease; it closes the connection if it refuses.
+
+    Raises:
+        OSError: The controller cannot be reached.
+    """
     name, _, port = controller.address.rpartition(":")
     async with asyncio.timeout(GREETING_S):
         reader, writer = await asyncio.open_connection(name, int(port))

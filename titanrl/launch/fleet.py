@@ -116,6 +116,11 @@ async def acquire_hosts(
 
     The supervisor replaces the roles on a lost host, or fails the run. `say` is called with what startup is waiting for, `warn`
     when the scheduler terminates the hosts.
+
+    Raises:
+        SlurmError: Slurm refused or ended the job.
+        LauncherError: A host of the launcher died, or no launcher started this process.
+        KubernetesError: The cluster refused a request, or the pods do not start.
     """
     hosts, meshes = config.hosts, host_counts(config)
     if not hosts.across_machines:
@@ -198,7 +203,11 @@ def wait_for_stopped_processes() -> None:
 
 
 def local_host() -> HostMesh:
-    """Return this machine as a host. Only the current user can connect to its processes; see `private_sockets`."""
+    """Return this machine as a host. Only the current user can connect to its processes; see `private_sockets`.
+
+    Raises:
+        OpenSocketsError: The sockets cannot be made private, and the environment does not permit open ones.
+    """
     with private_sockets():
         return monarch.actor.this_host()
 
@@ -390,7 +399,11 @@ class Fleet:
         await asyncio.gather(*(self.retire(role) for role in self._meshes.keys() - set(kept)))
 
     async def stop(self, timeout_s: float) -> None:
-        """Stop every process; torchmonarch kills the ones that do not exit."""
+        """Stop every process; torchmonarch kills the ones that do not exit.
+
+        Raises:
+            ExceptionGroup: Processes did not stop in time.
+        """
         for watch in self._watches.values():
             watch.cancel()
         await asyncio.gather(*self._watches.values(), return_exceptions=True)  # they have failed if the start failed

@@ -123,11 +123,19 @@ class Attempt:
         raise NotImplementedError
 
     async def take(self, completions: Sequence[Completion]) -> None:
-        """Continue with the completions of the last requests."""
+        """Continue with the completions of the last requests.
+
+        Raises:
+            EpisodeError: The episode failed.
+        """
         raise NotImplementedError
 
     async def play(self, generate: GenerateTokens) -> None:
-        """Play the episode from its start to its end."""
+        """Play the episode from its start to its end.
+
+        Raises:
+            EpisodeError: The episode failed.
+        """
         await self.start()
         while requests := await self.requests():
             await self.take(await generate(requests))
@@ -194,7 +202,11 @@ class Conversation(Attempt):
         self._remaining_s = limits.episode_timeout_s
 
     async def start(self) -> None:
-        """Create and reset the environment, and render its first messages."""
+        """Create and reset the environment, and render its first messages.
+
+        Raises:
+            EpisodeError: The environment failed.
+        """
         try:
             self._environment = self._make()
         except USER_ERRORS as error:
@@ -230,6 +242,9 @@ class Conversation(Attempt):
         """Continue the episode with the policy's turn.
 
         A turn that was truncated at its limit ends the episode, and the environment does not see it in `step`.
+
+        Raises:
+            EpisodeError: The environment failed, or the completion was cancelled.
         """
         assert self._environment is not None, "call start first"
         assert self._next is not None, "the episode has ended"

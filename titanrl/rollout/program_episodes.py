@@ -68,6 +68,10 @@ class Programs:
 
         `memory_bytes` is the address space of a confined process. The texts `stop` end every reply, and are no part of its
         message. `log` gets the error streams of commands.
+
+        Raises:
+            SandboxUnavailable: The command is to be confined, which this machine cannot do.
+            ValueError: The program cannot be loaded.
         """
         assert config.program is not None
         self.config, self.tokenizer, self.callers, self.stop = config, tokenizer, Callers(), stop
