@@ -121,7 +121,7 @@ def failing_pass(model_dir: Path, plan: Plan) -> tuple[str, str, float]:
 def drift(model_dir: Path, trainer: Plan, name: str) -> tuple[int, str]:
     """Train, compare the replicas, change one value on one rank and compare again; return number of tensors and error."""
     learner = checks.make_learner(model_dir, **trainer)
-    variants.train(learner, 2)
+    variants.train(learner)
     check_replicas(learner)
     tensors = dict(named_tensors(learner))
     if dist.get_rank() == ODD:

@@ -42,11 +42,11 @@ def bytes_of(learner: Learner) -> tuple[dict[str, bytes], dict[str, bytes]]:
 
 
 def follow(model_dir: Path, trainer: Trainer) -> tuple[checks.Arrays, checks.Arrays]:
-    """Take three steps; return the full averages, and averages computed from the full weights after each step."""
+    """Take two steps; return the full averages, and averages computed from the full weights after each step."""
     learner = make(model_dir, trainer)
     weights = checks.parameters(learner)
     expected = {name: weights[name] for name in averages(learner)}
-    for _ in range(3):
+    for _ in range(2):
         variants.train(learner)
         weights = checks.parameters(learner)
         expected = {name: DECAY * value + (1 - DECAY) * weights[name] for name, value in expected.items()}
@@ -112,32 +112,32 @@ def without_average(model_dir: Path) -> bool:
 
 
 def save_and_continue(model_dir: Path, trainer: Trainer, folder: Path) -> Any:
-    """Save a checkpoint and a state after two steps, then take two more; return bytes of weights and averages."""
+    """Save a checkpoint and a state after two steps, then take another one; return bytes of weights and averages."""
     learner = make(model_dir, trainer)
     checkpoints = Checkpoints(learner, folder, 2, in_background=True)
     variants.train(learner, 2)
     checkpoints.save(2)
     checkpoints.save_state(folder / "state")
-    variants.train(learner, 2)
+    variants.train(learner)
     checkpoints.close()
     return bytes_of(learner)
 
 
 def load_and_continue(model_dir: Path, trainer: Trainer, folder: Path) -> Any:
-    """Load the checkpoint and take two steps; return bytes of weights and averages, and the full averages."""
+    """Load the checkpoint and take a step; return bytes of weights and averages, and the full averages."""
     learner = make(model_dir, trainer)
     checkpoints = Checkpoints(learner, folder, 2)
     checkpoints.load(2)
-    variants.train(learner, 2)
+    variants.train(learner)
     after = bytes_of(learner)
     checkpoints.load_state(folder / "state", with_optimizer=True)
-    variants.train(learner, 2)
+    variants.train(learner)
     assert bytes_of(learner) == after
     checkpoints.load_state(folder / "state", with_optimizer=False)
     live, parts = bytes_of(learner)
     assert parts == live
     checkpoints.load(2)
-    variants.train(learner, 2)
+    variants.train(learner)
     checkpoints.close()
     return bytes_of(learner), averages(learner)
 

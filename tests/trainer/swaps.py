@@ -34,20 +34,18 @@ def swap_and_restore(model_dir: Path, plan: Plan) -> bool:
     at_0 = scores(learner, batches)
     assert learner.keep_weights() == 0
     variants.train(learner)
-    variants.train(learner)
-    live, at_2 = checks.local_bytes(learner), scores(learner, batches)
-    assert at_2 != at_0
+    live, at_1 = checks.local_bytes(learner), scores(learner, batches)
+    assert at_1 != at_0
     with learner.weights_at(0):
         assert learner.version_in_use == 0
         assert scores(learner, batches) == at_0
-    assert learner.version_in_use == 2
+    assert learner.version_in_use == 1
     assert checks.local_bytes(learner) == live
-    assert scores(learner, batches) == at_2
+    assert scores(learner, batches) == at_1
     variants.train(learner)
     if "fsdp_reshard_after_forward" not in plan:
         undisturbed, batches = make(model_dir, plan)
-        for _ in range(3):
-            variants.train(undisturbed)
+        variants.train(undisturbed, 2)
         assert checks.local_bytes(learner) == checks.local_bytes(undisturbed)
     return True
 

@@ -39,12 +39,16 @@ LAYOUTS = {
     "fsdp 2 x tp 2, ep 4": (4, {"dp_shard": 2, "tp": 2, "ep": 4}),
 }
 CASES = [pytest.param(name, marks=pytest.mark.slow if size > 2 else ()) for name, (size, _) in LAYOUTS.items()]
+# The biases follow the loads of experts, which are compared on every layout.
+BIASED = [
+    pytest.param(name, marks=pytest.mark.slow if size > 2 else ()) for name, (size, plan) in LAYOUTS.items() if "ep" in plan
+]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with small weights: larger ones amplify the rounding of partial sums."""
-    return write_model("qwen3_moe", tmp_path_factory.mktemp("experts") / "model", std=0.02, num_hidden_layers=3)
+    return write_model("qwen3_moe", tmp_path_factory.mktemp("experts") / "model", std=0.02)
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +80,8 @@ def test_gradient_its_norm_and_loads_of_experts_equal_those_of_one_rank(
         assert same_loads == pytest.approx(loads)
 
 
-@pytest.mark.parametrize("objective", ["gspo", "sequence weights"])
-def test_terms_over_sequences_equal_those_of_one_rank(objective: str, world: Worlds, model: Path) -> None:
-    algorithm = AlgorithmConfig.model_validate(OBJECTIVES[objective])
+def test_terms_over_sequences_equal_those_of_one_rank(world: Worlds, model: Path) -> None:
+    algorithm = AlgorithmConfig.model_validate(OBJECTIVES["sequence weights"])
     expected, metrics, _ = world(1).run(checks.objective_of, model, (), algorithm)[0]
     largest = max(float(np.abs(part).max()) for part in expected.values())
     assert largest > 1e-4
@@ -86,7 +89,7 @@ def test_terms_over_sequences_equal_those_of_one_rank(objective: str, world: Wor
         size, plan = LAYOUTS[layout]
         found, same, _ = world(size).run(checks.objective_of, model, tuple(plan.items()), algorithm)[0]
         worst = max(float(np.abs(found[name] - part).max()) for name, part in expected.items()) / largest
-        print(f"{objective}, {layout}: worst gradient {worst:.1e}")
+        print(f"{layout}: worst gradient {worst:.1e}")
         assert worst <= TOLERANCE, layout
         assert same == pytest.approx(metrics, rel=1e-5, abs=1e-6), layout
 
@@ -119,26 +122,6 @@ def test_checkpoint_continues_on_another_layout(world: Worlds, model: Path, tmp_
         np.testing.assert_allclose(value, same[0][2][name], atol=2e-4)
 
 
-def kept_and_swapped(model_dir: Path, plan: dict) -> None:
-    """Check that a snapshot of version 0 gives the log-probabilities of version 0 after a step, and that it can be left."""
-    learner = checks.make_learner(model_dir, parallelism=plan)
-    learner.check_snapshots(checks.ROW_TOKENS)
-    learner.keep_weights()
-    at_0 = variants.scores(learner)
-    variants.train(learner)
-    at_1 = variants.scores(learner)
-    with learner.weights_at(0):
-        assert all(np.array_equal(one, other) for one, other in zip(variants.scores(learner), at_0, strict=True))
-    assert all(np.array_equal(one, other) for one, other in zip(variants.scores(learner), at_1, strict=True))
-    assert not np.array_equal(at_0[0], at_1[0])
-
-
-@pytest.mark.parametrize("layout", ["fsdp 2, ep 2", "tp 2, ep 2"])
-def test_earlier_weights_can_be_used(layout: str, world: Worlds, model: Path) -> None:
-    size, plan = LAYOUTS[layout]
-    world(size).run(kept_and_swapped, model, plan)
-
-
 @pytest.mark.parametrize(("kind", "plan"), [("full", {}), ("selective", {"dp_shard": 2, "ep": 2})], ids=["one rank", "ep"])
 def test_activation_checkpointing_does_not_change_gradient(plan: dict, kind: str, world: Worlds, model: Path) -> None:
     plain, loss = world(1).run(variants.gradient_and_loss, model, {})[0]
@@ -149,12 +132,11 @@ def test_activation_checkpointing_does_not_change_gradient(plan: dict, kind: str
         np.testing.assert_allclose(gradient, plain[name], atol=1e-6)
 
 
-@pytest.mark.parametrize("plan", [{}, {"dp_shard": 2, "ep": 2}], ids=["one rank", "ep"])
-def test_adapters_of_the_attention_leave_experts_unchanged(plan: dict, world: Worlds, model: Path) -> None:
-    section = {"lora": {"rank": 4, "alpha": 8.0, "targets": ["attention"]}, "parallelism": plan}
-    found = world(2 if plan else 1).run(variants.train_adapters, model, section)[0]
+def test_adapters_of_the_attention_leave_experts_unchanged(world: Worlds, model: Path) -> None:
+    section = {"lora": {"rank": 4, "alpha": 8.0, "targets": ["attention"]}, "parallelism": {"dp_shard": 2, "ep": 2}}
+    found = world(2).run(variants.train_adapters, model, section)[0]
     experts = [name for name in found["before"] if name.endswith(tuple(PARTS))]
-    assert len(experts) == 9
+    assert len(experts) == 6
     assert all(np.array_equal(found["before"][name], found["merged"][name]) for name in experts)
 
 
@@ -164,6 +146,7 @@ RATE = 0.0625
 def balanced(model_dir: Path, plan: dict, rows_per_microbatch: int, folder: Path) -> tuple[np.ndarray, np.ndarray, float]:
     """Return the counts of two steps, on one rank, the biases after each, and their metric; check snapshot and checkpoint."""
     learner = checks.make_learner(model_dir, parallelism=plan, expert_bias_rate=RATE)
+    learner.check_snapshots(checks.ROW_TOKENS)
     layers = biased_layers(learner.model.module)
 
     def biases() -> np.ndarray:
@@ -183,14 +166,17 @@ def balanced(model_dir: Path, plan: dict, rows_per_microbatch: int, folder: Path
         found.append(biases())
     assert learner.optim_step(checks.ADAM).is_empty
     np.testing.assert_array_equal(biases(), found[-1])
+    live = variants.scores(learner)
     with learner.weights_at(0):
         assert not biases().any()
         assert all(np.array_equal(one, other) for one, other in zip(variants.scores(learner), at_0, strict=True))
     np.testing.assert_array_equal(biases(), found[-1])
+    assert all(np.array_equal(one, other) for one, other in zip(variants.scores(learner), live, strict=True))
+    assert not np.array_equal(at_0[0], live[0])
     Checkpoints(learner, folder, 2).save(1)
     loaded = checks.make_learner(model_dir, parallelism=plan, expert_bias_rate=RATE)
     Checkpoints(loaded, folder, 2).load(1)
-    assert all(np.array_equal(one, two) for one, two in zip(variants.scores(loaded), variants.scores(learner), strict=True))
+    assert all(np.array_equal(one, two) for one, two in zip(variants.scores(loaded), live, strict=True))
     loaded.start_over()
     assert not any(layer.expert_bias_E.any() for layer in biased_layers(loaded.model.module))
     return np.stack(counts), np.stack(found), metrics["experts/max_bias"]
@@ -212,7 +198,7 @@ def test_bias_moves_against_the_load_of_loss_tokens(on_one_rank: tuple[np.ndarra
     assert largest == np.abs(biases[-1]).max() > RATE
 
 
-@pytest.mark.parametrize("layout", CASES)
+@pytest.mark.parametrize("layout", BIASED)
 def test_biases_are_those_of_one_rank(
     layout: str, world: Worlds, model: Path, tmp_path: Path, on_one_rank: tuple[np.ndarray, np.ndarray, float]
 ) -> None:
@@ -235,7 +221,7 @@ def test_export_says_that_it_has_no_bias(world: Worlds, model: Path, tmp_path: P
     plan = {"parallelism": {"dp_shard": 2, "ep": 2}, "expert_bias_rate": RATE}
     warnings, *_ = world(2).run(warnings_of_export, model, plan, tmp_path / "out")
     assert warnings == [
-        f"export: the bias of the experts in 3 layers, 24 numbers up to {RATE:.3g}, is not part of the exported model: its "
+        f"export: the bias of the experts in 2 layers, 16 numbers up to {RATE:.3g}, is not part of the exported model: its "
         "routers choose without it (trainer.expert_bias_rate)"
     ]
 

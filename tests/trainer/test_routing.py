@@ -29,7 +29,7 @@ Case = Sequence[Completion]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose weights are exact in bfloat16, so that a generator in bfloat16 differs only in its arithmetic."""
     path = tmp_path_factory.mktemp("routing")
-    write_model("qwen3_moe", path / "model", std=0.08, num_hidden_layers=3)
+    write_model("qwen3_moe", path / "model", std=0.08)
 
     def rounded(weights: dict[str, torch.Tensor]) -> None:
         for weight in weights.values():
@@ -82,18 +82,14 @@ def difference(model_dir: Path, segments: Sequence[Segment], routing: str) -> tu
     return float(gap.max()), float(gap.mean()), dict(learner.optim_step(checks.ADAM).experts)
 
 
-IMPLEMENTATIONS = ["titan", "native"]
-
-
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-def test_replay_removes_the_mismatch_of_bfloat16(impl: str, world: Worlds, folder: Path, sampled: Any) -> None:
+def test_replay_removes_the_mismatch_of_bfloat16(world: Worlds, folder: Path, sampled: Any) -> None:
     found = {}
     for dtype in ("float32", "bfloat16"):
-        segments = segments_of(sampled(impl, dtype)["windows"])
+        segments = segments_of(sampled("titan", dtype)["windows"])
         for routing in ("compared", "replayed"):
             found[dtype, routing] = world(1).run(difference, folder / "model", segments, routing)[0]
             largest, mean, experts = found[dtype, routing]
-            print(f"{impl} {dtype} {routing}: max {largest:.2e} mean {mean:.2e} differ {experts['experts/differ_frac']:.3f}")
+            print(f"{dtype} {routing}: max {largest:.2e} mean {mean:.2e} differ {experts['experts/differ_frac']:.3f}")
     assert found["float32", "compared"][0] < 1e-4
     assert found["float32", "replayed"][0] < 1e-4
     assert found["float32", "replayed"][2]["experts/differ_frac"] == 0.0
@@ -103,10 +99,10 @@ def test_replay_removes_the_mismatch_of_bfloat16(impl: str, world: Worlds, folde
         experts = found["bfloat16", routing][2]
         assert 0.0 < experts["experts/differ_frac"] < 0.2
         assert experts["experts/no_ids_frac"] == 0.0
-        assert experts["experts/id_bytes"] == 3 * 2
+        assert experts["experts/id_bytes"] == 2 * 2
 
 
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("impl", ["titan", "native"])
 @pytest.mark.parametrize("case", ["windows", "steps", "continued", "restarted"])
 def test_all_tokens_but_the_last_have_ids(case: str, impl: str, world: Worlds, folder: Path, sampled: Any) -> None:
     completions = sampled(impl, "float32")[case]
@@ -114,7 +110,7 @@ def test_all_tokens_but_the_last_have_ids(case: str, impl: str, world: Worlds, f
     for segment in segments_of(completions):
         assert segment.experts is not None
         assert segment.experts.dtype == np.uint8
-        assert segment.experts.shape == (len(segment.token_ids), 3, 2)
+        assert segment.experts.shape == (len(segment.token_ids), 2, 2)
         assert has_ids_S(segment.experts).tolist() == [True] * (len(segment.token_ids) - 1) + [False]
     largest, _, experts = world(1).run(difference, folder / "model", segments_of(completions), "replayed")[0]
     assert largest < 1e-4

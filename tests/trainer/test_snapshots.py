@@ -118,9 +118,8 @@ def test_lora_averages_only_adapters(world: Worlds, tiny_model: Path) -> None:
         (1, {}),
         (2, {"parallelism": FSDP}),
         (2, {"parallelism": FSDP, "lora": LORA}),
-        (4, LAYOUTS["fsdp x tp"][1]),
     ],
-    ids=["one rank", "fsdp", "adapters", "fsdp x tp"],
+    ids=["one rank", "fsdp", "adapters"],
 )
 def test_swap_to_average_is_exact_and_restores_weights(
     size: int, trainer: averages.Trainer, world: Worlds, tiny_model: Path

@@ -30,8 +30,10 @@ Plan = dict[str, Any]
 OptimizerName = Literal["adamw", "muon"]
 
 
-def batches_of(learner: Learner, rows_per_microbatch: int = 2) -> list[PackedRows]:
-    return checks.microbatches(learner, checks.plan_rows(checks.sequences()[0], packed=True), rows_per_microbatch)
+def batches_of(learner: Learner, rows_per_microbatch: int | None = None) -> list[PackedRows]:
+    """Return this rank's micro-batches of the random batch; by default two on up to two data-parallel ranks."""
+    rows = checks.plan_rows(checks.sequences()[0], packed=True)
+    return checks.microbatches(learner, rows, rows_per_microbatch or max(2, 4 // learner.model.dp_size))
 
 
 def train(learner: Learner, num_steps: int = 1) -> None:
