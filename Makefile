@@ -40,7 +40,7 @@ demo-tools: $(RUNTIME) ## train a small policy to call a calculator (ARGS="max_s
 
 test: $(DEV) $(DOCS) ## run all tests except the slow ones (WORKERS=2 processes)
 	@$(BIN)/python -m compileall -qq titanrl tests
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=30 $(ARGS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=30 $(ARGS)
 
 test-slow: $(DEV) ## run the slow tests other than the fault matrix, in about half an hour
 	$(BIN)/python -m pytest -m "slow and not gpu" --ignore tests/e2e/test_fault_matrix.py $(ARGS)

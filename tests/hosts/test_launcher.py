@@ -249,11 +249,10 @@ def ranks() -> Iterator[Ranks]:
         process.communicate()
 
 
-@pytest.mark.parametrize("code", [0, 143])
-def test_all_ranks_end_with_the_code_of_rank_0(ranks: Ranks, code: int) -> None:
+def test_all_ranks_end_with_the_code_of_rank_0(ranks: Ranks) -> None:
     ranks.start(1)
-    ranks.start(0, controller=f"return {code}")
-    assert ranks.codes() == [code, code]
+    ranks.start(0, controller="return 143")
+    assert ranks.codes() == [143, 143]
 
 
 def test_single_process_needs_no_other(ranks: Ranks) -> None:
@@ -300,7 +299,7 @@ def test_killed_controller_ends_the_others(ranks: Ranks) -> None:
 
 
 def test_missing_rank_is_named(ranks: Ranks) -> None:
-    ranks.start(0, "timeouts.start_s=5", "timeouts.close_s=2")
+    ranks.start(0, "timeouts.start_s=1", "timeouts.close_s=1")
     assert ranks.codes() == [1]
     assert "rank 1 has not connected" in ranks.output(0)
 

@@ -70,20 +70,13 @@ def finish(process: subprocess.Popen[str]) -> str:
     return output
 
 
-def test_pods_become_hosts_and_are_deleted_with_the_run(cluster: Kubernetes, start: Start) -> None:
-    output = finish(start("once"))
-    assert "waiting for the pods of MonarchMesh quickstarttrainers" in output
-    assert "Kubernetes: 3 pods (quickstarttrainers" in output, output
-    assert "actors: 3" in output
-    assert output.rstrip().endswith("killed")
-    cluster.wait("no pods", lambda: not cluster.objects("Pod") and not cluster.objects("MonarchMesh"), 30)
-
-
-def test_killed_and_deleted_pods_are_named_within_seconds(cluster: Kubernetes, start: Start) -> None:
+def test_lost_pods_are_named_within_seconds_and_all_are_deleted_with_the_run(cluster: Kubernetes, start: Start) -> None:
     process = start("wait2")
     assert process.stdout is not None
     lines = iter(process.stdout.readline, "")
-    until(lines, "actors: 3")
+    begin = "".join(until(lines, "actors: 3"))
+    assert "waiting for the pods of MonarchMesh quickstarttrainers" in begin
+    assert "Kubernetes: 3 pods (quickstarttrainers" in begin, begin
     (victim,) = (name for name in cluster.names("Pod") if name.endswith("-1"))
     killed = time.monotonic()
     cluster.kill(victim)
@@ -98,22 +91,17 @@ def test_killed_and_deleted_pods_are_named_within_seconds(cluster: Kubernetes, s
     assert time.monotonic() - deleted < 5
     assert f"pod {victim} on node1 exited" in lost
     assert "the pod is being deleted" in lost or "the pod was deleted" in lost
-    finish(process)
+    assert finish(process).rstrip().endswith("killed")
+    assert_no_pods(cluster)
 
 
-def test_pods_of_a_manifest_serve_runs_until_one_does_not_keep_them(cluster: Kubernetes, start: Start) -> None:
-    apply_meshes(cluster)
-    assert "actors: 3" in finish(start("once", "hosts.kubernetes.keep=true"))
-    assert cluster.names("MonarchMesh") == ["quickstartgenerators", "quickstarttrainers"]
-    log = (cluster.folder / "quickstartgenerators-0.log").read_text()
-    assert log.count("ended serving quickstart@") == 1
-    assert log.count("waits for a controller") == 1, "the pod was not started again"
-    assert "actors: 3" in finish(start("once"))
-    assert not any(one.startswith("POST") for one in cluster.requests)
-    cluster.wait("no pods", lambda: not cluster.objects("Pod"), 30)
+EXAMINED = ["quickstarttrainers", "quickstarttrainers", "quickstartgenerators"]
+MESHES = ["quickstartgenerators", "quickstarttrainers"]
 
 
-def test_pods_serve_no_other_run_until_their_controller_is_killed(cluster: Kubernetes, start: Start, tmp_path: Path) -> None:
+def test_pods_of_a_manifest_serve_one_run_after_the_other_until_one_does_not_keep_them(
+    cluster: Kubernetes, start: Start, tmp_path: Path
+) -> None:
     apply_meshes(cluster)
     first = start("wait")
     assert first.stdout is not None
@@ -121,36 +109,46 @@ def test_pods_serve_no_other_run_until_their_controller_is_killed(cluster: Kuber
     for other in (("once",), ("examine", f"output_dir={tmp_path}/runs")):
         assert "serves another run (got quickstart@" in finish(start(*other))
         assert first.poll() is None
-    assert cluster.names("MonarchMesh") == ["quickstartgenerators", "quickstarttrainers"]
+    assert cluster.names("MonarchMesh") == MESHES
     assert cluster.names("Pod") == ["quickstartgenerators-0", "quickstarttrainers-0", "quickstarttrainers-1"]
     first.send_signal(signal.SIGKILL)
     first.wait()
     logs = [cluster.folder / f"{name}.log" for name in cluster.names("Pod")]
     cluster.wait("free pods", lambda: all("ended serving" in log.read_text() for log in logs), 10)
+    assert_examined(finish(start("examine", *unready(tmp_path))))
+    assert cluster.names("MonarchMesh") == MESHES
+    assert "actors: 3" in finish(start("once", "hosts.kubernetes.keep=true")), "the pods serve a run afterwards"
+    assert cluster.names("MonarchMesh") == MESHES
+    log = (cluster.folder / "quickstartgenerators-0.log").read_text()
+    assert log.count("ended serving quickstart@") == 3, "the killed run, the examination and the last run"
+    assert log.count("waits for a controller") == 1, "the pod was not started again"
+    assert "actors: 3" in finish(start("once"))
+    assert not any(one.startswith("POST") for one in cluster.requests)
+    assert_no_pods(cluster)
 
 
-@pytest.mark.parametrize("exist", [True, False])
-def test_doctor_examines_every_pod_and_keeps_existing_ones(
-    cluster: Kubernetes, start: Start, tmp_path: Path, exist: bool
-) -> None:
-    if exist:
-        apply_meshes(cluster)
-    output = finish(start("examine", f"output_dir={tmp_path}/runs", f"model.path={tmp_path}/none", "warm_start=null"))
+def test_doctor_creates_examines_and_deletes_pods(cluster: Kubernetes, start: Start, tmp_path: Path) -> None:
+    assert_examined(finish(start("examine", *unready(tmp_path))))
+    assert_no_pods(cluster)
+
+
+def unready(folder: Path) -> tuple[str, ...]:
+    return (f"output_dir={folder}/runs", f"model.path={folder}/none", "warm_start=null")
+
+
+def assert_examined(output: str) -> None:
+    """Check that the doctor examined every pod and found the missing model on each."""
     found = json.loads(output.partition("checkup: ")[2])
     names = [host["node"] for host in found["hosts"]]
-    assert [name[:-2].rstrip("0123456789abcdef") for name in names] == [
-        "quickstarttrainers",
-        "quickstarttrainers",
-        "quickstartgenerators",
-    ]
+    assert [name[:-2].rstrip("0123456789abcdef") for name in names] == EXAMINED
     assert [host["needs"]["roles"] for host in found["hosts"]] == ["controller, trainer", "trainer", "rollout, generators"]
     assert {host["report"]["versions"]["torchmonarch"] for host in found["hosts"]} == {version("torchmonarch")}
     assert len(found["links"]) == 6
     assert all(link["closed"] == {} and link["bytes_per_s"] > 0 for link in found["links"])
     assert [(one["host"], one["what"]) for one in found["problems"]] == [(name, "model.path is missing") for name in names]
-    if exist:
-        assert cluster.names("MonarchMesh") == ["quickstartgenerators", "quickstarttrainers"]
-        assert "actors: 3" in finish(start("once")), "the pods serve a run afterwards"
+
+
+def assert_no_pods(cluster: Kubernetes) -> None:
     cluster.wait("no pods", lambda: not cluster.objects("Pod") and not cluster.objects("MonarchMesh"), 30)
 
 

@@ -113,11 +113,17 @@ def with_patient(tmp_path: Path, scenario: Scenario) -> None:
     asyncio.run(run())
 
 
-def test_every_kind_of_error_reaches_the_caller_and_the_actor_survives(tmp_path: Path) -> None:
+def test_every_kind_of_error_reaches_the_caller_and_the_actor_survives_until_it_is_stopped(tmp_path: Path) -> None:
+    log = tmp_path / "patient_0.log"
+
     async def scenario(supervisor: Supervisor, procs: ProcMesh, patient: Any) -> None:
+        with pytest.raises(StoppedError, match="the engine was closed"):
+            await supervisor.ask("give_up", patient.give_up.call_one(), 30)
+        assert "give_up did not finish: StoppedError('the engine was closed')" in log.read_text()
+        assert "Traceback" not in log.read_text(), "a stopped engine is no error"
         with pytest.raises(ValueError, match=r"data\.task=sums: no such task") as failed:
             await supervisor.ask("fail", patient.fail.call_one(), 30)
-        place = f"raised in patient_0; traceback: {tmp_path / 'patient_0.log'}"
+        place = f"raised in patient_0; traceback: {log}"
         assert describe(failed.value) == f"ValueError: data.task=sums: no such task ({place})"
         with pytest.raises(RemoteError, match="broken pipe") as failed:
             await supervisor.ask("fail", patient.fail_unpicklably.call_one(), 30)
@@ -128,38 +134,23 @@ def test_every_kind_of_error_reaches_the_caller_and_the_actor_survives(tmp_path:
             with pytest.raises(RemoteError):
                 await supervisor.ask("stray", stray.call_one(), 30)
         assert await supervisor.ask("pid", patient.pid.call_one(), 30) > 0
+        await supervisor.ask("patient.leave_traces", patient.leave_traces.call_one(tmp_path), 60)
 
     with_patient(tmp_path, scenario)
-    assert "no such task" in (tmp_path / "patient_0.log").read_text()
-
-
-def test_request_to_a_stopped_engine_is_logged_without_traceback(tmp_path: Path) -> None:
-    async def scenario(supervisor: Supervisor, procs: ProcMesh, patient: Any) -> None:
-        with pytest.raises(StoppedError, match="the engine was closed"):
-            await supervisor.ask("give_up", patient.give_up.call_one(), 30)
-
-    with_patient(tmp_path, scenario)
-    assert is_stop(ActorError(StoppedError("the engine was closed"), "asked from elsewhere"))
-    assert not is_stop(ActorError(ValueError("wrong"), "asked from elsewhere"))
-    log = (tmp_path / "patient_0.log").read_text()
-    assert "give_up did not finish: StoppedError('the engine was closed')" in log
-    assert "Traceback" not in log
+    assert "no such task" in log.read_text()
+    # A stopped process runs its exit handlers, but not the shutdown of its interpreter.
+    assert (tmp_path / "handled").exists()
+    assert log.read_text().endswith("last words")
+    assert not (tmp_path / "taken apart").exists()
 
 
 def test_error_of_a_nested_request_reaches_the_caller() -> None:
     nested = ActorError(ActorError(ValueError("no room"), "asked by a shard"), "asked by a worker")
     error = portable(nested)
+    assert is_stop(ActorError(StoppedError("the engine was closed"), "asked from elsewhere"))
+    assert not is_stop(ActorError(ValueError("wrong"), "asked from elsewhere"))
     assert (type(error), str(error)) == (ValueError, "no room")
     assert is_stop(ActorError(ActorError(StoppedError("the engine was closed"), "asked by a shard"), "asked by a worker"))
-
-
-def test_deadline_error_names_the_request(tmp_path: Path) -> None:
-    async def scenario(supervisor: Supervisor, procs: ProcMesh, patient: Any) -> None:
-        await supervisor.ask("pid", patient.pid.call_one(), 30)
-        with pytest.raises(DeadlineError, match=r"no reply to 'patient\.hang' within 0\.2 s"):
-            await supervisor.ask("patient.hang", patient.hang.call_one(), 0.2)
-
-    with_patient(tmp_path, scenario)
 
 
 @pytest.mark.parametrize("is_killed", [True, False])
@@ -293,25 +284,17 @@ def test_kept_part_that_dies_after_the_failure_is_replaced(tmp_path: Path) -> No
     asyncio.run(run())
 
 
-def test_failed_guarded_call_fails_all_requests_with_its_cause(tmp_path: Path) -> None:
+def test_deadline_and_failed_guarded_call_fail_requests_with_their_cause(tmp_path: Path) -> None:
     async def scenario(supervisor: Supervisor, procs: ProcMesh, patient: Any) -> None:
         supervisor.guard("patient", "the first", patient.pid.call_one())
         assert await supervisor.ask("pid", patient.pid.call_one(), 30) > 0
+        with pytest.raises(DeadlineError, match=r"no reply to 'patient\.hang' within 0\.2 s"):
+            await supervisor.ask("patient.hang", patient.hang.call_one(), 0.2)
         supervisor.guard("patient", "rank 1", patient.fail.call_one())
         with pytest.raises(ActorDiedError, match=r"rank 1 failed: data\.task=sums: no such task .while waiting for: patient"):
             await supervisor.ask("patient.hang", patient.hang.call_one(), 30)
 
     with_patient(tmp_path, scenario)
-
-
-def test_stopped_process_runs_exit_handlers_but_no_interpreter_shutdown(tmp_path: Path) -> None:
-    async def scenario(supervisor: Supervisor, procs: ProcMesh, patient: Any) -> None:
-        await supervisor.ask("patient.leave_traces", patient.leave_traces.call_one(tmp_path), 60)
-
-    with_patient(tmp_path, scenario)
-    assert (tmp_path / "handled").exists()
-    assert (tmp_path / "patient_0.log").read_text().endswith("last words")
-    assert not (tmp_path / "taken apart").exists()
 
 
 def test_process_that_does_not_exit_is_killed_and_named() -> None:
