@@ -55,6 +55,19 @@ def test_task_overrides_sampling_and_advantage(tmp_path: Path) -> None:
     assert [(subset.name, subset.task, subset.max_new_tokens) for subset in sets.values()] == [("a", "a", 50), ("b", "b", 26)]
 
 
+def test_advantage_that_compares_completions_needs_two_of_them(tmp_path: Path) -> None:
+    one = START + "rollout: {group_size: 1}\n"
+    for alone in ("gae", "reinforce_pp"):
+        assert loaded(tmp_path, one, f"algorithm.advantage={alone}").rollout.group_size == 1
+    assert loaded(tmp_path, one, "train=false", "rollout.save=dump").rollout.group_size == 1  # there is no advantage
+    rule = r"rollout.group_size=1.*\n  rule: grpo compares the completions of a group.*\n  fix:  set rollout.group_size to 2 or more"
+    with pytest.raises(ConfigError, match=rule):
+        loaded(tmp_path, one, "algorithm.advantage=grpo")
+    tasks = START + "data: {mixture: {a: {group_size: 1, advantage: grpo}, b: {}}}\n"
+    with pytest.raises(ConfigError, match=r'data.mixture.a.advantage="grpo", data.mixture.a.group_size=1'):
+        loaded(tmp_path, tasks)
+
+
 def test_reward_weights_are_set_per_task() -> None:
     mixture = {
         "a": TaskConfig(rewards={"r": {"function": "exact", "weight": 2.0}}),

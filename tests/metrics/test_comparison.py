@@ -12,7 +12,7 @@ from tests.metrics.test_report import ATTACK, Page
 from titanrl.base.errors import TitanRLError
 from titanrl.commands.runs import compare
 from titanrl.metrics import comparison
-from titanrl.metrics.comparison import differing_keys, read_runs, score, tables, variants_of
+from titanrl.metrics.comparison import UNKNOWN, differing_keys, read_runs, score, tables, variants_of
 from titanrl.metrics.reading import RunRecord
 
 
@@ -70,6 +70,12 @@ def test_runs_of_equal_seeds_are_different_variants(tmp_path: Path) -> None:
     alone = score(again, "eval/sums/mean")
     assert alone is not None
     assert alone.final.value == pytest.approx(0.8)
+
+
+def test_run_without_a_configuration_differs_in_no_key(records: list[RunRecord]) -> None:
+    (records[0].path / "config.yaml").unlink()
+    found = differing_keys(variants_of(read_runs(records)))
+    assert found == {"algorithm.learning_rate": [UNKNOWN, 1e-5, 1e-4]}
 
 
 @pytest.mark.parametrize(("freedom", "quantile"), [(1, 12.706), (10, 2.228), (11, 2.201), (30, 2.042), (10_000, 1.960)])

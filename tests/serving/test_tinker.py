@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -136,6 +137,15 @@ def test_forward_and_custom_losses_have_the_same_gradient(running: Running) -> N
     update = client.optim_step(types.AdamParams(learning_rate=0.1)).result()
     assert update.metrics["grad_norm"] == 2.0
     assert running.host.models[0].value == pytest.approx(0.2)
+
+
+def test_skipped_step_is_in_the_reply_and_in_the_log(running: Running, caplog: pytest.LogCaptureFixture) -> None:
+    client = running.client().create_lora_training_client(base_model="base/number", rank=0).result()
+    client.forward_backward([datum(**PLAIN)], "cross_entropy").result()
+    running.host.models[0].gradient = math.inf
+    metrics = client.optim_step(types.AdamParams(learning_rate=0.1)).result().metrics
+    assert (metrics["skipped"], metrics["version"]) == (1.0, 0.0)
+    assert "optimizer step skipped, because its gradient norm is inf" in caplog.text
 
 
 def test_several_targets_per_token(running: Running) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -69,6 +70,9 @@ class NumberModel:
 
     async def optim_step(self, params: AdamParams) -> OptimUpdate:
         self.host.calls.append("optim_step")
+        if not math.isfinite(self.gradient):
+            norm, self.gradient = abs(self.gradient), 0.0
+            return OptimUpdate(version=self.num_steps, grad_norm=norm, skipped=True)
         self.momentum = 0.5 * self.momentum + self.gradient
         self.value -= params.learning_rate * self.momentum
         self.num_steps += 1

@@ -866,7 +866,7 @@ class TaskConfig(DataConfig):
     """Share of this task among the groups that are trained on, relative to the other weights."""
     max_new_tokens: Tokens | None = None
     """Maximum completion length in tokens; null uses `rollout.max_new_tokens`."""
-    group_size: Annotated[int, Field(ge=2, le=1_000_000)] | None = None
+    group_size: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
     """Number of completions per prompt; null uses `rollout.group_size`."""
     advantage: Annotated[str, OrImportPath(tuple(ADVANTAGES))] | None = None
     """Advantage estimator of this task; null uses `algorithm.advantage`. Estimators with batch statistics compute them over all

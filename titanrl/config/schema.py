@@ -7,7 +7,7 @@ from typing import Annotated, Self
 from pydantic import Field
 
 from titanrl.base.choices import DeviceName, Program
-from titanrl.config.algorithm import LOSS_KEYS, AlgorithmConfig, LossTraits
+from titanrl.config.algorithm import ADVANTAGES, LOSS_KEYS, AlgorithmConfig, LossTraits
 from titanrl.config.data import (
     ANSWER_REWARDS,
     DEFAULT,
@@ -433,6 +433,8 @@ def _sampling(config: Config) -> Iterator[BrokenRule]:
     if algorithm.pass_k is not None and algorithm.pass_k > rollout.group_size:
         fix = f"set algorithm.pass_k to at most {rollout.group_size}"
         yield config.broken("algorithm.pass_k rollout.group_size", "group_size must be at least pass_k", fix)
+    if config.program == "train" and config.train and not config.data.mixture:
+        yield from _single_completions(algorithm, rollout.group_size, "algorithm.advantage", "rollout.group_size")
     if config.generator.vllm.get("logprobs_mode", "processed_logprobs") != "processed_logprobs":
         rule = "the generator must return log-probabilities after temperature and truncation, like the trainer's"
         yield config.broken("generator.vllm.logprobs_mode", rule, "remove generator.vllm.logprobs_mode")
@@ -473,6 +475,20 @@ def _tasks(config: Config) -> Iterator[BrokenRule]:
         if own.pass_k is not None and own.pass_k > group_size:
             values = {f"{key}.pass_k": own.pass_k, f"{key}.group_size": group_size}
             yield BrokenRule(values, "group_size must be at least pass_k", f"set pass_k to at most {group_size}")
+        if config.program == "train" and config.train:
+            advantage = f"{key}.advantage" if task.advantage else "algorithm.advantage"
+            yield from _single_completions(
+                own, group_size, advantage, f"{key}.group_size" if task.group_size else "rollout.group_size"
+            )
+
+
+def _single_completions(algorithm: AlgorithmConfig, group_size: int, advantage: str, size: str) -> Iterator[BrokenRule]:
+    """Yield the rule that groups of one completion break if the advantage compares completions. Both keys are paths."""
+    if group_size == 1 and not algorithm.advantage_traits.keeps_equal_rewards:
+        alone = ", ".join(name for name, built_in in ADVANTAGES.items() if built_in.traits.keeps_equal_rewards)
+        rule = f"{algorithm.advantage} compares the completions of a group, so it needs at least two"
+        fix = f"set {size} to 2 or more, or {advantage} to one of {alone}"
+        yield BrokenRule({advantage: algorithm.advantage, size: group_size}, rule, fix)
 
 
 def _device(config: Config) -> Iterator[BrokenRule]:

@@ -120,8 +120,9 @@ class RolloutConfig(Section):
 
     groups_per_step: Count = 8
     """Number of prompts per step. Each prompt yields one group of completions."""
-    group_size: Annotated[int, Field(ge=2, le=1_000_000)] = 8
-    """Number of completions per prompt. Advantages compare the completions of a group, so at least two are needed."""
+    group_size: Annotated[int, Field(ge=1, le=1_000_000)] = 8
+    """Number of completions per prompt. Most advantages compare the completions of a group, so they need at least two; `gae`,
+    `reinforce_pp`, custom advantages and distillation also work with one."""
     min_group_size: Count = 1
     """Minimum number of scored completions a group needs to be trained on. Completions whose reward or environment failed are
     removed from their group. A group with fewer than this is dropped and replaced by another prompt."""

@@ -26,6 +26,8 @@ NAMING = frozenset({"name", "output_dir", "cache_dir"})
 SEED = "seed"
 MISSING = "(not set)"
 """Value of a key that the configuration of a run does not have."""
+UNKNOWN = "(no config.yaml)"
+"""Value of every key of a run without a configuration."""
 _T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 
@@ -144,11 +146,11 @@ def variants_of(runs: Sequence[ComparedRun]) -> list[Variant]:
 
 
 def differing_keys(variants: Sequence[Variant]) -> dict[str, list[Any]]:
-    """Return the keys whose values differ between the variants, with the value of each variant."""
+    """Return the keys whose values differ between the variants with a configuration, with the value of each variant."""
     configs = [variant.runs[0].config for variant in variants]
     keys = dict.fromkeys(key for config in configs for key in config if key != SEED and key not in NAMING)
-    values = {key: [config.get(key, MISSING) for config in configs] for key in keys}
-    return {key: found for key, found in values.items() if any(repr(value) != repr(found[0]) for value in found)}
+    values = {key: [config.get(key, MISSING) if config else UNKNOWN for config in configs] for key in keys}
+    return {key: found for key, found in values.items() if len({repr(value) for value in found if value != UNKNOWN}) > 1}
 
 
 def score(variant: Variant, metric: str) -> Score | None:

@@ -6,6 +6,7 @@ created it: for others it does not exist.
 """
 
 import hashlib
+import logging
 import math
 import re
 from collections.abc import Awaitable, Callable, Collection, Sequence
@@ -30,6 +31,8 @@ from titanrl.serving.tinker_sessions import (
     failure,
     json_answer,
 )
+
+logger = logging.getLogger(__name__)
 
 HOLD_S = 30.0
 """Time that a poll waits for a result, in seconds. The client gives up after 45 s."""
@@ -254,6 +257,8 @@ class Tinker(Endpoint):
         async def step(model: OpenModel) -> Answer:
             fields.skip("type")
             update = await model.live().optim_step(wire.read_adam(fields))
+            if update.skipped:  # the reply has it, too, but the official client prints nothing
+                logger.warning("%s: optimizer step skipped, because its gradient norm is %s", model.model_id, update.grad_norm)
             metrics = {
                 "grad_norm": update.grad_norm,
                 "version": update.version,
