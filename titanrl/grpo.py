@@ -209,9 +209,10 @@ class GRPO(Run):
             passes = trainer.forward_backward(microbatches, proximal_version=past.proximal, reference_version=past.reference)
             stepping = trainer.optim_step(params, after=weights.pushed, completes=number == len(plan.updates))
             if number == 1:  # while the trainer computes
-                generated = self.session.generators.take_stats()
                 of_batch = batch_metrics(batch, ages, trainer.version, self.config)
             losses.append(await passes)
+            if number == 1:  # not before the passes: if they fail, the batch is trained on again, and counts this work
+                generated = self.session.generators.take_stats()
             with self.timer.phase("sync"):
                 await weights.pushed()  # the step waits for this, too: the last push still reads the weights
             with self.timer.phase("optim"):

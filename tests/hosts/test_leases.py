@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 from collections.abc import Coroutine
 
+import pytest
+
 from titanrl.hosts.leases import ENDING, Controller, Host, Leases, hold_lease
 
 
@@ -54,6 +56,58 @@ def test_lost_host_is_reported() -> None:
         assert leases.lost == {0}
         assert not second[1].is_closing()
         leases.close()
+
+    run(work())
+
+
+def test_host_with_a_malformed_line_is_lost() -> None:
+    async def work() -> None:
+        events = Events()
+
+        def read(host: Host, line: bytes) -> None:
+            line.decode("ascii")
+
+        leases = Leases(1, events.lost.put_nowait, events.ending.put_nowait, read)
+        _, writer = await hold_lease(Controller(await leases.open("localhost"), leases.token), host(0))
+        await leases.all_held()
+        writer.write(b"\xff\n")
+        assert await events.lost.get() == host(0)
+        leases.close()
+
+    run(work())
+
+
+def test_end_of_the_loop_loses_no_host() -> None:
+    events, held = Events(), []
+
+    async def work() -> None:
+        leases = Leases(1, events.lost.put_nowait, events.ending.put_nowait)
+        held.append(await hold_lease(Controller(await leases.open("localhost"), leases.token), host(0)))
+        await leases.all_held()
+
+    run(work())
+    assert events.lost.empty()
+
+
+def test_host_that_does_not_answer_leaves_no_connection() -> None:
+    async def work() -> None:
+        leases, _, controller = await opened(1)
+        ended = asyncio.Event()
+
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(b"x" * 100_000)  # longer than a line may be
+            with contextlib.suppress(ConnectionError):
+                await reader.read()
+            ended.set()
+
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        with pytest.raises(ValueError, match="limit"):
+            await leases.reach(*server.sockets[0].getsockname(), "hello")
+        await ended.wait()
+        leases.close()
+        with pytest.raises(ConnectionAbortedError, match="the leases are closed"):
+            await leases.reach(*server.sockets[0].getsockname(), "hello")
+        server.close()
 
     run(work())
 

@@ -16,6 +16,7 @@ from titanrl.carriers.tables import RecordTable, pack_record
 from titanrl.carriers.types import GroupHandle
 from titanrl.config.sections import ReplayConfig
 from titanrl.replay.buffer import EPS, GroupBuffer, ReplayMemory, Stored
+from titanrl.replay.groups import handles_of
 
 
 def memory(num_replayed: int = 2, seed: int = 0, **others: Any) -> ReplayMemory:
@@ -68,6 +69,15 @@ def test_draws_depend_on_contents_and_seed_but_not_on_shards() -> None:
 
     assert sequence(1, 3) == sequence(2, 3) == sequence(4, 3)
     assert sequence(1, 3) != sequence(1, 4)
+
+
+def test_undone_draw_is_repeated_and_uses_up_nothing() -> None:
+    replay, other = memory(max_uses=2), memory(max_uses=2)
+    for each in (replay, other):
+        each.add(group(i, priority=i + 1.0) for i in range(6))
+    for _ in range(3):
+        replay.undo_draw(handles_of(RecordTable.join(replay.draw(0, 0.5)).handles))
+    assert [drawn_from(replay) for _ in range(5)] == [drawn_from(other) for _ in range(5)]
 
 
 def test_old_and_often_used_groups_are_not_drawn() -> None:

@@ -54,10 +54,11 @@ def test_return_value_of_the_filter_decides(kept: Any) -> None:
             lambda group: None,
             r"own\.py:keep must return True or False \(got None\)\. Write it as `def keep\(group: ",
         ),
+        (lambda group: np.ones(2), r"must return True or False \(got array\(\[1\., 1\.\]\)\)"),
         (lambda group: 0.5, r"must return True or False \(got 0\.5\)"),
         (lambda group: group.entry["level"], r"own\.py:keep raised KeyError: 'level' \(got group 7\)\. Correct it\."),
     ],
-    ids=["none", "number", "raises"],
+    ids=["none", "array", "number", "raises"],
 )
 def test_error_names_an_invalid_filter(keep: Any, problem: str) -> None:
     with pytest.raises(ValueError, match=rf"^rollout\.group_filter: .*{problem}"):

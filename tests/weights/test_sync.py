@@ -72,6 +72,16 @@ def test_received_bytes_of_all_pulls_are_added_once() -> None:
     asyncio.run(scenario())
 
 
+def test_bytes_of_a_version_that_was_not_reported_are_added_to_the_next() -> None:
+    async def scenario() -> None:
+        world = World()
+        await world.publish(1)
+        await world.publish(2)
+        assert world.sync.take_metrics()["sync/network_bytes"] == 6
+
+    asyncio.run(scenario())
+
+
 def test_base_of_adapters_counts_and_is_deleted_only_when_it_changes() -> None:
     async def scenario() -> list[float]:
         world, sizes = World(), []
@@ -90,6 +100,50 @@ def test_base_of_adapters_counts_and_is_deleted_only_when_it_changes() -> None:
         return sizes
 
     assert asyncio.run(scenario()) == [104, 4, 4, 104, 4, 4]
+
+
+def test_base_is_not_deleted_while_a_version_to_overwrite_is_read() -> None:
+    async def scenario() -> None:
+        world = World()
+        may_pull, may_read = asyncio.Event(), asyncio.Event()
+
+        async def push(version: int) -> Sequence[WeightManifest]:
+            base = version // 2  # versions 0 and 1 have one base, 2 and 3 another
+            world.values[key := f"base {base}"] = b""
+            (manifest,) = await World.push(world, version)
+            return [replace(manifest, base=WeightManifest(base, 0, "base", 100, None, 0, (StoreHandle(key),)))]
+
+        async def slow(commit: Commit) -> int:
+            await may_pull.wait()
+            return 3
+
+        async def read(commit: Commit) -> int:
+            await may_read.wait()
+            return 3
+
+        world.sync._push = push
+        for version in (0, 1):
+            await world.publish(version)
+        world.pulls[0] = slow
+        reader = asyncio.create_task(world.sync.pull_held(1, read))
+        for version in (2, 3):  # 3 overwrites 1, which is read, while 2 is pulled
+            world.sync.publish(version, then=world.free)
+            if version == 2:
+                await world.sync.pushed()
+        await asyncio.sleep(0)
+        may_pull.set()
+        while not any(entry.startswith("delete") for entry in world.log):
+            await asyncio.sleep(0)  # version 2 has been pulled, and 0 is deleted
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert "base 0" in world.values, "version 1 is still read"
+        may_read.set()
+        assert await reader
+        await world.sync.ready()
+        assert "base 0" not in world.values
+        assert [entry for entry in world.log if entry.startswith("delete base")] == ["delete base 0"]
+
+    asyncio.run(scenario())
 
 
 def test_version_without_generators_frees_slots_immediately() -> None:

@@ -96,7 +96,7 @@ class Leases:
     """Leases that the controller holds: accepts the hosts' connections, and detects when a host is lost."""
 
     def __init__(self, num_hosts: int, on_lost: OnHost, on_ending: OnHost, on_line: OnLine = lambda host, line: None) -> None:
-        """Listen on no socket yet.
+        """Create leases without a listening socket; see `open`, `serve` and `take`.
 
         `on_lost` is called when a host exited or became unreachable, `on_ending` when its scheduler terminates it, and
         `on_line` with every other message.
@@ -121,7 +121,8 @@ class Leases:
         Raises:
             OSError: The name does not resolve to an interface of this machine.
         """
-        family, _, _, _, address = (await asyncio.get_running_loop().getaddrinfo(name, None, type=socket.SOCK_STREAM))[0]
+        found = await asyncio.get_running_loop().getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        family, _, _, _, address = next((each for each in found if not _is_loopback(str(each[4][0]))), found[0])
         listener = socket.create_server((str(address[0]), 0), family=family)
         await self.serve(listener)
         return f"{name}:{listener.getsockname()[1]}"
@@ -132,9 +133,10 @@ class Leases:
 
     def take(self, host: Host, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Hold the lease of a host on an established connection; abort the connection if these leases are closed."""
-        self._writers.add(writer)
         if self._is_closed:
             writer.transport.abort()
+            return
+        self._writers.add(writer)
         self._adopted.append(asyncio.create_task(self._keep(host, reader, writer)))
 
     async def reach(self, address: str, port: int, greeting: str) -> tuple[str, asyncio.StreamReader, asyncio.StreamWriter]:
@@ -145,11 +147,16 @@ class Leases:
         async with asyncio.timeout(GREETING_S):
             reader, writer = await asyncio.open_connection(address, port)
             self._writers.add(writer)
-            if self._is_closed:
+            try:
+                if self._is_closed:
+                    raise ConnectionAbortedError("the leases are closed")
+                keep_alive(writer, LOST_S)
+                writer.write(f"{greeting}\n".encode())
+                return (await reader.readline()).decode(errors="replace").strip(), reader, writer
+            except BaseException:  # including the timeout
+                self._writers.discard(writer)
                 writer.transport.abort()
-            keep_alive(writer, LOST_S)
-            writer.write(f"{greeting}\n".encode())
-            return (await reader.readline()).decode(errors="replace").strip(), reader, writer
+                raise
 
     def send(self, rank: int, line: str) -> None:
         """Send a line to a host that holds its lease."""
@@ -175,7 +182,7 @@ class Leases:
         return [rank for rank in range(self._num_hosts) if rank not in self.hosts]
 
     def close(self) -> None:
-        """Close every lease, so that the hosts exit, but for duplicates from `connection`. `on_lost` is not called for them."""
+        """Close every lease without calling `on_lost`, so that the hosts exit. Duplicates from `connection` stay open."""
         self._is_closed = True
         if self._server is not None:
             self._server.close()
@@ -185,18 +192,18 @@ class Leases:
     async def _hold(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Check the token of a connection, and hold the host's lease until the connection closes.
 
-        A wrong token, or a rank that already had a lease, even if it was lost, closes the connection without a reply.
+        Close the connection without a reply if the token is wrong, or if the rank ever had a lease.
         """
         self._writers.add(writer)
-        words: list[str] = []
+        line = b""
         try:
-            with contextlib.suppress(
-                TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError
-            ):  # a stranger
+            # Other programs may connect, too, and send nothing or something else.
+            with contextlib.suppress(TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
                 async with asyncio.timeout(GREETING_S):  # Python 3.11's wait_for can lose a cancellation
                     line = await reader.readuntil(b"\n")
-                words = line[:MAX_GREETING].decode(errors="replace").split()
-            if len(words) == 4 and hmac.compare_digest(words[0].encode(), self.token.encode()):
+            words = line.decode(errors="replace").split()
+            is_complete = len(words) == 4 and len(line) <= MAX_GREETING and not self._is_closed
+            if is_complete and hmac.compare_digest(words[0].encode(), self.token.encode()):
                 rank = int(words[1]) if words[1].isdecimal() else self._num_hosts
                 if rank in self.missing:
                     await self._keep(Host(rank=rank, node=words[2], name=words[3]), reader, writer)
@@ -218,8 +225,15 @@ class Leases:
                     self._on_ending(host)
                 else:
                     self._on_line(host, line)
-        except (OSError, ValueError, asyncio.CancelledError):  # the connection broke, a line is too long, or the loop closes
-            pass
+        except asyncio.CancelledError:  # the loop closes
+            return
+        except OSError:
+            pass  # the connection broke
+        except ValueError as error:
+            logger.warning("host %s sent a line that is too long or malformed: %r", host.name, error)
+        finally:
+            self._writers.discard(writer)
+            writer.close()
         if not self._is_closed:
             self.lost.add(host.rank)
             self._on_lost(host)
@@ -356,10 +370,14 @@ def broken_by_name(config: Config, hosts: str, fix: str) -> Iterator[BrokenRule]
     """Yield a rule if the name of this machine does not resolve to an address that other machines can reach."""
     name = socket.gethostname()
     addresses = addresses_of(name)
-    if all(ipaddress.ip_address(address).is_loopback for address in addresses):
+    if all(map(_is_loopback, addresses)):
         found = f"it resolves to {', '.join(addresses)}" if addresses else "it does not resolve"
         rule = f"the name of this machine, {name}, must resolve to an address that {hosts} can reach, but {found}"
         yield config.broken("hosts.kind", rule, fix)
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def addresses_of(name: str) -> list[str]:

@@ -103,7 +103,8 @@ class Slots:
 
     def leave(self, handle: GroupHandle) -> None:
         """Free the slot of a group that keeps its payload."""
-        assert self._reserved.pop(handle.slot, None) == handle, "slot freed twice, or after being reserved again"
+        reserved = self._reserved.pop(handle.slot, None)
+        assert reserved == handle, "slot freed twice, or after being reserved again"
 
     def recycle(self, handle: GroupHandle) -> None:
         """Let another group use the location of a group without a slot, and let the shard delete the payload."""
@@ -194,6 +195,7 @@ class ReplayMemory:
         self._in_use: Counter[int] = Counter()  # slots of groups in unreleased batches
         self._lost: set[int] = set()  # slots of such groups whose tokens are lost
         self._rng = np.random.default_rng(seed)
+        self._before_draw = self._rng.bit_generator.state
         self.num_evicted = 0
         """Groups that were removed to make room for newer ones."""
 
@@ -214,7 +216,7 @@ class ReplayMemory:
 
         Each returned record has its importance weight, with the exponent `beta`.
         """
-        config = self._config
+        config, self._before_draw = self._config, self._rng.bit_generator.state
         oldest, most_uses = version - config.max_age, config.max_uses or np.inf
         eligible = [
             group
@@ -243,6 +245,13 @@ class ReplayMemory:
         self._in_use[handle.slot] -= 1
         if priority is not None:
             self._groups[handle.slot].priority = priority
+
+    def undo_draw(self, handles: Sequence[GroupHandle]) -> None:
+        """Undo the last draw, because its batch could not be trained on. `handles` are the drawn groups."""
+        for handle in handles:
+            self.release(handle, None)
+            self._groups[handle.slot].num_uses -= 1
+        self._rng.bit_generator.state = self._before_draw
 
     def add(self, groups: Iterable[Stored]) -> list[GroupHandle]:
         """Store groups; return the removed groups: lost ones, then the oldest ones. Groups in unreleased batches stay."""
@@ -475,11 +484,11 @@ class GroupBuffer:
             held = [index for index, group in self._ready.items() if group.has_tokens_in(shard)]
             self._sample_again([*in_flight, *held])
             self._lost |= {group.record.handle for group in self._taken.values() if group.has_tokens_in(shard)}
-            self._slots.take_dropped(shard)
             self._usage.pop(shard, None)
             if self._memory is not None:
                 for handle in self._memory.lose_shard(shard):
                     self._slots.recycle(handle)
+            self._slots.take_dropped(shard)  # last: the worker's replacement never had these payloads
             self._notify()
             self._has_room.notify_all()  # the calls of the dead worker return, too
         return sorted([*in_flight, *held])
@@ -627,10 +636,12 @@ class GroupBuffer:
 
     def _return_batch(self, handles: Table) -> list[int]:
         """Make the groups of a batch ready again, unless their tokens are lost; return the positions of the lost groups."""
-        lost = []
-        for handle in handles_of(handles):
+        lost, keys = [], handles_of(handles)
+        replayed = [] if self._memory is None else [handle for handle in keys if handle in self._memory]
+        if self._memory is not None:
+            self._memory.undo_draw(replayed)
+        for handle in keys:
             if self._memory is not None and handle in self._memory:
-                self._memory.release(handle, None)
                 continue
             group = self._taken.pop(handle.slot)
             self._overtakers.discard(group.record.index)
@@ -778,7 +789,8 @@ class ReplayBuffer(GroupBuffer, Actor):
     @concurrent_endpoint
     async def reserve(self, limit: int, shard: int, life: int) -> tuple[list[Reservation], list[GroupHandle]]:
         """Reserve slots for payloads in a shard. Also return the groups whose payloads the shard may delete."""
-        return await super().reserve(limit, shard, life), self.take_dropped(shard)
+        reserved = await super().reserve(limit, shard, life)
+        return reserved, [] if self.has_died(shard, life) else self.take_dropped(shard)
 
     @concurrent_endpoint
     async def reserve_round(self, shard: int, num_shards: int, life: int) -> tuple[list[Reservation], list[GroupHandle]]:
@@ -791,7 +803,8 @@ class ReplayBuffer(GroupBuffer, Actor):
             await self._may_begin.wait()
             if self.has_died(shard, life):
                 return [], []
-            return await self._rounds.add({shard: None}, num_shards), self.take_dropped(shard)
+            reserved = await self._rounds.add({shard: None}, num_shards)
+            return reserved, [] if self.has_died(shard, life) else self.take_dropped(shard)
 
     @concurrent_endpoint
     async def hold_rounds(self) -> None:

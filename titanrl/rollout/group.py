@@ -464,7 +464,7 @@ def keeps(group_filter: Callable[[ScoredGroup], object], group: Group, decode: C
     except Exception as error:  # user code may raise anything
         cause = f"{type(error).__name__}: {error}"
         raise ValueError(f"rollout.group_filter: {name} raised {cause} (got group {scored.index}). Correct it.") from error
-    if kept not in (True, False):
+    if not isinstance(kept, bool | np.bool_):
         raise ValueError(
             f"rollout.group_filter: {name} must return True or False (got {kept!r}). Write it as `{FILTER_EXPECTED}`."
         )

@@ -1,6 +1,6 @@
 """`WeightSync`: coordinates how a new version of the weights moves from the trainer to the generators.
 
-Each trainer rank holds the last two versions, each in shared memory of its own, an arena, or as keys of the store
+Each trainer rank holds the last two versions, each in a shared memory segment of its own (an arena) or under keys of torchstore
 (docs/weights.md).
 """
 
@@ -25,7 +25,7 @@ class ReaderLeases:
 
     def __init__(self) -> None:
         self._held: Counter[int] = Counter()
-        self._returned = asyncio.Condition()
+        self._returned = asyncio.Event()
 
     @asynccontextmanager
     async def lease(self, version: int) -> AsyncIterator[None]:
@@ -33,17 +33,17 @@ class ReaderLeases:
         self._held[version] += 1
         try:
             yield
-        finally:
-            async with self._returned:
-                self._held[version] -= 1
-                if not self._held[version]:
-                    del self._held[version]
-                self._returned.notify_all()
+        finally:  # without an await, at which a second cancellation could keep the lease
+            self._held[version] -= 1
+            if not self._held[version]:
+                del self._held[version]
+            self._returned.set()
 
     async def wait_unused(self, version: int) -> None:
         """Wait until no reader holds a lease on a version. This needs no deadline, because every reader has one."""
-        async with self._returned:
-            await self._returned.wait_for(lambda: not self._held[version])
+        while self._held[version]:
+            self._returned.clear()
+            await self._returned.wait()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class WeightSync:
 
     1. Wait until no reader holds a lease on the version that the new one overwrites, then push the shards of every trainer
        rank.
-    2. Create the commit record. `pushed()` returns, and the trainer may change its weights.
+    2. Create the commit record. From then on `pushed()` returns, and the trainer may change its weights.
     3. Every replica pulls the version and continues independently.
     4. Once one replica has pulled, and the others hold back new requests until they have pulled, call `then` to free slots
        of the replay buffer. All later requests get the new weights, and a slow replica does not delay the slots. Once all
@@ -91,26 +91,32 @@ class WeightSync:
             delete: Callback that deletes a key from the store, which has the bytes of versions that are not in arenas.
             push: Callback that pushes a version on every trainer rank.
             expect: Callback that makes every generator hold back new requests until it has pulled a version.
-            pulls: Callbacks that pull a version, one per generator replica.
+            pulls: Callbacks that pull a version, one per generator replica. They have deadlines of their own, and return normally
+                if the replica died, because an error ends all publications.
             num_listed: Length of the list of versions, from which the ages of tokens are computed.
         """
         self._num_listed = num_listed
         self._delete, self._push, self._expect, self._pulls = delete, push, expect, pulls
         self._leases = ReaderLeases()
         self._pull_locks = [asyncio.Lock() for _ in pulls]
-        self._last_freed: asyncio.Future[None] | None = None
+        self._last_freed: asyncio.Event | None = None
         self._pushing: asyncio.Task[_Pushed] | None = None
         self._publishing: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
         self._failed = asyncio.Event()
         self._held: list[Commit] = []
+        self._stored: list[Commit] = []  # held ones, and those that are being overwritten or deleted
         self._metrics: dict[str, float] = {}
         self._num_received = 0
         self.versions: list[int] = []
         """Versions published so far, including running publications; only the last `num_listed` of them."""
 
     def publish(self, version: int, then: Callable[[], Awaitable[None]]) -> None:
-        """Start publishing a version. Await `pushed()` for the previous version first; raise the first error of any version."""
+        """Start publishing a version, and call `then` in stage 4. Await `pushed()` for the previous version first.
+
+        Raises:
+            Exception: The first error of any version.
+        """
         self._raise_failure()
         assert self._pushing is None or self._pushing.done(), "publish() called before pushed() returned"
         self.versions.append(version)
@@ -171,10 +177,12 @@ class WeightSync:
         """Return `sync/*` metrics of the last version that reached every replica: seconds, bytes and bandwidth.
 
         `sync/network_bytes` counts all pulls since the last report, also those by `catch_up` and `pull_held`; `sync/gb_per_s`
-        is one copy of the weights per second from the start of the push to the end of the slowest pull. Each version's metrics
-        are returned once; the mapping is empty if there are none.
+        is the size of one copy of the weights over the time from the start of the push to the end of the slowest pull. Each
+        version's metrics are returned once; the mapping is empty if there are none.
         """
         metrics, self._metrics = self._metrics, {}
+        if metrics:
+            metrics["sync/network_bytes"], self._num_received = float(self._num_received), 0
         return metrics
 
     async def _push_and_commit(self, version: int) -> _Pushed:
@@ -187,6 +195,7 @@ class WeightSync:
         has_base = bool(self._held) and self._held[-1].base == commit.base
         num_bytes = commit.num_bytes + (0 if has_base else sum(manifest.num_bytes for manifest in commit.base))
         self._held.append(commit)
+        self._stored.append(commit)
         # Start the pulls before pushed() returns, so that they hold their leases when the version after the next is pushed.
         pulls = [asyncio.create_task(self._pull(replica, commit)) for replica in range(len(self._pulls))]
         return _Pushed(commit, overwritten, num_bytes, pulls, started, time.perf_counter())
@@ -195,7 +204,9 @@ class WeightSync:
         """Run the stages that follow the push."""
         pushed = await pushing
         await asyncio.gather(self._measure(pushed), self._free_slots(pushed, then))
-        bases = {manifest for commit in self._held for manifest in commit.base}
+        for commit in pushed.overwritten:
+            self._stored.remove(commit)
+        bases = {manifest for commit in self._stored for manifest in commit.base}
         manifests = [
             manifest for commit in pushed.overwritten for manifest in (*commit.manifests, *commit.base) if manifest not in bases
         ]
@@ -211,8 +222,8 @@ class WeightSync:
 
     async def _free_slots(self, pushed: _Pushed, then: Callable[[], Awaitable[None]]) -> None:
         """Call `then` once no new request can be served with an older version, after the `then` of earlier versions."""
-        earlier, self._last_freed = self._last_freed, asyncio.get_running_loop().create_future()
-        freed = self._last_freed
+        earlier, freed = self._last_freed, asyncio.Event()
+        self._last_freed = freed
         try:
             if len(pushed.pulls) > 1:
                 await self._expect(pushed.commit.version)
@@ -220,22 +231,20 @@ class WeightSync:
                 done, _ = await asyncio.wait(pushed.pulls, return_when=asyncio.FIRST_COMPLETED)
                 await asyncio.gather(*done)
             if earlier is not None:
-                await earlier
+                await earlier.wait()
             await then()
         finally:
-            freed.set_result(None)
+            freed.set()
 
     async def _measure(self, pushed: _Pushed) -> None:
         if not pushed.pulls:
             return
         await asyncio.gather(*pushed.pulls)
         pulled = time.perf_counter()
-        received, self._num_received = self._num_received, 0
         self._metrics = {
             "sync/push_s": pushed.ended - pushed.started,
             "sync/pull_s": pulled - pushed.ended,
             "sync/bytes": float(pushed.num_bytes),
-            "sync/network_bytes": float(received),
             "sync/gb_per_s": pushed.num_bytes / (pulled - pushed.started) / 1e9,
         }
 
