@@ -4,8 +4,10 @@ How the default objective differs from the GRPO paper (arXiv:2402.03300):
 1. Advantages are centred but not divided by the group's standard deviation (Dr. GRPO, arXiv:2503.20783).
 2. Tokens are averaged over the whole batch, not first within each completion (DAPO, arXiv:2503.14476).
 3. There is no KL term to a reference model.
-4. The ratio starts from the generator's own log-probabilities (`algorithm.proximal: sampler`). Their distance to the trainer's
-   is measured at every step.
+4. The denominator of the importance ratio is the generator's own log-probability (`algorithm.proximal: sampler`). Its
+   difference from the trainer's is measured at every step.
+
+Every `algorithm.preset` runs in this loop, PPO with a critic, too; it has the name of the default one.
 """
 
 import math
@@ -63,7 +65,7 @@ class Trained:
     batch_metrics: Mapping[str, float]
     """Metrics that depend on the batch alone."""
     examples: LossSums
-    """Loss and tokens of the examples, summed over the optimizer steps; empty without examples."""
+    """Loss and tokens of the supervised examples (section `examples`), summed over the optimizer steps; empty without them."""
 
 
 class GRPO(Run):
@@ -95,7 +97,7 @@ class GRPO(Run):
         self._dump = Dump(self.config)
         self._examples = self._found.examples
         self._microbatch_rows = microbatch_rows(self.config, model_shape(self.config))
-        self._num_deaths = 0  # of rollout workers, when a batch was last returned
+        self._num_deaths = 0  # deaths of rollout workers up to the last returned batch
         self._advantages_by_task = advantages_by_task(self.config, self._plugins)
         priority = loaded(self._plugins, "replay.priority")
         self._replay_schedule = ReplaySchedule(self.config.replay, self.config.num_steps, priority)
@@ -156,7 +158,7 @@ class GRPO(Run):
             await self.session.use_temperature(config.rollout.temperature)
 
     async def after_pause(self) -> None:
-        """Learn no deadline from the time since the last batch."""
+        """Restart the buffer's clock, so that the pause does not count as time that a batch took."""
         self.session.rollouts.buffer.restart_clock()
 
     async def _plan(self, batch: Batch) -> tuple[StepPlan, dict[str, float]]:
@@ -236,7 +238,7 @@ class GRPO(Run):
         return LossSums(sums={"loss": loss * num_tokens, "num_tokens": num_tokens, "num_placed": num_placed}, maxima={})
 
     async def _heldout_loss(self) -> dict[str, float]:
-        """Return the loss on held-out examples after the optimizer steps, as a metric; nothing unless an evaluation is due."""
+        """Return the loss on held-out examples after the optimizer steps, as a metric; empty unless an evaluation is due."""
         step = self.state.step + 1
         is_evaluated = is_due(step, self.config.evaluation.every_steps) or step == self.config.num_steps
         if self._examples is None or not is_evaluated:
@@ -247,11 +249,11 @@ class GRPO(Run):
         return {} if loss is None else {"examples/heldout_loss": loss}
 
     def _entropy_coef(self) -> float | None:
-        """Return the coefficient of the entropy bonus in the next step; None if it is constant."""
+        """Return the coefficient of the entropy bonus in the next step; None if it is that of the configuration."""
         target, state = self.config.algorithm.entropy_target, self.state
         if target is None:
             return None
-        is_low = state.entropy is not None and state.entropy <= target  # the first step only measures
+        is_low = state.entropy is not None and state.entropy <= target  # no bonus before the entropy was measured
         return state.entropy_coef if is_low else 0.0
 
     async def _return_batch(self, batch: Batch, error: TitanRLError) -> None:

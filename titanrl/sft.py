@@ -67,8 +67,9 @@ class SFT(Run):
         Args:
             name: Only `"loss"` exists.
         """
-        with self.alone("evaluate"), self.timer.phase("evaluate"):
-            loss = await self.examples.heldout_loss(partial(self.training.forward, loss_fn="cross_entropy"), self.config)
+        async with self.alone("evaluate"):
+            with self.timer.phase("evaluate"):
+                loss = await self.examples.heldout_loss(partial(self.training.forward, loss_fn="cross_entropy"), self.config)
         if loss is None:
             return None
         self.recorder.heldout_loss(StepMetrics(step=self.state.step, version=self.state.version, values={"loss/eval": loss}))

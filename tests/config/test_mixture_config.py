@@ -60,7 +60,7 @@ def test_advantage_that_compares_completions_needs_two_of_them(tmp_path: Path) -
     for alone in ("gae", "reinforce_pp"):
         assert loaded(tmp_path, one, f"algorithm.advantage={alone}").rollout.group_size == 1
     assert loaded(tmp_path, one, "train=false", "rollout.save=dump").rollout.group_size == 1  # there is no advantage
-    rule = r"rollout.group_size=1.*\n  rule: grpo compares the completions of a group.*\n  fix:  set rollout.group_size to 2 or more"
+    rule = r"rollout.group_size=1.*\n  rule: grpo compares the completions.*\n  fix:  set rollout.group_size to 2 or more"
     with pytest.raises(ConfigError, match=rule):
         loaded(tmp_path, one, "algorithm.advantage=grpo")
     tasks = START + "data: {mixture: {a: {group_size: 1, advantage: grpo}, b: {}}}\n"

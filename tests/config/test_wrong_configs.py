@@ -96,9 +96,9 @@ def test_wrong_type(tmp_path: Path) -> None:
     )
     assert complaint(tmp_path, GOOD, "rollout.group_size=abc") == (
         'override rollout.group_size=abc: rollout.group_size="abc"\n'
-        "  rule: must be an integer >= 2 and <= 1,000,000\n"
-        "  fix:  the default is 8. Number of completions per prompt. Advantages compare the completions of a group, so "
-        "at least two are needed."
+        "  rule: must be an integer >= 1 and <= 1,000,000\n"
+        "  fix:  the default is 8. Number of completions per prompt. Most advantages compare the completions of a group, so "
+        "they need at least two; `gae`, `reinforce_pp`, custom advantages and distillation also work with one."
     )
     assert "name=5\n  rule: must be a string" in complaint(tmp_path, "name: 5\nnum_steps: 3\n")
     assert "seed=true\n  rule: must be an integer >= 0" in complaint(tmp_path, GOOD + "seed: true\n")
@@ -233,6 +233,7 @@ def test_key_of_another_meaning_is_never_suggested(tmp_path: Path, unknown: str)
         ("rollout: {group_size: 8.0}", "must be an integer >= 1", "write 8."),
         ("seed: 1,000", "must be an integer >= 0", "write 1000."),
         ("seed: 10k", "must be an integer >= 0", "write 10000."),
+        ("timeouts: {start_s: 10m}", "must be a number > 0", "write 600."),
         ("seed: '.nan'", "must be an integer >= 0", "the default is 0. Seed"),
         ("seed: '1e999'", "must be an integer >= 0", "the default is 0. Seed"),
         pytest.param(f"seed: '{'9' * 5000}k'", "must be an integer >= 0", "the default is 0. Seed", id="long"),
@@ -272,6 +273,12 @@ def test_usual_slip_in_a_file_is_explained(
         ("--seed=4", "a key must have no spaces, brackets or leading dashes", "write it like rollout.group_size=16"),
         ("algorithm.betas[0]=0.5", "a key must have no spaces, brackets", "or algorithm.betas=[0.9, 0.95]"),
         ("algorithm.betas.0=0.5", "must be a list of 2 numbers", "set the list as a whole: algorithm.betas=[...]"),
+        (
+            "data.system_prompt=Answer after #### now",
+            "YAML reads the text from #",
+            "data.system_prompt='\"Answer after #### now\"'",
+        ),
+        ("data.system_prompt=# Rules", "YAML reads the text from #", "quote the value: data.system_prompt='\"# Rules\"'"),
         ("name=\udcff", "must be valid UTF-8", "correct the encoding"),
     ],
 )

@@ -91,7 +91,7 @@ def test_end_of_the_loop_loses_no_host() -> None:
 
 def test_host_that_does_not_answer_leaves_no_connection() -> None:
     async def work() -> None:
-        leases, _, controller = await opened(1)
+        leases, *_ = await opened(1)
         ended = asyncio.Event()
 
         async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

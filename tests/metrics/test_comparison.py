@@ -78,6 +78,14 @@ def test_run_without_a_configuration_differs_in_no_key(records: list[RunRecord])
     assert found == {"algorithm.learning_rate": [UNKNOWN, 1e-5, 1e-4]}
 
 
+def test_change_during_the_run_is_a_difference(records: list[RunRecord]) -> None:
+    change = {"kind": "set", "step": 4, "key": "algorithm.learning_rate", "value": 2e-05, "before": 1e-05, "by": "user"}
+    (records[1].path / "events.jsonl").write_text(json.dumps(change) + "\n")
+    variants = variants_of(read_runs(records[:3]))
+    assert [variant.name for variant in variants] == ["s0 (2 seeds)", "s1"]
+    assert differing_keys(variants) == {"algorithm.learning_rate": [1e-5, "1e-05, from step 5 on 2e-05"]}
+
+
 @pytest.mark.parametrize(("freedom", "quantile"), [(1, 12.706), (10, 2.228), (11, 2.201), (30, 2.042), (10_000, 1.960)])
 def test_quantiles_of_students_t(freedom: int, quantile: float) -> None:
     assert comparison._t_975(freedom) == pytest.approx(quantile, abs=0.003)

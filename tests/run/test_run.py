@@ -317,7 +317,7 @@ def test_steps_and_evaluations_of_two_tasks_do_not_mix(tmp_path: Path) -> None:
     stepped: list[str] = []
 
     async def train_step() -> StepMetrics:
-        with run.alone("evaluate"):  # as a hook does in its step
+        async with run.alone("evaluate"):  # as a hook does in its step
             await asyncio.sleep(0)
         stepped.append("step")
         return StepMetrics(step=1, version=1, values={})
@@ -339,12 +339,12 @@ def test_steps_and_evaluations_of_two_tasks_do_not_mix(tmp_path: Path) -> None:
 
     async def nothing(**_: object) -> None: ...
 
-    run._dump, run.save = cast(Any, SimpleNamespace(num_steps=None)), nothing  # type: ignore[assignment, method-assign]
+    run._dump = cast(Any, SimpleNamespace(num_steps=None))
     run.evaluations = cast(Any, SimpleNamespace(run_due=nothing, close=nothing))
-    run.checkpoints = cast(Any, SimpleNamespace(finish=nothing, finish_if_done=nothing, settle=nothing))
+    run.checkpoints = cast(Any, SimpleNamespace(save=nothing, finish=nothing, finish_if_done=nothing, settle=nothing))
 
     async def evaluate_between_steps() -> int:
-        with run.alone("evaluate"):
+        async with run.alone("evaluate"):
             training = asyncio.create_task(run.take_steps(1))
             for _ in range(20):
                 await asyncio.sleep(0)
@@ -382,9 +382,10 @@ def test_cancelled_step_continues_and_the_next_call_waits_for_it(tmp_path: Path)
 
     async def main() -> None:
         await cancelled()
-        with pytest.raises(TitanRLError, match=r"^run.evaluate: run.step is in progress"):
-            await run.evaluate()
-        await cancelled()  # while it waits for the first step
+        for verb in ("save", "export", "evaluate", "step"):
+            with pytest.raises(TimeoutError):  # while it waits for the first step
+                async with asyncio.timeout(0.05):
+                    await getattr(run, verb)()
         goes_on.set()
         assert (await run.step()).step == 2, "both steps were taken"
         goes_on.clear()

@@ -324,6 +324,14 @@ def test_failed_request_cancels_later_ones_until_zero_grad(lab: Lab) -> None:
         with pytest.raises(PoisonedError, match="the loss itself is broken"):
             await behind
         await recovered
+        for returned, text in (
+            (1.0, "loss: must return a pair of loss and metrics"),
+            ((torch.ones(()), {}), "loss: must return a scalar tensor with gradient"),
+            ((torch.ones(2, requires_grad=True), {}), "loss: must return a scalar tensor with gradient"),
+        ):
+            with pytest.raises(TypeError, match=text):
+                await lab.client.forward_backward_custom(DATA, lambda data, logprobs, it=returned: it)  # type: ignore[misc]
+            await lab.client.zero_grad()
         for loss, config, text in (
             ("nonsense", {}, "loss_fn: unknown loss"),
             ("ppo", {"clip": 0.2}, "loss_fn_config.clip: ppo has no such option"),

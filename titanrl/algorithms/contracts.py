@@ -100,7 +100,8 @@ class LossInputs:
 
     @property
     def ratio_N(self) -> "Tensor":
-        """Importance ratio, with gradient, clamped to [exp(-20), exp(20)]; 1 at masked tokens."""
+        """Importance ratio `exp(log_ratio_N)`, clamped to [exp(-20), exp(20)], beyond which it has no gradient; 1 at masked
+        tokens."""
         from titanrl.algorithms.ratios import bounded_exp
 
         return bounded_exp(self.log_ratio_N)

@@ -129,7 +129,7 @@ def measure_correction(inputs: ObjectiveInputs, algorithm: AlgorithmConfig) -> t
     """Return the sum and the number of a micro-batch's correction weights, and masks of its loss tokens before and after
     rejection.
 
-    `loss_weights` combines them over micro-batches and ranks.
+    `mean_correction_weight` and `without_rejected` combine them over micro-batches and ranks.
     """
     valid_N = valid_tokens(inputs.mask_N, inputs.generator_logprobs_N)
     config, sequence_N = algorithm.correction, inputs.sequence_N

@@ -356,10 +356,10 @@ def policy_tokenizer(config: Config) -> Tokenizer:
 
 
 def try_rewards(config: Config, plugins: Plugins, entry: Mapping[str, Any], section: str) -> list[str]:
-    """Call each user-defined reward of `config.data` once, with two completions, and return warnings.
+    """Call each user-defined reward of `config.data` once, with two completions of the prompt `entry`, and return warnings.
 
     Rewards that cannot be loaded in time are skipped: another check names them. `section` is the section in messages. Raise
-    `BrokenRules` if a reward returned something else than a reward, or needs what the sandbox denies.
+    `BrokenRules` if a reward returned anything other than a reward, or needs what the sandbox denies.
     """
     answers = sample_answers(entry, with_tokens=config.data.environment is None)
     limit_s = min(config.sandbox.timeout_s, TRIAL_LIMIT_S)

@@ -300,8 +300,8 @@ class AlgorithmConfig(Section):
     credit: Literal["rollout", "turn", "state", "token"] = "rollout"
     """Unit of credit assignment. `rollout` gives all tokens of a completion the same advantage. `turn` compares each turn's
     discounted return with those of the same turn in the group's other completions. `state` compares it with the returns of
-    the group's turns in the same state of the environment (GiGPO). `token` does this for each token, with rewards per token
-    (docs/algorithms.md)."""
+    the group's turns in the same state of the environment (GiGPO). `token` compares the discounted returns, from rewards per
+    token, of the tokens at the same place in the group's completions (docs/algorithms.md)."""
     state_weight: NonNegativeFloat = 1.0
     """Weight of the comparison between turns in the same state, which is added to that between completions, with `credit:
     state`."""

@@ -66,8 +66,10 @@ FOREIGN = {
     "num_generations": "rollout.group_size",
     "reward_fn": "data.rewards",
     "reward_funcs": "data.rewards",
+    "report_to": "logging.loggers",
     "save_steps": "checkpoint.every_steps",
     "tensor_parallel_size": "generator.tp",
+    "trackers": "logging.loggers",
 }
 """Names that other libraries use, with the key of the same meaning, or with its name in any section."""
 
@@ -314,7 +316,7 @@ def _hint(path: Location, value: Any, node: Node) -> str:
     if "boolean" in kinds and (isinstance(plain, bool) or text in ("yes", "no", "on", "off")):
         return f"write {'true' if plain is True or text in ('yes', 'on') else 'false'}, without quotes"
     if {"integer", "number"} & kinds:
-        number = plain if is_number else _number_in(text) if len(text) <= _MAX_HINTED else None
+        number = plain if is_number else _number_in(text, str(path[-1])) if len(text) <= _MAX_HINTED else None
         if number is not None and math.isfinite(number) and ("integer" not in kinds or number == int(number)):
             return "remove the quotes" if is_number else f"write {number:g}" if isinstance(number, float) else f"write {number}"
     if "array" in kinds and "object" not in kinds:
@@ -322,8 +324,10 @@ def _hint(path: Location, value: Any, node: Node) -> str:
     return ""
 
 
-def _number_in(text: str) -> int | float | None:
-    """Return the number that another notation means: `1,000`, `0x10`, `010`, `10k`; None if there is none."""
+def _number_in(text: str, key: str) -> int | float | None:
+    """Return the number that another notation means: `1,000`, `0x10`, `010`, `10k`, of a key in seconds `10m`; None if none."""
+    if key.endswith("_s") and (match := re.fullmatch(r"(\d+) ?(s|m|min|h|d)", text)):
+        return int(match[1]) * {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400}[match[2]]
     if match := re.fullmatch(r"([-+]?)0*(\d{1,3}(?:,\d{3})+|\d+)", text):
         return int(f"{match[1]}{match[2].replace(',', '')}")
     if re.fullmatch(r"0[xob][0-9a-f]+", text):

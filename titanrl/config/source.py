@@ -198,6 +198,10 @@ def _parse_override(text: str) -> Override:
         fix = f"write {key}=null for no value, or {key}='\"\"' for an empty text"
         raise refusal(f"{key}=", "an override must have a value", fix)
     try:
+        *_, last, _ = yaml.scan(value)
+        if value[last.end_mark.index :].strip():  # in an argument, nobody writes a comment
+            rule = "YAML reads the text from # on as a comment"
+            raise refusal(f"{key}={value}", rule, f"quote the value: {key}='{inline(value)}'")
         return Override(text=text, path=path, value=parse(value)[0])
     except yaml.YAMLError as error:
         rule = f"the value {explain_yaml_error(error, value)[2]}"

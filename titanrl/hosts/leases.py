@@ -262,7 +262,7 @@ class LeasedHosts(Provider, ABC):
     """Hosts that hold leases: the state that all their kinds share."""
 
     def __init__(self, num_hosts: int, leases: Leases | None = None) -> None:
-        """Hold nothing yet; `leases` is given by a check before the run, which reports lost hosts itself."""
+        """Create hosts that hold no lease yet; `leases` is given by a check before the run, which reports lost hosts itself."""
         self.leases = leases or Leases(num_hosts, self._on_lost, self._on_ending, self._on_line)
         self._tasks: set[asyncio.Task[None]] = set()
         self.on_lost: OnLost = lambda name, cause: None

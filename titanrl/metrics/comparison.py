@@ -53,7 +53,7 @@ class ComparedRun:
     path: Path
     """Run directory."""
     config: Mapping[str, Any]
-    """Value by dotted key of the configuration; empty if it is missing."""
+    """Value by dotted key of the configuration, with the changes during the run; empty if it is missing."""
     rows: Rows
     """Metrics, one row per step."""
 
@@ -118,15 +118,26 @@ def read_runs(records: Sequence[RunRecord]) -> list[ComparedRun]:
         if paths.count(path) > 1:
             raise TitanRLError(f"{record.path}: is given twice. Give each run once.")
         try:
-            rows, config = record.metrics(), parse(record.config)[0] or {}
+            rows, config, events = record.metrics(), parse(record.config)[0] or {}, record.events()
         except (OSError, ValueError, yaml.YAMLError) as error:
             raise TitanRLError(f"{record.path}: cannot be read: {error}") from error
         if not rows:
             raise TitanRLError(f"{record.path}: has no metrics yet. Leave it out.")
         if not isinstance(config, dict):
             raise TitanRLError(f"{record.path / 'config.yaml'}: must be a mapping (got {type(config).__name__}).")
-        runs.append(ComparedRun(name=_short(path, paths), path=record.path, config=flat(config), rows=rows))
+        steered = _with_changes(flat(config), events)
+        runs.append(ComparedRun(name=_short(path, paths), path=record.path, config=steered, rows=rows))
     return runs
+
+
+def _with_changes(config: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the values of a configuration; of a key that was changed during the run, also the later values and their steps."""
+    found = dict(config)
+    for event in events:
+        key = {"set": event.get("key"), "learning_rate": "algorithm.learning_rate"}.get(str(event.get("kind")))
+        if isinstance(key, str) and isinstance(step := event.get("step"), int):
+            found[key] = f"{_shown(found.get(key, MISSING))}, from step {step + 1} on {_shown(event.get('value'))}"
+    return found
 
 
 def _short(path: Path, paths: Sequence[Path]) -> str:

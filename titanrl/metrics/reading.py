@@ -72,7 +72,7 @@ class _Record(BaseModel):
 
     @property
     def process(self) -> str:
-        """Process that wrote the record."""
+        """Name of the process that wrote the record, such as `rollout_0_0`; empty if it was not read from a file."""
         return "" if self._part is None else self._part.process
 
     def columns(self) -> Mapping[str, npt.NDArray[Any]]:

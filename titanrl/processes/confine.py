@@ -122,7 +122,10 @@ def landlock_abi() -> int:
 
 
 def end_with_parent(parent_pid: int) -> None:
-    """Make the kernel kill this process when the parent thread that started it exits."""
+    """Make the kernel kill this process when the thread that started it exits.
+
+    `parent_pid` is the id that the parent passed on. If the parent exited before this call, this process is killed at once.
+    """
     _check(_prctl(_PR_SET_PDEATHSIG, signal.SIGKILL), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent_pid:  # the parent exited before the call
         os.kill(os.getpid(), signal.SIGKILL)

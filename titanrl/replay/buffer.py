@@ -1,10 +1,11 @@
-"""The run's buffer: it reserves slots, collects finished groups and selects the next batch; and its actor.
+"""The buffer of a run, and its actor: reserves slots, collects finished groups and selects the next batch.
 
 The prompts of a run have *positions*, counted from 0. A rollout worker admits the prompt of a position by reserving a slot, and
 keeps the finished group's tokens (its *payload*) in its *shard*; only the record of the group comes here. A slot is freed once
 no new request can get weights older than those trained on its group (`WeightSync`, stage 4).
 
-With B slots, P groups between two publications and a window of W, no token is trained on more than (B + W - 2) // P
+With B = (max_staleness + 1) P slots, P groups trained on between two publications and a window of W = max(1, floor(window B)),
+no token is trained on more than (B + W - 2) // P
 publications after it was sampled; docs/async.md proves it. Unless `discard` is called, no group is dropped because of its age,
 so long completions are as likely to be trained on as short ones.
 
@@ -189,7 +190,7 @@ class ReplayMemory:
     """
 
     def __init__(self, config: ReplayConfig, num_replayed: int, seed: int) -> None:
-        """Create an empty memory, of which each batch draws up to `num_replayed` groups."""
+        """Create an empty memory, from which each batch draws up to `num_replayed` groups."""
         self._config, self._num_replayed = config, num_replayed
         self._groups: dict[int, Stored] = {}  # by slot
         self._in_use: Counter[int] = Counter()  # slots of groups in unreleased batches
@@ -225,7 +226,7 @@ class ReplayMemory:
         ]
         if not eligible:
             return []
-        if config.priority == "recency":  # of the time of the draw
+        if config.priority == "recency":  # computed now, because it depends on the version
             priorities = [1.0 / (1.0 + version - group.min_version) for group in eligible]
         else:
             priorities = [group.priority for group in eligible]
@@ -292,8 +293,8 @@ class ReplayMemory:
 class GroupBuffer:
     """Slots and records of groups. All methods run on one event loop.
 
-    Here, a group has a *signal* if it has tokens to train on (`GroupRecord.has_payload`). `has_signal` says less: its rewards
-    differ, but for example all of its completions can be masked.
+    Here, a group has a *signal* if it has tokens to train on (`GroupRecord.has_payload`). `has_signal` only says that its
+    rewards differ; all of its completions may still be masked.
     """
 
     def __init__(
@@ -373,7 +374,7 @@ class GroupBuffer:
         return self._slots.take_dropped(shard)
 
     async def commit(self, records: Sequence[GroupRecord], usage: ShardUsage | None = None) -> None:
-        """Add finished groups of one shard and record the shard's size."""
+        """Add finished groups of one shard, and record its memory usage."""
         async with self._changed:
             for record in records:
                 self._add(record)
@@ -476,7 +477,8 @@ class GroupBuffer:
     async def lose_shard(self, shard: int, life: int = 0) -> list[int]:
         """Schedule resampling of the groups that a dead shard held or was going to hold; return their positions, ascending.
 
-        Groups in batches stay, because the trainer may already have their tokens. If not, `return_batch` resamples them.
+        `life` is that of the worker that died; see `reserve`. Groups in batches stay, because the trainer may already have
+        their tokens. If not, `return_batch` resamples them.
         """
         async with self._changed:
             self._dead[shard] = life
@@ -490,7 +492,7 @@ class GroupBuffer:
                     self._slots.recycle(handle)
             self._slots.take_dropped(shard)  # last: the worker's replacement never had these payloads
             self._notify()
-            self._has_room.notify_all()  # the calls of the dead worker return, too
+            self._has_room.notify_all()  # the calls of the dead worker also return
         return sorted([*in_flight, *held])
 
     async def return_batch(self, handles: Table) -> list[int]:
@@ -588,7 +590,7 @@ class GroupBuffer:
         )
 
     async def discard(self, handles: Table, before_version: int) -> None:
-        """Free the slots of the groups of a batch, which are too old to be trained on.
+        """Free the slots of the groups of a batch that is too old to be trained on.
 
         Also discard groups with a token older than `before_version`, now and when they finish.
         """

@@ -316,7 +316,7 @@ def stated_answers(text: str) -> Iterator[str]:
 
 
 def is_short(text: str) -> bool:
-    """Return True if a text is one line of few words."""
+    """Return True if a text is at most one line of 6 words and 100 characters."""
     return len(text) <= 100 and "\n" not in text.strip() and len(text.split()) <= 6
 
 

@@ -324,7 +324,7 @@ def summed_metrics(groups: Sequence[Group]) -> dict[str, tuple[float, int]]:
 
 
 def _group_turns(rollouts: Sequence[Rollout]) -> GroupTurns | None:
-    """Return the turns of a group; None if each segment is a single turn."""
+    """Return the turns of a group; None if no rollout has any, so that each segment is one turn."""
     if not any(rollout.turns for rollout in rollouts):
         return None
     num_turns, num_sampled = [], []
@@ -382,7 +382,7 @@ def _at_turn_ends(counted_until: IntArray, whole: Rollout) -> tuple[IntArray, Do
 
 
 def prompt_len(group: Group) -> int:
-    """Return the length of the prompt; in an environment, of the unsampled prefix that all first segments share."""
+    """Return the length of the prompt or, in an environment, of the prefix before any sampled token that all rollouts share."""
     if group.prompt.token_ids:
         return len(group.prompt.token_ids)
     firsts = [rollout.segments[0] for rollout in group.rollouts]

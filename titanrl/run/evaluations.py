@@ -3,7 +3,7 @@
 import asyncio
 import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -54,8 +54,8 @@ class EvaluatedRun(SavedRun, Protocol):
     def evaluation_sets(self) -> Mapping[str, int]:
         """Return the evaluation sets, and the number of steps after which each is due."""
 
-    def alone(self, verb: str) -> AbstractContextManager[None]:
-        """Refuse a call while another task takes a step or evaluates."""
+    def alone(self, verb: str) -> AbstractAsyncContextManager[None]:
+        """Refuse a call while another task takes a step, evaluates, saves or exports."""
 
     async def evaluate(self, name: str | None = None) -> EvaluationResult | float | None:
         """Evaluate a set with the newest weights, and record the result."""
@@ -106,8 +106,9 @@ class Evaluations:
             ValueError: There is no such set.
         """
         subset = self._run.config.evaluation_set(name)
-        with self._run.alone("evaluate"), self._run.timer.phase("evaluate"):
-            result = await sample(subset.name)
+        async with self._run.alone("evaluate"):
+            with self._run.timer.phase("evaluate"):
+                result = await sample(subset.name)
         await self._record(self._run.state.step, result)
         return result
 

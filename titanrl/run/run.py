@@ -13,7 +13,7 @@ and `evaluate`. The run has its evaluations, checkpoints and restarts as objects
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -342,13 +342,17 @@ class Run:
             left.cancel()
             await asyncio.gather(left, return_exceptions=True)
 
-    @contextlib.contextmanager
-    def alone(self, verb: str) -> Iterator[None]:
-        """Refuse `verb` while another task takes a step or evaluates, whose requests would mix with its own.
+    @contextlib.asynccontextmanager
+    async def alone(self, verb: str) -> AsyncIterator[None]:
+        """Wait for the step of a cancelled call; refuse `verb` while another task takes a step, evaluates, saves or exports.
+
+        The requests of both would mix.
 
         Raises:
             TitanRLError: Another task does, or the run has not started.
         """
+        if not self.is_in_step:
+            await self._settle()
         self._check_alone(verb)
         if self._running is not None:  # as a hook does in its step
             yield
@@ -401,19 +405,25 @@ class Run:
                 await self.steering.wait()
                 continue
             if not self._is_idle.is_set():  # another task evaluates, within deadlines of its own
-                with span("wait for an evaluation", "wait"):
-                    await self.unless_ending(self._is_idle.wait())
+                await self._wait_until_idle()
                 continue
             await self.step()
             await self.evaluations.run_due(is_last=self._is_last(num_steps))
             if is_due(self.state.step, self.config.checkpoint.every_steps) or self._is_last(num_steps):
-                await self.save()
+                await self._wait_until_idle()
+                await self.checkpoints.save()
             else:
                 await self.checkpoints.finish_if_done()
         if self.is_ending and self.num_unsaved_steps:
-            await self.save()
+            await self.checkpoints.save()
         self.is_training = False
         await self.checkpoints.finish()
+
+    async def _wait_until_idle(self) -> None:
+        """Wait until no other task evaluates, saves or exports, unless the run is asked to end."""
+        if not self._is_idle.is_set():
+            with span("wait for another task", "wait"):
+                await self.unless_ending(self._is_idle.wait())
 
     async def pause(self) -> None:
         """Pause `train` after the current step, and return once it has paused.
@@ -467,7 +477,7 @@ class Run:
         async def train_and_export() -> None:
             await self.train()
             if self.config.train and not self.is_ending:
-                await self.export()
+                await self._export()
 
         await self.start()
         await self._with_restarts(train_and_export)
@@ -478,10 +488,15 @@ class Run:
         On an accelerator, the files are written while training continues. The checkpoint is complete, and hooks are called,
         only before a later step, at the latest before the next checkpoint; until then, do not read the folder.
         """
-        return await self.checkpoints.save()
+        async with self.alone("save"):
+            return await self.checkpoints.save()
 
     async def export(self) -> Path:
         """Export the policy as a Hugging Face directory with configuration and tokenizer, and return its path."""
+        async with self.alone("export"):
+            return await self._export()
+
+    async def _export(self) -> Path:
         target = self.recorder.directory.checkpoints / "final"
         with span("export", "phase"):
             await self.checkpoints.finish()
@@ -581,6 +596,8 @@ class Run:
         Args:
             cause: Fault to record; by default the one that stopped the session, if any.
         """
+        if self._recorder is None:
+            raise TitanRLError(f"run.restart: {NOT_STARTED}")
         await self._roll_back(cause or self._session_fault)
         await self._with_restarts()
 
@@ -793,7 +810,8 @@ class Run:
     @property
     def recorder(self) -> Recorder:
         """Destination of metrics and events."""
-        assert self._recorder is not None, "the run has not started"
+        if self._recorder is None:
+            raise TitanRLError(f"run: {NOT_STARTED}")
         return self._recorder
 
     def _repr_html_(self) -> str:

@@ -326,7 +326,9 @@ def error(refused: Refused) -> dict[str, Any]:
 
 
 def read_message(value: object, path: str) -> Message:
-    """Read a message of a conversation.
+    """Read a message of a conversation in the form of chat templates; `developer` becomes `system`.
+
+    `path` is the message's place in the request, such as `messages[0]`, for errors.
 
     Raises:
         Refused: A field is invalid or not supported.

@@ -225,7 +225,7 @@ def read_adam(fields: Fields) -> AdamParams:
 
 
 def read_sample(fields: Fields, vocab_size: int, max_samples: int) -> SampleRequest:
-    """Read a request for completions; the fields that name the sampling session have been taken.
+    """Read a request for at most `max_samples` completions, after the caller has taken what names the sampling session.
 
     Raises:
         Refused: A field is invalid or not supported.

@@ -248,7 +248,7 @@ class TrainingClient:
 
         forward = await self._trainer.run_data(data, None, {}, backward=False)
         logprobs = [torch.from_numpy(output["logprobs"]).requires_grad_() for output in forward.loss_fn_outputs]
-        value, metrics = loss(data, logprobs)
+        value, metrics = _checked_loss(loss(data, logprobs))
         gradients = torch.autograd.grad(value, logprobs, materialize_grads=True)
         linear = [
             replace(
@@ -322,3 +322,20 @@ def check_name(name: object) -> None:
     check_type("name", name, str, "a text", fix)
     if name != Path(str(name)).name or name in ("", ".", "..") or "\0" in str(name):
         raise ValueError(f"name: must be the name of a folder, without / (got {name!r}). {fix}")
+
+
+def _checked_loss(returned: object) -> "tuple[Tensor, Mapping[str, float]]":
+    """Return what a custom loss returned, a scalar with gradient and metrics.
+
+    Raises:
+        TypeError: It returned something else.
+    """
+    import torch
+
+    fix = "Return (loss, metrics), with a scalar computed from the log-probabilities and a mapping of numbers."
+    if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping)):
+        raise TypeError(f"loss: must return a pair of loss and metrics (got {shown(returned)}). {fix}")
+    value, metrics = returned
+    if not (isinstance(value, torch.Tensor) and value.numel() == 1 and value.requires_grad):
+        raise TypeError(f"loss: must return a scalar tensor with gradient (got {shown(value)}). {fix}")
+    return value, metrics

@@ -213,10 +213,11 @@ def peft_names(model: PolicyModel) -> dict[str, str]:
 
 @torch.no_grad()
 def load_adapter(model: PolicyModel, folder: Path) -> None:
-    """Load the adapters from a directory in the format of peft.
+    """Copy the adapters in a directory in the format of peft into the model's; every rank copies its part.
 
     Raises:
-        ValueError: Its tensors are not those of the model's adapters.
+        ValueError: Names or shapes of the tensors are not those of the model's adapters.
+        StorageError: The directory cannot be read.
     """
     model.reshard()
     state, names = adapters_of(model.module.state_dict()), peft_names(model)

@@ -246,7 +246,7 @@ class KeptLogprobs:
         self._values: dict[tuple[int, int, int, int], tuple[int, Tensor]] = {}
 
     def put(self, version: int, rows: Sequence[Row], logprobs_BL: Tensor) -> None:
-        """Store the log-probabilities of the sequences of some rows."""
+        """Store a copy of the log-probabilities, `[B, L]`, that the weights of `version` give the sequences of some rows."""
         for row, handle, segment, tokens in _sequences(rows):
             key = (version, handle.shard, handle.slot, segment)
             self._values[key] = (handle.serial, logprobs_BL[row, tokens].clone())

@@ -91,8 +91,8 @@ class WeightSync:
             delete: Callback that deletes a key from the store, which has the bytes of versions that are not in arenas.
             push: Callback that pushes a version on every trainer rank.
             expect: Callback that makes every generator hold back new requests until it has pulled a version.
-            pulls: Callbacks that pull a version, one per generator replica. They have deadlines of their own, and return normally
-                if the replica died, because an error ends all publications.
+            pulls: Callbacks that pull a version, one per generator replica. They have deadlines of their own, and return
+                normally if the replica died, because an error ends all publications.
             num_listed: Length of the list of versions, from which the ages of tokens are computed.
         """
         self._num_listed = num_listed
