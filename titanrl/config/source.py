@@ -199,7 +199,7 @@ def _parse_override(text: str) -> Override:
         raise refusal(f"{key}=", "an override must have a value", fix)
     try:
         *_, last, _ = yaml.scan(value)
-        if value[last.end_mark.index :].strip():  # in an argument, nobody writes a comment
+        if value[last.end_mark.index :].strip():  # an argument needs no comment
             rule = "YAML reads the text from # on as a comment"
             raise refusal(f"{key}={value}", rule, f"quote the value: {key}='{inline(value)}'")
         return Override(text=text, path=path, value=parse(value)[0])

@@ -248,7 +248,7 @@ class ReplayMemory:
             self._groups[handle.slot].priority = priority
 
     def undo_draw(self, handles: Sequence[GroupHandle]) -> None:
-        """Undo the last draw, because its batch could not be trained on. `handles` are the drawn groups."""
+        """Return the groups of the last draw, whose batch could not be trained on, as if it had not been made."""
         for handle in handles:
             self.release(handle, None)
             self._groups[handle.slot].num_uses -= 1
