@@ -165,26 +165,7 @@ def test_titan_model_generates_in_bfloat16_on_cpu(pair: Pair) -> None:
     np.testing.assert_allclose(completion.logprobs, expected.numpy(), atol=0.1)
 
 
-def test_slots_are_freed_while_a_slow_replica_still_drains(pair: Pair) -> None:
-    async def scenario() -> None:
-        sync = Sync(pair)
-        await sync.publish()
-        await sync.weights.ready()
-        slow = await pair.decoding(1, 800)
-        freed = await sync.publish()
-        await freed.wait()
-        (completion,) = await pair.generate(0, 4)
-        assert set(completion.versions.tolist()) == {pair.version}
-        assert not slow.done(), "the slots were freed after the slow replica, not after the fast one"
-        held = asyncio.create_task(pair.generate(1, 4))
-        assert set((await slow)[0].versions.tolist()) == {pair.version - 1}
-        assert set((await held)[0].versions.tolist()) == {pair.version}
-        await sync.weights.ready()
-
-    pair.do(scenario())
-
-
-def test_stats_return_immediately_while_a_pull_drains(pair: Pair) -> None:
+def test_slots_are_freed_and_stats_return_while_a_slow_replica_still_drains(pair: Pair) -> None:
     async def scenario() -> None:
         sync = Sync(pair)
         await sync.publish()
@@ -193,10 +174,15 @@ def test_stats_return_immediately_while_a_pull_drains(pair: Pair) -> None:
         await pair.generators.take_stats()
         freed = await sync.publish()
         await freed.wait()
+        (completion,) = await pair.generate(0, 4)
+        assert set(completion.versions.tolist()) == {pair.version}
+        assert not slow.done(), "the slots were freed after the slow replica, not after the fast one"
         stats = await pair.generators.take_stats()
         assert not slow.done(), "the statistics came after the drain"
         assert stats.wall_s > 0
-        await slow
+        held = asyncio.create_task(pair.generate(1, 4))
+        assert set((await slow)[0].versions.tolist()) == {pair.version - 1}
+        assert set((await held)[0].versions.tolist()) == {pair.version}
         await sync.weights.ready()
 
     pair.do(scenario())

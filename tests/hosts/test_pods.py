@@ -161,7 +161,7 @@ def test_missing_image_is_named_with_its_pod(cluster: Kubernetes, start: Start) 
 
 def test_pods_that_start_too_slowly_are_reported_with_their_state(cluster: Kubernetes, start: Start) -> None:
     slow = "hosts.kubernetes.python=sleep"  # it ends at once, and again
-    output = finish(start("once", slow, "hosts.kubernetes.start_limit_s=4.0"))
+    output = finish(start("once", slow, "hosts.kubernetes.start_limit_s=2.0"))
     assert "hosts.kubernetes.start_limit_s: the pods were not ready in time: MonarchMesh quickstart" in output
     assert cluster.objects("MonarchMesh") == []
 
@@ -173,18 +173,14 @@ def test_missing_permission_is_named(cluster: Kubernetes, start: Start) -> None:
     assert "Give the service account of the controller the Role that `titanrl manifest` prints." in output
 
 
-def test_resource_of_another_run_is_refused(cluster: Kubernetes, start: Start) -> None:
-    apply_meshes(cluster)
-    owner = {"apiVersion": "v1", "kind": "Pod", "name": "titanrl-quickstart-abcde", "uid": "another"}
-    cluster.patch("MonarchMesh", "quickstartgenerators", {"metadata": {"ownerReferences": [owner]}})
-    output = finish(start("once"))
-    assert "MonarchMesh quickstartgenerators belongs to titanrl-quickstart-abcde" in output
-
-
-def test_resource_of_another_size_is_refused(cluster: Kubernetes, start: Start) -> None:
+def test_resources_of_another_size_and_of_another_run_are_refused(cluster: Kubernetes, start: Start) -> None:
     apply_meshes(cluster, "hosts.trainer_hosts=1")
     output = finish(start("once"))
     assert "hosts.trainer_hosts: MonarchMesh quickstarttrainers has 1, but the run needs 2" in output
+    owner = {"apiVersion": "v1", "kind": "Pod", "name": "titanrl-quickstart-abcde", "uid": "another"}
+    cluster.patch("MonarchMesh", "quickstarttrainers", {"metadata": {"ownerReferences": [owner]}})
+    assert "MonarchMesh quickstarttrainers belongs to titanrl-quickstart-abcde" in finish(start("once"))
+    assert cluster.names("MonarchMesh") == MESHES, "they stay"
 
 
 def apply_meshes(cluster: Kubernetes, *overrides: str) -> None:
