@@ -169,8 +169,11 @@ class TrainerMesh:
     ) -> "asyncio.Task[OptimUpdate]":
         """Queue an optimizer step after the passes requested so far, without waiting for their replies.
 
-        `after` is awaited before the request is sent, for example until a push has read the weights. A step that `completes`
-        its batch increments the version.
+        The ranks clip the gradients to a global norm, take a step of the optimizer and clear the gradients. They skip the step
+        if a loss or the gradient norm is not finite on any rank. A step that `completes` its batch increments the version,
+        unless all steps on the batch were skipped.
+
+        `after` is awaited before the request is sent, for example until a push has read the weights.
         """
 
         async def step() -> OptimUpdate:

@@ -169,7 +169,10 @@ class Publications:
         return restored.trained
 
     def _publish_version(self, version: int, then: Callable[[], Awaitable[None]]) -> None:
-        """Start to publish a version. `then` is awaited once no new request can get an older version."""
+        """Start to publish a version. `then`, which frees slots, is awaited once no new request can get an older version.
+
+        That is when one replica has pulled the version, and the others hold back new requests until they have pulled it.
+        """
         directory = self._run.recorder.directory
 
         async def published() -> None:
