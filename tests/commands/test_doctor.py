@@ -131,6 +131,7 @@ def test_different_torch_version_on_one_rank_is_found(tmp_path: Path) -> None:
 def test_wrong_configuration_of_one_rank_ends_both_with_2(tmp_path: Path) -> None:
     codes, outputs = launched(tmp_path, {1: ["num_steps=no"]}, {})
     assert codes == [2, 2], outputs
+    assert "(rank 1): " in outputs[0]
     assert "num_steps" in outputs[1]
     assert "Traceback" not in "".join(outputs)
 

@@ -1,15 +1,21 @@
 """torchtitan uses the prepared device, and modules are built without random initialization."""
 
-import subprocess
 import sys
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from torch import nn
 
 from tests.models.tiny import write_model
+from tests.trainer.ranks import World
+from titanrl.config.device import DEVICES
+from titanrl.models.directory import open_model
 from titanrl.models.preparation import WithoutDraws
+
+Worlds = Callable[[int], World]
 
 
 def test_torchtitan_version_matches_our_patches() -> None:
@@ -69,30 +75,24 @@ def test_constants_and_buffers_are_initialized_as_usual() -> None:
     assert len(plain.uniform.unique()) == 12
 
 
-BUILDS_A_DECODER = """
-import sys
-from types import SimpleNamespace
-from titanrl.config.device import DEVICES
-from titanrl.models.preparation import prepare_torchtitan
-prepare_torchtitan(DEVICES["cpu"])
-import torch
-import torchtitan.distributed.parallel_dims as parallel_dims
-import torchtitan.tools.utils as utils
-assert parallel_dims.device_type == "cpu" and utils.device_module is torch.cpu  # read once per process
-from pathlib import Path
-from titanrl.models.directory import open_model
-from torchtitan.config import ParallelismConfig
-config = open_model(Path(sys.argv[1]), None).spec(DEVICES["cpu"], 8).model
-config.update_from_config(config=SimpleNamespace(parallelism=ParallelismConfig()))
-assert config.layers[0].attention.sharding_config is not None, "the plan was not applied"
-print(sorted({"datasets", "pandas", "pyarrow", "torchdata", "torchtitan.trainer"} & sys.modules.keys()))
-import torchtitan.trainer
-assert torchtitan.trainer.Trainer.Config.__dataclass_fields__, "a placeholder remains"
-"""
+def build_a_decoder(model: Path) -> set[str]:
+    """Build the configuration of a decoder in a process that `tests.trainer.preload` has prepared; return what it imported."""
+    import torchtitan.distributed.parallel_dims as parallel_dims
+    from torchtitan.config import ParallelismConfig
+    from torchtitan.tools import utils
+
+    assert parallel_dims.device_type == "cpu"
+    assert utils.device_module is torch.cpu  # read once per process
+    config = open_model(model, None).spec(DEVICES["cpu"], 8).model
+    config.update_from_config(config=SimpleNamespace(parallelism=ParallelismConfig()))
+    assert config.layers[0].attention.sharding_config is not None, "the plan was not applied"
+    imported = {"datasets", "pandas", "pyarrow", "torchdata", "torchtitan.trainer"} & sys.modules.keys()
+    import torchtitan.trainer
+
+    assert torchtitan.trainer.Trainer.Config.__dataclass_fields__, "a placeholder remains"
+    return imported
 
 
-def test_model_is_built_for_the_prepared_device_without_torchtitans_trainer(tmp_path: Path) -> None:
+def test_model_is_built_for_the_prepared_device_without_torchtitans_trainer(world: Worlds, tmp_path: Path) -> None:
     """The trainer would import `datasets`, pandas and pyarrow, only to check the class of a configuration."""
-    command = [sys.executable, "-c", BUILDS_A_DECODER, str(write_model("qwen3", tmp_path))]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+    assert world(1).run(build_a_decoder, write_model("qwen3", tmp_path)) == [set()]

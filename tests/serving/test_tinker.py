@@ -370,8 +370,10 @@ def test_second_model_fails_through_its_future(tmp_path: Path) -> None:
         running = Running(server, host)
         service = running.client()
         first = service.create_lora_training_client(base_model="base/number", rank=0).result()
+        second = running.client(BOB).create_lora_training_client(base_model="base/number", rank=0)
+        step(first)  # a sign of life, for which the refusal waits
         with pytest.raises(tinker.RequestFailedError, match="1 models at a time"):
-            running.client(BOB).create_lora_training_client(base_model="base/number", rank=0).result()
+            second.result()
         with pytest.raises(tinker.RequestFailedError, match="must be base/number"):
             service.create_lora_training_client(base_model="other/model", rank=0).result()
         step(first)
