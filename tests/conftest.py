@@ -19,6 +19,7 @@ from titanrl.processes.templates import SHARED
 gc.disable()  # until all tests are imported, which creates a million objects and hardly any garbage
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported; other processes need the cores
 os.environ["TINKER_TELEMETRY"] = "0"  # of tinker's client; set for all tests, because templates depend on the variables
+os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])  # scripts must not import another checkout, which may be installed
 
 hypothesis.settings.register_profile("any machine", deadline=None)  # tests must not fail on a busy machine
 hypothesis.settings.load_profile("any machine")
@@ -27,18 +28,18 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup, whose proc
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 HEAVY = (
-    *("tests/e2e/", "tests/launch/", "tests/docs/", "tests/generator/", "tests/trainer/", "tests/hosts/"),
+    *("tests/launch/", "tests/docs/", "tests/generator/", "tests/trainer/", "tests/hosts/"),
     *("tests/checks/test_preflight.py", "tests/commands/test_doctor.py", "tests/metrics/test_trackers.py"),
     *("tests/processes/test_templates.py", "tests/test_cli.py", "tests/test_gpu.py", "tests/test_sft.py"),
 )
-"""Folders and files with long tests. They run first, so that no worker is left with a long one at the end."""
-FIRST = "tests/hosts/test_pods.py"
-"""Long tests without complete runs, for one worker while another starts the templates and the run that the others share."""
+"""Folders and files with long tests. They run before the others, so that no worker is left with a long one at the end."""
+FIRST = ("tests/hosts/test_pods.py", "tests/e2e/", HEAVY)
+"""What runs first. Pods have no complete runs: one worker tests them while another makes the run that tests of e2e share."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the longest tests first."""
-    items.sort(key=lambda item: (not item.nodeid.startswith(FIRST), not item.nodeid.startswith(HEAVY)))
+    items.sort(key=lambda item: [not item.nodeid.startswith(names) for names in FIRST])
 
 
 def pytest_collection_finish() -> None:

@@ -1,4 +1,7 @@
-"""Execute the Python code of pages: `python -m tests.docs.run_blocks OVERRIDES PAGE ...`, in a folder laid out like a checkout.
+"""Execute the Python code of pages: `python -m tests.docs.run_blocks FOLDER OVERRIDES PAGE ...`.
+
+The blocks of Markdown files are executed in FOLDER, which is laid out like a checkout, notebooks in their own folder, and
+scripts, like the processes of runs, in this checkout, whose shared templates they can use.
 
 A page is a Markdown file, a notebook or a script of `examples/`. Its blocks or cells share one namespace and may use top-level
 await. A script is imported, and its `main` receives overrides. `load_config` adds OVERRIDES, a JSON list, to those in the code,
@@ -23,7 +26,7 @@ import titanrl.config
 from tests.docs.blocks import ROOT, Block, blocks_of
 from titanrl.config import Config
 
-SMALLER = {"num_prompts=32": "num_prompts=4"}
+SMALLER = {"num_prompts=32": "num_prompts=4", "range(19)": "range(1)"}
 """Replacements in the code of notebooks that make their steps small."""
 SCRIPTS = {
     "reinforce": ("num_steps=2", "rollout.groups_per_step=4"),
@@ -37,7 +40,8 @@ SCRIPTS = {
 async def run_page(page: Path, model: str) -> None:
     """Execute the code of a page in order; `model` is the directory of a model."""
     if page.suffix == ".py":
-        await run_script(page, [override.format(model=model) for override in SCRIPTS[page.stem]])
+        with chdir(ROOT):
+            await run_script(page, [override.format(model=model) for override in SCRIPTS[page.stem]])
         return
     namespace: dict[str, Any] = {"__name__": page.stem}
     with chdir(page.parent if page.suffix == ".ipynb" else "."):
@@ -90,12 +94,14 @@ async def run_pages(pages: Sequence[Path], model: str) -> None:
 
     async def start_once(self: GRPO) -> GRPO:
         if not started:
-            started.append(await start(self))
+            with chdir(ROOT):
+                started.append(await start(self))
         return started[0]
 
     async def connect_once(config: Config, *options: Any) -> Session:
         if config.trainer.lora is not None:  # adapters need a trainer of their own
-            return await open_session(config, *options)
+            with chdir(ROOT):
+                return await open_session(config, *options)
         return (started[0] if started else await GRPO(config).start()).session
 
     async def step_once(self: GRPO, num_steps: int | None = None) -> None:
@@ -116,16 +122,17 @@ async def run_pages(pages: Sequence[Path], model: str) -> None:
     await close(started[0])
 
 
-def main(extra: Sequence[str], pages: Sequence[Path]) -> None:
+def main(folder: str, extra: Sequence[str], pages: Sequence[Path]) -> None:
     """Execute the pages with small runs."""
+    os.chdir(folder)
     load = titanrl.config.load_config
     titanrl.config.load_config = lambda path, overrides=(): load(path, [*overrides, *extra])
-    sys.path.insert(0, str(Path.cwd()))
+    sys.path.insert(0, folder)
     model = next(override for override in extra if override.startswith("model.path="))
     asyncio.run(run_pages(pages, model.removeprefix("model.path=")))
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]), [Path(argument) for argument in sys.argv[2:]])
+    main(sys.argv[1], json.loads(sys.argv[2]), [Path(argument) for argument in sys.argv[3:]])
     sys.stdout.flush()
     os._exit(0)  # torchmonarch's clean-up at interpreter exit takes seconds

@@ -1,7 +1,6 @@
 """Documented programs that need a trained model: Python blocks, the notebook and the chat."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -14,12 +13,10 @@ import pytest
 from tests.docs import run_blocks
 from tests.docs.blocks import PAGES, all_blocks, blocks_of, shell_lines
 from tests.e2e.conftest import REPO, Finished
-from tests.workers import start_warm, stop_warm
 from titanrl.carriers.record import parts_of, read_lines
-from titanrl.processes.templates import SHARED
 
 NOTEBOOK = REPO / "docs/notebooks/quickstart.ipynb"
-OTHER_NOTEBOOKS = sorted(NOTEBOOK.parent.glob("[!q]*.ipynb"))
+NOTEBOOKS = sorted(NOTEBOOK.parent.glob("*.ipynb"))
 SCRIPTS = [REPO / f"examples/{name}/{name}.py" for name in run_blocks.SCRIPTS]
 
 
@@ -39,14 +36,12 @@ def test_every_python_block_runs(plain_run: Finished, tmp_path: Path) -> None:
             if block.title:
                 (tmp_path / block.title).write_text(block.text)
     overrides = json.dumps([*small_run(plain_run, tmp_path), "logging.console=off"])
-    command = [sys.executable, "-m", "tests.docs.run_blocks", overrides, *map(str, [*pages, *OTHER_NOTEBOOKS, *SCRIPTS])]
-    environment = os.environ | {"PYTHONPATH": f"{REPO}:{tmp_path}"}
-    warm, environment[SHARED] = start_warm(cwd=tmp_path, env=environment)  # the usual templates have another directory
-    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    stop_warm(warm.pid)
+    command = [sys.executable, "-m", "tests.docs.run_blocks", str(tmp_path), overrides]
+    command += map(str, [*pages, *NOTEBOOKS, *SCRIPTS])
+    result = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=240, check=False)
     assert result.returncode == 0, result.stdout + result.stderr[-5000:]
     expected = [str(block) for block in all_blocks("python") if not block.title]
-    expected += [str(block) for notebook in OTHER_NOTEBOOKS for block in run_blocks.code_of(notebook)]
+    expected += [str(block) for notebook in NOTEBOOKS for block in run_blocks.code_of(notebook)]
     expected += [str(script.relative_to(REPO)) for script in SCRIPTS]
     assert [line for line in result.stdout.splitlines() if line.startswith("ran ")] == [f"ran {name}" for name in expected]
     assert len(expected) >= 30
@@ -54,6 +49,7 @@ def test_every_python_block_runs(plain_run: Finished, tmp_path: Path) -> None:
     assert float(margin) > 0.0
 
 
+@pytest.mark.slow  # the test above executes its cells without Jupyter
 def test_the_notebook_runs_in_its_own_folder(plain_run: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     (load,) = (cell for cell in notebook.cells if "load_config" in cell.source)
@@ -67,7 +63,7 @@ def test_the_notebook_runs_in_its_own_folder(plain_run: Finished, tmp_path: Path
     assert (tmp_path / "runs/notebook/report.html").is_file()
 
 
-@pytest.mark.parametrize("notebook", [NOTEBOOK, *OTHER_NOTEBOOKS], ids=lambda path: path.stem)
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_keeps_its_outputs_without_paths_of_a_machine(notebook: Path) -> None:
     cells = [cell for cell in nbformat.read(notebook, as_version=4).cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))

@@ -66,6 +66,7 @@ _NOT_READ = {
     *("HYPERACTOR_EXECUTION_ID", "MONARCH_CLIENT_TRACE_ID"),  # set by Monarch when it is imported
     *("_", "COLUMNS", "LINES", "OLDPWD", "PWD", "SHLVL", "TERM"),  # of a shell
     *("PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER"),  # of a test
+    "PYTHONPROFILEIMPORTTIME",  # changes what is printed only
 }
 """Environment variables that no import reads."""
 _PROGRAM = "import sys; from titanrl.processes.templates import main; main(*map(int, sys.argv[1:]))"
