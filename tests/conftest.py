@@ -34,7 +34,7 @@ HEAVY = (
 )
 """Folders and files with long tests. They run before the others, so that no worker is left with a long one at the end."""
 FIRST = ("tests/hosts/test_pods.py", "tests/e2e/", HEAVY)
-"""What runs first. Pods have no complete runs: one worker tests them while another makes the run that tests of e2e share."""
+"""Files and folders that run first. Pods have no complete runs: one worker tests them while another makes the shared run."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -219,7 +219,8 @@ def test_wrong_signatures_exit_with_2_and_show_expected_ones(tmp_path: Path) -> 
         "logging.loggers": "Hook",
         "hooks": "Tracker",
     }
-    (tmp_path / "run.yaml").write_text(yaml(wrong, "mine.py"))
+    reward = "data: {rewards: {short: {function: 'mine.py:no_arguments'}}}\n"
+    (tmp_path / "run.yaml").write_text(yaml(wrong, "mine.py") + reward)
     command = [sys.executable, "-m", "titanrl.grpo", "--config", str(tmp_path / "run.yaml"), "--dry-run"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 2, done.stderr
@@ -235,6 +236,7 @@ def test_wrong_signatures_exit_with_2_and_show_expected_ones(tmp_path: Path) -> 
         ("rollout.group_filter", 6, "write it as `def keep(group: ScoredGroup) -> bool`"),
         ("logging.loggers[0]", 5, "write it as `class MyTracker: def __init__(self, run_dir: Path, "),
         ("hooks[0]", 4, "write it as `class MyHook(titanrl.Hook)`"),
+        ("data.rewards.short", 9, "write it as `def reward(completion: str, entry: Mapping[str, Any]) -> float`"),
     ):
         place = f"run.yaml:{line}: {key}="
         assert place in done.stderr, done.stderr

@@ -118,7 +118,7 @@ def test_invalid_jsonl_is_reported_with_line(line: str, rule: str) -> None:
 
 
 def test_huge_prompt_is_dropped_before_tokenization(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = [{"prompt": "1 " * 25_000_000, "answer": "3"}, *({"prompt": f"{i} =", "answer": "1"} for i in range(50))]
+    lines = [{"prompt": "1 " * 2_500_000, "answer": "3"}, *({"prompt": f"{i} =", "answer": "1"} for i in range(50))]
     Path("huge.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     encode, longest = Tokenizer.encode, []
     monkeypatch.setattr(
@@ -215,9 +215,9 @@ def test_reward_that_crashes_is_reported(module: str, rule: str) -> None:
 @pytest.mark.parametrize(
     ("cpu_s", "load", "limit_s", "advice"),
     [
-        (0.4, 0.0, 2.0, "it waits, perhaps for the network, a lock or another process"),
-        (0.4, 1e6, 2.5, "the machine is busy (load 1000000 on "),
-        (1.2, 1e6, 2.0, "it computes for too long"),
+        (0.1, 0.0, 0.4, "it waits, perhaps for the network, a lock or another process"),
+        (0.1, 1e6, 0.5, "the machine is busy (load 1000000 on "),
+        (0.3, 1e6, 0.4, "it computes for too long"),
     ],
 )
 def test_check_that_times_out_says_why(
@@ -226,7 +226,7 @@ def test_check_that_times_out_says_why(
     monkeypatch.setattr(RunningCheck, "_cpu_s", lambda self: cpu_s)
     monkeypatch.setattr("os.getloadavg", lambda: (load, load, load))
     monkeypatch.setattr("titanrl.checks.child_checks.BUSY_FACTOR", 1.25)
-    (rule,) = RunningCheck(partial(time.sleep, 100.0), {"data.rewards.answer": "rewards.py:score"}, 2.0).result()
+    (rule,) = RunningCheck(partial(time.sleep, 100.0), {"data.rewards.answer": "rewards.py:score"}, 0.4).result()
     used = f"(it used {cpu_s:.0f} s of CPU time)"
     assert rule.rule == f"the check timed out: loading it must not take longer than {limit_s:g} s {used}"
     assert rule.fix.startswith(advice)
@@ -235,8 +235,8 @@ def test_check_that_times_out_says_why(
 def test_busy_machine_gives_a_check_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.getloadavg", lambda: (1e6, 1e6, 1e6))
     monkeypatch.setattr("titanrl.checks.child_checks.BUSY_FACTOR", 100)
-    monkeypatch.setattr(RunningCheck, "_cpu_s", lambda self: 0.0)  # starting the process takes about the limit
-    assert RunningCheck(partial(time.sleep, 2.0), {"data.rewards.answer": "rewards.py:score"}, 1.0).result() == ()
+    monkeypatch.setattr(RunningCheck, "_cpu_s", lambda self: 0.0)
+    assert RunningCheck(partial(time.sleep, 0.5), {"data.rewards.answer": "rewards.py:score"}, 0.2).result() == ()
 
 
 def test_process_that_cannot_be_started_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -469,16 +469,6 @@ def test_engine_argument_of_wrong_type_is_reported(option: str, rule: str) -> No
 def test_all_problems_are_reported_together() -> None:
     text = preflight_error("", "data.task=chainsum", "data.rewards={answer: none:f}", "output_dir=run.yaml/x")
     assert text.count("rule: ") == 3
-
-
-def test_command_exits_with_2_without_a_traceback() -> None:
-    Path("run.yaml").write_text(GOOD)
-    command = [sys.executable, "-m", "titanrl.grpo", "--config", "run.yaml", "data.task=chainsum"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert result.returncode == 2
-    assert result.stderr.endswith("rule: reasoning-gym has no such task\n  fix:  did you mean chain_sum?\n")
-    assert "Traceback" not in result.stdout + result.stderr
-    assert [path.name for path in Path().iterdir()] == ["run.yaml"]
 
 
 def test_task_data_errors_name_the_task_key() -> None:

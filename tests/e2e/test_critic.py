@@ -1,17 +1,16 @@
-"""A run with a critic: turns with rewards, warm-up, two ranks, mini-batches, and a resume from a checkpoint."""
+"""A run with a critic: turns with rewards, warm-up, two ranks and mini-batches."""
 
-import shutil
 from pathlib import Path
 
 import pytest
 
 from benchmarks import critic
 from tests.e2e.conftest import SMALL, Finished
-from tests.e2e.test_epochs import exported, rows, watched_run
+from tests.e2e.test_epochs import rows, watched_run
 from titanrl import load_config
 
 
-def test_critic_warms_up_learns_and_resumes_bit_for_bit(plain_run: Finished, tmp_path: Path) -> None:
+def test_critic_warms_up_and_learns(plain_run: Finished, tmp_path: Path) -> None:
     passes = ("trainer.minibatches_per_batch=2", "trainer.parallelism.dp_shard=2", "algorithm.learning_rate=1e-3")
     options = critic.overrides(plain_run.run_dir / "checkpoints/final", "critic")
     warmup = "algorithm.critic={learning_rate: 1e-3, warmup_steps: 1, turn_lambda: 0.5, token_lambda: 0.9}"
@@ -38,11 +37,3 @@ def test_critic_warms_up_learns_and_resumes_bit_for_bit(plain_run: Finished, tmp
         assert row["critic/grad_norm"] > 0.0
         assert row["loss/critic"] == pytest.approx(sum(part.sums["loss/critic"] for part in losses) / 2)
         assert row["episode/turns_mean"] == critic.NUM_TURNS
-
-    weights = exported(run.run_dir)
-    shutil.rmtree(run.run_dir / "checkpoints/step-4")
-    shutil.rmtree(run.run_dir / "checkpoints/final")
-    resumed = watched_run(config, resume=run.run_dir)
-    assert len(resumed.updates) == 2
-    assert rows(resumed.run_dir) == found
-    assert exported(resumed.run_dir) == weights

@@ -34,3 +34,5 @@ def test_replay_is_unaffected_by_shards_spilling_and_kills(start_run: Start, pla
     assert all(row["buffer/spilled_bytes"] > 0.5 * row["buffer/bytes"] for row in resumed.steps)
     for name in CURVE:
         assert [row.get(name) for row in resumed.steps] == [row.get(name) for row in plain.steps], name
+    assert [row["step"] for row in resumed.steps] == [1, 2, 3, 4]
+    assert resumed.evaluations() == plain.evaluations()
