@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from titanrl.algorithms.batch_plan import adam_params
 from titanrl.base.errors import TitanRLError
 from titanrl.carriers.rewards import Scored
 from titanrl.carriers.types import (
@@ -46,7 +45,7 @@ from titanrl.metrics import steps as metrics_of
 from titanrl.rollout.group import derive_seed, rollouts_of
 from titanrl.rollout.recorded import GroupRecorder, newest_version
 from titanrl.run import command
-from titanrl.run.run import Run
+from titanrl.run.run import Run, adam_params
 
 if TYPE_CHECKING:
     from titanrl.carriers.datums import Datum

@@ -22,7 +22,6 @@ import numpy as np
 from titanrl.algorithms.batch_plan import (
     ReplaySchedule,
     StepPlan,
-    adam_params,
     advantages_by_task,
     next_entropy_coef,
     plan_batch,
@@ -48,7 +47,7 @@ from titanrl.run.evaluations import is_due
 from titanrl.run.generation import Dump, Generation, check_dump
 from titanrl.run.publications import Publications
 from titanrl.run.recording import batch_metrics, record_advantages, record_drops, recorded_groups
-from titanrl.run.run import Run
+from titanrl.run.run import Run, adam_params
 from titanrl.run.steering import TEMPERATURE
 
 

@@ -10,14 +10,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
-from titanrl.algorithms.batch_plan import adam_params
 from titanrl.carriers.types import AdamParams, GenerationStats, OptimUpdate, StepMetrics
 from titanrl.config.sections import SFTConfig
 from titanrl.data.examples import Demonstration, mean_loss_data
 from titanrl.launch.roles import Roles
 from titanrl.metrics import steps as metrics_of
 from titanrl.run import command
-from titanrl.run.run import Run
+from titanrl.run.run import Run, adam_params
 
 NO_GENERATION = GenerationStats(num_tokens=0, busy_s=0.0, wall_s=0.0, num_replicas=0)
 

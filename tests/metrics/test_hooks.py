@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from titanrl.algorithms.batch_plan import adam_params
 from titanrl.base.plugins import import_object, plugin_of
 from titanrl.carriers.types import EvaluationResult, StepMetrics
 from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.grpo import GRPO
 from titanrl.metrics.hooks import Hook, HookError, Hooks, check_hook
 from titanrl.run.checkpoints import RunState, complete_checkpoint, resumable
+from titanrl.run.run import adam_params
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_loss" / "custom_loss.py"
 METRICS = StepMetrics(step=3, version=3, values={"optim/lr": 0.5})

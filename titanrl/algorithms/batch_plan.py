@@ -28,14 +28,14 @@ from titanrl.algorithms.advantages import (
 )
 from titanrl.algorithms.contracts import GroupRewards, Priority, advantage_arguments
 from titanrl.algorithms.packing import balance, pack, pack_sharing, row_costs
-from titanrl.base.choices import LearningRateDecay, Reduction
+from titanrl.base.choices import Reduction
 from titanrl.base.plugins import Plugins, loaded
 from titanrl.carriers.tables import SEQUENCE, SPAN, BatchPlan, MicroBatch, RecordTable, RowTable, Spans, Table
-from titanrl.carriers.types import AdamParams, BoolArray, DoubleArray, IntArray, MeasuredCorrection
+from titanrl.carriers.types import BoolArray, DoubleArray, IntArray, MeasuredCorrection
 from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.config.data import TaskConfig
 from titanrl.config.schema import Config
-from titanrl.config.sections import ReplayConfig, SFTConfig
+from titanrl.config.sections import ReplayConfig
 
 T = TypeVar("T")
 WeightOf = Callable[[str, int], float]
@@ -476,53 +476,6 @@ def advantages_by_task(config: Config, plugins: Plugins) -> list[TaskAdvantage]:
             key = f"{task.key(name)}.advantage"
         chosen.append(TaskAdvantage(task.algorithm(config.algorithm), loaded(plugins, key)))
     return chosen
-
-
-def learning_rate(
-    step: int,
-    *,
-    peak: float,
-    num_warmup_steps: int,
-    decay: LearningRateDecay,
-    num_steps: int,
-    num_decay_steps: int | None = None,
-) -> float:
-    """Return the learning rate of training step `step`, counted from 0; it may take several optimizer steps.
-
-    During warm-up the rate increases linearly to `peak`. Then it stays constant or decreases to 0 at step `num_steps`, linearly
-    or as half a period of the cosine (SGDR, arXiv:1608.03983). With `num_decay_steps`, it is constant before these last steps
-    (warmup-stable-decay, arXiv:2404.06395).
-    """
-    if step < num_warmup_steps:
-        return peak * (step + 1) / num_warmup_steps
-    first = num_warmup_steps if num_decay_steps is None else max(num_steps - num_decay_steps, num_warmup_steps)
-    if decay == "constant" or step < first:
-        return peak
-    num_left, num_all = max(num_steps - step, 0), max(num_steps - first, 1)
-    return peak * num_left / num_all if decay == "linear" else peak * (1.0 - math.cos(math.pi * num_left / num_all)) / 2.0
-
-
-def adam_params(options: AlgorithmConfig | SFTConfig, step: int, num_steps: int, *, rate: float | None = None) -> AdamParams:
-    """Return the hyperparameters of training step `step` of `num_steps`, counted from 0.
-
-    `rate` replaces the learning rate of the schedule.
-    """
-    scheduled = learning_rate(
-        step,
-        peak=options.learning_rate,
-        num_warmup_steps=options.num_warmup_steps,
-        decay=options.lr_decay,
-        num_steps=num_steps,
-        num_decay_steps=options.num_decay_steps,
-    )
-    return AdamParams(
-        learning_rate=scheduled if rate is None else rate,
-        beta1=options.betas[0],
-        beta2=options.betas[1],
-        eps=options.eps,
-        weight_decay=options.weight_decay,
-        max_grad_norm=options.max_grad_norm,
-    )
 
 
 def next_entropy_coef(coef: float | None, entropy: float, algorithm: AlgorithmConfig) -> float:

@@ -4,7 +4,6 @@ This module does not import torch or vLLM. `titanrl.checks.child_checks` checks 
 processes.
 """
 
-import argparse
 import ast
 import asyncio
 import importlib.util
@@ -37,9 +36,9 @@ from titanrl.config.load import did_you_mean, explain_rule
 from titanrl.config.schema import Config, broken_by_positions
 from titanrl.config.sections import SMALLEST_PACKAGES, TRACKERS, ModelConfig, TeacherConfig
 from titanrl.config.sizes import ModelShape, cpu_bytes, derive, gigabytes, host_bytes, model_values
-from titanrl.config.source import Source, config_of_run, read_source
+from titanrl.config.source import Source
 from titanrl.data import examples
-from titanrl.data.rows import FLAG, Selection
+from titanrl.data.rows import Selection
 from titanrl.data.tokenizer import load_tokenizer
 from titanrl.hosts.kinds import broken_by_hosts
 from titanrl.models.directory import ModelDirectory, broken_by_adapter, model_shape, open_model, read_model, recipe_model
@@ -137,31 +136,6 @@ def broken_rules(
     if training:
         yield from _broken_by_port(config)
     yield from _broken_by_folders(config, is_resumed=is_resumed)
-
-
-def parse_run(
-    argv: Sequence[str] | None,
-    *,
-    prog: str,
-    purpose: str,
-    dry_run_help: str = "check everything, print what would run, and start nothing",
-) -> argparse.Namespace:
-    """Parse the command line of a run: a configuration with overrides, or a run to resume."""
-    parser = argparse.ArgumentParser(prog=prog, description=purpose)
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--config", type=terminal.path, help="YAML file of the run, or the name of a shipped configuration")
-    which.add_argument("--resume", type=terminal.path, metavar="RUN_DIR", help="continue a run from its newest checkpoint")
-    parser.add_argument("--dry-run", action="store_true", help=dry_run_help)
-    parser.add_argument(
-        FLAG, action="store_true", help="with --resume: continue although the run's data files or prompts have changed"
-    )
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that override the file's")
-    return parser.parse_args(argv)
-
-
-def source_of(arguments: argparse.Namespace) -> Source:
-    """Return the source of the configuration that the arguments of a run name."""
-    return read_source(config_of_run(arguments.resume) if arguments.resume else arguments.config, arguments.overrides)
 
 
 def read_examples(config: Config, source: Source | None = None) -> examples.Examples:

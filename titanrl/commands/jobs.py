@@ -17,13 +17,13 @@ from pathlib import Path
 import yaml
 
 from titanrl.base import terminal
-from titanrl.checks.preflight import parse_run, preflight, read_examples, source_of
+from titanrl.checks.preflight import preflight, read_examples
 from titanrl.config import Config, ConfigError, recorded_config
 from titanrl.config.device import device_kind
 from titanrl.config.errors import refusing
 from titanrl.config.load import explain_rule, validate
 from titanrl.config.sizes import host_counts
-from titanrl.config.source import dump, read_source
+from titanrl.config.source import dump, parse_run, read_source, source_of
 from titanrl.data.rows import Selection, check_recorded, record_data
 from titanrl.hosts.kubernetes import Json, broken_by_pods, controller, mesh, mesh_name
 from titanrl.hosts.slurm import IN_ALLOCATION, NOTICE_SIGNAL, SlurmError, directives, submit_job

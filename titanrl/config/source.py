@@ -6,6 +6,7 @@ Scalars follow YAML 1.2, like in editors. PyYAML follows YAML 1.1, where `1e-5` 
 number 43200 and `010` is 8. Duplicate keys, tags, anchors and aliases are errors.
 """
 
+import argparse
 import os
 import re
 from collections.abc import Sequence
@@ -16,10 +17,13 @@ from typing import Any, cast
 import yaml
 from yaml.events import AliasEvent, CollectionStartEvent, Event, ScalarEvent
 
+from titanrl.base import terminal
 from titanrl.base.files import why_no_file, why_no_folder
 from titanrl.config.errors import ConfigError, inline, message
 from titanrl.config.section import FOLDER
 
+ACCEPTS_CHANGED_DATA = "--accept-changed-data"
+"""Flag of the command line that lets a resumed run continue on changed data."""
 MAX_FILE_BYTES = 1_000_000
 """Maximum size of a configuration file. Larger files would take long to parse."""
 MAX_DEPTH = 50
@@ -149,6 +153,33 @@ def config_of_run(run_dir: Path) -> Path:
             "give the directory that the run printed, such as runs/quickstart, or start a new run with --config",
         )
     )
+
+
+def parse_run(
+    argv: Sequence[str] | None,
+    *,
+    prog: str,
+    purpose: str,
+    dry_run_help: str = "check everything, print what would run, and start nothing",
+) -> argparse.Namespace:
+    """Parse the command line of a run: a configuration with overrides, or a run to resume."""
+    parser = argparse.ArgumentParser(prog=prog, description=purpose)
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--config", type=terminal.path, help="YAML file of the run, or the name of a shipped configuration")
+    which.add_argument("--resume", type=terminal.path, metavar="RUN_DIR", help="continue a run from its newest checkpoint")
+    parser.add_argument("--dry-run", action="store_true", help=dry_run_help)
+    parser.add_argument(
+        ACCEPTS_CHANGED_DATA,
+        action="store_true",
+        help="with --resume: continue although the run's data files or prompts have changed",
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that override the file's")
+    return parser.parse_args(argv)
+
+
+def source_of(arguments: argparse.Namespace) -> Source:
+    """Return the source of the configuration that the arguments of a run name."""
+    return read_source(config_of_run(arguments.resume) if arguments.resume else arguments.config, arguments.overrides)
 
 
 def _read_mapping(path: Path) -> tuple[dict[str, Any], yaml.Node]:

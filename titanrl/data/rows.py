@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from titanrl.base.files import digests_of, replace_text
 from titanrl.config.errors import BrokenRule, BrokenRules, ConfigError, inline
-from titanrl.config.source import data_file
+from titanrl.config.source import ACCEPTS_CHANGED_DATA, data_file
 
 Format = Literal["jsonl", "parquet", "arrow"]
 """Format of data files. `arrow` is a data set saved by `save_to_disk` of Hugging Face datasets, or one Arrow file."""
@@ -331,8 +331,6 @@ class Selection:
 
 RECORD = "data.json"
 """File in the run directory with source and digest of each data key."""
-FLAG = "--accept-changed-data"
-"""Flag of the command line that lets a resumed run continue on changed data."""
 
 
 def record_data(run_dir: Path, selections: Sequence[Selection]) -> None:
@@ -359,11 +357,11 @@ def check_recorded(run_dir: Path, selections: Sequence[Selection], *, accepts_ch
         if before["source"] != found.source:
             remarks.append(f"{changed}: now {found.source}, before {before['source']}")
         elif accepts_changes:
-            remarks.append(f"{changed} ({found.source}; {FLAG})")
+            remarks.append(f"{changed} ({found.source}; {ACCEPTS_CHANGED_DATA})")
         else:
             refused.append(
-                f"{changed} (got {found.source}). Restore them, or continue on the changed data with {FLAG}, which takes "
-                "prompts and examples in another order."
+                f"{changed} (got {found.source}). Restore them, or continue on the changed data with {ACCEPTS_CHANGED_DATA}, "
+                "which takes prompts and examples in another order."
             )
     if refused:
         raise ConfigError(*(f"--resume: {text}" for text in refused))

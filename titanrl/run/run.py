@@ -28,13 +28,15 @@ from titanrl.base.errors import FaultError, TitanRLError, describe
 from titanrl.base.files import DamagedError
 from titanrl.base.plugins import Plugins, loading
 from titanrl.carriers.spans import close_timeline, open_timeline, span, span_bytes
-from titanrl.carriers.types import DoubleArray, EvaluationResult, OptimUpdate, StepMetrics
+from titanrl.carriers.types import AdamParams, DoubleArray, EvaluationResult, OptimUpdate, StepMetrics
 from titanrl.checks.extensions import plugins_of, with_declared_traits, with_objects
 from titanrl.checks.preflight import broken_by_model, policy_notes, preflight, read_examples
+from titanrl.config.algorithm import AlgorithmConfig, learning_rate
 from titanrl.config.device import resolve_device
 from titanrl.config.errors import BrokenRules, ConfigError
 from titanrl.config.load import check_program, explain_rule
 from titanrl.config.schema import Config
+from titanrl.config.sections import SFTConfig
 from titanrl.config.sizes import notes
 from titanrl.config.source import Source, config_of_run, read_source
 from titanrl.data.rows import check_recorded
@@ -839,3 +841,26 @@ def _import_heavy_packages() -> None:
     """Import torch and the other packages needed by `Run.start`, which takes seconds."""
     with loading():
         import titanrl.session.session  # noqa: F401
+
+
+def adam_params(options: AlgorithmConfig | SFTConfig, step: int, num_steps: int, *, rate: float | None = None) -> AdamParams:
+    """Return the hyperparameters of training step `step` of `num_steps`, counted from 0.
+
+    `rate` replaces the learning rate of the schedule.
+    """
+    scheduled = learning_rate(
+        step,
+        peak=options.learning_rate,
+        num_warmup_steps=options.num_warmup_steps,
+        decay=options.lr_decay,
+        num_steps=num_steps,
+        num_decay_steps=options.num_decay_steps,
+    )
+    return AdamParams(
+        learning_rate=scheduled if rate is None else rate,
+        beta1=options.betas[0],
+        beta2=options.betas[1],
+        eps=options.eps,
+        weight_decay=options.weight_decay,
+        max_grad_norm=options.max_grad_norm,
+    )

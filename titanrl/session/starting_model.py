@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from titanrl.algorithms.batch_plan import learning_rate
 from titanrl.base.ownership import is_only_user, own_flaw
 from titanrl.carriers.types import AdamParams, Prompt
+from titanrl.config.algorithm import learning_rate
 from titanrl.config.errors import BrokenRule, BrokenRules
 from titanrl.config.schema import Config
 from titanrl.config.sections import WarmStartConfig
