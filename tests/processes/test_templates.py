@@ -342,25 +342,20 @@ def test_variables_that_were_read_before_the_fork_are_applied() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    ("load", "reason"),
-    [
-        (template_loads.fail, "no module named vllm"),
-        (template_loads.crash, "illegal instruction in libtorch"),
-        (template_loads.start_thread, "the imports started 1 threads"),
-    ],
-)
-def test_process_imports_everything_itself_if_its_template_cannot_fork(
-    load: Callable[[], None], reason: str, tmp_path: Path
-) -> None:
+def test_process_imports_everything_itself_if_its_template_cannot_fork(tmp_path: Path) -> None:
+    loads = {"scribe": template_loads.fail, "crashing": template_loads.crash, "threaded": template_loads.start_thread}
+
     async def work(fleet: Fleet, supervisor: Supervisor) -> None:
-        fleet.prepare("scribe", {}, load)
-        assert await fleet.template("scribe") is None
+        for kind, load in loads.items():
+            fleet.prepare(kind, {}, load)
+        assert [await fleet.template(kind) for kind in loads] == [None] * 3
         look = await supervisor.ask("scribe.look", (await spawn(fleet, "scribe_0")).look.call_one(), 60)
         assert look["parent"] == os.getpid()
 
     with_fleet(tmp_path, work)
-    assert reason in (tmp_path / "template_scribe.log").read_text()
+    reasons = ("no module named vllm", "illegal instruction in libtorch", "the imports started 1 threads")
+    for kind, reason in zip(loads, reasons, strict=True):
+        assert reason in (tmp_path / f"template_{kind}.log").read_text()
 
 
 @pytest.mark.parametrize("change", ["none", "variable", "imports", "killed"])
