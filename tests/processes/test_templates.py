@@ -166,9 +166,8 @@ def test_stopped_template_is_replaced_and_its_forks_continue(tmp_path: Path) -> 
         assert third["parent"] not in (look["parent"], os.getpid())
         again = await supervisor.ask("scribe.look", first.look.call_one(), 60)
         assert (again["pid"], again["parent"]) == (look["pid"], look["parent"])
-        os.kill(
-            look["parent"], signal.SIGCONT
-        )  # it reaps its fork; otherwise the fleet waits for the end of the fork until its limit
+        # The template reaps its fork; otherwise the fleet waits for the end of the fork until its limit.
+        os.kill(look["parent"], signal.SIGCONT)
 
     with_fleet(tmp_path, work, lambda kind, **fields: events.append({"kind": kind, **fields}))
     assert [event["kind"] for event in events] == ["stall", "fault", "respawn"]
