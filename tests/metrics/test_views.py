@@ -188,6 +188,11 @@ def test_planted_faults_are_named(tmp_path: Path) -> None:
         "The rollouts are slow",
         "1 slow steps",
     ]
+    assert "Most groups teach nothing" not in [each["title"] for each in attention(view.table, (), compares_rewards=False)]
+    for advantage, is_told in (("dr_grpo", True), ("gae", False), ("own.py:advantage", False)):
+        (tmp_path / "config.yaml").write_text(f"name: a\nalgorithm:\n  advantage: {advantage}\n")
+        told = [each["title"] for each in RunView(tmp_path, "run").overview()["attention"]]
+        assert ("Most groups teach nothing" in told) == is_told
     notes = {note["title"]: note for note in attention(view.table, view.events)}
     assert "ZeroDivisionError" in notes[found[1]]["text"]
     assert notes["The rollouts are slow"]["text"].endswith("They wait for the environment, which takes 0.5 s per episode.")

@@ -27,6 +27,7 @@ from titanrl.base.control import LOCK_FILE
 from titanrl.base.files import DamagedError
 from titanrl.base.ownership import open_regular
 from titanrl.carriers.record import HOST, Part, decode, entries_of, parts_of
+from titanrl.config.algorithm import ADVANTAGES
 from titanrl.config.dry_run import changed_keys
 from titanrl.config.schema import Config
 from titanrl.config.source import parse
@@ -409,6 +410,11 @@ class RunView:
         found = re.search(r"^num_steps: (\d{1,15})$", self.record.config, re.MULTILINE)
         return int(found[1]) if found else None
 
+    def _compares_rewards(self) -> bool:
+        found = re.search(r"^  advantage: (\S+)$", self.record.config, re.MULTILINE)
+        advantage = ADVANTAGES.get(found[1] if found else "dr_grpo")
+        return advantage is not None and not advantage.traits.keeps_equal_rewards
+
     def _read_parts(self) -> None:
         """Read the starts and the numbers of deleted records, if the run has begun a part of its record since the last call.
 
@@ -439,7 +445,7 @@ class RunView:
                 "path": str(self.record.path),
                 "step": int(steps[-1]) if len(steps) else 0,
                 "num_steps": self._num_steps(),
-                "attention": attention(table, events),
+                "attention": attention(table, events, compares_rewards=self._compares_rewards()),
                 "figures": _figures(table),
                 "panels": _panels(table),
                 "metrics": [[name, unit_of(name)] for name in table.names],
@@ -633,8 +639,11 @@ def _score(row: Mapping[str, Any]) -> float | None:
 # The first page
 
 
-def attention(table: MetricTable, events: Sequence[Json]) -> list[Json]:
-    """Return what a reader should know first, each with the metric or page that shows more; the gravest first."""
+def attention(table: MetricTable, events: Sequence[Json], *, compares_rewards: bool = True) -> list[Json]:
+    """Return what a reader should know first, each with the metric or page that shows more; the gravest first.
+
+    `compares_rewards` is False if groups of equal rewards have a gradient, too.
+    """
     found: list[Json] = []
 
     def add(level: str, title: str, text: str, link: str) -> None:
@@ -681,7 +690,7 @@ def attention(table: MetricTable, events: Sequence[Json]) -> list[Json]:
     if len(table) > 10 and reward_last < reward_first - max(0.05, 0.1 * abs(reward_first)):
         text = f"From {reward_first:.3f} to {reward_last:.3f} in training."
         add("bad", "The mean reward has fallen", text, "charts?q=reward")
-    if (idle := ends("group/zero_variance_frac")[1]) >= 0.75:
+    if compares_rewards and (idle := ends("group/zero_variance_frac")[1]) >= 0.75:
         text = (
             f"{idle:.0%} of the groups have equal rewards, so they have no gradient: the task is too easy or too hard, or the "
             "rewards do not differ."
