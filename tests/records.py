@@ -1,9 +1,13 @@
-"""Factory of group records."""
+"""Factory of group records, and the plan of a batch of them."""
 
 from collections.abc import Sequence
 from typing import Any
 
-from titanrl.carriers.types import GroupHandle, GroupRecord
+from titanrl.algorithms.advantages import TaskAdvantage, WeightOf, advantages_of
+from titanrl.algorithms.batch_plan import plan_batch
+from titanrl.carriers.tables import BatchPlan, RecordTable, Spans
+from titanrl.carriers.types import DoubleArray, GroupHandle, GroupRecord
+from titanrl.config.algorithm import AlgorithmConfig
 
 
 def make_record(
@@ -31,3 +35,19 @@ def make_record(
         "score_s": 0.0,
     }
     return GroupRecord(**(fields | others))
+
+
+def plan_rewards(
+    records: RecordTable,
+    *,
+    algorithm: AlgorithmConfig,
+    own: Any = None,
+    weight_of: WeightOf = lambda part, task: 1.0,
+    advantages_N: DoubleArray | None = None,
+    spans: Spans | None = None,
+    **options: Any,
+) -> BatchPlan:
+    """Plan a batch with the advantages of its rewards, by the estimator of `algorithm` or the custom estimator `own`."""
+    if advantages_N is None:
+        advantages_N, spans = advantages_of(records.by_index(), [TaskAdvantage(algorithm, own)], weight_of)
+    return plan_batch(records, algorithm=algorithm, advantages_N=advantages_N, spans=spans, **options)

@@ -15,9 +15,9 @@ import torch
 
 from tests import custom_objects
 from tests.algorithms.test_policy_loss import example
-from tests.records import make_record
+from tests.records import make_record, plan_rewards
 from tests.rollout.test_filters import GROUP, decode
-from titanrl.algorithms.batch_plan import ReplaySchedule, TaskAdvantage, plan_batch
+from titanrl.algorithms.batch_plan import ReplaySchedule
 from titanrl.algorithms.contracts import bound_loss
 from titanrl.algorithms.objective import policy_loss
 from titanrl.base.plugins import Plugins, loaded
@@ -107,8 +107,8 @@ def test_custom_advantage_plans_the_same_batch(own: Own) -> None:
     records = RecordTable.of([make_record(0, rewards=[1.0, 0.0, 0.25]), make_record(1, rewards=[0.5, 0.5])])
     sizes: dict[str, Any] = {"constant_length": 26, "row_tokens": 99, "rows_per_microbatch": 1, "dp_size": 1}
     advantage = loaded(plugins, "algorithm.advantage")
-    plan = plan_batch(records, algorithm=config.algorithm, by_task=[TaskAdvantage(config.algorithm, advantage)], **sizes)
-    assert plan.advantages_N.tolist() == plan_batch(records, algorithm=AlgorithmConfig(), **sizes).advantages_N.tolist()
+    plan = plan_rewards(records, algorithm=config.algorithm, own=advantage, **sizes)
+    assert plan.advantages_N.tolist() == plan_rewards(records, algorithm=AlgorithmConfig(), **sizes).advantages_N.tolist()
 
 
 def test_custom_filter_keeps_some_groups(own: Own) -> None:

@@ -19,10 +19,10 @@ from pathlib import Path
 
 import numpy as np
 
+from titanrl.algorithms.advantages import advantages_by_task, advantages_of
 from titanrl.algorithms.batch_plan import (
     ReplaySchedule,
     StepPlan,
-    advantages_by_task,
     next_entropy_coef,
     plan_batch,
     plan_step,
@@ -171,17 +171,18 @@ class GRPO(Run):
             rows_per_microbatch=self._microbatch_rows,
             dp_size=config.trainer.parallelism.dp_size,
             share_prompts=config.trainer.share_prompts,
-            weight_of=config.data.weight_of,
-            by_task=self._advantages_by_task,
         )
         records, of_values = batch.all_records.by_index(), dict[str, float]()
-        if config.algorithm.has_critic:
+        if not config.algorithm.has_critic:
+            advantages_N, spans = advantages_of(records, self._advantages_by_task, config.data.weight_of)
+        else:
             passes = plan(records, advantages_N=np.zeros(len(records.rewards))).microbatches  # over all sequences
             values = [await self.session.trainer.compute_values(microbatch) for microbatch in passes]
             advantages_N, spans = critic_advantages(records, collect_values(records, passes, values), config.algorithm)
-            plan, of_values = partial(plan, advantages_N=advantages_N, spans=spans), value_metrics(spans)
+            of_values = value_metrics(spans)
         epochs, num_minibatches = config.trainer.epochs, config.trainer.minibatches_per_batch
         seed = (config.seed, self.state.step)
+        plan = partial(plan, advantages_N=advantages_N, spans=spans)
         return plan_step(records, plan, epochs=epochs, num_minibatches=num_minibatches, seed=seed), of_values
 
     async def _train(self, batch: Batch, plan: StepPlan, params: AdamParams) -> Trained:

@@ -8,12 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.records import make_record
 from tests.records import make_record as make_group
-from titanrl.algorithms.batch_plan import TaskAdvantage, group_rewards, plan_batch
+from tests.records import plan_rewards
 from titanrl.algorithms.contracts import Advantage, GroupRewards
-from titanrl.carriers.tables import BatchPlan, RecordTable, Row, SequencePlan, pack_record
-from titanrl.carriers.types import DoubleArray, GroupRecord
+from titanrl.carriers.tables import BatchPlan, RecordTable, Row, SequencePlan
+from titanrl.carriers.types import GroupRecord
 from titanrl.config.algorithm import ADVANTAGES, AlgorithmConfig
 
 RecordMaker = Callable[..., GroupRecord]
@@ -30,7 +29,7 @@ def plan(
     weight_of: Callable[[str, int], float] = lambda part, task: 1.0,
     **algorithm,
 ) -> BatchPlan:
-    return plan_batch(
+    return plan_rewards(
         RecordTable.of(records),
         algorithm=AlgorithmConfig(**algorithm),
         constant_length=26,
@@ -38,7 +37,7 @@ def plan(
         rows_per_microbatch=rows_per_microbatch,
         dp_size=dp_size,
         share_prompts=share_prompts,
-        by_task=[TaskAdvantage(AlgorithmConfig(**algorithm), custom_advantage)],
+        own=custom_advantage,
         weight_of=weight_of,
     )
 
@@ -316,50 +315,3 @@ def test_custom_advantage_of_equal_rewards_is_trained_on(make_record: RecordMake
 def test_error_names_custom_advantage_with_wrong_result(make_record: RecordMaker, advantage: Advantage, problem: str) -> None:
     with pytest.raises(ValueError, match=rf"^algorithm\.advantage: {problem}"):
         plan([make_record(0, rewards=[1.0, 0.0])], custom_advantage=advantage, advantage="mine:f")
-
-
-TABLE = RecordTable.join(
-    [
-        pack_record(make_record(0, (0.0, 2.0), reward_parts={"a": (0.0, 2.0)}), task=0),
-        pack_record(make_record(1, (1.0, 3.0), reward_parts={"a": (1.0, 3.0)}), task=1),
-        pack_record(make_record(2, (4.0, 8.0), reward_parts={"a": (4.0, 8.0)}), task=2),
-    ]
-)
-DR_GRPO, GRPO = AlgorithmConfig(), AlgorithmConfig(advantage="grpo")
-STANDARDIZED = AlgorithmConfig(advantage="reinforce_pp_baseline")
-
-
-def advantages(*by_task: TaskAdvantage) -> DoubleArray:
-    return plan_batch(
-        TABLE, algorithm=DR_GRPO, constant_length=1, row_tokens=64, rows_per_microbatch=1, dp_size=1, by_task=by_task
-    ).advantages_N
-
-
-def test_each_task_has_its_advantage() -> None:
-    mixed = advantages(TaskAdvantage(DR_GRPO), TaskAdvantage(GRPO), TaskAdvantage(DR_GRPO))
-    assert mixed.tolist() == pytest.approx([-1.0, 1.0, -1.0, 1.0, -2.0, 2.0], abs=1e-5)
-
-
-def test_custom_advantage_receives_only_groups_of_its_task() -> None:
-    seen = []
-
-    def own(group: GroupRewards) -> list[float]:
-        seen.append(group.index)
-        return [5.0, -5.0]
-
-    mixed = advantages(TaskAdvantage(DR_GRPO), TaskAdvantage(AlgorithmConfig(advantage="a.py:b"), own), TaskAdvantage(DR_GRPO))
-    assert mixed.tolist() == [-1.0, 1.0, 5.0, -5.0, -2.0, 2.0]
-    assert seen == [1]
-
-
-def test_tasks_with_equal_estimators_are_standardized_together() -> None:
-    together = advantages(*[TaskAdvantage(STANDARDIZED)] * 3)
-    std = np.std([-1.0, 1.0, -1.0, 1.0, -2.0, 2.0])
-    assert together.tolist() == pytest.approx([-1 / std, 1 / std, -1 / std, 1 / std, -2 / std, 2 / std], abs=1e-5)
-    apart = advantages(TaskAdvantage(STANDARDIZED), TaskAdvantage(STANDARDIZED), TaskAdvantage(DR_GRPO))
-    assert apart.tolist() == pytest.approx([-1.0, 1.0, -1.0, 1.0, -2.0, 2.0], abs=1e-5)
-
-
-def test_rewards_have_the_weights_of_their_task() -> None:
-    groups = list(group_rewards(TABLE, lambda part, task: 10.0 * task))
-    assert [group.weights["a"] for group in groups] == [0.0, 10.0, 20.0]

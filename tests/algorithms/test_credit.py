@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.records import make_record
+from tests.records import make_record, plan_rewards
 from titanrl.algorithms.advantages import (
     discounted_returns,
     returns_differ,
@@ -21,7 +21,7 @@ from titanrl.algorithms.advantages import (
     token_returns_differ,
     turn_advantages,
 )
-from titanrl.algorithms.batch_plan import TaskAdvantage, plan_batch, plan_step
+from titanrl.algorithms.batch_plan import plan_step
 from titanrl.algorithms.contracts import GroupRewards
 from titanrl.base.choices import Reduction
 from titanrl.carriers.tables import BatchPlan, PackedColumns, RecordTable, SequencePlan, TurnTable
@@ -41,14 +41,14 @@ def group(index: int = 0) -> GroupRecord:
 
 def plan(records: Sequence[GroupRecord] | RecordTable, own: Any = None, **options: object) -> BatchPlan:
     algorithm = AlgorithmConfig(**options)  # type: ignore[arg-type]
-    return plan_batch(
+    return plan_rewards(
         records if isinstance(records, RecordTable) else RecordTable.of(records),
         algorithm=algorithm,
         constant_length=10,
         row_tokens=100,
         rows_per_microbatch=1,
         dp_size=1,
-        by_task=[TaskAdvantage(algorithm, own)],
+        own=own,
     )
 
 
@@ -248,7 +248,7 @@ def test_mini_batches_use_advantages_of_full_batch() -> None:
     records = RecordTable.of([group(index) for index in range(4)])
     step = plan_step(
         records,
-        lambda table, **given: plan_batch(
+        lambda table, **given: plan_rewards(
             table,
             algorithm=AlgorithmConfig(credit="turn", turn_discount=0.5),
             constant_length=10,

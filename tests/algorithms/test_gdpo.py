@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.records import plan_rewards
 from titanrl.algorithms.advantages import decoupled_advantages, gdpo, group_advantages
-from titanrl.algorithms.batch_plan import plan_batch
 from titanrl.algorithms.contracts import GroupRewards
 from titanrl.carriers.tables import BatchPlan, RecordTable
 from titanrl.carriers.types import GroupRecord
@@ -114,7 +114,7 @@ def test_order_of_groups_does_not_matter(batch: list[dict[str, list[float]]], ra
 
 
 def plan(records: list[GroupRecord], weights: Mapping[str, float]) -> BatchPlan:
-    return plan_batch(
+    return plan_rewards(
         RecordTable.of(records),
         algorithm=AlgorithmConfig(advantage="gdpo"),
         constant_length=26,

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.algorithms.test_batch_plan import sequences
-from titanrl.algorithms.batch_plan import StepPlan, minibatches, next_entropy_coef, plan_batch, plan_step
+from tests.records import plan_rewards
+from titanrl.algorithms.batch_plan import StepPlan, minibatches, next_entropy_coef, plan_step
 from titanrl.carriers.tables import BatchPlan, RecordTable
 from titanrl.carriers.types import GroupRecord
 from titanrl.config.algorithm import AlgorithmConfig
@@ -17,7 +18,7 @@ RecordMaker = Callable[..., GroupRecord]
 
 def plan(dp_size: int = 1, **algorithm) -> Callable[..., BatchPlan]:
     return partial(
-        plan_batch,
+        plan_rewards,
         algorithm=AlgorithmConfig(**algorithm),
         constant_length=26,
         row_tokens=64,

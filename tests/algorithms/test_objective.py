@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from titanrl.algorithms.batch_plan import plan_batch
+from tests.records import plan_rewards
 from titanrl.algorithms.logprobs import logprobs_and_entropy
 from titanrl.algorithms.objective import ObjectiveInputs, lag_metrics, policy_loss
 from titanrl.carriers.tables import BatchPlan, RecordTable, Row
@@ -154,7 +154,7 @@ def plan(
     rows_per_microbatch: int = 2,
     dp_size: int = 1,
 ) -> BatchPlan:
-    return plan_batch(
+    return plan_rewards(
         RecordTable.of(records),
         algorithm=AlgorithmConfig(reduction=reduction, **ALGORITHMS[name]),
         constant_length=26,

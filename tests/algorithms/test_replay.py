@@ -5,7 +5,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from titanrl.algorithms.batch_plan import ReplaySchedule, plan_batch
+from tests.records import plan_rewards
+from titanrl.algorithms.batch_plan import ReplaySchedule
 from titanrl.carriers.tables import RecordTable, pack_record
 from titanrl.carriers.types import GroupRecord
 from titanrl.config.algorithm import AlgorithmConfig
@@ -51,7 +52,7 @@ def test_importance_weight_multiplies_the_loss_weights_of_its_group(make_record:
     packed = [pack_record(make_record(index, rewards=[0.0, 1.0])) for index in range(3)]
 
     def weights(records: RecordTable) -> list[float]:
-        plan = plan_batch(
+        plan = plan_rewards(
             records,
             algorithm=AlgorithmConfig(reduction="token_mean"),
             constant_length=4,

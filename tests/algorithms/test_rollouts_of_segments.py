@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.records import make_record
-from titanrl.algorithms.batch_plan import plan_batch
+from tests.records import make_record, plan_rewards
 from titanrl.base.choices import Reduction
 from titanrl.carriers.tables import BatchPlan, RecordTable, SequencePlan
 from titanrl.carriers.types import GroupRecord
@@ -38,7 +37,7 @@ def plan(records: list[GroupRecord], **options: object) -> BatchPlan:
     keys = {"row_tokens": 100, "rows_per_microbatch": 1, "dp_size": 1, "share_prompts": False, **options}
     reduction = keys.pop("reduction", "token_mean")
     algorithm = AlgorithmConfig(advantage="dr_grpo", reduction=reduction)  # type: ignore[arg-type]
-    return plan_batch(RecordTable.of(records), algorithm=algorithm, constant_length=10, **keys)  # type: ignore[arg-type]
+    return plan_rewards(RecordTable.of(records), algorithm=algorithm, constant_length=10, **keys)  # type: ignore[arg-type]
 
 
 def sequences(batch: BatchPlan) -> dict[tuple[int, int], SequencePlan]:

@@ -20,7 +20,9 @@ def own(path: str, *, bounds: tuple[float, float] = (0.0, 1.0)) -> RewardSpec:
     """Return the specification of a custom reward."""
     plugin = Plugin(key="data.rewards.answer", name=path)
     kwargs = {"plugin": plugin}
-    return RewardSpec(name="answer", factory="titanrl.rewards.scorers:custom", kwargs=kwargs, bounds=bounds, is_custom=True)
+    return RewardSpec(
+        name="answer", factory="titanrl.carriers.rewards:custom_reward", kwargs=kwargs, bounds=bounds, is_custom=True
+    )
 
 
 CARELESS = own("careless_verifier:run")

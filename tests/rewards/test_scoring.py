@@ -236,7 +236,7 @@ def test_prompt_source_selects_the_default_reward() -> None:
     (own,) = specs_of(DataConfig(rewards={"short": RewardConfig(function="a.b:c")}))
     assert (own.name, own.factory, own.kwargs["plugin"].name, own.is_custom) == (
         "short",
-        "titanrl.rewards.scorers:custom",
+        "titanrl.carriers.rewards:custom_reward",
         "a.b:c",
         True,
     )

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from titanrl.algorithms.batch_plan import plan_batch
+from tests.records import plan_rewards
 from titanrl.carriers.rewards import Answers, Scored
 from titanrl.carriers.supports import supports_of
 from titanrl.carriers.tables import RecordTable
@@ -150,7 +150,7 @@ def test_failed_rollout_does_not_affect_the_others() -> None:
     with_failure, _ = rolled_out(completions, [*scored(1.0), BROKEN, *scored(0.0)])
     smaller, _ = rolled_out([completions[0], completions[2]], scored(1.0, 0.0))
     plans = [
-        plan_batch(
+        plan_rewards(
             RecordTable.of([record_of(group, HANDLE, has_payload=True, num_overlong=0)]),
             algorithm=AlgorithmConfig(reduction=reduction),
             constant_length=8,
@@ -253,7 +253,7 @@ def test_masked_truncated_completions_keep_reward_and_length() -> None:
 )
 def test_masked_completions_count_in_the_baseline_but_not_in_the_loss(reduction: str, first: float, second: float) -> None:
     record = record_of(without_truncated(truncated_group()), HANDLE, has_payload=True, num_overlong=0)
-    batch = plan_batch(
+    batch = plan_rewards(
         RecordTable.of([record]),
         algorithm=AlgorithmConfig.model_validate({"reduction": reduction}),
         constant_length=10,

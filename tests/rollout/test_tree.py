@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from titanrl.algorithms.batch_plan import plan_batch
+from tests.records import plan_rewards
 from titanrl.carriers.tables import RecordTable
 from titanrl.carriers.types import Completion, Group, GroupHandle, Prompt, Rollout
 from titanrl.config.algorithm import AlgorithmConfig
@@ -172,7 +172,7 @@ def test_random_trees_have_the_gradients_of_flat_sequences(renderer: Renderer, t
         )
         handle = GroupHandle(shard=0, slot=0, serial=0)
         record = record_of(group, handle, has_payload=True, num_overlong=0)
-        plan = plan_batch(
+        plan = plan_rewards(
             RecordTable.of([record]),
             algorithm=AlgorithmConfig(advantage="dr_grpo", reduction="sequence_mean"),
             constant_length=1,

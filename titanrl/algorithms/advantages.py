@@ -13,17 +13,22 @@ implemented by its authors and in SkyRL.
 import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import accumulate, chain
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from titanrl.algorithms.contracts import GroupRewards, option_names
-from titanrl.base.plugins import import_object
+from titanrl.algorithms.contracts import GroupRewards, advantage_arguments, option_names
+from titanrl.base.plugins import Plugins, import_object, loaded
 from titanrl.carriers.tables import SPAN, RecordTable, Spans
 from titanrl.carriers.types import DoubleArray, IntArray
-from titanrl.config.algorithm import ADVANTAGES
+from titanrl.config.algorithm import ADVANTAGES, AlgorithmConfig
+from titanrl.config.data import TaskConfig
+from titanrl.config.schema import Config
+
+T = TypeVar("T")
 
 EPS = 1e-6
 """Constant added to each divisor of an advantage, for numerical stability."""
@@ -37,6 +42,143 @@ float32."""
 
 MAX_ADVANTAGE = 3.4e38
 """Largest absolute advantage. The trainer stores advantages in float32."""
+
+WeightOf = Callable[[str, int], float]
+"""Function that maps a reward component and a task index to the component's weight in the summed reward."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskAdvantage:
+    """Advantage estimator of a task."""
+
+    algorithm: AlgorithmConfig
+    """Configuration with the name and options of the estimator."""
+    custom: Callable[..., Sequence[Any]] | None = None
+    """User-defined function; None selects the built-in estimator."""
+
+
+def advantages_by_task(config: Config, plugins: Plugins) -> list[TaskAdvantage]:
+    """Return the advantage estimator of each task, by task index.
+
+    Raises:
+        ValueError: A user-defined advantage cannot be loaded.
+    """
+    chosen = []
+    for name, task in config.data.tasks.items():
+        key = "algorithm.advantage"
+        if isinstance(task, TaskConfig) and task.advantage is not None:
+            key = f"{task.key(name)}.advantage"
+        chosen.append(TaskAdvantage(task.algorithm(config.algorithm), loaded(plugins, key)))
+    return chosen
+
+
+def advantages_of(
+    records: RecordTable, by_task: Sequence[TaskAdvantage], weight_of: WeightOf = lambda part, task: 1.0
+) -> tuple[DoubleArray, Spans | None]:
+    """Return the advantages of all rollouts, `[N]`, and the token advantages if they differ within a rollout.
+
+    Groups of tasks with equal estimators are standardized together.
+
+    Args:
+        records: Groups of the batch, in prompt order.
+        by_task: Estimator of each task, by task index. A single one is that of all tasks.
+        weight_of: Weight of a reward component.
+
+    Raises:
+        ValueError: An estimator rejects a reward, or returns invalid advantages.
+    """
+    tasks_of: dict[tuple[object, ...], list[int]] = {}
+    for task, method in enumerate(by_task):
+        key = method.algorithm.advantage, method.algorithm.std_ddof, method.algorithm.pass_k, id(method.custom)
+        tasks_of.setdefault(key, []).append(task)
+    if len(tasks_of) == 1:
+        return _advantages_by(by_task[0], records, weight_of)
+    advantages_N, values_T = np.zeros(len(records.rewards)), np.zeros(int(records.num_sampled.sum()))
+    group_of_T = np.repeat(records.group_of[records.rollout_of], records.num_sampled)
+    has_spans = False
+    for tasks in tasks_of.values():
+        chosen_P = np.isin(records.tasks, tasks)
+        if chosen_P.any():
+            subset = records.take(np.flatnonzero(chosen_P))
+            own_N, spans = _advantages_by(by_task[tasks[0]], subset, weight_of)
+            advantages_N[chosen_P[records.group_of]] = own_N
+            if spans is None:
+                values_T[chosen_P[group_of_T]] = np.repeat(own_N[subset.rollout_of], subset.num_sampled)
+            else:
+                values_T[chosen_P[group_of_T]] = np.repeat(spans.table["advantage"], spans.table["num_tokens"])
+                has_spans = True
+    if not has_spans:
+        return advantages_N, None
+    return advantages_N, spans_of(values_T, np.ones(len(values_T), np.int64), records.num_sampled, records)[1]
+
+
+def _advantages_by(method: TaskAdvantage, records: RecordTable, weight_of: WeightOf) -> tuple[DoubleArray, Spans | None]:
+    """Return the advantages of all rollouts with one estimator, `[N]`, and the token advantages if they differ in a rollout."""
+    algorithm, custom_advantage = method.algorithm, method.custom
+    if custom_advantage is not None:
+        bound = partial(custom_advantage, **advantage_arguments(custom_advantage, algorithm))
+        return custom_advantages(bound, list(group_rewards(records, weight_of)), algorithm.advantage, records)
+    if algorithm.credit in ("turn", "state"):
+        turns = turn_advantages(
+            list(group_rewards(records, weight_of)),
+            algorithm.advantage,
+            discount=algorithm.turn_discount,
+            std_ddof=algorithm.std_ddof,
+            state_weight=algorithm.state_weight if algorithm.credit == "state" else None,
+        )
+        values = np.fromiter(chain.from_iterable(chain.from_iterable(turns)), np.float64)
+        return spans_of(values, records.turns.num_sampled, records.turns.num_turns, records)
+    if algorithm.credit == "token":
+        discount, ddof = algorithm.token_discount, algorithm.std_ddof
+        values = token_advantages(records, algorithm.advantage, discount=discount, std_ddof=ddof)
+        return spans_of(values, np.ones(len(values), np.int64), records.num_sampled, records)
+    if algorithm.advantage_traits.compares_parts:
+        by_group = decoupled_advantages(group_rewards(records, weight_of), std_ddof=algorithm.std_ddof)
+    else:
+        ends = np.cumsum(records.groups["num_rollouts"]).tolist()
+        is_standardized = algorithm.advantage_traits.is_standardized
+        by_group = batch_advantages(
+            _by_group(records.rewards.tolist(), ends),
+            _by_group(records.num_sampled_by_rollout.tolist(), ends) if is_standardized else (),
+            algorithm.advantage,
+            std_ddof=algorithm.std_ddof,
+            pass_k=algorithm.pass_k,
+        )
+    return np.fromiter(chain.from_iterable(by_group), np.float64, len(records.rewards)), None
+
+
+def group_rewards(records: RecordTable, weight_of: WeightOf = lambda part, task: 1.0) -> Iterator[GroupRewards]:
+    """Yield the rewards of each group, without reward components that all of its rollouts lack."""
+    tasks = records.tasks.tolist()
+    weights = {(part, task): weight_of(part, task) for task in set(tasks) for part in records.reward_parts}
+    ends = np.cumsum(records.groups["num_rollouts"]).tolist()
+    indices, num_tokens = records.groups["index"].tolist(), records.num_sampled_by_rollout.tolist()
+    turn_ends = np.cumsum(records.num_turns_by_rollout).tolist()
+    turn_rewards = _by_group(records.turns.rewards.tolist(), turn_ends)
+    turn_tokens = _by_group(records.turns.num_sampled.tolist(), turn_ends)
+    turn_states = _by_group(records.turns.states.tolist(), turn_ends)
+    token_rewards: Sequence[Sequence[float]] = ()  # empty if the batch has no token rewards
+    if records.known_tokens is not None:
+        by_token = records.known_tokens.by_token(records.num_sampled_by_rollout)
+        token_rewards = _by_group(by_token.tolist(), np.cumsum(num_tokens).tolist())
+    for index, task, start, end in zip(indices, tasks, [0, *ends], ends, strict=False):
+        parts = {part: values[start:end].tolist() for part, values in records.reward_parts.items()}
+        parts = {part: values for part, values in parts.items() if not all(map(math.isnan, values))}
+        yield GroupRewards(
+            rewards=records.rewards[start:end].tolist(),
+            parts=parts,
+            weights={part: weights[part, task] for part in parts},
+            num_tokens=num_tokens[start:end],
+            index=index,
+            turn_rewards=turn_rewards[start:end],
+            turn_tokens=turn_tokens[start:end],
+            turn_states=turn_states[start:end],
+            token_rewards=token_rewards[start:end],
+        )
+
+
+def _by_group(values: list[T], ends: list[int]) -> list[list[T]]:
+    return [values[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def batch_advantages(

@@ -1,4 +1,4 @@
-"""Plan the optimizer steps on a batch: assign each sequence a rank, a packed row, an advantage and a loss weight.
+"""Plan the optimizer steps on a batch: assign each sequence a rank, a packed row and a loss weight.
 
 The objective of one optimizer step is sum_it w_i * l_it over all sampled tokens t of all sequences i. Nothing else scales the
 loss. The loss weights w_i are computed before the first micro-batch from the token and sequence counts of the complete step,
@@ -11,45 +11,20 @@ Shape suffixes: S planned sequences, M segments, N rollouts, P groups (prompts),
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from titanrl.algorithms.advantages import (
-    batch_advantages,
-    custom_advantages,
-    decoupled_advantages,
-    spans_of,
-    token_advantages,
-    turn_advantages,
-)
-from titanrl.algorithms.contracts import GroupRewards, Priority, advantage_arguments
+from titanrl.algorithms.advantages import WeightOf, group_rewards
+from titanrl.algorithms.contracts import GroupRewards, Priority
 from titanrl.algorithms.packing import balance, pack, pack_sharing, row_costs
 from titanrl.base.choices import Reduction
-from titanrl.base.plugins import Plugins, loaded
 from titanrl.carriers.tables import SEQUENCE, SPAN, BatchPlan, MicroBatch, RecordTable, RowTable, Spans, Table
 from titanrl.carriers.types import BoolArray, DoubleArray, IntArray, MeasuredCorrection
 from titanrl.config.algorithm import AlgorithmConfig
-from titanrl.config.data import TaskConfig
-from titanrl.config.schema import Config
 from titanrl.config.sections import ReplayConfig
-
-T = TypeVar("T")
-WeightOf = Callable[[str, int], float]
-"""Function that maps a reward component and a task index to the component's weight in the summed reward."""
-
-
-@dataclass(frozen=True, slots=True)
-class TaskAdvantage:
-    """Advantage estimator of a task."""
-
-    algorithm: AlgorithmConfig
-    """Configuration with the name and options of the estimator."""
-    custom: Callable[..., Sequence[Any]] | None = None
-    """User-defined function; None selects the built-in estimator."""
 
 
 def plan_batch(
@@ -61,9 +36,7 @@ def plan_batch(
     rows_per_microbatch: int,
     dp_size: int,
     share_prompts: bool = False,
-    weight_of: WeightOf = lambda part, task: 1.0,
-    by_task: Sequence[TaskAdvantage] = (),
-    advantages_N: DoubleArray | None = None,
+    advantages_N: DoubleArray,
     spans: Spans | None = None,
 ) -> BatchPlan:
     """Plan one optimizer step over all groups of `records`. The plan does not depend on the order of the groups.
@@ -75,25 +48,20 @@ def plan_batch(
 
     Args:
         records: Groups of the step. A group without payload must have no gradient.
-        algorithm: Advantage estimator, reduction and terms of the objective.
+        algorithm: Reduction and terms of the objective.
         constant_length: Divisor of `reduction: constant`, in tokens.
         row_tokens: Length of a row in tokens.
         rows_per_microbatch: Maximum number of rows in a rank's micro-batch.
         dp_size: Number of data-parallel ranks.
         share_prompts: Store the prompt of a group once per row, for all its sequences in that row, unless that takes more rows.
-        weight_of: Weight of a reward component.
-        by_task: Estimators of the tasks, by task index; by default the built-in one that `algorithm` names. Groups of tasks
-            with equal estimators are standardized together.
-        advantages_N: Advantages of all rollouts, with the groups in prompt order; None computes them from these groups.
+        advantages_N: Advantages of all rollouts, with the groups in prompt order.
         spans: Token advantages of all segments; None if all tokens of a rollout have the same advantage.
 
     Raises:
-        ValueError: A sequence does not fit a row, the estimator rejects a reward, or it returns invalid advantages.
+        ValueError: A sequence does not fit a row.
     """
     ordered = records.by_index()
     assert (ordered.groups["index"][:-1] < ordered.groups["index"][1:]).all(), "a group must not appear twice in a batch"
-    if advantages_N is None:
-        advantages_N, spans = _advantages(ordered, by_task or [TaskAdvantage(algorithm)], weight_of)
     chosen_M, weights_N = _segments_with_gradient(ordered, algorithm, constant_length, advantages_N, spans)
     rollout_of_M = ordered.rollout_of
     sequences, prompts_S, prompt_lens_S = _sequences(ordered, chosen_M, advantages_N[rollout_of_M], weights_N[rollout_of_M])
@@ -141,73 +109,6 @@ def pack_sequences(sequences: Table, prompts_S: IntArray, prompt_lens_S: IntArra
     return rows
 
 
-def _advantages(
-    records: RecordTable, by_task: Sequence[TaskAdvantage], weight_of: WeightOf
-) -> tuple[DoubleArray, Spans | None]:
-    """Return the advantages of all rollouts, `[N]`, and the token advantages if they differ within a rollout.
-
-    Groups of tasks with equal estimators are processed together.
-    """
-    tasks_of: dict[tuple[object, ...], list[int]] = {}
-    for task, method in enumerate(by_task):
-        key = method.algorithm.advantage, method.algorithm.std_ddof, method.algorithm.pass_k, id(method.custom)
-        tasks_of.setdefault(key, []).append(task)
-    if len(tasks_of) == 1:
-        return _advantages_by(by_task[0], records, weight_of)
-    advantages_N, values_T = np.zeros(len(records.rewards)), np.zeros(int(records.num_sampled.sum()))
-    group_of_T = np.repeat(records.group_of[records.rollout_of], records.num_sampled)
-    has_spans = False
-    for tasks in tasks_of.values():
-        chosen_P = np.isin(records.tasks, tasks)
-        if chosen_P.any():
-            subset = records.take(np.flatnonzero(chosen_P))
-            own_N, spans = _advantages_by(by_task[tasks[0]], subset, weight_of)
-            advantages_N[chosen_P[records.group_of]] = own_N
-            if spans is None:
-                values_T[chosen_P[group_of_T]] = np.repeat(own_N[subset.rollout_of], subset.num_sampled)
-            else:
-                values_T[chosen_P[group_of_T]] = np.repeat(spans.table["advantage"], spans.table["num_tokens"])
-                has_spans = True
-    if not has_spans:
-        return advantages_N, None
-    return advantages_N, spans_of(values_T, np.ones(len(values_T), np.int64), records.num_sampled, records)[1]
-
-
-def _advantages_by(method: TaskAdvantage, records: RecordTable, weight_of: WeightOf) -> tuple[DoubleArray, Spans | None]:
-    """Return the advantages of all rollouts with one estimator, `[N]`, and the token advantages if they differ in a rollout."""
-    algorithm, custom_advantage = method.algorithm, method.custom
-    if custom_advantage is not None:
-        bound = partial(custom_advantage, **advantage_arguments(custom_advantage, algorithm))
-        return custom_advantages(bound, list(group_rewards(records, weight_of)), algorithm.advantage, records)
-    if algorithm.credit in ("turn", "state"):
-        turns = turn_advantages(
-            list(group_rewards(records, weight_of)),
-            algorithm.advantage,
-            discount=algorithm.turn_discount,
-            std_ddof=algorithm.std_ddof,
-            state_weight=algorithm.state_weight if algorithm.credit == "state" else None,
-        )
-        values = np.fromiter(chain.from_iterable(chain.from_iterable(turns)), np.float64)
-        return spans_of(values, records.turns.num_sampled, records.turns.num_turns, records)
-    if algorithm.credit == "token":
-        discount, ddof = algorithm.token_discount, algorithm.std_ddof
-        values = token_advantages(records, algorithm.advantage, discount=discount, std_ddof=ddof)
-        return spans_of(values, np.ones(len(values), np.int64), records.num_sampled, records)
-    if algorithm.advantage_traits.compares_parts:
-        by_group = decoupled_advantages(group_rewards(records, weight_of), std_ddof=algorithm.std_ddof)
-    else:
-        ends = np.cumsum(records.groups["num_rollouts"]).tolist()
-        is_standardized = algorithm.advantage_traits.is_standardized
-        by_group = batch_advantages(
-            _by_group(records.rewards.tolist(), ends),
-            _by_group(records.num_sampled_by_rollout.tolist(), ends) if is_standardized else (),
-            algorithm.advantage,
-            std_ddof=algorithm.std_ddof,
-            pass_k=algorithm.pass_k,
-        )
-    return np.fromiter(chain.from_iterable(by_group), np.float64, len(records.rewards)), None
-
-
 def _segments_with_gradient(
     records: RecordTable, algorithm: AlgorithmConfig, constant_length: int, advantages: DoubleArray, spans: Spans | None
 ) -> tuple[BoolArray, DoubleArray]:
@@ -226,40 +127,6 @@ def _segments_with_gradient(
         has_advantage = np.bincount(spans.segment_of, spans.table["advantage"] != 0.0, len(rollout_of)) > 0.0
     has_gradient = (weights != 0.0)[rollout_of] & (has_advantage | algorithm.runs_without_advantage)
     return has_gradient & (records.num_sampled > 0), weights
-
-
-def group_rewards(records: RecordTable, weight_of: WeightOf = lambda part, task: 1.0) -> Iterator[GroupRewards]:
-    """Yield the rewards of each group, without reward components that all of its rollouts lack."""
-    tasks = records.tasks.tolist()
-    weights = {(part, task): weight_of(part, task) for task in set(tasks) for part in records.reward_parts}
-    ends = np.cumsum(records.groups["num_rollouts"]).tolist()
-    indices, num_tokens = records.groups["index"].tolist(), records.num_sampled_by_rollout.tolist()
-    turn_ends = np.cumsum(records.num_turns_by_rollout).tolist()
-    turn_rewards = _by_group(records.turns.rewards.tolist(), turn_ends)
-    turn_tokens = _by_group(records.turns.num_sampled.tolist(), turn_ends)
-    turn_states = _by_group(records.turns.states.tolist(), turn_ends)
-    token_rewards: Sequence[Sequence[float]] = ()  # empty if the batch has no token rewards
-    if records.known_tokens is not None:
-        by_token = records.known_tokens.by_token(records.num_sampled_by_rollout)
-        token_rewards = _by_group(by_token.tolist(), np.cumsum(num_tokens).tolist())
-    for index, task, start, end in zip(indices, tasks, [0, *ends], ends, strict=False):
-        parts = {part: values[start:end].tolist() for part, values in records.reward_parts.items()}
-        parts = {part: values for part, values in parts.items() if not all(map(math.isnan, values))}
-        yield GroupRewards(
-            rewards=records.rewards[start:end].tolist(),
-            parts=parts,
-            weights={part: weights[part, task] for part in parts},
-            num_tokens=num_tokens[start:end],
-            index=index,
-            turn_rewards=turn_rewards[start:end],
-            turn_tokens=turn_tokens[start:end],
-            turn_states=turn_states[start:end],
-            token_rewards=token_rewards[start:end],
-        )
-
-
-def _by_group(values: list[T], ends: list[int]) -> list[list[T]]:
-    return [values[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def _sequences(
@@ -345,11 +212,12 @@ def plan_step(
 ) -> StepPlan:
     """Plan the optimizer steps on a batch. The plan does not depend on the order of the groups.
 
-    Advantages are computed once, over the complete batch. Loss weights are computed per optimizer step. A mini-batch without
-    gradient takes no optimizer step, because otherwise momentum alone would change the weights.
+    Loss weights are computed per optimizer step. A mini-batch without gradient takes no optimizer step, because otherwise
+    momentum alone would change the weights.
 
-    `plan` is `plan_batch` with its options bound. For a mini-batch it is called with `advantages_N` and, if any, `spans`. The
-    numbers of groups of mini-batches differ by at most one. The order of the groups, by `seed`, differs between epochs.
+    `plan` is `plan_batch` with its options bound, including the advantages of the complete batch. For a mini-batch it is called
+    with its part of `advantages_N` and, if any, `spans`. The numbers of groups of mini-batches differ by at most one. The order
+    of the groups, by `seed`, differs between epochs.
     """
     ordered = records.by_index()
     full_batch = plan(ordered)
@@ -461,21 +329,6 @@ def without_rejected(
         scaled.append(replace(table, sequences=rows))
     ranks = iter(scaled)
     return [replace(microbatch, rows=tuple(next(ranks) for _ in microbatch.rows)) for microbatch in microbatches]
-
-
-def advantages_by_task(config: Config, plugins: Plugins) -> list[TaskAdvantage]:
-    """Return the advantage estimator of each task, by task index.
-
-    Raises:
-        ValueError: A user-defined advantage cannot be loaded.
-    """
-    chosen = []
-    for name, task in config.data.tasks.items():
-        key = "algorithm.advantage"
-        if isinstance(task, TaskConfig) and task.advantage is not None:
-            key = f"{task.key(name)}.advantage"
-        chosen.append(TaskAdvantage(task.algorithm(config.algorithm), loaded(plugins, key)))
-    return chosen
 
 
 def next_entropy_coef(coef: float | None, entropy: float, algorithm: AlgorithmConfig) -> float:

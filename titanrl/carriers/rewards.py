@@ -15,7 +15,7 @@ from functools import update_wrapper
 from typing import Any, Literal, Protocol, SupportsFloat
 
 from titanrl.base.errors import TitanRLError
-from titanrl.base.plugins import Point, check_call
+from titanrl.base.plugins import Plugin, Point, check_call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -314,6 +314,18 @@ def check_reward(candidate: object, *, key: str, name: str) -> None:
         expected=GROUP_EXPECTED if is_group else EXPECTED,
         options=keywords_of(candidate) if callable(candidate) else (),
     )
+
+
+def custom_reward(plugin: Plugin) -> Callable[..., Any]:
+    """Load and check a user-defined reward function of any of the signatures that `BoundReward` accepts.
+
+    Raises:
+        ValueError: The function cannot be imported, or does not have the signature of a reward.
+    """
+    function = plugin.load()
+    check_reward(function, key=plugin.key, name=plugin.name)
+    loaded: Callable[..., Any] = function
+    return loaded
 
 
 POINT = Point(

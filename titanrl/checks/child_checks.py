@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from titanrl.base.plugins import Plugin, Plugins, plugins_of_data, plugins_within
-from titanrl.carriers.rewards import DENIED, INVALID, Answers, BoundReward, Score
+from titanrl.carriers.rewards import DENIED, INVALID, Answers, BoundReward, Score, custom_reward
 from titanrl.checks.extensions import config_of, point_of
 from titanrl.config.data import ENVIRONMENTS, DataConfig, EvaluationSet, Split
 from titanrl.config.errors import BrokenRule, BrokenRules, ConfigError, inline, rule_of, within
@@ -39,7 +39,6 @@ from titanrl.processes.children import RespawnLimitError
 from titanrl.processes.confine import SandboxUnavailable, end_with_parent, missing_for_programs
 from titanrl.processes.sandbox import SandboxDied
 from titanrl.processes.temporary import TemporaryFolder, delete_all
-from titanrl.rewards.scorers import custom
 from titanrl.rewards.scoring import ScoringPool, TrustedReward, in_thread, reward_specs, weighted
 from titanrl.rollout.renderers import make_renderer
 
@@ -411,7 +410,7 @@ async def _scores(config: Config, plugins: Plugins, answers: Answers, limit_s: f
         if reward.trusted:
             key = f"data.rewards.{name}"
             try:
-                loading = in_thread(partial(custom, plugins.get(key) or Plugin(key=key, name=reward.function)))
+                loading = in_thread(partial(custom_reward, plugins.get(key) or Plugin(key=key, name=reward.function)))
                 function = await asyncio.wait_for(loading, CHECK_LIMIT_S)
             except Exception:  # importing a module may raise anything
                 continue

@@ -1,6 +1,6 @@
-"""Factories of the built-in rewards, and of custom rewards.
+"""Factories of the built-in rewards.
 
-Each factory of a built-in reward returns a function of the text of a completion and the entry of its prompt; that of `overlong`
+Each returns a function of the text of a completion and the entry of its prompt; that of `overlong`
 also takes the number of tokens. If the function raises, the rollout has no reward: it is left out of its group and counted in
 `reward/error_frac`.
 """
@@ -13,8 +13,6 @@ from functools import lru_cache
 from itertools import product
 from typing import Any, Literal
 
-from titanrl.base.plugins import Plugin
-from titanrl.carriers.rewards import check_reward
 from titanrl.data.gym import create_dataset
 from titanrl.rewards.answers import (
     MAX_CHARS,
@@ -247,18 +245,6 @@ def repetition(ngram_size: int, unit: Literal["word", "character"]) -> Scorer:
         return len(distinct) / total - 1.0
 
     return score
-
-
-def custom(plugin: Plugin) -> Callable[..., Any]:
-    """Return a user-defined reward function of any of the signatures that `BoundReward` accepts.
-
-    Raises:
-        ValueError: The function cannot be imported, or does not have the signature of a reward.
-    """
-    function = plugin.load()
-    check_reward(function, key=plugin.key, name=plugin.name)
-    loaded: Callable[..., Any] = function
-    return loaded
 
 
 def last_answer(text: str) -> str | None:

@@ -32,6 +32,7 @@ from titanrl.carriers.rewards import (
     Score,
     Scored,
     TokenRewards,
+    custom_reward,
     parse_scores,
 )
 from titanrl.carriers.types import DoubleArray, Segment, Turn
@@ -39,7 +40,6 @@ from titanrl.config.data import PENALTIES, REWARD_OPTIONS, REWARDS, JudgeOptions
 from titanrl.config.schema import Config
 from titanrl.processes.sandbox import FORK_DEADLINE_S, OnRespawn, SandboxDied, SandboxPool, log_respawn
 from titanrl.processes.zygote import END, GROUP, RAW, STARTED, TOKENS, Request
-from titanrl.rewards.scorers import custom
 
 if TYPE_CHECKING:
     from titanrl.rewards.judge import Judge
@@ -84,7 +84,7 @@ class Scoring:
             await self._pool.start()
         for name, reward in self._rewards.items():
             if reward.trusted:
-                function = custom(_plugin(name, reward, self._plugins))
+                function = custom_reward(_plugin(name, reward, self._plugins))
                 self._parts[name] = TrustedReward(BoundReward(name, function), self._timeout_s).score
             elif reward.function == "judge":
                 from titanrl.rewards.judge import Judge  # httpx is missing until `titanrl doctor --install`
@@ -123,17 +123,18 @@ def reward_specs(config: Config, plugins: Plugins) -> list[RewardSpec]:
         if not reward.is_confined:
             continue
         function, is_custom = reward.function, reward.function not in REWARDS
+        factory = f"{SCORERS}:{function}"
         kwargs: dict[str, Any] = {}
         bounds = (-1.0, 0.0) if function in PENALTIES else (0.0, 1.0)
         if is_custom:
-            function, kwargs, bounds = "custom", {"plugin": _plugin(name, reward, plugins)}, (-math.inf, math.inf)
+            factory = f"{custom_reward.__module__}:{custom_reward.__name__}"
+            kwargs, bounds = {"plugin": _plugin(name, reward, plugins)}, (-math.inf, math.inf)
         elif function == "reasoning_gym":
             kwargs = {"task": config.data.task, "config": config.data.task_config}
         elif function in REWARD_OPTIONS:
             kwargs = REWARD_OPTIONS[function].model_validate(reward.options).model_dump()
         if function == "overlong":
             kwargs["max_tokens"] = kwargs["max_tokens"] or config.rollout.max_new_tokens
-        factory = f"{SCORERS}:{function}"
         specs.append(RewardSpec(name=name, factory=factory, kwargs=kwargs, bounds=bounds, is_custom=is_custom))
     return specs
 
