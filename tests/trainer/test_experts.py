@@ -80,8 +80,9 @@ def test_gradient_its_norm_and_loads_of_experts_equal_those_of_one_rank(
         assert same_loads == pytest.approx(loads)
 
 
-def test_terms_over_sequences_equal_those_of_one_rank(world: Worlds, model: Path) -> None:
-    algorithm = AlgorithmConfig.model_validate(OBJECTIVES["sequence weights"])
+@pytest.mark.parametrize("objective", ["sequence weights", pytest.param("gspo", marks=pytest.mark.slow)])
+def test_terms_over_sequences_equal_those_of_one_rank(objective: str, world: Worlds, model: Path) -> None:
+    algorithm = AlgorithmConfig.model_validate(OBJECTIVES[objective])
     expected, metrics, _ = world(1).run(checks.objective_of, model, (), algorithm)[0]
     largest = max(float(np.abs(part).max()) for part in expected.values())
     assert largest > 1e-4
@@ -89,7 +90,7 @@ def test_terms_over_sequences_equal_those_of_one_rank(world: Worlds, model: Path
         size, plan = LAYOUTS[layout]
         found, same, _ = world(size).run(checks.objective_of, model, tuple(plan.items()), algorithm)[0]
         worst = max(float(np.abs(found[name] - part).max()) for name, part in expected.items()) / largest
-        print(f"{layout}: worst gradient {worst:.1e}")
+        print(f"{objective}, {layout}: worst gradient {worst:.1e}")
         assert worst <= TOLERANCE, layout
         assert same == pytest.approx(metrics, rel=1e-5, abs=1e-6), layout
 

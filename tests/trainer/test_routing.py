@@ -82,14 +82,15 @@ def difference(model_dir: Path, segments: Sequence[Segment], routing: str) -> tu
     return float(gap.max()), float(gap.mean()), dict(learner.optim_step(checks.ADAM).experts)
 
 
-def test_replay_removes_the_mismatch_of_bfloat16(world: Worlds, folder: Path, sampled: Any) -> None:
+@pytest.mark.parametrize("impl", ["titan", pytest.param("native", marks=pytest.mark.slow)])
+def test_replay_removes_the_mismatch_of_bfloat16(impl: str, world: Worlds, folder: Path, sampled: Any) -> None:
     found = {}
     for dtype in ("float32", "bfloat16"):
-        segments = segments_of(sampled("titan", dtype)["windows"])
+        segments = segments_of(sampled(impl, dtype)["windows"])
         for routing in ("compared", "replayed"):
             found[dtype, routing] = world(1).run(difference, folder / "model", segments, routing)[0]
             largest, mean, experts = found[dtype, routing]
-            print(f"{dtype} {routing}: max {largest:.2e} mean {mean:.2e} differ {experts['experts/differ_frac']:.3f}")
+            print(f"{impl} {dtype} {routing}: max {largest:.2e} mean {mean:.2e} differ {experts['experts/differ_frac']:.3f}")
     assert found["float32", "compared"][0] < 1e-4
     assert found["float32", "replayed"][0] < 1e-4
     assert found["float32", "replayed"][2]["experts/differ_frac"] == 0.0
