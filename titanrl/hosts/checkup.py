@@ -11,7 +11,6 @@ import secrets
 import shutil
 import socket
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -38,18 +37,14 @@ from titanrl.config.sizes import (
 )
 from titanrl.hosts.holder import (
     CHOSEN,
-    CONNECT,
-    CONTROLLER,
     MISSING,
-    MODULE,
-    TOKEN,
     HostReport,
     ReportRequest,
     connect,
 )
 from titanrl.hosts.kinds import KINDS
 from titanrl.hosts.launcher import World, own_address, publish
-from titanrl.hosts.leases import FAILED, READY, Controller, Host, Leases, Order, Say
+from titanrl.hosts.leases import FAILED, READY, Controller, Host, Leases, Order, Say, holder_command
 
 REPLY_S = 60.0
 """Limit for a probe's reply, in seconds. Listing a large model's files on a slow disk takes longest."""
@@ -279,8 +274,8 @@ async def _started(
     await probes.leases.serve(listener)
     controller = Controller(f"{address}:{listener.getsockname()[1]}", probes.leases.token)
     store = None if world is None else publish(world, controller, address, start_s)
-    environment = os.environ | {CONTROLLER: controller.address, TOKEN: controller.token}
-    commands = [[sys.executable, "-m", MODULE, CONNECT, str(rank)] for rank in range(num_hosts if world is None else 1)]
+    environment = os.environ | controller.variables
+    commands = [holder_command(rank) for rank in range(num_hosts if world is None else 1)]
     children = [subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment) for command in commands]
     try:
         try:

@@ -29,15 +29,18 @@ from titanrl.base.choices import DeviceKind
 from titanrl.config.device import installed_version, missing_for, packages
 from titanrl.config.sizes import host_bytes
 from titanrl.hosts.leases import (
+    CONTROLLER,
     CONTROLLER_LOST_S,
     END,
     ENDING,
     FAILED,
     GREETING_S,
+    LISTEN,
     MAX_GREETING,
     READY,
     START,
     STOP,
+    TOKEN,
     UP,
     Controller,
     Host,
@@ -48,12 +51,6 @@ from titanrl.processes.bootstrap import MONARCH_HOST
 from titanrl.processes.temporary import TemporaryFolder
 from titanrl.processes.variables import temporary_folder
 
-MODULE = "titanrl.hosts.holder"
-"""This program."""
-CONNECT, LISTEN = "connect", "listen"
-"""First argument of this program. A rank may follow `connect`, except on Slurm nodes. A port follows `listen`."""
-CONTROLLER, TOKEN = "TITANRL_CONTROLLER", "TITANRL_TOKEN"
-"""Environment variables with the address of the controller's leases, and their secret."""
 POD_IP = "TITANRL_POD_IP"
 """Environment variable with the address of the pod."""
 FREE_S = 5.0

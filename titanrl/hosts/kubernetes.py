@@ -25,8 +25,19 @@ from titanrl.config.errors import BrokenRule
 from titanrl.config.schema import Config
 from titanrl.config.sections import KubernetesConfig
 from titanrl.config.sizes import host_counts
-from titanrl.hosts.holder import BUSY, LISTEN, MODULE, POD_IP, SERVING, TOKEN, tcp
-from titanrl.hosts.leases import START, AcquiredHosts, Host, Leases, Order, broken_by_name, broken_by_remote_hosts
+from titanrl.hosts.holder import BUSY, POD_IP, SERVING, tcp
+from titanrl.hosts.leases import (
+    LISTEN,
+    MODULE,
+    START,
+    TOKEN,
+    AcquiredHosts,
+    Host,
+    Leases,
+    Order,
+    broken_by_name,
+    broken_by_remote_hosts,
+)
 
 if TYPE_CHECKING:
     from kubernetes.aio.client import ApiClient, ApiException

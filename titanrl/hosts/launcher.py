@@ -27,7 +27,7 @@ from titanrl.config.load import explain_rule
 from titanrl.config.schema import Config
 from titanrl.config.sizes import host_counts
 from titanrl.config.source import Source
-from titanrl.hosts.holder import CONNECT, CONTROLLER, MODULE, TOKEN, serve
+from titanrl.hosts.holder import serve
 from titanrl.hosts.leases import (
     END,
     FAILED,
@@ -41,6 +41,7 @@ from titanrl.hosts.leases import (
     Say,
     addresses_of,
     broken_by_trust,
+    holder_command,
 )
 
 if TYPE_CHECKING:
@@ -359,9 +360,8 @@ class Crew:
             ConfigError: A process reported a problem.
             LauncherError: A process exited, or did not connect in time.
         """
-        command = [sys.executable, "-m", MODULE, CONNECT, "0"]
-        environment = os.environ | {CONTROLLER: self.controller.address, TOKEN: self.controller.token}
-        self._own_host = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, start_new_session=True)
+        environment = os.environ | self.controller.variables
+        self._own_host = subprocess.Popen(holder_command(0), stdin=subprocess.DEVNULL, env=environment, start_new_session=True)
         asyncio.run(self._gather(timeout_s))
         if problems := [f"{self._name(rank)}: {text}" for rank, text in sorted(self._reported.items()) if text]:
             raise ConfigError(*problems)

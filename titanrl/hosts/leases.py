@@ -25,6 +25,7 @@ import ipaddress
 import logging
 import secrets
 import socket
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,12 @@ from titanrl.config.sizes import host_counts
 
 logger = logging.getLogger(__name__)
 
+MODULE = "titanrl.hosts.holder"
+"""Program that holds a host."""
+CONNECT, LISTEN = "connect", "listen"
+"""First argument of the program. A rank may follow `connect`, except on Slurm nodes. A port follows `listen`."""
+CONTROLLER, TOKEN = "TITANRL_CONTROLLER", "TITANRL_TOKEN"
+"""Environment variables with the address of the controller's leases, and their secret."""
 LOST_S = 5
 """Seconds without any sign of life after which a host is considered lost."""
 CONTROLLER_LOST_S = 60
@@ -76,6 +83,16 @@ class Controller:
 
     address: str
     token: str
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Environment variables of a host that connects to this controller."""
+        return {CONTROLLER: self.address, TOKEN: self.token}
+
+
+def holder_command(rank: int | None = None) -> list[str]:
+    """Return the command that holds a host for the controller in `Controller.variables`; without a rank, a Slurm node."""
+    return [sys.executable, "-m", MODULE, CONNECT, *([] if rank is None else [str(rank)])]
 
 
 OnHost = Callable[[Host], None]

@@ -12,7 +12,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +20,17 @@ from titanrl.base.choices import DeviceKind
 from titanrl.base.errors import TitanRLError
 from titanrl.config.errors import BrokenRule
 from titanrl.config.schema import Config
-from titanrl.hosts.holder import CONNECT, CONTROLLER, MODULE, TOKEN
-from titanrl.hosts.leases import READY, START, AcquiredHosts, Host, Order, broken_by_name, broken_by_remote_hosts
+from titanrl.hosts.leases import (
+    READY,
+    START,
+    AcquiredHosts,
+    Controller,
+    Host,
+    Order,
+    broken_by_name,
+    broken_by_remote_hosts,
+    holder_command,
+)
 from titanrl.processes.children import run_program
 
 logger = logging.getLogger(__name__)
@@ -169,7 +177,7 @@ def directives(config: Config, num_hosts: int, output: Path, *, device: DeviceKi
 def step_command() -> list[str]:
     """Return the command that holds each node. If a node fails, the others continue."""
     options = ["--ntasks-per-node=1", "--kill-on-bad-exit=0", "--wait=0", "--no-kill", "--cpu-bind=none", "--mpi=none"]
-    return ["srun", *options, sys.executable, "-m", MODULE, CONNECT]
+    return ["srun", *options, *holder_command()]
 
 
 def hosts_script(header: Sequence[str], command: Sequence[str], variables: Mapping[str, str]) -> str:
@@ -233,8 +241,7 @@ class SlurmHosts(AcquiredHosts):
         Raises:
             SlurmError: Slurm refused or ended the job, or the hosts did not start.
         """
-        address = await self.leases.open(socket.gethostname())
-        variables = {CONTROLLER: address, TOKEN: self.leases.token}
+        variables = Controller(await self.leases.open(socket.gethostname()), self.leases.token).variables
         if self._is_inside:
             self._job_id = os.environ["SLURM_JOB_ID"]
             environment = clean_environment() | variables
