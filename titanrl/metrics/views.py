@@ -412,7 +412,7 @@ class RunView:
 
     def _compares_rewards(self) -> bool:
         found = re.search(r"^  advantage: (\S+)$", self.record.config, re.MULTILINE)
-        advantage = ADVANTAGES.get(found[1] if found else "dr_grpo")
+        advantage = ADVANTAGES.get(found[1]) if found else None
         return advantage is not None and not advantage.traits.keeps_equal_rewards
 
     def _read_parts(self) -> None:
