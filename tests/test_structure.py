@@ -11,14 +11,14 @@ import pytest
 from tests.size import PACKAGE, figures
 
 CEILINGS = {
-    "lines": 69_850,
+    "lines": 69_780,
     "modules": 241,
     "small modules": 4,
     "modules with a shared name": 4,
     "rooms": 27,
-    "arrows": 181,
+    "arrows": 179,
     "floors": 13,
-    "modules reached by the loop": 109,
+    "modules reached by the loop": 107,
     "functions with one mention": 0.375,
 }
 """Largest figures of `tests.size`. Lower them with the code. A change that needs a higher one says why in its message."""
