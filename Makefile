@@ -39,7 +39,7 @@ demo-tools: $(RUNTIME) ## train a small policy to call a calculator (ARGS="max_s
 	$(BIN)/python -m titanrl.grpo --config configs/tools.yaml $(ARGS)
 
 test: $(DEV) $(DOCS) ## run all tests except the slow ones (WORKERS=2 processes)
-	@$(BIN)/python -m compileall -qq titanrl tests
+	@$(BIN)/python -m compileall -qq titanrl tests # pytest also keeps the tests that it rewrites, unless the variable is set
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=30 $(ARGS)
 
 test-slow: $(DEV) ## run the slow tests other than the fault matrix, in about half an hour

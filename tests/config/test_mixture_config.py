@@ -63,6 +63,8 @@ def test_advantage_that_compares_completions_needs_two_of_them(tmp_path: Path) -
     rule = r"rollout.group_size=1.*\n  rule: grpo compares the completions.*\n  fix:  set rollout.group_size to 2 or more"
     with pytest.raises(ConfigError, match=rule):
         loaded(tmp_path, one, "algorithm.advantage=grpo")
+    with pytest.raises(ConfigError, match="dynamic sampling would discard every group"):
+        loaded(tmp_path, one, "algorithm.advantage=gae", "rollout.dynamic_sampling=true")
     tasks = START + "data: {mixture: {a: {group_size: 1, advantage: grpo}, b: {}}}\n"
     with pytest.raises(ConfigError, match=r'data.mixture.a.advantage="grpo", data.mixture.a.group_size=1'):
         loaded(tmp_path, tasks)

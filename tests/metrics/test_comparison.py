@@ -76,6 +76,11 @@ def test_run_without_a_configuration_differs_in_no_key(records: list[RunRecord])
     (records[0].path / "config.yaml").unlink()
     found = differing_keys(variants_of(read_runs(records)))
     assert found == {"algorithm.learning_rate": [UNKNOWN, 1e-5, 1e-4]}
+    rate = {"kind": "learning_rate", "step": 2, "value": None, "number": 1}
+    for record in records[:2]:
+        (record.path / "events.jsonl").write_text(json.dumps(rate) + "\n")
+    found = differing_keys(variants_of(read_runs(records)))
+    assert found == {"algorithm.learning_rate": [UNKNOWN, "1e-05, from step 3 on the schedule", 1e-5, 1e-4]}
 
 
 def test_change_during_the_run_is_a_difference(records: list[RunRecord]) -> None:

@@ -53,7 +53,7 @@ def prepare() -> None:
 
 
 def path(text: str) -> Path:
-    """Return the path given as an argument, for `argparse` as `type`. `Path` would take "" for the working directory.
+    """Return the path given as an argument, for `argparse` as `type`.
 
     Raises:
         ArgumentTypeError: The argument is empty, which `Path` would take for the working directory.

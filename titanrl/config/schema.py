@@ -434,7 +434,7 @@ def _sampling(config: Config) -> Iterator[BrokenRule]:
         fix = f"set algorithm.pass_k to at most {rollout.group_size}"
         yield config.broken("algorithm.pass_k rollout.group_size", "group_size must be at least pass_k", fix)
     if config.program == "train" and config.train and not config.data.mixture:
-        yield from _single_completions(algorithm, rollout.group_size, "algorithm.advantage", "rollout.group_size")
+        yield from _single_completions(config, algorithm, rollout.group_size, "algorithm.advantage", "rollout.group_size")
     if config.generator.vllm.get("logprobs_mode", "processed_logprobs") != "processed_logprobs":
         rule = "the generator must return log-probabilities after temperature and truncation, like the trainer's"
         yield config.broken("generator.vllm.logprobs_mode", rule, "remove generator.vllm.logprobs_mode")
@@ -477,13 +477,18 @@ def _tasks(config: Config) -> Iterator[BrokenRule]:
             yield BrokenRule(values, "group_size must be at least pass_k", f"set pass_k to at most {group_size}")
         if config.program == "train" and config.train:
             advantage = f"{key}.advantage" if task.advantage else "algorithm.advantage"
-            yield from _single_completions(
-                own, group_size, advantage, f"{key}.group_size" if task.group_size else "rollout.group_size"
-            )
+            size = f"{key}.group_size" if task.group_size else "rollout.group_size"
+            yield from _single_completions(config, own, group_size, advantage, size)
 
 
-def _single_completions(algorithm: AlgorithmConfig, group_size: int, advantage: str, size: str) -> Iterator[BrokenRule]:
-    """Yield the rule that groups of one completion break if the advantage compares completions. Both keys are paths."""
+def _single_completions(
+    config: Config, algorithm: AlgorithmConfig, group_size: int, advantage: str, size: str
+) -> Iterator[BrokenRule]:
+    """Yield the rules that groups of one completion break; `advantage` and `size` are the paths of the keys."""
+    if group_size == 1 and config.rollout.dynamic_sampling:
+        rule = "the rewards of a group of one are all equal, so dynamic sampling would discard every group"
+        fix = f"set {size} to 2 or more, or rollout.dynamic_sampling to false"
+        yield BrokenRule({size: 1, "rollout.dynamic_sampling": True}, rule, fix)
     if group_size == 1 and not algorithm.advantage_traits.keeps_equal_rewards:
         alone = ", ".join(name for name, built_in in ADVANTAGES.items() if built_in.traits.keeps_equal_rewards)
         rule = f"{algorithm.advantage} compares the completions of a group, so it needs at least two"

@@ -133,10 +133,12 @@ def read_runs(records: Sequence[RunRecord]) -> list[ComparedRun]:
 def _with_changes(config: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the values of a configuration; of a key that was changed during the run, also the later values and their steps."""
     found = dict(config)
-    for event in events:
-        key = {"set": event.get("key"), "learning_rate": "algorithm.learning_rate"}.get(str(event.get("kind")))
+    for event in events if config else ():
+        kind, value = event.get("kind"), _shown(event.get("value"))
+        key = event.get("key") if kind == "set" else "algorithm.learning_rate" if kind == "learning_rate" else None
         if isinstance(key, str) and isinstance(step := event.get("step"), int):
-            found[key] = f"{_shown(found.get(key, MISSING))}, from step {step + 1} on {_shown(event.get('value'))}"
+            later = "the schedule" if kind == "learning_rate" and value == "null" else value
+            found[key] = f"{_shown(found.get(key, MISSING))}, from step {step + 1} on {later}"
     return found
 
 

@@ -5,9 +5,8 @@ keeps the finished group's tokens (its *payload*) in its *shard*; only the recor
 no new request can get weights older than those trained on its group (`WeightSync`, stage 4).
 
 With B = (max_staleness + 1) P slots, P groups trained on between two publications and a window of W = max(1, floor(window B)),
-no token is trained on more than (B + W - 2) // P
-publications after it was sampled; docs/async.md proves it. Unless `discard` is called, no group is dropped because of its age,
-so long completions are as likely to be trained on as short ones.
+no token is trained on more than (B + W - 2) // P publications after it was sampled; docs/async.md proves it. Unless `discard`
+is called, no group is dropped because of its age, so long completions are as likely to be trained on as short ones.
 
 With a replay memory, a trained group moves there when its slot is released, and keeps its storage location. Replayed groups are
 added to the new groups of a batch, so the bound does not depend on them.
@@ -252,7 +251,8 @@ class ReplayMemory:
         for handle in handles:
             self.release(handle, None)
             self._groups[handle.slot].num_uses -= 1
-        self._rng.bit_generator.state = self._before_draw
+        if handles:  # else it drew nothing
+            self._rng.bit_generator.state = self._before_draw
 
     def add(self, groups: Iterable[Stored]) -> list[GroupHandle]:
         """Store groups; return the removed groups: lost ones, then the oldest ones. Groups in unreleased batches stay."""
@@ -639,12 +639,11 @@ class GroupBuffer:
     def _return_batch(self, handles: Table) -> list[int]:
         """Make the groups of a batch ready again, unless their tokens are lost; return the positions of the lost groups."""
         lost, keys = [], handles_of(handles)
-        replayed = [] if self._memory is None else [handle for handle in keys if handle in self._memory]
         if self._memory is not None:
+            replayed = [handle for handle in keys if handle in self._memory]
             self._memory.undo_draw(replayed)
+            keys = [handle for handle in keys if handle not in self._memory]
         for handle in keys:
-            if self._memory is not None and handle in self._memory:
-                continue
             group = self._taken.pop(handle.slot)
             self._overtakers.discard(group.record.index)
             self.mixture.undo_train([group.record.index], is_dropped=handle in self._lost)
