@@ -173,13 +173,13 @@ class GRPO(Run):
             share_prompts=config.trainer.share_prompts,
         )
         records, of_values = batch.all_records.by_index(), dict[str, float]()
-        if config.algorithm.has_critic:
+        if not config.algorithm.has_critic:
+            advantages_N, spans = advantages_of(records, self._advantages_by_task, config.data.weight_of)
+        else:
             passes = plan(records, advantages_N=np.zeros(len(records.rewards))).microbatches  # over all sequences
             values = [await self.session.trainer.compute_values(microbatch) for microbatch in passes]
             advantages_N, spans = critic_advantages(records, collect_values(records, passes, values), config.algorithm)
             of_values = value_metrics(spans)
-        else:
-            advantages_N, spans = advantages_of(records, self._advantages_by_task, config.data.weight_of)
         epochs, num_minibatches = config.trainer.epochs, config.trainer.minibatches_per_batch
         seed = (config.seed, self.state.step)
         plan = partial(plan, advantages_N=advantages_N, spans=spans)
