@@ -49,7 +49,7 @@ def rl_batches(case: Case) -> tuple[list[PackedRows], int, float]:
     payload = {}
     random = np.random.default_rng(2)
     plans = []
-    for slot, length in enumerate(lengths):
+    for location, length in enumerate(lengths):
         mask = np.arange(length) >= max(1, length // 4)
         segment = Segment(
             token_ids=random.integers(0, case.shape.vocab_size, length),
@@ -57,7 +57,7 @@ def rl_batches(case: Case) -> tuple[list[PackedRows], int, float]:
             logprobs=np.where(mask, -np.log(case.shape.vocab_size), 0.0).astype(np.float32),
             versions=np.where(mask, 0, -1),
         )
-        handle = GroupHandle(shard=0, slot=slot, serial=0)
+        handle = GroupHandle(shard=0, location=location, serial=0)
         payload[handle] = {0: segment}
         plans.append(SequencePlan(handle=handle, segment=0, length=length, advantage=float(random.normal()), weight=1e-4))
     rows = [tuple(plans[i] for i in row) for row in packed]

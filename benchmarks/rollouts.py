@@ -99,7 +99,7 @@ async def rollouts_per_s(make: MakeGroup, tokenizer: Tokenizer) -> float:
         groups = await asyncio.gather(*map(make, prompts[first : first + GROUPS_AT_ONCE]))
         for group in groups:
             assert len(group.rollouts) == GROUP_SIZE, group.failures
-            handle = GroupHandle(shard=0, slot=group.prompt.index, serial=1)
+            handle = GroupHandle(shard=0, location=group.prompt.index, serial=1)
             record_of(group, handle, has_payload=True, num_overlong=0)
             packed(group.rollouts)
     return NUM_GROUPS * GROUP_SIZE / (time.perf_counter() - started)

@@ -452,14 +452,14 @@ class SizedPayloads:
     def put(self, handle: GroupHandle, parts: Sequence[bytes]) -> None:
         """Count a group."""
         size = sum(map(len, parts))
-        self._num_bytes += size - self._sizes.get(handle.slot, (handle, 0))[1]
-        self._sizes[handle.slot] = handle, size
+        self._num_bytes += size - self._sizes.get(handle.location, (handle, 0))[1]
+        self._sizes[handle.location] = handle, size
 
     def drop(self, handles: Sequence[GroupHandle]) -> None:
         """Forget groups."""
         for handle in handles:
-            if handle.slot in self._sizes and self._sizes[handle.slot][0] == handle:
-                self._num_bytes -= self._sizes.pop(handle.slot)[1]
+            if handle.location in self._sizes and self._sizes[handle.location][0] == handle:
+                self._num_bytes -= self._sizes.pop(handle.location)[1]
 
 
 class TimedFleet:

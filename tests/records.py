@@ -19,7 +19,7 @@ def make_record(
     fields: dict[str, Any] = {
         "index": index,
         "task": "sums",
-        "handle": GroupHandle(shard=0, slot=index, serial=0),
+        "handle": GroupHandle(shard=0, location=index, serial=0),
         "has_payload": True,
         "rewards": tuple(rewards),
         "reward_parts": {},

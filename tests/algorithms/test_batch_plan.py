@@ -64,7 +64,7 @@ def test_plan_of_small_batch_by_hand(make_record: RecordMaker) -> None:
 def test_groups_without_payload_affect_weights_but_do_not_run(make_record: RecordMaker) -> None:
     mute = make_record(1, rewards=[1.0, 1.0], num_sampled=[10, 20], has_payload=False)
     batch = plan([make_record(0, rewards=[1.0, 0.0], num_sampled=[4, 6]), mute])
-    assert {sequence.handle.slot for sequence in sequences(batch)} == {0}
+    assert {sequence.handle.location for sequence in sequences(batch)} == {0}
     assert {sequence.weight for sequence in sequences(batch)} == {1 / 40}
 
 
@@ -89,7 +89,7 @@ def test_every_sequence_with_advantage_runs_once(make_record: RecordMaker, data:
     records = [make_record(i, data.draw(rewards), data.draw(lengths)) for i in range(data.draw(st.integers(1, 8)))]
     rows_per_microbatch, dp_size = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5))
     batch = plan(records, row_tokens=40, rows_per_microbatch=rows_per_microbatch, dp_size=dp_size)
-    ran = sorted((sequence.handle.slot, sequence.segment) for sequence in sequences(batch))
+    ran = sorted((sequence.handle.location, sequence.segment) for sequence in sequences(batch))
     assert ran == [(r.index, i) for r in records for i in range(4) if r.rewards[i] != sum(r.rewards) / 4]
     for microbatch in batch.microbatches:
         assert len(microbatch.rows) == dp_size
@@ -109,13 +109,13 @@ def test_shared_prompt_excludes_its_last_token(make_record: RecordMaker) -> None
     apart, together = (plan(records, row_tokens=24, share_prompts=share) for share in (False, True))
     assert [[s.num_shared for s in row] for microbatch in apart.microbatches for row in microbatch.rows[0]] == [[0] * 3] * 2
     # 8 tokens of the first, 3 and 2 of the others, and as much again for the second group, are 26; only 24 fit.
-    assert [[(s.handle.slot, s.num_shared) for s in row] for m in together.microbatches for row in m.rows[0]] == [
+    assert [[(s.handle.location, s.num_shared) for s in row] for m in together.microbatches for row in m.rows[0]] == [
         [(0, 0), (0, 4), (0, 4), (1, 0), (1, 4)],
         [(1, 0)],
     ]
     assert together.packing_efficiency == (24 + 6) / 48
-    without = [(s.handle.slot, s.segment, s.advantage, s.weight) for s in sequences(together)]
-    assert sorted(without) == sorted((s.handle.slot, s.segment, s.advantage, s.weight) for s in sequences(apart))
+    without = [(s.handle.location, s.segment, s.advantage, s.weight) for s in sequences(together)]
+    assert sorted(without) == sorted((s.handle.location, s.segment, s.advantage, s.weight) for s in sequences(apart))
 
 
 def test_group_without_prompt_shares_nothing(make_record: RecordMaker) -> None:
@@ -165,7 +165,7 @@ def test_batch_without_gradient_gives_ranks_one_empty_micro_batch(make_record: R
 def test_sequences_without_advantage_run_if_other_terms_need_them(make_record: RecordMaker, algorithm) -> None:
     records = [make_record(0, [1.0, 0.5, 0.0], [4, 6, 5]), make_record(1, [1.0, 1.0], [2, 3])]
     assert len(sequences(plan(records))) == 2
-    assert sorted((s.handle.slot, s.segment) for s in sequences(plan(records, **algorithm))) == [
+    assert sorted((s.handle.location, s.segment) for s in sequences(plan(records, **algorithm))) == [
         (0, 0),
         (0, 1),
         (0, 2),
@@ -178,7 +178,7 @@ def test_reinforce_pp_trains_on_groups_of_equal_rewards(make_record: RecordMaker
     records = [make_record(0, [1.0, 1.0], [4, 4]), make_record(1, [0.0, 0.0], [4, 4])]
     batch = plan(records, advantage="reinforce_pp")
     # Mean 0.5, standard deviation 0.5.
-    assert {s.handle.slot: s.advantage for s in sequences(batch)} == pytest.approx({0: 1.0, 1: -1.0}, rel=1e-5)
+    assert {s.handle.location: s.advantage for s in sequences(batch)} == pytest.approx({0: 1.0, 1: -1.0}, rel=1e-5)
 
 
 def test_equal_rewards_have_no_advantage_with_a_batch_baseline(make_record: RecordMaker) -> None:
@@ -191,7 +191,7 @@ def test_equal_rewards_have_no_advantage_with_a_batch_baseline(make_record: Reco
     std = ((3 * 0.6**2 + 3 * 0.4**2 + 4 * 0.15**2) / 10) ** 0.5
     assert batch.advantages_N.tolist() == pytest.approx([0.6 / std, *3 * [-0.4 / std], 0.0, 0.0], rel=1e-5)
     assert batch.advantages_N.tolist()[4:] == [0.0, 0.0]
-    assert {s.handle.slot for s in sequences(batch)} == {0}
+    assert {s.handle.location for s in sequences(batch)} == {0}
 
 
 REWARDS = st.sampled_from([0.0, 0.1, 0.25, 1.0])

@@ -54,7 +54,7 @@ def plan(records: Sequence[GroupRecord] | RecordTable, own: Any = None, **option
 
 def sequences(batch: BatchPlan) -> dict[tuple[int, int], SequencePlan]:
     found = [s for microbatch in batch.microbatches for rank in microbatch.rows for row in rank for s in row]
-    return {(sequence.handle.slot, sequence.segment): sequence for sequence in found}
+    return {(sequence.handle.location, sequence.segment): sequence for sequence in found}
 
 
 def test_turn_return_discounts_later_turns() -> None:
@@ -263,7 +263,7 @@ def test_mini_batches_use_advantages_of_full_batch() -> None:
     )
     found = {place: s.spans for update in step.updates for place, s in sequences(update).items()}
     spans = {0: ((-1.0, 2), (1.0, 3)), 2: (), 3: ()}
-    assert found == {(slot, segment): spans[segment] for slot in range(4) for segment in spans}
+    assert found == {(location, segment): spans[segment] for location in range(4) for segment in spans}
 
 
 def test_table_keeps_turns_in_any_order_and_with_groups_without_turns() -> None:

@@ -135,9 +135,9 @@ def test_spans_carry_value_and_return_of_each_token_into_rows_and_minibatches() 
     for num_minibatches in (1, 2):
         step = plan_step(records, plan, epochs=1, num_minibatches=num_minibatches, seed=(0,))
         found = {place: s.spans for update in step.updates for place, s in sequences(update).items()}
-        assert found.keys() == {(slot, segment) for slot in (3, 5) for segment in range(4)}
-        for slot in (3, 5):
-            tokens = np.array([span for segment in range(4) for span in found[slot, segment]])
+        assert found.keys() == {(location, segment) for location in (3, 5) for segment in range(4)}
+        for location in (3, 5):
+            tokens = np.array([span for segment in range(4) for span in found[location, segment]])
             np.testing.assert_allclose(tokens.T, [expected, np.ones(13), VALUES, targets], rtol=1e-6, atol=1e-7)
 
 

@@ -139,4 +139,6 @@ def test_groups_without_tokens_enter_batch_standard_deviation(make_record: Calla
     # Sums 1, -1, -1, 1 and four times 0: variance 4 / 8.
     expected = [math.sqrt(2), -math.sqrt(2), -math.sqrt(2), math.sqrt(2), 0.0, 0.0, 0.0, 0.0]
     assert batch.advantages_N == pytest.approx(expected, rel=1e-5)
-    assert {s.handle.slot for microbatch in batch.microbatches for rank in microbatch.rows for row in rank for s in row} == {0}
+    assert {
+        s.handle.location for microbatch in batch.microbatches for rank in microbatch.rows for row in rank for s in row
+    } == {0}

@@ -126,7 +126,7 @@ def split(places: list[list[list[int]]], weights: list[float]) -> tuple[list[Mic
         tables, counts = [], []
         for rank, segments in enumerate(ranks):
             table = np.zeros(len(segments), SEQUENCE)
-            table["handle"]["slot"] = [KEPT[i][0] for i in segments]
+            table["handle"]["location"] = [KEPT[i][0] for i in segments]
             table["rollout"] = [KEPT[i][1] for i in segments]
             table["weight"] = [weights[i] for i in segments]
             tables.append(RowTable(table, np.arange(1, len(table) + 1)))

@@ -32,8 +32,8 @@ def steps(records: list[GroupRecord], epochs: int, num_minibatches: int, *, seed
     return plan_step(table, plan(**algorithm), epochs=epochs, num_minibatches=num_minibatches, seed=(seed, 3))
 
 
-def slots(update: BatchPlan) -> set[int]:
-    return {sequence.handle.slot for sequence in sequences(update)}
+def locations(update: BatchPlan) -> set[int]:
+    return {sequence.handle.location for sequence in sequences(update)}
 
 
 @given(num_groups=st.integers(1, 40), num_minibatches=st.integers(1, 40), epoch=st.integers(0, 3))
@@ -65,12 +65,14 @@ def test_each_epoch_has_all_groups_in_new_order(make_record: RecordMaker) -> Non
     records = [make_record(index) for index in range(12)]
     found = steps(records, 3, 4)
     assert (len(found.updates), found.num_in_first_epoch) == (12, 4)
-    epochs = [[slots(update) for update in found.updates[start : start + 4]] for start in (0, 4, 8)]
+    epochs = [[locations(update) for update in found.updates[start : start + 4]] for start in (0, 4, 8)]
     for epoch in epochs:
         assert [len(minibatch) for minibatch in epoch] == [3, 3, 3, 3]
         assert set.union(*epoch) == set(range(12))
     assert epochs[0] != epochs[1] != epochs[2]
-    assert {sequence.handle.slot for part in found.first_epoch for row in part.rows[0] for sequence in row} == set(range(12))
+    assert {sequence.handle.location for part in found.first_epoch for row in part.rows[0] for sequence in row} == set(
+        range(12)
+    )
     assert steps(records[::-1], 3, 4) == found, "the order of arrival does not matter"
     assert steps(records, 3, 4, seed=1) != found
 
@@ -85,7 +87,7 @@ def test_epochs_without_minibatches_repeat_the_plan(make_record: RecordMaker) ->
 def test_loss_weights_are_computed_per_optimizer_step(make_record: RecordMaker) -> None:
     records = [make_record(0, [1.0, 0.0], [3, 5]), make_record(1, [1.0, 0.0], [10, 2])]
     found = steps(records, 1, 2)
-    weights = {min(slots(update)): {sequence.weight for sequence in sequences(update)} for update in found.updates}
+    weights = {min(locations(update)): {sequence.weight for sequence in sequences(update)} for update in found.updates}
     assert weights == {0: {1 / 8}, 1: {1 / 12}}
     assert {sequence.weight for sequence in sequences(steps(records, 1, 1).updates[0])} == {1 / 20}
 
@@ -97,7 +99,7 @@ def test_advantages_are_computed_over_full_batch(make_record: RecordMaker) -> No
     expected = {(0, 0): -1.0, (0, 1): -2.0, (1, 0): 2.0, (1, 1): 1.0}
     trained = [sequence for update in found.updates for sequence in sequences(update)]
     assert len(trained) == 8
-    ratios = {round(sequence.advantage / expected[sequence.handle.slot, sequence.segment], 6) for sequence in trained}
+    ratios = {round(sequence.advantage / expected[sequence.handle.location, sequence.segment], 6) for sequence in trained}
     assert len(ratios) == 1, "one scale for the whole batch"
     assert found.advantages_N.tolist() == pytest.approx([next(iter(ratios)) * value for value in expected.values()], rel=1e-5)
 
@@ -105,7 +107,7 @@ def test_advantages_are_computed_over_full_batch(make_record: RecordMaker) -> No
 def test_minibatch_without_gradient_takes_no_optimizer_step(make_record: RecordMaker) -> None:
     equal = [make_record(index, [1.0, 1.0], has_payload=False) for index in range(1, 4)]
     found = steps([make_record(0), *equal], 2, 4)
-    assert [slots(update) for update in found.updates] == [{0}, {0}]
+    assert [locations(update) for update in found.updates] == [{0}, {0}]
     assert found.num_in_first_epoch == 1
     nothing = steps(equal, 2, 3)
     assert len(nothing.updates) == 1, "a step without any gradient is one empty optimizer step"

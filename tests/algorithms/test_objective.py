@@ -70,7 +70,7 @@ def rows_objective(
     """Compute one rank's share of the objective on one micro-batch."""
     before, labels, old, advantages, weights, mask, ids = [], [], [], [], [], [], []
     for number, sequence in enumerate(sequence for row in rows for sequence in row):
-        tokens, logprobs = payload[sequence.handle.slot, sequence.segment]
+        tokens, logprobs = payload[sequence.handle.location, sequence.segment]
         num_places = len(tokens) - 1
         before += tokens[:-1]
         labels += tokens[1:]

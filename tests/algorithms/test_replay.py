@@ -61,8 +61,8 @@ def test_importance_weight_multiplies_the_loss_weights_of_its_group(make_record:
             dp_size=1,
         )
         (row,) = plan.microbatches[0].rows[0]
-        by_slot = {(sequence.handle.slot, sequence.segment): sequence.weight for sequence in row}
-        return [by_slot[key] for key in sorted(by_slot)]
+        by_location = {(sequence.handle.location, sequence.segment): sequence.weight for sequence in row}
+        return [by_location[key] for key in sorted(by_location)]
 
     plain = weights(RecordTable.join(packed))
     replayed = weights(RecordTable.join(packed[:2]) + RecordTable.join([packed[2].with_weight(0.25)]))

@@ -42,7 +42,7 @@ def plan(records: list[GroupRecord], **options: object) -> BatchPlan:
 
 def sequences(batch: BatchPlan) -> dict[tuple[int, int], SequencePlan]:
     found = [s for microbatch in batch.microbatches for rank in microbatch.rows for row in rank for s in row]
-    return {(sequence.handle.slot, sequence.segment): sequence for sequence in found}
+    return {(sequence.handle.location, sequence.segment): sequence for sequence in found}
 
 
 @pytest.mark.parametrize(
@@ -59,21 +59,26 @@ def sequences(batch: BatchPlan) -> dict[tuple[int, int], SequencePlan]:
 def test_weights_by_hand(reduction: Reduction, weights: list[list[float]]) -> None:
     planned = sequences(plan(GROUPS, reduction=reduction))
     for record, expected in zip(GROUPS, weights, strict=True):
-        got = [planned[record.handle.slot, segment].weight for segment in range(len(expected))]
+        got = [planned[record.handle.location, segment].weight for segment in range(len(expected))]
         assert got == pytest.approx(expected, rel=1e-15)
 
 
 def test_all_segments_of_a_rollout_have_its_advantage() -> None:
     planned = sequences(plan(GROUPS))
-    slots = [record.handle.slot for record in GROUPS]
-    assert [planned[slots[0], segment].advantage for segment in range(3)] == [0.5, 0.5, -0.5]
-    assert [planned[slots[1], segment].advantage for segment in range(4)] == [1.0, 1.0, 1.0, -1.0]
+    locations = [record.handle.location for record in GROUPS]
+    assert [planned[locations[0], segment].advantage for segment in range(3)] == [0.5, 0.5, -0.5]
+    assert [planned[locations[1], segment].advantage for segment in range(4)] == [1.0, 1.0, 1.0, -1.0]
 
 
 def test_only_first_segments_share_the_prompt() -> None:
     batch = plan(GROUPS, share_prompts=True)
     shared = {place: sequence.num_shared for place, sequence in sequences(batch).items() if sequence.num_shared}
-    first = {(GROUPS[0].handle.slot, 0), (GROUPS[0].handle.slot, 2), (GROUPS[1].handle.slot, 0), (GROUPS[1].handle.slot, 3)}
+    first = {
+        (GROUPS[0].handle.location, 0),
+        (GROUPS[0].handle.location, 2),
+        (GROUPS[1].handle.location, 0),
+        (GROUPS[1].handle.location, 3),
+    }
     assert len(shared) == 2
     assert shared.keys() <= first
     assert set(shared.values()) == {PROMPT - 1}
@@ -81,7 +86,7 @@ def test_only_first_segments_share_the_prompt() -> None:
 
 def test_segment_without_sampled_tokens_does_not_run() -> None:
     record = group(0, [[2, 0], [4]], [1.0, 0.0])
-    assert sequences(plan([record])).keys() == {(record.handle.slot, 0), (record.handle.slot, 2)}
+    assert sequences(plan([record])).keys() == {(record.handle.location, 0), (record.handle.location, 2)}
 
 
 rollouts = st.tuples(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.sampled_from([0.0, 0.5, 1.0]))
@@ -104,9 +109,9 @@ def test_objective_does_not_depend_on_segmentation(
     ]
 
     def total(records: list[GroupRecord]) -> float:
-        sampled = {record.handle.slot: record.num_sampled for record in records}
+        sampled = {record.handle.location: record.num_sampled for record in records}
         planned = sequences(plan(records, reduction=reduction, dp_size=dp_size)).items()
-        return sum(s.weight * s.advantage * sampled[slot][segment] for (slot, segment), s in planned)
+        return sum(s.weight * s.advantage * sampled[location][segment] for (location, segment), s in planned)
 
     assert total(cut) == pytest.approx(total(whole), abs=1e-12)
 

@@ -13,7 +13,7 @@ def record(index: int, rewards: tuple[float, ...], parts: dict[str, tuple[float,
     return GroupRecord(
         index=index,
         task="sums",
-        handle=GroupHandle(shard=index % 2, slot=index + 10, serial=3),
+        handle=GroupHandle(shard=index % 2, location=index + 10, serial=3),
         has_payload=index != 4,
         rewards=rewards,
         reward_parts=parts,
@@ -91,13 +91,18 @@ def test_empty_table_has_no_groups() -> None:
 
 
 def test_rows_iterate_as_sequence_plans() -> None:
-    def plan(slot: int) -> SequencePlan:
-        handle = GroupHandle(shard=1, slot=slot, serial=1 << 40)
-        return SequencePlan(handle=handle, segment=slot + 1, length=9, advantage=-0.1 * slot, weight=1 / 3, num_shared=2 * slot)
+    def plan(location: int) -> SequencePlan:
+        handle = GroupHandle(shard=1, location=location, serial=1 << 40)
+        return SequencePlan(
+            handle=handle, segment=location + 1, length=9, advantage=-0.1 * location, weight=1 / 3, num_shared=2 * location
+        )
 
     def table(weight: float, ends: list[int]) -> RowTable:
-        handles = [(1, slot, 1 << 40) for slot in range(3)]
-        columns = [(handle, slot, slot + 1, 9, -0.1 * slot, weight, 2 * slot, 0) for slot, handle in enumerate(handles)]
+        handles = [(1, location, 1 << 40) for location in range(3)]
+        columns = [
+            (handle, location, location + 1, 9, -0.1 * location, weight, 2 * location, 0)
+            for location, handle in enumerate(handles)
+        ]
         return RowTable(np.array(columns, SEQUENCE), np.array(ends))
 
     arrived = pickle.loads(pickle.dumps(table(1 / 3, [2, 2, 3])))

@@ -12,7 +12,7 @@ from titanrl.carriers.supports import supports_of
 from titanrl.carriers.tables import SequencePlan
 from titanrl.carriers.types import Completion, GenerationRequest, GroupHandle, SamplingParams, Segment
 
-HANDLE = GroupHandle(shard=1, slot=7, serial=3)
+HANDLE = GroupHandle(shard=1, location=7, serial=3)
 CARRIERS = (
     HANDLE,
     SequencePlan(handle=HANDLE, segment=2, length=20, advantage=-0.5, weight=0.25),

@@ -28,7 +28,7 @@ FAULTS = ("kill -9", "SIGSTOP", "segfault", "os._exit", "busy loop", "unpicklabl
 SIGNALS = ("kill -9", "SIGSTOP")
 """Faults that a process can cause in another one."""
 TRIGGERS = {
-    "rollout": "ReplayBuffer.commit",
+    "rollout": "BufferActor.commit",
     "forward/backward": "PolicyTrainer.forward_backward",
     "push": "PolicyTrainer.push_weights",
     "pull": "Generator.pull_weights",
@@ -50,9 +50,9 @@ OWN_TRIGGERS = {
     ("trainer", "forward/backward"): "PolicyTrainer.forward_backward",
     ("trainer", "push"): "PolicyTrainer.push_weights",
     ("trainer", "checkpoint"): "PolicyTrainer.save_checkpoint",
-    ("store", "rollout"): "ReplayBuffer.commit",
-    ("store", "pull"): "ReplayBuffer.release",
-    ("store", "checkpoint"): "ReplayBuffer.save",
+    ("store", "rollout"): "BufferActor.commit",
+    ("store", "pull"): "BufferActor.release",
+    ("store", "checkpoint"): "BufferActor.save",
     ("evaluator", "start"): "Generator.start",
     ("environment", "rollout"): "environment.step",
 }

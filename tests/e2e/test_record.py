@@ -193,7 +193,7 @@ def test_recorded_spans_name_work_and_waits(finished: Lived) -> None:
         ("rollout_0_0", "wait for a slot"),
         ("rollout_0_0", "wait for the generators"),
         ("rollout_0_0", "score"),
-        ("store_0", "ReplayBuffer.take_batch"),
+        ("store_0", "BufferActor.take_batch"),
         ("store_0", "wait for groups"),
         ("store_0", "wait for a free slot"),
     }

@@ -16,7 +16,7 @@ from titanrl.launch.fleet import Fleet, local_host
 from titanrl.launch.rollouts import BufferClient, RolloutMesh
 from titanrl.launch.supervision import ActorDiedError, Supervisor
 from titanrl.processes.actors import ask_actor
-from titanrl.replay.buffer import RECORDS_FILE, ReplayBuffer
+from titanrl.replay.buffer import RECORDS_FILE, BufferActor
 from titanrl.replay.groups import Freshness, ShardUsage
 
 FOREVER = 3600.0
@@ -34,7 +34,7 @@ def with_workers(folder: Path, scenario: Callable[[RolloutMesh, BufferClient], C
         supervisor = Supervisor()
         fleet = Fleet(folder, supervisor)
         store = fleet.spawn("store", local_host(), 1, {}, ())
-        actor = store.spawn("store_buffer", ReplayBuffer, Mixture, num_slots=4, dynamic_sampling=False)
+        actor = store.spawn("store_buffer", BufferActor, Mixture, num_slots=4, dynamic_sampling=False)
         buffer = BufferClient(actor, supervisor, TimeoutsConfig(), FOREVER, groups_per_step=2)
         workers = object.__new__(RolloutMesh)
         workers.parts = [SimpleNamespace(until_done=evaluate)]  # type: ignore[list-item]

@@ -50,7 +50,7 @@ def record(index: int, rewards: tuple[float, ...], prompt_len: int, lengths: tup
     return GroupRecord(
         index=index,
         task="sums",
-        handle=GroupHandle(shard=0, slot=index, serial=1),
+        handle=GroupHandle(shard=0, location=index, serial=1),
         has_payload=True,
         rewards=rewards,
         reward_parts={"answer": rewards} if index else {"answer": rewards, "format": (0.5, 1.0)},
@@ -84,7 +84,7 @@ def test_weighted_parts_of_each_task_add_up_to_the_mean_reward() -> None:
 
 def test_rollout_metrics_summarize_the_groups_of_a_batch() -> None:
     records = RecordTable.of([record(0, (0.1, 0.2), 4, (6, 8)), record(1, (0.3,), 5, (15,))])
-    values = rollout_metrics(records, num_tried=4, num_without_signal=1, num_tried_rollouts=16, num_errors=4)
+    values = rollout_metrics(records, num_tried=4, num_equal_rewards=1, num_tried_rollouts=16, num_errors=4)
     assert values == {
         "reward/mean": (0.1 + 0.2 + 0.3) / 3,  # added from the left
         "reward/answer": (0.1 + 0.2 + 0.3) / 3,

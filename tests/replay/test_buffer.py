@@ -132,7 +132,7 @@ async def test_group_without_signal_stays_in_its_batch_and_is_counted() -> None:
     await groups.commit([record(second)])
     batch = await groups.take_batch(2)
     assert batch.records.groups["has_payload"].tolist() == [0, 1]
-    assert (batch.num_tried, batch.num_without_signal) == (2, 1)
+    assert (batch.num_tried, batch.num_equal_rewards) == (2, 1)
 
 
 async def test_dynamic_sampling_replaces_a_group_without_signal() -> None:
@@ -144,7 +144,7 @@ async def test_dynamic_sampling_replaces_a_group_without_signal() -> None:
     await groups.commit([record(third)])
     batch = await groups.take_batch(2)
     assert batch.records.groups["index"].tolist() == [1, 2]
-    assert (batch.num_tried, batch.num_without_signal, batch.drops) == (3, 1, {"no signal": 1})
+    assert (batch.num_tried, batch.num_equal_rewards, batch.drops) == (3, 1, {"no signal": 1})
 
 
 async def test_batch_without_any_signal_is_replaced() -> None:
@@ -156,7 +156,7 @@ async def test_batch_without_any_signal_is_replaced() -> None:
         await groups.commit([record(reservation)])
     batch = await taking
     assert batch.records.groups["index"].tolist() == [2, 3]
-    assert (batch.num_tried, batch.num_without_signal) == (4, 2)
+    assert (batch.num_tried, batch.num_equal_rewards) == (4, 2)
 
 
 async def test_starvation_message_counts_tried_groups_and_their_rewards() -> None:
@@ -197,7 +197,7 @@ async def test_group_without_scored_rollout_is_replaced_and_counted() -> None:
     batch = await groups.take_batch(2)
     assert batch.records.groups["index"].tolist() == [1, 2]
     assert batch.records.groups["num_errors"].tolist() == [1, 0]
-    assert (batch.num_tried, batch.num_without_signal) == (3, 0)
+    assert (batch.num_tried, batch.num_equal_rewards) == (3, 0)
     assert (batch.num_errors, batch.num_tried_rollouts) == (3, 7)
     assert batch.first_error == "ZeroDivisionError: division by zero"
 
@@ -245,7 +245,7 @@ async def test_reused_slot_gets_a_new_serial() -> None:
     batch = await groups.take_batch(1)
     await groups.release(batch.records.handles)
     (second,) = await groups.reserve(1)
-    assert (second.handle.slot, second.handle.serial) == (first.handle.slot, first.handle.serial + 1)
+    assert (second.handle.location, second.handle.serial) == (first.handle.location, first.handle.serial + 1)
 
 
 async def test_groups_overtake_a_straggler_only_within_the_window() -> None:
@@ -372,7 +372,7 @@ async def test_trained_group_with_equal_rewards_is_counted_as_without_signal() -
     await groups.commit([record(first)])
     await groups.commit([replace(record(second, (1.0, 1.0)), has_payload=True)])
     batch = await groups.take_batch(2)
-    assert (batch.num_tried, batch.num_without_signal) == (2, 1)
+    assert (batch.num_tried, batch.num_equal_rewards) == (2, 1)
 
 
 def filtered(reservation: Reservation) -> GroupRecord:
@@ -389,7 +389,7 @@ async def test_filtered_group_frees_its_slot_and_is_counted_by_reason() -> None:
     batch = await groups.take_batch(3)
     assert batch.records.groups["index"].tolist() == [2, 3, 4]
     assert batch.drops == {"filtered": 1, "no reward": 1}
-    assert (batch.num_tried, batch.num_without_signal) == (5, 1)
+    assert (batch.num_tried, batch.num_equal_rewards) == (5, 1)
     await groups.release(batch.records.handles)
     await groups.commit([record(reservation) for reservation in await groups.reserve(3)])
     assert (await groups.take_batch(3)).drops == {}

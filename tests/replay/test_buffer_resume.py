@@ -228,7 +228,7 @@ class Resumes(RuleBasedStateMachine):
         freshness = Freshness(published=tuple(known.published), groups_per_publish=sizes.per_publish, bound=sizes.bound)
         restored = self.buffer.restore(state, freshness, num_shards)
         known.tokens = {now: known.tokens[before] for before, now in restored.moves}
-        assert len({now.slot for now in known.tokens}) == len(known.tokens)
+        assert len({now.location for now in known.tokens}) == len(known.tokens)
         assert all(now.shard < num_shards for now in known.tokens)
         known.unpublished = restored.trained
         if max_staleness is None:
@@ -295,5 +295,5 @@ async def test_checkpoint_of_an_earlier_version_resumes() -> None:
     assert groups.keys() == {handle for handle, _ in restored.moves}
     for handle, parts in groups.items():
         (segment,) = map(read_saved, parts)
-        assert segment.versions.tolist() == [0, 0, handle.slot]
+        assert segment.versions.tolist() == [0, 0, handle.location]
         assert segment.supports.words_K.tolist() == [4, 4, 9]

@@ -24,7 +24,7 @@ def memory(num_replayed: int = 2, seed: int = 0, **others: Any) -> ReplayMemory:
 
 
 def group(index: int, priority: float = 1.0, min_version: int = 0, shard: int = 0) -> Stored:
-    handle = GroupHandle(shard=shard, slot=index, serial=1)
+    handle = GroupHandle(shard=shard, location=index, serial=1)
     record = make_record(index, handle=handle, min_version=min_version)
     return Stored(handle=handle, record=pack_record(record), min_version=min_version, priority=priority)
 
@@ -32,8 +32,8 @@ def group(index: int, priority: float = 1.0, min_version: int = 0, shard: int = 
 def drawn_from(replay: ReplayMemory, version: int = 0, beta: float = 0.5) -> tuple[list[int], list[float]]:
     """Draw once and release immediately; return prompt indices and weights."""
     table = RecordTable.join(replay.draw(version, beta))
-    for shard, slot, serial in table.handles.tolist():
-        replay.release(GroupHandle(shard=shard, slot=slot, serial=serial), None)
+    for shard, location, serial in table.handles.tolist():
+        replay.release(GroupHandle(shard=shard, location=location, serial=serial), None)
     return table.groups["index"].tolist(), table.groups["weight"].tolist()
 
 
@@ -102,9 +102,9 @@ def test_oldest_group_is_evicted_first_unless_a_batch_contains_it() -> None:
     replay.add([group(0, 1e9), group(1, 0.0), group(2, 0.0)])
     (record,) = replay.draw(0, 0.5)
     assert RecordTable.join([record]).groups["index"].tolist() == [0]
-    assert [handle.slot for handle in replay.add([group(3), group(4)])] == [1, 2]
+    assert [handle.location for handle in replay.add([group(3), group(4)])] == [1, 2]
     replay.release(group(0).handle, 0.25)
-    assert [handle.slot for handle in replay.add([group(5)])] == [0]
+    assert [handle.location for handle in replay.add([group(5)])] == [0]
     assert (len(replay), replay.num_evicted) == (3, 3)
 
 
@@ -115,7 +115,7 @@ def test_restored_memory_continues_with_the_same_draws(num_before: int, num_draw
     original.add(group(i, 1.0 + i, min_version=i) for i in range(num_before))
     for _ in range(num_draws):
         drawn_from(original)
-    state, places = original.state_dict(), [GroupHandle(shard=1, slot=20 + i, serial=4) for i in range(num_before)]
+    state, places = original.state_dict(), [GroupHandle(shard=1, location=20 + i, serial=4) for i in range(num_before)]
     moved = [replace(group, handle=at, record=group.record.at(at)) for group, at in zip(state["groups"], places, strict=True)]
     restored = memory()
     restored.load_state_dict({**state, "groups": moved})

@@ -33,11 +33,11 @@ from titanrl.replay.shards import (
     write_groups,
 )
 
-WANTED = [(GroupHandle(shard=1, slot=2, serial=3), 0)]
+WANTED = [(GroupHandle(shard=1, location=2, serial=3), 0)]
 
 
-def handle(slot: int, serial: int = 1) -> GroupHandle:
-    return GroupHandle(shard=0, slot=slot, serial=serial)
+def handle(location: int, serial: int = 1) -> GroupHandle:
+    return GroupHandle(shard=0, location=location, serial=serial)
 
 
 def contents(payloads: Payloads, of: GroupHandle) -> list[bytes]:
@@ -46,7 +46,7 @@ def contents(payloads: Payloads, of: GroupHandle) -> list[bytes]:
 
 def test_groups_beyond_the_memory_limit_are_in_unnamed_files(tmp_path: Path) -> None:
     payloads = Payloads(250, tmp_path)
-    groups = {handle(slot): [bytes([slot]) * 60, bytes([slot + 100]) * 40] for slot in range(6)}
+    groups = {handle(location): [bytes([location]) * 60, bytes([location + 100]) * 40] for location in range(6)}
     for key, parts in groups.items():
         payloads.put(key, parts)
     assert (payloads.usage.num_bytes, payloads.usage.num_spilled_bytes) == (600, 400)
@@ -56,9 +56,9 @@ def test_groups_beyond_the_memory_limit_are_in_unnamed_files(tmp_path: Path) -> 
 
 def test_a_group_has_room_as_long_as_storing_it_moves_none_to_a_file(tmp_path: Path) -> None:
     payloads = Payloads(250, tmp_path)
-    for slot, has_room in enumerate([True, True, False]):
+    for location, has_room in enumerate([True, True, False]):
         assert payloads.has_room([bytes(60), bytes(40)]) is has_room
-        payloads.put(handle(slot), [bytes(60), bytes(40)])
+        payloads.put(handle(location), [bytes(60), bytes(40)])
         assert bool(payloads.usage.num_spilled_bytes) is not has_room
 
 
@@ -67,8 +67,8 @@ def test_more_groups_than_open_files_are_usually_allowed_are_moved_to_files(tmp_
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, usual[1]))
     try:
         payloads = Payloads(0, tmp_path)
-        for slot in range(300):
-            payloads.put(handle(slot), [b"group"])
+        for location in range(300):
+            payloads.put(handle(location), [b"group"])
         assert payloads.usage.num_spilled_bytes == 1500
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, usual)
@@ -99,13 +99,13 @@ def test_overwritten_and_dropped_groups_cannot_be_read(tmp_path: Path) -> None:
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 40), st.booleans()), max_size=30))
 def test_any_order_of_writes_and_deletions_behaves_like_a_dictionary(tmp_path_factory, operations) -> None:
     payloads, expected = Payloads(64, tmp_path_factory.mktemp("spill")), {}
-    for serial, (slot, size, is_write) in enumerate(operations):
-        current = next((key for key in expected if key.slot == slot), None)
+    for serial, (location, size, is_write) in enumerate(operations):
+        current = next((key for key in expected if key.location == location), None)
         expected.pop(current, None)
         if is_write:
             parts = [pickle.dumps(serial), os.urandom(size)]
-            payloads.put(handle(slot, serial), parts)
-            expected[handle(slot, serial)] = parts
+            payloads.put(handle(location, serial), parts)
+            expected[handle(location, serial)] = parts
         elif current is not None:
             payloads.drop([current])
     assert {key: contents(payloads, key) for key in expected} == expected
@@ -122,12 +122,12 @@ def test_worker_and_shard_of_a_process_share_their_storage(tmp_path: Path) -> No
 def test_storage_stays_consistent_while_threads_write_and_read(tmp_path: Path) -> None:
     payloads = Payloads(2000, tmp_path)  # most groups are moved to files
 
-    def write(slot: int) -> None:
+    def write(location: int) -> None:
         for serial in range(200):
-            payloads.put(handle(slot, serial), [bytes([slot]) * 100, bytes([serial]) * 100])
-            assert contents(payloads, handle(slot, serial))[1] == bytes([serial]) * 100
+            payloads.put(handle(location, serial), [bytes([location]) * 100, bytes([serial]) * 100])
+            assert contents(payloads, handle(location, serial))[1] == bytes([serial]) * 100
             if serial % 3 == 0:
-                payloads.drop([handle(slot, serial)])
+                payloads.drop([handle(location, serial)])
 
     with ThreadPoolExecutor(16) as threads:
         list(threads.map(write, range(16)))
@@ -179,15 +179,17 @@ async def call(shard: StorageShard, endpoint: str, *args: Any) -> None:
 
 async def test_groups_are_saved_and_loaded_one_at_a_time(tmp_path: Path) -> None:
     saving, loading = (StorageShard(number, 1 << 20, tmp_path / f"shard{number}") for number in (92, 93))
-    groups = {GroupHandle(shard=92, slot=slot, serial=1): [bytes([slot]) * 1_000_000, b"short"] for slot in range(12)}
+    groups = {
+        GroupHandle(shard=92, location=location, serial=1): [bytes([location]) * 1_000_000, b"short"] for location in range(12)
+    }
     for folder in ("shard92", "shard93"):
         (tmp_path / folder).mkdir()
     for key, parts in groups.items():  # 11 of them are moved to files
         shared_payloads(92, 1 << 20, tmp_path).put(key, parts)
     handles = [*groups][:-1]
-    moves = [(old, GroupHandle(shard=93, slot=old.slot + 1, serial=7)) for old in handles[2:]]
+    moves = [(old, GroupHandle(shard=93, location=old.location + 1, serial=7)) for old in handles[2:]]
     tracemalloc.start()
-    await call(saving, "save", tmp_path, [*handles, GroupHandle(shard=5, slot=0, serial=1)])
+    await call(saving, "save", tmp_path, [*handles, GroupHandle(shard=5, location=0, serial=1)])
     await call(saving, "finish_save")
     await call(loading, "load", tmp_path, moves)
     assert tracemalloc.get_traced_memory()[1] < 6_000_000, "more than a few groups were in memory at once"
@@ -196,13 +198,13 @@ async def test_groups_are_saved_and_loaded_one_at_a_time(tmp_path: Path) -> None
     for saved, current in moves:
         assert contents(shared_payloads(93, 1 << 20, tmp_path), current) == groups[saved]
     with pytest.raises(AssertionError, match="does not have the tokens"):
-        await call(loading, "load", tmp_path, [([*groups][-1], GroupHandle(shard=93, slot=0, serial=8))])
+        await call(loading, "load", tmp_path, [([*groups][-1], GroupHandle(shard=93, location=0, serial=8))])
 
 
 async def test_second_save_waits_for_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A failed checkpoint is written again to the same file while the first attempt may still be in its thread."""
     shard, may_write = StorageShard(94, 1000, tmp_path), threading.Event()
-    first, second = (GroupHandle(shard=94, slot=slot, serial=1) for slot in range(2))
+    first, second = (GroupHandle(shard=94, location=location, serial=1) for location in range(2))
     for key in (first, second):
         shared_payloads(94, 1000, tmp_path).put(key, [b"tokens"])
 

@@ -10,7 +10,7 @@ from titanrl.carriers.rewards import Answers, Score, TokenRewards
 from titanrl.carriers.types import Group, GroupTokens, Prompt, Rollout, Segment, Turn
 from titanrl.config.data import RewardConfig
 from titanrl.rewards.scoring import in_turns, rewards_by_token, weighted
-from titanrl.rollout.group import record_of, without_truncated
+from titanrl.rollout.group import mask_truncated, record_of
 
 TEXTS = {1: "", 2: "ab", 3: "c", 4: " d", 5: "ef"}
 """Texts of tokens; 1 ends the sequence."""
@@ -131,4 +131,4 @@ def test_reward_of_an_uncounted_token_goes_to_an_earlier_one() -> None:
     cut = Segment(**{name: getattr(made.segments[0], name)[:3] for name in ("token_ids", "mask", "logprobs", "versions")})
     trained = replace(whole, rollouts=(replace(made, segments=(cut, made.segments[1])),))
     assert tokens_of(trained, whole) == GroupTokens(num_rewards=(4,), positions=(0, 0, 0, 1), rewards=(0.5, 0.25, 1.0, 2.0))
-    assert tokens_of(without_truncated(whole), whole) == GroupTokens(num_rewards=(0,), positions=(), rewards=())
+    assert tokens_of(mask_truncated(whole), whole) == GroupTokens(num_rewards=(0,), positions=(), rewards=())

@@ -154,14 +154,14 @@ def test_group_has_segments_rewards_and_counts(tokenizer: Tokenizer, in_round: b
         "reward_error": 0,
         "generation_error": 0,
     }
-    record = record_of(group, GroupHandle(shard=0, slot=0, serial=0), has_payload=True, num_overlong=0)
+    record = record_of(group, GroupHandle(shard=0, location=0, serial=0), has_payload=True, num_overlong=0)
     assert record.metrics == {"guesses": (10.0, 4)}
     assert sum(policy.calls) == 10
     if in_round:  # one call per turn, and calls without requests to the end of the round
         assert policy.calls == [4, 3, 2, 1, 0, 0, 0, 0]
     assert len(set(policy.seeds)) == 10
     assert len(set(Guess.seeds)) == 1
-    record = record_of(group, GroupHandle(shard=0, slot=0, serial=0), has_payload=True, num_overlong=0)
+    record = record_of(group, GroupHandle(shard=0, location=0, serial=0), has_payload=True, num_overlong=0)
     assert (record.prompt_len, record.num_segments, record.num_sampled) == (4, (1, 1, 1, 1), (2, 4, 6, 8))
     assert [message["content"] for message in group.conversations[1]][::2] == ["1+1=", "more"]
     assert [[turn.reward for turn in rollout.turns] for rollout in group.rollouts] == [
@@ -186,7 +186,7 @@ def test_turns_of_a_truncated_segment_have_the_remaining_tokens(tokenizer: Token
     (whole,) = group.rollouts[0].segments
     assert [turn.end for turn in group.rollouts[0].turns] == [6, len(whole.token_ids)]
     cut, num_overlong = fit_to_rows(group, TrainerConfig(row_tokens=len(whole.token_ids) - 1, overlong="truncate"))
-    record = record_of(cut, GroupHandle(shard=0, slot=0, serial=0), has_payload=True, num_overlong=num_overlong)
+    record = record_of(cut, GroupHandle(shard=0, location=0, serial=0), has_payload=True, num_overlong=num_overlong)
     assert record.turns is not None
     assert (num_overlong, record.turns.num_sampled) == (4, (2, 1) * 4)
     assert record.num_sampled == (3,) * 4
@@ -194,7 +194,7 @@ def test_turns_of_a_truncated_segment_have_the_remaining_tokens(tokenizer: Token
 
 def test_turns_differ_where_sums_of_rewards_are_equal(tokenizer: Tokenizer) -> None:
     group, _ = play(tokenizer, ["1", "2", "1", "1"], in_round=True, environment={"weights": {"turns": 0.0}})
-    assert not group.has_signal
+    assert not group.rewards_differ
     algorithm, data = AlgorithmConfig(credit="turn"), DataConfig()
     assert not credited_values_differ(group, group, algorithm, data)
     discounted = algorithm.model_copy(update={"turn_discount": 0.5})
@@ -278,7 +278,7 @@ def test_unjudged_episode_gets_the_configured_reward(tokenizer: Tokenizer, trunc
     assert (group.counts["truncated"], group.counts["unjudged"]) == (2, 2)
     shares = episode_metrics(group.counts)
     assert (shares["episode/truncated_frac"], shares["episode/unjudged_frac"]) == (0.5, 0.5)
-    record = record_of(group, GroupHandle(shard=0, slot=0, serial=0), has_payload=True, num_overlong=0)
+    record = record_of(group, GroupHandle(shard=0, location=0, serial=0), has_payload=True, num_overlong=0)
     means = part_means(RecordTable.of([record]))
     assert means == {"found": 0.5, "turns": 0.3125, "truncated": truncated_reward / 2}
     assert means["found"] + means["turns"] + weight * means["truncated"] == sum(record.rewards) / 4
@@ -376,7 +376,7 @@ def test_group_is_empty_if_every_episode_fails(tokenizer: Tokenizer) -> None:
     group, _ = play(tokenizer, ["raises"] * 8, in_round=False)
     assert not group.rollouts
     assert len(group.failures) == 4
-    record = record_of(group, GroupHandle(shard=0, slot=0, serial=0), has_payload=False, num_overlong=0)
+    record = record_of(group, GroupHandle(shard=0, location=0, serial=0), has_payload=False, num_overlong=0)
     assert (record.num_errors, record.rewards) == (4, ())
     assert record.first_error.startswith("data.environment: step raised RuntimeError: boom (")
 
@@ -468,6 +468,6 @@ def test_token_rewards_are_included_in_their_turns(tokenizer: Tokenizer) -> None
     assert second.token_rewards.tolist() == [0.5, 0.0, 0.0, 3.0]
     assert [turn.reward for turn in first.turns] == [1.5]
     assert [turn.reward for turn in second.turns] == [0.5, 3.0]
-    record = record_of(group, GroupHandle(shard=0, slot=0, serial=0), has_payload=True, num_overlong=0)
+    record = record_of(group, GroupHandle(shard=0, location=0, serial=0), has_payload=True, num_overlong=0)
     expected = GroupTokens(num_rewards=(2, 2, 1, 1), positions=(0, 1, 0, 3, 1, 1), rewards=(0.5, 1.0, 0.5, 3.0, 1.0, 1.0))
     assert record.tokens == expected

@@ -20,15 +20,15 @@ from titanrl.rollout.group import (
     credited_values_differ,
     derive_seed,
     fit_to_rows,
+    mask_truncated,
     record_of,
     roll_out,
     rollouts_of,
     sampling_requests,
-    without_truncated,
 )
 
 PROMPT = Prompt(index=7, task="sums", text="1 + 1 =", token_ids=(5, 6), entry={"answer": "2"})
-HANDLE = GroupHandle(shard=0, slot=3, serial=1)
+HANDLE = GroupHandle(shard=0, location=3, serial=1)
 BROKEN = Scored(reward=None, parts={}, error="answer: ZeroDivisionError: division by zero")
 
 
@@ -107,7 +107,7 @@ def test_group_is_scored_by_its_texts() -> None:
     )
     assert answers.decode is not None
     assert answers.decode([9, 7]) == "9 7"
-    assert group.has_signal
+    assert group.rewards_differ
     record = record_of(group, HANDLE, has_payload=True, num_overlong=0)
     assert record.rewards == (1.0, 0.0)
     assert (record.lengths, record.num_sampled, record.num_truncated) == ((4, 5), (2, 3), 1)
@@ -140,7 +140,7 @@ def test_parts_of_only_some_completions_are_recorded() -> None:
 def test_group_without_scored_rollout_has_an_empty_record() -> None:
     group, _ = rolled_out([completion([7, 1]), completion([8, 1])], [BROKEN, BROKEN])
     record = record_of(group, HANDLE, has_payload=False, num_overlong=0)
-    assert not record.has_signal
+    assert not record.rewards_differ
     assert (record.rewards, record.lengths, record.num_sampled, record.reward_parts) == ((), (), (), {})
     assert (record.num_errors, record.min_version) == (2, -1)
 
@@ -234,7 +234,7 @@ def truncated_group() -> Group:
 
 def test_masked_truncated_completions_keep_reward_and_length() -> None:
     group = truncated_group()
-    record = record_of(without_truncated(group), HANDLE, has_payload=True, num_overlong=0)
+    record = record_of(mask_truncated(group), HANDLE, has_payload=True, num_overlong=0)
     assert (record.rewards, record.lengths, record.num_sampled) == ((1.0, 0.0, 0.0), (4, 5, 6), (2, 3, 0))
     assert (record.num_truncated, record.num_nonfinite, record.max_version) == (1, 0, 4)
     assert group.rollouts[2].segments[0].mask.tolist() == [False] * 2 + [True] * 4  # the group that is recorded is unchanged
@@ -252,7 +252,7 @@ def test_masked_truncated_completions_keep_reward_and_length() -> None:
     ],
 )
 def test_masked_completions_count_in_the_baseline_but_not_in_the_loss(reduction: str, first: float, second: float) -> None:
-    record = record_of(without_truncated(truncated_group()), HANDLE, has_payload=True, num_overlong=0)
+    record = record_of(mask_truncated(truncated_group()), HANDLE, has_payload=True, num_overlong=0)
     batch = plan_rewards(
         RecordTable.of([record]),
         algorithm=AlgorithmConfig.model_validate({"reduction": reduction}),
@@ -280,8 +280,8 @@ def test_only_parts_with_a_nonzero_weight_can_differ() -> None:
     equal = group_of({"right": 1.0, "seen": 0.0}, {"right": 1.0, "seen": 1.0})
     assert not credited_values_differ(equal, equal, gdpo, data)
     record = record_of(truncated_group(), HANDLE, has_payload=True, num_overlong=0, parts_differ=True)
-    assert replace(record, rewards=(1.0, 1.0)).has_signal
-    assert not replace(record, rewards=(1.0, 1.0), parts_differ=False).has_signal
+    assert replace(record, rewards=(1.0, 1.0)).rewards_differ
+    assert not replace(record, rewards=(1.0, 1.0), parts_differ=False).rewards_differ
 
 
 def test_requests_carry_the_sampling_options() -> None:

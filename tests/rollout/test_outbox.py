@@ -14,7 +14,7 @@ from titanrl.rollout.workers import MAX_HELD, Dump, Outbox
 
 
 class FakeBuffer:
-    """Fake buffer and storage. Each commit takes 10 ms, then records the slots stored since the last one, and its records."""
+    """Fake buffer and storage. Each commit takes 10 ms, then records the locations stored since the last, and its records."""
 
     def __init__(self) -> None:
         self.log: list[tuple[list[int], list[int]]] = []
@@ -30,7 +30,7 @@ class FakeBuffer:
 
     def put(self, handle: GroupHandle, parts: Sequence[bytes]) -> None:
         self.threads.add(threading.get_ident())
-        self._stored.append(handle.slot)
+        self._stored.append(handle.location)
 
     @property
     def commit(self) -> FakeEndpoint:
@@ -42,7 +42,7 @@ class FakeBuffer:
         if self.error is not None:
             raise self.error
         assert usage is self.usage
-        self.log.append((stored, [record.handle.slot for record in records]))
+        self.log.append((stored, [record.handle.location for record in records]))
 
     def outbox(self, *, in_order: bool = True, dump: Dump | None = None) -> Outbox:
         return Outbox(self, self, in_order=in_order, dump=dump)  # type: ignore[arg-type]

@@ -170,7 +170,7 @@ def test_random_trees_have_the_gradients_of_flat_sequences(renderer: Renderer, t
         group = Group(
             prompt=Prompt(index=index, task="t", text="", token_ids=(), entry={}), rollouts=rollouts, generate_s=0, score_s=0
         )
-        handle = GroupHandle(shard=0, slot=0, serial=0)
+        handle = GroupHandle(shard=0, location=0, serial=0)
         record = record_of(group, handle, has_payload=True, num_overlong=0)
         plan = plan_rewards(
             RecordTable.of([record]),

@@ -94,7 +94,7 @@ def sequences() -> tuple[tuple[SequencePlan, ...], Mapping[GroupHandle, Mapping[
     for index in range(13):
         length = int(random.integers(3, 25))
         num_prompt = int(random.integers(1, length - 1))
-        handle = GroupHandle(shard=0, slot=index, serial=1)
+        handle = GroupHandle(shard=0, location=index, serial=1)
         payload[handle] = {0: random_segment(random, random.integers(1, VOCAB, num_prompt), length - num_prompt)}
         advantage, weight = float(random.normal()), float(random.uniform(0.002, 0.02))
         plans.append(SequencePlan(handle=handle, segment=0, length=length, advantage=advantage, weight=weight))
@@ -170,7 +170,7 @@ def gradient_of_groups(
     random = np.random.default_rng(1)
     sequences, payload, groups, prompt_lens = [], {}, [], []
     for index, num_prompt in enumerate((4, 9, 14)):
-        handle, prompt = GroupHandle(shard=0, slot=index, serial=1), random.integers(1, VOCAB, num_prompt)
+        handle, prompt = GroupHandle(shard=0, location=index, serial=1), random.integers(1, VOCAB, num_prompt)
         payload[handle] = {i: random_segment(random, prompt, int(random.integers(1, 15))) for i in range(5)}
         groups += [index] * 5
         prompt_lens += [num_prompt] * 5

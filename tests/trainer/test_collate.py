@@ -13,7 +13,7 @@ from titanrl.carriers.types import GroupHandle, Segment
 from titanrl.trainer.collate import collate, recorded_segments, row_length
 from titanrl.trainer.passes import Location, RowSizes, build_rows, check_experts, check_supports, plan_data
 
-HANDLE = GroupHandle(shard=0, slot=0, serial=1)
+HANDLE = GroupHandle(shard=0, location=0, serial=1)
 
 
 def rollout(token_ids: list[int], num_prompt: int, logprobs: list[float]) -> Segment:
@@ -183,7 +183,7 @@ def test_row_length_is_fullest_row_rounded_up() -> None:
 
 
 def test_recorded_values_belong_to_the_loss_tokens() -> None:
-    handle, other = (GroupHandle(shard=0, slot=slot, serial=1) for slot in (0, 1))
+    handle, other = (GroupHandle(shard=0, location=location, serial=1) for location in (0, 1))
     segment = Segment(
         token_ids=np.array([5, 6, 7, 8]),
         mask=np.array([False, False, True, True]),

@@ -63,7 +63,7 @@ def planned(segments: Sequence[Segment], rows: Sequence[Sequence[int]], shared: 
     """Return rows with the segments of these indices, all but the first of which share `shared` tokens of the prompt."""
     random, payload, plans = np.random.default_rng(0), {}, []
     for index, segment in enumerate(segments):
-        handle = GroupHandle(shard=0, slot=index, serial=1)
+        handle = GroupHandle(shard=0, location=index, serial=1)
         payload[handle] = {0: segment}
         length, advantage = len(segment.token_ids), float(random.normal())
         plans.append(SequencePlan(handle=handle, segment=0, length=length, advantage=advantage, weight=0.004))

@@ -163,8 +163,8 @@ def test_kl_to_average_starts_at_zero_and_stays_below_kl_to_start(
     assert 0.0 < third[0] < third[1]
 
 
-def sequence(slot: int, length: int, serial: int = 1, num_shared: int = 0) -> SequencePlan:
-    handle = GroupHandle(shard=0, slot=slot, serial=serial)
+def sequence(location: int, length: int, serial: int = 1, num_shared: int = 0) -> SequencePlan:
+    handle = GroupHandle(shard=0, location=location, serial=serial)
     return SequencePlan(handle=handle, segment=2, length=length, advantage=1.0, weight=1.0, num_shared=num_shared)
 
 

@@ -77,9 +77,9 @@ def scores(learner: Learner) -> list[np.ndarray]:
     for index, row in enumerate(rows):
         start = 0
         for sequence in row:
-            found[sequence.handle.slot] = logprobs_BL[index, start : start + sequence.length - 1]
+            found[sequence.handle.location] = logprobs_BL[index, start : start + sequence.length - 1]
             start += sequence.length
-    return [found[slot] for slot in range(len(plans))]
+    return [found[location] for location in range(len(plans))]
 
 
 def export(

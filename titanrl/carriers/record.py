@@ -51,7 +51,7 @@ Record = tuple[Mapping[str, Any], Columns]
 
 
 class Part(NamedTuple):
-    """A part of the record, by the pieces of its name."""
+    """A part of the record, whose file is named after kind, process and number."""
 
     kind: str
     """Kind of its records, such as `rollouts`."""

@@ -31,7 +31,7 @@ from titanrl.carriers.types import (
 Table = npt.NDArray[np.void]
 """A structured array with one entry per record and one field per column."""
 
-HANDLE = np.dtype([("shard", "<i8"), ("slot", "<i8"), ("serial", "<i8")])
+HANDLE = np.dtype([("shard", "<i8"), ("location", "<i8"), ("serial", "<i8")])
 """Columns of handles; see `GroupHandle`."""
 SEQUENCE = np.dtype(
     [
@@ -239,7 +239,7 @@ class PackedRecord(NamedTuple):
 
     def at(self, handle: GroupHandle) -> Self:
         """Return the record with another payload location."""
-        location = _HANDLE_STRUCT.pack(handle.shard, handle.slot, handle.serial)
+        location = _HANDLE_STRUCT.pack(handle.shard, handle.location, handle.serial)
         return self._replace(group=self.group[:_HANDLE_START] + location + self.group[_HANDLE_START + len(location) :])
 
 
@@ -249,7 +249,7 @@ def pack_record(record: GroupRecord, task: int = 0) -> PackedRecord:
     group = _GROUP_STRUCT.pack(
         record.index,
         handle.shard,
-        handle.slot,
+        handle.location,
         handle.serial,
         record.has_payload,
         len(record.rewards),
@@ -482,9 +482,9 @@ class RowTable:
         spans = iter(self.spans.tolist())
         plans = []
         for handle, _, segment, length, advantage, weight, num_shared, num_spans in self.sequences.tolist():
-            shard, slot, serial = handle
+            shard, location, serial = handle
             plan = SequencePlan(
-                handle=GroupHandle(shard=shard, slot=slot, serial=serial),
+                handle=GroupHandle(shard=shard, location=location, serial=serial),
                 segment=segment,
                 length=length,
                 advantage=advantage,

@@ -256,8 +256,8 @@ class Group:
     """Counters of the group's episodes, if an environment was used; named in `titanrl.rollout.episodes`."""
 
     @property
-    def has_signal(self) -> bool:
-        """True if rewards differ. Otherwise all advantages and the gradient are zero."""
+    def rewards_differ(self) -> bool:
+        """True if the rewards of the rollouts differ."""
         return len({rollout.reward for rollout in self.rollouts}) > 1
 
 
@@ -267,8 +267,8 @@ class GroupHandle:
 
     shard: int
     """Rank of the storage shard."""
-    slot: int
-    """Number of the location, which a group keeps when its slot is freed for replay."""
+    location: int
+    """Number of the location, unique over all shards. A group keeps it when its slot is freed for replay."""
     serial: int
     """Number of claims of the location, including this one, which distinguishes successive groups."""
 
@@ -316,7 +316,7 @@ class GroupRecord:
     task: str
     """Name of the task."""
     handle: GroupHandle
-    """Location of the slot, and of the payload if there is one."""
+    """Location that was claimed for the payload, also if there is none."""
     has_payload: bool
     """False for a group without signal, whose tokens were never stored."""
     rewards: tuple[float, ...]
@@ -367,7 +367,7 @@ class GroupRecord:
     """Indices of the rollouts truncated at the length limit."""
 
     @property
-    def has_signal(self) -> bool:
+    def rewards_differ(self) -> bool:
         """True if rewards differ, or reward parts or returns that the advantage compares (see `parts_differ`)."""
         return self.parts_differ or len(set(self.rewards)) > 1
 

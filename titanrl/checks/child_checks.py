@@ -206,10 +206,9 @@ def check_plugins(plugins: Iterable[Plugin], config: Config) -> None:
 
 
 def check_data(config: Config, plugins: Plugins, name: str | None = None, *, has_tokenizer: bool = True) -> list[Finding]:
-    """Read, split and tokenize the prompts of a task as a rollout worker does, and try its rewards; by default the first task.
+    """Read, split and tokenize the prompts of a task (by default the first) as a rollout worker does, and try its rewards.
 
-    Raises:
-        ValueError: The data cannot be used.
+    Return the rows by use, and warnings. Without a tokenizer, skip all that needs one. Raise `ValueError` for unusable data.
     """
     name = name or next(iter(config.data.tasks))
     data = config.data.tasks[name]

@@ -167,7 +167,7 @@ class KLConfig(Section):
 
     @property
     def reference_version(self) -> int:
-        """Version under which the trainer stores the reference policy."""
+        """Version under which the trainer stores the reference policy: `INITIAL` or `AVERAGE`."""
         return INITIAL if self.reference == "initial" else AVERAGE
 
     def _broken_rules(self) -> Iterator[BrokenRule]:

@@ -72,5 +72,5 @@ class Python:
 
 
 def python(*, system_prompt: str | None = None, max_calls: int = 16, **options: Any) -> ToolEnvironment:
-    """Return an environment whose only tool is Python. `options` are passed to `Python`."""
+    """Return a `ToolEnvironment` whose only tool is `Python`, which gets the `options`."""
     return ToolEnvironment(Python(**options), system_prompt=system_prompt, max_calls=max_calls)

@@ -47,7 +47,7 @@ from titanrl.processes.variables import (
     worker_cores,
     worker_environment,
 )
-from titanrl.replay.buffer import ReplayBuffer, ReplayMemory
+from titanrl.replay.buffer import BufferActor, ReplayMemory
 from titanrl.replay.shards import ShardNews, StorageShard
 from titanrl.rollout.workers import RolloutWorker, WorkerSetup
 from titanrl.trainer.rank import PolicyTrainer, TrainerSetup
@@ -316,7 +316,7 @@ class Assembly:
         num_replayed = config.replay.num_replayed(rollout.groups_per_step)
         actor = store_procs.spawn(
             "store_buffer",
-            ReplayBuffer,
+            BufferActor,
             partial(make_mixture, config, self.files.plugins),
             num_slots=config.num_slots,
             dynamic_sampling=rollout.dynamic_sampling,

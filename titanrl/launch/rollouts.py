@@ -18,7 +18,7 @@ from titanrl.launch.parts import DISK, PACE, Limit, Part, SharedContext, Verb, a
 from titanrl.launch.supervision import DeadlineError, Pace, PartDiedError, Supervisor
 from titanrl.launch.trainer_mesh import TrainerMesh
 from titanrl.processes.actors import ActorError, StoppedError, ask_actor, cause_of, resolve
-from titanrl.replay.buffer import RECORDS_FILE, GroupBuffer, ReplayBuffer
+from titanrl.replay.buffer import RECORDS_FILE, BufferActor, GroupBuffer
 from titanrl.replay.groups import Batch, Freshness, Restored, Saved, StarvationError, TrainedBatch
 from titanrl.rollout.workers import SandboxNote
 
@@ -226,10 +226,10 @@ class RolloutMesh:
 
 @dataclass(slots=True)
 class BufferClient:
-    """Client of the replay buffer; requests at most one batch ahead of time. `ReplayBuffer` describes the verbs."""
+    """Client of the run's buffer; requests at most one batch ahead of time. `BufferActor` describes the verbs."""
 
     mesh: Any
-    """The `ReplayBuffer`."""
+    """The `BufferActor`."""
     supervisor: Supervisor
     timeouts: TimeoutsConfig
     starvation_timeout_s: float
@@ -247,7 +247,7 @@ class BufferClient:
     discard = Verb(GroupBuffer.discard, done)
     lose_shard = Verb(GroupBuffer.lose_shard, done)
     return_batch = Verb(GroupBuffer.return_batch, done)
-    hold_rounds = Verb[[], None, None](ReplayBuffer.hold_rounds, done)
+    hold_rounds = Verb[[], None, None](BufferActor.hold_rounds, done)
     rewind = Verb(GroupBuffer.rewind, done)
     reweigh = Verb(GroupBuffer.reweigh, done)
 

@@ -556,7 +556,7 @@ def _newest(records: Iterator[RecordT], key: Any) -> list[RecordT]:
 
 
 def span_of(process: str, line: Mapping[str, Any]) -> Span | None:
-    """Return the span of a line; None for another line. What is damaged in it has a default."""
+    """Return the span in a line of the record of a process; None if it has none. Damaged values become defaults."""
     name, step, version, count, kind = (line.get(key) for key in ("name", "step", "version", "count", "kind"))
     if not isinstance(name, str):
         return None

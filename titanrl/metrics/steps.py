@@ -19,7 +19,7 @@ def rollout_metrics(
     records: RecordTable,
     *,
     num_tried: int,
-    num_without_signal: int,
+    num_equal_rewards: int,
     num_tried_rollouts: int,
     num_errors: int,
     of_turns: bool = False,
@@ -29,7 +29,7 @@ def rollout_metrics(
     Args:
         records: Groups of the batch.
         num_tried: Number of groups in the batch and groups discarded since the previous batch.
-        num_without_signal: Number of tried groups that have rewards, all of them equal.
+        num_equal_rewards: Number of tried groups that have rewards, all of them equal.
         num_tried_rollouts: Number of rollouts in the tried groups, including rollouts without a reward.
         num_errors: Number of rollouts in the tried groups whose reward failed.
         of_turns: True if an environment inserts tokens between the policy's turns, so that lengths count sampled tokens only.
@@ -42,7 +42,7 @@ def rollout_metrics(
         "reward/mean": mean(records.rewards.tolist()),
         **error_metrics(num_errors, num_tried_rollouts),
         **{f"reward/{part}": value for part, value in part_means(records).items()},
-        "group/zero_variance_frac": num_without_signal / num_tried,
+        "group/zero_variance_frac": num_equal_rewards / num_tried,
         "tokens/prompt_len_mean": mean(groups["prompt_len"].tolist()),
         "tokens/prompt_len_max": float(groups["prompt_len"].max()),
         "tokens/response_len_mean": mean(response_lens.tolist()),

@@ -1,12 +1,13 @@
 """The buffer of a run, and its actor: reserves slots, collects finished groups and selects the next batch.
 
-The prompts of a run have *positions*, counted from 0. A rollout worker admits the prompt of a position by reserving a slot, and
-keeps the finished group's tokens (its *payload*) in its *shard*; only the record of the group comes here. A slot is freed once
-no new request can get weights older than those trained on its group (`WeightSync`, stage 4).
+The prompts of a run have *positions* (`index` in code), from 0. A rollout worker admits the prompt of a position by reserving a
+slot, and keeps the finished group's tokens (its *payload*) in its *shard*; only the record of the group comes here. A slot is
+freed once no new request can get weights older than those trained on its group (`WeightSync`, stage 4). In synchronous runs,
+the workers run *rounds*: once all of them have finished the previous round, one fills all free slots (`reserve_round`).
 
-With B = (max_staleness + 1) P slots, P groups trained on between two publications and a window of W = max(1, floor(window B)),
-no token is trained on more than (B + W - 2) // P publications after it was sampled; docs/async.md proves it. Unless `discard`
-is called, no group is dropped because of its age, so long completions are as likely to be trained on as short ones.
+With B = (max_staleness + 1) P slots, P groups trained on between two publications and a reordering window of W groups, no token
+is trained on more than (B + W - 2) // P publications after it was sampled; docs/async.md proves it. Unless `discard` is called,
+no group is dropped because of its age, so long completions are as likely to be trained on as short ones.
 
 With a replay memory, a trained group moves there when its slot is released, and keeps its storage location. Replayed groups are
 added to the new groups of a batch, so the bound does not depend on them.
@@ -65,8 +66,7 @@ V = TypeVar("V")
 class Slots:
     """A limited number of slots, and additional payload locations for groups that were moved out of their slot.
 
-    `GroupHandle.slot` numbers a location. `reserve` claims a location and uses up a slot; `leave` frees the slot, `recycle`
-    the location, `free` both.
+    `reserve` claims a location and uses up a slot; `leave` frees the slot, `recycle` the location, `free` both.
     """
 
     def __init__(self, num_slots: int, num_others: int = 0) -> None:
@@ -91,24 +91,24 @@ class Slots:
         if not self._free:  # a resumed run can have fewer slots than groups that it must hold initially
             self._free.append(len(self._serials))
             self._serials.append(0)
-        slot = self._free.popleft()
-        self._serials[slot] += 1
-        return GroupHandle(shard=shard, slot=slot, serial=self._serials[slot])
+        location = self._free.popleft()
+        self._serials[location] += 1
+        return GroupHandle(shard=shard, location=location, serial=self._serials[location])
 
     def reserve(self, shard: int) -> GroupHandle:
         """Reserve a slot for a payload in a shard."""
         handle = self.claim(shard)
-        self._reserved[handle.slot] = handle
+        self._reserved[handle.location] = handle
         return handle
 
     def leave(self, handle: GroupHandle) -> None:
         """Free the slot of a group that keeps its payload."""
-        reserved = self._reserved.pop(handle.slot, None)
+        reserved = self._reserved.pop(handle.location, None)
         assert reserved == handle, "slot freed twice, or after being reserved again"
 
     def recycle(self, handle: GroupHandle) -> None:
         """Let another group use the location of a group without a slot, and let the shard delete the payload."""
-        self._free.append(handle.slot)
+        self._free.append(handle.location)
         self.drop(handle)
 
     def free(self, handle: GroupHandle) -> None:
@@ -154,7 +154,7 @@ class ByPosition(MutableMapping[int, V]):
         return len(self._order)
 
     def first(self, default: int) -> int:
-        """Return the first position."""
+        """Return the first position, or `default` if there is none."""
         return self._order[0] if self._order else default
 
     def num_before(self, position: int) -> int:
@@ -191,9 +191,9 @@ class ReplayMemory:
     def __init__(self, config: ReplayConfig, num_replayed: int, seed: int) -> None:
         """Create an empty memory, from which each batch draws up to `num_replayed` groups."""
         self._config, self._num_replayed = config, num_replayed
-        self._groups: dict[int, Stored] = {}  # by slot
-        self._in_use: Counter[int] = Counter()  # slots of groups in unreleased batches
-        self._lost: set[int] = set()  # slots of such groups whose tokens are lost
+        self._groups: dict[int, Stored] = {}  # by location
+        self._in_use: Counter[int] = Counter()  # locations of groups in unreleased batches
+        self._lost: set[int] = set()  # locations of such groups whose tokens are lost
         self._rng = np.random.default_rng(seed)
         self._before_draw = self._rng.bit_generator.state
         self.num_evicted = 0
@@ -208,7 +208,7 @@ class ReplayMemory:
         return len(self._groups)
 
     def __contains__(self, handle: GroupHandle) -> bool:
-        stored = self._groups.get(handle.slot)
+        stored = self._groups.get(handle.location)
         return stored is not None and stored.handle == handle
 
     def draw(self, version: int, beta: float) -> list[PackedRecord]:
@@ -220,8 +220,8 @@ class ReplayMemory:
         oldest, most_uses = version - config.max_age, config.max_uses or np.inf
         eligible = [
             group
-            for slot, group in self._groups.items()
-            if group.min_version >= oldest and group.num_uses < most_uses and slot not in self._lost
+            for location, group in self._groups.items()
+            if group.min_version >= oldest and group.num_uses < most_uses and location not in self._lost
         ]
         if not eligible:
             return []
@@ -230,60 +230,60 @@ class ReplayMemory:
         else:
             priorities = [group.priority for group in eligible]
         index = ReplayIndex(len(eligible), alpha=config.alpha, beta=beta, eps=EPS, seed=self._rng)
-        index.append(len(eligible), priorities, None, lambda slots, part: None)
+        index.append(len(eligible), priorities, versions=None, store=lambda slots, part: None)  # `eligible` has the items
         drawn = []
         for number, weight in zip(*(values.tolist() for values in index.draw_distinct(self._num_replayed)), strict=True):
             group = eligible[number]
             group.num_uses += 1
-            self._in_use[group.handle.slot] += 1
+            self._in_use[group.handle.location] += 1
             drawn.append(group.record.with_weight(weight))
         return drawn
 
     def release(self, handle: GroupHandle, priority: float | None) -> None:
         """Record that a batch no longer uses a drawn group; store the group's new priority, if given."""
-        assert self._in_use[handle.slot] > 0, "a group was released that no batch contains"
-        self._in_use[handle.slot] -= 1
+        assert self._in_use[handle.location] > 0, "a group was released that no batch contains"
+        self._in_use[handle.location] -= 1
         if priority is not None:
-            self._groups[handle.slot].priority = priority
+            self._groups[handle.location].priority = priority
 
     def undo_draw(self, handles: Sequence[GroupHandle]) -> None:
         """Return the groups of the last draw, whose batch could not be trained on, as if it had not been made."""
         for handle in handles:
             self.release(handle, None)
-            self._groups[handle.slot].num_uses -= 1
+            self._groups[handle.location].num_uses -= 1
         if handles:  # else it drew nothing
             self._rng.bit_generator.state = self._before_draw
 
     def add(self, groups: Iterable[Stored]) -> list[GroupHandle]:
         """Store groups; return the removed groups: lost ones, then the oldest ones. Groups in unreleased batches stay."""
-        self._groups |= {group.handle.slot: group for group in groups}
-        gone = [slot for slot in self._lost if not self._in_use[slot]]
+        self._groups |= {group.handle.location: group for group in groups}
+        gone = [location for location in self._lost if not self._in_use[location]]
         self._lost.difference_update(gone)
-        lost = [self._groups.pop(slot).handle for slot in gone]
+        lost = [self._groups.pop(location).handle for location in gone]
         excess = len(self._groups) - self.capacity
-        evicted = [group.handle for slot, group in self._groups.items() if not self._in_use[slot]][: max(excess, 0)]
+        evicted = [group.handle for location, group in self._groups.items() if not self._in_use[location]][: max(excess, 0)]
         for handle in evicted:
-            del self._groups[handle.slot]
+            del self._groups[handle.location]
         self.num_evicted += len(evicted)
         return [*lost, *evicted]
 
     def lose_shard(self, shard: int) -> list[GroupHandle]:
         """Remove the groups whose tokens a lost shard held; return them. A later `add` removes those in unreleased batches."""
-        self._lost |= {slot for slot, group in self._groups.items() if group.handle.shard == shard}
+        self._lost |= {location for location, group in self._groups.items() if group.handle.shard == shard}
         return self.add(())
 
     def begin_use(self, handles: Iterable[GroupHandle]) -> None:
         """Mark groups as used by unreleased batches, as after a resume. Ignore handles that are not in the memory."""
-        self._in_use.update(handle.slot for handle in handles if handle in self)
+        self._in_use.update(handle.location for handle in handles if handle in self)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that determines the next draws."""
-        kept = [group for slot, group in self._groups.items() if slot not in self._lost]
+        kept = [group for location, group in self._groups.items() if location not in self._lost]
         return {"groups": kept, "rng": self._rng.bit_generator.state, "num_evicted": self.num_evicted}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace the contents with a state from `state_dict` that has at most `capacity` groups."""
-        self._groups = {group.handle.slot: group for group in state["groups"]}
+        self._groups = {group.handle.location: group for group in state["groups"]}
         assert len(self._groups) <= self.capacity, "more groups than fit"
         self._in_use.clear()
         self._lost.clear()
@@ -293,8 +293,7 @@ class ReplayMemory:
 class GroupBuffer:
     """Slots and records of groups. All methods run on one event loop.
 
-    Here, a group has a *signal* if it has tokens to train on (`GroupRecord.has_payload`). `has_signal` only says that its
-    rewards differ; all of its completions may still be masked.
+    A group has a *signal* if it has tokens to train on (`GroupRecord.has_payload`).
     """
 
     def __init__(
@@ -312,7 +311,7 @@ class GroupBuffer:
         Args:
             num_slots: Maximum number of groups that are in flight, finished or not yet released.
             dynamic_sampling: Discard groups without a signal and free their slots immediately for other prompts.
-            window: Limit on reordering: at most `window - 1` younger groups may overtake a group in flight. 1 preserves
+            window: W, the limit on reordering: at most W - 1 younger groups may overtake a group in flight. 1 preserves
                 prompt order.
             first_index: First position of the prompt stream; greater than 0 after a resume.
             memory: Memory for replayed groups; None disables replay.
@@ -323,7 +322,7 @@ class GroupBuffer:
         self._slots = Slots(num_slots, 0 if memory is None else memory.capacity)
         self._usage: dict[int, ShardUsage] = {}  # by shard
         self._memory = memory
-        self._taken: dict[int, Finished] = {}  # groups of unreleased batches by slot
+        self._taken: dict[int, Finished] = {}  # new groups of unreleased batches, by location
         self._discarded_before_batch: tuple[Sequence[Finished], Counter[DropReason]] = ((), Counter())
         """Groups discarded before the last batch, and their number by reason, kept in case the batch is returned."""
         self._dynamic_sampling = dynamic_sampling
@@ -398,8 +397,7 @@ class GroupBuffer:
     async def take_batch(self, num_groups: int) -> Batch:
         """Wait for `num_groups` finished groups and take the first ones in prompt order. At least one has a signal.
 
-        At most `window - 1` younger groups overtake a group in flight. Raise `RolloutError` if a worker failed, and
-        `ScorerError` if the scorer failed on every rollout of the first `num_groups` groups.
+        Raise `RolloutError` if a worker failed, and `ScorerError` if the scorer failed on every rollout of the first groups.
         """
         async with self._changed:
             while len(picked := self._pick(num_groups)) < num_groups and self._failure is None:
@@ -421,7 +419,7 @@ class GroupBuffer:
         return Replayed(drawn, num_stored=len(self._memory), num_evicted=self._memory.num_evicted)
 
     async def wait_until_full(self) -> None:
-        """Wait until every slot holds a finished group, taken or not, so that the rollout workers are idle."""
+        """Wait until every slot holds a finished group, taken or not, so that the workers are idle, or a worker failed."""
         async with self._changed:
             with span("wait for groups", "wait"):
                 await self._changed.wait_for(lambda: not (self._slots.room() or self._in_flight) or self._failure is not None)
@@ -439,9 +437,9 @@ class GroupBuffer:
             )
         with_signal = sum(record.has_payload for record in tried)
         silent = [record for record in tried if record.rewards and not (record.has_payload or record.rejection)]
-        equal = Counter(record.rewards[0] for record in silent if not record.has_signal)
+        equal = Counter(record.rewards[0] for record in silent if not record.rewards_differ)
         reasons = [f"{count} with every reward {reward:g}" for reward, count in equal.most_common(3)]
-        if num_masked := sum(record.has_signal for record in silent):
+        if num_masked := sum(record.rewards_differ for record in silent):
             reasons.append(f"{num_masked} without a token to train on (algorithm.mask_truncated, trainer.overlong)")
         if unscored := [record for record in tried if not record.rewards]:
             reasons.append(f"{len(unscored)} whose reward always failed ({unscored[0].first_error}; see data.rewards)")
@@ -561,7 +559,7 @@ class GroupBuffer:
         return self.mixture.state_dict(untrained=untrained, from_index=from_index)
 
     def restore(self, state: BufferState, freshness: Freshness, num_shards: int) -> Restored:
-        """Restore a state. Call this before the first reservation and after restoring the mixture."""
+        """Restore a state, for shards 0 to `num_shards - 1`. Call this after restoring the mixture, before any reservation."""
         kept, again = split_by_freshness(state, freshness, self._num_slots)
         has_memory = self._memory is not None and state.memory is not None
         held = state.held if has_memory else [group.without_tokens() for group in state.held]
@@ -579,7 +577,7 @@ class GroupBuffer:
             self._memory.begin_use(handle for handles, _ in trained for handle in handles_of(handles))
         self._next_index, self._again, self._has_scored = state.next_index, deque(again), state.has_scored
         self._ready = ByPosition((group.record.index, group.at(moves[group.record.handle])) for group in kept)
-        self._taken = {moves[group.record.handle].slot: group.at(moves[group.record.handle]) for group in held}
+        self._taken = {moves[group.record.handle].location: group.at(moves[group.record.handle]) for group in held}
         self._overtakers, self._discarded, self._drops = set(state.overtakers), list(state.discarded), Counter(state.drops)
         return Restored(
             moves=[(handle, moves[handle]) for handle in with_tokens],
@@ -596,14 +594,15 @@ class GroupBuffer:
         """
         async with self._changed:
             self._oldest_version = before_version
-            self.mixture.undo_train((self._taken[handle.slot].record.index for handle in handles_of(handles)), is_dropped=True)
+            indices = [self._taken[handle.location].record.index for handle in handles_of(handles)]
+            self.mixture.undo_train(indices, is_dropped=True)
             self._release(handles, None)
             for index in [index for index, group in self._ready.items() if self._is_too_old(group.record)]:
                 self._discard(self._ready.pop(index), "too old")
             self._notify()
 
     def _is_too_old(self, record: GroupRecord) -> bool:
-        return bool(record.rewards) and record.min_version < self._oldest_version
+        return record.min_version < self._oldest_version
 
     @property
     def _oldest_unfinished(self) -> int:
@@ -644,7 +643,7 @@ class GroupBuffer:
             self._memory.undo_draw(replayed)
             keys = [handle for handle in keys if handle not in self._memory]
         for handle in keys:
-            group = self._taken.pop(handle.slot)
+            group = self._taken.pop(handle.location)
             self._overtakers.discard(group.record.index)
             self.mixture.undo_train([group.record.index], is_dropped=handle in self._lost)
             if handle in self._lost:
@@ -663,7 +662,7 @@ class GroupBuffer:
         values = {handle: priority for handle, priority in pairs if not isnan(priority)}
         if self._memory is None:
             for handle in keys:
-                self._taken.pop(handle.slot, None)
+                self._taken.pop(handle.location, None)
                 self._free(handle)
             return
         trained = []
@@ -671,7 +670,7 @@ class GroupBuffer:
             if handle in self._memory:
                 self._memory.release(handle, values.get(handle))
                 continue
-            group = self._taken.pop(handle.slot)
+            group = self._taken.pop(handle.location)
             if handle in values and group.record.has_payload and handle not in self._lost:
                 self._slots.leave(handle)
                 version, priority = group.record.min_version, values[handle]
@@ -686,7 +685,7 @@ class GroupBuffer:
         self._lost.discard(handle)
 
     def _add(self, record: GroupRecord) -> None:
-        if record.handle in self._abandoned:  # its worker committed it before learning of this
+        if record.handle in self._abandoned:  # its position is sampled again
             self._abandoned.remove(record.handle)
             self._slots.drop(record.handle)
             return
@@ -695,7 +694,7 @@ class GroupBuffer:
         del self._in_flight[record.index]
         self._has_scored |= bool(record.rewards)
         self.mixture.observe(record.index, record.rewards)
-        group = Finished(record, pack_record(record, self.mixture.number_of(record.task)), record.has_signal)
+        group = Finished(record, pack_record(record, self.mixture.number_of(record.task)), record.rewards_differ)
         if not record.rewards:
             self._discard(group, "no reward")
         elif record.rejection is not None:
@@ -738,7 +737,7 @@ class GroupBuffer:
         oldest_in_flight = self._oldest_unfinished
         self._overtakers |= {index for index in picked if index > oldest_in_flight}
         groups = self._ready.take(len(picked))
-        self._taken |= {group.record.handle.slot: group for group in groups}
+        self._taken |= {group.record.handle.location: group for group in groups}
         self._discarded_before_batch = discarded, drops = self._discarded, self._drops
         self.mixture.train(picked)
         settled = (group.record.index for group in (*self._taken.values(), *self._discarded))
@@ -755,7 +754,7 @@ class GroupBuffer:
         return Batch(
             records=RecordTable.join([group.packed for group in groups]),
             num_tried=len(tried),
-            num_without_signal=sum(bool(group.record.rewards) and not group.has_signal for group in (*groups, *discarded)),
+            num_equal_rewards=sum(bool(group.record.rewards) and not group.rewards_differ for group in (*groups, *discarded)),
             num_tried_rollouts=sum(len(record.rewards) + record.num_errors for record in tried),
             num_tried_tokens=sum(record.num_generated for record in tried),
             num_errors=sum(record.num_errors for record in failed),
@@ -776,13 +775,13 @@ class GroupBuffer:
         )
 
 
-class ReplayBuffer(GroupBuffer, Actor):
+class BufferActor(GroupBuffer, Actor):
     """Actor of the run's buffer, with or without a replay memory. Tokens never pass through it."""
 
     def __init__(self, prompts: Callable[[], Mixture], **settings: Any) -> None:
         """Create an empty buffer. `prompts` is called in this process, and returns the `mixture` of a `GroupBuffer`."""
         super().__init__(mixture=prompts(), **settings)
-        reserve_round = super().reserve_round  # the endpoint of this name hides it; workers of all shards call that one
+        reserve_round = super().reserve_round  # not the endpoint of this name, which waits for all workers
         self._rounds: Gathering[None, list[Reservation]] = Gathering(lambda workers: reserve_round(len(workers)))
         self._may_begin = asyncio.Event()
         self._may_begin.set()
@@ -860,5 +859,6 @@ class ReplayBuffer(GroupBuffer, Actor):
         prompts = read_saved(await asyncio.to_thread(file.read_bytes)) if file.exists() else None
         if self.mixture.load_state_dict(prompts):
             return self.restore(state, freshness, num_shards)
+        # The tasks or their levels have changed, so the positions get other prompts.
         restored = self.restore(state.without_groups(), freshness, num_shards)
         return replace(restored, too_old=tuple(group.record.index for group in state.ready))

@@ -43,7 +43,7 @@ class Reservation:
     index: int
     """Position of its prompt in the stream."""
     handle: GroupHandle
-    """Slot and storage shard of its payload."""
+    """Location of its payload."""
     draw: Draw
 
 
@@ -61,7 +61,7 @@ class Finished:
 
     record: GroupRecord
     packed: PackedRecord
-    has_signal: bool
+    rewards_differ: bool
 
     def has_tokens_in(self, shard: int) -> bool:
         """Return True if a storage shard holds the group's tokens."""
@@ -96,7 +96,7 @@ class Batch:
     """Records of the new groups. With `dynamic_sampling`, every group has a signal."""
     num_tried: int
     """Groups of the batch, plus groups discarded since the previous batch."""
-    num_without_signal: int
+    num_equal_rewards: int
     """Tried groups whose rewards were all equal, excluding groups without any reward."""
     next_index: int
     """First position of the prompt stream that was neither taken nor discarded; a resumed run starts here."""
@@ -250,13 +250,13 @@ def moved_batch(batch: TrainedBatch, moves: Mapping[GroupHandle, GroupHandle]) -
     keys = handles_of(handles)
     kept = [i for i, handle in enumerate(keys) if handle in moves]
     current = [moves[keys[i]] for i in kept]
-    table = np.array([(handle.shard, handle.slot, handle.serial) for handle in current], HANDLE)
+    table = np.array([(handle.shard, handle.location, handle.serial) for handle in current], HANDLE)
     return table, None if priorities is None else priorities[kept]
 
 
 def handles_of(table: Table) -> list[GroupHandle]:
     """Return the handles in a table of `HANDLE`."""
-    return [GroupHandle(shard=shard, slot=slot, serial=serial) for shard, slot, serial in table.tolist()]
+    return [GroupHandle(shard=shard, location=location, serial=serial) for shard, location, serial in table.tolist()]
 
 
 def joined(batches: Sequence[TrainedBatch]) -> TrainedBatch:

@@ -38,9 +38,9 @@ class Payloads:
         self._limit, self._folder = memory_bytes, folder
         self._lock = threading.Lock()
         self._spilling = threading.Lock()
-        self._groups: dict[int, tuple[GroupHandle, Parts]] = {}  # by slot
-        self._in_memory: dict[int, int] = {}  # bytes by slot, oldest first
-        self._in_files: dict[int, int] = {}  # bytes by slot
+        self._groups: dict[int, tuple[GroupHandle, Parts]] = {}  # by location
+        self._in_memory: dict[int, int] = {}  # bytes by location, oldest first
+        self._in_files: dict[int, int] = {}  # bytes by location
         self._num_memory_bytes = 0
         # A mapping keeps the descriptor of its file, so this process needs as many as the system lets it have.
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -59,15 +59,15 @@ class Payloads:
             return self._num_memory_bytes + sum(map(len, parts)) <= self._limit
 
     def put(self, handle: GroupHandle, parts: Sequence[bytes]) -> None:
-        """Store a group in place of the previous one in its slot.
+        """Store a group in place of the previous one in its location.
 
         Raise `OSError` if a group beyond the memory limit cannot be written to a file; this one is then not stored.
         """
         size = sum(map(len, parts))
         with self._lock:
-            self._forget(handle.slot)
-            self._groups[handle.slot] = (handle, tuple(parts))
-            self._in_memory[handle.slot] = size
+            self._forget(handle.location)
+            self._groups[handle.location] = (handle, tuple(parts))
+            self._in_memory[handle.location] = size
             self._num_memory_bytes += size
         try:
             self._spill()
@@ -76,24 +76,24 @@ class Payloads:
             raise
 
     def get(self, handle: GroupHandle) -> Parts:
-        """Return the parts of a group. Raise `KeyError` if the slot now holds another group, or none."""
+        """Return the parts of a group. Raise `KeyError` if the location now holds another group, or none."""
         with self._lock:
-            stored, parts = self._groups[handle.slot]
+            stored, parts = self._groups[handle.location]
         if stored != handle:
             raise KeyError(handle)
         return parts
 
     def drop(self, handles: Iterable[GroupHandle]) -> None:
-        """Delete groups. Ignore handles whose slot now holds another group, or none."""
+        """Delete groups. Ignore handles whose location now holds another group, or none."""
         with self._lock:
             for handle in handles:
-                if handle.slot in self._groups and self._groups[handle.slot][0] == handle:
-                    self._forget(handle.slot)
+                if handle.location in self._groups and self._groups[handle.location][0] == handle:
+                    self._forget(handle.location)
 
-    def _forget(self, slot: int) -> None:
-        self._groups.pop(slot, None)
-        self._num_memory_bytes -= self._in_memory.pop(slot, 0)
-        self._in_files.pop(slot, None)
+    def _forget(self, location: int) -> None:
+        self._groups.pop(location, None)
+        self._num_memory_bytes -= self._in_memory.pop(location, 0)
+        self._in_files.pop(location, None)
 
     def _spill(self) -> None:
         """Move groups to files, oldest first, until the others are within the memory limit. Readers do not wait meanwhile."""
@@ -102,14 +102,14 @@ class Payloads:
                 with self._lock:
                     if self._num_memory_bytes <= self._limit:
                         return
-                    slot, size = next(iter(self._in_memory.items()))
-                    stored = self._groups[slot]
+                    location, size = next(iter(self._in_memory.items()))
+                    stored = self._groups[location]
                 handle, parts = stored
                 spilled = (handle, _in_file(parts, size, self._folder))
                 with self._lock:
-                    if self._groups.get(slot) is stored:  # else it was dropped or replaced
-                        self._forget(slot)
-                        self._groups[slot], self._in_files[slot] = spilled, size
+                    if self._groups.get(location) is stored:  # else it was dropped or replaced
+                        self._forget(location)
+                        self._groups[location], self._in_files[location] = spilled, size
 
 
 def _in_file(parts: Parts, size: int, folder: Path) -> Parts:

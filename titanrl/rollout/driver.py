@@ -33,8 +33,8 @@ from titanrl.rollout.renderers import Renderer
 from titanrl.rollout.tree import CallTree, Context, DoesNotFit, NotRenderable
 
 StopText = Callable[[Sequence[int], Sequence[str | int]], str]
-"""Function from the tokens of a turn, and further stop texts and tokens of its call, to the text at their end that its message
-leaves out."""
+"""Function that returns the stop text at the end of a turn, which its message leaves out. It takes the tokens of the turn, and
+the stop texts and tokens that its call has in addition to the configured ones."""
 _MAX_ERROR_CHARS = 2000
 
 
@@ -65,7 +65,7 @@ class Limits:
 
 
 class Attempt:
-    """One attempt to play an episode: the calls of the policy, and what came of them."""
+    """One attempt to play an episode with an environment (`Conversation`) or a user's program (`ProgramEpisode`)."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Attempt:
         sampling: Callable[[int, int], SamplingParams],
         stop_text: StopText = lambda ids, more: "",
     ) -> None:
-        """Start without calls. `sampling` maps the number of a turn, and its longest length in tokens, to its options."""
+        """Start without calls. `sampling` maps the number of a turn, from 0, and its maximum length to its options."""
         self.messages: list[Message] = []
         """Messages of the whole episode, including messages that were replaced."""
         self.rewards: Mapping[str, float] = {}
@@ -123,11 +123,7 @@ class Attempt:
         raise NotImplementedError
 
     async def take(self, completions: Sequence[Completion]) -> None:
-        """Continue with the completions of the last requests.
-
-        Raises:
-            EpisodeError: The episode failed.
-        """
+        """Continue with the completions of the last requests."""
         raise NotImplementedError
 
     async def play(self, generate: GenerateTokens) -> None:
@@ -155,6 +151,7 @@ class Attempt:
         if parsed is None:
             parsed = self._renderer.parse(token_ids, context.tools)
         calls = parsed.get("tool_calls", ())
+        # The renderer returns arguments that it cannot parse as text.
         self.num_malformed += sum(isinstance(call["function"]["arguments"], str) for call in calls)
         message = parsed | {"content": self._without_stop(parsed["content"], token_ids, stop)}
         self.tree.add(context, completion, parsed, message)
@@ -222,7 +219,7 @@ class Conversation(Attempt):
             raise EpisodeError("environment_error", "there is no message to start the conversation with. Return at least one.")
         self.metrics = observation.metrics
         self.messages += observation.messages
-        self._seen, self._tools = list(observation.messages), observation.tools
+        self._seen, self._tools = list(observation.messages), observation.tools  # what the policy reads next
         try:
             self._next = self._context(observation.state)
         except DoesNotFit as size:
@@ -322,7 +319,7 @@ class Conversation(Attempt):
             async with asyncio.timeout(limit_s) as limit:
                 return await self._checked(name, call, may_be_none)
         except TimeoutError:
-            assert limit.expired()
+            assert limit.expired()  # `_checked` converts one that the environment raised
             raise EpisodeError("timeout", f"{name} of the environment took longer than {limit_s:g} s") from None
         finally:
             seconds = asyncio.get_running_loop().time() - started

@@ -221,7 +221,7 @@ def fit_to_rows(group: Group, config: TrainerConfig) -> tuple[Group, int]:
     return replace(group, rollouts=rollouts), sum(is_overlong)
 
 
-def without_truncated(group: Group) -> Group:
+def mask_truncated(group: Group) -> Group:
     """Mask all tokens of rollouts truncated at the length limit (`algorithm.mask_truncated`). Their rewards are kept."""
 
     def masked(rollout: Rollout) -> Rollout:
@@ -250,7 +250,7 @@ def credited_values_differ(group: Group, trained: Group, algorithm: AlgorithmCon
         states = [[turn.state for turn in rollout.turns] or [0] for rollout in group.rollouts]
         return returns_differ(rewards, algorithm.turn_discount, states if algorithm.credit == "state" else None)
     if algorithm.credit == "token":
-        nowhere = GroupHandle(shard=0, slot=0, serial=0)
+        nowhere = GroupHandle(shard=0, location=0, serial=0)
         record = record_of(trained, nowhere, has_payload=False, num_overlong=0, whole=group)
         return token_returns_differ(RecordTable.of([record]), algorithm.token_discount)
     return False

@@ -34,11 +34,11 @@ from titanrl.rollout.group import (
     credited_values_differ,
     fit_to_rows,
     keeps,
+    mask_truncated,
     num_generated,
     record_of,
     roll_out,
     sampling_requests,
-    without_truncated,
 )
 from titanrl.rollout.pool import GeneratorPool, InRound
 from titanrl.rollout.recorded import GroupRecorder, newest_version
@@ -308,10 +308,10 @@ class RolloutWorker(Actor):
 
     async def _commit(self, reservation: Reservation, group: Group, rejection: Rejection | None) -> None:
         config = self._setup.config if self._recorded else self._tasks_of_run[reservation.draw.task].config
-        counted = without_truncated(group) if config.algorithm.mask_truncated else group
+        counted = mask_truncated(group) if config.algorithm.mask_truncated else group
         trained, num_overlong = fit_to_rows(counted, config.trainer)
         differs = credited_values_differ(group, trained, config.algorithm, config.data)
-        has_signal = group.has_signal or differs or (config.trains_on_equal_rewards and bool(group.rollouts))
+        has_signal = group.rewards_differ or differs or (config.trains_on_equal_rewards and bool(group.rollouts))
         has_tokens = any(segment.mask.any() for rollout in trained.rollouts for segment in rollout.segments)
         record = record_of(
             trained,

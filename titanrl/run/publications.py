@@ -33,7 +33,7 @@ class Publications:
         self._run, self._past, self._replay, self._dump = run, past, replay, dump
         self._session, self._config = run.session, run.config
         self._buffer, self._versions = run.session.rollouts.buffer, run.session.weights.versions
-        self._last_published = -1  # newest version that a batch was checked against, or that the loop published
+        self._last_known = -1  # newest published version that `take` or the loop has seen; user code may publish another
         self._unpublished: list[TrainedBatch] = []
 
     async def begin(self, resume_step: int | None) -> None:
@@ -50,20 +50,20 @@ class Publications:
         while True:
             batch = await self._session.weights.unless_failed(self._buffer.take_batch())
             # The slots guarantee the bound, unless user code has published since the last batch.
-            if self._versions[-1] == self._last_published or versions_behind(self._versions, batch.oldest_version) <= bound:
+            if self._versions[-1] == self._last_known or versions_behind(self._versions, batch.oldest_version) <= bound:
                 break
             groups = len(batch.records.groups)
-            self._run.state = replace(self._run.state, counts=self._run.state.counts.plus(**batch.work))
+            self._run.state = replace(self._run.state, counts=self._run.state.counts.plus(**batch.work))  # it was work, too
             await self._buffer.discard(batch.records.handles, before_version=self._versions[-1 - bound])
             self._run.recorder.directory.event("drop", step=self._run.state.step + 1, groups=groups, reason="too old")
-        self._last_published = self._versions[-1]
+        self._last_known = self._versions[-1]
         if not self._config.replay.fraction:
             return batch
         version = self._session.trainer.version
         return replace(batch, replayed=await self._buffer.replay(version, self._replay.beta(version)))
 
     def ages(self, batch: Batch) -> list[int]:
-        """Return, for each group, the versions published since its oldest token was sampled; assert the staleness bound."""
+        """Return the number of versions published since each group's oldest token was sampled; assert the staleness bound."""
         versions = batch.records.groups["min_version"].tolist()
         age_of = {version: versions_behind(self._versions, version) for version in set(versions)}
         ages, bound = [age_of[version] for version in versions], self._config.staleness_bound
@@ -92,7 +92,7 @@ class Publications:
         version = updates[-1].version
         if version - self._versions[-1] >= self._config.algorithm.updates_per_publish:
             trained, self._unpublished = joined(self._unpublished), []
-            await self._run.steering.begin_publication()
+            await self._run.steering.begin_publication()  # before slots are freed and new prompts drawn
             self._publish_version(version, then=partial(self._buffer.release, *trained))
 
     async def save(self, folder: Path) -> None:
@@ -103,7 +103,7 @@ class Publications:
         holds all groups of the round. With replay, or if the data choose the prompts, the buffer's other state is saved, too.
         """
         run, state = self._run, self._run.state
-        await self._session.rollouts.workers.wait_until_up()
+        await self._session.rollouts.workers.wait_until_up()  # each shard writes its groups
         # Ages up to the bound need the last bound + 1 versions; one more is kept as a margin.
         published = self._versions[-2 - self._config.staleness_bound :]
         keeps_published = published[-1] != state.version and self._past.kept == published[-1]
@@ -180,4 +180,4 @@ class Publications:
             directory.event("publication", version=version)
 
         self._session.weights.publish(version, then=published)
-        self._last_published = version
+        self._last_known = version

@@ -125,7 +125,7 @@ def batch_metrics(batch: Batch, ages: Sequence[int], version: int, config: Confi
         **metrics_of.rollout_metrics(
             batch.records,
             num_tried=batch.num_tried,
-            num_without_signal=batch.num_without_signal,
+            num_equal_rewards=batch.num_equal_rewards,
             num_tried_rollouts=batch.num_tried_rollouts,
             num_errors=batch.num_errors,
             of_turns=bool(batch.counts),
@@ -164,8 +164,8 @@ def recorded_groups(batch: Batch, config: Config) -> dict[GroupHandle, int]:
     groups = batch.all_records.groups
     chosen = groups[_is_recorded(groups["index"], config) & (groups["has_payload"] > 0)]
     return {
-        GroupHandle(shard=shard, slot=slot, serial=serial): index
-        for index, (shard, slot, serial) in zip(chosen["index"].tolist(), chosen["handle"].tolist(), strict=True)
+        GroupHandle(shard=shard, location=location, serial=serial): index
+        for index, (shard, location, serial) in zip(chosen["index"].tolist(), chosen["handle"].tolist(), strict=True)
     }
 
 

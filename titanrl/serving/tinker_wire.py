@@ -138,7 +138,7 @@ def pass_of(message: Any, vocab_size: int) -> Pass:
 
 
 def pass_result(asked: Pass, output: ForwardBackwardOutput) -> bytes:
-    """Return the protobuf result of a pass: `logprobs` per datum, `[T]` or `[T, K]`, and the metrics."""
+    """Return the protobuf result of a pass: `logprobs` of each datum, in the shape of its targets, and the metrics."""
     pb, rest = schema(), iter(output.loss_fn_outputs)
     arrays = list[FloatArray]()
     for width in asked.widths:

@@ -115,7 +115,7 @@ def storage_errors(what: str, folder: Path) -> Iterator[None]:
 
 
 def on_first_rank(what: str, folder: Path, action: Callable[[], None]) -> None:
-    """Run an action on the first rank, and raise its `StorageError` on every rank, so that no rank waits for a failed one.
+    """Run an action on the first rank. If it fails as `storage_errors` describes, raise `StorageError` on every rank.
 
     This is a collective: the other ranks return when the action has ended. See `storage_errors` for `what` and `folder`.
     """

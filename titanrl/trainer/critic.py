@@ -64,7 +64,7 @@ class Critic(Stateful):
         return self.learner.run(rows, objective).sums
 
     def optim_step(self, params: AdamParams, *, completes: bool) -> dict[str, float]:
-        """Take an optimizer step with the options of the policy's, except learning rate and clipping; return its metrics."""
+        """Take a step as `Learner.optim_step` does, but with the critic's learning rate and clipping; return its metrics."""
         rate, norm = self._config.learning_rate, self._config.max_grad_norm
         update = self.learner.optim_step(replace(params, learning_rate=rate, max_grad_norm=norm), completes=completes)
         return {"critic/grad_norm": update.grad_norm, "critic/skipped": float(update.skipped)}

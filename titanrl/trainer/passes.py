@@ -2,7 +2,8 @@
 
 Each rank receives all data and computes the same plan, so planning needs no communication.
 
-Shape suffixes: B rows, L tokens of a row, S tokens of a sequence, N tokens of a micro-batch.
+Shape suffixes: B rows, L tokens of a row, S tokens of a sequence, T loss tokens of a sequence, N tokens of a micro-batch,
+M rows of `TeacherTokens`, V vocabulary entries on this rank, K known entries or experts of a token, Y layers.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,6 +44,7 @@ class Location:
     """Location of a datum in a micro-batch."""
 
     index: int
+    """Index in the data."""
     row: int
     """Index of the row in the micro-batch."""
     tokens: slice
@@ -141,7 +143,7 @@ def run_data(learner: Learner, planned: DataPass, *, backward: bool) -> DataResu
             sums.append(result.sums)
         values_BL = logprobs_BL.float().cpu().numpy()
         logprobs |= {location.index: values_BL[location.row, location.tokens] for location in locations}
-    if not learner.model.reports:
+    if not learner.model.reports:  # another rank with the same share returns them
         logprobs = {}
     return DataResult(logprobs=logprobs, sums=tuple(sums), version=learner.version_in_use)
 
@@ -181,9 +183,9 @@ def teacher_tokens(
         selected.append(tokens_T - (location.tokens.stop - location.tokens.start) + end)
         index_BL[location.row, location.tokens.start + tokens_T] = torch.arange(num_selected, num_selected + len(tokens_T))
         num_selected += len(tokens_T)
-    tokens_M = torch.cat(selected) if num_selected else torch.zeros(1, dtype=torch.int64)
+    tokens_M = torch.cat(selected) if num_selected else torch.zeros(1, dtype=torch.int64)  # `TeacherTokens` needs a row
     version = teacher.at_version
-    with nullcontext() if version is None else learner.weights_at(version, within_batch=True):
+    with nullcontext() if version is None else learner.weights_at(version, within_batch=True):  # keeps gradients
         logits_MV = learner.logits(packed, tokens_M)
     return TeacherTokens(name=teacher.name, beta=teacher.beta, index_N=index_BL.flatten(), logits_MV=logits_MV)
 
@@ -193,7 +195,7 @@ def top_tokens(
 ) -> TeacherTokens:
     """Return the most likely tokens of another model at the targets of a micro-batch.
 
-    Tokens that the policy does not have, such as those in the padding of another vocabulary, count as unknown.
+    Tokens that the policy does not have, such as those in the padding of another vocabulary, are not known entries.
     """
     index_BL = torch.full(rows.tokens_BL.shape, -1, dtype=torch.int64)
     ids = [np.full((1, num_top), -1)]  # for a micro-batch without data
@@ -209,7 +211,7 @@ def top_tokens(
             num_rows += num
     return TeacherTokens(
         name="forward_kl",
-        beta=0.5,
+        beta=0.5,  # not used by `forward_kl`
         index_N=index_BL.flatten(),
         logits_MV=torch.from_numpy(np.concatenate(logprobs)),
         ids_MK=torch.from_numpy(np.concatenate(ids)),
@@ -228,7 +230,7 @@ def _teacher_input(datum: Datum) -> IntArray:
 def plan_data(lengths: Sequence[int], sizes: RowSizes, dp_size: int, dp_rank: int) -> Iterator[list[Location]]:
     """Yield the micro-batches of one rank. All ranks get the same number; a micro-batch without data runs one empty row."""
     rows = pack(lengths, sizes.row_tokens)
-    shares = balance(row_costs(np.asarray(lengths), np.zeros(len(lengths), np.int64), rows), dp_size)
+    shares = balance(row_costs(np.asarray(lengths), np.zeros(len(lengths), np.int64), rows), dp_size)  # no token is shared
     per_microbatch = sizes.rows_per_microbatch
     rank_rows = [rows[i] for i in shares[dp_rank]]
     for start in range(0, max(map(len, shares)), per_microbatch):
@@ -288,9 +290,7 @@ def _chosen_teacher(loss: DivergenceName, config: Mapping[str, Any]) -> Teacher:
 
 
 def check_data(data: Sequence[Datum], sizes: RowSizes, loss: ChosenLoss | None) -> None:
-    """Check all data, on every rank, before any of it runs.
-
-    If only one rank detected an error, the other ranks would wait for it in a collective.
+    """Check all data on every rank: if only one detected an error, the others would wait for it in a collective.
 
     Raises:
         ValueError: A datum is empty, longer than a row, or lacks an input of the loss, or an array has the wrong shape.
@@ -393,7 +393,7 @@ def check_experts(data: Sequence[Datum], num_layers: int, per_token: int, num_ex
 
 
 def build_rows(data: Sequence[Datum], locations: Sequence[Location], sizes: RowSizes) -> PackedRows:
-    """Build the packed rows of one micro-batch."""
+    """Build the packed rows of one micro-batch. A target with weight 0 or without a finite `logprobs` is masked."""
     length = row_length((location.tokens.stop for location in locations), sizes.row_tokens, sizes.multiple)
     rows = empty_rows(1 + max((location.row for location in locations), default=0), length)
     supports: list[tuple[int, Supports]] = []
@@ -402,7 +402,7 @@ def build_rows(data: Sequence[Datum], locations: Sequence[Location], sizes: RowS
         datum, row = data[location.index], location.row
         rows.tokens_BL[row, location.tokens] = torch.from_numpy(np.asarray(datum.model_input))
         rows.positions_BL[row, location.tokens] = torch.arange(len(datum.model_input))
-        rows.positions_BL[row, location.tokens.stop :] = torch.arange(length - location.tokens.stop)
+        rows.positions_BL[row, location.tokens.stop :] = torch.arange(length - location.tokens.stop)  # for padding
         rows.targets_BL[row, location.tokens] = _input(datum, "target_tokens", 0.0).long()
         weights, logprobs = _input(datum, "weights", 1.0), _input(datum, "logprobs", 0.0)
         rows.mask_BL[row, location.tokens] = (weights != 0) & logprobs.isfinite()
@@ -437,7 +437,7 @@ def _custom_objective(function: CustomLoss, data: Sequence[Datum], locations: Se
             selected = [data[location.index] for location in locations]
             return function(selected, [logprobs_BL[location.row, location.tokens] for location in locations])
 
-        loss, metrics = _on_all_ranks(compute if locations else lambda: (logprobs_N.sum() * 0.0, {}))
+        loss, metrics = _on_all_ranks(compute if locations else lambda: (logprobs_N.sum() * 0.0, {}))  # all ranks run backward
         sums = {name: torch.tensor(float(value)) for name, value in metrics.items()}
         return loss, LossMetrics(sums={"loss/policy": loss.detach().cpu(), **sums}, maxima={})
 

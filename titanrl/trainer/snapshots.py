@@ -218,7 +218,7 @@ class MovingAverage(Stateful):
         torch._foreach_lerp_(self._local(), weights, 1.0 - self._decay)
 
     def restart(self) -> None:
-        """Reset the averages to the current weights."""
+        """Set the averages to the current weights, with which a phase of training starts."""
         for average, weight in zip(self._local(), self._weights.values(), strict=True):
             average.copy_(local_part(weight))
 
@@ -240,7 +240,7 @@ class MovingAverage(Stateful):
 
 
 class KeptLogprobs:
-    """Log-probabilities by version and sequence. If a storage slot is reused, the values of the new group replace the old."""
+    """Log-probabilities by version and sequence. If a location is reused, the values of the new group replace the old."""
 
     def __init__(self) -> None:
         self._values: dict[tuple[int, int, int, int], tuple[int, Tensor]] = {}
@@ -248,7 +248,7 @@ class KeptLogprobs:
     def put(self, version: int, rows: Sequence[Row], logprobs_BL: Tensor) -> None:
         """Store a copy of the log-probabilities, `[B, L]`, that the weights of `version` give the sequences of some rows."""
         for row, handle, segment, tokens in _sequences(rows):
-            key = (version, handle.shard, handle.slot, segment)
+            key = (version, handle.shard, handle.location, segment)
             self._values[key] = (handle.serial, logprobs_BL[row, tokens].clone())
 
     def get(self, version: int, rows: Sequence[Row], row_tokens: int) -> Tensor:
@@ -261,7 +261,7 @@ class KeptLogprobs:
         """
         kept_BL = torch.zeros(max(1, len(rows)), row_tokens)
         for row, handle, segment, tokens in _sequences(rows):
-            serial, values_S = self._values.get((version, handle.shard, handle.slot, segment), (None, None))
+            serial, values_S = self._values.get((version, handle.shard, handle.location, segment), (None, None))
             if values_S is None or serial != handle.serial:
                 raise KeyError(f"no log-probabilities of version {version} are kept for segment {segment} of {handle}")
             num_tokens = min(len(values_S), tokens.stop - tokens.start)

@@ -1,7 +1,7 @@
 """`WeightSync`: coordinates how a new version of the weights moves from the trainer to the generators.
 
 Each trainer rank holds the last two versions, each in a shared memory segment of its own (an arena) or under keys of torchstore
-(docs/weights.md).
+(docs/weights.md). Published adapters refer to their *base*, the weights below them, which a reader needs once.
 """
 
 import asyncio
@@ -93,7 +93,7 @@ class WeightSync:
             expect: Callback that makes every generator hold back new requests until it has pulled a version.
             pulls: Callbacks that pull a version, one per generator replica. They have deadlines of their own, and return
                 normally if the replica died, because an error ends all publications.
-            num_listed: Length of the list of versions, from which the ages of tokens are computed.
+            num_listed: Length of `versions`, above the staleness bound, because the ages of tokens are computed from it.
         """
         self._num_listed = num_listed
         self._delete, self._push, self._expect, self._pulls = delete, push, expect, pulls
@@ -104,7 +104,7 @@ class WeightSync:
         self._publishing: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
         self._failed = asyncio.Event()
-        self._held: list[Commit] = []
+        self._held: list[Commit] = []  # versions that readers may pull, at most `VERSIONS_HELD`, oldest first
         self._stored: list[Commit] = []  # held ones, and those that are being overwritten or deleted
         self._metrics: dict[str, float] = {}
         self._num_received = 0
@@ -187,7 +187,7 @@ class WeightSync:
 
     async def _push_and_commit(self, version: int) -> _Pushed:
         """Push and commit a version, then start the pulls."""
-        overwritten, self._held = self._held[: 1 - VERSIONS_HELD], self._held[1 - VERSIONS_HELD :]
+        overwritten, self._held = self._held[: 1 - VERSIONS_HELD], self._held[1 - VERSIONS_HELD :]  # no new readers
         for commit in overwritten:
             await self._leases.wait_unused(commit.version)
         started = time.perf_counter()
@@ -225,7 +225,7 @@ class WeightSync:
         earlier, freed = self._last_freed, asyncio.Event()
         self._last_freed = freed
         try:
-            if len(pushed.pulls) > 1:
+            if len(pushed.pulls) > 1:  # a single replica serves no older version after its pull
                 await self._expect(pushed.commit.version)
             if pushed.pulls:  # a replay of dumped rollouts has no generators
                 done, _ = await asyncio.wait(pushed.pulls, return_when=asyncio.FIRST_COMPLETED)
