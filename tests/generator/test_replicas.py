@@ -26,9 +26,8 @@ from titanrl.config.sections import RecipeConfig
 from titanrl.generator.actor import Generator, GeneratorSetup
 from titanrl.launch.fleet import Fleet
 from titanrl.launch.generators import GeneratorMeshes, Replica
-from titanrl.launch.parts import Part, SharedContext
 from titanrl.launch.roles import Roles
-from titanrl.launch.supervision import Supervisor
+from titanrl.launch.supervision import Part, SharedContext, Supervisor
 from titanrl.models.recipe import create_model
 from titanrl.processes.children import Respawns
 from titanrl.processes.variables import generator_environment, worker_environment

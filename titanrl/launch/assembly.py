@@ -26,11 +26,10 @@ from titanrl.generator.actor import Generator, GeneratorSetup
 from titanrl.hosts.kinds import KINDS
 from titanrl.launch.fleet import Fleet, Hosts, acquire_hosts
 from titanrl.launch.generators import GeneratorMeshes, Replica
-from titanrl.launch.parts import Part, SharedContext
 from titanrl.launch.roles import Roles, RunFiles, needed
 from titanrl.launch.rollouts import BufferClient, RolloutMesh, Worker
 from titanrl.launch.run_lock import RunLock
-from titanrl.launch.supervision import OnEvent, Supervisor, Watchdog
+from titanrl.launch.supervision import OnEvent, Part, SharedContext, Supervisor, Watchdog
 from titanrl.launch.trainer_mesh import TrainerMesh
 from titanrl.metrics.console import Console
 from titanrl.models.directory import export_dtype, open_model

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from titanrl.carriers.types import GenerationStats
 from titanrl.config.sections import TimeoutsConfig
-from titanrl.launch.parts import Part, SharedContext, ask_each, start_request
-from titanrl.launch.supervision import PartDiedError
+from titanrl.launch.supervision import Part, PartDiedError, SharedContext, ask_each
+from titanrl.launch.verbs import start_request
 from titanrl.processes.actors import ask_actor, ask_ranks
 from titanrl.weights.records import Commit, HeldAdapter
 

@@ -14,9 +14,9 @@ from titanrl.carriers.tables import Table
 from titanrl.carriers.types import EvaluationResult
 from titanrl.config.sections import TimeoutsConfig
 from titanrl.launch.generators import GeneratorMeshes, Replica
-from titanrl.launch.parts import DISK, PACE, Limit, Part, SharedContext, Verb, ask_each, done, only, start_request
-from titanrl.launch.supervision import DeadlineError, Pace, PartDiedError, Supervisor
+from titanrl.launch.supervision import DISK, PACE, DeadlineError, Pace, Part, PartDiedError, SharedContext, Supervisor, ask_each
 from titanrl.launch.trainer_mesh import TrainerMesh
+from titanrl.launch.verbs import Limit, Verb, done, only, start_request
 from titanrl.processes.actors import ActorError, StoppedError, ask_actor, cause_of, resolve
 from titanrl.replay.buffer import RECORDS_FILE, BufferActor, GroupBuffer
 from titanrl.replay.groups import Batch, Freshness, Restored, Saved, StarvationError, TrainedBatch

@@ -1,6 +1,8 @@
-"""Supervision of a session: requests with deadlines, and detection of dead, stopped and hanging processes.
+"""Supervision of a session: requests with deadlines, detection of dead, stopped and hanging processes, and their replacement.
 
-A learned deadline is a multiple of the slowest recent reply to requests of the same kind.
+A learned deadline is a multiple of the slowest recent reply to requests of the same kind. A `Part` is a generator replica, or a
+rollout worker with its storage shard. When one of its processes dies or hangs, the part is respawned while the run continues.
+Requests that were lost can be retried (`Part.until_done`).
 """
 
 import asyncio
@@ -13,8 +15,9 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import monarch.actor
 
@@ -22,7 +25,11 @@ from titanrl.base.errors import FaultError, TitanRLError
 from titanrl.carriers.spans import span
 from titanrl.config.sections import FaultsConfig
 from titanrl.processes.actors import ActorError, SupervisionError, cause_of, resolve
+from titanrl.processes.children import Respawns
 from titanrl.processes.stacks import Process, describe
+
+if TYPE_CHECKING:
+    from titanrl.launch.fleet import Fleet
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +55,8 @@ class Pace:
     """Returns a value that changes as the work progresses. The deadline restarts whenever the value has changed."""
 
 
+PACE, DISK = Pace(), Pace(min_s=DISK_S)
+"""Paces of requests, and of those that read or write files."""
 _ROLES = {
     "buffer": ("store",),
     "buffer.take_batch": ("rollout", "generator", "store"),
@@ -213,7 +222,6 @@ LATE_S = 3.0
 """Delay of a check, in seconds, from which this process was suspended or in a debugger. A busy machine delays it less."""
 LAST = "the limit of the configuration"
 """Reason of a stall at the configured limit, which ends the wait regardless of `faults.on_stall`."""
-_PACE = Pace()
 _Failures = tuple["asyncio.Future[TitanRLError]", "asyncio.Future[str] | None"]
 """Futures that fail a request: the failure of the run, and the death of the receiver if it is replaceable."""
 
@@ -294,7 +302,7 @@ class Supervisor:
         name: str,
         call: Awaitable[T],
         timeout_s: float,
-        pace: Pace = _PACE,
+        pace: Pace = PACE,
         lost: "asyncio.Future[str] | None" = None,
     ) -> T:
         """Return the reply to a request. An exception raised by the actor is raised here unchanged.
@@ -662,3 +670,187 @@ async def responds(probe: Awaitable[object]) -> bool:
     except (TimeoutError, ActorError, SupervisionError):
         return False
     return True
+
+
+async def ask_each(
+    parts: Iterable["Part"], endpoint: str, call: Callable[[Any], Awaitable[Any]], timeout_s: float
+) -> list[Any]:
+    """Send a request to some parts; return the replies, except those of parts that die."""
+
+    async def reply(part: Part) -> list[Any]:
+        with contextlib.suppress(PartDiedError):
+            return [await part.ask(f"{part.role}.{endpoint}", call, timeout_s)]
+        return []
+
+    return [value for values in await asyncio.gather(*map(reply, parts)) for value in values]
+
+
+class Recovery(Protocol):
+    """Callbacks of a part's owner: recover from the part's death, and connect the replacement."""
+
+    async def on_lost(self, part: "Part") -> None:
+        """Queue the part's work again. Its processes have exited."""
+
+    async def bring_up(self, part: "Part") -> None:
+        """Start the part's actors, and connect them to their callers."""
+
+    def probe(self, part: "Part") -> Awaitable[object]:
+        """Send a request to which every process of the part replies immediately unless it hangs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedContext:
+    """Objects that all parts of a run share."""
+
+    fleet: "Fleet"
+    supervisor: Supervisor
+    respawns: Respawns
+    warn: Callable[[str], None]
+    """Shows the user a message about a replacement."""
+    start_s: float
+    """Longest wait for a part to start, in seconds."""
+
+
+class Part:
+    """Processes that are replaced together, and their actors. When one process dies or hangs, all of them are respawned.
+
+    A request sent with `ask` raises `PartDiedError` if the part dies. `until_done` resends it to the replacement.
+    """
+
+    def __init__(self, role: str, shared: SharedContext, spawn: Callable[["Part"], Awaitable[Any]], recovery: Recovery) -> None:
+        self.role = role
+        self.num_lives = 0
+        """Number of times that the part was spawned."""
+        self.actors: Any = None
+        self._shared, self._spawn, self._recovery = shared, spawn, recovery
+        self._lost: asyncio.Future[str]
+        self._is_started, self._is_up = asyncio.Event(), asyncio.Event()
+        self._replacing: asyncio.Task[None] | None = None
+        self._is_closed = False
+
+    @property
+    def num_deaths(self) -> int:
+        """Number of times that the part has died."""
+        return self.num_lives - (not self._lost.done())
+
+    @property
+    def is_started(self) -> bool:
+        """True after `mark_started`, until the part dies."""
+        return self._is_started.is_set()
+
+    @property
+    def is_up(self) -> bool:
+        """True if the part has started, its callers know it, and it has not died since."""
+        return self._is_up.is_set()
+
+    async def spawn(self) -> None:
+        """Spawn the processes for the first time."""
+        replaceable = Replaceable(on_death=self.die, probe=partial(self._recovery.probe, self), is_up=self._is_up.is_set)
+        self._shared.supervisor.replace(self.role, replaceable)
+        await self._spawn_once()
+
+    async def start(self) -> None:
+        """Start the actors. If the processes die while starting, wait for their replacement.
+
+        If a replacement is already running, wait for it. Do nothing if the part is up because it outlived a restart of the run.
+        """
+        if self._is_up.is_set() or self._replacing is not None:
+            await self.wait_until_up()
+            return
+        try:
+            await self._recovery.bring_up(self)
+        except PartDiedError:
+            await self.wait_until_up()
+        else:
+            if not self._lost.done():
+                self._is_up.set()
+
+    async def ask(self, name: str, call: Callable[[Any], Awaitable[T]], timeout_s: float, pace: Pace = PACE) -> T:
+        """Return the reply to a request; raise `PartDiedError` if the part dies first. `name` is role and endpoint."""
+        life = self.num_lives
+        try:
+            return await self._shared.supervisor.ask(name, call(self.actors), timeout_s, pace, self._lost)
+        except PartDiedError:
+            raise
+        except ActorDiedError as error:
+            if self._shared.supervisor.failure:
+                raise
+            if life == self.num_lives:  # the actor died, but its process did not
+                self.die(str(error))
+            raise PartDiedError(str(error)) from None
+
+    async def until_done(self, name: str, call: Callable[[Any], Awaitable[T]], timeout_s: float, pace: Pace = PACE) -> T:
+        """Return the reply to a request like `ask`, but resend it to the replacement whenever the part dies."""
+        while True:
+            await self.wait_until_up()
+            try:
+                return await self.ask(name, call, timeout_s, pace)
+            except PartDiedError as error:
+                logger.info("resending %s: %s", name, error)
+
+    async def wait_until_up(self) -> None:
+        """Wait until the part or its replacement is up."""
+        if not self._is_up.is_set():
+            timeout_s = self._shared.start_s * 2  # the first start may fail shortly before it completes
+            await self._shared.supervisor.ask(f"{self.role}.replacement", self._is_up.wait(), timeout_s)
+
+    def mark_started(self) -> None:
+        """Declare that the actors accept requests. `Recovery.bring_up` calls it before it connects them to their callers."""
+        if not self._lost.done():
+            self._is_started.set()
+
+    def die(self, cause: str) -> None:
+        """Replace the processes, regardless of their state. Further calls do nothing until the replacement has started."""
+        if not self._lost.done():
+            self._lost.set_result(cause)
+        self._is_started.clear()
+        self._is_up.clear()
+        if not self._is_closed and (self._replacing is None or self._replacing.done()):
+            self._replacing = asyncio.create_task(self._replace(), name=f"replace {self.role}")
+
+    async def survives(self) -> bool:
+        """Return True if the part is still up after a fault that failed all requests; else restart its replacement."""
+        if self._replacing is not None and not self._is_up.is_set():
+            self._replacing.cancel()
+            await asyncio.gather(self._replacing, return_exceptions=True)
+        if not self._is_up.is_set():
+            self.die(self._lost.result() if self._lost.done() else "its start was interrupted by a restart of the run")
+        return self._is_up.is_set()
+
+    async def close(self) -> None:
+        """Cancel an unfinished replacement, and do not replace the part any more."""
+        self._is_closed = True
+        if self._replacing is not None:
+            self._replacing.cancel()
+            await asyncio.gather(self._replacing, return_exceptions=True)
+
+    async def _replace(self) -> None:
+        """Respawn the processes until a start succeeds; fail the run if the limit on replacements is exceeded."""
+        supervisor, started, cause = self._shared.supervisor, time.perf_counter(), self._lost.result()
+        try:
+            while self._lost.done():
+                cause = self._lost.result()
+                supervisor.record("fault", cause=cause)
+                self._shared.respawns.add(self.role, cause)
+                await supervisor.kill(self.role)
+                await self._shared.fleet.retire(self.role)
+                await self._recovery.on_lost(self)
+                await self._spawn_once()
+                with contextlib.suppress(PartDiedError):
+                    await self._recovery.bring_up(self)
+            self._is_up.set()
+            seconds, respawns = time.perf_counter() - started, self._shared.respawns
+            supervisor.record("respawn", part=self.role, cause=cause, seconds=round(seconds, 3))
+            self._shared.warn(
+                f"{cause}; replaced after {seconds:.1f} s ({respawns.num_recent} of {respawns.limit} replacements)"
+            )
+        except TitanRLError as error:
+            supervisor.fail(error if self._shared.respawns.limit else ActorDiedError(cause, self.role))
+        except Exception as error:  # of any kind, or requests would wait for the replacement indefinitely
+            logger.exception("the replacement of %s failed", self.role)
+            supervisor.fail(ActorDiedError(f"{cause}, and could not be replaced: {error!r}", self.role))
+
+    async def _spawn_once(self) -> None:
+        self.num_lives += 1
+        self._lost = asyncio.get_running_loop().create_future()
+        self.actors = await self._spawn(self)
