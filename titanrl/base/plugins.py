@@ -216,7 +216,8 @@ def check_call(
     except (TypeError, ValueError):
         return  # some builtins have no signature
     _, *parameters = inspect.signature(protocol).parameters.values()
-    positional = [None for parameter in parameters if parameter.kind is not parameter.KEYWORD_ONLY]
+    by_keyword = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
+    positional = [None for parameter in parameters if parameter.kind not in by_keyword]
     keywords = dict.fromkeys(options)
     keywords |= {parameter.name: None for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
     try:

@@ -696,10 +696,12 @@ HostGroup = Literal["controller", "trainers", "generators"]
 class HostsConfig(Section):
     """Hosts and accelerators of the run."""
 
-    kind: Literal["local", "process", "slurm", "kubernetes", "launcher"] = "local"
+    kind: Annotated[str, OrImportPath(("local", "process", "slurm", "kubernetes", "launcher"))] = "local"
     """Type of hosts. `local`: this machine only. `process`: several hosts emulated on this machine, for tests. `slurm`: nodes
     of a Slurm job. `kubernetes`: pods of a Kubernetes cluster. `launcher`: hosts on which torchrun, srun, mpirun or a platform
-    starts this command, once on each."""
+    starts this command, once on each. Or the import path of a function that returns the command for a host, such as ssh."""
+    options: dict[str, Any] = {}
+    """Keyword arguments of the function that `kind` names."""
     trainer_hosts: Processes = 1
     """Number of hosts for the trainer ranks."""
     generator_hosts: Processes = 1
@@ -711,11 +713,16 @@ class HostsConfig(Section):
     accelerator."""
     trusted_network: bool = False
     """Allow the hosts of a cluster to listen on the network. They do not authenticate connections: any program that can connect
-    to them can execute code as you (docs/security.md). Required for `slurm`, `kubernetes` and `launcher`."""
+    to them can execute code as you (docs/security.md). Required for all kinds but `local` and `process`."""
     slurm: SlurmConfig = SlurmConfig()
     """Slurm job."""
     kubernetes: KubernetesConfig = KubernetesConfig()
     """Kubernetes pods."""
+
+    @property
+    def is_custom(self) -> bool:
+        """True if a function of the user starts the hosts."""
+        return ":" in self.kind
 
     @property
     def across_machines(self) -> bool:

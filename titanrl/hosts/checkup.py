@@ -42,7 +42,7 @@ from titanrl.hosts.holder import (
     ReportRequest,
     connect,
 )
-from titanrl.hosts.kinds import KINDS
+from titanrl.hosts.kinds import kind_of
 from titanrl.hosts.launcher import World, own_address, publish
 from titanrl.hosts.leases import FAILED, READY, Controller, Host, Leases, Order, Say, holder_command
 
@@ -219,7 +219,7 @@ async def examine(config: Config, sizes: Sizes, device: DeviceKind, world: World
 
 async def _query_hosts(config: Config, probes: Probes, request: ReportRequest, needs: Sequence[Needs]) -> Checkup:
     reports = await asyncio.gather(*(probes.query(host.rank, "report", **asdict(request)) for host in probes.hosts))
-    ports, kind = {}, KINDS.get(config.hosts.kind)
+    ports, kind = {}, kind_of(config)
     if kind is not None and kind.port is not None:
         port = kind.port(config)
         ports[f"port {port} (hosts.{config.hosts.kind}.port)"] = port
@@ -256,7 +256,7 @@ async def _started(
 ) -> AsyncIterator[Probes]:
     """Start the probes on the hosts that a run would get; release the hosts afterwards."""
     probes, start_s = Probes(num_hosts), config.timeouts.start_s
-    kind = KINDS.get(config.hosts.kind)
+    kind = kind_of(config)
     if kind is not None and kind.make is not None:
         provider = kind.make(Order(config, device, folder, say, probes.leases))
         try:

@@ -1,7 +1,7 @@
 """Program that holds a host for a controller: it runs Monarch's host on command, and answers `titanrl doctor`.
 
-All kinds of hosts run it. On Slurm nodes and under a launcher, it connects to the controller and serves it alone; in a pod, it
-waits for one controller after another. Monarch's host ignores SIGTERM and outlives its controller, so it is a child of this
+All kinds of hosts run it. In a pod, it waits for one controller after another; elsewhere, it connects to the controller and
+serves it alone. Monarch's host ignores SIGTERM and outlives its controller, so it is a child of this
 program, which must import neither Monarch nor torch: their versions may differ between hosts.
 """
 
@@ -37,6 +37,7 @@ from titanrl.hosts.leases import (
     GREETING_S,
     LISTEN,
     MAX_GREETING,
+    READ,
     READY,
     START,
     STOP,
@@ -81,6 +82,8 @@ _ECHO, _SINK = b"e", b"s"
 def main() -> None:
     """Serve the controller, or, in a pod, one controller after another."""
     mode, *values = sys.argv[1:]
+    if mode == READ:
+        os.environ[CONTROLLER], os.environ[TOKEN] = sys.stdin.readline().split()
     token, name = os.environ.pop(TOKEN), socket.gethostname()  # the variables are not needed by the run's processes
     if mode == LISTEN:
         with temporary_folder():

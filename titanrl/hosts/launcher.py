@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Self, TypeVar
 
-from titanrl.base.errors import TitanRLError
 from titanrl.config.device import missing_for, resolve_device
 from titanrl.config.errors import BrokenRule, BrokenRules, ConfigError
 from titanrl.config.load import explain_rule
@@ -33,9 +32,9 @@ from titanrl.hosts.leases import (
     FAILED,
     START,
     STOP,
-    UP,
     Controller,
     Host,
+    HostsError,
     LeasedHosts,
     Leases,
     Say,
@@ -217,7 +216,7 @@ def is_loopback(address: str) -> bool:
 # With torchrun, this is the store of its agent, which already occupies the port.
 
 
-class LauncherError(TitanRLError):
+class LauncherError(HostsError):
     """The processes of a launcher cannot find each other, or one of them exited."""
 
 
@@ -451,15 +450,12 @@ class LauncherHosts(LeasedHosts):
     def __init__(self, crew: Crew, start_s: float, say: Say) -> None:
         super().__init__(crew.world.size)
         self.crew, self._start_s, self._say = crew, start_s, say
-        self._identities: Sequence[str] = ()
-        self._addresses: dict[int, str] = {}
-        self._changed = asyncio.Event()
 
     async def start(self, identities: Sequence[str]) -> list[str]:
         """Start Monarch's hosts. See `Provider`.
 
         Raises:
-            LauncherError: A host exited or did not start.
+            HostsError: A host exited or did not start.
         """
         self._identities, count = identities, len(identities)
         if gone := [str(rank) for rank in range(count) if rank not in self.crew.connections]:
@@ -468,10 +464,10 @@ class LauncherHosts(LeasedHosts):
             self.leases.take(host, *await asyncio.open_connection(sock=connection.dup()))
         for rank, identity in enumerate(identities):
             self.crew.send(rank, f"{START} {identity}")
-        await self._wait(count)
+        addresses = await self._chosen_addresses(self._start_s, "launcher")
         nodes = ", ".join(host.node for _, host in sorted(self.leases.hosts.items()))
         self._say(f"{count} hosts of the launcher ({nodes})")
-        return [address for _, address in sorted(self._addresses.items())]
+        return addresses
 
     async def kill(self) -> None:
         """Stop Monarch's hosts, and every process on them. The launcher's processes wait for the next session."""
@@ -480,35 +476,6 @@ class LauncherHosts(LeasedHosts):
             self.crew.connections.pop(rank, None)
         for rank in self.crew.connections:
             self.crew.send(rank, STOP)
-
-    async def _wait(self, count: int) -> None:
-        deadline = asyncio.get_running_loop().time() + self._start_s
-        while len(self._addresses) < count:
-            if self.leases.lost:
-                names = ", ".join(self.leases.hosts[rank].node for rank in sorted(self.leases.lost))
-                raise LauncherError(f"hosts.kind: {names} exited during startup (got launcher). Read the output there.")
-            self._changed.clear()
-            try:
-                async with asyncio.timeout_at(deadline):
-                    await self._changed.wait()
-            except TimeoutError:
-                missing = [host.node for rank, host in sorted(self.leases.hosts.items()) if rank not in self._addresses]
-                raise LauncherError(
-                    f"timeouts.start_s: Monarch did not start on {', '.join(missing)} (got {self._start_s:g}). Raise the limit."
-                ) from None
-
-    def _on_line(self, host: Host, line: bytes) -> None:
-        word, _, value = line.decode().strip().partition(" ")
-        if word == UP and value.startswith(f"{self._identities[host.rank]}@"):  # not from an earlier session
-            self._addresses[host.rank] = value
-            self._changed.set()
-
-    def _on_lost(self, host: Host) -> None:
-        self._changed.set()
-        self.on_lost(host.name, f"host {host.node} (rank {host.rank}) exited or is unreachable")
-
-    def _on_ending(self, host: Host) -> None:
-        self.on_ending(f"the launcher terminates host {host.node} (rank {host.rank})")
 
 
 # The command

@@ -42,8 +42,9 @@ logger = logging.getLogger(__name__)
 
 MODULE = "titanrl.hosts.holder"
 """Program that holds a host."""
-CONNECT, LISTEN = "connect", "listen"
-"""First argument of the program. A rank may follow `connect`, except on Slurm nodes. A port follows `listen`."""
+CONNECT, READ, LISTEN = "connect", "read", "listen"
+"""First argument of the program. A rank may follow `connect`, except on Slurm nodes, and follows `read`, which takes the
+controller's address and secret from a line of standard input. A port follows `listen`."""
 CONTROLLER, TOKEN = "TITANRL_CONTROLLER", "TITANRL_TOKEN"
 """Environment variables with the address of the controller's leases, and their secret."""
 LOST_S = 5
@@ -90,9 +91,9 @@ class Controller:
         return {CONTROLLER: self.address, TOKEN: self.token}
 
 
-def holder_command(rank: int | None = None) -> list[str]:
+def holder_command(rank: int | None = None, mode: str = CONNECT) -> list[str]:
     """Return the command that holds a host for the controller in `Controller.variables`; without a rank, a Slurm node."""
-    return [sys.executable, "-m", MODULE, CONNECT, *([] if rank is None else [str(rank)])]
+    return [sys.executable, "-m", MODULE, mode, *([] if rank is None else [str(rank)])]
 
 
 OnHost = Callable[[Host], None]
@@ -275,6 +276,10 @@ class Provider(Protocol):
         """Return True if a host exited or became unreachable."""
 
 
+class HostsError(TitanRLError):
+    """Hosts exited or did not start in time."""
+
+
 class LeasedHosts(Provider, ABC):
     """Hosts that hold leases: the state that all their kinds share."""
 
@@ -282,6 +287,9 @@ class LeasedHosts(Provider, ABC):
         """Create hosts that hold no lease yet; `leases` is given by a check before the run, which reports lost hosts itself."""
         self.leases = leases or Leases(num_hosts, self._on_lost, self._on_ending, self._on_line)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._identities: Sequence[str] = ()
+        self._addresses: dict[int, str] = {}  # that the hosts have chosen, by rank
+        self._changed = asyncio.Event()
         self.on_lost: OnLost = lambda name, cause: None
         """Called when a host is lost."""
         self.on_ending: Callable[[str], None] = lambda cause: None
@@ -310,14 +318,40 @@ class LeasedHosts(Provider, ABC):
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    @abstractmethod
-    def _on_lost(self, host: Host) -> None: ...
+    async def _chosen_addresses(self, start_s: float, kind: str) -> list[str]:
+        """Wait until Monarch runs on every host, at an address that the host has chosen; return the addresses by rank.
 
-    @abstractmethod
-    def _on_ending(self, host: Host) -> None: ...
+        Raises:
+            HostsError: A host exited or did not start.
+        """
+        deadline = asyncio.get_running_loop().time() + start_s
+        while len(self._addresses) < len(self._identities):
+            if self.leases.lost:
+                names = ", ".join(self.leases.hosts[rank].node for rank in sorted(self.leases.lost))
+                raise HostsError(f"hosts.kind: {names} exited during startup (got {kind}). Read the output there.")
+            self._changed.clear()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await self._changed.wait()
+            except TimeoutError:
+                missing = [host.node for rank, host in sorted(self.leases.hosts.items()) if rank not in self._addresses]
+                raise HostsError(
+                    f"timeouts.start_s: Monarch did not start on {', '.join(missing)} (got {start_s:g}). Raise the limit."
+                ) from None
+        return [address for _, address in sorted(self._addresses.items())]
 
-    @abstractmethod
-    def _on_line(self, host: Host, line: bytes) -> None: ...
+    def _on_line(self, host: Host, line: bytes) -> None:
+        word, _, value = line.decode().strip().partition(" ")
+        if word == UP and value.startswith(f"{self._identities[host.rank]}@"):  # not from an earlier session
+            self._addresses[host.rank] = value
+            self._changed.set()
+
+    def _on_lost(self, host: Host) -> None:
+        self._changed.set()
+        self.on_lost(host.name, f"host {host.node} (rank {host.rank}) exited or is unreachable")
+
+    def _on_ending(self, host: Host) -> None:
+        self.on_ending(f"host {host.node} (rank {host.rank}) received a signal to terminate")
 
 
 @dataclass(frozen=True, slots=True)

@@ -217,7 +217,6 @@ class SlurmHosts(AcquiredHosts):
     def __init__(self, order: Order) -> None:
         super().__init__(order)
         self._num_hosts = sum(self._meshes.values())
-        self._identities: Sequence[str] = ()
         self._job_id = ""
         self._is_inside = os.environ.get(IN_ALLOCATION) == "1"
         self._step: asyncio.subprocess.Process | None = None

@@ -23,7 +23,7 @@ from titanrl.config.sections import GeneratorConfig
 from titanrl.config.sizes import microbatch_rows
 from titanrl.data.mixture import make_mixture
 from titanrl.generator.actor import Generator, GeneratorSetup
-from titanrl.hosts.kinds import KINDS
+from titanrl.hosts.kinds import kind_of
 from titanrl.launch.fleet import Fleet, Hosts, acquire_hosts
 from titanrl.launch.generators import GeneratorMeshes, Replica
 from titanrl.launch.roles import Roles, RunFiles, needed
@@ -177,7 +177,7 @@ async def assemble(setup: SessionSetup, files: RunFiles) -> Parts:
     if kept is not None:
         assembly = kept.assembly
     else:
-        device, kind, logs = resolve_device(config.device), config.hosts.kind, files.run_dir / "logs"
+        device, kind, logs = resolve_device(config.device), kind_of(config), files.run_dir / "logs"
         supervisor = Supervisor(setup.on_event, Watchdog(config.faults, files.run_dir, warn))
         hosts = await acquire_hosts(config, device.kind, logs, supervisor, say=setup.console.note, warn=warn)
         shared = SharedContext(
@@ -186,8 +186,8 @@ async def assemble(setup: SessionSetup, files: RunFiles) -> Parts:
                 supervisor,
                 faults=config.faults,
                 warn=warn,
-                own_children=kind == "local",
-                have_names=kind not in KINDS or KINDS[kind].have_names,
+                own_children=config.hosts.kind == "local",
+                have_names=kind is None or kind.have_names,
                 span_bytes=span_bytes(config),
             ),
             supervisor=supervisor,

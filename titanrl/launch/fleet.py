@@ -34,7 +34,7 @@ from titanrl.base.ownership import receive_own
 from titanrl.config.schema import Config
 from titanrl.config.sections import FaultsConfig
 from titanrl.config.sizes import HostPlace, host_counts, replica_place, store_place, worker_place
-from titanrl.hosts.kinds import KINDS, EmulatedHosts
+from titanrl.hosts.kinds import EmulatedHosts, kind_of
 from titanrl.hosts.launcher import Crew, LauncherError, LauncherHosts, is_loopback
 from titanrl.hosts.leases import LOST_S, LeasedHosts, Order, Provider, Say
 from titanrl.launch.supervision import Supervisor
@@ -119,7 +119,7 @@ async def acquire_hosts(
 
     Raises:
         SlurmError: Slurm refused or ended the job.
-        LauncherError: A host of the launcher died, or no launcher started this process.
+        HostsError: A host exited or did not start, or no launcher started this process.
         KubernetesError: The cluster refused a request, or the pods do not start.
     """
     hosts, meshes = config.hosts, host_counts(config)
@@ -132,7 +132,8 @@ async def acquire_hosts(
         acquired = await start_hosts(emulated, meshes)
         return Hosts(config, local, emulated, acquired)
     provider: LeasedHosts
-    if (make := KINDS[hosts.kind].make) is not None:
+    kind = kind_of(config)
+    if kind is not None and (make := kind.make) is not None:
         provider = make(Order(config, device, log_dir, say))
     elif Crew.current is not None:
         provider = LauncherHosts(Crew.current, config.timeouts.start_s, say)
