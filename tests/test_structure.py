@@ -11,7 +11,7 @@ import pytest
 from tests.size import PACKAGE, figures
 
 CEILINGS = {
-    "lines": 69_790,
+    "lines": 69_950,
     "modules": 241,
     "small modules": 4,
     "modules with a shared name": 4,

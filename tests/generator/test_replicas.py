@@ -118,7 +118,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory, shared_templates: None) -> It
         ]
         (folder / "tmp").mkdir()
         environment = generator_environment(config, DEVICES["cpu"], 0) | {"TMPDIR": str(folder / "tmp")}
-        shared = SharedContext(fleet=fleet, supervisor=supervisor, respawns=Respawns(config.faults), warn=print, start_s=120.0)
+        shared = SharedContext(
+            supervisor=supervisor, retire=fleet.retire, respawns=Respawns(config.faults), warn=print, start_s=120.0
+        )
 
         async def spawn(setup: GeneratorSetup, part: Part) -> Replica:
             procs = await fork(fleet, "generator", environment, "titanrl.generator.actor", role=part.role)

@@ -53,7 +53,7 @@ class Office:
         self.supervisor = Supervisor(self.record, Watchdog(faults, folder))
         self.fleet = Fleet(folder, self.supervisor)
         shared = SharedContext(
-            fleet=self.fleet, supervisor=self.supervisor, respawns=Respawns(faults), warn=self.told.append, start_s=60.0
+            supervisor=self.supervisor, retire=self.fleet.retire, respawns=Respawns(faults), warn=self.told.append, start_s=60.0
         )
         self.part = Part("clerk_0", shared, self.spawn, self)
 

@@ -104,7 +104,7 @@ class Parts:
             mesh.catch_up = None
         roles = [part.role for mesh in meshes for part in mesh.parts]
         await shared.supervisor.start_over(roles)
-        await shared.fleet.retire_all_but(roles)
+        await self.assembly.fleet.retire_all_but(roles)
         logger.info("stopped all processes except the generators")
         return replace(self, trainer=None, rollouts=None)
 
@@ -123,7 +123,7 @@ class Parts:
         failures += await failures_of(*(mesh.close() for mesh in meshes))
         logger.info("closed the actors; stopping the processes")
         to_stop_s = min(timeout_s / 2, STOP_AFTER_DEATH_S) if shared.supervisor.failure else timeout_s / 2
-        return failures + await stop_processes(shared.fleet, shared.supervisor, self.assembly.hosts, to_stop_s)
+        return failures + await stop_processes(self.assembly.fleet, shared.supervisor, self.assembly.hosts, to_stop_s)
 
 
 async def failures_of(*closing: Awaitable[None]) -> list[str]:
@@ -180,22 +180,18 @@ async def assemble(setup: SessionSetup, files: RunFiles) -> Parts:
         device, kind, logs = resolve_device(config.device), kind_of(config), files.run_dir / "logs"
         supervisor = Supervisor(setup.on_event, Watchdog(config.faults, files.run_dir, warn))
         hosts = await acquire_hosts(config, device.kind, logs, supervisor, say=setup.console.note, warn=warn)
-        shared = SharedContext(
-            fleet=Fleet(
-                logs,
-                supervisor,
-                faults=config.faults,
-                warn=warn,
-                own_children=config.hosts.kind == "local",
-                have_names=kind is None or kind.have_names,
-                span_bytes=span_bytes(config),
-            ),
-            supervisor=supervisor,
-            respawns=setup.respawns or Respawns(config.faults),
+        fleet = Fleet(
+            logs,
+            supervisor,
+            faults=config.faults,
             warn=warn,
-            start_s=config.timeouts.start_s,
+            own_children=config.hosts.kind == "local",
+            have_names=kind is None or kind.have_names,
+            span_bytes=span_bytes(config),
         )
-        assembly = Assembly(config, device, files, shared, hosts)
+        respawns, start_s = setup.respawns or Respawns(config.faults), config.timeouts.start_s
+        shared = SharedContext(supervisor=supervisor, retire=fleet.retire, respawns=respawns, warn=warn, start_s=start_s)
+        assembly = Assembly(config, device, files, shared, fleet, hosts)
     shared = assembly.shared
     try:
         starting = assembly.parts(setup.roles, setup.first_index, kept)
@@ -205,34 +201,36 @@ async def assemble(setup: SessionSetup, files: RunFiles) -> Parts:
             await kept.stop_others()
             raise
         shared.supervisor.expect_deaths()
-        await stop_processes(shared.fleet, shared.supervisor, assembly.hosts, config.timeouts.close_s / 2)
+        await stop_processes(assembly.fleet, shared.supervisor, assembly.hosts, config.timeouts.close_s / 2)
         raise
 
 
 class Assembly:
     """Spawns the processes and actors of each role, both at startup and to replace dead ones."""
 
-    def __init__(self, config: Config, device: Device, files: RunFiles, shared: SharedContext, hosts: Hosts) -> None:
+    def __init__(
+        self, config: Config, device: Device, files: RunFiles, shared: SharedContext, fleet: Fleet, hosts: Hosts
+    ) -> None:
         self._source: WeightSource | None = None
         self.rollouts: Rollouts | None = None
-        self.config, self.device, self.files, self.shared, self.hosts = config, device, files, shared, hosts
+        self.config, self.device, self.files, self.shared, self.fleet, self.hosts = config, device, files, shared, fleet, hosts
 
     async def parts(self, roles: Roles, first_index: int, kept: Parts | None = None) -> Parts:
         """Spawn the processes and actors of some roles and connect them; reuse the generators in `kept`."""
         config, shared, timeouts = self.config, self.shared, self.config.timeouts
         for kind, (environment, load) in needed(config, self.device, roles).items():
-            shared.fleet.prepare(kind, environment, load)
+            self.fleet.prepare(kind, environment, load)
         imports = (*IMPORTS, "titanrl.replay.buffer")
-        template = await shared.fleet.template("store")
+        template = await self.fleet.template("store")
         cores = role_cores(config.placement.cpus.store, 0, 1)
-        store_procs = shared.fleet.spawn("store", self.hosts.store, 1, worker_environment(), imports, template, cores)
+        store_procs = self.fleet.spawn("store", self.hosts.store, 1, worker_environment(), imports, template, cores)
         trainer_procs = None
         if roles.trainer:
             num_procs = config.trainer.parallelism.world_size // config.hosts.trainer_hosts
-            imports, template = ("titanrl.trainer.rank", *IMPORTS), await shared.fleet.template("trainer")
+            imports, template = ("titanrl.trainer.rank", *IMPORTS), await self.fleet.template("trainer")
             cores = role_cores(config.placement.cpus.trainer, 0, num_procs)
             environment = trainer_environment(config, self.device)
-            trainer_procs = shared.fleet.spawn("trainer", self.hosts.trainer, num_procs, environment, imports, template, cores)
+            trainer_procs = self.fleet.spawn("trainer", self.hosts.trainer, num_procs, environment, imports, template, cores)
         replicas = range(config.generator.replicas if roles.generators else 0)
         store = await spawn_store(store_procs)
         if "store" in transports(config):
@@ -249,7 +247,7 @@ class Assembly:
                 evaluator.listeners.append(rollouts.workers.abandon_evaluation)
             await rollouts.workers.spawn()
         if trainer_procs is not None:
-            await shared.fleet.join_process_group(
+            await self.fleet.join_process_group(
                 trainer_procs, one_machine=not config.hosts.across_machines, interface=config.placement.interface
             )
             shape = open_model(self.files.model_dir, config.model.family).shape
@@ -338,7 +336,7 @@ class Assembly:
 
     async def _spawn_worker(self, number: int, buffer: Any, generators: GeneratorMeshes, part: Part) -> Worker:
         """Spawn a process with two actors: a rollout worker and its storage shard."""
-        config, files, fleet = self.config, self.files, self.shared.fleet
+        config, files, fleet = self.config, self.files, self.fleet
         host, imports = self.hosts.of_worker(number), ("titanrl.rollout.workers",)
         template, cores = await fleet.template("rollout"), worker_cores(config, number)
         procs = fleet.spawn(part.role, host, 1, worker_environment(), imports, template, cores)
@@ -368,7 +366,7 @@ class Assembly:
         self, part: Part, config: Config, setup: GeneratorSetup, replica: int = 0, first_device: int | None = None
     ) -> Replica:
         """Spawn the processes of an engine on the replica's host, one per tensor-parallel rank, and their actors."""
-        fleet, tp = self.shared.fleet, setup.config.tp
+        fleet, tp = self.fleet, setup.config.tp
         environment = generator_environment(config, self.device, replica)
         if first_device is not None:
             environment |= visible(self.device, range(first_device, first_device + tp))

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import monarch.actor
 
@@ -27,9 +27,6 @@ from titanrl.config.sections import FaultsConfig
 from titanrl.processes.actors import ActorError, SupervisionError, cause_of, resolve
 from titanrl.processes.children import Respawns
 from titanrl.processes.stacks import Process, describe
-
-if TYPE_CHECKING:
-    from titanrl.launch.fleet import Fleet
 
 logger = logging.getLogger(__name__)
 
@@ -702,8 +699,9 @@ class Recovery(Protocol):
 class SharedContext:
     """Objects that all parts of a run share."""
 
-    fleet: "Fleet"
     supervisor: Supervisor
+    retire: Callable[[str], Awaitable[None]]
+    """Stops and forgets the processes of a role; see `Fleet.retire`."""
     respawns: Respawns
     warn: Callable[[str], None]
     """Shows the user a message about a replacement."""
@@ -833,7 +831,7 @@ class Part:
                 supervisor.record("fault", cause=cause)
                 self._shared.respawns.add(self.role, cause)
                 await supervisor.kill(self.role)
-                await self._shared.fleet.retire(self.role)
+                await self._shared.retire(self.role)
                 await self._recovery.on_lost(self)
                 await self._spawn_once()
                 with contextlib.suppress(PartDiedError):
