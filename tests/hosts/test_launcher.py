@@ -1,6 +1,7 @@
 """Launchers: variables as torchrun, Open MPI, Hydra and srun set them, and commands as real processes on loopback."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -299,7 +300,7 @@ def test_killed_controller_ends_the_others(ranks: Ranks) -> None:
 def test_missing_rank_is_named(ranks: Ranks) -> None:
     ranks.start(0, "timeouts.start_s=1", "timeouts.close_s=1")
     assert ranks.codes() == [1]
-    assert "rank 1 has not connected" in ranks.output(0)
+    assert re.search("rank (0, )?1 has not connected", ranks.output(0))  # its own host may take longer than the limit
 
 
 def test_signal_ends_a_waiting_rank_immediately(ranks: Ranks) -> None:
