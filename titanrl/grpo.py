@@ -85,7 +85,7 @@ class GRPO(Run):
 
     @classmethod
     def check_loop(cls, config: Config, resume: Path | None, source: Source | None) -> None:
-        """Check that the run trains, and that `rollout.save` does not hold the dump of another run."""
+        """Raise `ConfigError` if the run does not train, or `rollout.save` holds the dump of another run."""
         if not config.train:
             fix = f"use {Generation.__module__}.{Generation.__name__}"
             raise ConfigError(explain_rule(BrokenRule(values={"train": False}, rule=f"{cls.__name__} trains", fix=fix), source))

@@ -57,5 +57,5 @@ def experts_bytes(experts: ExpertIds | None) -> tuple[Any, ...] | None:
 
 
 def experts_from(data: bytes, dtype: str, num_layers: int, per_token: int) -> ExpertIds:
-    """Rebuild ids from their bytes."""
+    """Rebuild ids, `[S, num_layers, per_token]`, from the result of `experts_bytes`."""
     return np.frombuffer(data, dtype).reshape(-1, num_layers, per_token)

@@ -186,7 +186,7 @@ class TokenTable(Ragged):
 
     @classmethod
     def of_turns(cls, turns: TurnTable, num_segments_N: IntArray) -> Self:
-        """Build token rewards from turns, for unknown token rewards: the last token of a turn gets the turn's reward."""
+        """Build the token rewards of groups without any: the last loss token of a turn gets its reward. N are the rollouts."""
         rollout_of_U = np.repeat(np.repeat(np.arange(len(num_segments_N)), num_segments_N), turns.num_turns)
         num_tokens_N = np.bincount(rollout_of_U, turns.num_sampled, len(num_segments_N)).astype(np.int64)
         positions = np.cumsum(turns.num_sampled) - (np.cumsum(num_tokens_N) - num_tokens_N)[rollout_of_U] - 1

@@ -224,7 +224,7 @@ class Mixture:
         return len(self._tasks) > 1 or self._tasks[0].sampler is not None
 
     def reweigh(self, weights: Sequence[float]) -> None:
-        """Change the weights of the tasks. The ratio applies to the groups admitted from now on."""
+        """Change the weights of the tasks, in their order. The ratio applies to the groups admitted from now on."""
         self._tasks = [replace(task, weight=weight) for task, weight in zip(self._tasks, weights, strict=True)]
         self._num_before = [sum(counts) for counts in zip(self._num_trained, self._num_outstanding, strict=True)]
 

@@ -156,7 +156,7 @@ class Tokenizer:
         return text[: end if keep_stop else start]
 
     def completes_stop(self, ids: Sequence[int], stop: Sequence[str]) -> bool:
-        """Return True if the last tokens contain one of the stop texts. Special tokens count as their text."""
+        """Return True if the text ends with a stop text, or shortly after one. Special tokens count as their text."""
         size = max(len(text.encode()) for text in stop) + STOP_MARGIN  # a token has at least one character or byte
         known = (token_id for token_id in reversed(ids) if self._backend.id_to_token(token_id) is not None)
         tail = list(islice(known, size))[::-1]

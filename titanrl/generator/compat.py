@@ -207,7 +207,7 @@ def distributed_args(executor: ExecutorWithExternalLauncher) -> tuple[str, int, 
 def nameless_shared_memory(communicator: _CPUSHMDistributed) -> int:
     """Map the memory shared by CPU ranks, then unlink its file, so that the kernel frees it when the last process exits.
 
-    vLLM's own function would leave the file behind when a rank is killed.
+    Return vLLM's handle. vLLM's own function would leave the file behind when a rank is killed.
     """
     handle = named_shared_memory(communicator)
     for path in Path("/dev/shm").glob(f"{escape(communicator.group_name)}*"):

@@ -520,7 +520,7 @@ class GroupBuffer:
         return again
 
     async def reweigh(self, weights: Sequence[float]) -> None:
-        """Change the weights of the tasks, for the prompts that are admitted from now on."""
+        """Change the weights of the tasks, in their order, for the prompts that are admitted from now on."""
         self.mixture.reweigh(weights)
 
     def state(self, trained: Sequence[TrainedBatch] = (), from_index: int | None = None) -> BufferState:

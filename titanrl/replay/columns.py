@@ -84,7 +84,7 @@ class Columns:
         return {path: rows.clone() if is_tensor(rows) else rows.copy() for path, rows in columns.items()}
 
     def load(self, state: Mapping[Path, Any]) -> None:
-        """Replace all contents."""
+        """Replace all contents with a result of `state`."""
         self._columns = {}
         for path, rows in state.items():
             self._columns[path] = _new_column(self._capacity, rows)

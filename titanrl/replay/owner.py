@@ -149,7 +149,7 @@ class WorkList:
             self.reserved.pop(number, None)
 
     def recover(self, is_open: Callable[[Integers], npt.NDArray[np.bool_]]) -> None:
-        """Make the indices of reservations that are no longer open available again."""
+        """Make the indices of reservations available again whose numbers `is_open` maps to False."""
         numbers = np.fromiter(self.reserved, np.int64, len(self.reserved))
         for number in numbers[~is_open(numbers)].tolist():
             heapq.heappush(self._returned, self.reserved.pop(number))

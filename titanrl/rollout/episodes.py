@@ -259,7 +259,7 @@ class _Slot:
         return Rollout(segments=segments, reward=0.0, reward_parts={}, finish_reason="abort").sampled
 
     async def start(self) -> None:
-        """Start the episode; if that fails, start the next attempt."""
+        """Start the episode; if that fails, start the next attempt, or after the last one set `error`."""
         try:
             await self.conversation.start()
         except EpisodeError as error:

@@ -108,7 +108,7 @@ def check(kind: type[Run], config: Config, resume: Path | None, source: Source, 
 
 
 def run(kind: type[Run], config: Config, resume: Path | None, source: Source, *, accepts_changed_data: bool = False) -> int:
-    """Train, print the outcome, and return the exit code.
+    """Train, print the outcome, and return the exit code: 0, 1, or 128 plus a signal. `Run` describes the arguments.
 
     Raises:
         ConfigError: A file or device named by the configuration is missing; nothing was started.

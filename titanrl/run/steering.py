@@ -268,7 +268,7 @@ class Steering:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Note that this task takes the steps of the body. It never waits for itself, and nothing waits for it afterwards."""
+        """Note that this task takes the steps in the body: `pause` does not wait in this task, and stops waiting at the end."""
         self._task = asyncio.current_task()
         try:
             yield

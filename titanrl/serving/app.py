@@ -85,7 +85,7 @@ class App(Endpoint):
         self._num_running: Counter[int] = Counter()  # calls by caller
 
     def response(self, path: str, send: Send) -> "_Response":
-        """Return the response to a request."""
+        """Return an unsent response to a request for `path`, whose errors are in the format of that path."""
         return _Response(send, is_anthropic=path == "/v1/messages")
 
     def label(self, path: str) -> str | None:

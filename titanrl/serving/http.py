@@ -116,7 +116,7 @@ class Endpoint:
                 self.observe(label, time.perf_counter() - started)
 
     def response(self, path: str, send: Send) -> Response:
-        """Return the response to a request."""
+        """Return an unsent response to a request, which will be sent with `send`."""
         return Response(send)
 
     def label(self, path: str) -> str | None:

@@ -139,7 +139,8 @@ def _num_held(text: str, stop: str) -> int:
 
 
 class Fields:
-    """The fields of a JSON object. Every method takes one, and `done` refuses those that are left."""
+    """The fields of a JSON object. A method that takes one returns None if it is missing or null, unless it says otherwise, and
+    raises `Refused` if it is invalid. `done` refuses those that are left."""
 
     def __init__(self, value: object, path: str = "") -> None:
         """Read an object; `path` is its name in messages, such as `messages[0]`.

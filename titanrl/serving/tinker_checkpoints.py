@@ -120,7 +120,7 @@ class Checkpoints:
             self._clean(folder)
 
     def open_run(self, run: Run) -> None:
-        """Record a new model, or that it was used."""
+        """Write the file of a model, which may be new, or have been used again."""
         folder = self._folder(run.model_id)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         replace_text(folder / "run.json", json.dumps(asdict(run)), durable=True)

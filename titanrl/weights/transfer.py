@@ -118,8 +118,7 @@ class WeightPublisher:
         `WeightSync` publishes only when no replica reads the version to be overwritten; a reader without a lease
         detects by the sequence number that its bytes were overwritten.
 
-        Raises:
-            ValueError, OSError: See `prepare`.
+        See `prepare` for `state`, `keep`, and the `ValueError` and `OSError` that it raises.
         """
         await self.prepare(state, keep)
         slot = self._num_published % VERSIONS_HELD  # counts publications, because versions may skip numbers
