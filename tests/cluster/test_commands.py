@@ -41,7 +41,7 @@ def test_dead_host_of_a_command_is_replaced(cluster: Cluster, start_run: Start) 
     two = ("generator.replicas=2", "hosts.generator_hosts=2", "num_steps=8", "rollout.num_workers=2")
     run = start_run("command_lost", *two, *settings(cluster, "n1", "n2", "n3"))
     run.wait_for_step(1)
-    (holder,) = [line for line in cluster.processes("titanrl.hosts.holder") if line.endswith("read 2")]
+    (holder,) = cluster.processes("titanrl.hosts.holder read 2")
     os.kill(int(holder.split()[0]), signal.SIGKILL)
     code, output = run.finish()
     assert code == 0, output
