@@ -538,7 +538,7 @@ def store_group(config: "Config") -> "HostGroup":
 
 
 def worker_hosts(config: "Config") -> list[int]:
-    """Return the host index of each rollout worker, among the hosts of its group."""
+    """Return the host index of each rollout worker, among the hosts of `rollout_group`."""
     num_hosts = config.hosts.count(rollout_group(config))
     return spread(config.rollout.num_workers, num_hosts, config.placement.workers_per_host)
 

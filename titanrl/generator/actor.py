@@ -117,7 +117,7 @@ class Generator(Actor):
         """Sample completions and send each group to `replies` as soon as `num_kept` of its requests have finished.
 
         All requests of a call join the batch at the same decoding step, as soon as `admission` allows it. In synchronous
-        training, the groups between two publications are a *round*: all workers' requests join together, so that results are
+        training, workers send the groups of *rounds*: the requests of all workers join together, so that results are
         reproducible. Once a group is complete, the engine aborts its remaining requests. The call returns when every group has
         been sent. A cancelled group has no completions.
 

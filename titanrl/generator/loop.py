@@ -68,13 +68,13 @@ class EngineLoop:
         """Start the thread, which builds the engine before it runs the first command."""
         self._inbox: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._turns: queue.SimpleQueue[Future[None]] = queue.SimpleQueue()
-        self._draining: _Command | None = None
-        self._dropping: str | None = None
+        self._draining: _Command | None = None  # waits until no request is running
+        self._dropping: str | None = None  # reason of `start_over`, until its command runs
         self._closing = False
         self._engine: Engine | Leader | None = None
         """Kept until the process ends: when it is collected, vLLM visits all objects of the process, which takes seconds."""
-        self._waiting: dict[int, tuple[_Group, int]] = {}
-        self._streams: dict[int, _Group] = {}
+        self._waiting: dict[int, tuple[_Group, int]] = {}  # by ticket of the request: its group, and its index there
+        self._streams: dict[int, _Group] = {}  # groups with `on_sampled`, by ticket
         self._next_delivery = 0.0
         self.load = EngineLoad(num_requests=0, num_queued=0)
         self._stopped: str | None = None

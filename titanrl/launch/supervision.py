@@ -807,7 +807,7 @@ class Part:
             self._replacing = asyncio.create_task(self._replace(), name=f"replace {self.role}")
 
     async def survives(self) -> bool:
-        """Return True if the part is still up after a fault that failed all requests; else restart its replacement."""
+        """Return True if the part is still up after a fault that failed all requests; else start its replacement over."""
         if self._replacing is not None and not self._is_up.is_set():
             self._replacing.cancel()
             await asyncio.gather(self._replacing, return_exceptions=True)

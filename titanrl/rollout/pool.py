@@ -117,7 +117,7 @@ def _penalty(replica: ReplicaState) -> int:
 
 @dataclass(frozen=True, slots=True)
 class InRound:
-    """Position of a group in a round. The groups of a round join a replica's batch together, regardless of their worker."""
+    """Prompt index of a group, and those of its round, whose groups join a replica's batch together, whatever their worker."""
 
     index: int
     indices: Sequence[int]
@@ -318,20 +318,20 @@ class GeneratorPool:
                         continue  # what it sent before it returned may still arrive
                     finished, load, sampled = message
                     num_missing -= len(finished)
-                    for place, (token_ids, logprobs) in sampled:
-                        on_tokens = calls[place].on_tokens
-                        if on_tokens is not None and not calls[place].completions.done():
+                    for index, (token_ids, logprobs) in sampled:
+                        on_tokens = calls[index].on_tokens
+                        if on_tokens is not None and not calls[index].completions.done():
                             on_tokens(token_ids, logprobs)
-                    for place, completions in finished:
-                        if not calls[place].completions.done():  # its caller has been cancelled
-                            calls[place].completions.set_result(completions)
-                        calls[place].is_counted = False
-                        self._router.finished(replica.state, len(calls[place].requests), admits=load.admits)
+                    for index, completions in finished:
+                        if not calls[index].completions.done():  # else its caller has been cancelled
+                            calls[index].completions.set_result(completions)
+                        calls[index].is_counted = False
+                        self._router.finished(replica.state, len(calls[index].requests), admits=load.admits)
                     if load.num_queued:  # this worker's share of the decoding requests
                         decoding = load.num_requests - load.num_queued
                         replica.limit = max(1, replica.state.num_running * decoding // load.num_requests)
                     else:
-                        replica.limit = min(self._max_num_seqs, replica.limit + 1)
+                        replica.limit = min(self._max_num_seqs, replica.limit + 1)  # nothing is queued: try more
                     self._load_changed.set()
                 await done
             except asyncio.CancelledError:

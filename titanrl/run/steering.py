@@ -84,7 +84,7 @@ class Steering:
         self._task: asyncio.Task[Any] | None = None
         self._is_pausing = False
         self._paused_at: float | None = None
-        self._boundary, self._may_continue = asyncio.Event(), asyncio.Event()
+        self._boundary, self._may_continue = asyncio.Event(), asyncio.Event()  # end the waits in `pause` and `wait`
         self._control: Control | None = None
         self.restore(state)
 
@@ -106,7 +106,7 @@ class Steering:
         With `forgets_later`, the run does not repeat the later changes.
         """
         published = state.published[-1] if state.published else state.version
-        self._begun = state.step
+        self._begun = state.step  # the last step that has begun
         self._published = state.step - (state.version - published)  # step of the last publication
 
         def is_made(change: Change) -> bool:
@@ -119,7 +119,7 @@ class Steering:
         changes = list(filter(is_kept, self._changes))
         made = list(filter(is_made, changes))
         self._changes = [*made, *(change for change in changes if not is_made(change))]
-        self._num_made = len(made)
+        self._num_made = len(made)  # the others follow in `_changes`
         self._run.config = self._started = with_values(self._base, {change.key: change.value for change in made})
 
     @property
@@ -152,7 +152,7 @@ class Steering:
     def set(self, values: Mapping[str, Any]) -> int:
         """Change keys between two steps; return the number of steps taken before the change.
 
-        A later change of an earlier process to one of these keys is dropped, because the run takes another course from here.
+        A user's change drops later changes of an earlier process to its keys, because the run takes another course from here.
 
         Raises:
             ConfigError: A key is not live, or a value is invalid.

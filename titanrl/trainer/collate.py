@@ -2,7 +2,7 @@
 
 The model's output at position t predicts the token at t + 1, so all values of a token are stored at the position before it.
 
-Shape suffixes: B rows, L tokens of a row, N = B * L, S tokens of a sequence, Y layers, K experts of a token.
+Shape suffixes: B rows, L tokens of a row, N = B * L, S tokens of a sequence, T recorded tokens, Y layers, K experts of a token.
 """
 
 import time

@@ -532,7 +532,7 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def new_model(self, spec: AdapterSpec, *, model: str | None = None) -> None:
-        """Create a model: an adapter with an optimizer of its own."""
+        """Create the model of the name `model`: an adapter with an optimizer of its own."""
         assert model is not None
         with self.agreement.phase("new_model") as agree:
             self._adapters.add(model, spec)
