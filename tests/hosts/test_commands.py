@@ -130,5 +130,5 @@ def test_hosts_of_commands_need_a_trusted_network_and_a_device(tmp_path: Path) -
 
 
 def test_options_need_a_function() -> None:
-    with pytest.raises(ConfigError, match=r"hosts.options"):
+    with pytest.raises(ConfigError, match=r"remove hosts.options, or name a function in hosts.kind"):
         load_config("configs/quickstart.yaml", ["hosts.options={nodes: [a]}"])

@@ -651,7 +651,7 @@ def _hosts(config: Config) -> Iterator[BrokenRule]:
     hosts, placement, ranks = config.hosts, config.placement, config.trainer.parallelism.world_size
     if hosts.options and not hosts.is_custom:
         rule = "options are arguments of a function that starts the hosts, which hosts.kind names by its import path"
-        yield config.broken("hosts.options hosts.kind", rule, f"remove hosts.options, or write them into hosts.{hosts.kind}")
+        yield config.broken("hosts.options hosts.kind", rule, "remove hosts.options, or name a function in hosts.kind")
     if hosts.kind != "local" and config.weights.transport == "arena":
         rule = "arena is shared memory of one host, so it requires hosts.kind: local"
         yield config.broken("weights.transport hosts.kind", rule, "set weights.transport to auto")
