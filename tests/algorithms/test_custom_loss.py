@@ -158,6 +158,19 @@ def test_error_names_loss_without_one_value_per_token(loss: Any, found: str) -> 
         objective(example(), algorithm, bound_loss(algorithm, loss))
 
 
+def test_error_names_loss_without_gradient() -> None:
+    algorithm = custom_algorithm(lambda inputs: inputs.advantages_N)
+    bound = bound_loss(algorithm, lambda inputs: -inputs.logprobs_N.detach() * inputs.advantages_N)
+    with pytest.raises(
+        ValueError, match=r"^algorithm\.loss: \S*own\.py:loss must depend on logprobs_N .* \(got a constant\)\."
+    ):
+        objective(example(), algorithm, bound)
+    with torch.no_grad():  # a pass without gradient only measures
+        objective(example(), algorithm, bound)
+    with_bonus = algorithm.model_copy(update={"entropy_coef": 0.1})
+    assert objective(example(), with_bonus, bound)[0].requires_grad
+
+
 def test_error_names_loss_that_raises() -> None:
     def loss(inputs: LossInputs) -> Tensor:
         return {"logprobs": inputs.logprobs_N}["advantages"]

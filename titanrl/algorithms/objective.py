@@ -68,11 +68,17 @@ def policy_loss(
     where rho is the correction weight. Gradients must be summed over micro-batches and ranks, not averaged.
 
     `loss` has its options bound, see `bound_loss`; None selects the built-in loss `algorithm.loss`.
+
+    Raises:
+        ValueError: The loss raised, did not return one value per token, or does not depend on the log-probabilities.
     """
     tokens = token_terms(inputs, algorithm, loss)
     kept_N = tokens.correction.kept_N
     terms = {name: weighted_sum(term_N, inputs.weights_N, mask=kept_N) for name, term_N in tokens.terms_N.items()}
     total = torch.stack(list(terms.values())).sum()
+    if torch.is_grad_enabled() and inputs.logprobs_N.requires_grad and not total.requires_grad:
+        what = "must depend on logprobs_N or entropy_N through operations of torch, but has no gradient"
+        raise ValueError(f"algorithm.loss: {algorithm.loss} {what} (got a constant). Remove detach() or .item() from it.")
     return total, _metrics(inputs, terms, tokens)
 
 
