@@ -5,13 +5,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
+from benchmarks.memory import peak_bytes
 from tests.config.test_sizes import make_config
 from tests.models.tiny import OPTIONS, SIZES
 from tests.trainer import checks
 from tests.trainer.ranks import World
 from titanrl.config.sizes import derive
 from titanrl.models.directory import model_shape
+from titanrl.trainer import model as policy_model
+from titanrl.trainer.model import ScoringHead
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
@@ -29,3 +33,26 @@ def test_estimate_is_within_15_percent_of_the_peak(
     assert memory is not None
     (peak,) = world(1).run(checks.peak_bytes_of, tmp_path, shape, config.trainer)
     assert memory.trainer.total == pytest.approx(peak, rel=0.15)
+
+
+def test_peak_of_chunks_is_that_of_one_chunk_though_the_last_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    output, widths = torch.nn.Linear(4, 5000, bias=False), []
+    plain = output.forward
+
+    def forward(hidden_BCD: torch.Tensor) -> torch.Tensor:
+        widths.append(hidden_BCD.shape[1])
+        return plain(hidden_BCD)
+
+    output.forward = forward  # type: ignore[method-assign]
+    head = ScoringHead(output, 5000)
+    monkeypatch.setattr(policy_model, "LOGITS_AT_ONCE", 100 * 5000)
+
+    def score(length: int) -> None:
+        with head.scoring(torch.zeros(1, length, dtype=torch.int64), 1.0):
+            logprobs_BL, _ = output(torch.ones(1, length, 4, requires_grad=True))
+        logprobs_BL.sum().backward()
+        output.weight.grad = None
+
+    peaks = [peak_bytes(lambda length=length: score(length), torch.device("cpu")) for length in (100, 250)]
+    assert widths == [100, 50, 100, 100, 100, 50]
+    assert peaks[1] < 1.1 * peaks[0]

@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -439,8 +440,8 @@ class ScoringHead:
 
     Inside the context `scoring`, the model returns the log-probabilities of given targets and the entropies, `[B, L]` each,
     and with a teacher the divergences from it. Inside `selecting`, it returns the logits of some tokens.
-    Rows longer than a chunk are scored in chunks, and the backward pass recomputes the logits of each chunk, so all logits
-    never exist at a time. Because the chunks run inside one call of the module, its FSDP and TP hooks run once.
+    Rows longer than a chunk are scored in chunks, and the backward pass recomputes the logits of each chunk but the last, so
+    all logits never exist at a time. Because the chunks run inside one call of the module, its FSDP and TP hooks run once.
     """
 
     def __init__(self, lm_head: nn.Module, vocab_size: int) -> None:
@@ -500,19 +501,23 @@ class ScoringHead:
         width = max(1, LOGITS_AT_ONCE // (num_rows * self._vocab_size))
         if length <= width:
             return self._score(hidden_BLD, targets_BL, temperature, supports, self._teacher)
-        chunks = [
-            checkpoint(
-                self._score,
-                hidden_BLD[:, start : start + width],
-                targets_BL[:, start : start + width],
+        # The backward pass starts with the last chunk. Keeping its logits until then takes no more memory than computing them
+        # again, so the chunk that may be narrower is the first.
+        starts = [0, *range(length % width or width, length, width)]
+        chunks = []
+        for start, stop in pairwise([*starts, length]):
+            part = slice(start, stop)
+            inputs = (
+                hidden_BLD[:, part],
+                targets_BL[:, part],
                 temperature,
-                None if supports is None else supports.columns(num_rows, slice(start, min(start + width, length))),
-                None if self._teacher is None else self._teacher.columns(num_rows, slice(start, min(start + width, length))),
-                use_reentrant=False,
-                preserve_rng_state=False,
+                None if supports is None else supports.columns(num_rows, part),
+                None if self._teacher is None else self._teacher.columns(num_rows, part),
             )
-            for start in range(0, length, width)
-        ]
+            if stop == length:
+                chunks.append(self._score(*inputs))
+            else:
+                chunks.append(checkpoint(self._score, *inputs, use_reentrant=False, preserve_rng_state=False))
         return tuple(torch.cat(parts, dim=1) for parts in zip(*chunks, strict=True))
 
     def _score(
