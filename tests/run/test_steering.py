@@ -225,6 +225,18 @@ def test_new_value_replaces_the_later_changes_of_the_key(tmp_path: Path) -> None
         assert [event[1] for event in resumed.events()] == [LR, EVERY]
 
 
+def test_change_is_checked_with_the_pending_ones(tmp_path: Path) -> None:
+    decay, num_decay_steps = "algorithm.lr_decay", "algorithm.num_decay_steps"
+    with run_in(tmp_path / "run") as run:
+        run.steps(1)
+        run.steering.set({decay: "linear"})
+        run.steering.set({num_decay_steps: 5})  # valid only with the decay that begins with the same step
+        with pytest.raises(ConfigError, match="a constant rate does not decay"):
+            run.steering.set({decay: "constant"})
+        run.steps(1)
+        assert (run.config.algorithm.lr_decay, run.config.algorithm.num_decay_steps) == ("linear", 5)
+
+
 def test_requested_restart_forgets_later_changes_and_a_fault_does_not(tmp_path: Path) -> None:
     for forgets, rate in ((True, 0.5), (False, 0.25)):
         with run_in(tmp_path / f"run-{forgets}") as run:
@@ -332,7 +344,8 @@ def test_requests_are_answered_or_refused_with_what_is_allowed(tmp_path: Path) -
         assert answer({"action": "pause"})["state"] == "pausing"
         assert answer({"action": "resume"})["text"] == "the run continues"
         assert answer({"action": "resume"})["text"] == "the run was not paused"
-        assert answer({"action": "set", "values": {LR: 0.25}})["text"] == "algorithm.learning_rate = 0.25 from step 1 on"
+        both = answer({"action": "set", "values": {WEIGHT: 3, LR: 0.25}})["text"]
+        assert both == "algorithm.learning_rate = 0.25 from step 1 on; data.mixture.hard.weight = 3 from step 2 on"
         for request, problem in (
             ({"action": "stop"}, "action: must be status, pause, resume or set"),
             ({}, "action: must be status"),

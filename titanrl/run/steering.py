@@ -158,31 +158,36 @@ class Steering:
             ConfigError: A key is not live, or a value is invalid.
         """
         run = self._run
-        changed = with_values(run.config, values)
-        self._check(changed, values)
-        by_hook, changes = run.hooks.is_caller, list[Change]()
-        for key in values:
-            step = max(run.state.step, self._begun)
-            if key.startswith(AT_PUBLICATION):
-                step = max(step, self._published + run.config.algorithm.updates_per_publish)
-            value, before, configured = (_plain(config.value_of(key)) for config in (changed, run.config, self._base))
+        by_hook, steps = run.hooks.is_caller, {key: self._step_before(key) for key in values}
+        pending = [change for change in self._changes[self._num_made :] if by_hook or change.key not in values]
+        # Each step must have a valid configuration, with the changes that are pending, too: an invalid one would end the run.
+        asked = [(change.step, change.key, change.value) for change in pending]
+        asked = sorted([*asked, *((steps[key], key, values[key]) for key in values)], key=lambda row: row[0])
+        changed = {due: with_values(run.config, {key: value for step, key, value in asked if step <= due}) for due, *_ in asked}
+        self._check(changed[asked[-1][0]] if asked else run.config, values)
+        changes = list[Change]()
+        for key, step in steps.items():
+            value, before, configured = (_plain(config.value_of(key)) for config in (changed[step], run.config, self._base))
             values_of = {"value": value, "before": before, "configured": configured}
             changes.append(Change(step=step, key=key, **values_of, by_hook=by_hook, time=round(time.time(), 3)))
-        pending = [change for change in self._changes[self._num_made :] if by_hook or change.key not in values]
         self._changes[self._num_made :] = sorted([*pending, *changes], key=lambda change: change.step)
         self._write()
-        return max((change.step for change in changes), default=run.state.step)
+        return max(steps.values(), default=run.state.step)
+
+    def _step_before(self, key: str) -> int:
+        """Return the number of steps taken before a change of a key that is requested now."""
+        due = self._published + self._run.config.algorithm.updates_per_publish if key.startswith(AT_PUBLICATION) else 0
+        return max(self._run.state.step, self._begun, due)
 
     def _check(self, changed: Config, values: Mapping[str, Any]) -> None:
         """Refuse what a running run cannot do, although it could be started with these values."""
         for key, value in values.items():
-            rule = fix = ""
+            rule, fix = "", f"resume the run with {key}={inline(value)}"
             if key.endswith(".learning_rate") and self._run.state.learning_rate is not None:
                 rule = "run.set_learning_rate overrides the schedule, so this key would have no effect"
                 fix = "call run.set_learning_rate(None) first"
             if key.startswith(AT_PUBLICATION) and not self._run.admits_prompts:
                 rule = "only titanrl train, with a trainer, samples new prompts while it runs"
-                fix = f"resume the run with {key}={inline(value)}"
             if key == TEMPERATURE and (self._started.staleness_bound or self._started.replay.fraction):
                 rule = "trainer and generators use one temperature, and tokens sampled with the old one may still be trained on"
                 fix = f"resume the run with {key}={inline(value)}; a synchronous run without replay can change it while it runs"
@@ -191,15 +196,11 @@ class Steering:
                 fix = f"resume the run with {key}={inline(value)} and another rollout.save"
             if key.endswith("every_steps") and changed.num_evaluator_ranks > self._started.num_evaluator_ranks:
                 rule = "asynchronous training evaluates between steps on a separate generator, which this run has not started"
-                fix = f"resume the run with {key}={inline(value)}"
             started = self._started.algorithm.entropy_target
             if key == "algorithm.entropy_target" and (value is None) != (started is None):
-                rule = "the trainer and the rollout workers were started " + ("without" if started is None else "with")
-                rule += " an entropy target"
-                fix = f"resume the run with {key}={inline(value)}"
+                rule = f"the trainer and the rollout workers were started with{'out' * (started is None)} an entropy target"
             if key.startswith("checkpoint.") and _saves_between(changed) and not _saves_between(self._started):
                 rule = "checkpoints between two publications need the published weights, of which this run keeps no copy"
-                fix = f"resume the run with {key}={inline(value)}"
             if rule:
                 raise ConfigError(explain_rule(BrokenRule({key: value}, rule, fix)))
 
@@ -283,8 +284,7 @@ class Steering:
 
     async def wait(self) -> None:
         """Wait until the pause ends, or the run is asked to end."""
-        run, started = self._run, time.perf_counter()
-        step = run.state.step
+        run, step, started = self._run, self._run.state.step, time.perf_counter()
         run.recorder.directory.event("paused", step=step)
         run.console.note(f"paused after step {step}; continue with `titanrl steer {run.run_dir} resume` or run.resume()")
         run.console.current_phase("paused")
@@ -320,9 +320,7 @@ class Steering:
     def _answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         action, values = request.get("action"), request.get("values", {})
         if not isinstance(values, dict):
-            raise TypeError(
-                f"values: must be an object of keys and values (got {type(values).__name__}). See docs/howto/steer.md."
-            )
+            raise TypeError(f"values: must be an object of keys and values (got {inline(values)}). See docs/howto/steer.md.")
         match action:
             case "status":
                 return self.status()
@@ -330,14 +328,16 @@ class Steering:
                 self._request_pause()
                 return {**self.status(), "text": f"the run pauses after step {max(self._run.state.step, self._begun)}"}
             case "resume":
-                was_pausing = self._is_pausing
+                text = "the run continues" if self._is_pausing else "the run was not paused"
                 self.resume()
-                text = "the run continues" if was_pausing else "the run was not paused"
                 return {**self.status(), "text": text}
             case "set" if values:
-                step = self.set(values)
-                changes = ", ".join(f"{key} = {inline(value)}" for key, value in values.items())
-                return {**self.status(), "text": f"{changes} from step {step + 1} on"}
+                self.set(values)
+                texts = dict[int, list[str]]()
+                for key, value in values.items():
+                    texts.setdefault(self._step_before(key), []).append(f"{key} = {inline(value)}")
+                text = "; ".join(f"{', '.join(texts[step])} from step {step + 1} on" for step in sorted(texts))
+                return {**self.status(), "text": text}
             case "set":
                 raise ValueError("set: needs at least one key (got none). Write it like algorithm.learning_rate=2e-5.")
         raise ValueError(f"action: must be status, pause, resume or set (got {inline(action)}). See docs/howto/steer.md.")
