@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 
 from titanrl.config import ConfigError, load_config
+from titanrl.config.sizes import derive
 from titanrl.hosts import kinds
+from titanrl.hosts.checkup import examine
 from titanrl.hosts.kinds import CommandHosts, broken_by_hosts, commands_of
 from titanrl.hosts.leases import HostsError, Order
+from titanrl.models.directory import model_shape
 
 
 def here(rank: int, command: Sequence[str], *, shell: str = "sh") -> list[str]:
@@ -70,6 +73,14 @@ def test_hosts_start_are_lost_and_end(tmp_path: Path) -> None:
         await hosts.kill()
 
     asyncio.run(work())
+
+
+def test_doctor_examines_the_hosts(tmp_path: Path) -> None:
+    config = order("here", tmp_path, f"output_dir={tmp_path}/runs").config
+    checkup = asyncio.run(examine(config, derive(config, model_shape(config)), "cpu", None, lambda line: None))
+    assert [host.node.rpartition(":")[2] for host in checkup.hosts] == ["0", "1"]
+    assert len(checkup.links) == 2
+    assert not [problem for problem in checkup.problems if "differ" in str(problem)]
 
 
 def test_command_that_ends_too_early_is_named(tmp_path: Path) -> None:
