@@ -82,8 +82,10 @@ def main() -> None:
         peaks = {name: matmul_flops(name) for name in DTYPES}
         fastest = max(peaks, key=peaks.__getitem__)
         overrides = [f"trainer.compute_dtype={fastest}", *arguments.overrides]
-        runs = [measure(folder, model, dtype, overrides, peaks) for dtype in arguments.dtypes]
-    write_result(arguments.json, "full_size", {"model": arguments.model, "matmul_flops": peaks, "runs": runs})
+        runs = []
+        for dtype in arguments.dtypes:  # the file has the runs before one that fails
+            runs.append(measure(folder, model, dtype, overrides, peaks))
+            write_result(arguments.json, "full_size", {"model": arguments.model, "matmul_flops": peaks, "runs": runs})
 
 
 def matmul_flops(dtype: str) -> float:
