@@ -2,7 +2,7 @@
 
 import pytest
 
-from titanrl.config.load import did_you_mean, json_schema, sections, suggestions
+from titanrl.config.load import did_you_mean, json_schema, nearest_keys, sections, suggestions
 
 LOSSES = ("ppo", "importance_sampling", "reinforce", "gspo", "cispo", "dro", "sapo")
 
@@ -35,6 +35,10 @@ LOSSES = ("ppo", "importance_sampling", "reinforce", "gspo", "cispo", "dro", "sa
 )
 def test_suggestion_is_what_was_probably_meant(name: str, names: tuple[str, ...], question: str) -> None:
     assert did_you_mean(name, names) == question
+
+
+def test_keys_of_sections_in_a_list_are_suggested() -> None:
+    assert nearest_keys(("hosts", "kubernetes", "volumes", 0, "meunt_path")) == ["hosts.kubernetes.volumes[0].mount_path"]
 
 
 def test_every_choice_is_found_in_other_spellings() -> None:

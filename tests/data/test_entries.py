@@ -118,6 +118,11 @@ def test_prompt_that_is_not_a_string_is_named(file: Path) -> None:
         entries(written(file, [{"prompt": 3, "answer": "4"}]))
 
 
+def test_binary_prompt_is_not_read_as_messages(tmp_path: Path) -> None:
+    with pytest.raises(BrokenRules, match=r"prompt must be a string or a list of messages, got .*2 ="):
+        entries(written(tmp_path / "rows.parquet", [{"prompt": b"2 =", "answer": "4"}]))
+
+
 @pytest.mark.parametrize(
     ("values", "answers"),
     [

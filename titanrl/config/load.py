@@ -355,14 +355,14 @@ def nearest_keys(path: KeyPath) -> list[str]:
         return [foreign]
     here, asked = section_at(path[:-1]), words(foreign)
     ranks: dict[str, tuple[bool, int, int, bool]] = {}
-    for section in sections():
+    for section in (*sections(), *filter(None, [here])):  # `sections` leaves out the sections of lists
         is_here = here is not None and section.keys == here.keys
         around = words(section.path.replace("<name>", ""))
         distance = 0 if is_here else 1 if parent and set(words(" ".join(parent))) <= set(around) else 2
         is_off = not is_here and (
             section.is_optional or "<name>" in section.path or section.path.startswith(("hosts.", "algorithm.critic"))
         )
-        where = dotted(parent) if is_here else section.path
+        where = dotted(path[:-1]) if is_here else section.path
         for key in section.keys:
             others = _num_other_words(asked, words(key), around)
             if others is not None and others <= (2 if is_here else 0 if is_off else 1):

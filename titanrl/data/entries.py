@@ -73,7 +73,7 @@ def entry_of(row: Any, config: DataConfig) -> dict[str, Any]:
         if not asked.strip():
             raise BadRow(f"{asked_name} is empty", "fill it in, or leave the row out")
         entry["question"] = asked
-    elif isinstance(asked, Sequence):
+    elif isinstance(asked, Sequence) and not isinstance(asked, bytes):
         messages, reply = _conversation(read_messages(asked, has_fillers=has_fillers))
         entry |= {"question": question_of(messages), "messages": messages}
         if reply is not None:
