@@ -94,6 +94,7 @@ def test_template_that_changes_earlier_messages_requires_train_on_last(tmp_path:
             "the chat template rejects the conversation: no system",
         ),
         (TURNS + REPLY, conversation("1+2"), "no message has the role assistant"),
+        (TURNS + REPLY, conversation("", "hi", "1+2", "3")[1:], "so there is no prompt that it replies to"),
         (TURNS + REPLY, conversation("1+2", "caf\u00e9"), "no token for some characters"),
         (TURNS + "{% if add_generation_prompt %}[bot] {% endif %}", conversation("1", "2"), "verbatim at messages[1]"),
     ],

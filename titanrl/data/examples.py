@@ -89,6 +89,9 @@ def render_conversation(
         if not replies:
             raise BadRow("no message has the role assistant", f"add an assistant message, or set {section}.train_on to all")
         trained = replies if train_on == "assistant" else replies[-1:]
+        if trained[0] == 0:
+            fix = f"start with a user or system message, or set {section}.train_on to {'last' if len(replies) > 1 else 'all'}"
+            raise BadRow("messages[0] has the role assistant, so there is no prompt that it replies to", fix)
         chat, text = template.fitted(messages[: replies[-1] + 1], tools, options, reply_follows=False)
         return _with_replies(template, chat, text.rstrip(), trained, section)
     except BadRow:
@@ -358,14 +361,11 @@ class _Reader:
 
     def _limited(self, example: Demonstration) -> Demonstration | None:
         """Return an example within the length limit, or None if it is left out."""
-        length, limit = len(example.token_ids), self._max_tokens
+        length, limit, key = len(example.token_ids), self._max_tokens, self._section
         self._longest = max(self._longest, length)
         if length > limit and self._options.overlong == "error":
-            raise BadRow(
-                f"the example has {length} tokens, more than the limit of {limit}",
-                f"shorten it, raise {self._section}.max_example_tokens and trainer.row_tokens, or set {self._section}.overlong "
-                "to truncate or skip",
-            )
+            fix = f"cut it, raise {key}.max_example_tokens and trainer.row_tokens, or set {key}.overlong to truncate or skip"
+            raise BadRow(f"the example has {length} tokens, more than the limit of {limit}", fix)
         if length > limit and self._options.overlong == "skip":
             self._left_out[_TOO_LONG] += 1
             return None
