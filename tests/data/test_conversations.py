@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
@@ -58,6 +58,7 @@ def test_tokens_end_with_the_last_reply(chat: Tokenizer) -> None:
 
 @settings(deadline=None, max_examples=40)
 @given(contents=st.lists(st.text(ALPHABET, max_size=9), min_size=2, max_size=7), has_system=st.booleans())
+@example(contents=["", "<think>"], has_system=False)
 def test_each_reply_follows_the_prompt_of_its_generation(chat: Tokenizer, contents: list[str], has_system: bool) -> None:
     messages = [{"role": "system", "content": "Add."}] * has_system + conversation(*contents)
     example = render_conversation(ChatFormat(chat), messages, "assistant")
@@ -65,8 +66,9 @@ def test_each_reply_follows_the_prompt_of_its_generation(chat: Tokenizer, conten
     for index, message in enumerate(messages):
         if message["role"] == "assistant":
             prompt = render_chat(chat, messages[:index])
-            expected += [False] * (len(prompt) - len(expected)) + [True] * (len(message["content"]) + 1)
-            assert example.token_ids[: len(expected)].tolist() == [*prompt, *chat.encode(message["content"]), EOS_ID]
+            reply = [*chat.encode(message["content"]), EOS_ID]  # a tag such as <think> is one token
+            expected += [False] * (len(prompt) - len(expected)) + [True] * len(reply)
+            assert example.token_ids[: len(expected)].tolist() == [*prompt, *reply]
     assert example.mask.tolist() == expected
 
 
