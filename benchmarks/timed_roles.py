@@ -474,6 +474,10 @@ class TimedFleet:
     async def template(self, kind: str) -> None:
         """Return no template."""
 
+    async def retire(self, role: str) -> None:
+        """Fail: no virtual process dies, so none is replaced."""
+        raise AssertionError(f"{role} died")
+
     async def join_process_group(self, *arguments: Any, **options: Any) -> None:
         """Do nothing."""
 
