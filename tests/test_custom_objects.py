@@ -22,12 +22,12 @@ from titanrl.algorithms.contracts import bound_loss
 from titanrl.algorithms.objective import policy_loss
 from titanrl.base.plugins import Plugins, loaded
 from titanrl.carriers.tables import RecordTable
-from titanrl.checks.extensions import plugins_of, with_declared_traits, with_objects
-from titanrl.checks.preflight import preflight
 from titanrl.config import Config, ConfigError, dump_config, load_config, read_source
 from titanrl.config.algorithm import ADVANTAGES, LOSSES, AlgorithmConfig
 from titanrl.config.load import validate
 from titanrl.config.sections import TRACKERS, ReplayConfig
+from titanrl.launch.extensions import plugins_of, with_declared_traits, with_objects
+from titanrl.launch.preflight import preflight
 from titanrl.metrics.hooks import Hooks
 from titanrl.metrics.trackers import make_trackers
 from titanrl.rollout.group import keeps

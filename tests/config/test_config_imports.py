@@ -7,7 +7,7 @@ ROOT = Path(__file__).parents[2]
 DRY_RUN = """
 import sys
 import time
-import titanrl.checks.preflight
+import titanrl.launch.preflight
 from rich.console import Console
 from titanrl.config import load_config, print_dry_run
 from titanrl.models.directory import model_shape

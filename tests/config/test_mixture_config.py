@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from titanrl.checks.extensions import plugins_of, with_objects
 from titanrl.config import Config, ConfigError, DataConfig, load_config
 from titanrl.config.data import TaskConfig
 from titanrl.config.load import dump_config
+from titanrl.launch.extensions import plugins_of, with_objects
 
 START = "name: a\nnum_steps: 3\n"
 TWO = START + "data: {max_prompt_tokens: 48, mixture: {sums: {weight: 3}, words: {source: 'a.py:b', max_prompt_tokens: 16}}}\n"

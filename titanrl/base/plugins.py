@@ -228,7 +228,7 @@ def check_call(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """An extension point, declared beside the Protocol of its objects. `titanrl.checks.extensions` lists all of them.
+    """An extension point, declared beside the Protocol of its objects. `titanrl.launch.extensions` lists all of them.
 
     Example: `Point(key="algorithm.loss", argument="loss", protocol=PolicyLoss.__call__, expected="def loss(...) -> Tensor")`
     """

@@ -1,6 +1,6 @@
 """Preflight checks of a configuration against this machine, made before a run starts and in `--dry-run`.
 
-This module does not import torch or vLLM. `titanrl.checks.child_checks` checks data and user-defined objects in child
+This module does not import torch or vLLM. `titanrl.launch.child_checks` checks data and user-defined objects in child
 processes.
 """
 
@@ -25,8 +25,6 @@ from titanrl.base.choices import DeviceKind
 from titanrl.base.files import why_not_writable
 from titanrl.base.plugins import Plugins
 from titanrl.carriers import dumps
-from titanrl.checks.child_checks import policy_tokenizer, start_checks
-from titanrl.checks.extensions import plugins_of
 from titanrl.config import device as devices
 from titanrl.config.data import JudgeOptions, OverlongOptions
 from titanrl.config.device import device_kind, missing_for
@@ -41,6 +39,8 @@ from titanrl.data import examples
 from titanrl.data.rows import Selection
 from titanrl.data.tokenizer import load_tokenizer
 from titanrl.hosts.kinds import broken_by_hosts
+from titanrl.launch.child_checks import policy_tokenizer, start_checks
+from titanrl.launch.extensions import plugins_of
 from titanrl.models.directory import ModelDirectory, broken_by_adapter, model_shape, open_model, read_model, recipe_model
 from titanrl.models.family import PACKED_MULTIPLE, vllm_problems
 from titanrl.processes.variables import broken_by_cores, broken_by_templates, secure_caches

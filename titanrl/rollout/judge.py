@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from titanrl.base.endpoint import Endpoint, EndpointError, read_secret
 from titanrl.config.data import NO_WEIGHT, Criterion, JudgeOptions, Rubric, total_weight
-from titanrl.rewards.answers import number
+from titanrl.rollout.answers import number
 
 MAX_REPLY_BYTES = 1 << 20
 """Maximum length of a reply's body."""

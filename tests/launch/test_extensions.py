@@ -8,9 +8,9 @@ import pytest
 
 import titanrl
 from titanrl.carriers.rewards import Reward
-from titanrl.checks.extensions import plugins_of, with_objects
 from titanrl.config import Config, ConfigError, dump_config, load_config
 from titanrl.grpo import GRPO
+from titanrl.launch.extensions import plugins_of, with_objects
 
 CONFIG = Config(name="a", num_steps=1)
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"

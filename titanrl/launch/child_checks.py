@@ -24,7 +24,6 @@ from typing import Any
 
 from titanrl.base.plugins import Plugin, Plugins, plugins_of_data, plugins_within
 from titanrl.carriers.rewards import DENIED, INVALID, Answers, BoundReward, Score, custom_reward
-from titanrl.checks.extensions import config_of, point_of
 from titanrl.config.data import ENVIRONMENTS, DataConfig, EvaluationSet, Split
 from titanrl.config.errors import BrokenRule, BrokenRules, ConfigError, inline, rule_of, within
 from titanrl.config.schema import Config
@@ -35,12 +34,13 @@ from titanrl.data.streams import Encode, PromptStream, make_encoder, make_gym_da
 from titanrl.data.tokenizer import Tokenizer, load_tokenizer, write_tokenizer
 from titanrl.environments.factories import load_factory
 from titanrl.environments.programs import checked_function
+from titanrl.launch.extensions import config_of, point_of
 from titanrl.processes.children import RespawnLimitError
 from titanrl.processes.confine import SandboxUnavailable, end_with_parent, missing_for_programs
 from titanrl.processes.sandbox import SandboxDied
 from titanrl.processes.temporary import TemporaryFolder, delete_all
-from titanrl.rewards.scoring import ScoringPool, TrustedReward, in_thread, reward_specs, weighted
 from titanrl.rollout.renderers import make_renderer
+from titanrl.rollout.scoring import ScoringPool, TrustedReward, in_thread, reward_specs, weighted
 
 Finding = str | Selection
 """A warning of a check, or the rows of a source by use."""
@@ -62,7 +62,7 @@ _FIX = (
 )
 
 _CHILD = (
-    "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); from titanrl.checks.child_checks import _serve; _serve()"
+    "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); from titanrl.launch.child_checks import _serve; _serve()"
 )
 
 
