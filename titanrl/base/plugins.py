@@ -105,11 +105,7 @@ class Plugin:
     """The object itself, if only this process uses it; it is not pickled."""
 
     def load(self) -> Any:
-        """Import or unpickle the object.
-
-        Raises:
-            ValueError: The object cannot be imported.
-        """
+        """Import or unpickle the object; raise `ValueError` if it cannot be imported."""
         if self.value is not None:
             return self.value
         if self.pickled is None and self.name.startswith(f"{OBJECT}:"):

@@ -174,11 +174,7 @@ def dump_config(config: Config) -> str:
 
 
 def check_program(config: Config, program: Program, source: Source | None = None) -> None:
-    """Check that a configuration is for a subcommand, since other subcommands would ignore its section.
-
-    Raises:
-        ConfigError: It is for another subcommand.
-    """
+    """Raise `ConfigError` if a configuration is for another subcommand, since this one would ignore its section."""
     if config.program == program:
         return
     if program == "train":

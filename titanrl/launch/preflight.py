@@ -139,11 +139,7 @@ def broken_rules(
 
 
 def read_examples(config: Config, source: Source | None = None) -> examples.Examples:
-    """Read the examples of a run that trains on examples.
-
-    Raises:
-        ConfigError: The examples or the tokenizer cannot be used.
-    """
+    """Read the examples of a run that trains on examples; raise `ConfigError` if it cannot use them."""
     try:
         tokenizer = policy_tokenizer(config)
     except Exception as error:  # the tokenizers library raises bare Exceptions
@@ -159,11 +155,7 @@ Checked = tuple[str, Sequence[Selection], Mapping[str, str]]
 
 
 def dry_run(config: Config, source: Source | None, check: Callable[[], Checked]) -> None:
-    """Print the report of `--dry-run`, then call `check` for what the start of the run checks.
-
-    Raises:
-        ConfigError: The run cannot start.
-    """
+    """Print the report of `--dry-run`, then call `check` for what the start of the run checks."""
     device = device_kind(config.device)
     console = table_console()
     device_bytes = _device_bytes(device)

@@ -173,11 +173,7 @@ class Callers:
                 self._ended.popitem(last=False)
 
     def find(self, key: str) -> Caller | None:
-        """Return the caller of a key; None if there is none.
-
-        Raises:
-            Refused: The caller has ended.
-        """
+        """Return the caller of a key; None if there is none. Raise `Refused` if the caller has ended."""
         digest = self._digest(key)
         if digest in self._ended:
             raise after_end()
