@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from safetensors.numpy import save_file
 
-from titanrl.carriers.types import FloatArray
 from titanrl.config.errors import BrokenRule, BrokenRules
 from titanrl.config.sections import ModelConfig, RecipeConfig
 from titanrl.config.sizes import ModelShape
@@ -79,7 +79,7 @@ def write_model_config(directory: Path, hf: Mapping[str, Any]) -> None:
     _write_json(directory / "generation_config.json", _SPECIAL_IDS)
 
 
-def _random_weights(shape: ModelShape, std: float, seed: int) -> dict[str, FloatArray]:
+def _random_weights(shape: ModelShape, std: float, seed: int) -> dict[str, npt.NDArray[np.float32]]:
     """Return the weights by name: ones for norms, and N(0, std^2) for matrices and biases. The tied output layer has none."""
     rng = np.random.default_rng(seed)
     return {
