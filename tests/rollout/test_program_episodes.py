@@ -12,11 +12,11 @@ import httpx
 import numpy as np
 import pytest
 
+from examples.agents.byte_model import write_byte_tokenizer
 from titanrl.carriers.rewards import Answers, Scored
 from titanrl.carriers.types import Completion, GenerationRequest, Group, OnTokens, Prompt
 from titanrl.config import Config
 from titanrl.config.errors import ConfigError
-from titanrl.data.byte_tokenizer import write_byte_tokenizer
 from titanrl.data.tokenizer import EOS_ID, Tokenizer, load_tokenizer
 from titanrl.rollout.episodes import Episodes, start_episodes
 

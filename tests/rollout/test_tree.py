@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from examples.agents.byte_model import write_byte_tokenizer
 from tests.records import plan_rewards
 from titanrl.carriers.tables import RecordTable
 from titanrl.carriers.types import Completion, Group, GroupHandle, Prompt, Rollout
 from titanrl.config.algorithm import AlgorithmConfig
-from titanrl.data.byte_tokenizer import write_byte_tokenizer
 from titanrl.data.tokenizer import EOS_ID, Tokenizer, load_tokenizer
 from titanrl.environments import Message, Tool
 from titanrl.rollout.group import record_of
