@@ -178,12 +178,12 @@ def loss_figures() -> dict[str, float]:
         logits_NV.float().log_softmax(-1).gather(-1, targets_BL[0, :, None]).sum().backward()
         lm_head.weight.grad = hidden_BLD.grad = None
 
-    limit = policy_model.LOGITS_AT_ONCE
-    policy_model.LOGITS_AT_ONCE = num_tokens * vocab // 8
+    limit = policy_model.LOGITS_BYTES
+    policy_model.LOGITS_BYTES = num_tokens * vocab * 4 // 8
     chunked = peak_bytes(score, device)
-    policy_model.LOGITS_AT_ONCE = num_tokens * vocab
+    policy_model.LOGITS_BYTES = num_tokens * vocab * 4
     at_once = peak_bytes(score, device)
-    policy_model.LOGITS_AT_ONCE = limit
+    policy_model.LOGITS_BYTES = limit
     return {
         "chunked_peak_bytes": chunked,
         "unchunked_peak_bytes": at_once,

@@ -45,7 +45,7 @@ def test_peak_of_chunks_is_that_of_one_chunk_though_the_last_is_not_computed_aga
 
     output.forward = forward  # type: ignore[method-assign]
     head = ScoringHead(output, 5000)
-    monkeypatch.setattr(policy_model, "LOGITS_AT_ONCE", 100 * 5000)
+    monkeypatch.setattr(policy_model, "LOGITS_BYTES", 100 * 5000 * 4)
 
     def score(length: int) -> None:
         with head.scoring(torch.zeros(1, length, dtype=torch.int64), 1.0):

@@ -161,9 +161,9 @@ def chunked_gradient_is_equal(model_dir: Path, trainer: Plan) -> bool:
     learner.run(batch, checks.everything)
     at_once = checks.gradients(learner)
     learner.zero_grad()
-    limit, policy_model.LOGITS_AT_ONCE = policy_model.LOGITS_AT_ONCE, 5 * batch.tokens_BL.shape[0] * checks.VOCAB
+    limit, policy_model.LOGITS_BYTES = policy_model.LOGITS_BYTES, 5 * batch.tokens_BL.shape[0] * checks.VOCAB * 4
     logprobs_BL = learner.run(batch, checks.everything).logprobs_BL
-    policy_model.LOGITS_AT_ONCE = limit
+    policy_model.LOGITS_BYTES = limit
     assert torch.equal(logprobs_BL, learner.logprobs(batch))
     for name, value in checks.gradients(learner).items():
         np.testing.assert_allclose(value, at_once[name], atol=1e-6)

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from titanrl.algorithms.logprobs import chunks, shifted
+from titanrl.algorithms.logprobs import chunks, shifted, zero_rows_
 
 DivergenceName = Literal["forward_kl", "reverse_kl", "jsd"]
 
@@ -142,8 +142,7 @@ class _Divergence(torch.autograd.Function):
             else:
                 logm_CV = _log_mixture(logp_CV, logq_CV, ctx.beta)
                 slope_CV = (1 - ctx.beta) * logq_CV.exp() * (logq_CV - logm_CV - kl_N[rows, None])
-            # Where logits are not finite, a zero output gradient would not remove NaN.
-            grad_logits_NV[rows] = slope_CV.mul_(grad_N[rows, None]).masked_fill_(unused_N[rows, None], 0.0)
+            grad_logits_NV[rows] = zero_rows_(slope_CV.mul_(grad_N[rows, None]), unused_N[rows])
         return grad_logits_NV, None, None, None
 
 
@@ -195,7 +194,7 @@ class _PartialKL(torch.autograd.Function):
             q_CV = F.pad(shifted(logits_NV[rows], log_z_N[rows], ctx.temperature).exp_(), (0, 1))
             known_CK = q_CV.gather(1, column_NK[rows]) - p_NK[rows]
             slope_CV = q_CV.mul_(1.0 - ratio_N[rows, None]).scatter_(1, column_NK[rows], known_CK)[:, :-1]
-            grad_logits_NV[rows] = (slope_CV * grad_N[rows, None]).masked_fill_(unused_N[rows, None], 0.0)
+            grad_logits_NV[rows] = zero_rows_(slope_CV * grad_N[rows, None], unused_N[rows])
         return grad_logits_NV, None, None, None, None
 
 

@@ -240,8 +240,7 @@ class _LogprobsAndEntropy(torch.autograd.Function):
                 inner_CV = logp_CV.add_(entropy_N[rows, None]).mul_(grad_entropy_N[rows, None]).add_(grad_N[rows, None])
                 grad_CV.mul_(inner_CV.neg_())
             grad_CV.scatter_add_(-1, local_N[rows, None], torch.where(owned_N, grad_N, 0.0)[rows, None])
-            # Where logits are not finite, p is NaN, and a zero output gradient would not remove it: NaN * 0 is NaN.
-            grad_logits_NV[rows] = grad_CV.masked_fill_(unused_N[rows, None], 0.0)
+            grad_logits_NV[rows] = zero_rows_(grad_CV, unused_N[rows])
         return grad_logits_NV, None, None, None, None, None
 
 
@@ -278,7 +277,16 @@ def shifted(logits_CV: Tensor, shift_C: Tensor, temperature: float) -> Tensor:
     scaled_CV = logits_CV.to(shift_C.dtype)
     if temperature != 1.0:
         scaled_CV = scaled_CV / temperature
-    return scaled_CV - shift_C[:, None]
+    # In place, if this is a copy already: on a CPU, another new tensor would take three times as long.
+    return scaled_CV.sub_(shift_C[:, None]) if scaled_CV is not logits_CV else scaled_CV - shift_C[:, None]
+
+
+def zero_rows_(values_CV: Tensor, is_zero_C: Tensor) -> Tensor:
+    """Set some rows to 0 in place, also where they are not finite: multiplied by 0, NaN stays NaN."""
+    if values_CV.device.type == "cpu":  # where filling all rows with a mask takes longer than the softmax
+        values_CV[is_zero_C] = 0.0
+        return values_CV
+    return values_CV.masked_fill_(is_zero_C[:, None], 0.0)  # without waiting for the device
 
 
 def chunks(logits_NV: Tensor) -> Iterator[slice]:

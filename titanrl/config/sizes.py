@@ -43,9 +43,9 @@ PACKED_BYTES: Mapping[Dtype, int] = {"bfloat16": 64 << 20, "float32": 16 << 20}
 SPARE_SHARE = 0.1
 """Share of a machine's memory that no process of a run uses, by the estimates."""
 
-LOGITS_AT_ONCE = 1 << 27
-"""Maximum number of logits in memory on a trainer rank, 883 tokens for a vocabulary size of 151 936. They take 256 MiB in
-bfloat16, and their gradient as much again."""
+LOGITS_BYTES = 1 << 29
+"""Maximum size of the logits in memory on a trainer rank: 1766 tokens in bfloat16 for a vocabulary size of 151 936. Their
+gradient takes as much again."""
 
 
 HostPlace = tuple[str, int]
@@ -426,7 +426,7 @@ def _activations(config: "Config", shape: ModelShape, num_rows: int) -> int:
     tokens = num_rows * trainer.row_tokens
     numbers = {"none": shape.layer_activations, "selective": shape.selective_activations, "full": shape.hidden_size}
     kept = shape.num_layers * numbers[trainer.activation_checkpointing] + shape.layer_activations
-    logits = min(tokens * shape.vocab_size // (plan.cp * plan.tp), LOGITS_AT_ONCE)
+    logits = min(tokens * shape.vocab_size // (plan.cp * plan.tp), LOGITS_BYTES // DTYPE_BYTES[trainer.compute_dtype])
     if config.distill is not None and config.distill.teacher.policy is not None:  # its logits of a micro-batch are all kept
         logits += tokens * shape.vocab_size // plan.tp // 2
     gathered = 0

@@ -37,7 +37,7 @@ from titanrl.algorithms.divergences import TeacherTokens, divergence
 from titanrl.algorithms.logprobs import TokenSupports, logprobs_and_entropy
 from titanrl.config.device import Device
 from titanrl.config.sections import LoraConfig, TrainerConfig
-from titanrl.config.sizes import LOGITS_AT_ONCE as LOGITS_AT_ONCE
+from titanrl.config.sizes import LOGITS_BYTES as LOGITS_BYTES
 from titanrl.models.directory import ModelDirectory
 from titanrl.models.experts import add_expert_bias, biased_layers
 from titanrl.models.family import Projections
@@ -498,7 +498,7 @@ class ScoringHead:
             return self._logits(hidden_BLD)
         targets_BL, temperature, supports = self._targets_BL, self._temperature, self._supports
         num_rows, length = targets_BL.shape
-        width = max(1, LOGITS_AT_ONCE // (num_rows * self._vocab_size))
+        width = max(1, LOGITS_BYTES // (num_rows * self._vocab_size * hidden_BLD.element_size()))
         if length <= width:
             return self._score(hidden_BLD, targets_BL, temperature, supports, self._teacher)
         # The backward pass starts with the last chunk. Keeping its logits until then takes no more memory than computing them
