@@ -31,6 +31,24 @@ def test_each_subcommand_prints_its_help(capsys: pytest.CaptureFixture[str]) -> 
         assert capsys.readouterr().out.startswith(f"usage: titanrl {name} ")
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", "--config", "quickstart", "num_steps=5", "--dry-run", "seed=-1"],
+        ["distill", "--config", "distill_quickstart", "num_steps=5", "--dry-run", "seed=-1"],
+        ["submit", "--config", "qwen3_14b_2hosts", "num_steps=5", "--dry-run", "seed=-1"],
+        ["evaluate", "num_steps=5", "--model", "runs", "--config", "quickstart", "seed=-1"],
+        ["warm", "num_steps=5", "--config", "quickstart", "seed=-1"],
+        ["manifest", "num_steps=5", "--config", "qwen3_14b_2hosts", "seed=-1"],
+    ],
+)
+def test_overrides_may_come_before_and_after_an_option(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 2
+    assert "unrecognized" not in capsys.readouterr().err
+
+
 def test_help_and_version_import_only_the_standard_library() -> None:
     for option, first in (("--help", "usage: titanrl"), ("--version", f"titanrl {__version__}")):
         program = (

@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titanrl.co
         "--keys", type=terminal.path, metavar="FILE", help="file with the key for the URL, which only you can read"
     )
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that override those of the run")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
     policy, is_url = arguments.policy, arguments.policy.startswith(("http://", "https://", "unix:"))
     if not 0.0 <= arguments.temperature < math.inf:
         parser.error(f"--temperature: must be a finite number >= 0 (got {arguments.temperature}). Give one such as 0.7.")
@@ -95,7 +95,11 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titanrl.co
 
 @contextmanager
 def serving(policy: str, overrides: Sequence[str]) -> Iterator[str]:
-    """Serve a policy with `titanrl serve`, yield the URL, and end the server. If it cannot be served, the server says why."""
+    """Serve a policy with `titanrl serve`, yield the URL, and end the server.
+
+    Raises:
+        SystemExit: The policy cannot be served. The server has printed the reason.
+    """
     folder = private_folder()
     command = [sys.executable, "-m", "titanrl.commands.serve", f"--unix={folder.path}/policy", "--", policy, *overrides]
     server = subprocess.Popen(
@@ -173,7 +177,11 @@ def read_lines() -> Iterator[str]:
 
 
 def say(client: "httpx.Client", body: Mapping[str, Any]) -> dict[str, str]:
-    """Print the reply to a conversation while it is sampled; return its message. Raise `NoReply` if there is none."""
+    """Print the reply to a conversation while it is sampled; return its message.
+
+    Raises:
+        NoReply: The request is refused, or the reply ends early.
+    """
     told, cause = {"reasoning_content": "", "content": ""}, ""
     with client.stream("POST", "/v1/chat/completions", json=body) as response:
         if response.is_error:

@@ -18,12 +18,12 @@ from titanrl.base import terminal
 from titanrl.base.choices import ConsoleMode
 from titanrl.base.files import why_no_file, why_no_folder
 from titanrl.carriers.types import EvaluationResult
+from titanrl.checks.preflight import preflight
 from titanrl.config import Config, ConfigError, Source
 from titanrl.config.dry_run import print_table, table_console
 from titanrl.config.errors import BrokenRule, refusing
 from titanrl.config.load import validate
 from titanrl.config.source import read_source
-from titanrl.launch.preflight import preflight
 from titanrl.metrics.console import Console
 from titanrl.models.directory import read_model
 from titanrl.run import command
@@ -66,7 +66,7 @@ def parse(argv: Sequence[str] | None, *, prog: str) -> argparse.Namespace:
     )
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that override the file's")
-    return parser.parse_args(argv)
+    return parser.parse_intermixed_args(argv)
 
 
 def evaluated_model(folder: Path, config_file: Path | None, overrides: Sequence[str]) -> tuple[Path, Config, Source]:

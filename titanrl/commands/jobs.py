@@ -17,6 +17,7 @@ from pathlib import Path
 import yaml
 
 from titanrl.base import terminal
+from titanrl.checks.preflight import preflight, read_examples
 from titanrl.config import Config, ConfigError, recorded_config
 from titanrl.config.device import device_kind
 from titanrl.config.errors import refusing
@@ -26,7 +27,6 @@ from titanrl.config.source import dump, parse_run, read_source, source_of
 from titanrl.data.rows import Selection, check_recorded, record_data
 from titanrl.hosts.kubernetes import Json, broken_by_pods, controller, mesh, mesh_name
 from titanrl.hosts.slurm import IN_ALLOCATION, NOTICE_SIGNAL, SlurmError, directives, submit_job
-from titanrl.launch.preflight import preflight, read_examples
 from titanrl.launch.run_lock import claim_new_run, claim_run
 from titanrl.metrics.run_directory import JOB_SCRIPT
 
@@ -126,7 +126,7 @@ def manifest(argv: Sequence[str] | None = None, *, prog: str = "titanrl manifest
     help_text = "print a controller that checks the hosts of the run instead of training"
     parser.add_argument("--doctor", action="store_true", help=help_text)
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that override the file's")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
     if arguments.doctor and (arguments.resume or arguments.only):
         parser.error("--doctor cannot be combined with --resume or --only")
     with refusing():

@@ -53,7 +53,7 @@ def board(argv: Sequence[str] | None = None, *, prog: str = "titanrl board") -> 
     help_text = "folder of runs, or the directory of a run (default: runs)"
     parser.add_argument("folder", nargs="?", type=terminal.path, default=Path("runs"), metavar="FOLDER", help=help_text)
     parser.add_argument("--port", type=int, default=0, help="port on 127.0.0.1 (default: 0, which selects a free one)")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
     if not 0 <= arguments.port < 65536:
         parser.error(f"--port: must be 0 to 65535 (got {arguments.port}). Give one such as 8080.")
     with refusing():
@@ -70,7 +70,11 @@ def board(argv: Sequence[str] | None = None, *, prog: str = "titanrl board") -> 
 
 
 async def _serve(folder: Path, port: int) -> None:
-    """Listen, print the address, and pass on changes of files until the task is cancelled."""
+    """Listen, print the address, and pass on changes of files until the task is cancelled.
+
+    Raises:
+        OSError: The port cannot be used.
+    """
     from titanrl.serving.http import LOCAL
     from titanrl.serving.listening import listen
     from titanrl.serving.runs import Board
@@ -108,7 +112,7 @@ def compare(argv: Sequence[str] | None = None, *, prog: str = "titanrl compare")
     )
     parser.add_argument("--json", action="store_true", help="print the comparison as JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with the tables and the overlaid curves")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
     with refusing():
         records = [open_run(path) for path in arguments.runs]
         runs = comparison.read_runs(records)
@@ -142,7 +146,7 @@ def timeline(argv: Sequence[str] | None = None, *, prog: str = "titanrl timeline
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help="write the spans as a trace that https://ui.perfetto.dev opens"
     )
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
     with refusing():
         try:
             run = open_run(arguments.run)
@@ -202,7 +206,7 @@ def explain(argv: Sequence[str] | None = None, *, prog: str = "titanrl explain")
     parser.add_argument(
         "--load-loss", action="store_true", help="import the custom loss of the run, which executes its code with your rights"
     )
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
     with loading():
         from titanrl.run import explanation  # imports torch, which help does not need
     with refusing():
@@ -238,7 +242,7 @@ def steer(argv: Sequence[str] | None = None, *, prog: str = "titanrl steer") -> 
     parser.add_argument("action", choices=("status", "pause", "resume", "set", "stacks"), help="what to do")
     parser.add_argument("values", nargs="*", metavar="key=value", help="new values, for set")
     parser.add_argument("--json", action="store_true", help="print the reply as JSON")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
     with refusing():
         values = {".".join(override.path): override.value for override in parse_overrides(arguments.values)}
     if bool(values) != (arguments.action == "set"):

@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titanrl.co
         "--config", type=terminal.path, required=True, help="YAML file of the runs, or the name of a shipped configuration"
     )
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that override the file's")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
     with refusing():
         config = load_config(arguments.config, arguments.overrides)
         secure_caches()

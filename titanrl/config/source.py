@@ -174,7 +174,7 @@ def parse_run(
         help="with --resume: continue although the run's data files or prompts have changed",
     )
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that override the file's")
-    return parser.parse_args(argv)
+    return parser.parse_intermixed_args(argv)
 
 
 def source_of(arguments: argparse.Namespace) -> Source:
