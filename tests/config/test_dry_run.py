@@ -45,6 +45,15 @@ def test_changed_keys_include_presets_and_optional_sections() -> None:
     }
 
 
+def test_changed_keys_include_sections_by_name() -> None:
+    config = make_config(data={"rewards": {"short": {"function": "exact", "weight": 2.0}}, "mixture": {"a": {}}})
+    assert [row for row in changed_keys(config) if row[0].startswith("data.")] == [
+        ("data.rewards.short.function", '"exact"', "required"),
+        ("data.rewards.short.weight", "2.0", "1.0"),
+        ("data.mixture.a", "{}", "(not set)"),
+    ]
+
+
 def test_dtypes_in_which_this_processor_is_slow_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     def noted(dtype: str, *, has_instructions: bool, device: str = "cpu") -> list[str]:
         monkeypatch.setattr(dry_run, "multiplies_bfloat16", lambda: has_instructions)

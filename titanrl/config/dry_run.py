@@ -70,18 +70,26 @@ def print_dry_run(
     _print_list(console, "May not fit", [explain_rule(misfit, source) for misfit in unfit])
 
 
-def changed_keys(section: BaseModel, defaults: BaseModel | None = None, path: str = "") -> Iterator[tuple[str, str, str]]:
-    """Yield key, value and default of every changed key; without `defaults`, those of the fields. `path` is a prefix."""
+def changed_keys(section: BaseModel, defaults: BaseModel | None = None, path: str = "") -> list[tuple[str, str, str]]:
+    """Return key, value and default of every changed key; without `defaults`, those of the fields. `path` is a prefix.
+
+    A task of a mixture inherits keys; those are not repeated.
+    """
+    rows: list[tuple[str, str, str]] = []
     for name, field in type(section).model_fields.items():
-        value = getattr(section, name)
+        value, key = getattr(section, name), f"{path}{name}"
         default = field.get_default() if defaults is None else getattr(defaults, name)
-        if isinstance(value, BaseModel) and field.is_required():
-            yield from changed_keys(value, None, f"{path}{name}.")
-        elif isinstance(value, BaseModel):
-            below = list(changed_keys(value, default, f"{path}{name}."))
-            yield from below or ([(f"{path}{name}", "{}", "null")] if default is None else [])
+        if isinstance(value, BaseModel):
+            below = changed_keys(value, None if field.is_required() else default, f"{key}.")
+            rows += below or ([(key, "{}", "null")] if default is None else [])
+        elif isinstance(value, dict) and any(isinstance(child, BaseModel) for child in value.values()):
+            for other, child in value.items():
+                below = changed_keys(child, None, prefix := f"{key}.{other}.")
+                own = [row for row in below if (f"{path}{row[0].removeprefix(prefix)}", *row[1:]) not in rows]
+                rows += own or [(f"{key}.{other}", "{}", "(not set)")]
         elif field.is_required() or value != default:
-            yield f"{path}{name}", inline(value), "required" if field.is_required() else inline(default)
+            rows.append((key, inline(value), "required" if field.is_required() else inline(default)))
+    return rows
 
 
 def table_console() -> Console:
