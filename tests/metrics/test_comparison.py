@@ -56,6 +56,12 @@ def test_final_score_has_the_interval_of_the_seeds_or_of_the_evaluation(records:
     assert score(fast, "reward/mean") is None
 
 
+def test_seconds_per_step_leave_out_evaluations_between_steps(tmp_path: Path) -> None:
+    lines = [{"step": n, "reward/mean": 0.5, "time/step_s": float(n), "time/evaluate_s": 10.0 * n} for n in (1, 2, 3)]
+    (table,) = tables(variants_of(read_runs([write_run(tmp_path / "run", "name: a\n", *lines)])), [])
+    assert table.rows == [("run", "3", "2", "-")]
+
+
 def test_runs_of_equal_seeds_are_different_variants(tmp_path: Path) -> None:
     # They differ in what the configuration does not contain, such as the code of a reward.
     text = "seed: {}\nnum_steps: 10\n"

@@ -108,11 +108,11 @@ def test_gaps_of_rounding_are_not_a_state() -> None:
     assert [state.name for state in states_of(spans, Window(0.0, 2.0))] == ["compute", "push"]
 
 
-def test_window_of_steps_contains_a_repeated_step_twice() -> None:
+def test_window_of_a_repeated_step_is_that_of_its_last_attempt() -> None:
     found = [
         span("step", "phase", start, start + 1, "controller", step=step) for start, step in ((1, 1), (2, 2), (8, 2), (9, 3))
     ]
-    assert window_of(found, 2, 2) == (2.0, 9.0)
+    assert window_of(found, 2, 2) == (8.0, 9.0)
     assert window_of(found, None, 1) == (1.0, 2.0)
     assert window_of(found, 3) == (9.0, 10.0)
     assert window_of([*found, *TRAINER]) == (1.0, 10.0)

@@ -186,7 +186,7 @@ def test_planted_faults_are_named(tmp_path: Path) -> None:
         "The mean reward has fallen",
         "Most groups teach nothing",
         "The rollouts are slow",
-        "1 slow steps",
+        "Slow steps: 1",
     ]
     assert "Most groups teach nothing" not in [each["title"] for each in attention(view.table, (), compares_rewards=False)]
     for advantage, is_told in (("dr_grpo", True), ("gae", False), ("own.py:advantage", False)):
@@ -196,7 +196,7 @@ def test_planted_faults_are_named(tmp_path: Path) -> None:
     notes = {note["title"]: note for note in attention(view.table, view.events)}
     assert "ZeroDivisionError" in notes[found[1]]["text"]
     assert notes["The rollouts are slow"]["text"].endswith("They wait for the environment, which takes 0.5 s per episode.")
-    assert notes["1 slow steps"]["link"] == "timeline?step=20"
+    assert notes["Slow steps: 1"]["link"] == "timeline?step=20"
 
 
 def test_summary_reads_the_end_and_a_small_curve(tmp_path: Path) -> None:
@@ -261,6 +261,22 @@ def test_timeline_marks_what_a_process_waits_for(tmp_path: Path) -> None:
     assert generator["busy"] == pytest.approx(0.75)
     assert generator["waits"] == [("wait for a request", pytest.approx(0.25))]
     assert RunView(tmp_path, "run").timeline(steps=1, step=2)["start"] == 20.0
+
+
+def test_timeline_of_a_resumed_run_leaves_out_the_time_between_its_attempts(tmp_path: Path) -> None:
+    for at, first in ((0.0, 1), (1000.0, 3)):
+        record(tmp_path, "starts", {"time": at, "kind": "start"}, process="controller")
+        steps = [{"name": "step", "kind": "phase", "start": at + 10.0 * n, "seconds": 10.0, "step": first + n} for n in (0, 1)]
+        record(tmp_path, "spans", *steps, process="controller")
+        work = {"name": "compute", "kind": "work", "start": at, "seconds": 5.0}
+        record(tmp_path, "spans", work, process="trainer_0")
+        record(tmp_path, "spans", work, process=f"trainer_{first}")
+    found = RunView(tmp_path, "run").timeline(steps=3)
+    assert (found["start"], found["end"], [mark["step"] for mark in found["steps"]]) == (1000.0, 1020.0, [3, 4])
+    assert {process["name"] for process in found["processes"]} == {"controller", "trainer_0", "trainer_3"}
+    found = RunView(tmp_path, "run").timeline(steps=3, step=2)
+    assert (found["start"], found["end"]) == (10.0, 20.0)
+    assert {process["name"] for process in found["processes"]} == {"controller", "trainer_0", "trainer_1"}
 
 
 def test_periods_that_a_timeline_leaves_out_are_counted(tmp_path: Path) -> None:

@@ -78,7 +78,11 @@ of a package sets its own limit of sessions, which `sessions` replaces."""
 
 
 def openenv(**options: Any) -> Environment:
-    """Return an environment behind an OpenEnv server; `options` are the fields of `OpenEnvOptions`."""
+    """Return an environment behind an OpenEnv server; `options` are the fields of `OpenEnvOptions`.
+
+    Raises:
+        ValueError: An option is invalid.
+    """
     return OpenEnv(OpenEnvOptions.model_validate(options))
 
 
@@ -90,7 +94,11 @@ class OpenEnv:
     """
 
     def __init__(self, options: OpenEnvOptions) -> None:
-        """Keep the options; raise `ValueError` if the interpreter or the package does not exist."""
+        """Keep the options, if the interpreter and the package exist.
+
+        Raises:
+            ValueError: The interpreter or the package does not exist.
+        """
         package = re.split(r"[.:]", options.openenv)[0]
         if not options.is_url and options.python is None and importlib.util.find_spec(package) is None:
             rule, fix = "no such package", "Install it, or set options.python to an interpreter that has it."
@@ -106,11 +114,19 @@ class OpenEnv:
         self._counts = {"invalid_actions": 0.0}
 
     async def prepare(self) -> None:
-        """Start or reach the server."""
+        """Start or reach the server.
+
+        Raises:
+            EnvironmentFailure: It cannot be started or reached.
+        """
         await self._started()
 
     async def reset(self, episode: Episode) -> Observation:
-        """Start a session, waiting for a free one, and reset the environment."""
+        """Start a session, waiting for a free one, and reset the environment.
+
+        Raises:
+            EnvironmentFailure: The server failed.
+        """
         server = await self._started()
         await server.places.acquire()
         self._server = server  # `close` releases the place
@@ -132,7 +148,11 @@ class OpenEnv:
         return Observation(messages=[*messages, {"role": "user", "content": question}], tools=self._tools)
 
     async def step(self, message: Message) -> Observation | Done:
-        """Send the policy's message as an action. The policy sees the reason why a message is no action."""
+        """Send the policy's message as an action. The policy sees the reason why a message is no action.
+
+        Raises:
+            EnvironmentFailure: The server failed.
+        """
         assert self._server is not None
         if self._server.has_tools:
             return await self._step_tools(message)

@@ -18,7 +18,7 @@ from titanrl.base.errors import TitanRLError
 from titanrl.config.source import parse
 from titanrl.metrics.reading import RunRecord, flat
 from titanrl.metrics.report import frozen_page, frozen_run
-from titanrl.metrics.series import Rows, count, ends_of, heldout_tasks, phase_seconds, series
+from titanrl.metrics.series import Rows, count, ends_of, heldout_tasks, series
 from titanrl.metrics.views import RunView, unit_of
 
 NAMING = frozenset({"name", "output_dir", "cache_dir"})
@@ -107,7 +107,11 @@ class Table(NamedTuple):
 
 
 def read_runs(records: Sequence[RunRecord]) -> list[ComparedRun]:
-    """Read the runs to compare; raise `TitanRLError` if a file cannot be read, or a run has no metrics."""
+    """Read the runs to compare.
+
+    Raises:
+        TitanRLError: A configuration or a metrics file cannot be read, or a run has no metrics.
+    """
     paths = [record.path.resolve() for record in records]
     runs = []
     for record, path in zip(records, paths, strict=True):
@@ -196,7 +200,11 @@ def _t_975(freedom: int) -> float:
 
 
 def metrics_to_compare(runs: Sequence[ComparedRun], more: Sequence[str] = ()) -> list[str]:
-    """Return the metrics that at least one run has: those asked for, held-out scores, losses, and the mean reward."""
+    """Return the metrics that at least one run has: those asked for, held-out scores, losses, and the mean reward.
+
+    Raises:
+        TitanRLError: No run has a metric that was asked for.
+    """
     heldout = dict.fromkeys(f"eval/{task}/mean" for run in runs for task in heldout_tasks(run.rows))
     known = {name for run in runs for row in run.rows for name in row}
     for name in more:
@@ -223,27 +231,17 @@ def tables(variants: Sequence[Variant], metrics: Sequence[str]) -> list[Table]:
         found.append(Table(metric, ("run", "first", "final", "best", "at step"), rows))
     costs = []
     for variant in variants:
-        rows_of_runs = [run.rows for run in variant.runs]
-        costs.append(
-            (variant.name, *(", ".join(dict.fromkeys(map(cost, rows_of_runs))) for cost in (_steps, _step_s, _tokens)))
-        )
+        columns_of_runs = zip(*(_costs(run.rows) for run in variant.runs), strict=True)
+        costs.append((variant.name, *(", ".join(dict.fromkeys(column)) for column in columns_of_runs)))
     columns = "run", "steps", "seconds per step, median", "tokens/s while generating, median"
     found.append(Table("Steps and speed", columns, costs))
     return [table for table in found if table.rows]
 
 
-def _steps(rows: Rows) -> str:
-    return f"{rows[-1]['step']:g}"
-
-
-def _step_s(rows: Rows) -> str:
-    seconds = [sum(phases.values()) for row in rows if (phases := phase_seconds(row))]
-    return f"{median(seconds):.3g}" if seconds else "-"
-
-
-def _tokens(rows: Rows) -> str:
-    rates = [rate for _, rate in series(rows, "perf/gen_tokens_per_s")]
-    return count(median(rates)) if rates else "-"
+def _costs(rows: Rows) -> tuple[str, str, str]:
+    seconds, rates = ([value for _, value in series(rows, name)] for name in ("time/step_s", "perf/gen_tokens_per_s"))
+    step_s, tokens = f"{median(seconds):.3g}" if seconds else "-", count(median(rates)) if rates else "-"
+    return f"{rows[-1]['step']:g}", step_s, tokens
 
 
 def count_of_seeds(num_seeds: int) -> str:
@@ -299,7 +297,11 @@ def compared(views: Sequence[RunView], more: Sequence[str] = ()) -> dict[str, An
 
 
 def comparison_page(records: Sequence[RunRecord], more: Sequence[str] = ()) -> str:
-    """Return the page that compares runs: the tables, and the curves of each metric."""
+    """Return the page that compares runs: the tables, and the curves of each metric.
+
+    Raises:
+        TitanRLError: The runs cannot be compared; see `read_runs`.
+    """
     paths = [record.path.resolve() for record in records]
     views = [RunView(record.path, _short(own, paths)) for record, own in zip(records, paths, strict=True)]
     found = compared(views, more)

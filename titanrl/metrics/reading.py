@@ -364,7 +364,7 @@ class RunRecord:
     def starts(self) -> list[dict[str, Any]]:
         """Return one entry per start and resume: time, command, host, processor, commit, packages."""
         lines = [line for part in parts_of(self.path, "starts") for line in _lines_of(part.path)]
-        return sorted((line for line in lines if "kind" in line), key=lambda line: _float(line.get("time")))
+        return sorted((line for line in lines if "kind" in line), key=lambda line: number_of(line.get("time")))
 
     def advantages(self) -> dict[int, list[float | None]]:
         """Return the newest advantages of each group by its index: one value per completion that was trained on, in order.
@@ -451,8 +451,8 @@ class RunRecord:
                 name=name,
                 pid=pid,
                 host=str(line.get("host", "")),
-                start=min(times[name, pid], default=_float(line.get("time"))),
-                end=max(times[name, pid], default=_float(line.get("time"))),
+                start=min(times[name, pid], default=number_of(line.get("time"))),
+                end=max(times[name, pid], default=number_of(line.get("time"))),
             )
             for (name, pid), line in found.items()
         ]
@@ -564,16 +564,17 @@ def span_of(process: str, line: Mapping[str, Any]) -> Span | None:
         process=process,
         name=name,
         kind=KINDS.get(kind, "work") if isinstance(kind, str) else "work",
-        start=_float(line.get("start")),
-        seconds=max(0.0, _float(line.get("seconds"))),
-        busy_s=_float(line.get("busy_s", line.get("seconds"))),
+        start=number_of(line.get("start")),
+        seconds=max(0.0, number_of(line.get("seconds"))),
+        busy_s=number_of(line.get("busy_s", line.get("seconds"))),
         count=count if isinstance(count, int) else 1,
         step=step if isinstance(step, int) else None,
         version=version if isinstance(version, int) else None,
     )
 
 
-def _float(value: object) -> float:
+def number_of(value: object) -> float:
+    """Return a number of a file; 0 for any other value."""
     return float(value) if isinstance(value, int | float) and abs(value) < 1e15 else 0.0
 
 

@@ -74,13 +74,14 @@ class Usage:
 def window_of(spans: Iterable[Span], first: int | None = None, last: int | None = None) -> Window:
     """Return the window of some steps, both included, or of all spans if neither limit is given.
 
-    A step that was repeated after a restart counts from its first start to its last end.
+    Of a step that was repeated after a restart or a resume, the last attempt counts.
 
     Raises:
         ValueError: No step within the limits is recorded.
     """
     is_all = first is None and last is None
-    chosen = [span for span in spans if is_all or _is_step(span, first or 0, last)]
+    found = list(spans)
+    chosen = found if is_all else list({span.step: span for span in found if _is_step(span, first or 0, last)}.values())
     if not chosen:
         raise ValueError("there is no span" if is_all else f"no step from {first or 1} to {last or 'the end'} is recorded")
     return Window(min(span.start for span in chosen), max(_end(span) for span in chosen))

@@ -12,6 +12,7 @@ import signal
 import stat
 import sys
 import threading
+from bisect import bisect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
@@ -32,7 +33,7 @@ from titanrl.config.dry_run import changed_keys
 from titanrl.config.schema import Config
 from titanrl.config.source import parse
 from titanrl.metrics.index import Filters, Followed, Kind
-from titanrl.metrics.reading import Hits, RecordedGroup, RunRecord, TrainedSegment
+from titanrl.metrics.reading import Hits, RecordedGroup, RunRecord, TrainedSegment, number_of
 from titanrl.metrics.series import NUM_ENDS, Points, Rows, awaited_by_both, ends_of, heldout_tasks, without_reward
 from titanrl.metrics.timeline import State, Window, states_of, usage_of
 
@@ -343,26 +344,17 @@ class RunView:
 
     def state(self) -> Json:
         """Return the state of the run: `running`, `finished`, `interrupted`, `failed` or `unknown`, and why it ended."""
-        events = self.events
-        lives = [event for event in events if event["kind"] in {"start", "resume", "end"}]
-        updated = self._updated()
-        if lives and lives[-1]["kind"] == "end":
-            code, cause = lives[-1].get("code"), str(lives[-1].get("cause", ""))
+        life = next((event for event in reversed(self.events) if event["kind"] in {"start", "resume", "end"}), {})
+        code, cause, ended, updated = life.get("code"), str(life.get("cause", "")), life.get("time"), self._updated()
+        if life.get("kind") == "end":
             code = code if isinstance(code, int) else None
             name = "finished" if code == 0 else "interrupted" if code in SIGNALS else "failed"
-            ended = {"updated": updated, "ended": lives[-1].get("time")}
-            return {"state": name, "code": code, "signal": SIGNALS.get(code), "cause": cause, **ended}
-        alive = _is_alive(self.record.path / LOCK_FILE)
-        if alive is False:
+        elif (alive := _is_alive(self.record.path / LOCK_FILE)) is False:
             cause = "Its process has ended without a word: it was killed, or the machine stopped. The logs may say more."
-            return {"state": "failed", "code": None, "cause": cause, "updated": updated, "ended": updated}
-        return {
-            "state": "unknown" if alive is None else "running",
-            "code": None,
-            "cause": "",
-            "updated": updated,
-            "ended": None,
-        }
+            name, code, ended = "failed", None, updated
+        else:
+            name, code, ended = "unknown" if alive is None else "running", None, None
+        return {"state": name, "code": code, "signal": SIGNALS.get(code), "cause": cause, "updated": updated, "ended": ended}
 
     def _updated(self) -> float:
         """Return when the run last wrote to its files, in Unix seconds."""
@@ -487,6 +479,12 @@ class RunView:
         """Return what each process did in the last steps, or from a step on: its states, and the shares of its time."""
         with self._lock:
             spans = self.record.spans(tail_bytes=SPAN_BYTES if step is None else None)
+            self._read_parts()
+            resumes = [number_of(start.get("time")) for start in self._starts[1:]]
+            if resumes and (anchors := [span for span in spans if step is None or span.step == step]):
+                # Only spans of the newest attempt: the time between two attempts is not part of any step.
+                attempt = bisect(resumes, anchors[-1].start)
+                spans = [span for span in spans if bisect(resumes, span.start) == attempt]
             by_step = {span.step: span for span in spans if span.process == "controller" and span.name == "step" and span.step}
             newest = max(by_step, default=0)
             first, last = (newest - steps + 1, newest) if step is None else (step, step + steps - 1)
@@ -498,7 +496,10 @@ class RunView:
                 window = window._replace(end=max(span.start + span.seconds for span in spans))
             found = []
             for name, process in _processes(self.record.path).items():
-                states = states_of([span for span in spans if span.process == name and span.name != "step"], window)
+                own = [span for span in spans if span.process == name]
+                if not own:  # it was of another attempt
+                    continue
+                states = states_of((span for span in own if span.name != "step"), window)
                 usage, drawn = usage_of(name, states), _longest(states)
                 found.append(
                     {
@@ -719,7 +720,7 @@ def attention(table: MetricTable, events: Sequence[Json], *, compares_rewards: b
                 f"The longest took {longest:.1f} s; the median is {usual:.2g} s. The timeline shows which process the others "
                 "waited for."
             )
-            add("warn", f"{len(slow)} slow steps", text, f"timeline?step={slow[-1]:g}")
+            add("warn", f"Slow steps: {len(slow)}", text, f"timeline?step={slow[-1]:g}")
     return found
 
 
@@ -966,12 +967,9 @@ def find_runs(folder: Path) -> dict[str, Path]:
     if _is_run(folder):
         return {folder.resolve().name: folder}
     found: dict[str, Path] = {}
-    for path in sorted(folder.iterdir()):
-        if path.is_dir():
-            below = (
-                [path] if _is_run(path) else [other for other in sorted(path.iterdir()) if other.is_dir() and _is_run(other)]
-            )
-            found |= {str(run.relative_to(folder)): run for run in below}
+    for path in (path for path in sorted(folder.iterdir()) if path.is_dir()):
+        others = [] if _is_run(path) else [other for other in sorted(path.iterdir()) if other.is_dir()]
+        found |= {str(run.relative_to(folder)): run for run in (path, *others) if _is_run(run)}
     return found
 
 

@@ -127,7 +127,11 @@ class Attempt:
         raise NotImplementedError
 
     async def play(self, generate: GenerateTokens) -> None:
-        """Play the episode from its start to its end; raise `EpisodeError` if it fails."""
+        """Play the episode from its start to its end.
+
+        Raises:
+            EpisodeError: The episode failed.
+        """
         await self.start()
         while requests := await self.requests():
             await self.take(await generate(requests))
@@ -195,7 +199,11 @@ class Conversation(Attempt):
         self._remaining_s = limits.episode_timeout_s
 
     async def start(self) -> None:
-        """Create and reset the environment, and render its first messages; raise `EpisodeError` if that fails."""
+        """Create and reset the environment, and render its first messages.
+
+        Raises:
+            EpisodeError: The environment failed.
+        """
         try:
             self._environment = self._make()
         except USER_ERRORS as error:

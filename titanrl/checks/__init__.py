@@ -1,0 +1,1 @@
+"""Checks before anything starts, and the table of extension points."""

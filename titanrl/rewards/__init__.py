@@ -1,0 +1,1 @@
+"""Scores of completions: built-in rewards, the judge, user-defined functions."""
