@@ -382,10 +382,7 @@ class RunView:
                         spark += [] if value is None else [float(f"{value:.4g}")]
             scores = [value for row in tail if (value := _score(row)) is not None]
             held_out = [
-                (name, row[name])
-                for row in tail
-                for name in row
-                if re.fullmatch("eval/.+/mean", name) and row[name] is not None
+                item for row in tail for item in row.items() if re.fullmatch("eval/.+/mean", item[0]) and item[1] is not None
             ]
             label, score = held_out[-1] if held_out else ("training", float(np.mean(scores[-5:])) if scores else None)
             return {
@@ -453,15 +450,12 @@ class RunView:
     def configuration(self) -> Json:
         """Return the text of the configuration, and which keys differ from their defaults."""
         text = self.record.config
+        changed, problem = [], ""
         try:
             values = parse(text)[0]
             changed = [list(item) for item in changed_keys(Config.model_validate(values))] if values else []
-            problem = ""
         except (ValidationError, yaml.YAMLError, ValueError) as error:
-            changed, problem = (
-                [],
-                f"The configuration is of another version, so its defaults are not known ({type(error).__name__}).",
-            )
+            problem = f"The configuration is of another version, so its defaults are not known ({type(error).__name__})."
         return {"text": text, "changed": changed, "problem": problem}
 
     def recent_events(self) -> Json:
