@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from titanrl.checks.child_checks import check_data
-from titanrl.checks.preflight import broken_rules, preflight
 from titanrl.config import ConfigError, read_source
 from titanrl.config.errors import BrokenRules
 from titanrl.config.load import explain_rule, validate
 from titanrl.config.sections import RecipeConfig
+from titanrl.launch.child_checks import check_data
+from titanrl.launch.preflight import broken_rules, preflight
 from titanrl.models.recipe import create_model
 
 GOOD = "name: a\nnum_steps: 3\ndevice: cpu\n"

@@ -22,12 +22,13 @@ from titanrl.algorithms.contracts import bound_loss
 from titanrl.algorithms.objective import policy_loss
 from titanrl.base.plugins import Plugins, loaded
 from titanrl.carriers.tables import RecordTable
-from titanrl.checks.extensions import plugins_of, with_declared_traits, with_objects
-from titanrl.checks.preflight import preflight
-from titanrl.config import Config, ConfigError, dump_config, load_config, read_source
+from titanrl.config import Config, ConfigError, load_config, read_source
 from titanrl.config.algorithm import ADVANTAGES, LOSSES, AlgorithmConfig
 from titanrl.config.load import validate
 from titanrl.config.sections import TRACKERS, ReplayConfig
+from titanrl.config.source import dump
+from titanrl.launch.extensions import plugins_of, with_declared_traits, with_objects
+from titanrl.launch.preflight import preflight
 from titanrl.metrics.hooks import Hooks
 from titanrl.metrics.trackers import make_trackers
 from titanrl.rollout.group import keeps
@@ -142,7 +143,7 @@ def test_custom_hook_is_called(own: Own) -> None:
 
 def test_configuration_records_the_names_of_objects(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
-    file.write_text(dump_config(configured("object", tmp_path)[0]))
+    file.write_text(dump(configured("object", tmp_path)[0].model_dump()))
     config = load_config(file)
     assert (config.algorithm.loss, config.algorithm.advantage) == ("object:clipped", "object:centred")
     assert config.replay.priority == "object:closeness"

@@ -12,7 +12,6 @@ import pytest
 from titanrl import ConfigError, load_config
 from titanrl.carriers.rewards import Scored
 from titanrl.carriers.types import FinishReason, FloatArray, Prompt, TopTokens
-from titanrl.checks.preflight import broken_rules
 from titanrl.config.data import Distillation
 from titanrl.config.load import check_program
 from titanrl.config.sections import DistillConfig, RecipeConfig
@@ -28,6 +27,7 @@ from titanrl.distill import (
     main,
     taught_share,
 )
+from titanrl.launch.preflight import broken_rules
 from titanrl.models.recipe import create_model
 from titanrl.session.sampling import Sample
 

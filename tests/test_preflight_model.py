@@ -9,8 +9,8 @@ import pytest
 
 from tests.models.tiny import add_changed_weights
 from tests.preflight_cases import problem, problems, write_model
-from titanrl.checks.preflight import dry_run, policy_notes
 from titanrl.config import load_config
+from titanrl.launch.preflight import dry_run, policy_notes
 
 pytestmark = pytest.mark.usefixtures("scratch")
 

@@ -26,85 +26,57 @@ if sys.argv[:1] == ["-m"]:  # `python -m titanrl.grpo`: imports take a second, d
     exit_on_signals()
 
 if TYPE_CHECKING:
-    from titanrl.algorithms.advantages import group_advantages
-    from titanrl.algorithms.contracts import GroupRewards, LossInputs, policy_loss
-    from titanrl.base.errors import FaultError, TitanRLError
-    from titanrl.carriers.datums import Datum, batches, sampled_datum, supervised_datum
-    from titanrl.carriers.rewards import Reward, TokenRewards, group_reward
-    from titanrl.carriers.types import AdamParams
-    from titanrl.config import Config, load_config
-    from titanrl.config.errors import ConfigError
-    from titanrl.data.mixture import Outcome
-    from titanrl.distill import Distill
-    from titanrl.grpo import GRPO
-    from titanrl.metrics.hooks import Hook
-    from titanrl.metrics.reading import RunRecord, open_run
-    from titanrl.rollout.group import ScoredGroup
-    from titanrl.run.explanation import explain
-    from titanrl.session.session import Session, connect
-    from titanrl.sft import SFT
+    from titanrl.algorithms.advantages import group_advantages as group_advantages
+    from titanrl.algorithms.contracts import GroupRewards as GroupRewards
+    from titanrl.algorithms.contracts import LossInputs as LossInputs
+    from titanrl.algorithms.contracts import policy_loss as policy_loss
+    from titanrl.base.errors import FaultError as FaultError
+    from titanrl.base.errors import TitanRLError as TitanRLError
+    from titanrl.carriers.datums import Datum as Datum
+    from titanrl.carriers.datums import batches as batches
+    from titanrl.carriers.datums import sampled_datum as sampled_datum
+    from titanrl.carriers.datums import supervised_datum as supervised_datum
+    from titanrl.carriers.rewards import Reward as Reward
+    from titanrl.carriers.rewards import TokenRewards as TokenRewards
+    from titanrl.carriers.rewards import group_reward as group_reward
+    from titanrl.carriers.types import AdamParams as AdamParams
+    from titanrl.config import Config as Config
+    from titanrl.config import ConfigError as ConfigError
+    from titanrl.config import load_config as load_config
+    from titanrl.data.mixture import Outcome as Outcome
+    from titanrl.distill import Distill as Distill
+    from titanrl.grpo import GRPO as GRPO
+    from titanrl.metrics.hooks import Hook as Hook
+    from titanrl.metrics.reading import RunRecord as RunRecord
+    from titanrl.metrics.reading import open_run as open_run
+    from titanrl.rollout.group import ScoredGroup as ScoredGroup
+    from titanrl.run.explanation import explain as explain
+    from titanrl.session.session import Session as Session
+    from titanrl.session.session import connect as connect
+    from titanrl.sft import SFT as SFT
 
-_MODULES = {
-    "AdamParams": "carriers.types",
-    "Config": "config",
-    "ConfigError": "config.errors",
-    "Datum": "carriers.datums",
-    "Distill": "distill",
-    "FaultError": "base.errors",
-    "GRPO": "grpo",
-    "GroupRewards": "algorithms.contracts",
-    "Hook": "metrics.hooks",
-    "LossInputs": "algorithms.contracts",
-    "Outcome": "data.mixture",
-    "Reward": "carriers.rewards",
-    "RunRecord": "metrics.reading",
-    "SFT": "sft",
-    "ScoredGroup": "rollout.group",
-    "Session": "session.session",
-    "TitanRLError": "base.errors",
-    "TokenRewards": "carriers.rewards",
-    "batches": "carriers.datums",
-    "connect": "session.session",
-    "explain": "run.explanation",
-    "group_advantages": "algorithms.advantages",
-    "group_reward": "carriers.rewards",
-    "load_config": "config",
-    "open_run": "metrics.reading",
-    "policy_loss": "algorithms.contracts",
-    "sampled_datum": "carriers.datums",
-    "supervised_datum": "carriers.datums",
+_NAMES = {
+    "algorithms.advantages": "group_advantages",
+    "algorithms.contracts": "GroupRewards LossInputs policy_loss",
+    "base.errors": "FaultError TitanRLError",
+    "carriers.datums": "Datum batches sampled_datum supervised_datum",
+    "carriers.rewards": "Reward TokenRewards group_reward",
+    "carriers.types": "AdamParams",
+    "config": "Config ConfigError load_config",
+    "data.mixture": "Outcome",
+    "distill": "Distill",
+    "grpo": "GRPO",
+    "metrics.hooks": "Hook",
+    "metrics.reading": "RunRecord open_run",
+    "rollout.group": "ScoredGroup",
+    "run.explanation": "explain",
+    "session.session": "Session connect",
+    "sft": "SFT",
 }
+"""Public names by module."""
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
-__all__ = [
-    "GRPO",
-    "SFT",
-    "AdamParams",
-    "Config",
-    "ConfigError",
-    "Datum",
-    "Distill",
-    "FaultError",
-    "GroupRewards",
-    "Hook",
-    "LossInputs",
-    "Outcome",
-    "Reward",
-    "RunRecord",
-    "ScoredGroup",
-    "Session",
-    "TitanRLError",
-    "TokenRewards",
-    "batches",
-    "connect",
-    "explain",
-    "group_advantages",
-    "group_reward",
-    "load_config",
-    "open_run",
-    "policy_loss",
-    "sampled_datum",
-    "supervised_datum",
-]
+__all__ = [*_MODULES]
 
 
 def __getattr__(name: str) -> Any:

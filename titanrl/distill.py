@@ -49,7 +49,7 @@ from titanrl.run.run import Run, adam_params
 
 if TYPE_CHECKING:
     from titanrl.carriers.datums import Datum
-    from titanrl.serving.teacher import RemoteTeacher
+    from titanrl.rollout.teacher import RemoteTeacher
     from titanrl.session.sampling import Sample, SamplingClient
     from titanrl.session.session import Task
 
@@ -203,7 +203,7 @@ class Distill(Run):
 
     async def _start_teachers(self) -> None:
         """Start the engines of teachers, and the clients of those behind endpoints."""
-        from titanrl.serving.teacher import RemoteTeacher  # imports httpx
+        from titanrl.rollout.teacher import RemoteTeacher  # imports httpx
 
         assert self.config.distill is not None
         engines: dict[str, SamplingClient] = {}

@@ -28,19 +28,17 @@ from titanrl.algorithms.batch_plan import (
     plan_step,
 )
 from titanrl.algorithms.gae import collect_values, critic_advantages, value_metrics
-from titanrl.base.errors import RankError, TitanRLError, TokensLostError
+from titanrl.base.errors import RankError, StoppedError, TitanRLError, TokensLostError
 from titanrl.base.plugins import loaded
 from titanrl.carriers.tables import RecordedGroups
 from titanrl.carriers.types import AdamParams, EvaluationResult, GenerationStats, LossSums, OptimUpdate, StepMetrics
 from titanrl.config import Config, ConfigError, Source
 from titanrl.config.errors import BrokenRule
 from titanrl.config.load import explain_rule
-from titanrl.config.sizes import describe_staleness, microbatch_rows
+from titanrl.config.sizes import describe_staleness
 from titanrl.launch.roles import Roles
 from titanrl.launch.trainer_mesh import PastPolicies, merge_losses
 from titanrl.metrics import steps as metrics_of
-from titanrl.models.directory import model_shape
-from titanrl.processes.actors import StoppedError
 from titanrl.replay.groups import Batch
 from titanrl.run import command
 from titanrl.run.evaluations import is_due
@@ -95,7 +93,6 @@ class GRPO(Run):
         """Open the dumps, and load the user-defined advantages and priorities."""
         self._dump = Dump(self.config)
         self._examples = self._found.examples
-        self._microbatch_rows = microbatch_rows(self.config, model_shape(self.config))
         self._num_deaths = 0  # deaths of rollout workers up to the last returned batch
         self._advantages_by_task = advantages_by_task(self.config, self._plugins)
         priority = loaded(self._plugins, "replay.priority")
@@ -168,7 +165,7 @@ class GRPO(Run):
             algorithm=config.algorithm,
             constant_length=config.algorithm.constant_length or config.rollout.max_new_tokens,
             row_tokens=config.trainer.row_tokens,
-            rows_per_microbatch=self._microbatch_rows,
+            rows_per_microbatch=self.session.trainer.rows_per_microbatch,
             dp_size=config.trainer.parallelism.dp_size,
             share_prompts=config.trainer.share_prompts,
         )

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from byte_model import create_byte_model, write_byte_tokenizer
 
 import titanrl
 from titanrl.base.plugins import import_object
@@ -27,9 +28,7 @@ from titanrl.carriers.rewards import Answers, Scored
 from titanrl.carriers.types import Completion, GenerationRequest, Prompt, Segment
 from titanrl.config import Config
 from titanrl.config.sections import RecipeConfig
-from titanrl.data.byte_tokenizer import write_byte_tokenizer
 from titanrl.data.tokenizer import Tokenizer, load_tokenizer
-from titanrl.models.recipe import create_byte_model
 from titanrl.rollout.episodes import start_episodes
 
 MAX_TOKENS = 40_000

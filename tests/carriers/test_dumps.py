@@ -13,8 +13,8 @@ from titanrl import GRPO
 from titanrl.carriers.dumps import COLUMNS, DumpBatches, DumpError, DumpInfo, DumpReader, DumpWriter, broken_rules, fingerprint
 from titanrl.carriers.supports import supports_of
 from titanrl.carriers.types import Completion, Group, Prompt, Rollout, ScorerFailure, Segment, Turn
-from titanrl.checks.preflight import preflight
 from titanrl.config import Config, ConfigError
+from titanrl.launch.preflight import preflight
 
 INFO = DumpInfo(run="sums", groups_per_step=2, tokenizer=fingerprint({"a": 0, "b": 1}), vocabulary=2)
 PAGE = Path(__file__).parents[2] / "docs/howto/dump.md"

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from titanrl.base.errors import TitanRLError
 from titanrl.commands import serve
 from titanrl.config import ConfigError
 from titanrl.config.sections import RecipeConfig
@@ -35,7 +36,7 @@ def test_keys_are_read_with_their_lines(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_keys_are_refused(tmp_path: Path, text: str, mode: int, problem: str) -> None:
-    with pytest.raises(ConfigError, match=f"--keys: .*{problem}"):
+    with pytest.raises(TitanRLError, match=f"--keys: .*{problem}"):
         serve.read_keys(keys_in(tmp_path, text, mode))
 
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titanrl.config import AlgorithmConfig, Config, ConfigError, dump_config, load_config, recorded_config
-from titanrl.config.algorithm import ALGORITHM_PRESETS, CORRECTION_PRESETS
+from titanrl.config import Config, ConfigError, load_config, recorded_config
+from titanrl.config.algorithm import ALGORITHM_PRESETS, CORRECTION_PRESETS, AlgorithmConfig
 from titanrl.config.source import dump, parse
 
 
@@ -124,7 +124,7 @@ def test_dumped_config_loads_equal(tmp_path: Path) -> None:
         data={"system_prompt": "Two\nlines: # yes", "task_config": {"a": "1e-5", "b": "off", "c": same, "d": same, "e": None}},
         logging={"loggers": ["wandb"]},
     )
-    assert load_config(write(tmp_path, dump_config(config))) == config
+    assert load_config(write(tmp_path, dump(config.model_dump()))) == config
 
 
 TEXTS = (st.text() | st.from_regex(r"[-+.0-9:eE_~]*")).filter(lambda text: "\0" not in text)
@@ -153,7 +153,7 @@ def test_preset_sets_keys_that_are_not_given(tmp_path: Path) -> None:
 @pytest.mark.parametrize("preset", ALGORITHM_PRESETS)
 def test_algorithm_preset_round_trips(tmp_path: Path, preset: str) -> None:
     config = Config(name="a", num_steps=3, algorithm={"preset": preset})
-    assert load_config(write(tmp_path, dump_config(config))) == config
+    assert load_config(write(tmp_path, dump(config.model_dump()))) == config
     values = config.algorithm.model_dump(mode="json")
     assert {key: values[key] for key in ALGORITHM_PRESETS[preset]} == ALGORITHM_PRESETS[preset]
 
@@ -161,7 +161,7 @@ def test_algorithm_preset_round_trips(tmp_path: Path, preset: str) -> None:
 @pytest.mark.parametrize("preset", CORRECTION_PRESETS)
 def test_correction_preset_round_trips(tmp_path: Path, preset: str) -> None:
     config = Config(name="a", num_steps=3, algorithm={"proximal": "step_start", "correction": {"preset": preset}})
-    assert load_config(write(tmp_path, dump_config(config))) == config
+    assert load_config(write(tmp_path, dump(config.model_dump()))) == config
     values = config.algorithm.correction.model_dump(mode="json")
     assert {key: values[key] for key in CORRECTION_PRESETS[preset]} == CORRECTION_PRESETS[preset]
 

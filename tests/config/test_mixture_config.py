@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from titanrl.checks.extensions import plugins_of, with_objects
-from titanrl.config import Config, ConfigError, DataConfig, load_config
-from titanrl.config.data import TaskConfig
-from titanrl.config.load import dump_config
+from titanrl.config import Config, ConfigError, load_config
+from titanrl.config.data import DataConfig, TaskConfig
+from titanrl.config.source import dump
+from titanrl.launch.extensions import plugins_of, with_objects
 
 START = "name: a\nnum_steps: 3\n"
 TWO = START + "data: {max_prompt_tokens: 48, mixture: {sums: {weight: 3}, words: {source: 'a.py:b', max_prompt_tokens: 16}}}\n"
@@ -27,7 +27,7 @@ def test_tasks_inherit_the_keys_of_data(tmp_path: Path) -> None:
     assert (sums.weight, words.weight) == (3, 1.0)
     assert config.data.chooses_prompts
     path = tmp_path / "again.yaml"
-    path.write_text(dump_config(config))
+    path.write_text(dump(config.model_dump()))
     assert load_config(path) == config
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from titanrl import load_config
-from titanrl.checks.preflight import broken_by_packages
 from titanrl.config.device import Package, packages, problems
+from titanrl.launch.preflight import broken_by_packages
 
 
 def write_distribution(folder: Path, name: str, version: str) -> None:

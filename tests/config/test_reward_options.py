@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from titanrl.checks.preflight import broken_rules
 from titanrl.config import ConfigError, device, load_config
 from titanrl.config.data import DataConfig, RewardConfig
+from titanrl.launch.preflight import broken_rules
 
 JUDGE = "url: 'http://127.0.0.1:1/v1', model: m"
 

@@ -5,9 +5,17 @@ from typing import get_args
 import pytest
 
 from tests.config.test_dry_run import dry_run_text
-from titanrl.config import AlgorithmConfig, load_config, read_source
+from titanrl.config import load_config, read_source
 from titanrl.config.__main__ import main, reference_text
-from titanrl.config.algorithm import ADVANTAGES, ALGORITHM_PRESETS, CORRECTION_PRESETS, LOSSES, CorrectionConfig, KLConfig
+from titanrl.config.algorithm import (
+    ADVANTAGES,
+    ALGORITHM_PRESETS,
+    CORRECTION_PRESETS,
+    LOSSES,
+    AlgorithmConfig,
+    CorrectionConfig,
+    KLConfig,
+)
 from titanrl.config.dry_run import misfits
 from titanrl.config.sizes import derive
 from titanrl.models.directory import model_shape

@@ -4,7 +4,8 @@ from typing import Any
 import pytest
 
 from tests.config.test_dry_run import dry_run_text
-from titanrl.config import BrokenRule, Config, dry_run, sizes
+from titanrl.config import Config, dry_run, sizes
+from titanrl.config.errors import BrokenRule
 from titanrl.config.schema import device_shortage
 from titanrl.config.sections import RolloutConfig
 from titanrl.config.sizes import Memory, ModelShape, Sizes, TrainerMemory, cpu_bytes, gigabytes, microbatch_rows, notes

@@ -4,12 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from examples.agents.byte_model import create_byte_model, write_byte_tokenizer
 from titanrl.config.sections import ModelConfig, RecipeConfig
-from titanrl.data.byte_tokenizer import write_byte_tokenizer
 from titanrl.data.tokenizer import EOS_ID, MAX_TOKEN_CHARS, Tokenizer, load_tokenizer
 from titanrl.environments import Tool
 from titanrl.models.directory import open_model
-from titanrl.models.recipe import create_byte_model
 from titanrl.rollout.renderers import make_renderer
 
 ADD = Tool(name="add", description="Add.", parameters={"type": "object", "properties": {"sum": {"type": "string"}}})

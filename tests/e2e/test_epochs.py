@@ -12,9 +12,9 @@ from tests.e2e.conftest import SMALL, Finished
 from titanrl import GRPO, load_config
 from titanrl.algorithms.batch_plan import StepPlan
 from titanrl.carriers.types import LossSums, OptimUpdate, StepMetrics
-from titanrl.checks.preflight import read_examples
 from titanrl.config import Config, ConfigError
 from titanrl.grpo import Trained
+from titanrl.launch.preflight import read_examples
 from titanrl.metrics.reading import read_metrics
 from titanrl.replay.groups import Batch
 

@@ -9,10 +9,10 @@ import numpy as np
 import psutil
 import pytest
 
+from examples.agents.byte_model import create_byte_model
 from tests.docs.blocks import ROOT, blocks_of
 from tests.e2e.conftest import SMALL, serving
 from titanrl.config.sections import RecipeConfig
-from titanrl.models.recipe import create_byte_model
 
 NAME = "tiny/bytes"
 KEY = "tml-0123456789abcdef"

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from examples.agents.byte_model import create_byte_model
 from tests.e2e.conftest import Serving, serving
 from titanrl.config.sections import RecipeConfig
-from titanrl.models.recipe import create_byte_model
 
 pytest.importorskip("tinker_cookbook")
 pytestmark = pytest.mark.slow

@@ -22,8 +22,6 @@ from tests.recorded import record, record_group, recorded
 from titanrl.base.files import COMMIT_FILE, DamagedError, digests_of
 from titanrl.carriers.record import FOLDER
 from titanrl.carriers.types import StepMetrics
-from titanrl.checks.child_checks import check_data, policy_tokenizer
-from titanrl.checks.preflight import broken_rules
 from titanrl.config import Config, ConfigError, load_config
 from titanrl.config.dry_run import print_dry_run
 from titanrl.config.errors import BrokenRules
@@ -31,6 +29,8 @@ from titanrl.config.load import sections
 from titanrl.config.sections import RecipeConfig
 from titanrl.config.source import shipped_configs
 from titanrl.data.examples import read_examples
+from titanrl.launch.child_checks import check_data, policy_tokenizer
+from titanrl.launch.preflight import broken_rules
 from titanrl.metrics.reading import open_run, read_metrics
 from titanrl.metrics.report import conclude
 from titanrl.metrics.run_directory import RunDirectory

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from titanrl.base.errors import StoppedError
 from titanrl.carriers.types import Completion, EngineLoad, GenerationRequest, SamplingParams
 from titanrl.generator import loop as generator_loop
 from titanrl.generator.loop import EngineLoop, EngineStoppedError
-from titanrl.processes.actors import StoppedError
 
 
 class Finished:

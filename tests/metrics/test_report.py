@@ -13,7 +13,8 @@ import pytest
 
 from tests.recorded import record_group
 from titanrl.carriers.types import StepMetrics
-from titanrl.config import Config, dump_config
+from titanrl.config import Config
+from titanrl.config.source import dump
 from titanrl.metrics import report as report_module
 from titanrl.metrics.report import page_file, write_report
 from titanrl.metrics.run_directory import RunDirectory
@@ -154,7 +155,9 @@ def test_page_loads_no_external_resources_and_runs_no_other_script(run: RunDirec
 
 def test_markup_in_run_data_stays_text(run: RunDirectory) -> None:
     record_group(run.path, group(0, 0, completion(ATTACK, 1.0), completion("3", 0.0), prompt=ATTACK))
-    run.config.write_text(dump_config(Config.model_validate({"name": "quickstart", "num_steps": 1, "data": {"task": ATTACK}})))
+    run.config.write_text(
+        dump(Config.model_validate({"name": "quickstart", "num_steps": 1, "data": {"task": ATTACK}}).model_dump())
+    )
     page = Page(write_report(run.path, {"outcome": ATTACK, ATTACK: ATTACK}).read_text())
     assert page.count("script") == 2  # the data and the page
     assert page.count("img") == 0

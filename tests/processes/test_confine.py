@@ -20,7 +20,7 @@ from titanrl.carriers.rewards import RewardSpec
 from titanrl.config.sections import SandboxConfig
 from titanrl.processes import confine
 from titanrl.processes.confine import SandboxUnavailable
-from titanrl.rewards.scoring import ScoringPool
+from titanrl.rollout.scoring import ScoringPool
 
 HEADERS = {
     "x86_64": ("/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "/usr/include/asm/unistd_64.h"),

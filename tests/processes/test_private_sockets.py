@@ -20,10 +20,10 @@ from tests.foreign import ROOT_ONLY, nobody_does, nobody_listens, nobody_sends, 
 from tests.listeners import exposed, listeners, reachable_by_nobody
 from tests.processes import template_loads
 from tests.processes.test_templates import STAND_IN
-from titanrl.checks.preflight import broken_rules
 from titanrl.config import load_config
 from titanrl.generator.lockstep import _of_own_user
 from titanrl.launch.fleet import Fleet
+from titanrl.launch.preflight import broken_rules
 from titanrl.launch.supervision import Supervisor
 from titanrl.processes.bootstrap import Order
 from titanrl.processes.machine import HOST_FOLDER

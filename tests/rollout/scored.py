@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from titanrl.carriers.rewards import Answers, Scored
-from titanrl.checks.extensions import plugins_of, with_objects
 from titanrl.config.data import DataConfig
 from titanrl.config.schema import Config
 from titanrl.config.sections import SandboxConfig
-from titanrl.rewards.scoring import Scoring
+from titanrl.launch.extensions import plugins_of, with_objects
+from titanrl.rollout.scoring import Scoring
 
 SANDBOX = SandboxConfig(timeout_s=2.0, num_processes=2)
 ANSWERS = Answers(

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from titanrl.base.errors import StoppedError
 from titanrl.carriers.rewards import Answers, Scored, ScorerError
 from titanrl.carriers.types import Completion, EvaluationResult, GenerationRequest, Group, Prompt
 from titanrl.config import Config
 from titanrl.config.data import EvaluationSet
 from titanrl.metrics.steps import evaluation_metrics
-from titanrl.processes.actors import StoppedError
 from titanrl.rollout.group import roll_out
 from titanrl.rollout.open_tasks import IN_FLIGHT, answer_prompts, evaluation_requests, evaluation_result
 from titanrl.rollout.workers import RolloutWorker

@@ -3,6 +3,7 @@
 import asyncio
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,11 @@ import httpx
 import numpy as np
 import pytest
 
+from examples.agents.byte_model import write_byte_tokenizer
 from titanrl.carriers.rewards import Answers, Scored
 from titanrl.carriers.types import Completion, GenerationRequest, Group, OnTokens, Prompt
 from titanrl.config import Config
 from titanrl.config.errors import ConfigError
-from titanrl.data.byte_tokenizer import write_byte_tokenizer
 from titanrl.data.tokenizer import EOS_ID, Tokenizer, load_tokenizer
 from titanrl.rollout.episodes import Episodes, start_episodes
 
@@ -375,6 +376,105 @@ def test_wrong_keys_and_half_closed_connections(tokenizer: Tokenizer, tmp_path: 
     assert len(policy.record) == 1
     assert group.rollouts[0].reward == 0.0  # the answer is the list of codes
     assert group.rollouts[0].metrics["calls"] == 1
+
+
+AT_ONCE = """
+import concurrent.futures, http.client, json, os, pathlib, socket, sys, time, urllib.parse
+
+task, folder = json.load(sys.stdin), pathlib.Path(sys.argv[1])
+place = urllib.parse.urlsplit(task["url"])
+
+
+def post(body, key=task["key"], path="/v1/chat/completions"):
+    connection = http.client.HTTPConnection(place.hostname, place.port, timeout=60)
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    try:
+        connection.request("POST", path, body, headers)
+    except OSError:  # refused before the whole body was sent
+        return 413, b""
+    response = connection.getresponse()
+    return response.status, response.read()
+
+
+ask = json.dumps({"model": task["model"], "messages": [{"role": "user", "content": "a"}]})
+for number in range(99):  # each episode does something else
+    try:
+        os.close(os.open(folder / str(number), os.O_CREAT | os.O_EXCL))
+        break
+    except FileExistsError:
+        pass
+if number == 1:
+    assert {post(ask, key)[0] for key in ("wrong", task["key"][:-1], "")} == {401}
+elif number == 2:
+    assert {post(b"x" * (20 << 20))[0] for _ in range(10)} == {413}
+elif number == 3:
+    with concurrent.futures.ThreadPoolExecutor(200) as pool:
+        codes = [each[0] for each in pool.map(post, [ask] * 200)]
+    (folder / "codes").write_text(" ".join(map(str, codes)))
+elif number == 4:
+    for half in (True, False):
+        with socket.create_connection((place.hostname, place.port)) as stream:
+            body = json.dumps(json.loads(ask) | {"stream": True})
+            head = f"POST /v1/chat/completions HTTP/1.1\\r\\nHost: a\\r\\nAuthorization: Bearer {task['key']}\\r\\n"
+            head += f"Content-Type: application/json\\r\\nContent-Length: {len(body)}\\r\\n\\r\\n{body}"
+            stream.sendall(head.encode() if half else head[:-3].encode())
+            stream.shutdown(socket.SHUT_WR)
+            stream.recv(1000)
+elif number == 5:
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            (folder / "survivor").write_text(str(os.getpid()))
+            os.closerange(0, 3)
+            time.sleep(600)
+        os._exit(0)
+    while not (folder / "survivor").exists() or not (folder / "survivor").read_text():
+        time.sleep(0.01)
+elif number == 6:
+    for _ in range(1 << 10):
+        sys.stdout.write("x" * (1 << 20))
+elif number == 7:
+    (folder / "kept").write_text(f"{task['url']} {task['key']}")
+print("2" if number == 3 else json.loads(post(ask)[1])["choices"][0]["message"]["content"])
+"""
+
+
+def test_hostile_programs_at_once_lose_nothing(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Eight commands at the same time: an honest one, and seven that do what a broken or malicious agent could do."""
+    (tmp_path / "agent.py").write_text(AT_ONCE)
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    late = []
+
+    async def call() -> None:
+        url, key = (folder / "kept").read_text().split()
+        body = {"model": "policy", "messages": [{"role": "user", "content": "a"}]}
+        async with httpx.AsyncClient() as http:
+            late.append((await http.post(f"{url}/chat/completions", json=body, headers={"x-api-key": key})).status_code)
+
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts at the present size
+    before, policy = memory("VmRSS"), Policy(tokenizer, ["2"])
+    program = f"{sys.executable} {tmp_path / 'agent.py'} {folder}"
+    group, _ = play(tokenizer, program, policy, returns="answer", num=8, after=call, episode_timeout_s=50.0)
+    grown = memory("VmHWM") - before
+    assert [failure.outcome for failure in group.failures] == ["environment_error"]
+    assert "printed more than 16 MiB" in group.failures[0].error
+    assert [rollout.reward for rollout in group.rollouts] == [1.0] * 7
+    codes = Counter((folder / "codes").read_text().split())
+    assert (codes["200"], codes["400"] + codes["429"]) == (4, 196)  # max_turns
+    calls = sorted(rollout.metrics["calls"] for rollout in group.rollouts)
+    assert calls == [1, 1, 1, 1, 1, 1, 4]
+    trained = sorted(tuple(rollout.sampled.token_ids.tolist()) for rollout in group.rollouts)
+    assert trained == sorted((*tokenizer.encode("2"), EOS_ID) * count for count in map(int, calls))
+    assert late == [410]
+    assert not Path(f"/proc/{(folder / 'survivor').read_text()}").exists()
+    assert grown < 64 << 20, "neither the large bodies nor the output are held in memory"
+
+
+def memory(name: str) -> int:
+    """Return a figure of this process's memory, in bytes."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:"))
+    return int(line.split()[1]) << 10
 
 
 def test_call_after_the_end_is_gone(tokenizer: Tokenizer, tmp_path: Path) -> None:

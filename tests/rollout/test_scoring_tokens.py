@@ -94,7 +94,7 @@ def test_invalid_token_rewards_fail_their_completion(trusted: bool) -> None:
 
 
 def test_steps_of_a_truncated_text_keep_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("titanrl.rewards.scoring.MAX_TEXT_CHARS", 3)
+    monkeypatch.setattr("titanrl.rollout.scoring.MAX_TEXT_CHARS", 3)
 
     def seen(completion: str, entry: Mapping[str, Any]) -> titanrl.TokenRewards:
         return titanrl.TokenRewards(steps=[(1, float(completion == "c d"))])

@@ -13,7 +13,8 @@ import torch
 from tests.recorded import record_group
 from titanrl.carriers.record import RecordFile
 from titanrl.commands import runs
-from titanrl.config import dump_config, load_config
+from titanrl.config import load_config
+from titanrl.config.source import dump
 from titanrl.metrics.reading import open_run
 from titanrl.run.explanation import ExplainedSegment, NotExplainedError, explain, share_of
 
@@ -32,7 +33,7 @@ def written(
 ) -> Path:
     """Write a run with one sequence of four tokens, trained on in step 3."""
     run_dir.mkdir(exist_ok=True)
-    (run_dir / "config.yaml").write_text(dump_config(load_config("quickstart", overrides)))
+    (run_dir / "config.yaml").write_text(dump(load_config("quickstart", overrides).model_dump()))
     numbers = {
         "logprobs": LP,
         "generator_logprobs": GENERATOR,

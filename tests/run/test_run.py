@@ -17,10 +17,10 @@ from titanrl.base.errors import TitanRLError
 from titanrl.base.files import commit_folder
 from titanrl.carriers.record import read_lines
 from titanrl.carriers.types import EvaluationResult, OptimUpdate, StepMetrics
-from titanrl.config import dump_config, load_config
+from titanrl.config import load_config
 from titanrl.config.load import validate
 from titanrl.config.sections import RecipeConfig
-from titanrl.config.source import read_source
+from titanrl.config.source import dump, read_source
 from titanrl.grpo import GRPO
 from titanrl.launch.run_lock import LOCK_FILE, RunLock, check_idle, claim_new_run, claim_run
 from titanrl.metrics.console import Console
@@ -44,7 +44,7 @@ def write_run(steps: int, *overrides: str) -> Path:
     Path("sums.jsonl").write_text("".join(json.dumps({"prompt": f"{i} =", "answer": "1"}) + "\n" for i in range(50)))
     run_dir = Path("runs/quickstart")
     run_dir.mkdir(parents=True)
-    (run_dir / "config.yaml").write_text(dump_config(load_config("quickstart", [*QUICK, *overrides])))
+    (run_dir / "config.yaml").write_text(dump(load_config("quickstart", [*QUICK, *overrides]).model_dump()))
     if steps:
         folder = run_dir / "checkpoints" / f"step-{steps}"
         folder.mkdir(parents=True)

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from examples.agents.byte_model import write_byte_tokenizer
 from titanrl.carriers.types import Completion, FinishReason, GenerationRequest, OnTokens
 from titanrl.config import load_config
-from titanrl.data.byte_tokenizer import write_byte_tokenizer
 from titanrl.data.streams import make_encoder
 from titanrl.data.tokenizer import Tokenizer, load_tokenizer
 from titanrl.environments import Tool

@@ -72,11 +72,7 @@ class Endpoint:
         return (1 + self._num_retries) * self._timeout_s + self._num_retries * MAX_PAUSE_S + 1.0
 
     async def post(self, body: Mapping[str, Any]) -> str:
-        """Send a request and return the body of the reply.
-
-        Raises:
-            EndpointError: The endpoint did not reply, or refused the request.
-        """
+        """Send a request and return the body of the reply; raise `EndpointError` if there is none or it is a refusal."""
         attempt = 0
         while True:
             try:

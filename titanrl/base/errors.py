@@ -72,6 +72,10 @@ class DriftError(FaultError):
 # Errors of actors. A reply makes the controller import the module of its error, which must therefore not need torch.
 
 
+class StoppedError(TitanRLError):
+    """The request cannot complete because part of the actor stopped; the cause is reported separately."""
+
+
 class PhaseError(TitanRLError):
     """Call that would mix weights or gradients of different versions. The weights were not changed."""
 

@@ -187,11 +187,7 @@ def uncommit_folder(folder: Path) -> None:
 
 
 def check_folder(folder: Path, *, needs: Iterable[str] = ()) -> None:
-    """Check that a folder is complete, and that every listed file is intact, among them the files that it `needs`.
-
-    Raises:
-        DamagedError: The folder is incomplete or damaged.
-    """
+    """Raise `DamagedError` unless a folder is complete, and every listed file intact, among them the files that it `needs`."""
     listed = _read_commit(folder / COMMIT_FILE)
     for name in needs:
         if name not in listed:

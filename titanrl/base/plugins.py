@@ -105,11 +105,7 @@ class Plugin:
     """The object itself, if only this process uses it; it is not pickled."""
 
     def load(self) -> Any:
-        """Import or unpickle the object.
-
-        Raises:
-            ValueError: The object cannot be imported.
-        """
+        """Import or unpickle the object; raise `ValueError` if it cannot be imported."""
         if self.value is not None:
             return self.value
         if self.pickled is None and self.name.startswith(f"{OBJECT}:"):
@@ -228,7 +224,7 @@ def check_call(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """An extension point, declared beside the Protocol of its objects. `titanrl.checks.extensions` lists all of them.
+    """An extension point, declared beside the Protocol of its objects. `titanrl.launch.extensions` lists all of them.
 
     Example: `Point(key="algorithm.loss", argument="loss", protocol=PolicyLoss.__call__, expected="def loss(...) -> Tensor")`
     """

@@ -149,11 +149,7 @@ class DumpReader:
     """Reader of a dump, which returns groups by their position in training order."""
 
     def __init__(self, folder: Path) -> None:
-        """Read the metadata and the list of batches.
-
-        Raises:
-            DumpError: The folder is not a dump, or its metadata cannot be read.
-        """
+        """Read the metadata and the list of batches; raise `DumpError` if the folder is not a dump."""
         self.folder = folder
         self.info = read_info(folder)
         self.batches: list[list[int]] = [line["groups"] for line in _batches(folder)]
@@ -196,11 +192,7 @@ class DumpReader:
 
 
 def read_info(folder: Path) -> DumpInfo:
-    """Read the metadata of a dump.
-
-    Raises:
-        DumpError: The folder is not a dump, or its format is of another version.
-    """
+    """Read the metadata of a dump; raise `DumpError` if the folder is not a dump, or its format is of another version."""
     try:
         metadata = json.loads((folder / META).read_text(encoding="utf-8"))
     except FileNotFoundError:

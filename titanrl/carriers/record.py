@@ -196,11 +196,7 @@ def _types(dtypes: tuple[tuple[str, np.dtype[Any]], ...]) -> Mapping[str, str]:
 
 
 def write_all(file: BinaryIO, content: bytes) -> None:
-    """Write to an unbuffered file.
-
-    Raises:
-        OSError: Nothing, or only a part, was written; the error names the file.
-    """
+    """Write to an unbuffered file. The `OSError` of an incomplete write names the file."""
     with naming(file.name):
         written = file.write(content)
         if written != len(content):

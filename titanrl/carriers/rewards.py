@@ -428,7 +428,7 @@ Status = Literal["ok", "error"] | ProcessFailure
 class RewardSpec:
     """A reward to load in the sandbox, and the scores that it may return.
 
-    Example: `RewardSpec(name="answer", factory="titanrl.rewards.scorers:exact", bounds=(0.0, 1.0))`
+    Example: `RewardSpec(name="answer", factory="titanrl.rollout.scorers:exact", bounds=(0.0, 1.0))`
     """
 
     name: str

@@ -168,17 +168,8 @@ def _absolute(value: Any) -> Any:
     return [_absolute(child) for child in value] if isinstance(value, list | tuple) else value
 
 
-def dump_config(config: Config) -> str:
-    """Return the resolved configuration as YAML; `load_config` reads it back to an equal one."""
-    return dump(config.model_dump())
-
-
 def check_program(config: Config, program: Program, source: Source | None = None) -> None:
-    """Check that a configuration is for a subcommand, since other subcommands would ignore its section.
-
-    Raises:
-        ConfigError: It is for another subcommand.
-    """
+    """Raise `ConfigError` if a configuration is for another subcommand, since this one would ignore its section."""
     if config.program == program:
         return
     if program == "train":

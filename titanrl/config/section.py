@@ -95,11 +95,7 @@ def _with_absolute_file(path: str, info: ValidationInfo) -> str:
 
 
 def _found(path: Path, info: ValidationInfo) -> Path:
-    """Return the path of an input: as given if it exists, else beside the configuration file if it exists there.
-
-    Raises:
-        BrokenRules: Different files exist in both places.
-    """
+    """Return the path of an input: as given, or beside the configuration file; raise `BrokenRules` if two files differ."""
     folder = (info.context or {}).get("folder")
     if folder is None or path.is_absolute():
         return path

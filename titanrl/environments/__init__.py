@@ -35,19 +35,15 @@ if TYPE_CHECKING:
     from titanrl.environments.worker import ProcessEnvironment as ProcessEnvironment
     from titanrl.environments.worker import ProcessOptions as ProcessOptions
 
-_MODULES = {
-    "Calculator": "calculator",
-    "EnvironmentPool": "worker",
-    "Environments": "worker",
-    "ProcessEnvironment": "worker",
-    "ProcessOptions": "worker",
-    "Python": "python_tool",
-    "SingleTurn": "factories",
-    "TicTacToe": "tic_tac_toe",
-    "ToolEnvironment": "tools",
-    "Toolset": "tools",
-    "make_environment": "factories",
+_NAMES = {
+    "calculator": "Calculator",
+    "factories": "SingleTurn make_environment",
+    "python_tool": "Python",
+    "tic_tac_toe": "TicTacToe",
+    "tools": "ToolEnvironment Toolset",
+    "worker": "EnvironmentPool Environments ProcessEnvironment ProcessOptions",
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:

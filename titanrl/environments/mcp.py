@@ -59,11 +59,7 @@ class McpTools(ListedTools):
     """
 
     def __init__(self, options: McpOptions, prefix: str = "") -> None:
-        """Keep the options, if the program of the server exists. The policy sees the names of the tools after the prefix.
-
-        Raises:
-            ValueError: The program of the server does not exist.
-        """
+        """Keep the options, if the program exists. The policy sees the names of the tools after the prefix."""
         program = "" if options.is_url else shlex.split(options.mcp)[0]
         if program and shutil.which(program) is None:
             fix = "Install it, or write the path of the program, such as /opt/tools/bin/mcp-server-git."

@@ -78,11 +78,7 @@ of a package sets its own limit of sessions, which `sessions` replaces."""
 
 
 def openenv(**options: Any) -> Environment:
-    """Return an environment behind an OpenEnv server; `options` are the fields of `OpenEnvOptions`.
-
-    Raises:
-        ValueError: An option is invalid.
-    """
+    """Return an environment behind an OpenEnv server; `options` are the fields of `OpenEnvOptions`."""
     return OpenEnv(OpenEnvOptions.model_validate(options))
 
 
@@ -94,11 +90,7 @@ class OpenEnv:
     """
 
     def __init__(self, options: OpenEnvOptions) -> None:
-        """Keep the options, if the interpreter and the package exist.
-
-        Raises:
-            ValueError: The interpreter or the package does not exist.
-        """
+        """Keep the options; raise `ValueError` if the interpreter or the package does not exist."""
         package = re.split(r"[.:]", options.openenv)[0]
         if not options.is_url and options.python is None and importlib.util.find_spec(package) is None:
             rule, fix = "no such package", "Install it, or set options.python to an interpreter that has it."
@@ -114,19 +106,11 @@ class OpenEnv:
         self._counts = {"invalid_actions": 0.0}
 
     async def prepare(self) -> None:
-        """Start or reach the server.
-
-        Raises:
-            EnvironmentFailure: It cannot be started or reached.
-        """
+        """Start or reach the server."""
         await self._started()
 
     async def reset(self, episode: Episode) -> Observation:
-        """Start a session, waiting for a free one, and reset the environment.
-
-        Raises:
-            EnvironmentFailure: The server failed.
-        """
+        """Start a session, waiting for a free one, and reset the environment."""
         server = await self._started()
         await server.places.acquire()
         self._server = server  # `close` releases the place
@@ -148,11 +132,7 @@ class OpenEnv:
         return Observation(messages=[*messages, {"role": "user", "content": question}], tools=self._tools)
 
     async def step(self, message: Message) -> Observation | Done:
-        """Send the policy's message as an action. The policy sees the reason why a message is no action.
-
-        Raises:
-            EnvironmentFailure: The server failed.
-        """
+        """Send the policy's message as an action. The policy sees the reason why a message is no action."""
         assert self._server is not None
         if self._server.has_tools:
             return await self._step_tools(message)

@@ -258,11 +258,7 @@ def parse_object(text: str) -> dict[str, Any]:
 
 
 def readable(value: Any, depth: int = MAX_CALL_DEPTH) -> Any:
-    """Return a copy of a JSON value in which every string is valid text: U+FFFD replaces NUL and unpaired surrogates.
-
-    Raises:
-        ValueError: A number is not finite, or the value is nested too deeply.
-    """
+    """Copy a JSON value, with U+FFFD for NUL and unpaired surrogates; raise `ValueError` for NaN or too deep nesting."""
     if depth < 0:
         raise ValueError("are nested too deeply")
     match value:

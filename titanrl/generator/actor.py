@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from titanrl.base.errors import StoppedError
 from titanrl.base.plugins import loading
 from titanrl.carriers.spans import span
 from titanrl.carriers.types import Admission, Completion, EngineLoad, GenerationRequest, GenerationStats
@@ -16,7 +17,7 @@ from titanrl.config.device import Device
 from titanrl.config.sections import GeneratorConfig, LoraConfig
 from titanrl.generator.loop import EngineLoop, OnSampled
 from titanrl.models.directory import open_model
-from titanrl.processes.actors import Actor, Gathering, ReplyPort, StoppedError, concurrent_endpoint, current_rank, endpoint
+from titanrl.processes.actors import Actor, Gathering, ReplyPort, concurrent_endpoint, current_rank, endpoint
 from titanrl.weights.records import Commit, HeldAdapter
 
 if TYPE_CHECKING:

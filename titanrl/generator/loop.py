@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from titanrl.base.errors import StoppedError
 from titanrl.carriers.spans import span
 from titanrl.carriers.types import Completion, EngineLoad, GenerationRequest, GenerationStats
-from titanrl.processes.actors import StoppedError
 
 if TYPE_CHECKING:
     from titanrl.generator.engine import Engine, Finished, Sampled

@@ -134,12 +134,7 @@ class Probes:
         return [host for _, host in sorted(self.leases.hosts.items())]
 
     async def query(self, rank: int, request: str, **fields: Any) -> Any:
-        """Send a request to a host's probe; return its reply.
-
-        Raises:
-            CheckupError: The probe exited or did not reply.
-            ConfigError: The host's configuration is invalid.
-        """
+        """Send a request to a host's probe and return its reply; raise `CheckupError` if the probe exits or does not reply."""
         reply = self._replies[rank] = asyncio.get_running_loop().create_future()
         if rank in self._problems:
             raise ConfigError(self._problems[rank])

@@ -142,11 +142,7 @@ class CommandHosts(AcquiredHosts):
         self._commands: list[asyncio.subprocess.Process] = []
 
     async def start(self, identities: Sequence[str]) -> list[str]:
-        """Start the commands, and Monarch's hosts. See `Provider`.
-
-        Raises:
-            HostsError: A command ended, or a host did not start.
-        """
+        """Start the commands, and Monarch's hosts. See `Provider`."""
         self._identities = identities
         await self.acquire()
         for rank, identity in enumerate(identities):
@@ -156,11 +152,7 @@ class CommandHosts(AcquiredHosts):
         return addresses
 
     async def acquire(self) -> None:
-        """Start the commands, and wait until their hosts hold leases; see `AcquiredHosts`.
-
-        Raises:
-            HostsError: A command ended, or a host did not connect within `timeouts.start_s`.
-        """
+        """Start the commands, and wait for their hosts at most `timeouts.start_s`; see `AcquiredHosts`."""
         address, limit_s = await self.leases.open(socket.gethostname()), self._config.timeouts.start_s
         self._log_dir.mkdir(parents=True, exist_ok=True)
         for rank, command in enumerate(commands_of(self._config)):

@@ -444,11 +444,7 @@ class KubernetesHosts(AcquiredHosts):
         self._said = ""  # last message about what startup is waiting for
 
     async def start(self, identities: Sequence[str]) -> list[str]:
-        """Create or find the pods, and start Monarch's hosts in them; see `Provider`.
-
-        Raises:
-            KubernetesError: The cluster refused a request, or the pods did not start.
-        """
+        """Create or find the pods, and start Monarch's hosts in them; see `Provider`."""
         await self.acquire()
         port, pods = self._config.hosts.kubernetes.port, [state for _, state in self._pods]
         addresses = [f"{identity}@{tcp(pod.ip, port)}" for identity, pod in zip(identities, pods, strict=True)]
@@ -459,11 +455,7 @@ class KubernetesHosts(AcquiredHosts):
         return addresses
 
     async def acquire(self) -> None:
-        """Create or find the pods, and acquire their leases; see `AcquiredHosts`.
-
-        Raises:
-            KubernetesError: The cluster refused a request, or the pods did not start.
-        """
+        """Create or find the pods, and acquire their leases; see `AcquiredHosts`."""
         kubernetes = self._config.hosts.kubernetes
         self._api = await Api.open(kubernetes.namespace, kubernetes.context)
         self._releasing.push_async_callback(self._api.close)

@@ -91,11 +91,7 @@ class World:
 
 
 def world_of(environment: Mapping[str, str]) -> World | None:
-    """Return the processes described by a launcher's environment variables; None if no launcher started this process.
-
-    Raises:
-        BrokenRules: The variables are incomplete or wrong.
-    """
+    """Return the processes that a launcher's variables describe, if there are any; raise `BrokenRules` if some are wrong."""
     for names in _COUNTS:
         rank, size, local_size = (environment.get(name) for name in names)
         if rank is not None and (names[0] == "RANK" or size is not None):
@@ -221,11 +217,7 @@ class LauncherError(HostsError):
 
 
 def publish(world: World, controller: Controller, own_address: str, timeout_s: float) -> "TCPStore":
-    """Publish the address of rank 0; return the store, which must exist until all processes have connected.
-
-    Raises:
-        LauncherError: The port is in use, or the launcher's store does not respond.
-    """
+    """Publish the address of rank 0; return the store, which must exist until all processes have connected."""
 
     def open_and_set() -> "TCPStore":
         store = _store(world, timeout_s) if world.agent_has_store else _own_store(world, own_address)
@@ -236,11 +228,7 @@ def publish(world: World, controller: Controller, own_address: str, timeout_s: f
 
 
 def find(world: World, timeout_s: float) -> Controller:
-    """Wait until rank 0 has published its address; return it.
-
-    Raises:
-        LauncherError: Rank 0 did not publish it in time.
-    """
+    """Wait until rank 0 has published its address; return it. Raise `LauncherError` if that takes too long."""
     address, token = _in_thread(lambda: _store(world, timeout_s).get(_key(world)).decode()).split()
     return Controller(address, token)
 
@@ -452,11 +440,7 @@ class LauncherHosts(LeasedHosts):
         self.crew, self._start_s, self._say = crew, start_s, say
 
     async def start(self, identities: Sequence[str]) -> list[str]:
-        """Start Monarch's hosts. See `Provider`.
-
-        Raises:
-            HostsError: A host exited or did not start.
-        """
+        """Start Monarch's hosts. See `Provider`."""
         self._identities, count = identities, len(identities)
         if gone := [str(rank) for rank in range(count) if rank not in self.crew.connections]:
             raise LauncherError(f"hosts.kind: the hosts of rank {', '.join(gone)} exited (got launcher). Restart the launcher.")

@@ -134,11 +134,7 @@ class Leases:
         self._is_closed = False
 
     async def open(self, name: str) -> str:
-        """Listen on the interface to which a host name of this machine resolves; return `name:port`, the address for hosts.
-
-        Raises:
-            OSError: The name does not resolve to an interface of this machine.
-        """
+        """Listen on the interface to which a host name of this machine resolves; return `name:port`, the address for hosts."""
         found = await asyncio.get_running_loop().getaddrinfo(name, None, type=socket.SOCK_STREAM)
         family, _, _, _, address = next((each for each in found if not _is_loopback(str(each[4][0]))), found[0])
         listener = socket.create_server((str(address[0]), 0), family=family)
@@ -319,11 +315,7 @@ class LeasedHosts(Provider, ABC):
         task.add_done_callback(self._tasks.discard)
 
     async def _chosen_addresses(self, start_s: float, kind: str) -> list[str]:
-        """Wait until Monarch runs on every host, at an address that the host has chosen; return the addresses by rank.
-
-        Raises:
-            HostsError: A host exited or did not start.
-        """
+        """Wait until Monarch runs on every host, at an address that the host has chosen; return the addresses by rank."""
         deadline = asyncio.get_running_loop().time() + start_s
         while len(self._addresses) < len(self._identities):
             if self.leases.lost:
@@ -383,11 +375,7 @@ class AcquiredHosts(LeasedHosts):
 
 
 async def hold_lease(controller: Controller, host: Host) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connect a host to its controller, and send what it needs to grant a lease; it closes the connection if it refuses.
-
-    Raises:
-        OSError: The controller cannot be reached.
-    """
+    """Connect a host to its controller, and send what a lease requires; the controller closes the connection if it refuses."""
     name, _, port = controller.address.rpartition(":")
     async with asyncio.timeout(GREETING_S):
         reader, writer = await asyncio.open_connection(name, int(port))

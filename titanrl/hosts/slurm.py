@@ -108,11 +108,7 @@ def seconds(text: str) -> float | None:
 
 
 async def job_status(job_id: str) -> JobStatus:
-    """Return the state of a job.
-
-    Raises:
-        SlurmError: Slurm does not reply.
-    """
+    """Return the state of a job; raise `SlurmError` if Slurm does not reply."""
     code, output, errors = await _run("squeue", "--noheader", "--states=all", f"--jobs={job_id}", f"--format={_FORMAT}")
     if output.strip():
         return parse_status(output.splitlines()[0])
@@ -124,11 +120,7 @@ async def job_status(job_id: str) -> JobStatus:
 
 
 async def submit_job(script: str) -> str:
-    """Submit a script; return the job id.
-
-    Raises:
-        SlurmError: Slurm refused the job.
-    """
+    """Submit a script and return the job id; raise `SlurmError` if Slurm refuses the job."""
     code, output, errors = await _run("sbatch", "--parsable", text=script)
     job_id = output.strip().partition(";")[0]
     if code or not job_id.isdecimal():
@@ -223,11 +215,7 @@ class SlurmHosts(AcquiredHosts):
         self._is_ending = False
 
     async def start(self, identities: Sequence[str]) -> list[str]:
-        """Request the hosts, and start Monarch's hosts on them; see `Provider`.
-
-        Raises:
-            SlurmError: Slurm refused or ended the job, or the hosts did not start.
-        """
+        """Request the hosts, and start Monarch's hosts on them; see `Provider`."""
         self._identities = identities
         await self.acquire()
         hosts = [self.leases.hosts[rank] for rank in range(self._num_hosts)]
@@ -235,11 +223,7 @@ class SlurmHosts(AcquiredHosts):
         return [self._address(host) for host in hosts]
 
     async def acquire(self) -> None:
-        """Submit the job, or start a step in the allocation, and wait for its hosts; see `AcquiredHosts`.
-
-        Raises:
-            SlurmError: Slurm refused or ended the job, or the hosts did not start.
-        """
+        """Submit the job, or start a step in the allocation, and wait for its hosts; see `AcquiredHosts`."""
         variables = Controller(await self.leases.open(socket.gethostname()), self.leases.token).variables
         if self._is_inside:
             self._job_id = os.environ["SLURM_JOB_ID"]

@@ -1,1 +1,1 @@
-"""Launch a run: acquire hosts, spawn and connect processes and actors, supervise and replace them, and shut them down."""
+"""Launch a run: check it, acquire hosts, spawn and connect processes and actors, supervise and replace them, shut them down."""

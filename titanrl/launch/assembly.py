@@ -251,10 +251,11 @@ class Assembly:
                 trainer_procs, one_machine=not config.hosts.across_machines, interface=config.placement.interface
             )
             shape = open_model(self.files.model_dir, config.model.family).shape
+            trainer.rows_per_microbatch = microbatch_rows(config, shape)
             setup = TrainerSetup(
                 run=config.name,
                 seed=config.seed,
-                config=config.trainer.model_copy(update={"rows_per_microbatch": microbatch_rows(config, shape)}),
+                config=config.trainer.model_copy(update={"rows_per_microbatch": trainer.rows_per_microbatch}),
                 algorithm=config.algorithm,
                 temperature=config.rollout.temperature,
                 generator_dtype=config.generator.dtype,

@@ -400,11 +400,7 @@ class Fleet:
         await asyncio.gather(*(self.retire(role) for role in self._meshes.keys() - set(kept)))
 
     async def stop(self, timeout_s: float) -> None:
-        """Stop every process; torchmonarch kills the ones that do not exit.
-
-        Raises:
-            ExceptionGroup: Processes did not stop in time.
-        """
+        """Stop every process; torchmonarch kills the ones that do not exit, and their errors are raised."""
         for watch in self._watches.values():
             watch.cancel()
         await asyncio.gather(*self._watches.values(), return_exceptions=True)  # they have failed if the start failed

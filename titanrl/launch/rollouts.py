@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from monarch.actor import Channel, PortReceiver
 
+from titanrl.base.errors import StoppedError
 from titanrl.carriers.tables import Table
 from titanrl.carriers.types import EvaluationResult
 from titanrl.config.sections import TimeoutsConfig
@@ -17,7 +18,7 @@ from titanrl.launch.generators import GeneratorMeshes, Replica
 from titanrl.launch.supervision import DISK, PACE, DeadlineError, Pace, Part, PartDiedError, SharedContext, Supervisor, ask_each
 from titanrl.launch.trainer_mesh import TrainerMesh
 from titanrl.launch.verbs import Limit, Verb, done, only, start_request
-from titanrl.processes.actors import ActorError, StoppedError, ask_actor, cause_of, resolve
+from titanrl.processes.actors import ActorError, ask_actor, cause_of, resolve
 from titanrl.replay.buffer import RECORDS_FILE, BufferActor, GroupBuffer
 from titanrl.replay.groups import Batch, Freshness, Restored, Saved, StarvationError, TrainedBatch
 from titanrl.rollout.workers import SandboxNote

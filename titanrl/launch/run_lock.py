@@ -69,11 +69,7 @@ def claim_run(run_dir: Path) -> RunLock:
 
 
 def check_idle(run_dir: Path) -> None:
-    """Check that no process holds the lock of a run directory, as `claim_run` does, but without writing to it.
-
-    Raises:
-        ConfigError: The run is still active, or the directory cannot be used.
-    """
+    """Raise `ConfigError` if a process holds the lock of a run directory, as `claim_run` does, but without writing to it."""
     _check_folder(run_dir)
     with contextlib.suppress(FileNotFoundError):
         descriptor = _open_lock(run_dir, os.O_RDONLY)
@@ -89,11 +85,7 @@ def check_idle(run_dir: Path) -> None:
 
 
 def check_new_run(wanted: Path) -> None:
-    """Check that `claim_new_run` can lock a directory, without creating or writing anything.
-
-    Raises:
-        ConfigError: The directory exists and another user could change it, or it cannot be locked.
-    """
+    """Raise `ConfigError` if `claim_new_run` could not lock a directory, without creating or writing anything."""
     if not _is_taken(wanted) and wanted.is_dir():
         _check_owner(wanted)
         with contextlib.suppress(FileNotFoundError):

@@ -94,6 +94,8 @@ class TrainerMesh:
     """`ShardNews` actors in the trainer's processes; None without rollouts."""
     version: int = 0
     """Version of the weights: the number of completed steps that the controller knows of, one per batch."""
+    rows_per_microbatch: int = 1
+    """Maximum number of rows in a rank's micro-batch; see `microbatch_rows`."""
     model: str | None = None
     """Model that the requests concern; None for the session's own policy."""
     turns: asyncio.Lock = field(default_factory=asyncio.Lock)

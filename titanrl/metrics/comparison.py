@@ -107,11 +107,7 @@ class Table(NamedTuple):
 
 
 def read_runs(records: Sequence[RunRecord]) -> list[ComparedRun]:
-    """Read the runs to compare.
-
-    Raises:
-        TitanRLError: A configuration or a metrics file cannot be read, or a run has no metrics.
-    """
+    """Read the runs to compare; raise `TitanRLError` if a file cannot be read, or a run has no metrics."""
     paths = [record.path.resolve() for record in records]
     runs = []
     for record, path in zip(records, paths, strict=True):
@@ -200,11 +196,7 @@ def _t_975(freedom: int) -> float:
 
 
 def metrics_to_compare(runs: Sequence[ComparedRun], more: Sequence[str] = ()) -> list[str]:
-    """Return the metrics that at least one run has: those asked for, held-out scores, losses, and the mean reward.
-
-    Raises:
-        TitanRLError: No run has a metric that was asked for.
-    """
+    """Return the metrics that at least one run has: those asked for, held-out scores, losses, and the mean reward."""
     heldout = dict.fromkeys(f"eval/{task}/mean" for run in runs for task in heldout_tasks(run.rows))
     known = {name for run in runs for row in run.rows for name in row}
     for name in more:
@@ -297,11 +289,7 @@ def compared(views: Sequence[RunView], more: Sequence[str] = ()) -> dict[str, An
 
 
 def comparison_page(records: Sequence[RunRecord], more: Sequence[str] = ()) -> str:
-    """Return the page that compares runs: the tables, and the curves of each metric.
-
-    Raises:
-        TitanRLError: The runs cannot be compared; see `read_runs`.
-    """
+    """Return the page that compares runs: the tables, and the curves of each metric."""
     paths = [record.path.resolve() for record in records]
     views = [RunView(record.path, _short(own, paths)) for record, own in zip(records, paths, strict=True)]
     found = compared(views, more)

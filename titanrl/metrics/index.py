@@ -121,11 +121,7 @@ class Followed:
         self._end = self._tail = 0
 
     def read(self, reset: Callable[[], object]) -> Iterator[tuple[int, bytes]]:
-        """Yield the complete lines since the last call with their places, after `reset()` all lines if the file was replaced.
-
-        Raises:
-            OSError: There is no such regular file. A link, or a FIFO without a writer, could let its reader wait forever.
-        """
+        """Yield the complete lines since the last call with their places; after `reset()`, all if the file was replaced."""
         with open(self.path, "rb", opener=open_regular) as file:
             if _id(file) != self._id or _tail(file, self._end) != self._tail:
                 self._id, self._end, self._tail = _id(file), 0, _tail(file, 0)

@@ -342,11 +342,7 @@ class Exporter:
 
 
 def open_sink(to: str) -> Sink:
-    """Return the sink of `logging.otlp_endpoint`.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+    """Return the sink of `logging.otlp_endpoint`; a file must be writable."""
     return HttpSink(to) if to.startswith(("http://", "https://")) else FileSink(Path(to).expanduser())
 
 

@@ -70,11 +70,7 @@ class ModelDirectory:
         return None if self.family.tensors is None else self.family.tensors(self.hf)
 
     def weight_files(self, shapes: Mapping[str, tuple[int, ...]] | None = None) -> "WeightFiles":
-        """Choose the weight files and compare their headers with the tensors of the model, by default those of the family.
-
-        Raises:
-            BrokenRules: The weights cannot be read, or do not fit.
-        """
+        """Choose the weight files and compare their headers with the tensors of the model, by default those of the family."""
         found = read_weight_files(self.path, self.hf.get("transformers_weights"))
         shapes = self.tensors if shapes is None else shapes
         if shapes is not None and (broken := list(broken_by_tensors(found, shapes))):

@@ -4,18 +4,16 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from safetensors.numpy import save_file
 
-from titanrl.carriers.types import FloatArray
 from titanrl.config.errors import BrokenRule, BrokenRules
 from titanrl.config.sections import ModelConfig, RecipeConfig
 from titanrl.config.sizes import ModelShape
-from titanrl.data.byte_tokenizer import write_byte_tokenizer
 from titanrl.data.tokenizer import EOS_ID, PAD_ID, write_tokenizer
 from titanrl.models.dense import weight_shapes
 from titanrl.models.directory import ModelDirectory, recipe_model
@@ -43,7 +41,7 @@ def create_model(directory: Path, recipe: RecipeConfig, seed: int, family: str |
             created = Path(scratch) / directory.name
             created.mkdir()
             write_tokenizer(created)
-            _write_model(created, model, model.family.recipe(recipe), recipe.init_std, seed)
+            write_model(created, model, model.family.recipe(recipe), recipe.init_std, seed)
             (created / _STAMP).write_text(stamp, encoding="utf-8")
             try:
                 os.replace(created, directory)
@@ -54,21 +52,8 @@ def create_model(directory: Path, recipe: RecipeConfig, seed: int, family: str |
         raise ValueError(f"{directory}: not the model of this recipe and seed {seed}. Move or delete the directory.")
 
 
-def create_byte_model(directory: Path, recipe: RecipeConfig, seed: int, corpus: str = "", num_merges: int = 0) -> None:
-    """Write a new model directory with random weights and a tokenizer that encodes any text.
-
-    The last two arguments are those of `titanrl.data.byte_tokenizer.write_byte_tokenizer`. Raise `FileExistsError` if the
-    directory exists.
-    """
-    model = recipe_model(ModelConfig(recipe=recipe), directory)
-    assert not isinstance(model, BrokenRule), "the recipe must be valid"
-    assert model.family.recipe is not None
-    directory.mkdir(parents=True)
-    hf = {**model.family.recipe(recipe), "vocab_size": write_byte_tokenizer(directory, corpus, num_merges)}
-    _write_model(directory, replace(model, hf=model.family.completed(hf)), hf, recipe.init_std, seed)
-
-
-def _write_model(directory: Path, model: ModelDirectory, hf: Mapping[str, Any], std: float, seed: int) -> None:
+def write_model(directory: Path, model: ModelDirectory, hf: Mapping[str, Any], std: float, seed: int) -> None:
+    """Write the configuration and random weights of a model."""
     write_model_config(directory, hf)
     save_file(_random_weights(model.shape, std, seed), directory / "model.safetensors", metadata={"format": "pt"})
 
@@ -79,7 +64,7 @@ def write_model_config(directory: Path, hf: Mapping[str, Any]) -> None:
     _write_json(directory / "generation_config.json", _SPECIAL_IDS)
 
 
-def _random_weights(shape: ModelShape, std: float, seed: int) -> dict[str, FloatArray]:
+def _random_weights(shape: ModelShape, std: float, seed: int) -> dict[str, npt.NDArray[np.float32]]:
     """Return the weights by name: ones for norms, and N(0, std^2) for matrices and biases. The tied output layer has none."""
     rng = np.random.default_rng(seed)
     return {

@@ -41,7 +41,7 @@ from monarch.actor import ActorError as ActorError
 from monarch.actor import Channel
 from monarch.actor import current_rank as current_rank
 
-from titanrl.base.errors import TitanRLError
+from titanrl.base.errors import StoppedError, TitanRLError
 from titanrl.base.plugins import loading
 from titanrl.carriers.spans import open_timeline, process_start, span
 from titanrl.processes.stacks import STACKS_SIGNAL
@@ -60,10 +60,6 @@ PartT = TypeVar("PartT")
 
 class RemoteError(TitanRLError):
     """An actor's unpicklable exception, reduced to one line of text; the actor's log has the traceback."""
-
-
-class StoppedError(TitanRLError):
-    """The request cannot complete because part of the actor stopped; the cause is reported separately."""
 
 
 def cause_of(error: BaseException) -> BaseException:

@@ -171,11 +171,7 @@ def confirm(connection: socket.socket) -> None:
 
 
 def receive_order(connection: socket.socket) -> tuple[Order, list[int]]:
-    """Receive an order and its descriptors.
-
-    Raises:
-        ConnectionError: The sender exited.
-    """
+    """Receive an order and its descriptors; raise `ConnectionError` if the sender has exited."""
     header, descriptors, _, _ = socket.recv_fds(connection, NUMBER.size, len(_STREAMS) + 2)
     if len(header) < NUMBER.size:
         raise ConnectionError("the process exited before its order was complete")

@@ -89,11 +89,7 @@ def processes_of(run_dir: Path) -> list[Process]:
 
 
 async def stacks_of(run_dir: Path) -> str:
-    """Return the states and stacks of the processes of a run on this host as text.
-
-    Raises:
-        TitanRLError: No process of this user uses the directory.
-    """
+    """Return the states and stacks of the processes of a run on this host; raise `TitanRLError` if it has none."""
     processes = await asyncio.to_thread(processes_of, run_dir)
     if not processes:
         raise TitanRLError(f"{run_dir}: no process of the run on this host. Give the directory of a run that is running.")

@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from titanrl.base.errors import StoppedError
 from titanrl.base.files import write_bytes
 from titanrl.base.pickling import read_saved
 from titanrl.carriers.rewards import RolloutError, scorer_failed
@@ -34,7 +35,7 @@ from titanrl.carriers.tables import PackedRecord, RecordTable, Table, pack_recor
 from titanrl.carriers.types import DoubleArray, GroupHandle, GroupRecord
 from titanrl.config.sections import ReplayConfig
 from titanrl.data.mixture import Mixture
-from titanrl.processes.actors import Actor, Gathering, StoppedError, concurrent_endpoint
+from titanrl.processes.actors import Actor, Gathering, concurrent_endpoint
 from titanrl.replay.groups import (
     Batch,
     BufferState,

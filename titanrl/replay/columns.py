@@ -193,11 +193,7 @@ ALIGNMENT = 64
 
 
 def layout_of(example: Any) -> Layout:
-    """Derive the layout from one example item.
-
-    Raises:
-        ValueError: A leaf is not an array, a tensor or a number, or it has no elements.
-    """
+    """Derive the layout from one example item, whose leaves must be arrays, tensors or numbers, and not empty."""
     fields = []
     for path, leaf in leaves_of(single(example)):
         if isinstance(leaf, list) or (not is_tensor(leaf) and leaf.dtype == object):
@@ -234,11 +230,7 @@ def map_file(path: FilePath, layout: Layout, num_rows: int) -> Columns:
 
 
 def create_file(path: FilePath, size: int) -> None:
-    """Create a file and allocate its disk space, so that writes to the mapped memory never fail.
-
-    Raises:
-        ValueError: The folder has not enough space.
-    """
+    """Create a file and allocate its disk space, so that writes to the mapped memory never fail."""
     with path.open("xb") as file:
         try:
             os.posix_fallocate(file.fileno(), 0, size)

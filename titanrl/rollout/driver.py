@@ -127,11 +127,7 @@ class Attempt:
         raise NotImplementedError
 
     async def play(self, generate: GenerateTokens) -> None:
-        """Play the episode from its start to its end.
-
-        Raises:
-            EpisodeError: The episode failed.
-        """
+        """Play the episode from its start to its end; raise `EpisodeError` if it fails."""
         await self.start()
         while requests := await self.requests():
             await self.take(await generate(requests))
@@ -199,11 +195,7 @@ class Conversation(Attempt):
         self._remaining_s = limits.episode_timeout_s
 
     async def start(self) -> None:
-        """Create and reset the environment, and render its first messages.
-
-        Raises:
-            EpisodeError: The environment failed.
-        """
+        """Create and reset the environment, and render its first messages; raise `EpisodeError` if that fails."""
         try:
             self._environment = self._make()
         except USER_ERRORS as error:

@@ -20,10 +20,10 @@ from titanrl.config.data import EnvironmentConfig
 from titanrl.config.schema import Config
 from titanrl.data.tokenizer import Tokenizer
 from titanrl.environments import Environments, Episode, ProcessOptions
-from titanrl.rewards.scoring import in_turns
 from titanrl.rollout.driver import Attempt, Conversation, EpisodeError, Limits, StopText
 from titanrl.rollout.group import Generate, GenerateTokens, ScoreAnswers, derive_seed, training_sampling
 from titanrl.rollout.renderers import Renderer, make_renderer
+from titanrl.rollout.scoring import in_turns
 
 if TYPE_CHECKING:  # importing the endpoint takes time, and few runs need it
     from titanrl.rollout.program_episodes import Programs

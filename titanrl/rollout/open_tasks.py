@@ -22,9 +22,9 @@ from titanrl.config.sections import RolloutConfig
 from titanrl.data.streams import LeveledPrompts, PromptStream, make_encoder, make_stream, open_prompts
 from titanrl.data.tokenizer import Tokenizer
 from titanrl.processes.sandbox import OnRespawn, log_respawn
-from titanrl.rewards.scoring import Scoring
 from titanrl.rollout.episodes import TRUNCATED, Episodes, start_episodes
 from titanrl.rollout.group import Generate, derive_seed, roll_out, summed_metrics
+from titanrl.rollout.scoring import Scoring
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

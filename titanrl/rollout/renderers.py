@@ -110,11 +110,7 @@ class TemplateRenderer:
     """
 
     def __init__(self, tokenizer: Tokenizer, options: Mapping[str, Any]) -> None:
-        """Check the template; `options` are variables of the chat template, such as `enable_thinking`.
-
-        Raises:
-            ValueError: The tokenizer has no chat template, or the template does not use an option or rejects a short chat.
-        """
+        """Check the template; `options` are variables of the chat template, such as `enable_thinking`."""
         if not tokenizer.chat_template:
             rule = f"the tokenizer has no chat template (got {tokenizer.path})"
             raise ValueError(f"data.environment.renderer: {rule}. Use the renderer plain.")
@@ -161,11 +157,7 @@ class LibraryRenderer:
     """Renderer from the package `renderers`, which supports the chat templates of many model families."""
 
     def __init__(self, tokenizer: Tokenizer, name: str, options: Mapping[str, Any]) -> None:
-        """Load a renderer of the package, such as `glm-5`, with its options, such as `enable_thinking`.
-
-        Raises:
-            ValueError: The package is missing or has no such renderer or option, or the tokenizer lacks a required token.
-        """
+        """Load a renderer of the package, such as `glm-5`, with its options, such as `enable_thinking`."""
         if installed_version(_LIBRARY) is None:
             raise ValueError(
                 f"data.environment.renderer: the package {_LIBRARY} is not installed (got {name}). "

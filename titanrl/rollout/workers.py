@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from titanrl.base.errors import StoppedError
 from titanrl.base.plugins import Plugins, loaded, loading
 from titanrl.carriers.dumps import DumpReader, DumpWriter
 from titanrl.carriers.spans import span
@@ -19,7 +20,6 @@ from titanrl.config.schema import Config
 from titanrl.processes.actors import (
     Actor,
     ActorError,
-    StoppedError,
     ask_actor,
     cause_of,
     concurrent_endpoint,

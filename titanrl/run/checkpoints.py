@@ -331,11 +331,7 @@ def _value(values: Any, key: str) -> Any:
 
 
 def newest_checkpoint(run_dir: Path, *, had_one: bool) -> Resumable | None:
-    """Return the newest intact checkpoint of a run that restarts; None if it has never had one.
-
-    Raises:
-        DamagedError: The run had an intact checkpoint, but no longer has one.
-    """
+    """Return the newest intact checkpoint of a run; None if it never had one, `DamagedError` if it has none left."""
     try:
         return resumable(run_dir)
     except ConfigError as error:

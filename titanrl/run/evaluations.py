@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from titanrl.algorithms.evaluation import improves
+from titanrl.base.errors import StoppedError
 from titanrl.carriers.types import EvaluationResult
 from titanrl.launch.supervision import PartDiedError
 from titanrl.metrics.steps import evaluation_metrics
-from titanrl.processes.actors import StoppedError
 from titanrl.run.checkpoints import SavedRun
 
 BEST = "best"

@@ -83,11 +83,7 @@ class Dump:
 
 
 def check_dump(config: Config, resume: Path | None, source: Source | None) -> None:
-    """Check that `rollout.save` does not hold the dump of another run.
-
-    Raises:
-        ConfigError: It does.
-    """
+    """Raise `ConfigError` if `rollout.save` holds the dump of another run."""
     save = config.rollout.save
     if save is not None and holds_dump(save) and (resume is None or read_info(save).run != config.name):
         fix = "choose another folder, remove this one, or resume its run with --resume"

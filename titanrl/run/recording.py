@@ -197,11 +197,7 @@ class Telemetry:
     """The threads of the controller that read the files of a run for other systems. Without keys for them, there are none."""
 
     def __init__(self, logging: LoggingConfig, run_dir: Path, console: Console, *, since: float) -> None:
-        """Start the threads that the configuration asks for. Spans from before a time are of an earlier process of the run.
-
-        Raises:
-            TitanRLError: The port of the metrics cannot be used, or the file of OpenTelemetry.
-        """
+        """Start the threads that the configuration asks for. Spans from before a time are of an earlier process of the run."""
         self._server: run_metrics.MetricsServer | None = None
         if logging.metrics_port is not None:
             from titanrl.serving.run_metrics import MetricsServer  # imports uvicorn, which other runs do not need

@@ -29,8 +29,6 @@ from titanrl.base.files import DamagedError
 from titanrl.base.plugins import Plugins, loading
 from titanrl.carriers.spans import close_timeline, open_timeline, span, span_bytes
 from titanrl.carriers.types import AdamParams, DoubleArray, EvaluationResult, OptimUpdate, StepMetrics
-from titanrl.checks.extensions import plugins_of, with_declared_traits, with_objects
-from titanrl.checks.preflight import broken_by_model, policy_notes, preflight, read_examples
 from titanrl.config.algorithm import AlgorithmConfig, learning_rate
 from titanrl.config.device import resolve_device
 from titanrl.config.errors import BrokenRules, ConfigError
@@ -40,6 +38,8 @@ from titanrl.config.sections import SFTConfig
 from titanrl.config.sizes import notes
 from titanrl.config.source import Source, config_of_run, read_source
 from titanrl.data.rows import check_recorded
+from titanrl.launch.extensions import plugins_of, with_declared_traits, with_objects
+from titanrl.launch.preflight import broken_by_model, policy_notes, preflight, read_examples
 from titanrl.launch.roles import Roles, needed
 from titanrl.launch.run_lock import RunLock, claim_new_run, claim_run
 from titanrl.metrics.console import Console
@@ -116,7 +116,7 @@ class Run:
             console: Progress display; created from `config.logging` by default.
             source: Source of the configuration, which lets messages name lines and overrides.
             accepts_changed_data: True to resume a run although its data have changed.
-            objects: User-defined objects that replace built-in ones, by the argument names in `titanrl.checks.extensions`.
+            objects: User-defined objects that replace built-in ones, by the argument names in `titanrl.launch.extensions`.
 
         Raises:
             ConfigError: A file or device named by the configuration is missing, or it is for another subcommand.

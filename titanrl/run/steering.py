@@ -344,11 +344,7 @@ class Steering:
 
 
 def repeated_changes(config: Config, run_dir: Path, source: Source | None) -> list[Change]:
-    """Return the changes that a resumed run repeats: all, except of keys to which the user has given another value.
-
-    Raises:
-        ConfigError: The changes cannot be read, or break a rule of the configuration.
-    """
+    """Return the changes that a resumed run repeats: all, except of keys to which the user has given another value."""
     named = {".".join(override.path) for override in source.overrides} if source is not None else set[str]()
     known = {key: _plain(value) for key, value in live_keys(config).items()}
     changes = [
@@ -361,11 +357,7 @@ def repeated_changes(config: Config, run_dir: Path, source: Source | None) -> li
 
 
 def _read(path: Path) -> list[Change]:
-    """Read the changes of a run; return none if it has none.
-
-    Raises:
-        ConfigError: The file is damaged.
-    """
+    """Read the changes of a run; return none if it has none. Raise `ConfigError` if the file is damaged."""
     try:
         return _CHANGES.validate_json(path.read_bytes())
     except FileNotFoundError:

@@ -97,11 +97,7 @@ class App(Endpoint):
         self.metrics.seconds.observe(seconds)
 
     def authorize(self, key: str) -> bool:
-        """Return whether the key has a caller.
-
-        Raises:
-            Refused: The caller has ended.
-        """
+        """Return whether the key has a caller; raise `Refused` if the caller has ended."""
         return self._find(key) is not None
 
     async def answer(self, method: str, path: str, key: str, headers: Headers, receive: Receive, response: "_Response") -> None:
@@ -184,11 +180,7 @@ class App(Endpoint):
 
     @contextmanager
     def _admitted(self, caller: Caller, num: int) -> Iterator[None]:
-        """Count calls while the body runs.
-
-        Raises:
-            Refused: They are too many.
-        """
+        """Count calls while the body runs; raise `Refused` if they are too many."""
         limits, key = self._limits, id(caller)
         if self._num_running.total() + num > limits.max_calls or self._num_running[key] + num > limits.max_calls_per_key:
             text = f"too many calls at once: {limits.max_calls_per_key} per key, {limits.max_calls} in all. Retry later."

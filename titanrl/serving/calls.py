@@ -14,7 +14,6 @@ from typing import Literal, Protocol
 from titanrl.base.errors import TitanRLError
 from titanrl.base.files import why_no_file
 from titanrl.carriers.types import Completion, OnTokens
-from titanrl.config.errors import ConfigError
 from titanrl.environments.interface import Message, Tool
 
 MAX_ENDED = 65_536
@@ -173,11 +172,7 @@ class Callers:
                 self._ended.popitem(last=False)
 
     def find(self, key: str) -> Caller | None:
-        """Return the caller of a key; None if there is none.
-
-        Raises:
-            Refused: The caller has ended.
-        """
+        """Return the caller of a key; None if there is none. Raise `Refused` if the caller has ended."""
         digest = self._digest(key)
         if digest in self._ended:
             raise after_end()
@@ -191,13 +186,13 @@ def read_keys(file: Path) -> dict[str, int]:
     """Return the keys in a file with their line numbers. Empty lines and those that start with # are skipped.
 
     Raises:
-        ConfigError: The file cannot be read, other users can read it, or a key is too short, repeated or not ASCII.
+        TitanRLError: The file cannot be read, other users can read it, or a key is too short, repeated or not ASCII.
     """
     if found := why_no_file(file):
-        raise ConfigError(f"--keys: the file {found} (got {file}). Give a file with one key per line.")
+        raise TitanRLError(f"--keys: the file {found} (got {file}). Give a file with one key per line.")
     status = file.stat()
     if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
-        raise ConfigError(f"--keys: only you may have access to the file (got {file}). Run chmod 600 on it.")
+        raise TitanRLError(f"--keys: only you may have access to the file (got {file}). Run chmod 600 on it.")
     keys = dict[str, int]()
     for number, line in enumerate(file.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
         key = line.strip()
@@ -205,10 +200,10 @@ def read_keys(file: Path) -> dict[str, int]:
             continue
         if len(key) < MIN_KEY_CHARS or not key.isascii() or " " in key:
             rule = f"a key must have at least {MIN_KEY_CHARS} ASCII characters, and no space"
-            raise ConfigError(f"--keys: {rule} (got line {number} of {file}). Make one with `openssl rand -hex 24`.")
+            raise TitanRLError(f"--keys: {rule} (got line {number} of {file}). Make one with `openssl rand -hex 24`.")
         if key in keys:
-            raise ConfigError(f"--keys: keys must differ (got line {keys[key]} again on line {number} of {file}). Remove one.")
+            raise TitanRLError(f"--keys: keys must differ (got line {keys[key]} again on line {number} of {file}). Remove one.")
         keys[key] = number
     if not keys:
-        raise ConfigError(f"--keys: the file must have a key (got {file}). Make one with `openssl rand -hex 24`.")
+        raise TitanRLError(f"--keys: the file must have a key (got {file}). Make one with `openssl rand -hex 24`.")
     return keys

@@ -143,11 +143,7 @@ class Fields:
     raises `Refused` if it is invalid. `done` refuses those that are left."""
 
     def __init__(self, value: object, path: str = "") -> None:
-        """Read an object; `path` is its name in messages, such as `messages[0]`.
-
-        Raises:
-            Refused: It is none.
-        """
+        """Read an object; raise `Refused` if it is none. `path` is its name in messages, such as `messages[0]`."""
         if not isinstance(value, dict):
             raise wrong(path or "body", "must be an object", value)
         self._left: dict[str, Any] = dict(value)
@@ -258,11 +254,7 @@ def wrong(name: str, rule: str, value: object) -> Refused:
 
 
 def load_json(body: bytes) -> Fields:
-    """Read the body of a request.
-
-    Raises:
-        Refused: It is not a JSON object.
-    """
+    """Read the body of a request; raise `Refused` unless it is a JSON object."""
 
     def reject(constant: str) -> None:
         raise ValueError(f"{constant} is not JSON")
@@ -363,11 +355,7 @@ def reply_version(reply: Reply) -> str:
 
 
 def conversation(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """Return messages that the policy can reply to.
-
-    Raises:
-        Refused: There are none.
-    """
+    """Return messages that the policy can reply to; raise `Refused` if there are none."""
     if not messages:
         raise wrong("messages", "must not be empty", list(messages))
     return tuple(messages)

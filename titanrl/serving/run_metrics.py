@@ -142,11 +142,7 @@ class MetricsServer:
     """The endpoint of a run, in a thread with an event loop of its own."""
 
     def __init__(self, run_dir: Path, host: str, port: int) -> None:
-        """Start listening.
-
-        Raises:
-            TitanRLError: The port cannot be used.
-        """
+        """Start listening; raise `TitanRLError` if the port cannot be used."""
         self.url = ""
         self._error: OSError | None = None
         self._loop = asyncio.new_event_loop()

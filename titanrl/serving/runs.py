@@ -141,11 +141,7 @@ class Board(Endpoint):
             self._listeners.discard(queue)
 
     def view(self, name: str | None) -> RunView:
-        """Return the view of a run.
-
-        Raises:
-            Refused: There is no such run.
-        """
+        """Return the view of a run; raise `Refused` if there is none."""
         if name not in self._views:
             self.find()
         view = self._views.get(name or "")

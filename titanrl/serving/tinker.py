@@ -564,11 +564,7 @@ def _check_optimizer(fields: Fields) -> None:
 
 
 def _decompressed(body: bytes, limit: int) -> bytes:
-    """Return a body compressed with zstd.
-
-    Raises:
-        Refused: It is malformed, or too long.
-    """
+    """Return a body compressed with zstd; raise `Refused` if it is malformed or too long."""
     import zstandard  # a requirement of the package `tinker`
 
     try:

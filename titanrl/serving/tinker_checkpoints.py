@@ -126,11 +126,7 @@ class Checkpoints:
         replace_text(folder / "run.json", json.dumps(asdict(run)), durable=True)
 
     def run(self, model_id: str, owner: str) -> Run:
-        """Return a model of a user.
-
-        Raises:
-            Refused: The user has none of this id.
-        """
+        """Return a model of a user; raise `Refused` if there is none of this id."""
         run = self._read_run(model_id) if _MODEL_ID.fullmatch(model_id) else None
         if run is None or run.owner != owner:
             raise Refused(f"model_id: you have no such model (got {model_id[:80]!r})", status=404)
@@ -142,20 +138,12 @@ class Checkpoints:
         return sorted((run for run in found if run is not None and run.owner == owner), key=lambda run: -run.used)
 
     def check_name(self, name: str) -> None:
-        """Check the name of a checkpoint, before anything is written.
-
-        Raises:
-            Refused: It is invalid.
-        """
+        """Raise `Refused` if the name of a checkpoint is invalid, before anything is written."""
         if not _NAME.fullmatch(name):
             raise Refused(f"path: must have up to 128 letters, digits and ._-, and not start with a dot (got {name[:80]!r})")
 
     def check_free(self, model_id: str, kind: Kind, name: str) -> None:
-        """Check that a name is not taken.
-
-        Raises:
-            Refused: It is.
-        """
+        """Raise `Refused` if a name is taken."""
         if self._read(model_id, kind, name) is not None:
             raise Refused(
                 f"path: the checkpoint exists (got tinker://{model_id}/{kind}/{name}). Use overwrite, or another name."
@@ -234,20 +222,12 @@ class Checkpoints:
         return sorted(found, key=lambda each: -each.saved)
 
     def set_ttl(self, path: str, owner: str, ttl_s: int | None) -> None:
-        """Let a checkpoint expire after some seconds from now, or never.
-
-        Raises:
-            Refused: The user has no such checkpoint.
-        """
+        """Let a checkpoint expire after some seconds from now, or never; raise `Refused` if there is none."""
         _, checkpoint, _ = self.find(path, owner)
         self._write(replace(checkpoint, expires=None if ttl_s is None else self.now() + ttl_s))
 
     def delete(self, path: str, owner: str) -> None:
-        """Delete a checkpoint.
-
-        Raises:
-            Refused: The user has no such checkpoint.
-        """
+        """Delete a checkpoint; raise `Refused` if there is none."""
         _, checkpoint, state = self.find(path, owner)
         self._file(checkpoint.model_id, checkpoint.kind, checkpoint.name).unlink()
         shutil.rmtree(state, ignore_errors=True)
@@ -300,11 +280,7 @@ class Checkpoints:
 
 
 def _read_json(file: Path) -> dict[str, Any] | None:
-    """Return a JSON object that this server wrote; None if the file is missing.
-
-    Raises:
-        DamagedError: It is no JSON object.
-    """
+    """Return a JSON object that this server wrote; None if the file is missing, `DamagedError` if it is damaged."""
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -37,11 +37,7 @@ class Order(Generic[T]):
         return len(self._held)
 
     def add(self, seq_id: int, item: T) -> None:
-        """Add an item.
-
-        Raises:
-            Unordered: The sequence id is not due any more, has an item, or is too far ahead.
-        """
+        """Add an item; raise `Unordered` if its sequence id is not due any more, has an item, or is too far ahead."""
         if seq_id < self.next or seq_id in self._held:
             raise Unordered(f"seq_id: {seq_id} has already been used (the next one is {self.next}).")
         if seq_id - self.next > MAX_AHEAD:
@@ -138,11 +134,7 @@ class Futures:
         return len(self._futures)
 
     def open(self, owner: str, group: str, size: int, on_drop: Callable[[], None] | None = None) -> Future:
-        """Open a future for a request of a size in bytes.
-
-        Raises:
-            Refused: The user has too many of them, or there is no memory left.
-        """
+        """Open a future for a request of a size in bytes; raise `Refused` if the user has too many, or memory is short."""
         if self._num_open[owner] >= self._max_open:
             rule = f"at most {self._max_open} requests of a user may wait or have unread results"
             raise Refused(f"{rule}. Await earlier ones, then retry.", status=429)
@@ -173,11 +165,7 @@ class Futures:
         self._make_room(0)
 
     def find(self, request_id: str, owner: str) -> Future:
-        """Return a future of a user.
-
-        Raises:
-            Refused: There is none.
-        """
+        """Return a future of a user; raise `Refused` if there is none."""
         future = self._futures.get(request_id)
         if future is None or future.owner != owner:
             raise Refused(

@@ -105,22 +105,13 @@ class Host(Protocol):
         """Text that clients print when they connect; empty if there is none."""
 
     async def create(self, spec: ModelSpec, state: Path | None, *, with_optimizer: bool) -> Model:
-        """Return a new model, initialized from a saved state if there is one.
-
-        Raises:
-            FullError: There are too many models now.
-            Refused: There cannot be such a model.
-        """
+        """Return a new model, or a saved one; raise `FullError` if there are too many, `Refused` if it is impossible."""
 
     async def base(self) -> Sampler:
         """Return a sampler of the base model."""
 
     async def open_sampler(self, spec: ModelSpec, state: Path) -> Sampler:
-        """Return a sampler of saved weights.
-
-        Raises:
-            Refused: They cannot be sampled now.
-        """
+        """Return a sampler of saved weights; raise `Refused` if they cannot be sampled now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,11 +215,7 @@ class OpenModel:
     """Wait for the end of silent sessions, while there is no place for the model."""
 
     def live(self) -> Model:
-        """Return the model.
-
-        Raises:
-            Refused: It was not created.
-        """
+        """Return the model; raise `Refused` if it was not created."""
         if self.handle is None:
             raise Refused(self.problem)
         return self.handle
@@ -301,11 +288,7 @@ class Sessions:
         self._running: dict[str, asyncio.Task[None]] = {}  # of requests for completions, by request
 
     def add(self, owner: str, user_metadata: Mapping[str, str], display_name: str | None) -> OpenSession:
-        """Open a session.
-
-        Raises:
-            Refused: The user has too many.
-        """
+        """Open a session; raise `Refused` if the user has too many."""
         if sum(session.owner == owner for session in self.open.values()) >= self._limits.max_sessions:
             raise Refused(f"you have {self._limits.max_sessions} sessions. Close one, or wait until it ends.", status=429)
         loop = asyncio.get_running_loop()
@@ -321,11 +304,7 @@ class Sessions:
         return session
 
     def session(self, session_id: str, owner: str, status: int = 404) -> OpenSession:
-        """Return a session of a user, and note that its client is alive.
-
-        Raises:
-            Refused: There is none; the error has the status.
-        """
+        """Return a session of a user, and note that its client is alive; raise `Refused`, with the status, if there is none."""
         session = self.open.get(session_id)
         if session is None or session.owner != owner:
             rule = (
@@ -448,11 +427,7 @@ class Sessions:
         return future
 
     def model(self, model_id: str, owner: str) -> OpenModel:
-        """Return a model of a user, and note that its client is alive.
-
-        Raises:
-            Refused: There is none.
-        """
+        """Return a model of a user, and note that its client is alive; raise `Refused` if there is none."""
         session_id, _, _ = model_id.partition(":")
         session = self.open.get(session_id)
         if session is None or session.owner != owner or model_id not in session.models:
@@ -497,11 +472,7 @@ class Sessions:
         return session.samplings[number]
 
     def sampler(self, sampler_id: str, owner: str) -> OpenSampler:
-        """Return a sampler of a user, and note that its client is alive.
-
-        Raises:
-            Refused: There is none.
-        """
+        """Return a sampler of a user, and note that its client is alive; raise `Refused` if there is none."""
         session_id, _, number = sampler_id.partition(":sample:")
         session = self.open.get(session_id)
         sampling = session.samplings.get(int(number)) if session is not None and re.fullmatch(r"[0-9]{1,19}", number) else None
@@ -514,11 +485,7 @@ class Sessions:
     def sample(
         self, sampler: OpenSampler, seq_id: int, size: int, num: int, action: Callable[[], Awaitable[Answer]]
     ) -> tuple[Future, list[str]]:
-        """Start a request for completions; return its future, and the names of the completions.
-
-        Raises:
-            Refused: There are too many at once.
-        """
+        """Start a request for completions; return its future and their names. Raise `Refused` if there are too many at once."""
         limits, owner = self._limits, sampler.session.owner
         is_full = self.num_samples.total() + num > limits.max_samples
         if is_full or self.num_samples[owner] + num > limits.max_samples_per_user:

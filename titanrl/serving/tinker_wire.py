@@ -86,11 +86,7 @@ class SampleRequest:
 
 
 def read_pass(body: bytes) -> Any:
-    """Return the protobuf message of a pass.
-
-    Raises:
-        Malformed: It is none.
-    """
+    """Return the protobuf message of a pass; raise `Malformed` if it is none."""
     message = schema().ForwardBackwardRequest()
     try:
         message.ParseFromString(body)
@@ -112,11 +108,7 @@ def digest(body: bytes) -> bytes:
 
 
 def pass_of(message: Any, vocab_size: int) -> Pass:
-    """Return the data of a pass.
-
-    Raises:
-        Malformed: A datum is not supported, or does not fit the loss.
-    """
+    """Return the data of a pass; raise `Malformed` if a datum is not supported, or does not fit the loss."""
     loss_fn = message.loss_fn
     if loss_fn not in LOSSES:
         why = REFUSED_LOSSES.get(loss_fn, f"unknown loss. Choose one of {', '.join(LOSSES)}")
@@ -204,11 +196,7 @@ def sample_result(
 
 
 def read_adam(fields: Fields) -> AdamParams:
-    """Read the options of an optimizer step.
-
-    Raises:
-        Refused: The optimizer is not AdamW, or a value is invalid.
-    """
+    """Read the options of an optimizer step; raise `Refused` if it is not AdamW, or a value is invalid."""
     fields.only("optimizer_params")
     adam = fields.nested("adam_params") or Fields({})
     names = {"learning_rate": "learning_rate", "beta1": "beta1", "beta2": "beta2", "eps": "eps", "weight_decay": "weight_decay"}
@@ -436,11 +424,7 @@ def _from_bytes(data: bytes, dtype: "np.dtype[Any]", name: str) -> Any:
 
 
 def with_limit(asked: SampleRequest, max_tokens: int) -> SampleRequest:
-    """Return a request with the longest completion that fits, unless it has a limit.
-
-    Raises:
-        Malformed: The prompt and the completion together are too long.
-    """
+    """Return a request with the longest completion that fits, unless it has a limit; raise `Malformed` if it is too long."""
     room = max_tokens - len(asked.prompt)
     if room < max(1, asked.sampling.max_new_tokens):
         length = f"{len(asked.prompt)} + {max(1, asked.sampling.max_new_tokens)}"

@@ -17,8 +17,6 @@ from titanrl.base.errors import FaultError, TitanRLError
 from titanrl.base.plugins import Plugins, plugins_of_data
 from titanrl.carriers.rewards import Answers, Scored, scorer_failed
 from titanrl.carriers.types import BASE, AdapterSpec, EvaluationResult, Prompt
-from titanrl.checks.extensions import plugins_of, with_declared_traits
-from titanrl.checks.preflight import policy_notes, preflight
 from titanrl.config.errors import BrokenRules
 from titanrl.config.load import recorded_config
 from titanrl.config.schema import Config
@@ -28,7 +26,9 @@ from titanrl.data.mixture import Draw, make_mixture
 from titanrl.data.streams import make_encoder, open_prompts
 from titanrl.data.tokenizer import Tokenizer, load_tokenizer
 from titanrl.launch.assembly import Parts, Rollouts, SessionSetup, assemble
+from titanrl.launch.extensions import plugins_of, with_declared_traits
 from titanrl.launch.generators import GeneratorMeshes
+from titanrl.launch.preflight import policy_notes, preflight
 from titanrl.launch.roles import Roles, RunFiles
 from titanrl.launch.run_lock import claim_new_run
 from titanrl.launch.trainer_mesh import TrainerMesh

@@ -36,11 +36,7 @@ class Speaker:
         self.stop: tuple[str, ...] = self._rollout.stop_texts
 
     async def call(self, call: Call, on_tokens: OnTokens | None = None) -> Reply:
-        """Return the policy's reply.
-
-        Raises:
-            Refused: The prompt cannot be encoded or is too long, or the policy cannot be sampled.
-        """
+        """Return the policy's reply; raise `Refused` if the prompt does not fit, or the policy cannot be sampled."""
         prompt_ids = self._prompt(call)
         request = GenerationRequest(token_ids=prompt_ids, sampling=self._sampling(call, self._max_tokens - len(prompt_ids)))
         try:

@@ -67,12 +67,7 @@ class SessionHost:
         self._base_sampler = await self._publish()
 
     async def create(self, spec: ModelSpec, state: Path | None, *, with_optimizer: bool) -> Model:
-        """Return the session's model, initialized from the base model or a saved state.
-
-        Raises:
-            FullError: Another client trains it.
-            Refused: The trainer has other adapters.
-        """
+        """Return the session's model, initialized from the base model or a saved state, unless another client trains it."""
         _check_spec(spec, self._lora)
         async with self._lock:
             if self._model is not None:
@@ -89,11 +84,7 @@ class SessionHost:
         return self._base_sampler
 
     async def open_sampler(self, spec: ModelSpec, state: Path) -> Sampler:
-        """Load and publish saved weights.
-
-        Raises:
-            Refused: A client trains the model.
-        """
+        """Load and publish saved weights; raise `Refused` if a client trains the model."""
         _check_spec(replace(spec, seed=None), self._lora)
         async with self._lock:
             if self._model is not None:
@@ -190,11 +181,7 @@ class FixedSampler:
         """Do nothing: the next publication replaces a version, and the base stays."""
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """Return completions.
-
-        Raises:
-            Refused: A later publication has replaced the version.
-        """
+        """Return completions; raise `Refused` if a later publication has replaced the version."""
         try:
             return await self._client.generate(requests, is_shared=True)
         except VersionGoneError:
@@ -229,12 +216,7 @@ class AdapterHost:
         """Do nothing: every model starts from the base."""
 
     async def create(self, spec: ModelSpec, state: Path | None, *, with_optimizer: bool) -> Model:
-        """Return a new adapter, or a saved one.
-
-        Raises:
-            FullError: There are too many.
-            Refused: It trains all weights, or the trainer cannot have such an adapter.
-        """
+        """Return a new adapter, or a saved one; raise `FullError` or `Refused` if the trainer cannot have it."""
         most = max(1, self._lora.max_models - 1)
         if self._num_models >= most:
             raise FullError(
@@ -277,11 +259,7 @@ class AdapterHost:
                     await self.drop(next(iter(self._held)))
 
     async def client(self, sampler: "AdapterSampler") -> SamplingClient:
-        """Return the client of a sampler; load its adapter if generators do not hold it.
-
-        Raises:
-            Refused: Its checkpoint has been deleted.
-        """
+        """Return the client of a sampler; load its adapter if generators do not hold it. Raise `Refused` if it was deleted."""
         async with sampler.lock:
             if sampler not in self._held:
                 if not sampler.state.exists():
@@ -373,11 +351,7 @@ def _requests(asked: SampleRequest) -> list[GenerationRequest]:
 
 
 def _check_spec(spec: ModelSpec, lora: LoraConfig | None) -> None:
-    """Check that the trainer can train a model.
-
-    Raises:
-        Refused: It cannot.
-    """
+    """Raise `Refused` if the trainer cannot train a model."""
     if lora is None:
         if spec.rank:
             fix = f"Create the client with rank=0, or start the server with trainer.lora.rank={spec.rank}"

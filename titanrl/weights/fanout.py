@@ -126,11 +126,7 @@ class HostTransport:
         return isinstance(handle, RdmaHandle) and HOST_FOLDER in os.environ
 
     async def fetch(self, manifest: WeightManifest, handle: RdmaHandle) -> Payload:
-        """Map the host's copy of the bytes. If the receiver exits, retry with its successor, or become the successor.
-
-        Raises:
-            WeightMismatchError: The writer has overwritten the bytes.
-        """
+        """Map the host's copy of the bytes. If the receiver exits, retry with its successor, or become the successor."""
         while True:
             receiver = self._lead()
             if receiver is not None:
@@ -181,11 +177,7 @@ class HostTransport:
         writer.close()
 
     async def _request(self, manifest: WeightManifest) -> HostCopy | Exception:
-        """Request the bytes from the receiver in another process; return its reply.
-
-        Raises:
-            ConnectionError, EOFError: The receiver has exited.
-        """
+        """Return the reply of the receiver, in another process; raise `ConnectionError` or `EOFError` if it has exited."""
         reader, writer = await asyncio.open_unix_connection(self._path)
         try:
             _check_peer(writer)
@@ -234,10 +226,6 @@ async def _send(writer: asyncio.StreamWriter, message: object) -> None:
 
 
 async def _receive(reader: asyncio.StreamReader) -> Any:
-    """Read a pickled message. It is safe to unpickle, because `_check_peer` has shown that a process of the same user sent it.
-
-    Raises:
-        EOFError: The sender has exited.
-    """
+    """Read a pickled message. Unpickling is safe: `_check_peer` has shown that a process of the same user sent it."""
     (size,) = _SIZE.unpack(await reader.readexactly(_SIZE.size))
     return pickle.loads(await reader.readexactly(size))

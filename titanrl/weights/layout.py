@@ -323,11 +323,7 @@ class SliceCopy:
 
 
 def plan_copies(layouts: Sequence[ByteLayout], targets: Mapping[str, Target]) -> tuple[SliceCopy, ...]:
-    """Return copies that write each element of every target exactly once.
-
-    Raises:
-        WeightMismatchError: A tensor is missing, unexpected, of another shape or dtype, or not covered exactly.
-    """
+    """Return copies that write each element of every target once; raise `WeightMismatchError` if the layouts do not fit."""
     published: dict[str, list[tuple[int, ShardEntry]]] = defaultdict(list)
     for layout in layouts:
         for entry in layout.entries:

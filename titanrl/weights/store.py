@@ -111,11 +111,7 @@ class WeightStore:
         await (await self.client()).put(key, value)
 
     async def get(self, key: str) -> Any:
-        """Return the object or tensor under a key.
-
-        Raises:
-            KeyError: The store does not have the key.
-        """
+        """Return the object or tensor under a key; raise `KeyError` if the store does not have it."""
         return await (await self.client()).get(key)
 
     async def exists(self, key: str) -> bool:

@@ -157,12 +157,7 @@ class CopyPlan:
     """Slice copies from published bytes into tensors, planned once per layout and bound once per address of the bytes."""
 
     def __init__(self, layouts: Sequence[ByteLayout], targets: Targets) -> None:
-        """Plan the copies and verify that they fill every target.
-
-        Raises:
-            WeightMismatchError: The layouts do not fill a target; the message names it.
-            ValueError: A target has an unsupported placement.
-        """
+        """Plan the copies; raise `WeightMismatchError` or `ValueError` unless they fill every target."""
         self.layout_ids = [layout.layout_id for layout in layouts]
         self._planned = TensorFingerprint(targets)
         wanted = {name: Target(tuple(t.shape), str(t.dtype), held_pieces(name, t)) for name, t in targets.items()}
@@ -211,11 +206,7 @@ class WeightReader:
         """Plan of the last copy, which is reused while layouts and targets stay the same."""
 
     async def fetch(self, commit: Commit) -> "FetchedWeights":
-        """Make all bytes of a version accessible. Bytes in arenas on this host are mapped instead of copied.
-
-        Raises:
-            WeightMismatchError: The bytes are unreachable, deleted, or belong to another version.
-        """
+        """Make all bytes of a version accessible. Bytes in arenas on this host are mapped instead of copied."""
         stale = [manifest.rank for manifest in commit.manifests if manifest.version != commit.version]
         if stale:
             raise WeightMismatchError(f"version {commit.version}: the manifests of ranks {stale} are of another version")
@@ -230,11 +221,7 @@ class WeightReader:
         return received
 
     def verify(self, manifest: WeightManifest, payload: Payload) -> None:
-        """Check the length and digest of one rank's bytes.
-
-        Raises:
-            WeightMismatchError: They differ from what the rank published.
-        """
+        """Raise `WeightMismatchError` if the length or digest of one rank's bytes differs from what the rank published."""
         bytes_of = f"version {manifest.version} of rank {manifest.rank}"
         if payload.data.numel() != manifest.num_bytes:
             raise WeightMismatchError(f"{bytes_of} must have {manifest.num_bytes} bytes (got {payload.data.numel()})")

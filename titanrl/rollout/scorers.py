@@ -14,7 +14,7 @@ from itertools import product
 from typing import Any, Literal
 
 from titanrl.data.gym import create_dataset
-from titanrl.rewards.answers import (
+from titanrl.rollout.answers import (
     MAX_CHARS,
     Answer,
     Choice,
@@ -101,7 +101,7 @@ def math_verify(timeout_s: int) -> Scorer:
     The answer is the text in the last `<answer>` tags, or after the last `<answer>` if no tags are closed, and in it the last
     `\\boxed` if there is one. Without tags, it is the last `\\boxed`, the text after the last "answer is", or else what the
     package math-verify finds in the text: LaTeX first, then numbers. `</think>` and all text before it are left out, unless
-    nothing follows it. A text without an answer gets the reward 0. `titanrl.rewards.answers` compares the notations that it can
+    nothing follows it. A text without an answer gets the reward 0. `titanrl.rollout.answers` compares the notations that it can
     read, math-verify all others. The reward raises if an expression cannot be compared within `timeout_s`, or if the expected
     answer is empty or cannot be parsed.
 

@@ -10,7 +10,7 @@ from tests.processes.processes import children
 from titanrl.base.plugins import Plugin
 from titanrl.carriers.rewards import Answers, RewardSpec, Score
 from titanrl.config.sections import SandboxConfig
-from titanrl.rewards.scoring import ScoringPool
+from titanrl.rollout.scoring import ScoringPool
 
 CONFIG = SandboxConfig(timeout_s=1.0, num_processes=2, memory_bytes=1 << 29)
 PATIENT = SandboxConfig(timeout_s=20.0, num_processes=2)

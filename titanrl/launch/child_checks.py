@@ -24,7 +24,6 @@ from typing import Any
 
 from titanrl.base.plugins import Plugin, Plugins, plugins_of_data, plugins_within
 from titanrl.carriers.rewards import DENIED, INVALID, Answers, BoundReward, Score, custom_reward
-from titanrl.checks.extensions import config_of, point_of
 from titanrl.config.data import ENVIRONMENTS, DataConfig, EvaluationSet, Split
 from titanrl.config.errors import BrokenRule, BrokenRules, ConfigError, inline, rule_of, within
 from titanrl.config.schema import Config
@@ -35,12 +34,13 @@ from titanrl.data.streams import Encode, PromptStream, make_encoder, make_gym_da
 from titanrl.data.tokenizer import Tokenizer, load_tokenizer, write_tokenizer
 from titanrl.environments.factories import load_factory
 from titanrl.environments.programs import checked_function
+from titanrl.launch.extensions import config_of, point_of
 from titanrl.processes.children import RespawnLimitError
 from titanrl.processes.confine import SandboxUnavailable, end_with_parent, missing_for_programs
 from titanrl.processes.sandbox import SandboxDied
 from titanrl.processes.temporary import TemporaryFolder, delete_all
-from titanrl.rewards.scoring import ScoringPool, TrustedReward, in_thread, reward_specs, weighted
 from titanrl.rollout.renderers import make_renderer
+from titanrl.rollout.scoring import ScoringPool, TrustedReward, in_thread, reward_specs, weighted
 
 Finding = str | Selection
 """A warning of a check, or the rows of a source by use."""
@@ -62,7 +62,7 @@ _FIX = (
 )
 
 _CHILD = (
-    "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); from titanrl.checks.child_checks import _serve; _serve()"
+    "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); from titanrl.launch.child_checks import _serve; _serve()"
 )
 
 
@@ -118,11 +118,7 @@ class RunningCheck:
         return (BrokenRule(values=self._values, rule=rule, fix=fix),)
 
     def _output(self) -> bytes:
-        """Return what the check wrote. A check that a busy machine has given little CPU time gets `BUSY_FACTOR` times as long.
-
-        Raises:
-            TimeoutExpired: The check took too long.
-        """
+        """Return what the check wrote. If a busy machine has given it little CPU time, wait `BUSY_FACTOR` times as long."""
         try:
             return self._process.communicate(timeout=self._limit_s)[0]
         except subprocess.TimeoutExpired:
@@ -188,11 +184,7 @@ def start_checks(config: Config, plugins: Plugins, *, with_data: bool, has_token
 
 
 def check_plugins(plugins: Iterable[Plugin], config: Config) -> None:
-    """Import the objects named by configuration keys, and check that each fits its extension point.
-
-    Raises:
-        BrokenRules: An object cannot be used.
-    """
+    """Import the objects named by configuration keys, and check that each fits its extension point."""
     broken: list[BrokenRule] = []
     for plugin in plugins:
         try:
@@ -234,11 +226,7 @@ def check_data(config: Config, plugins: Plugins, name: str | None = None, *, has
 
 
 def check_set(config: Config, plugins: Plugins, subset: EvaluationSet, *, has_tokenizer: bool = True) -> list[Finding]:
-    """Read the prompts of an evaluation set that has a separate data section, and try its rewards; see `check_data`.
-
-    Raises:
-        ValueError: The data cannot be used.
-    """
+    """Read the prompts of an evaluation set that has a separate data section, and try its rewards; see `check_data`."""
     plugins = plugins_within(plugins, subset.key)
     try:
         encode = _encoder(config, subset.data, has_tokenizer=has_tokenizer)
@@ -284,11 +272,7 @@ def _few_prompts(subset: EvaluationSet, stream: PromptStream) -> list[str]:
 
 
 def _long_answers(data: DataConfig, stream: PromptStream, tokenizer: Tokenizer, max_new_tokens: int) -> list[str]:
-    """Return a note if no completion can equal some reference answers, because they have too many tokens.
-
-    Raises:
-        BrokenRules: This holds for all answers.
-    """
+    """Return a note if no completion can equal some reference answers, which are too long; raise `BrokenRules` if all are."""
     if data.environment is not None or all(part.function != "exact" for part in data.reward_parts.values()):
         return []
     answers = [prompt.entry["answer"] for prompt in stream.training_prompts()]

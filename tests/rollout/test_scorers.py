@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reasoning_gym.utils import extract_answer
 
-from tests.rewards.notations import NOTATIONS
+from tests.rollout.notations import NOTATIONS
 from titanrl.carriers.rewards import Answers, BoundReward
-from titanrl.rewards.answers import equal, read
-from titanrl.rewards.scorers import exact, last_answer, last_boxed, math_verify, overlong, reasoning_gym, regex, repetition
+from titanrl.rollout.answers import equal, read
+from titanrl.rollout.scorers import exact, last_answer, last_boxed, math_verify, overlong, reasoning_gym, regex, repetition
 
 
 @given(st.lists(st.sampled_from(["<answer>", "</answer>", " ", "\n", "7", "x y"]), max_size=12).map("".join))

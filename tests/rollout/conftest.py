@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.rewards.scoring import CARELESS, CARELESS_VERIFIER, Bench
+from tests.rollout.scoring import CARELESS, CARELESS_VERIFIER, Bench
 
 
 @pytest.fixture(scope="module")

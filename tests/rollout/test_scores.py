@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from tests.processes.processes import needs_confinement
-from tests.rewards.scoring import FOREVER, RIGHT, WRONG, Bench, rewards, started, statuses, together
+from tests.rollout.scoring import FOREVER, RIGHT, WRONG, Bench, rewards, started, statuses, together
 from titanrl.carriers.rewards import MAX_PARTS, RewardSpec, Score, TokenRewards, encoded_score, parse_scores
 from titanrl.config.data import DataConfig
 from titanrl.config.schema import Config
 from titanrl.processes.sandbox import ScoringProcess
-from titanrl.rewards.scoring import reward_specs
+from titanrl.rollout.scoring import reward_specs
 
 pytestmark = [needs_confinement, pytest.mark.usefixtures("careless_verifier")]
 

@@ -14,15 +14,15 @@ import psutil
 import pytest
 
 from tests.preflight_cases import GOOD, data_problem, preflight_error, problem, problems, write_model, write_questions
-from titanrl.checks.child_checks import RunningCheck, check_data, check_plugins, check_set
-from titanrl.checks.extensions import plugins_of
-from titanrl.checks.preflight import preflight
 from titanrl.config import ConfigError, Source, device, read_source
 from titanrl.config.errors import BrokenRules
 from titanrl.config.load import validate
 from titanrl.config.sections import SFTConfig
 from titanrl.data.rows import Selection
 from titanrl.data.tokenizer import Tokenizer
+from titanrl.launch.child_checks import RunningCheck, check_data, check_plugins, check_set
+from titanrl.launch.extensions import plugins_of
+from titanrl.launch.preflight import preflight
 
 pytestmark = pytest.mark.usefixtures("scratch")
 
@@ -225,7 +225,7 @@ def test_check_that_times_out_says_why(
 ) -> None:
     monkeypatch.setattr(RunningCheck, "_cpu_s", lambda self: cpu_s)
     monkeypatch.setattr("os.getloadavg", lambda: (load, load, load))
-    monkeypatch.setattr("titanrl.checks.child_checks.BUSY_FACTOR", 1.25)
+    monkeypatch.setattr("titanrl.launch.child_checks.BUSY_FACTOR", 1.25)
     (rule,) = RunningCheck(partial(time.sleep, 100.0), {"data.rewards.answer": "rewards.py:score"}, 0.4).result()
     used = f"(it used {cpu_s:.0f} s of CPU time)"
     assert rule.rule == f"the check timed out: loading it must not take longer than {limit_s:g} s {used}"
@@ -234,7 +234,7 @@ def test_check_that_times_out_says_why(
 
 def test_busy_machine_gives_a_check_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.getloadavg", lambda: (1e6, 1e6, 1e6))
-    monkeypatch.setattr("titanrl.checks.child_checks.BUSY_FACTOR", 100)
+    monkeypatch.setattr("titanrl.launch.child_checks.BUSY_FACTOR", 100)
     monkeypatch.setattr(RunningCheck, "_cpu_s", lambda self: 0.0)
     assert RunningCheck(partial(time.sleep, 0.5), {"data.rewards.answer": "rewards.py:score"}, 0.2).result() == ()
 
@@ -340,7 +340,7 @@ def test_too_many_processes_for_this_machine_are_reported(monkeypatch: pytest.Mo
 
 def test_too_many_replicas_for_the_memory_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    monkeypatch.setattr("titanrl.checks.preflight.host_bytes", lambda: 8 * 10**9)
+    monkeypatch.setattr("titanrl.launch.preflight.host_bytes", lambda: 8 * 10**9)
     text = problem("generator: {replicas: 100, kv_cache_bytes: 2000000}\n")
     assert text.startswith("run.yaml:4: generator.replicas=100, ")
     assert "the processes of a run need 21.5 GB before they load a model, but this machine has 8.0 GB" in text

@@ -14,7 +14,7 @@ from tests.rollout.scored import ANSWERS, right, score, score_with, score_with_p
 from titanrl.carriers.rewards import Answers, Reward, RewardSpec, Score, Scored
 from titanrl.config.data import DataConfig, RewardConfig
 from titanrl.config.schema import Config
-from titanrl.rewards.scoring import reward_specs, weighted
+from titanrl.rollout.scoring import reward_specs, weighted
 
 pytestmark = needs_confinement
 
@@ -229,10 +229,10 @@ def specs_of(data: DataConfig) -> list[RewardSpec]:
 
 def test_prompt_source_selects_the_default_reward() -> None:
     (gym,) = specs_of(DataConfig(task="countdown", task_config={"min_numbers": 2}))
-    assert (gym.name, gym.factory, gym.bounds) == ("answer", "titanrl.rewards.scorers:reasoning_gym", (0.0, 1.0))
+    assert (gym.name, gym.factory, gym.bounds) == ("answer", "titanrl.rollout.scorers:reasoning_gym", (0.0, 1.0))
     assert gym.kwargs == {"task": "countdown", "config": {"min_numbers": 2}}
     (exact,) = specs_of(DataConfig(source="jsonl", path=Path("prompts.jsonl")))
-    assert (exact.name, exact.factory, exact.is_custom) == ("answer", "titanrl.rewards.scorers:exact", False)
+    assert (exact.name, exact.factory, exact.is_custom) == ("answer", "titanrl.rollout.scorers:exact", False)
     (own,) = specs_of(DataConfig(rewards={"short": RewardConfig(function="a.b:c")}))
     assert (own.name, own.factory, own.kwargs["plugin"].name, own.is_custom) == (
         "short",

@@ -164,11 +164,7 @@ class RemoteTeacher:
 
 
 def _checked(entries: Sequence[Any], tokens: Sequence[int]) -> Iterator[Mapping[str, Any]]:
-    """Yield the entries of all tokens but the first.
-
-    Raises:
-        ValueError: A token has no finite log-probability, or one that replaces the logarithm of 0.
-    """
+    """Yield the entries of all tokens but the first, each with a finite log-probability; raise `ValueError` at another."""
     for index, (token, known) in enumerate(zip(tokens, entries, strict=True)):
         if index == 0:
             continue

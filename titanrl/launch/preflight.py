@@ -1,6 +1,6 @@
 """Preflight checks of a configuration against this machine, made before a run starts and in `--dry-run`.
 
-This module does not import torch or vLLM. `titanrl.checks.child_checks` checks data and user-defined objects in child
+This module does not import torch or vLLM. `titanrl.launch.child_checks` checks data and user-defined objects in child
 processes.
 """
 
@@ -25,8 +25,6 @@ from titanrl.base.choices import DeviceKind
 from titanrl.base.files import why_not_writable
 from titanrl.base.plugins import Plugins
 from titanrl.carriers import dumps
-from titanrl.checks.child_checks import policy_tokenizer, start_checks
-from titanrl.checks.extensions import plugins_of
 from titanrl.config import device as devices
 from titanrl.config.data import JudgeOptions, OverlongOptions
 from titanrl.config.device import device_kind, missing_for
@@ -41,6 +39,8 @@ from titanrl.data import examples
 from titanrl.data.rows import Selection
 from titanrl.data.tokenizer import load_tokenizer
 from titanrl.hosts.kinds import broken_by_hosts
+from titanrl.launch.child_checks import policy_tokenizer, start_checks
+from titanrl.launch.extensions import plugins_of
 from titanrl.models.directory import ModelDirectory, broken_by_adapter, model_shape, open_model, read_model, recipe_model
 from titanrl.models.family import PACKED_MULTIPLE, vllm_problems
 from titanrl.processes.variables import broken_by_cores, broken_by_templates, secure_caches
@@ -139,11 +139,7 @@ def broken_rules(
 
 
 def read_examples(config: Config, source: Source | None = None) -> examples.Examples:
-    """Read the examples of a run that trains on examples.
-
-    Raises:
-        ConfigError: The examples or the tokenizer cannot be used.
-    """
+    """Read the examples of a run that trains on examples; raise `ConfigError` if it cannot use them."""
     try:
         tokenizer = policy_tokenizer(config)
     except Exception as error:  # the tokenizers library raises bare Exceptions
@@ -159,11 +155,7 @@ Checked = tuple[str, Sequence[Selection], Mapping[str, str]]
 
 
 def dry_run(config: Config, source: Source | None, check: Callable[[], Checked]) -> None:
-    """Print the report of `--dry-run`, then call `check` for what the start of the run checks.
-
-    Raises:
-        ConfigError: The run cannot start.
-    """
+    """Print the report of `--dry-run`, then call `check` for what the start of the run checks."""
     device = device_kind(config.device)
     console = table_console()
     device_bytes = _device_bytes(device)
@@ -532,7 +524,7 @@ def _broken_by_shape(config: Config, shape: ModelShape) -> Iterator[BrokenRule]:
 
 def _broken_by_endpoint(config: Config, key: str, teacher: TeacherConfig) -> Iterator[BrokenRule]:
     """Yield a rule if the endpoint of a teacher cannot be used. This sends requests to it."""
-    from titanrl.serving.teacher import RemoteTeacher, TeacherError  # imports httpx
+    from titanrl.rollout.teacher import RemoteTeacher, TeacherError  # imports httpx
 
     async def check() -> None:
         remote = RemoteTeacher(teacher, key=key)

@@ -8,9 +8,10 @@ import pytest
 
 import titanrl
 from titanrl.carriers.rewards import Reward
-from titanrl.checks.extensions import plugins_of, with_objects
-from titanrl.config import Config, ConfigError, dump_config, load_config
+from titanrl.config import Config, ConfigError, load_config
+from titanrl.config.source import dump
 from titanrl.grpo import GRPO
+from titanrl.launch.extensions import plugins_of, with_objects
 
 CONFIG = Config(name="a", num_steps=1)
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
@@ -49,7 +50,7 @@ def test_configuration_records_names_and_options_of_rewards(tmp_path: Path) -> N
     plugins = plugins_of(config, {"rewards": rewards})
     assert plugins.keys() == {"data.rewards.right", "data.rewards.brevity"}
     assert plugins["data.rewards.right"].load()("4", {"answer": "4"}) == 1.0
-    (tmp_path / "config.yaml").write_text(dump_config(config))
+    (tmp_path / "config.yaml").write_text(dump(config.model_dump()))
     assert load_config(tmp_path / "config.yaml") == config
 
 

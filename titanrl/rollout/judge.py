@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from titanrl.base.endpoint import Endpoint, EndpointError, read_secret
 from titanrl.config.data import NO_WEIGHT, Criterion, JudgeOptions, Rubric, total_weight
-from titanrl.rewards.answers import number
+from titanrl.rollout.answers import number
 
 MAX_REPLY_BYTES = 1 << 20
 """Maximum length of a reply's body."""
@@ -35,11 +35,7 @@ class Judge:
     """
 
     def __init__(self, options: JudgeOptions, *, key: str) -> None:
-        """Read the API key from the environment, without making a request. `key` is the reward's, for error messages.
-
-        Raises:
-            ValueError: The environment variable with the API key is not set.
-        """
+        """Read the API key from the environment, without a request; `key` is the reward's, for errors."""
         self._options = options
         self._endpoint = Endpoint(
             f"{options.url.rstrip('/')}/chat/completions",
@@ -117,11 +113,7 @@ def grade_of(text: str, options: JudgeOptions) -> float:
 
 
 def criteria_of(entry: Mapping[str, Any], options: JudgeOptions) -> Mapping[str, Criterion]:
-    """Return the criteria by name; none if the judge gives a grade.
-
-    Raises:
-        JudgeError: Those of the prompt are missing or invalid.
-    """
+    """Return the criteria by name, none if the judge gives a grade; raise `JudgeError` if the prompt's are invalid."""
     if options.criteria_field is None:
         return options.criteria or {}
     given = entry["metadata"].get(options.criteria_field)

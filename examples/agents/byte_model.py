@@ -1,13 +1,19 @@
-"""A tiny tokenizer that encodes any text, with a chat template and tools, for tests and examples with agent frameworks.
+"""A tiny model with a tokenizer that encodes any text, a chat template and tools, for agent frameworks.
 
 The tokenizer of the quick start knows 104 characters and phrases; the system prompts of frameworks have others.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from titanrl.config.errors import BrokenRule
+from titanrl.config.sections import ModelConfig, RecipeConfig
+from titanrl.models.directory import recipe_model
+from titanrl.models.recipe import write_model
 
 PAD_TOKEN, END_TOKEN, START_TOKEN = "<|endoftext|>", "<|im_end|>", "<|im_start|>"
 TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
@@ -65,3 +71,13 @@ def write_byte_tokenizer(directory: Path, corpus: str = "", num_merges: int = 0)
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     return -(-backend.get_vocab_size() // 16) * 16
+
+
+def create_byte_model(directory: Path, recipe: RecipeConfig, seed: int, corpus: str = "", num_merges: int = 0) -> None:
+    """Write a new model directory with random weights; see `write_byte_tokenizer` for the last two arguments."""
+    model = recipe_model(ModelConfig(recipe=recipe), directory)
+    assert not isinstance(model, BrokenRule), "the recipe must be valid"
+    assert model.family.recipe is not None
+    directory.mkdir(parents=True)
+    hf = {**model.family.recipe(recipe), "vocab_size": write_byte_tokenizer(directory, corpus, num_merges)}
+    write_model(directory, replace(model, hf=model.family.completed(hf)), hf, recipe.init_std, seed)

@@ -22,7 +22,7 @@ from tests.processes.processes import (
     parents,
     wait_until_gone,
 )
-from tests.rewards.scoring import (
+from tests.rollout.scoring import (
     CARELESS,
     CONFIG,
     FOREVER,
@@ -42,7 +42,7 @@ from titanrl.config.sections import FaultsConfig, SandboxConfig
 from titanrl.processes.children import RespawnLimitError
 from titanrl.processes.confine import SandboxUnavailable
 from titanrl.processes.sandbox import SandboxDied
-from titanrl.rewards.scoring import ScoringPool
+from titanrl.rollout.scoring import ScoringPool
 
 pytestmark = [needs_confinement, pytest.mark.usefixtures("careless_verifier")]
 
@@ -180,11 +180,11 @@ def test_all_processes_exit_when_the_parent_is_killed() -> None:
     script = """
         import asyncio
         from titanrl.config.sections import SandboxConfig
-        from titanrl.rewards.scoring import ScoringPool
+        from titanrl.rollout.scoring import ScoringPool
         from titanrl.carriers.rewards import RewardSpec
 
         async def main():
-            spec = RewardSpec(name="answer", factory="titanrl.rewards.scorers:exact")
+            spec = RewardSpec(name="answer", factory="titanrl.rollout.scorers:exact")
             pool = ScoringPool([spec], SandboxConfig(timeout_s=60))
             await pool.start()
             print("started", flush=True)

@@ -9,8 +9,8 @@ from tests.rollout.test_group import HANDLE
 from titanrl.carriers.rewards import Answers, Score, TokenRewards
 from titanrl.carriers.types import Group, GroupTokens, Prompt, Rollout, Segment, Turn
 from titanrl.config.data import RewardConfig
-from titanrl.rewards.scoring import in_turns, rewards_by_token, weighted
 from titanrl.rollout.group import mask_truncated, record_of
+from titanrl.rollout.scoring import in_turns, rewards_by_token, weighted
 
 TEXTS = {1: "", 2: "ab", 3: "c", 4: " d", 5: "ef"}
 """Texts of tokens; 1 ends the sequence."""

@@ -93,11 +93,7 @@ def plugins_of(config: Config, objects: Mapping[str, object]) -> dict[str, Plugi
 
 
 def with_declared_traits(config: Config, plugins: Plugins) -> Config:
-    """Return the configuration with the traits that a custom loss declares. `preflight` must have checked the loss.
-
-    Raises:
-        BrokenRules: The traits conflict with other keys.
-    """
+    """Return the configuration with the traits that a custom loss declares. `preflight` must have checked the loss."""
     loss = loaded(plugins, "algorithm.loss")
     return config if loss is None else config.with_loss_traits(contracts.declared_traits(loss) or LossTraits())
 
@@ -205,11 +201,7 @@ def _recorded(point: Point, argument: object, config: Config) -> Config:
 
 
 def _with_section(config: Config, name: str, **changes: object) -> Config:
-    """Return the configuration with changed values in a section, after validation.
-
-    Raises:
-        ConfigError: A value is invalid, or the configuration breaks a rule.
-    """
+    """Return the configuration with changed values in a section, after validation."""
     section: tuple[str, ...] = (name,)
     before: Section = getattr(config, name)
     try:

@@ -12,8 +12,8 @@ from tests.replying import ReplyingServer, replying
 from titanrl.carriers.rewards import Answers, Scored
 from titanrl.config.data import JudgeOptions
 from titanrl.config.schema import Config
-from titanrl.rewards.judge import JudgeError, criteria_of, grade_of, parts_of
-from titanrl.rewards.scoring import Scoring
+from titanrl.rollout.judge import JudgeError, criteria_of, grade_of, parts_of
+from titanrl.rollout.scoring import Scoring
 
 ANSWERS = Answers(
     entry={"question": "2 + 2 =", "answer": "4", "metadata": {"level": "easy"}},

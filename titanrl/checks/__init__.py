@@ -1,1 +1,0 @@
-"""Checks before anything starts, and the table of extension points."""

@@ -1,1 +1,0 @@
-"""Scores of completions: built-in rewards, the judge, user-defined functions."""
