@@ -95,11 +95,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titanrl.co
 
 @contextmanager
 def serving(policy: str, overrides: Sequence[str]) -> Iterator[str]:
-    """Serve a policy with `titanrl serve`, yield the URL, and end the server.
-
-    Raises:
-        SystemExit: The policy cannot be served. The server has printed the reason.
-    """
+    """Serve a policy with `titanrl serve`, yield the URL, and end the server. If it cannot be served, the server says why."""
     folder = private_folder()
     command = [sys.executable, "-m", "titanrl.commands.serve", f"--unix={folder.path}/policy", "--", policy, *overrides]
     server = subprocess.Popen(
@@ -177,11 +173,7 @@ def read_lines() -> Iterator[str]:
 
 
 def say(client: "httpx.Client", body: Mapping[str, Any]) -> dict[str, str]:
-    """Print the reply to a conversation while it is sampled; return its message.
-
-    Raises:
-        NoReply: The request is refused, or the reply ends early.
-    """
+    """Print the reply to a conversation while it is sampled; return its message. Raise `NoReply` if there is none."""
     told, cause = {"reasoning_content": "", "content": ""}, ""
     with client.stream("POST", "/v1/chat/completions", json=body) as response:
         if response.is_error:

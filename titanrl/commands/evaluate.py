@@ -18,12 +18,12 @@ from titanrl.base import terminal
 from titanrl.base.choices import ConsoleMode
 from titanrl.base.files import why_no_file, why_no_folder
 from titanrl.carriers.types import EvaluationResult
-from titanrl.checks.preflight import preflight
 from titanrl.config import Config, ConfigError, Source
 from titanrl.config.dry_run import print_table, table_console
 from titanrl.config.errors import BrokenRule, refusing
 from titanrl.config.load import validate
 from titanrl.config.source import read_source
+from titanrl.launch.preflight import preflight
 from titanrl.metrics.console import Console
 from titanrl.models.directory import read_model
 from titanrl.run import command

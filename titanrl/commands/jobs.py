@@ -17,7 +17,6 @@ from pathlib import Path
 import yaml
 
 from titanrl.base import terminal
-from titanrl.checks.preflight import preflight, read_examples
 from titanrl.config import Config, ConfigError, recorded_config
 from titanrl.config.device import device_kind
 from titanrl.config.errors import refusing
@@ -27,6 +26,7 @@ from titanrl.config.source import dump, parse_run, read_source, source_of
 from titanrl.data.rows import Selection, check_recorded, record_data
 from titanrl.hosts.kubernetes import Json, broken_by_pods, controller, mesh, mesh_name
 from titanrl.hosts.slurm import IN_ALLOCATION, NOTICE_SIGNAL, SlurmError, directives, submit_job
+from titanrl.launch.preflight import preflight, read_examples
 from titanrl.launch.run_lock import claim_new_run, claim_run
 from titanrl.metrics.run_directory import JOB_SCRIPT
 

@@ -20,11 +20,11 @@ import yaml
 
 from titanrl.base import terminal
 from titanrl.base.files import why_no_file, why_no_folder
-from titanrl.checks.preflight import preflight
 from titanrl.config import Config, ConfigError, Source
 from titanrl.config.errors import BrokenRule, refusing
 from titanrl.config.load import validate
 from titanrl.config.source import read_source
+from titanrl.launch.preflight import preflight
 from titanrl.metrics.console import Console
 from titanrl.metrics.run_directory import run_of
 from titanrl.models.directory import read_model
@@ -131,11 +131,7 @@ def parse(argv: Sequence[str] | None, *, prog: str) -> argparse.Namespace:
 
 
 def check_tinker(keys: Collection[str], file: Path | None) -> None:
-    """Check that Tinker's client can use this server.
-
-    Raises:
-        ConfigError: The package `tinker` is missing, or the client would refuse a key.
-    """
+    """Raise `ConfigError` if the package `tinker` is missing, or Tinker's client would refuse a key."""
     if find_spec("tinker") is None:
         raise ConfigError("--tinker: the package tinker is not installed. Run `pip install 'titanrl[tinker]'`.")
     if not all(key.startswith("tml-") for key in keys):
@@ -144,11 +140,7 @@ def check_tinker(keys: Collection[str], file: Path | None) -> None:
 
 
 def check_address(host: str, unix: Path | None, *, has_keys: bool) -> None:
-    """Check that only this machine can reach an endpoint without keys.
-
-    Raises:
-        ConfigError: It is open to others, or the address is invalid.
-    """
+    """Raise `ConfigError` if an endpoint without keys has an invalid address, or one that other machines can reach."""
     if unix is not None:
         return
     try:
@@ -246,11 +238,7 @@ def _fixed(model: Path | None, scratch: Path) -> tuple[str, ...]:
 
 
 async def serve(served: Served, keys: Mapping[str, int], arguments: argparse.Namespace, console: Console) -> None:
-    """Start the generators, listen, and wait until the task is cancelled.
-
-    Raises:
-        TitanRLError: A process died or hung, and was not replaced.
-    """
+    """Start the generators, listen, and wait until the task is cancelled, or a process that is not replaced fails."""
     from titanrl.serving.app import App, Limits
     from titanrl.serving.calls import Callers
     from titanrl.serving.http import LOCAL
