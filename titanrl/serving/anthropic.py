@@ -83,8 +83,8 @@ class MessagesRequest:
 
     def start(self) -> Iterator[Event]:
         """Return the first events of a stream."""
-        self._open: str | None = None  # the content block that is being sent
-        self._place = 0
+        self._open_block: str | None = None  # the content block that is being sent
+        self._block_index = 0
         usage = {"input_tokens": 0, "output_tokens": 0}  # the last event has the counts
         message = self._head() | {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         yield _event("message_start", message=message)
@@ -116,18 +116,18 @@ class MessagesRequest:
         return {"id": self._id, "type": "message", "role": "assistant", "model": self._model}
 
     def _opened(self, name: str, block: dict[str, Any]) -> Iterator[Event]:
-        if self._open != name:
+        if self._open_block != name:
             yield from self._closed()
-            self._open = name
-            yield _event("content_block_start", index=self._place, content_block=block)
+            self._open_block = name
+            yield _event("content_block_start", index=self._block_index, content_block=block)
 
     def _closed(self) -> Iterator[Event]:
-        if self._open is not None:
-            yield _event("content_block_stop", index=self._place)
-            self._open, self._place = None, self._place + 1
+        if self._open_block is not None:
+            yield _event("content_block_stop", index=self._block_index)
+            self._open_block, self._block_index = None, self._block_index + 1
 
     def _delta(self, delta: dict[str, Any]) -> Event:
-        return _event("content_block_delta", index=self._place, delta=delta)
+        return _event("content_block_delta", index=self._block_index, delta=delta)
 
     def _ending(self, reply: Reply) -> dict[str, Any]:
         """Return why the completion ended, and the stop text that ended it."""

@@ -15,11 +15,10 @@ import prometheus_client as prometheus
 from titanrl.serving import anthropic, openai
 from titanrl.serving.anthropic import MessagesRequest
 from titanrl.serving.calls import Caller, Refused, Reply
-from titanrl.serving.http import Endpoint, Headers, Receive, Send, cancel, dump, read_body, unless_disconnected
-from titanrl.serving.http import Response as HttpResponse
+from titanrl.serving.http import Endpoint, Headers, Receive, Response, Send, cancel, dump, read_body, unless_disconnected
 from titanrl.serving.openai import ChatCompletion, TextCompletion, TokenCompletion
 from titanrl.serving.protocol import Event, Exchange, Feed, Fields, Piece, load_json
-from titanrl.serving.responses import Response
+from titanrl.serving.responses import ResponsesRequest
 
 Find = Callable[[str], Caller | None]
 """Function from a key, empty if the client sent none, to its caller; it may raise `Refused`."""
@@ -27,7 +26,7 @@ Find = Callable[[str], Caller | None]
 PROTOCOLS: Mapping[str, Callable[[Fields, str, Caller], Exchange]] = {
     "/v1/chat/completions": ChatCompletion,
     "/v1/completions": TextCompletion,
-    "/v1/responses": Response,
+    "/v1/responses": ResponsesRequest,
     "/v1/messages": MessagesRequest,
     "/inference/v1/generate": TokenCompletion,
 }
@@ -205,7 +204,7 @@ class App(Endpoint):
         return {"id": name, "object": "model", "created": self._since, "owned_by": "titanrl"}
 
 
-class _Response(HttpResponse):
+class _Response(Response):
     """The response to one request, which may be a stream of events."""
 
     def __init__(self, send: Send, *, is_anthropic: bool) -> None:

@@ -43,10 +43,10 @@ class Piece:
 
 
 class Exchange(Protocol):
-    """One request in a wire protocol, and the formats of its response.
+    """One request in a wire protocol, and the formats of its response: either `body`, or a stream.
 
-    Its class is called with the fields of the body, the name of the model, and the caller. It raises `Refused` if a parameter
-    is invalid or not supported.
+    A stream is `start`, then for each completion `extend` any number of times and `finish` once, then `end`. The class is
+    called with the fields of the body, the name of the model, and the caller. It raises `Refused` for an invalid parameter.
     """
 
     calls: tuple[Call, ...]

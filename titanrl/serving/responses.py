@@ -23,7 +23,7 @@ from titanrl.serving.protocol import (
 )
 
 
-class Response:
+class ResponsesRequest:
     """A request to `/v1/responses`."""
 
     by_token = False
@@ -109,8 +109,8 @@ class Response:
 
     def start(self) -> Iterator[Event]:
         """Return the first events of a stream."""
-        self._open: str | None = None  # the output item that is being sent
-        self._place, self._sent = 0, {"message": "", "reasoning": ""}
+        self._open_kind: str | None = None  # of the output item that is being sent
+        self._output_index, self._sent = 0, {"message": "", "reasoning": ""}  # text sent so far, by kind
         started = self._head | {
             "status": "in_progress",
             "incomplete_details": None,
@@ -136,14 +136,14 @@ class Response:
         yield from self._close()
         for call in reply.message.get("tool_calls", ()):
             item = _sent_call(call)
-            place = {"output_index": self._place, "item_id": item["id"]}
+            place = {"output_index": self._output_index, "item_id": item["id"]}
             added = item | {"arguments": "", "status": "in_progress"}
-            yield self._event("response.output_item.added", output_index=self._place, item=added)
+            yield self._event("response.output_item.added", output_index=self._output_index, item=added)
             yield self._event("response.function_call_arguments.delta", **place, delta=item["arguments"])
             done = {"arguments": item["arguments"], "name": item["name"]}
             yield self._event("response.function_call_arguments.done", **place, **done)
-            yield self._event("response.output_item.done", output_index=self._place, item=item)
-            self._place += 1
+            yield self._event("response.output_item.done", output_index=self._output_index, item=item)
+            self._output_index += 1
 
     def end(self, replies: Sequence[Reply]) -> Iterator[Event]:
         """Return the last events of a stream."""
@@ -151,10 +151,10 @@ class Response:
         yield self._event(f"response.{response['status']}", response=response)
 
     def _delta(self, kind: str, text: str) -> Iterator[Event]:
-        if self._open != kind:
+        if self._open_kind != kind:
             yield from self._close()
-            self._open = kind
-            yield self._event("response.output_item.added", output_index=self._place, item=self._item(kind, None))
+            self._open_kind = kind
+            yield self._event("response.output_item.added", output_index=self._output_index, item=self._item(kind, None))
             if kind == "message":
                 yield self._event("response.content_part.added", **self._part(), part=_text_part(""))
         self._sent[kind] += text
@@ -164,20 +164,20 @@ class Response:
             yield self._event("response.reasoning_text.delta", **self._part(), delta=text)
 
     def _close(self) -> Iterator[Event]:
-        if self._open is None:
+        if self._open_kind is None:
             return
-        kind, text = self._open, self._sent[self._open]
+        kind, text = self._open_kind, self._sent[self._open_kind]
         if kind == "message":
             yield self._event("response.output_text.done", **self._part(), text=text, logprobs=[])
             yield self._event("response.content_part.done", **self._part(), part=_text_part(text))
         else:
             yield self._event("response.reasoning_text.done", **self._part(), text=text)
-        yield self._event("response.output_item.done", output_index=self._place, item=self._item(kind, text))
-        self._open, self._place = None, self._place + 1
+        yield self._event("response.output_item.done", output_index=self._output_index, item=self._item(kind, text))
+        self._open_kind, self._output_index = None, self._output_index + 1
 
     def _part(self) -> dict[str, Any]:
-        item_id = self._message_id if self._open == "message" else self._reasoning_id
-        return {"item_id": item_id, "output_index": self._place, "content_index": 0}
+        item_id = self._message_id if self._open_kind == "message" else self._reasoning_id
+        return {"item_id": item_id, "output_index": self._output_index, "content_index": 0}
 
     def _output(self, reply: Reply) -> list[dict[str, Any]]:
         message = reply.message
