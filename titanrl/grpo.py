@@ -93,12 +93,9 @@ class GRPO(Run):
         """Open the dumps, and load the user-defined advantages and priorities."""
         self._dump = Dump(self.config)
         self._examples = self._found.examples
-        self._num_deaths = 0  # deaths of rollout workers up to the last returned batch
         self._advantages_by_task = advantages_by_task(self.config, self._plugins)
         priority = loaded(self._plugins, "replay.priority")
         self._replay_schedule = ReplaySchedule(self.config.replay, self.config.num_steps, priority)
-        self._past: PastPolicies
-        self._publications: Publications
 
     def roles(self) -> Roles:
         """Return the roles to start: all, except generators if a dump is the source of the batches."""
@@ -114,7 +111,7 @@ class GRPO(Run):
         passes = {"epochs": self.config.trainer.epochs, "num_minibatches": self.config.trainer.minibatches_per_batch}
         self._past = PastPolicies(self.session.trainer, self.config.algorithm, self.config.checkpoint, **passes)
         await self._past.start()  # keeps the reference policy, before a checkpoint replaces the weights
-        self._num_deaths = 0
+        self._num_deaths = 0  # of rollout workers of this session, up to the last returned batch
         self._publications = Publications(self, self._past, self._replay_schedule, self._dump)
         await self._publications.begin(self._resume_step)  # calls `load_checkpoint` if there is a checkpoint
 
@@ -125,22 +122,22 @@ class GRPO(Run):
         params = adam_params(
             self.config.algorithm, self.session.trainer.version, self.config.num_steps, rate=self.state.learning_rate
         )
-        while True:
+        while True:  # until a batch is trained on; a rollout worker that dies takes the tokens of its groups with it
             with self.timer.phase("rollout"):
                 batch = await self._publications.take()
             with self.timer.phase("train"):
                 try:
-                    plan, of_values = await self._plan(batch)
+                    plan, critic_metrics = await self._plan(batch)
                     trained = await self._train(batch, plan, params)
                     break
                 except TitanRLError as error:
-                    await self._return_batch(batch, error)
+                    await self._return_batch_if_lost(batch, error)
         for update in trained.updates:
             self.count_skipped(update, batch.records.rewards)
         await self._publications.publish(batch, plan.advantages_N, trained.updates)
         self.session.rollouts.buffer.prefetch()  # the next batch is sent while this one is reported, evaluated and saved
-        of_values.update(await self._heldout_loss())
-        trained = replace(trained, batch_metrics={**trained.batch_metrics, **of_values})
+        metrics = {**trained.batch_metrics, **critic_metrics, **await self._heldout_loss()}
+        trained = replace(trained, batch_metrics=metrics)
         return self._report(batch, plan, trained, params, time.perf_counter() - started)
 
     async def apply_changes(self, keys: Collection[str]) -> None:
@@ -160,7 +157,7 @@ class GRPO(Run):
     async def _plan(self, batch: Batch) -> tuple[StepPlan, dict[str, float]]:
         """Compute advantages, and loss weights and packing of each mini-batch; return the plan and the critic's metrics."""
         config = self.config
-        plan = partial(
+        plan_records = partial(
             plan_batch,
             algorithm=config.algorithm,
             constant_length=config.algorithm.constant_length or config.rollout.max_new_tokens,
@@ -169,18 +166,19 @@ class GRPO(Run):
             dp_size=config.trainer.parallelism.dp_size,
             share_prompts=config.trainer.share_prompts,
         )
-        records, of_values = batch.all_records.by_index(), dict[str, float]()
+        records, critic_metrics = batch.all_records.by_index(), dict[str, float]()
         if not config.algorithm.has_critic:
             advantages_N, spans = advantages_of(records, self._advantages_by_task, config.data.weight_of)
         else:
-            passes = plan(records, advantages_N=np.zeros(len(records.rewards))).microbatches  # over all sequences
+            passes = plan_records(records, advantages_N=np.zeros(len(records.rewards))).microbatches  # over all sequences
             values = [await self.session.trainer.compute_values(microbatch) for microbatch in passes]
             advantages_N, spans = critic_advantages(records, collect_values(records, passes, values), config.algorithm)
-            of_values = value_metrics(spans)
+            critic_metrics = value_metrics(spans)
         epochs, num_minibatches = config.trainer.epochs, config.trainer.minibatches_per_batch
         seed = (config.seed, self.state.step)
-        plan = partial(plan, advantages_N=advantages_N, spans=spans)
-        return plan_step(records, plan, epochs=epochs, num_minibatches=num_minibatches, seed=seed), of_values
+        plan_records = partial(plan_records, advantages_N=advantages_N, spans=spans)
+        plan = plan_step(records, plan_records, epochs=epochs, num_minibatches=num_minibatches, seed=seed)
+        return plan, critic_metrics
 
     async def _train(self, batch: Batch, plan: StepPlan, params: AdamParams) -> Trained:
         """Accumulate the gradient of each mini-batch and step the optimizer.
@@ -231,7 +229,8 @@ class GRPO(Run):
         update = self.state.step * self.config.trainer.max_optimizer_steps + number - 1
         data, num_tokens = examples.data_of(update, section, self.config.seed)
         output = await self.session.trainer.run_data(data, "cross_entropy", {}, backward=True)
-        loss, num_placed = output.metrics["loss:sum"] / section.weight, sum(len(datum.model_input) for datum in data)
+        loss = output.metrics["loss:sum"] / section.weight  # `data_of` has multiplied it by the weight
+        num_placed = sum(len(datum.model_input) for datum in data)
         return LossSums(sums={"loss": loss * num_tokens, "num_tokens": num_tokens, "num_placed": num_placed}, maxima={})
 
     async def _heldout_loss(self) -> dict[str, float]:
@@ -253,12 +252,8 @@ class GRPO(Run):
         is_low = state.entropy is not None and state.entropy <= target  # no bonus before the entropy was measured
         return state.entropy_coef if is_low else 0.0
 
-    async def _return_batch(self, batch: Batch, error: TitanRLError) -> None:
-        """Return a batch to the buffer after a rollout worker has died with tokens that the trainer had not fetched.
-
-        Raises:
-            TitanRLError: The error has another cause.
-        """
+    async def _return_batch_if_lost(self, batch: Batch, error: TitanRLError) -> None:
+        """Return a batch to the buffer if the trainer failed because a rollout worker died with its tokens; else raise."""
         workers = self.session.rollouts.workers
         # Any trainer rank may report the error, also one that had its tokens.
         has_lost_tokens = isinstance(error, TokensLostError) or (isinstance(error, RankError) and error.has_lost_tokens)

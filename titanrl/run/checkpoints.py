@@ -143,7 +143,7 @@ class Resumable:
     selections: tuple[Selection, ...] = ()
     """Rows of the run's prompts or examples by use."""
     examples: Examples | None = None
-    """Examples of a fine-tuning run."""
+    """Supervised examples of the run; None if it uses none."""
     remarks: tuple[str, ...] = ()
     """Accepted changes of the data since the run was started."""
 
@@ -179,7 +179,7 @@ class SavedRun(RunPart, Protocol):
         """The running processes."""
 
     async def save_parts(self, folder: Path) -> None:
-        """Start writing the files of the trainer, and those of the loop, such as the buffer's groups."""
+        """Start writing the trainer's files, and those of the loop, such as the buffer's groups, to a checkpoint's folder."""
 
     async def finish_parts(self) -> None:
         """Wait until the files of the loop are on disk."""
@@ -232,7 +232,7 @@ class Checkpoints:
         return checkpoint_dir(directory.checkpoints, state.step)
 
     async def finish_if_done(self) -> None:
-        """Finish the checkpoint in progress if its files are on disk."""
+        """Call `finish` if the files of the checkpoint in progress are on disk."""
         if self._saving is not None and self._saving.done():
             await self.finish()
 

@@ -533,10 +533,8 @@ class Run:
     def count_skipped(self, update: OptimUpdate, rewards: DoubleArray | None = None) -> None:
         """Count consecutive optimizer steps in which policy or critic was skipped because of non-finite gradients.
 
-        `rewards` are those of the step's batch.
-
-        Raises:
-            NonFiniteGradientError: More than `algorithm.max_skipped_steps` consecutive steps were skipped.
+        Raise `NonFiniteGradientError` after more than `algorithm.max_skipped_steps` of them. Its message names huge `rewards`
+        of the batch as the cause.
         """
         if not (update.skipped or update.critic.get("critic/skipped")):
             if self.state.num_skipped:

@@ -238,7 +238,7 @@ class Steering:
             run.console.note(f"{change.key} = {inline(change.value)} from step {step + 1} on")
 
     def metrics(self) -> dict[str, float]:
-        """Return the numbers that have been set, as the step in progress uses them, for its metrics."""
+        """Return the changed numbers that the step in progress uses, as metrics `set/KEY`."""
         made = {change.key: change.value for change in self._changes[: self._num_made] if change.step < self._begun}
         return {f"set/{key}": float(value) for key, value in made.items() if isinstance(value, int | float)}
 
