@@ -148,7 +148,7 @@ async def sample_versions(folder: Path) -> dict[str, Any]:
         await publish(9, base=1)
     except WeightMismatchError as error:
         results["other base while held"] = str(error)
-    engine.drop_adapters(engine.held)
+    engine.drop_adapters(engine.held_adapters)
     results["kept"].clear()
     await publish(4, base=1)
     results["other base"] = sample(engine, requests(4))

@@ -332,10 +332,10 @@ def without_rejected(
 
 
 def next_entropy_coef(coef: float | None, entropy: float, algorithm: AlgorithmConfig) -> float:
-    """Return the coefficient of the entropy bonus after a step whose policy had this entropy: c + delta below the target,
-    c - delta above it, never negative. Source: Skywork-OR1 (arXiv:2505.22312).
+    """Return the coefficient of the entropy bonus after a step whose policy had this entropy, in nats per token.
 
-    `coef` is None before the first step, which starts from `algorithm.entropy_coef`.
+    It rises by `entropy_delta` below the target, falls above it, and is never negative (Skywork-OR1, arXiv:2505.22312). `coef`
+    is None in the first step, which has `algorithm.entropy_coef`.
     """
     target = algorithm.entropy_target
     assert target is not None, "only a target changes the coefficient"

@@ -88,9 +88,9 @@ class Supports:
         found_S[mapped] = (words >> (entries_S[mapped] % WORD_BITS)) & 1 == 1
         return found_S
 
-    def ids(self, token: int) -> npt.NDArray[np.int64]:
-        """Return the entry ids in the support of one token, in increasing order."""
-        one = self[token : token + 1]
+    def ids(self, index: int) -> npt.NDArray[np.int64]:
+        """Return the support of the token at `index`: token ids in increasing order."""
+        one = self[index : index + 1]
         if len(one.words_K) == 0:
             return np.arange(self.vocab_size)
         if one.is_bitmap_S[0]:

@@ -58,7 +58,7 @@ def print_dry_run(
     """Print the report of a dry run. Tables have a frame only on a terminal.
 
     With the source, warnings name lines and overrides. `device_bytes` is the memory of one accelerator; None assumes
-    `DEVICE_BYTES`. A shape that is None is unknown.
+    `DEVICE_BYTES`. Without `shape`, the report omits the memory of processes.
     """
     sizes = derive(config, shape)
     print_table(console, "Keys that differ from the defaults", ("key", "value", "default"), changed_keys(config))

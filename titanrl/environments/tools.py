@@ -442,7 +442,7 @@ def _signature_of(function: Callable[..., Any], is_method: bool) -> ToolSignatur
 
 
 def read_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """Return the text of a docstring before its first section, and the entries of its `Args` section by name."""
+    """Return the text of a docstring in Google's style before its first section, and the entries of its `Args` by name."""
     description: list[str] = []
     arguments: dict[str, str] = {}
     section, current, indent = "", "", 0

@@ -288,7 +288,7 @@ class Generator(Actor):
                 self._held_puller.close()
                 self._held_puller = None
                 if self._follower is None:
-                    await self._loop.call(lambda engine: engine.drop_adapters(engine.held))
+                    await self._loop.call(lambda engine: engine.drop_adapters(engine.held_adapters))
             self._expected = self._attempted = -1
             self._up_to_date.set()
 

@@ -325,8 +325,8 @@ class Engine:
         self.version = version
 
     @property
-    def held(self) -> frozenset[int]:
-        """Numbers of the adapters that the engine holds beside the policy's."""
+    def held_adapters(self) -> frozenset[int]:
+        """Numbers of the adapters from `hold_adapter`, without the policy's own."""
         return frozenset(self._held)
 
     def hold_adapter(self, adapter: int, version: int, fill: Fill) -> None:

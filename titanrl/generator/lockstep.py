@@ -129,9 +129,9 @@ class Leader:
         swap_together(self._engine, swap, fill)
 
     @property
-    def held(self) -> frozenset[int]:
+    def held_adapters(self) -> frozenset[int]:
         """Adapters of rank 0, the same on all ranks."""
-        return self._engine.held
+        return self._engine.held_adapters
 
     def hold_adapter(self, adapter: int, version: int, fill: Fill) -> None:
         """Call `Engine.hold_adapter` on all ranks; raise if it fails on any rank."""

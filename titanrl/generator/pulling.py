@@ -57,9 +57,9 @@ class Puller:
 
         def fill(engine: "Engine") -> bool:
             if fetched.base is not None:
-                if engine.held:
+                if held := engine.held_adapters:
                     raise WeightMismatchError(
-                        f"the base changed while {len(engine.held)} adapters on it are held. Release their sampling clients "
+                        f"the base changed while {len(held)} adapters on it are held. Release their sampling clients "
                         "before loading a state with another base."
                     )
                 self._base = ()

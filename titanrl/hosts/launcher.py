@@ -433,7 +433,7 @@ class Crew:
 
 
 class LauncherHosts(LeasedHosts):
-    """Hosts on the processes that a launcher has started; trainer hosts come first."""
+    """Hosts on the processes that a launcher, such as torchrun, has started. Trainers are on those of the lowest ranks."""
 
     def __init__(self, crew: Crew, start_s: float, say: Say) -> None:
         super().__init__(crew.world.size)

@@ -344,7 +344,7 @@ class RunRecord:
 
     @property
     def config(self) -> str:
-        """Text of `config.yaml`; empty if there is no such regular file."""
+        """Text of `config.yaml`; empty if it is missing, or a FIFO or link, which could block forever."""
         file = self.path / "config.yaml"
         return file.read_text(encoding="utf-8") if file.is_file() and not file.is_symlink() else ""
 

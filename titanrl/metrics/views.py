@@ -957,7 +957,7 @@ def _where(mask: npt.NDArray[np.bool_], values: npt.NDArray[Any]) -> list[float 
 
 
 def find_runs(folder: Path) -> dict[str, Path]:
-    """Return the run directories in a folder and its folders, by their relative path; or the folder itself if it is one."""
+    """Return the run directories at most two levels below a folder, by relative path; or the folder by name if it is one."""
     if _is_run(folder):
         return {folder.resolve().name: folder}
     found: dict[str, Path] = {}

@@ -136,13 +136,13 @@ def decoder_spec(
     attention: Module.Config,
     max_positions: int,
 ) -> ModelSpec:
-    """Return the spec with which torchtitan builds, parallelizes, loads and saves the model of a config.json.
+    """Return the spec with which torchtitan builds, parallelizes, loads and saves the model of `hf`, a config.json.
 
     The query, key and value projections are not fused. With torchtitan's fused projection, `state_dict()` is a collective that
     replicates the weights, and the parameter names differ from those of the checkpoint.
 
-    `attention` configures the inner attention of each layer. Each layer stores a RoPE table of `max_positions` positions, or as
-    many as the model has.
+    `attention` configures the inner attention of each layer, and `rope` (`rope_parameters`) its RoPE table, which has at most
+    `max_positions` positions. `name` is the model family's.
     """
     dim, vocab = shape.hidden_size, shape.vocab_size
     sizes: dict[str, Any] = {

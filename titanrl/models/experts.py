@@ -131,7 +131,10 @@ class Router(TokenChoiceTopKRouter):
         """True for tokens of the last pass whose recorded experts are not those that this router would choose."""
 
     def forward(self, x_BLD: Tensor, expert_bias_E: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return weights and indices of the chosen experts, `[B, L, K]` each, and the scores of all experts, `[B, L, E]`."""
+        """Return weights and indices of the chosen experts, `[B, L, K]` each, and the scores of all experts, `[B, L, E]`.
+
+        `expert_bias_E` balances the load: it is added to the scores only for the choice.
+        """
         scores_BLE = self.gate(x_BLD).softmax(-1)
         choice_BLE = scores_BLE if expert_bias_E is None else scores_BLE + expert_bias_E
         ids_BLK = choice_BLE.topk(self.top_k, dim=-1, sorted=False).indices
