@@ -225,11 +225,7 @@ class Distill(Run):
         await super()._close_session(keeps_generators=keeps_generators)
 
     async def _open_task(self) -> "Task":
-        """Open prompts and rewards, and check the hint on the first prompt of each task.
-
-        Raises:
-            ConfigError: The data has no column of a name in the hint.
-        """
+        """Open prompts and rewards, and check the hint on the first prompt of each task."""
         task = await self.session.task()
         assert self.config.distill is not None
         hint = self.config.distill.hint

@@ -58,12 +58,7 @@ def check_list(name: str, value: object, items: str, fix: str) -> Sequence[Any]:
 
 
 def checked_tokens(name: str, value: object) -> npt.NDArray[np.int64]:
-    """Return token ids as an array, `[S]`.
-
-    Raises:
-        TypeError: They are not integers.
-        ValueError: One is negative.
-    """
+    """Return token ids as an array, `[S]`; raise `TypeError` unless they are integers, `ValueError` if one is negative."""
     fix = "Give token ids, such as those of session.tokenizer.encode."
     tokens = _array(name, check_list(name, value, "token ids", fix), "token ids", fix)
     if tokens.size and not np.issubdtype(tokens.dtype, np.integer):
@@ -74,11 +69,7 @@ def checked_tokens(name: str, value: object) -> npt.NDArray[np.int64]:
 
 
 def checked_numbers(name: str, value: object, fix: str) -> npt.NDArray[Any]:
-    """Return a list of numbers as an array, `[S]`; NaN and infinity are allowed.
-
-    Raises:
-        TypeError: They are not numbers.
-    """
+    """Return a list of numbers as an array, `[S]`; NaN and infinity are allowed. Raise `TypeError` for anything else."""
     numbers = _array(name, check_list(name, value, "numbers", fix), "numbers", fix)
     if numbers.size and not np.issubdtype(numbers.dtype, np.number):
         raise TypeError(f"{name}: must be a list of numbers (got {shown(value)}). {fix}")

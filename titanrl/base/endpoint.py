@@ -126,10 +126,7 @@ class _TemporaryError(Exception):
 def read_secret(key: str, variable: str | None, file: Path | None = None) -> str | None:
     """Return the API key in an environment variable or in the first line of a file; None if neither is given.
 
-    `key` is the path of the section with `key_variable` and `key_file`, for messages.
-
-    Raises:
-        ValueError: The variable is not set, or the file cannot be read or has no key.
+    `key` is the path of the section, for messages. Raise `ValueError` if the key cannot be read.
     """
     if variable is not None:
         if secret := os.environ.get(variable):

@@ -117,11 +117,7 @@ def protect_monarch_log(parent: Path = Path("/tmp")) -> None:
 
 
 def open_regular(path: str | Path, flags: int) -> int:
-    """Open a file whose name another user may have chosen, and return its descriptor.
-
-    Raises:
-        OSError: It is a link, a FIFO or anything else that is no regular file. The call does not wait.
-    """
+    """Open a file whose name another user may have chosen; return its descriptor. Raise `OSError`, at once, for a FIFO."""
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

@@ -53,11 +53,7 @@ def prepare() -> None:
 
 
 def path(text: str) -> Path:
-    """Return the path given as an argument, for `argparse` as `type`.
-
-    Raises:
-        ArgumentTypeError: The argument is empty, which `Path` would take for the working directory.
-    """
+    """Return the path given as an argument, for `argparse` as `type`; refuse an empty one, the working directory for `Path`."""
     if not text:
         raise argparse.ArgumentTypeError("a path must not be empty")
     return Path(text)

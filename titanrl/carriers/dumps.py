@@ -167,11 +167,7 @@ class DumpReader:
         return len(self._order)
 
     def group(self, position: int) -> Group:
-        """Return the group at a position in training order, from 0. Its prompt gets this position as index.
-
-        Raises:
-            DumpError: A file is missing or cannot be read.
-        """
+        """Return the group at a position in training order, from 0, which is also the index of its prompt."""
         index = self._order[position]
         if index not in self._files:
             raise DumpError(f"rollout.replay: {self.folder} lists group {index}, but has no rollouts of it. Copy all files.")

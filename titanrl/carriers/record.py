@@ -107,11 +107,7 @@ class RecordFile:
         self._num_pending = self._num_bytes = self._end = 0  # bytes; of the current part; of its columns
 
     def append(self, *records: Record) -> None:
-        """Append records. Any thread may call this. Records of one call share system calls.
-
-        Raises:
-            OSError: A record was not written, or only partly; the error names the file. A later record begins another part.
-        """
+        """Append records. Any thread may call this. An `OSError` names the file; a later record then begins another part."""
         with self._lock:
             try:
                 for values, columns in records:

@@ -55,12 +55,7 @@ class Timeline:
     """The spans of a process. Any thread may add some; another one writes them, at most every `BATCH_S`."""
 
     def __init__(self, file: RecordFile, *, is_server: bool) -> None:
-        """Start the thread. A server is idle from now on.
-
-        Args:
-            file: File of the spans.
-            is_server: True if the process waits for requests whenever no span is open.
-        """
+        """Start the thread. A server, which waits for requests whenever no span is open, is idle from now on."""
         self._file, self._is_server = file, is_server
         self._lock = threading.RLock()  # a collected coroutine ends its span at any allocation, also in these methods
         self._lanes: dict[_Key, _Lane] = {}

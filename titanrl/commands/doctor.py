@@ -248,11 +248,7 @@ def diagnose(path: Path, overrides: Sequence[str], *, as_json: bool) -> int:
 
 
 def _world(config: Config, source: Source) -> World | None:
-    """Return the launcher's processes if they are the hosts; None for other kinds of hosts.
-
-    Raises:
-        ConfigError: The hosts cannot be acquired from here.
-    """
+    """Return the launcher's processes if they are the hosts; None for other kinds of hosts."""
     broken, world = [*broken_by_hosts(config)], None
     if config.hosts.kind == "launcher":
         try:

@@ -98,11 +98,7 @@ def evaluated_model(folder: Path, config_file: Path | None, overrides: Sequence[
 
 
 def chosen_sets(config: Config, names: Sequence[str]) -> list[str]:
-    """Return the names of the sets to evaluate, which are all sets if `names` is empty.
-
-    Raises:
-        ConfigError: The configuration has no evaluation set, or none of the given name.
-    """
+    """Return the names of the sets to evaluate, all if `names` is empty; raise `ConfigError` if there is none."""
     try:
         chosen = [config.evaluation_set(name).name for name in names or config.evaluation_sets]
         return chosen or [config.evaluation_set().name]

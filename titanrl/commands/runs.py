@@ -173,11 +173,7 @@ def _usage_rows(usage: Usage) -> Iterator[Sequence[str]]:
 
 
 def steps(text: str) -> tuple[int | None, int | None]:
-    """Return the first and the last step of `A:B`, `A:`, `:B` or `A`.
-
-    Raises:
-        ArgumentTypeError: The text has another form, or B is less than A.
-    """
+    """Return the first and the last step of `A:B`, `A:`, `:B` or `A`; refuse other forms, and B less than A."""
     found = re.fullmatch(r"(\d{0,12})(:?)(\d{0,12})", text)
     if found is None or text in {"", ":"} or (not found[2] and found[3]):
         raise argparse.ArgumentTypeError(f"write A:B, such as 10:20, or one number (got {text!a:.40})")

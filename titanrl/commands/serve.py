@@ -289,12 +289,7 @@ async def serve_tinker(
     max_calls: int,
     console: Console,
 ) -> None:
-    """Start trainer and generators, listen for clients of Tinker, and wait until the task is cancelled.
-
-    Raises:
-        ConfigError: Another server uses the folder of the checkpoints.
-        TitanRLError: A process died or hung, and was not replaced.
-    """
+    """Start trainer and generators, listen for clients of Tinker, and wait until the task is cancelled."""
     from titanrl.launch.run_lock import RunLock
     from titanrl.serving.listening import listen
     from titanrl.serving.tinker import Tinker, Users

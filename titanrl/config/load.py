@@ -94,11 +94,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def validate(source: Source) -> Config:
-    """Build the configuration from a source.
-
-    Raises:
-        ConfigError: A key is unknown, a value is invalid, or a rule is violated.
-    """
+    """Build the configuration from a source; raise `ConfigError` with all mistakes."""
     try:
         return Config.model_validate(source.values, context={"folder": source.path.parent})
     except ValidationError as error:
@@ -114,12 +110,9 @@ def validate(source: Source) -> Config:
 
 
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:
-    """Return the configuration with other values of keys that can be changed during a run.
+    """Return the configuration with other values of keys that can be changed during a run; raise `ConfigError` for others.
 
     All rules are checked, between all keys. `values` are by dotted key, as YAML or JSON has them.
-
-    Raises:
-        ConfigError: A key cannot be changed during the run, a value is invalid, or a rule is violated.
     """
     if not values:
         return config

@@ -144,11 +144,7 @@ class Config(Section):
         return broken_rules(self)
 
     def with_loss_traits(self, traits: LossTraits) -> Self:
-        """Return a copy with the traits that a custom loss declares.
-
-        Raises:
-            BrokenRules: The traits contradict other keys.
-        """
+        """Return a copy with the traits that a custom loss declares; raise `BrokenRules` if they contradict other keys."""
         config = self.model_copy(update={"algorithm": self.algorithm.with_loss_traits(traits)})
         if broken := tuple(broken_rules(config)):
             raise BrokenRules(*broken)

@@ -135,11 +135,7 @@ def data_file(path: Path) -> Path:
 
 
 def config_of_run(run_dir: Path) -> Path:
-    """Return the configuration file of a run that `--resume` names.
-
-    Raises:
-        ConfigError: The directory or its configuration cannot be read.
-    """
+    """Return the configuration file of a run that `--resume` names; raise `ConfigError` if it cannot be read."""
     file = run_dir / "config.yaml"
     found = why_no_folder(run_dir) or why_no_file(file)
     if found is None:
@@ -350,11 +346,7 @@ _Dumper.add_multi_representer(PurePath, lambda dumper, path: dumper.represent_st
 
 
 def parse(text: str) -> tuple[Any, yaml.Node | None]:
-    """Return the value of a YAML document and its node tree for `line_of`; the tree of an empty document is None.
-
-    Raises:
-        yaml.YAMLError: The text is not YAML, or uses an unsupported feature.
-    """
+    """Return the value of a YAML document, and its node tree for `line_of`: None if the document is empty."""
     loader = _Loader(text)
     try:
         node = loader.get_single_node()

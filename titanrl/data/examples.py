@@ -200,11 +200,7 @@ class Examples:
 
 
 def read_examples(config: Config, tokenizer: Tokenizer) -> Examples:
-    """Read and tokenize the examples of a configuration with the section `sft` or `examples`.
-
-    Raises:
-        BrokenRules: A file, one of its rows, or a key is invalid.
-    """
+    """Read and tokenize the examples of a configuration with the section `sft` or `examples`."""
     section = config.example_set
     assert section is not None
     key, fraction = "examples" if config.sft is None else "sft", section.heldout_fraction

@@ -28,11 +28,7 @@ class _Partial(ModuleType):
 
 
 def import_task(task: str) -> None:
-    """Import a task, so that it is in `reasoning_gym.factory.DATASETS`; import the whole package if the task is not found.
-
-    Raises:
-        ModuleNotFoundError: reasoning-gym is not installed.
-    """
+    """Import a task, so that it is in `reasoning_gym.factory.DATASETS`; import the whole package if the task is not found."""
     factory = sys.modules.get(f"{PACKAGE}.factory")
     if factory is not None and task in factory.DATASETS:
         return
@@ -71,11 +67,7 @@ def subpackage_of(package: ModuleType, task: str) -> str | None:
 
 
 def create_dataset(task: str, task_config: Mapping[str, Any], seed: int, size: int) -> "ProceduralDataset":
-    """Create a reasoning-gym dataset, which can also score answers. `streams.make_gym_dataset` also checks the options.
-
-    Raises:
-        Exception: The task is unknown, or rejects its options.
-    """
+    """Create a reasoning-gym dataset, which can also score answers. `streams.make_gym_dataset` also checks the options."""
     import_task(task)
     from reasoning_gym.factory import create_dataset
 

@@ -139,11 +139,7 @@ def encoded(result: object) -> dict[str, Any]:
 
 
 def decoded(reply: Mapping[str, Any]) -> Observation | Done:
-    """Convert a reply back to the argument of `encoded`. The reply is checked again, because the process is not trusted.
-
-    Raises:
-        EnvironmentFailure: The reply is not a valid `Observation` or `Done`.
-    """
+    """Convert a reply back to the argument of `encoded`. It is checked again, because the process is not trusted."""
     match reply:
         case {"done": {"rewards": dict(rewards), "reward": float(reward), "metrics": dict(metrics)}}:
             return checked(Done(rewards=rewards, reward=reward, metrics=metrics))

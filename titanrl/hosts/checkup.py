@@ -181,12 +181,7 @@ class Checkup:
 
 
 async def examine(config: Config, sizes: Sizes, device: DeviceKind, world: World | None, say: Say) -> Checkup:
-    """Check the hosts of a configuration. This starts probes on them, unless a launcher (`world`) has already done so.
-
-    Raises:
-        CheckupError: A probe does not reply.
-        TitanRLError: The hosts cannot be acquired.
-    """
+    """Check the hosts of a configuration. This starts probes on them, unless a launcher (`world`) has already done so."""
     needs, token = needs_of(config, sizes, device), secrets.token_hex(8)
     folder = config.output_dir.absolute() / f".doctor-{token}"
     folder.mkdir(parents=True)

@@ -91,11 +91,7 @@ def broken_by_hosts(config: Config) -> Iterator[BrokenRule]:
 
 
 def commands_of(config: Config) -> list[list[str]]:
-    """Return the commands that hold the hosts of a custom kind, by rank.
-
-    Raises:
-        ValueError: The function cannot be imported or called, raised an error, or returned something else than a command.
-    """
+    """Return the commands that hold the hosts of a custom kind, by rank; raise `ValueError` if its function does not."""
     name, options = config.hosts.kind, config.hosts.options
     function: HostCommand = import_object(name, key="hosts.kind")
     expected = "def hosts(rank, command, **options) -> list[str]"
@@ -117,11 +113,7 @@ def commands_of(config: Config) -> list[list[str]]:
 
 
 def broken_by_commands(config: Config) -> Iterator[BrokenRule]:
-    """Yield the rules that a run with a custom kind of hosts breaks on this machine.
-
-    Raises:
-        ConfigError: The function has no command for a host; see `commands_of`.
-    """
+    """Yield the rules that a run with a custom kind of hosts breaks on this machine."""
     try:
         commands_of(config)
     except ValueError as error:

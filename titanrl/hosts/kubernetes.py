@@ -600,12 +600,7 @@ class KubernetesHosts(AcquiredHosts):
 
 
 async def hold_pod(leases: Leases, rank: int, pod: PodState, port: int, greeting: str) -> None:
-    """Acquire the lease of a pod, the host `rank`. The greeting has the pod's secret, and the name of this controller.
-
-    Raises:
-        PodBusyError: The pod serves another run.
-        KubernetesError: The pod cannot be reached, or refused the connection.
-    """
+    """Acquire the lease of a pod, the host `rank`. The greeting has the pod's secret, and the name of this controller."""
     try:
         reply, reader, writer = await leases.reach(pod.ip, port, greeting)
     except (OSError, TimeoutError, ValueError) as error:

@@ -305,11 +305,7 @@ class Crew:
     """The crew of this process, used by its sessions."""
 
     def __init__(self, world: World, timeout_s: float) -> None:
-        """Listen for the other processes, and publish the address of this one. The launcher's store may take `timeout_s`.
-
-        Raises:
-            LauncherError: The address of rank 0 is unknown here, or the store fails.
-        """
+        """Listen for the other processes, and publish the address of this one. The launcher's store may take `timeout_s`."""
         self.world, self.code = world, 1
         address = own_address(world)
         if not address:
@@ -341,12 +337,7 @@ class Crew:
         self.end(self.code)
 
     def gather(self, timeout_s: float) -> None:
-        """Start the host of rank 0, and wait until every process has connected and is ready.
-
-        Raises:
-            ConfigError: A process reported a problem.
-            LauncherError: A process exited, or did not connect in time.
-        """
+        """Start the host of rank 0, and wait until every process has connected and is ready, or reported a problem."""
         environment = os.environ | self.controller.variables
         self._own_host = subprocess.Popen(holder_command(0), stdin=subprocess.DEVNULL, env=environment, start_new_session=True)
         asyncio.run(self._gather(timeout_s))
@@ -466,11 +457,7 @@ class LauncherHosts(LeasedHosts):
 
 
 def run_launched(config: Config, source: Source, controller: Callable[[], int]) -> int:
-    """Run the controller on rank 0, and a host on every other rank; return the exit code.
-
-    Raises:
-        ConfigError: The launcher did not start the processes that the configuration needs, or a host is unusable.
-    """
+    """Run the controller on rank 0, and a host on every other rank; return the exit code."""
     try:
         world = world_of(os.environ)
     except BrokenRules as error:

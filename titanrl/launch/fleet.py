@@ -116,11 +116,6 @@ async def acquire_hosts(
 
     The supervisor replaces the roles on a lost host, or fails the run. `say` is called with what startup is waiting for, `warn`
     when the scheduler terminates the hosts.
-
-    Raises:
-        SlurmError: Slurm refused or ended the job.
-        HostsError: A host exited or did not start, or no launcher started this process.
-        KubernetesError: The cluster refused a request, or the pods do not start.
     """
     hosts, meshes = config.hosts, host_counts(config)
     if not hosts.across_machines:
@@ -204,11 +199,7 @@ def wait_for_stopped_processes() -> None:
 
 
 def local_host() -> HostMesh:
-    """Return this machine as a host. Only the current user can connect to its processes; see `private_sockets`.
-
-    Raises:
-        OpenSocketsError: The sockets cannot be made private, and the environment does not permit open ones.
-    """
+    """Return this machine as a host. Only the current user can connect to its processes; see `private_sockets`."""
     with private_sockets():
         return monarch.actor.this_host()
 

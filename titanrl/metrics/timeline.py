@@ -72,12 +72,9 @@ class Usage:
 
 
 def window_of(spans: Iterable[Span], first: int | None = None, last: int | None = None) -> Window:
-    """Return the window of some steps, both included, or of all spans if neither limit is given.
+    """Return the window of some steps, both included, or of all spans without limits; raise `ValueError` if there is none.
 
     Of a step that was repeated after a restart or a resume, the last attempt counts.
-
-    Raises:
-        ValueError: No step within the limits is recorded.
     """
     is_all = first is None and last is None
     found = list(spans)

@@ -126,12 +126,7 @@ class ZygoteClient:
         self._loop.add_reader(self._control, self._on_control)
 
     async def load(self) -> None:
-        """Wait until the zygote has loaded the rewards, then request the first scoring processes.
-
-        Raises:
-            ValueError: A reward cannot be loaded.
-            SandboxDied: Loading took too long, or the zygote was killed.
-        """
+        """Wait until the zygote has loaded the rewards, then request the first scoring processes."""
         either: list[asyncio.Future[Any]] = [self._loaded, self._child.exited]
         await asyncio.wait(either, timeout=_LOAD_DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
         if self._loaded.done():

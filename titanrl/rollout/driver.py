@@ -228,12 +228,9 @@ class Conversation(Attempt):
         return [GenerationRequest(token_ids=token_ids, sampling=self._sampling(self.num_turns, max_new_tokens))]
 
     async def take(self, completions: Sequence[Completion]) -> None:
-        """Continue the episode with the policy's turn.
+        """Continue the episode with the policy's turn; raise `EpisodeError` if that fails.
 
         A turn that was truncated at its limit ends the episode, and the environment does not see it in `step`.
-
-        Raises:
-            EpisodeError: The environment failed, or the completion was cancelled.
         """
         assert self._environment is not None, "call start first"
         assert self._next is not None, "the episode has ended"

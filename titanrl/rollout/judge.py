@@ -52,12 +52,7 @@ class Judge:
         return self._endpoint.limit_s
 
     async def __call__(self, completion: str, entry: Mapping[str, Any]) -> float | dict[str, float]:
-        """Return the grade of a completion, from 0 to 1, or with criteria the part of each in the reward.
-
-        Raises:
-            JudgeError: The judge did not reply, its reply contains no valid grade or verdicts, or the prompt has no valid
-                criteria.
-        """
+        """Return the grade of a completion, from 0 to 1, or with criteria the part of each in the reward."""
         options = self._options
         criteria = criteria_of(entry, options)
         prompt = options.prompt.format(
@@ -88,11 +83,7 @@ class Judge:
 
 
 def grade_of(text: str, options: JudgeOptions) -> float:
-    """Extract the grade from the judge's reply, and scale it to the range 0 to 1.
-
-    Raises:
-        JudgeError: The reply contains no grade, the grade is out of bounds, or it is out of another maximum, as `3/5`.
-    """
+    """Extract the grade from the judge's reply, and scale it to the range 0 to 1; raise `JudgeError` if there is none."""
     matches = list(re.finditer(options.score_pattern, text))
     if not matches:
         raise JudgeError(f"the judge replied without a grade (got {text[-_MAX_CHARS:]!r})")

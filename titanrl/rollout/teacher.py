@@ -36,15 +36,7 @@ class RemoteTeacher:
     """The teacher at `TeacherConfig.url`."""
 
     def __init__(self, config: TeacherConfig, *, key: str) -> None:
-        """Read the API key, without making a request.
-
-        Args:
-            config: Address and limits.
-            key: Configuration key of the section, for messages.
-
-        Raises:
-            ValueError: The API key cannot be read.
-        """
+        """Read the API key, without making a request; `key` is the path of the section, for messages."""
         assert config.url is not None
         self._key, self._model, self._url = key, config.model, config.url
         self._endpoint = Endpoint(
@@ -59,11 +51,7 @@ class RemoteTeacher:
         self._places = asyncio.Semaphore(config.max_num_seqs)
 
     async def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[FloatArray]:
-        """Compute the log-probability of each token given the preceding tokens, `[S]` for each sequence; the first is NaN.
-
-        Raises:
-            TeacherError: The endpoint failed, or a reply lacks the log-probability of a token.
-        """
+        """Compute the log-probability of each token given the preceding tokens, `[S]` for each sequence; the first is NaN."""
         found = await self._ask(sequences, 0)
         return [
             np.array([np.nan, *(entries[token] for token, entries in zip(tokens[1:], by_token, strict=True))], np.float32)
@@ -71,20 +59,13 @@ class RemoteTeacher:
         ]
 
     async def compute_top(self, sequences: Sequence[Sequence[int]], num: int) -> list[TopTokens]:
-        """Compute the `num` most likely tokens at each token but the first, `[S - 1, num]` for each sequence.
-
-        Raises:
-            TeacherError: The endpoint failed, or returned fewer tokens.
-        """
+        """Compute the `num` most likely tokens at each token but the first, `[S - 1, num]` for each sequence."""
         return [self._top(by_token, num) for by_token in await self._ask(sequences, num)]
 
     async def check(self, tokenizer: Tokenizer, longest: int) -> None:
         """Check that the endpoint accepts sequences of `longest` tokens, and has the vocabulary of a tokenizer.
 
         It compares the texts of up to `MAX_PROBED` tokens, except those that are part of a character.
-
-        Raises:
-            TeacherError: The vocabulary differs, or the endpoint does not return the texts of tokens.
         """
         token_ids = sorted(tokenizer.vocabulary.values())
         token_ids = token_ids[:: -(-len(token_ids) // MAX_PROBED)]

@@ -425,11 +425,7 @@ class Restarts:
         return None if isinstance(fault, StallError) and self._config.on_stall == "abort" else fault
 
     def count(self, fault: FaultError, step: int) -> str:
-        """Count a restart after a fault that followed `step` steps; return its number and the limit as text.
-
-        Raises:
-            RespawnLimitError: There were too many restarts within the window, or too many without progress.
-        """
+        """Count a restart after a fault that followed `step` steps; return its number and the limit as text."""
         limit = self._config.max_respawns
         if step > self._furthest:
             self._furthest, self._num_fruitless = step, 0

@@ -71,11 +71,7 @@ def main(kind: type[Run], argv: Sequence[str] | None = None, *, prog: str = "tit
 
 
 def read(kind: type[Run], arguments: argparse.Namespace) -> tuple[Config, Source]:
-    """Return the configuration given on the command line, and its source.
-
-    Raises:
-        ConfigError: The configuration is invalid. Under a launcher, the other processes are notified.
-    """
+    """Return the configuration given on the command line, and its source. Tell a launcher's other processes of mistakes."""
     source = None
     try:
         source = source_of(arguments)
@@ -89,13 +85,7 @@ def read(kind: type[Run], arguments: argparse.Namespace) -> tuple[Config, Source
 
 
 def check(kind: type[Run], config: Config, resume: Path | None, source: Source, accepts_changed_data: bool) -> Checked:
-    """Make the checks of a start.
-
-    The remark says where a resumed run would continue, which checkpoints are unusable, and which data have changed.
-
-    Raises:
-        ConfigError: The run cannot start, or the run to resume is still active.
-    """
+    """Make the checks of a start. The remark says where a resumed run would continue, and what it cannot use."""
     if resume is not None:
         check_idle(resume)
     found = kind.check(config, resume=resume, source=source, accepts_changed_data=accepts_changed_data)
@@ -108,11 +98,7 @@ def check(kind: type[Run], config: Config, resume: Path | None, source: Source, 
 
 
 def run(kind: type[Run], config: Config, resume: Path | None, source: Source, *, accepts_changed_data: bool = False) -> int:
-    """Train, print the outcome, and return the exit code: 0, 1, or 128 plus a signal. `Run` describes the arguments.
-
-    Raises:
-        ConfigError: A file or device named by the configuration is missing; nothing was started.
-    """
+    """Train, print the outcome, and return the exit code: 0, 1, or 128 plus a signal. `Run` describes the arguments."""
     with terminal.original_stderr() as stderr:
         err = rich.console.Console(file=stderr, soft_wrap=True)
         console = Console(config.logging.console, total_steps=config.num_steps, title=config.name, err=err)

@@ -105,11 +105,7 @@ def explain_segment(
     custom: Callable[..., Any] | None = None,
     group: RecordedGroup | None = None,
 ) -> ExplainedSegment:
-    """Explain a recorded sequence; `group`, if it is recorded, has its token ids.
-
-    Raises:
-        DamagedError: The columns are damaged, or do not fit the objective.
-    """
+    """Explain a recorded sequence; `group`, if it is recorded, has its token ids."""
     columns = segment.columns()
     try:
         inputs = _inputs(columns, segment.mean_weight, algorithm)

@@ -183,11 +183,7 @@ class Callers:
 
 
 def read_keys(file: Path) -> dict[str, int]:
-    """Return the keys in a file with their line numbers. Empty lines and those that start with # are skipped.
-
-    Raises:
-        TitanRLError: The file cannot be read, other users can read it, or a key is too short, repeated or not ASCII.
-    """
+    """Return the keys in a file, which only its user can read, with their line numbers. Skip empty lines and comments."""
     if found := why_no_file(file):
         raise TitanRLError(f"--keys: the file {found} (got {file}). Give a file with one key per line.")
     status = file.stat()

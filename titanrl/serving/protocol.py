@@ -317,11 +317,7 @@ def read_function(fields: Fields, schema: str) -> Tool:
 
 
 def chosen_tools(tools: Sequence[Tool], choice: str | None, name: str, *, is_required: bool = False) -> tuple[Tool, ...]:
-    """Return the functions that the policy sees: all of them, or the one that the client chose.
-
-    Raises:
-        Refused: There are two of a name, none of the chosen name, or none although the client requires a call.
-    """
+    """Return the functions that the policy sees: all, or the one that the client chose. Raise `Refused` if that is none."""
     if is_required and not tools:
         raise wrong(name, "requires tools", [])
     names = [tool.name for tool in tools]

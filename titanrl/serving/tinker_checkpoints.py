@@ -108,12 +108,7 @@ class Checkpoints:
     """The models and checkpoints of all users in one folder. Only one server may use it at a time."""
 
     def __init__(self, root: Path, now: Callable[[], float] = time.time) -> None:
-        """Open the folder; delete expired checkpoints, and what a killed server left.
-
-        Args:
-            root: Folder, which must exist.
-            now: Clock, in seconds since the epoch.
-        """
+        """Open a folder that exists; delete expired checkpoints, and what a killed server left. `now` returns Unix seconds."""
         self._root, self.now = root, now
         self._incoming = set[str]()  # states that are being moved into the folder
         for folder in self._run_folders():
@@ -195,11 +190,7 @@ class Checkpoints:
         return checkpoint
 
     def find(self, path: str, owner: str, *kinds: Kind) -> tuple[Run, Checkpoint, Path]:
-        """Return a checkpoint of a user with its model, and the folder of its state.
-
-        Raises:
-            Refused: The user has none at this path, or it has another kind.
-        """
+        """Return a checkpoint of a user with its model and the folder of its state; raise `Refused` if there is none."""
         parts = path.removeprefix("tinker://").split("/")
         is_path = (
             path.startswith("tinker://") and len(parts) == 3 and _MODEL_ID.fullmatch(parts[0]) and _NAME.fullmatch(parts[2])

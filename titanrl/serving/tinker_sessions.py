@@ -68,11 +68,7 @@ class Model(Protocol):
         """Load what `save` wrote."""
 
     async def publish(self, state: Path | None = None) -> Sampler:
-        """Return a sampler of the current weights.
-
-        Args:
-            state: Folder to which `save` wrote them, and which stays; None writes what the sampler needs.
-        """
+        """Return a sampler of the current weights. `state` is a folder to which `save` wrote them, and which stays."""
 
     async def recover(self) -> None:
         """Accept requests after a failed one. The gradient of passes that succeeded remains."""

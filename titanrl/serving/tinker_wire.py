@@ -213,11 +213,7 @@ def read_adam(fields: Fields) -> AdamParams:
 
 
 def read_sample(fields: Fields, vocab_size: int, max_samples: int) -> SampleRequest:
-    """Read a request for at most `max_samples` completions, after the caller has taken what names the sampling session.
-
-    Raises:
-        Refused: A field is invalid or not supported.
-    """
+    """Read a request for at most `max_samples` completions, after the caller has taken what names the sampling session."""
     num_samples = fields.count("num_samples", 1, max_samples)
     prompt = _prompt_of(fields, vocab_size)
     params = fields.nested("sampling_params") or Fields({}, "sampling_params")

@@ -107,11 +107,7 @@ def new_base(model: StartingModel) -> Iterator[Path]:
 
 
 def cached(kind: str, cache_dir: Path, settings: dict[str, object], seed: int) -> Path:
-    """Return the cache folder of a model created with these settings.
-
-    Raises:
-        BrokenRules: The folder exists, and another user could have put another model there.
-    """
+    """Return the cache folder of a model created with these settings, unless another user could have put another one there."""
     text = json.dumps([RECIPE_REVISION, seed, settings], sort_keys=True)
     folder = cache_dir.resolve() / f"{kind}-{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
     if folder.exists() and not is_only_user() and (found := own_flaw(folder)):

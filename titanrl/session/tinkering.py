@@ -36,13 +36,7 @@ class SessionHost:
     """The host of a session with trainer and generators. Call `start` first."""
 
     def __init__(self, session: "Session", base_model: str, *, shares_files: bool) -> None:
-        """Use a session that has published its weights.
-
-        Args:
-            session: The session.
-            base_model: Name of the model for clients.
-            shares_files: True if clients run on this machine, so that they can open the tokenizer.
-        """
+        """Use a session that has published its weights. With `shares_files`, clients on this machine can open the tokenizer."""
         self._session, self.base_model = session, base_model
         self.tokenizer_id = str(session.model.path) if shares_files else None
         self.vocab_size = session.model.shape.vocab_size
@@ -314,14 +308,7 @@ class AdapterSampler(FixedSampler):
     """A saved adapter, which generators hold while it is used."""
 
     def __init__(self, host: AdapterHost, spec: ModelSpec, state: Path, *, is_owner: bool = False) -> None:
-        """Sample a saved adapter.
-
-        Args:
-            host: The host.
-            spec: Its model.
-            state: Folder that `TrainedModel.save` wrote.
-            is_owner: True to delete the folder when the sampler is released.
-        """
+        """Sample a saved adapter from the folder `state`; its owner deletes the folder when it is released."""
         self._host, self.spec, self.state, self._is_owner = host, spec, state, is_owner
         self.lock = asyncio.Lock()
 

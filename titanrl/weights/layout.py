@@ -115,11 +115,7 @@ class PartOf:
 
 
 def held_pieces(name: str, value: torch.Tensor | PartOf) -> tuple[Piece, ...]:
-    """Return the boxes of a tensor that this rank holds; none if its shard is empty.
-
-    Raises:
-        ValueError: The tensor is a partial sum or has an unsupported placement.
-    """
+    """Return the boxes of a tensor that this rank holds; none if its shard is empty."""
     if isinstance(value, PartOf):
         inside = whole(tuple(value.local.shape))
         return (Piece(Box(value.offset, inside.shape), inside),) if inside.numel else ()
