@@ -107,9 +107,8 @@ class Distill(Run):
     async def train_step(self) -> StepMetrics:
         """Sample, compute the teacher's log-probabilities, train, publish the weights, and report."""
         started, config = time.perf_counter(), self.config
-        assert config.distill is not None
         batch = await self._sample()
-        aligned = self._data(batch)
+        aligned = distillation_data(batch, self._distill)
         data = [datum for datum in aligned if datum is not None]
         if not data:
             raise TitanRLError(
@@ -119,7 +118,7 @@ class Distill(Run):
         params = adam_params(config.algorithm, self.training.version, config.num_steps, rate=self.state.learning_rate)
         share = taught_share(data)
         with self.timer.phase("train"):
-            passes = self.training.forward_backward(data, *loss_of_step(config.distill, share))
+            passes = self.training.forward_backward(data, *loss_of_step(self._distill, share))
             stepping = self.training.optim_step(params)
             output = await passes
         with self.timer.phase("optim"):
@@ -193,10 +192,8 @@ class Distill(Run):
 
     async def begin(self) -> None:
         """Publish the policy to the generators, and start the teacher and the reward processes."""
-        assert self.config.distill is not None
-        teacher = self.config.distill.teacher
         self._record = GroupRecorder(self.run_dir, "controller", self.config, self.session.tokenizer)
-        if teacher.policy == "initial":  # before a checkpoint replaces the weights
+        if self._distill.teacher.policy == "initial":  # before a checkpoint replaces the weights
             await self.training.keep_weights()
         await self.load_checkpoint()
         self._task, _, _ = await asyncio.gather(self._open_task(), self._start_teachers(), self.training.publish())
@@ -205,11 +202,10 @@ class Distill(Run):
         """Start the engines of teachers, and the clients of those behind endpoints."""
         from titanrl.rollout.teacher import RemoteTeacher  # imports httpx
 
-        assert self.config.distill is not None
         engines: dict[str, SamplingClient] = {}
         remote: dict[str, RemoteTeacher] = {}
         self._engines, self._remote = engines, remote
-        for key, teacher in self.config.distill.by_key.items():
+        for key, teacher in self._distill.by_key.items():
             if teacher.url is not None:
                 remote[key] = RemoteTeacher(teacher, key=key)
             elif teacher.path is not None:
@@ -227,9 +223,7 @@ class Distill(Run):
     async def _open_task(self) -> "Task":
         """Open prompts and rewards, and check the hint on the first prompt of each task."""
         task = await self.session.task()
-        assert self.config.distill is not None
-        hint = self.config.distill.hint
-        if hint is not None:
+        if (hint := self._distill.hint) is not None:
             first = {prompt.task: prompt for prompt in reversed(task.prompts(8 * len(self.config.data.tasks)))}
             try:
                 task.hinted(list(first.values()), hint)
@@ -249,8 +243,7 @@ class Distill(Run):
             groups = await self.sampling.sample(prompts, num_samples=rollout.group_size, seed=seed)
         samples, published = list(chain(*groups)), self.session.weights.versions[-1]
         assert all((sample.versions == published).all() for sample in samples), "distillation is on-policy"
-        assert self.config.distill is not None
-        distill, tasks = self.config.distill, [self._learned[prompt.task] for prompt in prompts]
+        distill, tasks = self._distill, [self._learned[prompt.task] for prompt in prompts]
         asked = [
             prompt.token_ids if distill.hint is None or not task.weight else self._task.hinted([prompt], distill.hint)[0]
             for prompt, task in zip(prompts, tasks, strict=True)
@@ -272,15 +265,14 @@ class Distill(Run):
         return Batch(prompts=prompts, groups=groups, scores=scores, found=found, teacher_prompts=teacher_prompts, tasks=tasks)
 
     @property
+    def _distill(self) -> DistillConfig:
+        assert self.config.distill is not None
+        return self.config.distill
+
+    @property
     def _learned(self) -> dict[str, Distillation]:
         """Teacher and weights of each task."""
-        assert self.config.distill is not None
-        return {name: task.distillation(self.config.distill) for name, task in self.config.data.tasks.items()}
-
-    def _data(self, batch: Batch) -> "list[Datum | None]":
-        """Build the training data of a step; None for samples that are not trained on."""
-        assert self.config.distill is not None
-        return distillation_data(batch, self.config.distill)
+        return {name: task.distillation(self._distill) for name, task in self.config.data.tasks.items()}
 
     def _report(self, batch: Batch, data: "Sequence[Datum | None]", values: dict[str, float]) -> StepMetrics:
         """Record metrics, scorer errors and rollouts of a step."""

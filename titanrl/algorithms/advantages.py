@@ -58,11 +58,7 @@ class TaskAdvantage:
 
 
 def advantages_by_task(config: Config, plugins: Plugins) -> list[TaskAdvantage]:
-    """Return the advantage estimator of each task, by task index.
-
-    Raises:
-        ValueError: A user-defined advantage cannot be loaded.
-    """
+    """Return the advantage estimator of each task, by task index; raise `ValueError` if one cannot be loaded."""
     chosen = []
     for name, task in config.data.tasks.items():
         key = "algorithm.advantage"

@@ -373,11 +373,7 @@ class ReplaySchedule:
     def priorities(
         self, records: RecordTable, advantages_N: DoubleArray, weight_of: WeightOf = lambda part, task: 1.0
     ) -> DoubleArray:
-        """Return the priority of each group of a batch. The records are in prompt order, with the advantages of their rollouts.
-
-        Raises:
-            ValueError: The user-defined priority raised, or did not return a finite number.
-        """
+        """Return the priority of each group of a batch; `records` are in prompt order, with the advantages of the rollouts."""
         ends = np.cumsum(records.groups["num_rollouts"])
         groups = zip(group_rewards(records, weight_of), np.split(advantages_N, ends[:-1]), strict=True)
         return np.array([self._priority(group, advantages) for group, advantages in groups])

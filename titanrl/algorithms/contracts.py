@@ -348,11 +348,7 @@ def tinker_algorithm(loss_fn: str, loss_fn_config: Mapping[str, Any]) -> Algorit
 
 
 def _validated(values: Mapping[str, Any], given: Mapping[str, Any], names: Mapping[str, str]) -> AlgorithmConfig:
-    """Return a configuration; `names` are those of the options that `given` has, by key.
-
-    Raises:
-        ValueError: A value is invalid; the message has its option.
-    """
+    """Return a configuration; `names` are those of the options that `given` has, by key, for the message of a `ValueError`."""
     try:
         return AlgorithmConfig.model_validate(values)
     except ValidationError as error:

@@ -151,11 +151,7 @@ def token_loss(
     advantages_N: Tensor,
     mask_N: Tensor,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the policy loss per token, `[N]`, unweighted and 0 at masked tokens, and its per-token values for the metrics.
-
-    Raises:
-        ValueError: The loss raised, or did not return one value per token.
-    """
+    """Compute the policy loss per token, `[N]`, unweighted and 0 at masked tokens, and its per-token values for the metrics."""
     old_N = proximal_N if algorithm.divides_by_proximal else inputs.generator_logprobs_N
     tokens = LossInputs.of(
         inputs.logprobs_N,

@@ -242,11 +242,7 @@ class BoundReward:
         return self.function(list(answers.completions), answers.entry, **self._taken(options))
 
     def values(self, returned: object, num_completions: int) -> list[object]:
-        """Convert the return value of a group call to a list with one value per completion.
-
-        Raises:
-            TypeError: The call did not return one value per completion.
-        """
+        """Convert the return value of a group call to a list; raise `TypeError` unless it has one value per completion."""
         if isinstance(returned, str | Mapping) or not isinstance(returned, Iterable):
             raise TypeError(f"the reward returned {returned!a:.60}. Expected one value per completion: `{GROUP_EXPECTED}`.")
         values = list(returned)
@@ -317,11 +313,7 @@ def check_reward(candidate: object, *, key: str, name: str) -> None:
 
 
 def custom_reward(plugin: Plugin) -> Callable[..., Any]:
-    """Load and check a user-defined reward function of any of the signatures that `BoundReward` accepts.
-
-    Raises:
-        ValueError: The function cannot be imported, or does not have the signature of a reward.
-    """
+    """Load and check a user-defined reward function of any of the signatures that `BoundReward` accepts."""
     function = plugin.load()
     check_reward(function, key=plugin.key, name=plugin.name)
     loaded: Callable[..., Any] = function
@@ -350,11 +342,7 @@ def _names_of_trl(candidate: Callable[..., Any]) -> str:
 
 
 def _checked(value: object) -> float | TokenRewards:
-    """Return the value of one part with all numbers converted to Python floats.
-
-    Raises:
-        TypeError: A value is not a finite number, or the end of a step is not a positive integer.
-    """
+    """Return the value of one part with all numbers converted to Python floats; raise `TypeError` for anything else."""
     if not isinstance(value, TokenRewards):
         return _finite(value)
     ends: list[Any] = [end for end, _ in value.steps]
@@ -370,11 +358,7 @@ def _checked(value: object) -> float | TokenRewards:
 
 
 def _finite(value: object) -> float:
-    """Convert a reward to a float. Strings are rejected, although `float("1.5")` works.
-
-    Raises:
-        TypeError: The value is not a finite number.
-    """
+    """Convert a reward to a float. Raise `TypeError` for a string, although `float("1.5")` works, and if it is not finite."""
     if isinstance(value, float) and math.isfinite(value):
         return float(value)
     if isinstance(value, int) and abs(value) > 1 << 1023:  # too large for a float, and perhaps for a text

@@ -117,11 +117,7 @@ def hinted_entry(entry: Mapping[str, Any], hint: str) -> dict[str, Any]:
 
 
 def read_options(value: Any) -> dict[str, Any]:
-    """Return the variables of the chat template that a row sets; those that are null are not set.
-
-    Raises:
-        BadRow: The value is not a mapping.
-    """
+    """Return the variables of the chat template that a row sets; those that are null are not set."""
     if value is None:
         return {}
     if not isinstance(value, Mapping):
@@ -254,11 +250,7 @@ class PromptSource(Protocol):
 
 
 def check_prompt_source(source: object, *, key: str, name: str, options: Mapping[str, Any]) -> None:
-    """Check that an object is a list of prompts, or has the signature of `PromptSource`.
-
-    Raises:
-        ValueError: It is neither.
-    """
+    """Raise `ValueError` unless an object is a list of prompts, or has the signature of `PromptSource`."""
     if not _is_list(source):
         check_call(source, PromptSource.__call__, key=key, name=name, expected=EXPECTED, options=options)
     elif options:

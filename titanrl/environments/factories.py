@@ -99,11 +99,7 @@ def load_factory(
 
 
 def plugin_for(function: object, plugins: Plugins) -> Plugin | None:
-    """Return the plugin of a user-defined environment; None for a built-in one.
-
-    Raises:
-        ValueError: The object cannot be pickled.
-    """
+    """Return the plugin of a user-defined environment; None for a built-in one."""
     return plugins.get(FUNCTION_KEY) or plugin_of(FUNCTION_KEY, function)
 
 

@@ -176,11 +176,7 @@ class ToolEnvironment:
         """Numbers of calls so far."""
 
     async def prepare(self) -> None:
-        """List the tools of servers once.
-
-        Raises:
-            EnvironmentFailure: A server failed, or two tools have the same name.
-        """
+        """List the tools of servers once; raise `EnvironmentFailure` if one fails, or two tools have the same name."""
         for source in self._sources:
             if isinstance(source, ListedTools):
                 await source.prepare()
@@ -286,12 +282,7 @@ class ToolEnvironment:
         return text
 
     async def _run(self, name: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-        """Call a tool.
-
-        Raises:
-            ToolError: The tool rejected the call.
-            EnvironmentFailure: The tool failed or took too long.
-        """
+        """Call a tool; raise `ToolError` if it rejected the call, `EnvironmentFailure` if it failed or took too long."""
         limit = asyncio.timeout(self._call_timeout_s)
         try:
             result = function(**arguments)
@@ -312,11 +303,7 @@ class ToolEnvironment:
 
 
 def functions_of(source: object) -> list[Callable[..., Any]]:
-    """Return the tools of an object: the function itself, or the public methods in the order of their definition.
-
-    Raises:
-        ValueError: The object is a class, or has no public method.
-    """
+    """Return the tools of an object: the function itself, or the public methods in the order of their definition."""
     if inspect.isroutine(source):
         return [source]
     if isinstance(source, type):
@@ -366,11 +353,7 @@ class ToolSignature:
     """False if another program runs the tool, and checks the arguments itself."""
 
     def arguments(self, given: object) -> dict[str, Any]:
-        """Validate the arguments of a call, and convert them to the types of the parameters.
-
-        Raises:
-            ToolError: The arguments are not a mapping, or one is missing, unknown or of the wrong type.
-        """
+        """Return the arguments of a call in the types of the parameters; raise `ToolError` if they do not fit."""
         if not isinstance(given, Mapping):
             raise ToolError(self._explain([f"the arguments must be a JSON object, not {type(given).__name__}"]))
         if not self.is_checked:

@@ -105,11 +105,7 @@ class Environments:
         """Return an environment for one episode."""
 
     async def start(self) -> None:
-        """Start one process, if environments run in separate ones, as `EnvironmentPool.start` does; else prepare them here.
-
-        Raises:
-            EnvironmentFailure: The environment cannot be loaded or prepared.
-        """
+        """Start one process, if environments run in separate ones, as `EnvironmentPool.start` does; else prepare them here."""
         if self._pool is not None:
             await self._pool.start()
         elif isinstance(environment := self.make(), Prepares):
@@ -178,11 +174,7 @@ class EnvironmentPool:
         self._idle.clear()
 
     async def acquire(self) -> "_Process":
-        """Wait for a free slot, and return an idle or a new process. The caller must pass it to `release` afterwards.
-
-        Raises:
-            EnvironmentFailure: A process cannot be started, or the environment cannot be loaded in it.
-        """
+        """Wait for a free slot, and return an idle or a new process. The caller must pass it to `release` afterwards."""
         await self._slots.acquire()
         try:
             while self._idle:

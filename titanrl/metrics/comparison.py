@@ -217,7 +217,8 @@ def tables(variants: Sequence[Variant], metrics: Sequence[str]) -> list[Table]:
             if summary is None:
                 rows.append((variant.name, "-", "-", "-", "-"))
                 continue
-            missing = "" if summary.num_seeds == len(variant.runs) else f" (of {count_of_seeds(summary.num_seeds)})"
+            seeds = f"{summary.num_seeds} seed{'s' if summary.num_seeds > 1 else ''}"
+            missing = "" if summary.num_seeds == len(variant.runs) else f" (of {seeds})"
             best = f"{summary.best:.4g}", f"{summary.best_step:g}"
             rows.append((variant.name, f"{summary.first:.4g}", f"{summary.final}{missing}", *best))
         found.append(Table(metric, ("run", "first", "final", "best", "at step"), rows))
@@ -234,11 +235,6 @@ def _costs(rows: Rows) -> tuple[str, str, str]:
     seconds, rates = ([value for _, value in series(rows, name)] for name in ("time/step_s", "perf/gen_tokens_per_s"))
     step_s, tokens = f"{median(seconds):.3g}" if seconds else "-", count(median(rates)) if rates else "-"
     return f"{rows[-1]['step']:g}", step_s, tokens
-
-
-def count_of_seeds(num_seeds: int) -> str:
-    """Return a number of seeds in words."""
-    return "1 seed" if num_seeds == 1 else f"{num_seeds} seeds"
 
 
 def _shown(value: Any) -> str:

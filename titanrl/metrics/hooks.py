@@ -59,11 +59,7 @@ class Hooks:
 
     @classmethod
     def of(cls, plugins: Plugins) -> Self:
-        """Load the hooks of a run, and instantiate those given as classes.
-
-        Raises:
-            HookError: The constructor of a class raised.
-        """
+        """Load the hooks of a run, and instantiate those given as classes; raise `HookError` if a constructor raises."""
         hooks = []
         for plugin in (plugin for key, plugin in plugins.items() if key.startswith("hooks.")):
             hook = plugin.load()
@@ -105,11 +101,7 @@ class Hooks:
 
 
 def check_hook(candidate: object, *, key: str, name: str) -> None:
-    """Check that an object is a `Hook` instance or subclass, and that its methods have known names and valid signatures.
-
-    Raises:
-        ValueError: The object, which messages name, is not a usable hook.
-    """
+    """Raise `ValueError` unless an object is a `Hook`, or a class of them, with known method names and valid signatures."""
     kind = candidate if isinstance(candidate, type) else type(candidate)
     if not issubclass(kind, Hook):
         raise ValueError(f"{key}: not a hook (got {name}, of type {type(candidate).__name__}). Write it as `{EXPECTED}`.")

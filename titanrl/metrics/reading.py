@@ -508,20 +508,19 @@ def open_run(path: Path | str) -> RunRecord:
         RunNotFoundError: The path is not the directory of a run.
     """
     folder = Path(path)
-    found = why_no_folder(folder)
-    if found is None and not any((folder / name).exists() for name in ("config.yaml", "metrics.jsonl", "events.jsonl")):
-        found = "is not the directory of a run"
-    if found is not None:
+    found = why_no_folder(folder) or ("" if is_run(folder) else "is not the directory of a run")
+    if found:
         raise RunNotFoundError(f"open_run: {folder} {found}. Give the directory of a run, such as runs/quickstart.")
     return RunRecord(folder)
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of `metrics.jsonl`. Skip the last line if a killed process left it incomplete.
+def is_run(path: Path) -> bool:
+    """Return True for the directory of a run."""
+    return any((path / name).exists() for name in ("config.yaml", "metrics.jsonl", "events.jsonl"))
 
-    Raises:
-        ValueError: An earlier line is not a JSON object.
-    """
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the objects of `metrics.jsonl`. Skip the last line if a killed process left it incomplete."""
     with open(path, "rb", opener=open_regular) as file:
         lines = file.read().splitlines()
     rows = [decode(line) for line in lines]

@@ -157,11 +157,7 @@ class RunDirectory:
 
 
 def append_line(path: Path, obj: Mapping[str, Any]) -> None:
-    """Append `obj` as one JSON line. Several processes can append to the same file.
-
-    Raises:
-        OSError: The line was not written, or only partly; the error names the file.
-    """
+    """Append `obj` as one JSON line. Several processes can append to the same file. An `OSError` names the file."""
     line = (encode(obj) + "\n").encode()
     with naming(path):
         file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)

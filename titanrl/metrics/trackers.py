@@ -438,11 +438,7 @@ def make_trackers(
 
 
 def check_tracker(candidate: Any, *, key: str, name: str) -> None:
-    """Check that an object is a tracker or a factory of trackers.
-
-    Raises:
-        ValueError: The object is neither, or a method has the wrong signature.
-    """
+    """Raise `ValueError` unless an object is a tracker or a factory of trackers, with methods of the right signatures."""
     if _is_factory(candidate):
         check_call(candidate, TrackerFactory.__call__, key=key, name=name, expected=EXPECTED)
     if isinstance(candidate, type) or not _is_factory(candidate):

@@ -33,7 +33,7 @@ from titanrl.config.dry_run import changed_keys
 from titanrl.config.schema import Config
 from titanrl.config.source import parse
 from titanrl.metrics.index import Filters, Followed, Kind
-from titanrl.metrics.reading import Hits, RecordedGroup, RunRecord, TrainedSegment, number_of
+from titanrl.metrics.reading import Hits, RecordedGroup, RunRecord, TrainedSegment, is_run, number_of
 from titanrl.metrics.series import NUM_ENDS, Points, Rows, awaited_by_both, ends_of, heldout_tasks, without_reward
 from titanrl.metrics.timeline import State, Window, states_of, usage_of
 
@@ -958,14 +958,10 @@ def _where(mask: npt.NDArray[np.bool_], values: npt.NDArray[Any]) -> list[float 
 
 def find_runs(folder: Path) -> dict[str, Path]:
     """Return the run directories at most two levels below a folder, by relative path; or the folder by name if it is one."""
-    if _is_run(folder):
+    if is_run(folder):
         return {folder.resolve().name: folder}
     found: dict[str, Path] = {}
     for path in (path for path in sorted(folder.iterdir()) if path.is_dir()):
-        others = [] if _is_run(path) else [other for other in sorted(path.iterdir()) if other.is_dir()]
-        found |= {str(run.relative_to(folder)): run for run in (path, *others) if _is_run(run)}
+        others = [] if is_run(path) else [other for other in sorted(path.iterdir()) if other.is_dir()]
+        found |= {str(run.relative_to(folder)): run for run in (path, *others) if is_run(run)}
     return found
-
-
-def _is_run(path: Path) -> bool:
-    return any((path / name).exists() for name in ("config.yaml", "metrics.jsonl", "events.jsonl"))

@@ -453,11 +453,7 @@ FILTER = Point(key="rollout.group_filter", argument="group_filter", protocol=Gro
 
 
 def keeps(group_filter: Callable[[ScoredGroup], object], group: Group, decode: Callable[[list[int]], str], name: str) -> bool:
-    """Return True if a filter keeps a group with at least one reward; `name` is for error messages.
-
-    Raises:
-        ValueError: The filter raised, or returned neither True nor False.
-    """
+    """Return True if a filter keeps a group with at least one reward; `name` is for error messages."""
     scored = scored_group(group, decode)
     try:
         kept = group_filter(scored)

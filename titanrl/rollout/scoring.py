@@ -191,11 +191,7 @@ def _names(names: Iterable[str]) -> str:
 
 
 def rewards_by_token(rewards: TokenRewards, answers: Answers, index: int) -> list[float]:
-    """Return the reward of each sampled token of a completion.
-
-    Raises:
-        ValueError: The numbers of rewards and tokens differ, or a step does not end within the text.
-    """
+    """Return the reward of each sampled token of a completion; raise `ValueError` if they do not fit its tokens or its text."""
     num_tokens, text, decode = answers.num_tokens[index], answers.completions[index], answers.decode
     if len(rewards.tokens) not in (0, num_tokens):
         rule = f"it returned {len(rewards.tokens)} token rewards for a completion of {num_tokens} tokens"

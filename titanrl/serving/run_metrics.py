@@ -7,6 +7,7 @@ import asyncio
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from prometheus_client.registry import Collector
 from titanrl.base.errors import TitanRLError
 from titanrl.carriers.record import HOST
 from titanrl.metrics.index import Followed
+from titanrl.metrics.series import phase_seconds
 from titanrl.processes.machine import process_state
 from titanrl.serving.calls import Refused
 from titanrl.serving.http import Endpoint, Headers, Receive
@@ -27,6 +29,7 @@ LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 START_S = 30.0
 """Time limit for the start and for the end of the endpoint, in seconds."""
 _HEAD = frozenset({"step", "version", "time"})
+_Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
 
 
 class RunMetrics(Collector):
@@ -47,38 +50,30 @@ class RunMetrics(Collector):
         self._read()
         run = self._run_dir.name
 
-        def gauge(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-            family = GaugeMetricFamily(f"titanrl_{name}", text, labels=["run", label])
+        def family(of: _Family, name: str, text: str, values: Mapping[str, float], label: str | None = None) -> Metric:
+            """Return a metric with a value for each value of a label, or without one with the only value."""
+            found = of(f"titanrl_{name}", text, labels=["run"] if label is None else ["run", label])
             for key, value in sorted(values.items()):
-                family.add_metric([run, key], value)
-            return family
+                found.add_metric([run] if label is None else [run, key], value)
+            return found
 
-        def counter(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-            family = CounterMetricFamily(f"titanrl_{name}", text, labels=["run", label])
-            for key, value in sorted(values.items()):
-                family.add_metric([run, key], value)
-            return family
-
+        gauge, counter = partial(family, GaugeMetricFamily), partial(family, CounterMetricFamily)
         for name, text in (
             ("step", "Newest step."),
             ("version", "Policy version of the newest step."),
             ("step_timestamp_seconds", "End of the newest step, in Unix seconds."),
         ):
             if name in self._head:
-                family = GaugeMetricFamily(f"titanrl_{name}", text, labels=["run"])
-                family.add_metric([run], self._head[name])
-                yield family
-        steps = CounterMetricFamily("titanrl_steps", "Steps taken since the run began.", labels=["run"])
-        steps.add_metric([run], self._num_steps)
-        yield steps
+                yield gauge(name, text, {"": self._head[name]})
+        yield counter("steps", "Steps taken since the run began.", {"": self._num_steps})
         counts = {name.removeprefix("count/"): value for name, value in self._newest.items() if name.startswith("count/")}
         metrics = {name: value for name, value in self._newest.items() if not name.startswith("count/")}
-        yield gauge("metric", "Newest value of a metric of metrics.jsonl.", "name", metrics)
-        yield counter("count", "Prompts, rollouts and tokens since the run began.", "name", counts)
-        yield counter("phase_seconds", "Time of the controller by phase.", "phase", self._seconds)
-        yield counter("events", "Events of events.jsonl.", "kind", dict.fromkeys(FAULTS, 0) | self._num_events)
-        yield counter("dropped_groups", "Groups that no batch used.", "reason", self._num_dropped)
-        yield gauge("process_up", "1 for each process of the run on this host that is alive, else 0.", "process", self._alive())
+        yield gauge("metric", "Newest value of a metric of metrics.jsonl.", metrics, "name")
+        yield counter("count", "Prompts, rollouts and tokens since the run began.", counts, "name")
+        yield counter("phase_seconds", "Time of the controller by phase.", self._seconds, "phase")
+        yield counter("events", "Events of events.jsonl.", dict.fromkeys(FAULTS, 0) | self._num_events, "kind")
+        yield counter("dropped_groups", "Groups that no batch used.", self._num_dropped, "reason")
+        yield gauge("process_up", "1 for each process of the run on this host that is alive, else 0.", self._alive(), "process")
 
     def _read(self) -> None:
         for row in self._rows.objects(self._forget_rows):
@@ -103,9 +98,8 @@ class RunMetrics(Collector):
             self._num_steps += 1
             self._head = {name: float(row.get(name, 0)) for name in ("step", "version")}
             self._head["step_timestamp_seconds"] = float(row.get("time", 0))
-            for name, value in values.items():
-                if name.startswith("time/") and name.endswith("_s") and name != "time/step_s":
-                    self._seconds[name.removeprefix("time/").removesuffix("_s")] += value
+            for phase, seconds in phase_seconds(values).items():
+                self._seconds[phase] += seconds
 
     def _alive(self) -> dict[str, float]:
         """Return 1 for each process on this host that is alive, else 0."""

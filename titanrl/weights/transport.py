@@ -183,11 +183,7 @@ class Source(Protocol):
         """Return whether this process can fetch a handle's bytes with this transport."""
 
     async def fetch(self, manifest: WeightManifest, handle: Any) -> Payload:
-        """Fetch the bytes.
-
-        Raises:
-            WeightMismatchError: The bytes were deleted or overwritten.
-        """
+        """Fetch the bytes; raise `WeightMismatchError` if they were deleted or overwritten."""
 
 
 class Transport(Source, Protocol):
