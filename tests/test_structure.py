@@ -11,15 +11,15 @@ import pytest
 from tests.size import PACKAGE, figures
 
 CEILINGS = {
-    "lines": 69_950,
-    "modules": 239,
+    "lines": 69_060,
+    "modules": 238,
     "small modules": 4,
     "modules with a shared name": 4,
     "rooms": 25,
     "arrows": 152,
     "floors": 13,
     "modules reached by the loop": 107,
-    "functions with one mention": 0.375,
+    "functions with one mention": 0.373,
 }
 """Largest figures of `tests.size`. Lower them with the code. A change that needs a higher one says why in its message."""
 
