@@ -25,66 +25,66 @@ from titanrl.replay.columns import create_file
 from titanrl.replay.prioritized import NO_ITEM, ReplayIndex
 from titanrl.replay.wire import Address, Server, Verb
 
-NONE = -1
+NONE = -1  # no reservation, or no session
 
 
 class Rows:
-    """Protection of the storage's rows. The item with sequence number n is in row n % num_rows. The caller must hold a lock.
+    """Protection of the storage's rows. The item with handle n is in row n % num_rows. The caller must hold a lock.
 
     A row is reused only after every session that may access it has released it or ended. A writer whose lease expired can
     therefore finish its copy safely, and a reader never sees a row that another writer overwrites.
 
-    Shape suffixes: B sequence numbers of a call.
+    Shape suffixes: B items of a call.
     """
 
     def __init__(self, num_rows: int) -> None:
         self._num_rows = num_rows
         self._pins = np.zeros(num_rows, np.int64)  # writers and readers of each row
-        self._numbers = np.full(num_rows, NONE)  # reservations being written
+        self._handles = np.full(num_rows, NONE)  # reservations being written
         self._writers = np.full(num_rows, NONE)  # their sessions
         self._tickets: dict[int, tuple[int, Integers]] = {}
         self._ticket_numbers = itertools.count()
         self._ended: set[int] = set()
 
-    def are_free(self, numbers_B: Integers) -> npt.NDArray[np.bool_]:
-        """Return a mask of the numbers whose rows are neither written nor read."""
-        are_free: npt.NDArray[np.bool_] = self._pins[numbers_B % self._num_rows] == 0
+    def are_free(self, handles_B: Integers) -> npt.NDArray[np.bool_]:
+        """Return a mask of the handles whose rows are neither written nor read."""
+        are_free: npt.NDArray[np.bool_] = self._pins[handles_B % self._num_rows] == 0
         return are_free
 
     def next_free(self, first: int, count: int, within: int) -> Integers | None:
-        """Return the next `count` numbers from `first` on that have free rows and are within `within` successive ones."""
-        numbers_B = np.arange(first, first + count)
-        if self.are_free(numbers_B).all():
-            return numbers_B
-        numbers_B = np.arange(first, first + self._num_rows)
-        numbers_B = numbers_B[self.are_free(numbers_B)]
-        fits = numbers_B[count - 1 :] < numbers_B[: max(len(numbers_B) - count + 1, 0)] + within
-        return numbers_B[fits.argmax() :][:count] if fits.any() else None
+        """Return the next `count` handles from `first` on with free rows, within a span of `within`, so no two share a slot."""
+        handles_B = np.arange(first, first + count)
+        if self.are_free(handles_B).all():
+            return handles_B
+        handles_B = np.arange(first, first + self._num_rows)
+        handles_B = handles_B[self.are_free(handles_B)]
+        fits = handles_B[count - 1 :] < handles_B[: max(len(handles_B) - count + 1, 0)] + within
+        return handles_B[fits.argmax() :][:count] if fits.any() else None
 
-    def assign(self, session: int, numbers_B: Integers) -> None:
+    def assign(self, session: int, handles_B: Integers) -> None:
         """Let a session write the rows of its reservations."""
         self.check(session)
-        rows_B = numbers_B % self._num_rows
+        rows_B = handles_B % self._num_rows
         self._pins[rows_B] = 1
-        self._numbers[rows_B] = numbers_B
+        self._handles[rows_B] = handles_B
         self._writers[rows_B] = session
 
-    def are_written(self, numbers_B: Integers, session: int | None = None) -> npt.NDArray[np.bool_]:
+    def are_written(self, handles_B: Integers, session: int | None = None) -> npt.NDArray[np.bool_]:
         """Return a mask of the reservations that a session, or any one, has not finished writing."""
-        rows_B = numbers_B % self._num_rows
-        are_written: npt.NDArray[np.bool_] = self._numbers[rows_B] == numbers_B
+        rows_B = handles_B % self._num_rows
+        are_written: npt.NDArray[np.bool_] = self._handles[rows_B] == handles_B
         return are_written if session is None else are_written & (self._writers[rows_B] == session)
 
-    def end_writes(self, numbers_B: Integers) -> None:
+    def end_writes(self, handles_B: Integers) -> None:
         """Record that the writers of reservations have finished."""
-        rows_B = numbers_B % self._num_rows
-        self._numbers[rows_B] = self._writers[rows_B] = NONE
+        rows_B = handles_B % self._num_rows
+        self._handles[rows_B] = self._writers[rows_B] = NONE
         self._pins[rows_B] -= 1
 
-    def pin(self, session: int, numbers_B: Integers) -> int:
-        """Keep the rows of numbers unchanged until `unpin`. Return a ticket."""
+    def pin(self, session: int, handles_B: Integers) -> int:
+        """Keep the rows of items unchanged until `unpin`. Return a ticket."""
         self.check(session)
-        rows_B = np.unique(numbers_B % self._num_rows)
+        rows_B = np.unique(handles_B % self._num_rows)
         self._pins[rows_B] += 1
         ticket = next(self._ticket_numbers)
         self._tickets[ticket] = (session, rows_B)
@@ -98,15 +98,15 @@ class Rows:
     def end_session(self, session: int) -> Integers:
         """End a session and release the rows that it was reading or writing. Return the reservations that it was writing."""
         self._ended.add(session)
-        numbers_B: Integers = self._numbers[self._writers == session]
-        self.end_writes(numbers_B)
+        handles_B: Integers = self._handles[self._writers == session]
+        self.end_writes(handles_B)
         for ticket in [ticket for ticket, (owner, _) in self._tickets.items() if owner == session]:
             self.unpin(ticket)
-        return numbers_B
+        return handles_B
 
     def describe(self) -> str:
         """Return how many rows writers and readers hold, for messages."""
-        num_written = int(np.count_nonzero(self._numbers >= 0))
+        num_written = int(np.count_nonzero(self._handles >= 0))
         num_read = len({int(row) for _, rows in self._tickets.values() for row in rows})
         return f"writers hold {num_written} rows, readers {num_read}"
 
@@ -124,35 +124,35 @@ class WorkList:
         self._next = 0
         self._returned: list[int] = []  # a heap of indices whose reservation ended without a commit
         self.reserved: dict[int, int] = {}
-        """Indices that writers have reserved, by sequence number of the reservation."""
+        """Indices that writers have reserved, by handle."""
 
     @property
     def num_available(self) -> int:
         """Indices that can be reserved."""
         return len(self._returned) + self._num_items - self._next
 
-    def take(self, numbers: Integers) -> Integers:
+    def take(self, handles: Integers) -> Integers:
         """Assign one index to each reservation, returned indices first, in ascending order."""
         indices = []
-        for number in numbers.tolist():
+        for handle in handles.tolist():
             if self._returned:
                 index = heapq.heappop(self._returned)
             else:
                 index, self._next = self._next, self._next + 1
-            self.reserved[number] = index
+            self.reserved[handle] = index
             indices.append(index)
         return np.array(indices, np.int64)
 
-    def finish(self, numbers: Integers) -> None:
+    def finish(self, handles: Integers) -> None:
         """Record that reservations were committed."""
-        for number in numbers.tolist():
-            self.reserved.pop(number, None)
+        for handle in handles.tolist():
+            self.reserved.pop(handle, None)
 
     def recover(self, is_open: Callable[[Integers], npt.NDArray[np.bool_]]) -> None:
-        """Make the indices of reservations available again whose numbers `is_open` maps to False."""
-        numbers = np.fromiter(self.reserved, np.int64, len(self.reserved))
-        for number in numbers[~is_open(numbers)].tolist():
-            heapq.heappush(self._returned, self.reserved.pop(number))
+        """Make the indices available again whose reservation ended without a commit: those that `is_open` maps to False."""
+        handles = np.fromiter(self.reserved, np.int64, len(self.reserved))
+        for handle in handles[~is_open(handles)].tolist():
+            heapq.heappush(self._returned, self.reserved.pop(handle))
 
     def state(self) -> dict[str, object]:
         """Return the remaining work. Reserved indices count as available."""
@@ -200,6 +200,7 @@ class OwnerSettings:
     spare: int
     """Rows in addition to those of a full buffer."""
     num_work: int
+    """Length of the work list."""
     shards: tuple[Shard, ...]
     """All shards. The owner creates the files of the shards on its host."""
     host: str
@@ -209,7 +210,7 @@ class OwnerSettings:
     """Shared secret of owner and clients."""
 
     def rows_of(self, handles: Integers) -> Integers:
-        """Return the row of each item in its shard."""
+        """Return the row of each item in its shard, which is number `handle % num_shards`."""
         num_shards = len(self.shards)
         return handles % (self.rows_per_shard * num_shards) // num_shards
 
@@ -233,7 +234,7 @@ class Owner:
         index, num_bytes = self._index, self._settings.shard_bytes * len(self._settings.shards)
         verbs = (
             *(self.describe, self.locations, self.register, self.reserve, self.take_work, self.commit, self.hold),
-            *(self.draw, self.done, self.release, self.snapshot, self.restore, self.restored),
+            *(self.draw, self.done, self.release, self.snapshot, self.restore, self.finish_restore),
         )
         return {
             **{verb.__name__: verb for verb in verbs},
@@ -264,12 +265,12 @@ class Owner:
         """Release what a call granted to a client that did not read the reply."""
         with self._changed:
             if verb in {"draw", "hold", "snapshot"}:
-                self._rows.unpin(reply[-1])
+                self._rows.unpin(reply[-1])  # the ticket
             elif verb in {"reserve", "take_work", "restore"}:
-                numbers = reply[1] if verb == "take_work" else reply
-                numbers = numbers[self._rows.are_written(numbers, session)]
-                self._index.end_leases(numbers)
-                self._rows.end_writes(numbers)
+                handles = reply[1] if verb == "take_work" else reply
+                handles = handles[self._rows.are_written(handles, session)]
+                self._index.end_leases(handles)
+                self._rows.end_writes(handles)
             self._changed.notify_all()
 
     def describe(self, session: int) -> OwnerSettings:
@@ -323,8 +324,8 @@ class Owner:
                 self._work.recover(self._index.is_open)
                 count = min(limit, self._work.num_available)
                 if count and self._next_free(count) is not None:
-                    numbers = self._reserve(session, count, lease_s)
-                    return self._work.take(numbers), numbers
+                    handles = self._reserve(session, count, lease_s)
+                    return self._work.take(handles), handles
                 if not count and not len(self._work.reserved):
                     return (np.empty(0, np.int64),) * 2
                 left_s = deadline - time.monotonic()
@@ -382,21 +383,21 @@ class Owner:
             return {**self._index.state_dict(), "work": self._work.state()}, ticket
 
     def restore(self, session: int, state: Mapping[str, Any], timeout_s: float) -> Integers:
-        """Clear the buffer, and let the client write the items of a saved state. Return their sequence numbers."""
+        """Clear the buffer, and let the client write the items of a saved state. Return their handles."""
         self._index.check_state(state)
-        numbers: Integers = state["owners"][state["owners"] >= 0]
+        handles: Integers = state["owners"][state["owners"] >= 0]
         nothing = {name: state[name][:0] for name in ("owners", "priorities", "versions", "leaves")}
         with self._changed:
             self._index.load_state_dict({**state, **nothing, "leases": []})
-            if not self._changed.wait_for(lambda: self._rows.are_free(numbers).all(), timeout_s):
-                raise self._full(len(numbers), timeout_s)
-            self._rows.assign(session, numbers)
+            if not self._changed.wait_for(lambda: self._rows.are_free(handles).all(), timeout_s):
+                raise self._full(len(handles), timeout_s)
+            self._rows.assign(session, handles)
             self._restoring = state
-            return numbers
+            return handles
 
-    def restored(self, session: int) -> None:
+    def finish_restore(self, session: int) -> None:
         """Make the items of a saved state available, after their rows were written."""
-        assert self._restoring is not None, "restored() called before restore()"
+        assert self._restoring is not None, "finish_restore() called before restore()"
         with self._changed:
             state, self._restoring = self._restoring, None
             # Drop open reservations: their writers belong to an earlier buffer.
@@ -411,13 +412,13 @@ class Owner:
 
     def _reserve(self, session: int, num_items: int, lease_s: float | None) -> Integers:
         self._rows.check(session)
-        numbers = self._next_free(num_items)
-        assert numbers is not None, "the caller has waited for free rows"
-        for run in np.split(numbers, np.flatnonzero(np.diff(numbers) > 1) + 1):
+        handles = self._next_free(num_items)
+        assert handles is not None, "the caller has waited for free rows"
+        for run in np.split(handles, np.flatnonzero(np.diff(handles) > 1) + 1):  # between runs, rows are still in use
             self._index.skip_to(int(run[0]))
             self._index.reserve(len(run), lease_s=lease_s)
-        self._rows.assign(session, numbers)
-        return numbers
+        self._rows.assign(session, handles)
+        return handles
 
     def _next_free(self, num_items: int) -> Integers | None:
         return self._rows.next_free(self._index.next, num_items, self._settings.capacity)
@@ -452,13 +453,10 @@ def main() -> None:
         server = Server(address, settings.key, owner.verbs(), on_end=owner.end_session, on_lost=owner.undo)
         _reply(True, (server.address, [folder, *owner.folders]))
         sys.stdin.buffer.read(1)
-        failure = None
     except (OSError, ValueError) as error:
-        failure = error
+        _reply(False, error)
     finally:
         remove([folder, *owner.folders])
-    if failure is not None:
-        _reply(False, failure)
 
 
 def _reply(is_ready: bool, value: tuple[Address, list[Path]] | Exception) -> None:

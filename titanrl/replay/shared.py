@@ -289,7 +289,7 @@ class SharedReplay:
         numbers = self._link.call("restore", metadata, timeout_s, wait_s=timeout_s)
         if len(numbers):
             self._shards().write(numbers, payload.read(np.flatnonzero(state["owners"] >= 0)))
-        self._link.call("restored")
+        self._link.call("finish_restore")
 
     def _shards(self) -> "Storage":
         if self._storage is None:
