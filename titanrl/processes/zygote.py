@@ -96,7 +96,7 @@ def main(control_fd: int, parent_pid: int, config_fd: int) -> None:
     gc.collect()
     gc.freeze()  # otherwise garbage collection in a forked process would touch, and thus copy, every memory page
     flags = bytes(
-        GROUP * own.reward.is_group + TOKENS * own.reward.takes_token_ids + RAW * own.reward.takes_raw for own in rewards
+        GROUP * each.reward.is_group + TOKENS * each.reward.takes_token_ids + RAW * each.reward.takes_raw for each in rewards
     )
     control.send(READY + flags)
     _Forker(control, rewards, confinement, config.groups_per_process).run()
@@ -137,21 +137,21 @@ class _Forker:
                         self._fork()
 
     def _fork(self) -> None:
-        theirs, ours = socket.socketpair()
+        sandbox_end, process_end = socket.socketpair()
         zygote = os.getpid()
         pid = os.fork()
         if pid == 0:
             try:
                 end_with_parent(zygote)
-                _serve(ours.fileno(), self._rewards, self._confinement, self._groups_per_process)
+                _serve(process_end.fileno(), self._rewards, self._confinement, self._groups_per_process)
             finally:
                 os._exit(1)
         pidfd = os.pidfd_open(pid)
         self._pids[pidfd] = pid
         self._selector.register(pidfd, selectors.EVENT_READ)
-        socket.send_fds(self._control, [READY], [theirs.fileno(), pidfd])
-        theirs.close()
-        ours.close()
+        socket.send_fds(self._control, [READY], [sandbox_end.fileno(), pidfd])
+        sandbox_end.close()
+        process_end.close()
 
     def _reap(self, pidfd: int) -> None:
         os.waitpid(self._pids.pop(pidfd), 0)
@@ -179,7 +179,7 @@ def _serve(channel: int, rewards: Sequence[_Loaded], confinement: Confinement, n
         stream.peek(1)
         os.write(channel, STARTED)
         request: Request = pickle.load(stream)
-        reward, entry, completions, num_tokens, finish_reasons, token_ids, raw = request
+        index, entry, completions, num_tokens, finish_reasons, token_ids, raw = request
         answers = Answers(
             entry=entry,
             completions=completions,
@@ -188,7 +188,7 @@ def _serve(channel: int, rewards: Sequence[_Loaded], confinement: Confinement, n
             token_ids=token_ids,
             raw_completions=raw,
         )
-        loaded = rewards[reward]
+        loaded = rewards[index]
         if loaded.reward.is_group:
             results = _score_group(loaded, answers)
         else:
