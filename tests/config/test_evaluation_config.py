@@ -12,10 +12,10 @@ def config_of(**evaluation: object) -> Config:
 
 
 def test_section_defines_the_default_set() -> None:
-    (subset,) = config_of(every_steps=5, num_prompts=7).evaluation_sets.values()
-    assert (subset.name, subset.key) == ("chain_sum", "evaluation")
-    assert (subset.every_steps, subset.num_prompts, subset.num_samples, subset.temperature) == (5, 7, 1, 0.0)
-    assert subset.metrics == ("eval/chain_sum/mean",)
+    (eval_set,) = config_of(every_steps=5, num_prompts=7).evaluation_sets.values()
+    assert (eval_set.name, eval_set.key) == ("chain_sum", "evaluation")
+    assert (eval_set.every_steps, eval_set.num_prompts, eval_set.num_samples, eval_set.temperature) == (5, 7, 1, 0.0)
+    assert eval_set.metrics == ("eval/chain_sum/mean",)
     assert config_of(num_prompts=0).evaluation_sets == {}
 
 

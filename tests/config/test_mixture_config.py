@@ -52,7 +52,10 @@ def test_task_overrides_sampling_and_advantage(tmp_path: Path) -> None:
     assert b.algorithm == config.algorithm
     assert config.max_sequence_tokens == 64 + 50
     sets = config.evaluation_sets
-    assert [(subset.name, subset.task, subset.max_new_tokens) for subset in sets.values()] == [("a", "a", 50), ("b", "b", 26)]
+    assert [(eval_set.name, eval_set.task, eval_set.max_new_tokens) for eval_set in sets.values()] == [
+        ("a", "a", 50),
+        ("b", "b", 26),
+    ]
 
 
 def test_advantage_that_compares_completions_needs_two_of_them(tmp_path: Path) -> None:

@@ -74,24 +74,24 @@ def evaluated_group() -> Group:
     return asyncio.run(roll_out(PROMPTS[7], requests, Engine().generate, score, lambda tokens: "2"))
 
 
-def evaluated(subset: EvaluationSet, engine: Engine, prompts: Sequence[Prompt] = PROMPTS) -> EvaluationResult:
+def evaluated(eval_set: EvaluationSet, engine: Engine, prompts: Sequence[Prompt] = PROMPTS) -> EvaluationResult:
     async def complete(prompt: Prompt) -> Group:
-        requests = evaluation_requests(prompt, subset, seed=3)
+        requests = evaluation_requests(prompt, eval_set, seed=3)
         return await roll_out(prompt, requests, engine.generate, score, lambda tokens: "".join(map(str, tokens)))
 
     async def answer(prompts: Sequence[Prompt]) -> Sequence[Group]:
         return await asyncio.gather(*map(complete, prompts))
 
-    return evaluation_result(subset, asyncio.run(answer_prompts(subset, prompts, answer)))
+    return evaluation_result(eval_set, asyncio.run(answer_prompts(eval_set, prompts, answer)))
 
 
 def test_seeds_are_equal_in_every_evaluation() -> None:
-    subset = made_set(num_samples=3, temperature=0.5, max_new_tokens=9)
-    requests = evaluation_requests(PROMPTS[7], subset, seed=3)
-    assert requests == evaluation_requests(PROMPTS[7], subset, seed=3)
+    eval_set = made_set(num_samples=3, temperature=0.5, max_new_tokens=9)
+    requests = evaluation_requests(PROMPTS[7], eval_set, seed=3)
+    assert requests == evaluation_requests(PROMPTS[7], eval_set, seed=3)
     seeds = {request.sampling.seed for request in requests}
     assert len(seeds) == 3
-    assert not seeds & {request.sampling.seed for request in evaluation_requests(PROMPTS[8], subset, seed=3)}
+    assert not seeds & {request.sampling.seed for request in evaluation_requests(PROMPTS[8], eval_set, seed=3)}
     assert {(request.sampling.temperature, request.sampling.max_new_tokens) for request in requests} == {(0.5, 9)}
 
 
@@ -104,9 +104,9 @@ def test_result_leaves_failed_rewards_out_and_counts_them() -> None:
 
 
 def test_several_samples_give_pass_and_avg_statistics() -> None:
-    subset = made_set(num_samples=4, temperature=1.0, pass_k=(1, 2))
+    eval_set = made_set(num_samples=4, temperature=1.0, pass_k=(1, 2))
     engine = Engine()
-    result = evaluated(subset, engine)
+    result = evaluated(eval_set, engine)
     assert result.num_errors == 4
     solved = [
         sum(1 + request.sampling.seed % 2 == 2 for request in call if request.sampling.seed is not None)
@@ -152,7 +152,7 @@ def test_abandoned_evaluation_raises_stopped_error(in_background: bool) -> None:
         def named(self, name: str) -> str:
             return name
 
-        async def evaluate(self, subset: str, generate: object, *, record: object) -> None:
+        async def evaluate(self, eval_set: str, generate: object, *, record: object) -> None:
             started.set()
             await asyncio.Event().wait()
 

@@ -189,7 +189,7 @@ class Config(Section):
     def num_evaluator_ranks(self) -> int:
         """Number of ranks of the background evaluation generator; 0 if there is none."""
         is_asynchronous = self.max_staleness > 0 and self.program == "train" and self.evaluates
-        is_between = any(0 < subset.every_steps < self.num_steps for subset in self.evaluation_sets.values())
+        is_between = any(0 < eval_set.every_steps < self.num_steps for eval_set in self.evaluation_sets.values())
         return self.generator.tp if is_asynchronous and is_between and self.evaluation.background else 0
 
     @property
@@ -243,7 +243,7 @@ class Config(Section):
     @property
     def max_sampled_tokens(self) -> int:
         """Maximum length of prompt plus completion in tokens, over training and evaluation."""
-        return max(self.max_sequence_tokens, *(subset.max_tokens for subset in self.evaluation_sets.values()), 0)
+        return max(self.max_sequence_tokens, *(eval_set.max_tokens for eval_set in self.evaluation_sets.values()), 0)
 
     @property
     def trains_on_equal_rewards(self) -> bool:
@@ -557,12 +557,13 @@ def _recipe(config: Config) -> Iterator[BrokenRule]:
 
 def broken_by_positions(config: Config, max_positions: int) -> Iterator[BrokenRule]:
     """Yield the rules that the additional evaluation sets break for a model with `max_positions` positions."""
-    for subset in config.evaluation_sets.values():
-        if subset.key != DEFAULT and subset.max_tokens > max_positions:
+    for eval_set in config.evaluation_sets.values():
+        if eval_set.key != DEFAULT and eval_set.max_tokens > max_positions:
+            key, num_tokens = eval_set.key, eval_set.max_tokens
             yield BrokenRule(
-                {f"{subset.key}.max_new_tokens": subset.max_new_tokens},
-                f"prompt plus completion can have {subset.max_tokens} tokens, but the model has only {max_positions} positions",
-                f"lower {subset.key}.max_new_tokens or {subset.key}.data.max_prompt_tokens",
+                {f"{key}.max_new_tokens": eval_set.max_new_tokens},
+                f"prompt plus completion can have {num_tokens} tokens, but the model has only {max_positions} positions",
+                f"lower {key}.max_new_tokens or {key}.data.max_prompt_tokens",
             )
 
 
@@ -850,13 +851,13 @@ def _best(config: Config) -> Iterator[BrokenRule]:
     metric, sets, updates = config.evaluation.best_metric, config.evaluation_sets, config.algorithm.updates_per_publish
     if metric is None or config.sft is not None:
         return
-    names = [name for subset in sets.values() for name in subset.metrics]
+    names = [name for eval_set in sets.values() for name in eval_set.metrics]
     if metric not in names:
         rule = "must be a metric of an evaluation set that can be maximized"
         fix = f"choose one of {', '.join(names)}" if names else "add an evaluation set"
         yield config.broken("evaluation.best_metric", rule, fix)
         return
-    every_steps = next(subset.every_steps for subset in sets.values() if metric in subset.metrics)
+    every_steps = next(eval_set.every_steps for eval_set in sets.values() if metric in eval_set.metrics)
     if every_steps % updates:
         yield BrokenRule(
             {

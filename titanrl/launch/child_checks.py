@@ -160,9 +160,9 @@ def start_checks(config: Config, plugins: Plugins, *, with_data: bool, has_token
         parts: list[tuple[str, DataConfig, Callable[..., Sequence[Finding]]]] = [
             (task.key(name), task, partial(check_data, config, plugins, name)) for name, task in config.data.tasks.items()
         ]
-        for subset in config.evaluation_sets.values():
-            if subset.has_own_data:
-                parts.append((f"{subset.key}.data", subset.data, partial(check_set, config, plugins, subset)))
+        for eval_set in config.evaluation_sets.values():
+            if eval_set.has_own_data:
+                parts.append((f"{eval_set.key}.data", eval_set.data, partial(check_set, config, plugins, eval_set)))
         for section, data, check in parts:
             values: dict[str, object] = {"source": data.source, "options": data.options}
             if data.source == "reasoning_gym":
@@ -216,28 +216,28 @@ def check_data(config: Config, plugins: Plugins, name: str | None = None, *, has
             for index in range(min(SAMPLED_PROMPTS, stream.num_prompts)):
                 if time.monotonic() - started <= HELDOUT_LIMIT_S:
                     stream[index]
-        for subset in config.evaluation_sets.values():
-            if subset.task == name:
-                notes += _few_prompts(subset, stream)
+        for eval_set in config.evaluation_sets.values():
+            if eval_set.task == name:
+                notes += _few_prompts(eval_set, stream)
         found = _selection(data, stream, section, notes)
     except BrokenRules as error:
         raise within(error, section) from None
     return [found, *try_rewards(config.of_task(data), of_task, stream[0].entry, section)]
 
 
-def check_set(config: Config, plugins: Plugins, subset: EvaluationSet, *, has_tokenizer: bool = True) -> list[Finding]:
+def check_set(config: Config, plugins: Plugins, eval_set: EvaluationSet, *, has_tokenizer: bool = True) -> list[Finding]:
     """Read the prompts of an evaluation set that has a separate data section, and try its rewards; see `check_data`."""
-    plugins = plugins_within(plugins, subset.key)
+    plugins = plugins_within(plugins, eval_set.key)
     try:
-        encode = _encoder(config, subset.data, has_tokenizer=has_tokenizer)
-        stream = open_stream(subset.data, encode, config.seed, plugins, is_trained_on=False)
-        notes = _few_prompts(subset, stream)
-        first = stream.heldout(1, split=subset.split, key=subset.key)[0]
-        found = _selection(subset.data, stream, f"{subset.key}.data", notes, subset.split)
+        encode = _encoder(config, eval_set.data, has_tokenizer=has_tokenizer)
+        stream = open_stream(eval_set.data, encode, config.seed, plugins, is_trained_on=False)
+        notes = _few_prompts(eval_set, stream)
+        first = stream.heldout(1, split=eval_set.split, key=eval_set.key)[0]
+        found = _selection(eval_set.data, stream, f"{eval_set.key}.data", notes, eval_set.split)
     except BrokenRules as error:
-        raise within(error, f"{subset.key}.data") from None
-    of_set = config.model_copy(update={"data": subset.data})
-    return [found, *try_rewards(of_set, plugins, first.entry, f"{subset.key}.data")]
+        raise within(error, f"{eval_set.key}.data") from None
+    of_set = config.model_copy(update={"data": eval_set.data})
+    return [found, *try_rewards(of_set, plugins, first.entry, f"{eval_set.key}.data")]
 
 
 def _selection(
@@ -259,15 +259,15 @@ def _selection(
     return found
 
 
-def _few_prompts(subset: EvaluationSet, stream: PromptStream) -> list[str]:
+def _few_prompts(eval_set: EvaluationSet, stream: PromptStream) -> list[str]:
     """Check that an evaluation set has a prompt, and return a note if it has fewer than it takes."""
     started = time.monotonic()
-    found = len(stream.heldout(subset.num_prompts, split=subset.split, key=subset.key, limit_s=HELDOUT_LIMIT_S))
-    if found == subset.num_prompts or time.monotonic() - started > HELDOUT_LIMIT_S:
+    found = len(stream.heldout(eval_set.num_prompts, split=eval_set.split, key=eval_set.key, limit_s=HELDOUT_LIMIT_S))
+    if found == eval_set.num_prompts or time.monotonic() - started > HELDOUT_LIMIT_S:
         return []
-    which = "held-out prompts" if subset.split == "heldout" else "prompts"
+    which = "held-out prompts" if eval_set.split == "heldout" else "prompts"
     return [
-        f"{subset.key}.num_prompts is {subset.num_prompts:,}, but there are only {found:,} {which}, which are all evaluated"
+        f"{eval_set.key}.num_prompts is {eval_set.num_prompts:,}, but there are only {found:,} {which}, which are all evaluated"
     ]
 
 

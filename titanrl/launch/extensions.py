@@ -83,11 +83,11 @@ def plugins_of(config: Config, objects: Mapping[str, object]) -> dict[str, Plugi
         }
         values |= {"data.advantage": task.advantage}
         paths |= {f"{MIXTURE}.{name}.{key.removeprefix('data.')}": value for key, value in values.items()}
-    for subset in config.evaluation_sets.values():
-        if subset.has_own_data:
-            of_set = config.model_copy(update={"data": subset.data})
+    for eval_set in config.evaluation_sets.values():
+        if eval_set.has_own_data:
+            of_set = config.model_copy(update={"data": eval_set.data})
             for point in (entries.POINT, rewards.POINT):
-                paths |= {f"{subset.key}.{key}": value for key, value in _configured(point, of_set).items()}
+                paths |= {f"{eval_set.key}.{key}": value for key, value in _configured(point, of_set).items()}
     found = [plugin_of(key, value) for key, value in paths.items()]
     return plugins | {plugin.key: plugin for plugin in found if plugin is not None}
 

@@ -358,10 +358,10 @@ def _broken_by_rewards(config: Config) -> Iterator[BrokenRule]:
         for task, data in config.data.tasks.items()
         for name, reward in data.rewards.items()
     }
-    for subset in config.evaluation_sets.values():
-        if subset.has_own_data:
-            named = subset.data.rewards.items()
-            rewards |= {f"{subset.key}.data.rewards.{name}": (reward, subset.max_new_tokens) for name, reward in named}
+    for eval_set in config.evaluation_sets.values():
+        if eval_set.has_own_data:
+            named = eval_set.data.rewards.items()
+            rewards |= {f"{eval_set.key}.data.rewards.{name}": (reward, eval_set.max_new_tokens) for name, reward in named}
     for key, (reward, max_new_tokens) in rewards.items():
         if reward.function == "math_verify" and devices.installed_version("math-verify") is None:
             yield BrokenRule(

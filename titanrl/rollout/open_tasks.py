@@ -55,7 +55,7 @@ class OpenTask(OpenData):
 
     @property
     def num_calls(self) -> int:
-        """Number of generator calls that each group of the task makes in a round."""
+        """Generator calls that each group of the task makes in a round of synchronous training."""
         return 1 if self.episodes is None else self.episodes.num_rounds
 
     def at_temperature(self, temperature: float) -> "OpenTask":
@@ -83,13 +83,13 @@ async def open_tasks(
     opened: dict[str, OpenTask] = {}
     for name, data in config.data.tasks.items():
         section = data.key(name)
-        own, of_task = config.of_task(data), plugins_of_data(plugins, section)
+        task_config, task_plugins = config.of_task(data), plugins_of_data(plugins, section)
         try:
-            leveled = prompts.get(name) or open_prompts(name, data, make_encoder(data, tokenizer), config.seed, of_task)
-            scoring, episodes = await _start(own, tokenizer, of_task, on_respawn, log)
+            leveled = prompts.get(name) or open_prompts(name, data, make_encoder(data, tokenizer), config.seed, task_plugins)
+            scoring, episodes = await _start(task_config, tokenizer, task_plugins, on_respawn, log)
         except BrokenRules as error:
             raise within(error, section) from None
-        opened[name] = OpenTask(config=own, prompts=leveled, stream=leveled.stream, scoring=scoring, episodes=episodes)
+        opened[name] = OpenTask(config=task_config, prompts=leveled, stream=leveled.stream, scoring=scoring, episodes=episodes)
     return opened
 
 
@@ -150,15 +150,15 @@ class EvaluationSets:
         `record` records the groups of the first `logging.evaluation_prompts` prompts. Raise `ScorerError` if the reward failed
         on every completion, and `ValueError` if there is no such set, or it cannot be used.
         """
-        subset = self._config.evaluation_set(name)
+        eval_set = self._config.evaluation_set(name)
         if num_prompts is not None:
-            subset = subset.model_copy(update={"num_prompts": num_prompts})
-        opened = await self._open(subset)
-        prompts = await self._prompts_of(subset, opened.stream)
-        seed = derive_seed(self._config.seed, zlib.crc32(subset.name.encode()))
+            eval_set = eval_set.model_copy(update={"num_prompts": num_prompts})
+        opened = await self._open(eval_set)
+        prompts = await self._prompts_of(eval_set, opened.stream)
+        seed = derive_seed(self._config.seed, zlib.crc32(eval_set.name.encode()))
 
         async def complete(prompt: Prompt) -> Group:
-            requests = evaluation_requests(prompt, subset, seed, self._config.rollout)
+            requests = evaluation_requests(prompt, eval_set, seed, self._config.rollout)
             return await roll_out(prompt, requests, generate, opened.scoring.score, self._decode, self._tokenizer.decode_raw)
 
         async def answer(prompts: Sequence[Prompt]) -> Sequence[Group]:
@@ -167,18 +167,18 @@ class EvaluationSets:
             return await opened.episodes.answer(
                 prompts,
                 generate,
-                num_samples=subset.num_samples,
-                max_new_tokens=subset.max_new_tokens,
-                temperature=subset.temperature,
+                num_samples=eval_set.num_samples,
+                max_new_tokens=eval_set.max_new_tokens,
+                temperature=eval_set.temperature,
                 seed=seed,
             )
 
-        groups = await answer_prompts(subset, prompts, answer)
+        groups = await answer_prompts(eval_set, prompts, answer)
         if record is not None and (recorded := groups[: self._config.logging.evaluation_prompts]):
-            environment = subset.data.environment
+            environment = eval_set.data.environment
             function = None if environment is None else environment.name
-            await asyncio.to_thread(record, subset.name, recorded, self._decode, environment=function)
-        return evaluation_result(subset, groups)
+            await asyncio.to_thread(record, eval_set.name, recorded, self._decode, environment=function)
+        return evaluation_result(eval_set, groups)
 
     async def close(self) -> None:
         """Stop the processes of sets that have their own data."""
@@ -186,61 +186,61 @@ class EvaluationSets:
             await opened.close()
         self._own.clear()
 
-    async def _prompts_of(self, subset: EvaluationSet, stream: PromptStream) -> list[Prompt]:
+    async def _prompts_of(self, eval_set: EvaluationSet, stream: PromptStream) -> list[Prompt]:
         """Return the prompts of a set. Generating them can take seconds, so it runs in a thread and the result is cached."""
-        key = subset.name, subset.num_prompts
+        key = eval_set.name, eval_set.num_prompts
         if key not in self._prompts:
             try:
-                prompts = await asyncio.to_thread(stream.heldout, subset.num_prompts, split=subset.split, key=subset.key)
+                prompts = await asyncio.to_thread(stream.heldout, eval_set.num_prompts, split=eval_set.split, key=eval_set.key)
             except BrokenRules as error:
-                raise within(error, f"{subset.key}.data") if subset.has_own_data else error from None
+                raise within(error, f"{eval_set.key}.data") if eval_set.has_own_data else error from None
             self._prompts[key] = prompts
         return self._prompts[key]
 
-    async def _open(self, subset: EvaluationSet) -> OpenData:
-        if not subset.has_own_data:
-            return self._of_run[subset.task]
+    async def _open(self, eval_set: EvaluationSet) -> OpenData:
+        if not eval_set.has_own_data:
+            return self._of_run[eval_set.task]
         async with self._opening:
-            if subset.name not in self._own:
-                rollout = self._config.rollout.model_copy(update={"max_new_tokens": subset.max_new_tokens})
-                config = self._config.model_copy(update={"data": subset.data, "rollout": rollout})
-                plugins = plugins_within(self._plugins, subset.key)
+            if eval_set.name not in self._own:
+                rollout = self._config.rollout.model_copy(update={"max_new_tokens": eval_set.max_new_tokens})
+                config = self._config.model_copy(update={"data": eval_set.data, "rollout": rollout})
+                plugins = plugins_within(self._plugins, eval_set.key)
                 try:
-                    stream = make_stream(subset.data, self._tokenizer, config.seed, plugins, is_trained_on=False)
+                    stream = make_stream(eval_set.data, self._tokenizer, config.seed, plugins, is_trained_on=False)
                 except BrokenRules as error:
-                    raise within(error, f"{subset.key}.data") from None
+                    raise within(error, f"{eval_set.key}.data") from None
                 scoring, episodes = await _start(config, self._tokenizer, plugins, self._on_respawn)
-                self._own[subset.name] = OpenData(stream=stream, scoring=scoring, episodes=episodes)
-        return self._own[subset.name]
+                self._own[eval_set.name] = OpenData(stream=stream, scoring=scoring, episodes=episodes)
+        return self._own[eval_set.name]
 
 
 async def answer_prompts(
-    subset: EvaluationSet, prompts: Sequence[Prompt], answer: Callable[[Sequence[Prompt]], Awaitable[Sequence[Group]]]
+    eval_set: EvaluationSet, prompts: Sequence[Prompt], answer: Callable[[Sequence[Prompt]], Awaitable[Sequence[Group]]]
 ) -> list[Group]:
     """Answer the prompts of a set, at most `IN_FLIGHT` completions at the same time, and return their groups."""
-    size = max(1, IN_FLIGHT // subset.num_samples)
+    size = max(1, IN_FLIGHT // eval_set.num_samples)
     return [group for start in range(0, len(prompts), size) for group in await answer(prompts[start : start + size])]
 
 
 def evaluation_requests(
-    prompt: Prompt, subset: EvaluationSet, seed: int, rollout: RolloutConfig | None = None
+    prompt: Prompt, eval_set: EvaluationSet, seed: int, rollout: RolloutConfig | None = None
 ) -> list[GenerationRequest]:
-    """Return the requests for one prompt of a set, with the stop texts of `rollout`. They are the same in every evaluation."""
+    """Return the requests for one prompt of a set, only one if greedy, with the stop texts of `rollout`. Seeds never change."""
     rollout = rollout or RolloutConfig()
     sampling = SamplingParams(
-        max_new_tokens=subset.max_new_tokens,
-        temperature=subset.temperature,
+        max_new_tokens=eval_set.max_new_tokens,
+        temperature=eval_set.temperature,
         seed=None,
         stop=rollout.stop_texts,
         stop_ids=rollout.stop_ids,
     )
-    if subset.temperature == 0:
+    if eval_set.temperature == 0:
         return [GenerationRequest(token_ids=prompt.token_ids, sampling=sampling)]
-    seeds = (derive_seed(seed, prompt.index, n) for n in range(subset.num_samples))
+    seeds = (derive_seed(seed, prompt.index, n) for n in range(eval_set.num_samples))
     return [GenerationRequest(token_ids=prompt.token_ids, sampling=replace(sampling, seed=own)) for own in seeds]
 
 
-def evaluation_result(subset: EvaluationSet, groups: Sequence[Group]) -> EvaluationResult:
+def evaluation_result(eval_set: EvaluationSet, groups: Sequence[Group]) -> EvaluationResult:
     """Compute the result of an evaluation from the scored completions of each prompt; raise `ScorerError` if there are none."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     errors = [failure.error for group in groups for failure in group.failures]
@@ -248,15 +248,15 @@ def evaluation_result(subset: EvaluationSet, groups: Sequence[Group]) -> Evaluat
         raise scorer_failed(f"all {len(errors)} completions of the evaluation", errors[0])
     statistics: Mapping[str, float] = evaluation_statistics(
         [[rollout.reward for rollout in group.rollouts] for group in groups],
-        num_samples=subset.num_samples,
-        pass_k=subset.pass_k,
-        solved_from=subset.solved_from,
+        num_samples=eval_set.num_samples,
+        pass_k=eval_set.pass_k,
+        solved_from=eval_set.solved_from,
     )
     versions = [rollout.sampled.versions for rollout in rollouts]
     newest = [int(sampled.max()) for sampled in versions]
     oldest = min(int(sampled.min()) for sampled in versions)
     return EvaluationResult(
-        task=subset.name,
+        task=eval_set.name,
         version=min(newest),
         mean=statistics["mean"],
         num_prompts=len(groups),
@@ -266,7 +266,7 @@ def evaluation_result(subset: EvaluationSet, groups: Sequence[Group]) -> Evaluat
         first_error=errors[0] if errors else "",
         num_truncated=sum(rollout.finish_reason == "length" for rollout in rollouts),
         num_unjudged=sum(TRUNCATED in rollout.reward_parts for rollout in rollouts),
-        num_samples=subset.num_samples,
+        num_samples=eval_set.num_samples,
         statistics=statistics,
         is_pinned=oldest == max(newest),
         environment={name: total / num for name, (total, num) in summed_metrics(groups).items()},

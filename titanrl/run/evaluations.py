@@ -105,10 +105,10 @@ class Evaluations:
         Raises:
             ValueError: There is no such set.
         """
-        subset = self._run.config.evaluation_set(name)
+        eval_set = self._run.config.evaluation_set(name)
         async with self._run.alone("evaluate"):
             with self._run.timer.phase("evaluate"):
-                result = await sample(subset.name)
+                result = await sample(eval_set.name)
         await self._record(self._run.state.step, result)
         return result
 

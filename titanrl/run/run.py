@@ -270,7 +270,7 @@ class Run:
 
     def evaluation_sets(self) -> Mapping[str, int]:
         """Return the evaluation sets, and the number of steps after which each is due."""
-        return {name: subset.every_steps for name, subset in self.config.evaluation_sets.items()}
+        return {name: eval_set.every_steps for name, eval_set in self.config.evaluation_sets.items()}
 
     async def evaluate(self, name: str | None = None) -> EvaluationResult | float | None:
         """Evaluate a set with the newest weights, and record the result; see `Evaluations.measure`."""
