@@ -134,6 +134,11 @@ class ModelShape:
         return common + self.experts_per_token * (4 * self.intermediate_size + 3 * self.hidden_size) + 2 * self.num_experts
 
     @property
+    def normalized_values(self) -> int:
+        """Number of values per token that the norms of one layer take."""
+        return 2 * self.hidden_size + ((self.num_heads + self.num_kv_heads) * self.head_dim if self.qk_norm else 0)
+
+    @property
     def selective_activations(self) -> int:
         """Number of values that torchtitan's `SelectiveAC` stores: every second matrix product, the attention's output."""
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
@@ -423,9 +428,11 @@ def _activations(config: "Config", shape: ModelShape, num_rows: int) -> int:
     and values of attention, which each of them gathers.
     """
     trainer, plan = config.trainer, config.trainer.parallelism
-    tokens = num_rows * trainer.row_tokens
-    numbers = {"none": shape.layer_activations, "selective": shape.selective_activations, "full": shape.hidden_size}
-    kept = shape.num_layers * numbers[trainer.activation_checkpointing] + shape.layer_activations
+    tokens, layer = num_rows * trainer.row_tokens, shape.layer_activations
+    if device_kind(config.device) == "cpu" and trainer.compute_dtype == "bfloat16":
+        layer += 2 * shape.normalized_values  # torch's norm on a CPU also stores its input in float32
+    numbers = {"none": layer, "selective": shape.selective_activations, "full": shape.hidden_size}
+    kept = shape.num_layers * numbers[trainer.activation_checkpointing] + layer
     logits = min(tokens * shape.vocab_size // (plan.cp * plan.tp), LOGITS_BYTES // DTYPE_BYTES[trainer.compute_dtype])
     if config.distill is not None and config.distill.teacher.policy is not None:  # its logits of a micro-batch are all kept
         logits += tokens * shape.vocab_size // plan.tp // 2

@@ -4,12 +4,13 @@ Checkpoints hold model, optimizer, moving average, critic, policy version and ra
 `torch.distributed.checkpoint` (DCP), so a run with any other parallel layout can load them.
 """
 
+import ctypes
 import json
 import logging
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -293,6 +294,7 @@ def export_hf(model: PolicyModel, model_dir: Path, target: Path, dtype: FileDtyp
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
 
+    return_freed_memory()
     on_first_rank(what, target, begin)
     with storage_errors(what, target):
         writer = HuggingFaceStorageWriter(path=str(partial), save_distributed=True, enable_consolidation=True)
@@ -490,12 +492,19 @@ def prepare(learner: Learner, what: str) -> None:
     """
     learner.require_settled(what)
     learner.model.reshard()
+    return_freed_memory()
     for optimizer in learner.optimizers:
         if not optimizer.state:
             init_optim_state(optimizer)
             for state in optimizer.state.values():
                 if "step" in state:  # of AdamW; Muon counts none
                     state["step"].zero_()
+
+
+def return_freed_memory() -> None:
+    """Return what glibc keeps for the tensors of the next step, up to all activations, before copies of the state are made."""
+    with suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _has(folder: Path, component: str) -> bool:
