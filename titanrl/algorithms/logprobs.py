@@ -284,8 +284,7 @@ def shifted(logits_CV: Tensor, shift_C: Tensor, temperature: float) -> Tensor:
 def zero_rows_(values_CV: Tensor, is_zero_C: Tensor) -> Tensor:
     """Set some rows to 0 in place, also where they are not finite: multiplied by 0, NaN stays NaN."""
     if values_CV.device.type == "cpu":  # where filling all rows with a mask takes longer than the softmax
-        values_CV[is_zero_C] = 0.0
-        return values_CV
+        return values_CV.index_fill_(0, is_zero_C.nonzero()[:, 0], 0.0)
     return values_CV.masked_fill_(is_zero_C[:, None], 0.0)  # without waiting for the device
 
 
