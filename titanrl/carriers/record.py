@@ -272,7 +272,7 @@ def encode(value: Any) -> str:
 
 
 def encode_line(values: Mapping[str, Any]) -> bytes:
-    """Return a line with values as `encode` returns them, but in UTF-8, which takes a quarter of the time."""
+    """Encode values as `encode` does, but as a line in UTF-8 instead of ASCII, in a quarter of its time."""
     try:
         return to_json(values, inf_nan_mode="null") + b"\n"
     except ValueError:  # such as half of a surrogate pair, which UTF-8 cannot express

@@ -9,7 +9,7 @@ import contextlib
 import json
 import shutil
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -237,7 +237,7 @@ def _fixed(model: Path | None, scratch: Path) -> tuple[str, ...]:
     return (*path, longer, "warm_start=null", "distill=null", "sft=null", f"output_dir={json.dumps(str(scratch))}")
 
 
-async def serve(served: Served, keys: Mapping[str, int], arguments: argparse.Namespace, console: Console) -> None:
+async def serve(served: Served, keys: Collection[str], arguments: argparse.Namespace, console: Console) -> None:
     """Start the generators, listen, and wait until the task is cancelled, or a process that is not replaced fails."""
     from titanrl.serving.app import App, Limits
     from titanrl.serving.calls import Callers

@@ -379,7 +379,7 @@ def packed_weights(generator: "GeneratorConfig", shape: ModelShape) -> int:
 
 
 def plain_experts(generator: "GeneratorConfig", shape: ModelShape) -> int:
-    """Return the bytes of the copies of a generator rank's experts on a CPU, from which vLLM's own are packed."""
+    """Return the bytes of a generator rank's unpacked experts on a CPU, which it keeps beside those that vLLM has packed."""
     if generator.model_impl == "titan":
         return 0
     return shape.num_layers * shape.expert_parameters // generator.tp * DTYPE_BYTES[generator.dtype]

@@ -96,7 +96,7 @@ def read_source(path: str | Path, overrides: Sequence[str] = ()) -> Source:
 
 
 def with_overrides(path: Path, values: dict[str, Any], overrides: Sequence[Override], node: yaml.Node | None = None) -> Source:
-    """Return values with overrides as a source, whose messages call them `path`. `node` has the lines of the values."""
+    """Return the source of values with overrides. Messages name `path` as their file, with the lines that `node` has."""
     for override in overrides:
         values = _with_value(values, override.path, override.value)
     node = node or yaml.MappingNode("tag:yaml.org,2002:map", [])

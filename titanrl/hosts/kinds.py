@@ -177,7 +177,7 @@ class CommandHosts(AcquiredHosts):
 
     async def kill(self) -> None:
         """Kill every process on the hosts, and end their commands. A second call does nothing."""
-        self.leases.end(0)
+        self.leases.end(code=0)
         self.close()
         commands, self._commands = self._commands, []
         ending = [asyncio.create_task(command.wait()) for command in commands]

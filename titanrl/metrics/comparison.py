@@ -18,7 +18,7 @@ from titanrl.base.errors import TitanRLError
 from titanrl.config.source import parse
 from titanrl.metrics.reading import RunRecord, flat
 from titanrl.metrics.report import frozen_page, frozen_run
-from titanrl.metrics.series import Rows, count, ends_of, heldout_tasks, series
+from titanrl.metrics.series import Rows, count, ends_of, evaluated_sets, series
 from titanrl.metrics.views import RunView, unit_of
 
 NAMING = frozenset({"name", "output_dir", "cache_dir"})
@@ -197,7 +197,7 @@ def _t_975(freedom: int) -> float:
 
 def metrics_to_compare(runs: Sequence[ComparedRun], more: Sequence[str] = ()) -> list[str]:
     """Return the metrics that at least one run has: those asked for, held-out scores, losses, and the mean reward."""
-    heldout = dict.fromkeys(f"eval/{task}/mean" for run in runs for task in heldout_tasks(run.rows))
+    heldout = dict.fromkeys(f"eval/{task}/mean" for run in runs for task in evaluated_sets(run.rows))
     known = {name for run in runs for row in run.rows for name in row}
     for name in more:
         if name not in known:

@@ -19,7 +19,7 @@ from typing import Any
 from titanrl.base.files import COMMIT_FILE, DamagedError, in_shell, replace_text
 from titanrl.carriers.record import encode
 from titanrl.metrics.reading import Hit, RunRecord, TrainedSegment
-from titanrl.metrics.series import Points, Rows, awaited_by_both, ends_of, heldout_tasks, series, without_reward
+from titanrl.metrics.series import Points, Rows, awaited_by_both, ends_of, evaluated_sets, series, without_reward
 from titanrl.metrics.views import MAX_POINTS, Json, RunView, readable, whole_group
 
 FIRST_BYTES = 1_000_000
@@ -219,7 +219,7 @@ def learned(rows: Rows) -> str:
         name, heldout = "Loss", {"loss": ("held-out", series(rows, "loss/eval"))}
     else:
         name, training = "Mean reward", series(rows, "reward/mean")
-        heldout = {task: (f"held-out {task}", series(rows, f"eval/{task}/mean")) for task in heldout_tasks(rows)}
+        heldout = {task: (f"held-out {task}", series(rows, f"eval/{task}/mean")) for task in evaluated_sets(rows)}
     changes = []
     for task, (label, points) in heldout.items():
         if points:
@@ -316,7 +316,7 @@ def curve_svg(points: Points, label: str) -> str:
 
 
 def _curves(rows: Rows) -> Iterator[str]:
-    heldout = {f"eval/{task}/mean": f"held-out {task}" for task in heldout_tasks(rows)}
+    heldout = {f"eval/{task}/mean": f"held-out {task}" for task in evaluated_sets(rows)}
     for name, label in (heldout | CURVES).items():
         if points := series(rows, name):
             first, last, covered = ends_of(points)

@@ -59,7 +59,7 @@ def ends_of(points: Points) -> tuple[float, float, str]:
     return fmean(values[:size]), fmean(values[-size:]), covered
 
 
-def heldout_tasks(rows: Rows) -> list[str]:
+def evaluated_sets(rows: Rows) -> list[str]:
     """Return the names of the evaluation sets, in order of appearance."""
     names = {name: None for row in rows for name in row}
     return [match[1] for name in names if (match := re.fullmatch(r"eval/(.+)/mean", name))]

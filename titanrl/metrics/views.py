@@ -34,7 +34,7 @@ from titanrl.config.schema import Config
 from titanrl.config.source import parse
 from titanrl.metrics.index import Filters, Followed, Kind
 from titanrl.metrics.reading import Hits, RecordedGroup, RunRecord, TrainedSegment, is_run, number_of
-from titanrl.metrics.series import NUM_ENDS, Points, Rows, awaited_by_both, ends_of, heldout_tasks, without_reward
+from titanrl.metrics.series import NUM_ENDS, Points, Rows, awaited_by_both, ends_of, evaluated_sets, without_reward
 from titanrl.metrics.timeline import State, Window, states_of, usage_of
 
 Json = dict[str, Any]
@@ -528,7 +528,7 @@ class RunView:
         limit: int = 30,
         **filters: Unpack[Filters],
     ) -> Json:
-        """Return groups with completions that have a text and meet conditions, and the numbers of both."""
+        """Return the groups from the `at`-th on whose completions have a text and meet `filters`, and the counts of both."""
         hits = self.record.search(text, kind=kind, **filters)
         groups, numbers = hits.of_groups(), hits.numbers()
         if order == "newest":
@@ -769,7 +769,7 @@ def _figures(table: MetricTable) -> list[Json]:
 
 @lru_cache(maxsize=64)
 def _tasks(names: Sequence[str]) -> list[str]:
-    return heldout_tasks([dict.fromkeys(names, 0.0)])
+    return evaluated_sets([dict.fromkeys(names, 0.0)])
 
 
 def _panels(table: MetricTable) -> list[Json]:

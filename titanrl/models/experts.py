@@ -31,7 +31,7 @@ EXPERT_BIAS = ".moe.expert_bias_E"
 
 
 def moe_config(shape: ModelShape, *, normalize: bool, init: dict[str, Any], experts_init: dict[str, Any]) -> MoE.Config:
-    """Return the config of a layer of experts.
+    """Return the config of a layer of experts. `init` of the router and `experts_init` initialize parameters by name.
 
     The router's weights of the chosen experts are its softmax, divided by their sum with `normalize`.
     """

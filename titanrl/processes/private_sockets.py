@@ -29,9 +29,9 @@ from titanrl.processes.temporary import TemporaryFolder, private_folder
 
 _SLOT_TYPES = {"x86_64": (6, 7), "aarch64": (1025, 1026)}
 """Relocation types (GLOB_DAT, JUMP_SLOT) by machine, whose target holds the address of an imported function."""
-_SHT_RELA = 4
-_LISTENING = 0x10000
-_CHOSEN = re.compile(r"@[A-Za-z0-9]{24}")
+_SHT_RELA = 4  # type of an ELF section with relocations
+_LISTENING = 0x10000  # flag __SO_ACCEPTCON in /proc/net/unix
+_CHOSEN = re.compile(r"@[A-Za-z0-9]{24}")  # abstract names that Monarch chooses
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _BIND = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_uint32, use_errno=True)
 
@@ -56,7 +56,7 @@ def private_sockets() -> Iterator[Path]:
         try:
             _replace_bind(Path(_rust_bindings.__file__), replacement)
         except OpenSocketsError as error:
-            _refuse(str(error))
+            _refuse_if_shared(str(error))
         _installed.append((replacement, folder))  # until the process exits, because the library calls it
     path = _installed[0][1].path
     before = os.environ.get("XDG_RUNTIME_DIR")
@@ -68,7 +68,7 @@ def private_sockets() -> Iterator[Path]:
         if before is not None:
             os.environ["XDG_RUNTIME_DIR"] = before
     if names := abstract_listeners():
-        _refuse(f"the socket {names[0]} has no file")
+        _refuse_if_shared(f"the socket {names[0]} has no file")
 
 
 def _bind_in(folder: Path, numbers: Iterator[int], descriptor: int, address: int, length: int) -> int:
@@ -116,7 +116,7 @@ def import_slots(library: Path, symbol: str) -> list[int]:
     """Return the slots of an ELF library that hold the address of an imported function, as offsets from its load address."""
     types = _SLOT_TYPES.get(platform.machine(), ())
     with library.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as data:
-        headers, (size, count) = struct.unpack_from("<Q", data, 40)[0], struct.unpack_from("<HH", data, 58)
+        headers, (size, count) = struct.unpack_from("<Q", data, 40)[0], struct.unpack_from("<HH", data, 58)  # ELF64
         # name, type, flags, address, offset, size, link, info, alignment, entry size
         sections = [struct.unpack_from("<IIQQQQIIQQ", data, headers + number * size) for number in range(count)]
         found = []
@@ -149,7 +149,7 @@ def _protect(page: int, protection: int) -> None:
         raise OpenSocketsError(f"mprotect: {os.strerror(ctypes.get_errno())}")
 
 
-def _refuse(reason: str) -> None:
+def _refuse_if_shared(reason: str) -> None:
     if not is_only_user():
         raise OpenSocketsError(
             f"every user of this machine could connect to the run's processes and execute code as you, because Monarch's "

@@ -288,7 +288,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def snippet_runner(modules: Sequence[str]) -> Callable[[str, Mapping[str, Any]], dict[str, str]]:
-    """Import `modules` and some standard ones, and return the function that runs a snippet in a confined process."""
+    """Import modules, and return a reward function that runs a snippet and returns its output and error."""
     for module in ("collections", "datetime", "decimal", "fractions", "functools", "itertools", "math", "random", "re",
                    "statistics", "string", *modules):  # fmt: skip
         importlib.import_module(module)

@@ -313,7 +313,7 @@ def _plain_char(char: str) -> str:
 
 
 def equal(right: Answer, other: Answer, is_equal: Callable[[str, str], bool]) -> bool:
-    """Return True if an answer equals the expected one. `is_equal` compares two expressions in LaTeX."""
+    """Return True if another answer equals the right one. `is_equal` compares two expressions in LaTeX."""
     if right.name and other.name and right.name != other.name:
         return False
     match right.value, other.value:

@@ -124,7 +124,7 @@ def columns_of(group: Group) -> tuple[list[list[int]], Columns]:
 
 
 def sampled_ids(lengths: Sequence[Sequence[int]], columns: Columns) -> Iterator[list[int]]:
-    """Yield the sampled tokens of each completion, from what `columns_of` returns."""
+    """Yield the sampled tokens of each completion, from the results of `columns_of`."""
     mask = columns["mask"]
     sampled = columns["token_ids"][mask].tolist()
     before = np.append(0, np.cumsum(mask))  # sampled tokens before each place

@@ -47,7 +47,7 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A model of a user, which may have ended."""
+    """A model of a user, in the protocol a training run, which may have ended."""
 
     model_id: str
     owner: str
@@ -115,7 +115,7 @@ class Checkpoints:
             self._clean(folder)
 
     def open_run(self, run: Run) -> None:
-        """Write the file of a model, which may be new, or have been used again."""
+        """Write the file of a new model, or of one whose time of last use has changed."""
         folder = self._folder(run.model_id)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         replace_text(folder / "run.json", json.dumps(asdict(run)), durable=True)

@@ -459,7 +459,7 @@ class Sessions:
         return future
 
     def add_sampler(self, session: OpenSession, number: int, path: str | None, weights: Weights) -> OpenSampler:
-        """Open a sampler of a session, unless that is repeated."""
+        """Return the sampler `number` of a session, which the first request with this number opens."""
         if number not in session.samplings:
             if len(session.samplings) >= self._limits.max_samplers:
                 raise Refused(f"a session can have {self._limits.max_samplers} samplers. Open another client.", status=429)
