@@ -169,7 +169,7 @@ class TurnTable(Ragged):
 
     @classmethod
     def unpacked(cls, packed: Sequence[PackedColumns]) -> Self:
-        """Join the columns; checkpoints of earlier versions have no states."""
+        """Join the columns; `states` are 0 in checkpoints of earlier releases, which lack them."""
         return super(TurnTable, cls).unpacked(
             [each if each.third else each._replace(third=bytes(len(each.first))) for each in packed]
         )

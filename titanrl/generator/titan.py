@@ -128,7 +128,7 @@ def half_width(cache: Tensor) -> Tensor:
 
 
 def rotate(table: Tensor, query_BLNH: Tensor, key_BLNH: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys in the type of the table, float32, as torchtitan does; in place if they have that type."""
+    """Rotate queries and keys with a table of `half_width`, in its type, float32, like torchtitan; in place if they have it."""
     dtype, width = query_BLNH.dtype, query_BLNH.shape[-1]
     query_BLNH, key_BLNH = (tensor.to(table.dtype).contiguous() for tensor in (query_BLNH, key_BLNH))
     kernels.rotary_embedding(

@@ -61,7 +61,7 @@ class Decoded:
 
 
 def decoding_of(sampling: SamplingParams, stop_ids: Collection[int]) -> Decoding | None:
-    """Return a request's settings in a window; None if only vLLM can sample its tokens."""
+    """Return a request's settings in a `DecodeWindow`; None if only vLLM can sample its tokens."""
     is_limited = sampling.top_p < 1.0 or sampling.top_k > 0 or sampling.min_p > 0.0
     is_random = sampling.temperature >= GREEDY_BELOW
     if sampling.supports or sampling.stop or (is_random and (sampling.seed is None or is_limited)):

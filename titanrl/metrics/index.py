@@ -205,12 +205,7 @@ class CompletionIndex:
         self._is_joined = False
 
     def find(self, text: str = "", **filters: Unpack[Filters]) -> Found:
-        """Refresh the index, and find all completions that meet the conditions; those of a group follow one another.
-
-        Args:
-            text: Text in the prompt, the completion, its messages or its error. The case of ASCII letters is ignored.
-            filters: Conditions, which all must be met.
-        """
+        """Refresh the index, and find completions for `RunRecord.search`; those of a group follow one another."""
         with self._lock:
             self._refresh()
             found = self._selected(filters)

@@ -353,7 +353,7 @@ def digest_of_imports(environment: Mapping[str, str], load: Callable[[], None]) 
 
 
 def main(listener_fd: int, state_fd: int, parent: int) -> None:
-    """Serve as a template until the parent exits. Forks return as templates, or as processes of a run."""
+    """Serve as a template until the parent exits. A fork continues here as another template, or as a process of a run."""
     end_with_parent(parent)
     # A terminal or a job scheduler sends these to the whole process group; the controller decides.
     for number in ENDING:

@@ -142,7 +142,7 @@ class CallTree:
         return self.of_tokens(token_ids, history=history, tools=tuple(tools), key=key, num_known=continued)
 
     def of_tokens(self, token_ids: tuple[int, ...], **fields: Any) -> Context:
-        """Return the context of given tokens, which continues the longest call that they start with."""
+        """Return the context of given tokens and other fields. Its parent is the longest call that the tokens start with."""
         starts = [
             (len(call.known_ids), number)
             for number, call in enumerate(self._calls)

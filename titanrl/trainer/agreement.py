@@ -259,7 +259,7 @@ class Agreement:
 
 
 def agreement_of(wait_s: float, groups: Collection[ProcessGroup], name: str = "trainer") -> Agreement:
-    """Return the agreement of this rank with the default process group, in the store that the ranks used for rendezvous.
+    """Return the `Agreement` of this rank in the default process group, over the store that the ranks used for rendezvous.
 
     An alarm breaks the process groups in `groups`, including those added after this call.
     """
