@@ -1,5 +1,6 @@
 """The tiny recipe model of every family."""
 
+import errno
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -122,10 +123,10 @@ def test_existing_model_is_kept_and_never_overwritten(tmp_path: Path) -> None:
 
 def test_failed_creation_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full_disk(*_: object, **__: object) -> None:
-        raise OSError("No space left on device")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("titanrl.models.recipe.save_file", full_disk)
-    with pytest.raises(OSError, match="No space left"):
+    monkeypatch.setattr("titanrl.models.recipe.save", full_disk)
+    with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}/model'"):
         create_model(tmp_path / "model", RecipeConfig(), seed=0)
     assert names(tmp_path) == []
 

@@ -76,6 +76,21 @@ def test_dry_run_of_a_resume_names_the_step_it_continues_after(capsys: pytest.Ca
     assert "Ready to start, continuing after step 3; step-5 cannot be used: commit.json is missing" in out
 
 
+def test_dry_run_of_a_finished_run_says_that_nothing_is_trained(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = dry_run(write_run(3, "num_steps=3"), capsys)
+    assert code == 0
+    assert "Ready to start, continuing after step 3, with nothing to train because num_steps is 3. The dry run" in out
+
+
+def test_resume_needs_space_for_a_checkpoint(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = write_run(steps=3)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000}))
+    code, _, err = dry_run(run_dir, capsys)
+    assert code == 2
+    assert f"one checkpoint and the exported model need 6.5 MB, but {run_dir.absolute()} has 1.0 kB free" in err
+    assert "fix:  free space, or copy the directory of the run to a larger disk" in err
+
+
 def test_dry_run_refuses_changes_that_a_resume_cannot_repeat(capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = write_run(steps=3)
     change = {"step": 2, "key": "evaluation.patience", "value": 3, "before": None, "configured": None, "time": 1.0}
@@ -106,6 +121,8 @@ def test_dry_run_refuses_what_a_resume_refuses(capsys: pytest.CaptureFixture[str
 
 
 LORA = "trainer.lora={rank: 4, targets: [mlp, attention]}"
+GENERATED = ["data.source=reasoning_gym", "data.path=null"]
+WARM = [*GENERATED, "warm_start={num_steps: 400, num_long_only_steps: 300}"]
 MOE = "model.recipe.family=qwen3_moe"
 
 
@@ -122,6 +139,9 @@ MOE = "model.recipe.family=qwen3_moe"
         ([LORA], "trainer.lora.alpha=8", "trainer.lora.alpha=8.0", 32.0),
         ([LORA], "trainer.lora.targets=[mlp]", 'trainer.lora.targets=["mlp"]', ["mlp", "attention"]),
         ([MOE], "trainer.expert_bias_rate=0.01", "trainer.expert_bias_rate=0.01", 0.0),
+        ([], "output_dir=elsewhere", 'output_dir="elsewhere"', "runs"),
+        (GENERATED, "warm_start={num_steps: 500}", 'warm_start={"num_steps": 500, ', None),
+        (WARM, "warm_start={num_steps: 500}", 'warm_start={"num_steps": 500, ', '{"num_steps": 400, '),
     ],
 )
 def test_resume_refuses_what_the_checkpoint_was_not_saved_with(
@@ -150,6 +170,8 @@ def test_resume_refuses_what_the_checkpoint_was_not_saved_with(
         ([LORA], "trainer.lora.max_models=3"),
         (["algorithm.optimizer=muon"], "algorithm.muon_momentum=0.9"),
         (["algorithm.ema_decay=0.9"], "algorithm.ema_decay=null"),
+        (WARM, "warm_start=null"),
+        ([], "output_dir=./runs"),
         ([MOE, "trainer.expert_bias_rate=0.01"], "trainer.expert_bias_rate=0.02"),
     ],
 )

@@ -17,6 +17,7 @@ from pathlib import Path
 import yaml
 
 from titanrl.base import terminal
+from titanrl.base.files import replace_text
 from titanrl.config import Config, ConfigError, recorded_config
 from titanrl.config.device import device_kind
 from titanrl.config.errors import refusing
@@ -90,8 +91,8 @@ def prepare(config: Config, resume: Path | None) -> Path:
     lock = claim_new_run(config.run_dir) if resume is None else claim_run(resume)
     run_dir = lock.path.resolve()
     (run_dir / "logs").mkdir(exist_ok=True)
-    (run_dir / "config.yaml").write_text(recorded_config(config), encoding="utf-8")
-    (run_dir / JOB_SCRIPT).write_text(script(config, run_dir), encoding="utf-8")
+    replace_text(run_dir / "config.yaml", recorded_config(config))
+    replace_text(run_dir / JOB_SCRIPT, script(config, run_dir))
     lock.release()
     return run_dir
 

@@ -141,14 +141,9 @@ def config_of_run(run_dir: Path) -> Path:
     if found is None:
         return file
     what = "it" if why_no_folder(run_dir) else "its config.yaml"
-    raise ConfigError(
-        message(
-            f"--resume {inline(str(run_dir))}",
-            "run directory",
-            f"must be the directory of a run, but {what} {found} (current directory: {Path.cwd()})",
-            "give the directory that the run printed, such as runs/quickstart, or start a new run with --config",
-        )
-    )
+    rule = f"must be the directory of a run, but {what} {found} (current directory: {Path.cwd()})"
+    fix = "give the directory that the run printed, such as runs/quickstart, or start a new run with --config"
+    raise ConfigError(message(f"--resume {inline(str(run_dir))}", "run directory", rule, fix))
 
 
 def parse_run(

@@ -72,14 +72,14 @@ def preflight(
     training: bool = True,
     sampling: bool = True,
     rollouts: bool = True,
-    is_resumed: bool = False,
+    run_dir: Path | None = None,
     meanwhile: Callable[[], object] = lambda: None,
 ) -> tuple[Selection, ...]:
     """Check that a run of this configuration can start on this machine, without starting or writing anything.
 
     Warnings are printed to stderr. With the source, messages name lines and overrides. The requirements of a trainer
-    (`training`), of generators (`sampling`) and of prompts (`rollouts`) can be left out. A resumed run continues in its own
-    directory. `meanwhile` is called while child processes check data and user-defined objects, which by default are those named
+    (`training`), of generators (`sampling`) and of prompts (`rollouts`) can be left out. A resumed run continues in `run_dir`.
+    `meanwhile` is called while child processes check data and user-defined objects, which by default are those named
     in the configuration. Return the rows of the prompts by use.
 
     Raises:
@@ -89,7 +89,7 @@ def preflight(
     plugins = plugins_of(config, {}) if plugins is None else plugins
     has_tokenizer = config.model.path is None or not any(_broken_by_model(config, sampling=sampling))
     children = start_checks(config, plugins, with_data=rollouts, has_tokenizer=has_tokenizer)
-    broken = list(broken_rules(config, training=training, sampling=sampling, is_resumed=is_resumed))
+    broken = list(broken_rules(config, training=training, sampling=sampling, run_dir=run_dir))
     if not broken:
         meanwhile()
     for child in children:
@@ -102,12 +102,12 @@ def preflight(
 
 
 def broken_rules(
-    config: Config, *, training: bool = True, sampling: bool = True, is_resumed: bool = False
+    config: Config, *, training: bool = True, sampling: bool = True, run_dir: Path | None = None
 ) -> Iterator[BrokenRule]:
     """Yield the rules that the configuration breaks on this machine, except rules on data and user-defined objects.
 
-    Without `training` or `sampling`, rules that concern only a trainer or only generators are skipped. A resumed run creates
-    nothing in `output_dir`.
+    Without `training` or `sampling`, rules that concern only a trainer or only generators are skipped. A resumed run
+    continues in `run_dir`.
     """
     is_remote = config.hosts.across_machines  # the controller then needs no device
     if config.device != "auto" and not is_remote and (missing := missing_for(config.device)) is not None:
@@ -135,7 +135,7 @@ def broken_rules(
         yield from broken_by_adapter(config.trainer.lora)
     if training:
         yield from _broken_by_port(config)
-    yield from _broken_by_folders(config, is_resumed=is_resumed)
+    yield from _broken_by_folders(config, run_dir)
 
 
 def read_examples(config: Config, source: Source | None = None) -> examples.Examples:
@@ -220,12 +220,9 @@ def _broken_by_machine(config: Config) -> Iterator[BrokenRule]:
         return
     at_least = sum(number * PROCESS_BYTES.get(role, 0) for role, number in sizes.processes.items())
     if at_least > host_bytes():
-        yield config.broken(
-            "generator.replicas rollout.num_workers",
-            f"the processes of a run need {gigabytes(at_least)} before they load a model, but this machine has "
-            f"{gigabytes(host_bytes())}",
-            "lower the larger of them",
-        )
+        least, most = gigabytes(at_least), gigabytes(host_bytes())
+        rule = f"the processes of a run need {least} before they load a model, but this machine has {most}"
+        yield config.broken("generator.replicas rollout.num_workers", rule, "lower the larger of them")
         return
     if sizes.memory is not None and device_kind(config.device) == "cpu":
         needed, available = cpu_bytes(config, sizes.memory, sizes.memory.trainer.state), host_bytes()
@@ -278,10 +275,10 @@ def _broken_by_port(config: Config) -> Iterator[BrokenRule]:
         yield config.broken("logging.metrics_port logging.metrics_host", rule, "choose a free port, or null")
 
 
-def _broken_by_folders(config: Config, *, is_resumed: bool) -> Iterator[BrokenRule]:
+def _broken_by_folders(config: Config, run_dir: Path | None) -> Iterator[BrokenRule]:
     yield from dumps.broken_rules(config.rollout)
     yield from _broken_by_replay(config)
-    folders = {} if is_resumed else {"output_dir": config.output_dir}
+    folders = {"output_dir": run_dir or config.output_dir}
     if config.model.path is None or config.warm_start is not None:
         folders["cache_dir"] = config.cache_dir
     for key, folder in folders.items():
@@ -303,7 +300,8 @@ def _broken_by_space(config: Config, folder: Path) -> Iterator[BrokenRule]:
     needed, free = state * num_copies + memory.trainer.parameters * num_copies, shutil.disk_usage(existing).free
     if needed > free:
         rule = f"one checkpoint and the exported model need {gigabytes(needed)}, but {existing} has {gigabytes(free)} free"
-        fix = "set output_dir to a larger disk, or free space"
+        place = "set output_dir to" if folder == config.output_dir else "copy the directory of the run to"
+        fix = f"free space, or {place} a larger disk"
         yield config.broken("output_dir model.path", rule, fix)
 
 
@@ -337,10 +335,7 @@ def _broken_by_engine_args(config: Config) -> Iterator[BrokenRule]:
     for key, value in config.generator.vllm.items():
         if key in options:
             kinds = set(options[key].split(" | "))
-            # Booleans are not numbers in YAML, but they are in Python.
-            matching = (
-                {"bool"} if isinstance(value, bool) else {kind for kind, types in SCALARS.items() if isinstance(value, types)}
-            )
+            matching = {kind for kind, types in SCALARS.items() if type(value) in types}  # a boolean is not a number
             if kinds <= SCALARS.keys() and not kinds & matching:
                 yield BrokenRule(
                     {f"generator.vllm.{key}": value},

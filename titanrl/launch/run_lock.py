@@ -9,7 +9,7 @@ import socket
 from pathlib import Path
 
 from titanrl.base.control import LOCK_FILE
-from titanrl.base.files import why_no_folder, why_not_writable
+from titanrl.base.files import naming, why_no_folder, why_not_writable
 from titanrl.base.ownership import ALLOW, is_only_user, open_regular, own_flaw
 from titanrl.config.errors import ConfigError
 
@@ -30,9 +30,10 @@ class RunLock:
             if error.errno not in _NO_LOCKS:  # some network file systems cannot lock; runs with different names are still safe
                 self._file.close()
                 raise
-        self._file.truncate(0)
-        self._file.write(f"{os.getpid()} {socket.gethostname()}\n")
-        self._file.flush()
+        with naming(path):
+            self._file.truncate(0)
+            self._file.write(f"{os.getpid()} {socket.gethostname()}\n")
+            self._file.flush()
 
     def release(self) -> None:
         """Release the lock. A second call does nothing."""

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
+from titanrl.base.files import naming, write_bytes
 from titanrl.config.errors import BrokenRule, BrokenRules
 from titanrl.config.sections import ModelConfig, RecipeConfig
 from titanrl.config.sizes import ModelShape
@@ -37,7 +38,7 @@ def create_model(directory: Path, recipe: RecipeConfig, seed: int, family: str |
             raise BrokenRules(model)
         assert model.family.recipe is not None
         directory.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{directory.name}-", dir=directory.parent) as scratch:
+        with naming(directory), tempfile.TemporaryDirectory(prefix=f".{directory.name}-", dir=directory.parent) as scratch:
             created = Path(scratch) / directory.name
             created.mkdir()
             write_tokenizer(created)
@@ -55,7 +56,7 @@ def create_model(directory: Path, recipe: RecipeConfig, seed: int, family: str |
 def write_model(directory: Path, model: ModelDirectory, hf: Mapping[str, Any], std: float, seed: int) -> None:
     """Write the configuration and random weights of a model."""
     write_model_config(directory, hf)
-    save_file(_random_weights(model.shape, std, seed), directory / "model.safetensors", metadata={"format": "pt"})
+    write_bytes(directory / "model.safetensors", save(_random_weights(model.shape, std, seed), metadata={"format": "pt"}))
 
 
 def write_model_config(directory: Path, hf: Mapping[str, Any]) -> None:

@@ -42,6 +42,7 @@ from monarch.actor import Channel
 from monarch.actor import current_rank as current_rank
 
 from titanrl.base.errors import StoppedError, TitanRLError
+from titanrl.base.files import replace_text
 from titanrl.base.plugins import loading
 from titanrl.carriers.spans import open_timeline, process_start, span
 from titanrl.processes.stacks import STACKS_SIGNAL
@@ -407,7 +408,7 @@ def set_up_process(role: str, log_dir: Path, imports: Sequence[str], path: Seque
     global _log_file
     file = _log_file = log_dir / f"{role}_{current_rank().rank}.log"
     log = file.open("a", buffering=1, encoding="utf-8", errors="backslashreplace")  # stays open until the process exits
-    file.with_suffix(".pid").write_text(f"{os.getpid()} {socket.gethostname()}")
+    replace_text(file.with_suffix(".pid"), f"{os.getpid()} {socket.gethostname()}")  # its errors name the file
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     sys.stdout = sys.stderr = log

@@ -94,7 +94,9 @@ def check(kind: type[Run], config: Config, resume: Path | None, source: Source, 
         check_new_run(config.run_dir)
         return "", found.selections, numbers
     unusable = [f"{name} cannot be used: {reason}" for name, reason in found.unusable.items()]
-    return "; ".join([f"continuing after step {found.state.step}", *unusable, *found.remarks]), found.selections, numbers
+    done = f", with nothing to train because num_steps is {config.num_steps}" if found.state.version >= config.num_steps else ""
+    remarks = [f"continuing after step {found.state.step}{done}", *unusable, *found.remarks]
+    return "; ".join(remarks), found.selections, numbers
 
 
 def run(kind: type[Run], config: Config, resume: Path | None, source: Source, *, accepts_changed_data: bool = False) -> int:

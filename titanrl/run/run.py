@@ -225,7 +225,7 @@ class Run:
             training=config.train,
             sampling=config.rollout.replay is None,
             rollouts=cls.with_data,
-            is_resumed=resume is not None,
+            run_dir=resume,
             meanwhile=meanwhile,
         )
         try:

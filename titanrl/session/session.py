@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from titanrl.base.arguments import check_count, check_number, check_type
 from titanrl.base.errors import FaultError, TitanRLError
+from titanrl.base.files import replace_text
 from titanrl.base.plugins import Plugins, plugins_of_data
 from titanrl.carriers.rewards import Answers, Scored, scorer_failed
 from titanrl.carriers.types import BASE, AdapterSpec, EvaluationResult, Prompt
@@ -498,7 +499,7 @@ async def _start(config: Config, roles: Roles, console: Console | None) -> Sessi
         undo.callback(lock.release)
         run_dir = lock.path.resolve()
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-        (run_dir / "config.yaml").write_text(recorded_config(config), encoding="utf-8")
+        replace_text(run_dir / "config.yaml", recorded_config(config))
         console = console or Console(config.logging.console, total_steps=0, title=config.name)
         undo.callback(console.close)
         for note in policy_notes(config):
