@@ -31,6 +31,7 @@ from benchmarks.payloads import PAYLOADS, build_module, constant, tp_placement
 from titanrl.base.choices import Verify
 from titanrl.config.device import num_threads
 from titanrl.launch.fleet import Fleet, local_host
+from titanrl.launch.generators import WeightSync
 from titanrl.launch.supervision import Supervisor
 from titanrl.processes.actors import Actor, endpoint
 from titanrl.processes.machine import THREADS
@@ -39,7 +40,6 @@ from titanrl.weights.copying import TEAM, Copies
 from titanrl.weights.layout import LiveState, local_part
 from titanrl.weights.records import Commit, WeightManifest
 from titanrl.weights.store import IMPORTS, WeightStore, spawn_store
-from titanrl.weights.sync import WeightSync
 from titanrl.weights.transfer import WeightPublisher, WeightReader
 
 DTYPES = {"bf16->bf16": torch.bfloat16, "fp32->bf16": torch.float32}

@@ -11,10 +11,10 @@ import pytest
 from benchmarks import growth
 from tests.endpoints import FakeEndpoint
 from tests.records import make_record
+from titanrl.launch.generators import WeightSync
 from titanrl.processes.actors import ask_actor, open_replies
 from titanrl.replay.buffer import GroupBuffer
 from titanrl.weights.records import Commit
-from titanrl.weights.sync import WeightSync
 
 STEPS = 1500
 

@@ -12,7 +12,7 @@ from tests.size import PACKAGE, figures
 
 CEILINGS = {
     "lines": 69_060,
-    "modules": 238,
+    "modules": 237,
     "small modules": 4,
     "modules with a shared name": 4,
     "rooms": 25,

@@ -25,7 +25,7 @@ from titanrl.config.device import DEVICES
 from titanrl.config.sections import RecipeConfig
 from titanrl.generator.actor import Generator, GeneratorSetup
 from titanrl.launch.fleet import Fleet
-from titanrl.launch.generators import GeneratorMeshes, Replica
+from titanrl.launch.generators import GeneratorMeshes, Replica, WeightSync
 from titanrl.launch.roles import Roles
 from titanrl.launch.supervision import Part, SharedContext, Supervisor
 from titanrl.models.recipe import create_model
@@ -34,7 +34,6 @@ from titanrl.processes.variables import generator_environment, worker_environmen
 from titanrl.rollout.pool import GeneratorPool
 from titanrl.weights.records import WeightManifest
 from titanrl.weights.store import IMPORTS, WeightSource, WeightStore, spawn_store
-from titanrl.weights.sync import WeightSync
 from titanrl.weights.transfer import WeightPublisher
 
 MAX_LEN = 1024

@@ -25,7 +25,7 @@ from titanrl.data.mixture import make_mixture
 from titanrl.generator.actor import Generator, GeneratorSetup
 from titanrl.hosts.kinds import kind_of
 from titanrl.launch.fleet import Fleet, Hosts, acquire_hosts
-from titanrl.launch.generators import GeneratorMeshes, Replica
+from titanrl.launch.generators import GeneratorMeshes, Replica, WeightSync
 from titanrl.launch.roles import Roles, RunFiles, needed
 from titanrl.launch.rollouts import BufferClient, RolloutMesh, Worker
 from titanrl.launch.run_lock import RunLock
@@ -52,7 +52,6 @@ from titanrl.rollout.workers import RolloutWorker, WorkerSetup
 from titanrl.trainer.rank import PolicyTrainer, TrainerSetup
 from titanrl.weights.records import WeightManifest
 from titanrl.weights.store import IMPORTS, WeightSource, WeightStore, spawn_store
-from titanrl.weights.sync import WeightSync
 
 logger = logging.getLogger(__name__)
 

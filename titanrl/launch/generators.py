@@ -1,21 +1,30 @@
-"""The controller's client of the generators. Replicas that die or hang are replaced, and pull the newest weights."""
+"""The controller's client of the generators, and `WeightSync`, which brings them the versions of the trainer's weights.
+
+Replicas that die or hang are replaced, and pull the newest weights. Each trainer rank holds the last two versions, each in a
+shared memory segment of its own (an arena) or under keys of torchstore (docs/weights.md). Published adapters refer to their
+*base*, the weights below them, which a reader needs once.
+"""
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Mapping
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from titanrl.carriers.types import GenerationStats
 from titanrl.config.sections import TimeoutsConfig
 from titanrl.launch.supervision import Part, PartDiedError, SharedContext, ask_each
 from titanrl.launch.verbs import start_request
 from titanrl.processes.actors import ask_actor, ask_ranks
-from titanrl.weights.records import Commit, HeldAdapter
+from titanrl.weights.records import VERSIONS_HELD, Commit, HeldAdapter, StoreHandle, WeightManifest
 
 if TYPE_CHECKING:
     from titanrl.weights.store import WeightSource
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,3 +202,247 @@ class GeneratorMeshes:
 
     async def _notify(self, replica: int, actor: Any | None) -> None:
         await asyncio.gather(*(listener(replica, actor) for listener in self.listeners))
+
+
+Pull = Callable[[Commit], Awaitable[int]]
+"""Pulls a version into one reader, usually a generator replica; returns the bytes received, not counting shared memory."""
+
+
+class ReaderLeases:
+    """Reader leases on versions. A leased version is neither overwritten nor deleted."""
+
+    def __init__(self) -> None:
+        self._held: Counter[int] = Counter()
+        self._returned = asyncio.Event()
+
+    @contextlib.asynccontextmanager
+    async def lease(self, version: int) -> AsyncIterator[None]:
+        """Hold a lease on a version while the body runs."""
+        self._held[version] += 1
+        try:
+            yield
+        finally:  # without an await, at which a second cancellation could keep the lease
+            self._held[version] -= 1
+            if not self._held[version]:
+                del self._held[version]
+            self._returned.set()
+
+    async def wait_unused(self, version: int) -> None:
+        """Wait until no reader holds a lease on a version. This needs no deadline, because every reader has one."""
+        while self._held[version]:
+            self._returned.clear()
+            await self._returned.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class _Pushed:
+    """A version that every trainer rank has pushed, the times of `time.perf_counter` around the push, and the running pulls."""
+
+    commit: Commit
+    overwritten: Sequence[Commit]
+    """Commit records of the versions that it replaced, which have no readers."""
+    num_bytes: int
+    """Bytes that every replica needs: those of the version, and of its base if the previous version had another."""
+    pulls: Sequence["asyncio.Task[None]"]
+    started: float
+    ended: float
+
+
+class WeightSync:
+    """Publisher of versions, one after another. Each publication has four stages.
+
+    1. Wait until no reader holds a lease on the version that the new one overwrites, then push the shards of every trainer
+       rank.
+    2. Create the commit record. From then on `pushed()` returns, and the trainer may change its weights.
+    3. Every replica pulls the version and continues independently.
+    4. Once one replica has pulled, and the others hold back new requests until they have pulled, call `then` to free slots
+       of the replay buffer. All later requests get the new weights, and a slow replica does not delay the slots. Once all
+       replicas have pulled, delete the bytes of older versions from the store, if they are in it.
+
+    The next version can be published while replicas still pull this one, because it goes into the other arena. `ready()`
+    returns when all stages of all versions are complete. `publish()`, `pushed()` and `ready()` raise the first error of any
+    version, so nothing is published after it.
+    """
+
+    def __init__(
+        self,
+        delete: Callable[[str], Awaitable[None]],
+        *,
+        push: Callable[[int], Awaitable[Sequence[WeightManifest]]],
+        expect: Callable[[int], Awaitable[None]],
+        pulls: Sequence[Pull],
+        num_listed: int = 100,
+    ) -> None:
+        """Prepare to publish.
+
+        Args:
+            delete: Callback that deletes a key from the store, which has the bytes of versions that are not in arenas.
+            push: Callback that pushes a version on every trainer rank.
+            expect: Callback that makes every generator hold back new requests until it has pulled a version.
+            pulls: Callbacks that pull a version, one per generator replica. They have deadlines of their own, and return
+                normally if the replica died, because an error ends all publications.
+            num_listed: Length of `versions`, above the staleness bound, because the ages of tokens are computed from it.
+        """
+        self._num_listed = num_listed
+        self._delete, self._push, self._expect, self._pulls = delete, push, expect, pulls
+        self._leases = ReaderLeases()
+        self._pull_locks = [asyncio.Lock() for _ in pulls]
+        self._last_freed: asyncio.Event | None = None
+        self._pushing: asyncio.Task[_Pushed] | None = None
+        self._publishing: set[asyncio.Task[None]] = set()
+        self._failure: BaseException | None = None
+        self._failed = asyncio.Event()
+        self._held: list[Commit] = []  # versions that readers may pull, at most `VERSIONS_HELD`, oldest first
+        self._stored: list[Commit] = []  # held ones, and those that are being overwritten or deleted
+        self._metrics: dict[str, float] = {}
+        self._num_received = 0
+        self.versions: list[int] = []
+        """Versions published so far, including running publications; only the last `num_listed` of them."""
+
+    def publish(self, version: int, then: Callable[[], Awaitable[None]]) -> None:
+        """Start publishing a version, and call `then` in stage 4. Await `pushed()` for the previous version first.
+
+        Raises:
+            Exception: The first error of any version.
+        """
+        self._raise_failure()
+        assert self._pushing is None or self._pushing.done(), "publish() called before pushed() returned"
+        self.versions.append(version)
+        del self.versions[: -self._num_listed]  # a run can publish any number of versions
+        self._pushing = asyncio.create_task(self._push_and_commit(version), name=f"push v{version}")
+        publishing = asyncio.create_task(self._finish(self._pushing, then), name=f"publish v{version}")
+        self._publishing.add(publishing)
+        publishing.add_done_callback(self._record_end)
+
+    async def pushed(self) -> None:
+        """Wait until every trainer rank has pushed the latest version. Cancelling the wait does not cancel the push."""
+        if self._pushing is not None:
+            await asyncio.wait({self._pushing})
+            self._pushing.result()
+        self._raise_failure()
+
+    async def ready(self) -> None:
+        """Wait until every replica uses the latest version. Cancelling the wait does not cancel the publication."""
+        while self._publishing:
+            await asyncio.wait(self._publishing, return_when=asyncio.FIRST_COMPLETED)
+            self._raise_failure()
+        self._raise_failure()
+
+    async def unless_failed(self, awaited: Coroutine[Any, Any, T]) -> T:
+        """Await a coroutine, but raise as soon as a publication fails: its slots are never freed, so the wait may never end."""
+        waiting, failed = asyncio.create_task(awaited), asyncio.create_task(self._failed.wait())
+        try:
+            await asyncio.wait({waiting, failed}, return_when=asyncio.FIRST_COMPLETED)
+            self._raise_failure()
+            return waiting.result()
+        finally:
+            waiting.cancel()
+            failed.cancel()
+
+    async def catch_up(self, replica: int) -> None:
+        """Pull the newest committed version into a replica with new processes, after any earlier pulls of this replica."""
+        if self._held:
+            await self._pull(replica, self._held[-1])
+
+    async def pull_held(self, version: int, pull: Pull) -> bool:
+        """Pull one of the last two versions for a reader that is not a replica; return False if it has been overwritten.
+
+        Only the publication that overwrites the version waits for this pull.
+
+        Raises:
+            Exception: The first error of any version, if the version is still being pushed.
+        """
+        async with self._leases.lease(version):
+            if self._pushing is not None and version == self.versions[-1]:
+                await self.pushed()
+            commit = next((commit for commit in self._held if commit.version == version), None)
+            if commit is not None:
+                received = await pull(commit)  # await first: other pulls update the sum in the meantime
+                self._num_received += received
+        return commit is not None
+
+    def take_metrics(self) -> Mapping[str, float]:
+        """Return `sync/*` metrics of the last version that reached every replica: seconds, bytes and bandwidth.
+
+        `sync/network_bytes` counts all pulls since the last report, also those by `catch_up` and `pull_held`; `sync/gb_per_s`
+        is the size of one copy of the weights over the time from the start of the push to the end of the slowest pull. Each
+        version's metrics are returned once; the mapping is empty if there are none.
+        """
+        metrics, self._metrics = self._metrics, {}
+        if metrics:
+            metrics["sync/network_bytes"], self._num_received = float(self._num_received), 0
+        return metrics
+
+    async def _push_and_commit(self, version: int) -> _Pushed:
+        """Push and commit a version, then start the pulls."""
+        overwritten, self._held = self._held[: 1 - VERSIONS_HELD], self._held[1 - VERSIONS_HELD :]  # no new readers
+        for commit in overwritten:
+            await self._leases.wait_unused(commit.version)
+        started = time.perf_counter()
+        commit = Commit(version, tuple(await self._push(version)))
+        has_base = bool(self._held) and self._held[-1].base == commit.base
+        num_bytes = commit.num_bytes + (0 if has_base else sum(manifest.num_bytes for manifest in commit.base))
+        self._held.append(commit)
+        self._stored.append(commit)
+        # Start the pulls before pushed() returns, so that they hold their leases when the version after the next is pushed.
+        pulls = [asyncio.create_task(self._pull(replica, commit)) for replica in range(len(self._pulls))]
+        return _Pushed(commit, overwritten, num_bytes, pulls, started, time.perf_counter())
+
+    async def _finish(self, pushing: "asyncio.Task[_Pushed]", then: Callable[[], Awaitable[None]]) -> None:
+        """Run the stages that follow the push."""
+        pushed = await pushing
+        await asyncio.gather(self._measure(pushed), self._free_slots(pushed, then))
+        for commit in pushed.overwritten:
+            self._stored.remove(commit)
+        bases = {manifest for commit in self._stored for manifest in commit.base}
+        manifests = [
+            manifest for commit in pushed.overwritten for manifest in (*commit.manifests, *commit.base) if manifest not in bases
+        ]
+        keys = [handle.key for manifest in manifests for handle in manifest.handles if isinstance(handle, StoreHandle)]
+        for key in keys:
+            await self._delete(key)
+
+    async def _pull(self, replica: int, commit: Commit) -> None:
+        """Pull a version into a replica, after earlier versions."""
+        async with self._leases.lease(commit.version), self._pull_locks[replica]:
+            received = await self._pulls[replica](commit)
+            self._num_received += received
+
+    async def _free_slots(self, pushed: _Pushed, then: Callable[[], Awaitable[None]]) -> None:
+        """Call `then` once no new request can be served with an older version, after the `then` of earlier versions."""
+        earlier, freed = self._last_freed, asyncio.Event()
+        self._last_freed = freed
+        try:
+            if len(pushed.pulls) > 1:  # a single replica serves no older version after its pull
+                await self._expect(pushed.commit.version)
+            if pushed.pulls:  # a replay of dumped rollouts has no generators
+                done, _ = await asyncio.wait(pushed.pulls, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.gather(*done)
+            if earlier is not None:
+                await earlier.wait()
+            await then()
+        finally:
+            freed.set()
+
+    async def _measure(self, pushed: _Pushed) -> None:
+        if not pushed.pulls:
+            return
+        await asyncio.gather(*pushed.pulls)
+        pulled = time.perf_counter()
+        self._metrics = {
+            "sync/push_s": pushed.ended - pushed.started,
+            "sync/pull_s": pulled - pushed.ended,
+            "sync/bytes": float(pushed.num_bytes),
+            "sync/gb_per_s": pushed.num_bytes / (pulled - pushed.started) / 1e9,
+        }
+
+    def _record_end(self, publishing: "asyncio.Task[None]") -> None:
+        self._publishing.discard(publishing)
+        error = None if publishing.cancelled() else publishing.exception()
+        if error is not None and self._failure is None:
+            self._failure = error
+            self._failed.set()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure

@@ -1,6 +1,6 @@
 """Batches and published versions of a run: which batch is trained on next, how old it may be, and when its slots are freed.
 
-A published version reaches the generators in the background (`titanrl.weights.sync`). Then the slots of the batches that it was
+A published version reaches the generators in the background (`WeightSync`). Then the slots of the batches that it was
 trained on are freed, so a prompt admitted to a freed slot is sampled with this version or a newer one. That bounds staleness
 (docs/async.md); `Publications.ages` asserts the bound on every batch of this run's own rollouts.
 """

@@ -28,7 +28,7 @@ from titanrl.data.streams import make_encoder, open_prompts
 from titanrl.data.tokenizer import Tokenizer, load_tokenizer
 from titanrl.launch.assembly import Parts, Rollouts, SessionSetup, assemble
 from titanrl.launch.extensions import plugins_of, with_declared_traits
-from titanrl.launch.generators import GeneratorMeshes
+from titanrl.launch.generators import GeneratorMeshes, WeightSync
 from titanrl.launch.preflight import policy_notes, preflight
 from titanrl.launch.roles import Roles, RunFiles
 from titanrl.launch.run_lock import claim_new_run
@@ -40,7 +40,6 @@ from titanrl.session.sampling import Sample, Sampler, SamplingClient
 from titanrl.session.speaking import Speaker, trained_renderer
 from titanrl.session.starting_model import StartingModel, new_base, prepare_starting_model, warm_start
 from titanrl.session.training import TrainingClient, check_name
-from titanrl.weights.sync import WeightSync
 
 
 class Task:

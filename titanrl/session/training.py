@@ -18,9 +18,9 @@ from titanrl.base.plugins import Plugin, plugin_of
 from titanrl.carriers.datums import Datum, ForwardBackwardOutput, check_data
 from titanrl.carriers.types import AdamParams, FloatArray, OptimUpdate
 from titanrl.config.algorithm import AVERAGE
+from titanrl.launch.generators import WeightSync
 from titanrl.launch.trainer_mesh import TrainerMesh
 from titanrl.session.sampling import AdapterLimitError, Sampler, SamplingClient
-from titanrl.weights.sync import WeightSync
 
 if TYPE_CHECKING:
     from torch import Tensor

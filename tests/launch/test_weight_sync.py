@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from titanrl.launch.generators import ReaderLeases, WeightSync
 from titanrl.weights.records import Commit, StoreHandle, WeightManifest, rank_key
-from titanrl.weights.sync import ReaderLeases, WeightSync
 
 
 class World:
