@@ -13,8 +13,10 @@ from tests.foreign import as_nobody
 
 
 def family(pid: int) -> set[int]:
-    """Return a process and all its descendants."""
-    return {pid} | {child.pid for child in psutil.Process(pid).children(recursive=True)}
+    """Return a process and all its descendants; empty if it has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return {pid} | {child.pid for child in psutil.Process(pid).children(recursive=True)}
+    return set()
 
 
 def listeners(pids: Iterable[int]) -> set[str]:

@@ -137,7 +137,7 @@ class Command:
     def pids(self) -> set[int]:
         """Return the ids of all processes of the run. Forks of shared templates are not descendants of the command."""
         named = [int(file.read_text().split()[0]) for file in (self.run_dir / "logs").glob("*.pid")]
-        return set().union(*(family(pid) for pid in (self.process.pid, *named) if psutil.pid_exists(pid)))
+        return set().union(*(family(pid) for pid in (self.process.pid, *named)))
 
     def finish(self, timeout_s: float = 240) -> Finished:
         """Wait until the process exits."""

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ import transformers
 
 from tests.e2e.conftest import REPO, Command
 from titanrl.carriers.dumps import DumpReader
+from titanrl.carriers.types import Rollout
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 AGENTS = REPO / "examples/agents"
@@ -41,10 +43,32 @@ def overrides_of(folder: Path, program: object) -> list[str]:
     return [f"data.environment.program={program}", f"model.path={folder}/model", f"output_dir={folder}"]
 
 
-def make_model(overrides: list[str], variables: dict[str, str], num_episodes: int, num_steps: int) -> None:
-    script = [sys.executable, AGENTS / "scripted.py", AGENTS / "cards.yaml", f"{AGENTS}/cards.py:reply", *overrides]
-    script += ["--episodes", str(num_episodes), "--steps", str(num_steps)]
-    subprocess.run(script, cwd=REPO, env=os.environ | variables, check=True)
+def make_model(
+    overrides: list[str],
+    variables: dict[str, str],
+    num_episodes: int,
+    num_steps: int,
+    *,
+    config: Path = AGENTS / "cards.yaml",
+    script: str = f"{AGENTS}/cards.py:reply",
+) -> None:
+    command = [sys.executable, AGENTS / "scripted.py", config, script, *overrides]
+    command += ["--episodes", str(num_episodes), "--steps", str(num_steps)]
+    subprocess.run(command, cwd=REPO, env=os.environ | variables, check=True)
+
+
+def check_first_version(path: Path, rollouts: Sequence[Rollout], *, at_least: int) -> None:
+    """Compare the log-probabilities of all segments that the initial model sampled with those of transformers."""
+    model, num_compared = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), 0
+    for rollout in rollouts:
+        for segment in rollout.segments if set(rollout.sampled.versions) == {0} else ():
+            with torch.no_grad():
+                logprobs = model(torch.from_numpy(segment.token_ids)[None]).logits[0].log_softmax(-1)
+            sampled = np.flatnonzero(segment.mask)
+            expected = logprobs[sampled - 1, segment.token_ids[sampled]].numpy()
+            np.testing.assert_allclose(segment.logprobs[sampled], expected, atol=1e-5)
+            num_compared += 1
+    assert num_compared >= at_least
 
 
 @pytest.mark.parametrize(("agent", "num_segments"), [("smolagents", 2), ("pydantic_ai", 1)])
@@ -57,20 +81,11 @@ def test_held_out_score_of_an_agent_rises(tmp_path: Path, variables: dict[str, s
     assert run.code == 0, run.output
     scores = run.evaluations("cards")
     assert scores[-1] >= scores[0] + 0.3
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
-    saved, num_compared = DumpReader(tmp_path / "dump"), 0
+    saved = DumpReader(tmp_path / "dump")
     rollouts = [rollout for place in range(saved.num_groups) for rollout in saved.group(place).rollouts]
     counts = Counter(len(rollout.segments) for rollout in rollouts if len(rollout.turns) == 2)
     assert counts[num_segments] >= 0.9 * counts.total() > 0  # pydantic-ai, too, rewrites a call whose arguments are no JSON
-    for rollout in rollouts:
-        for segment in rollout.segments if set(rollout.sampled.versions) == {0} else ():
-            with torch.no_grad():
-                logprobs = model(torch.from_numpy(segment.token_ids)[None]).logits[0].log_softmax(-1)
-            sampled = np.flatnonzero(segment.mask)
-            expected = logprobs[sampled - 1, segment.token_ids[sampled]].numpy()
-            np.testing.assert_allclose(segment.logprobs[sampled], expected, atol=1e-5)
-            num_compared += 1
-    assert num_compared >= 32 * num_segments
+    check_first_version(tmp_path / "model", rollouts, at_least=32 * num_segments)
 
 
 @pytest.mark.parametrize("agent", ["smolagents", "pydantic_ai"])

@@ -107,7 +107,7 @@ def test_documented_chat_is_a_client_of_the_endpoint(url: str) -> None:
 def test_running_run_is_served_at_its_newest_checkpoint(start_run: Start) -> None:
     # The checkpoint that is found is replaced before the processes that load one have started.
     run = start_run("served", "num_steps=100000", "checkpoint.every_steps=10")
-    run.wait_for_step(10)
+    run.wait_for_step(11)  # a checkpoint is written after the metrics of its step
     with serving(run.run_dir) as server:
         reply = client(server.url).completions.create(model="served", prompt=QUESTION)
         assert reply.system_fingerprint is not None

@@ -1,6 +1,6 @@
 """An OpenEnv server with faults, which speaks the wire of openenv 0.10.0: `app`, as a package with a server has one.
 
-Its replies have the form of those of `openenv.core.env_server.http_server`. `test_foreign.py` runs the real one.
+Its replies have the form of those of `openenv.core.env_server.http_server`. `tests/e2e/test_foreign.py` runs the real one.
 """
 
 import asyncio

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from tests.environments.episodes import calls, episode, in_loop, says
 from titanrl.config.device import install_verifiers
@@ -136,6 +137,69 @@ async def test_an_episode_that_a_limit_ends_is_scored(python: Path) -> None:
 async def test_a_policy_that_calls_a_missing_tool_ends_the_rollout(python: Path) -> None:
     async with environments(python) as made, started(made, 1) as (environment, _):
         assert isinstance(await environment.step(calls(("nothing", {}))), Done)
+
+
+@in_loop
+async def test_tools_of_a_taskset_are_called(python: Path) -> None:
+    async with environments(python, "facts_of_tests") as made, started(made, 1) as (environment, observation):
+        assert [tool.name for tool in observation.tools] == ["facts_lookup"]
+        turn = await environment.step(calls(("facts_lookup", {"name": "grace"})))
+        assert isinstance(turn, Observation)
+        assert [(message["role"], message["content"]) for message in turn.messages] == [("tool", "an admiral")]
+        end = await environment.step(says("Grace is an admiral."))
+        assert isinstance(end, Done)
+        assert end.rewards == {"looked_up": 1.0}
+
+
+@asynccontextmanager
+async def user(*replies: str) -> AsyncIterator[str]:
+    """Serve another model, which says these texts in turn and then fails; yield its URL."""
+    waiting = list(replies)
+
+    async def answer(request: web.Request) -> web.Response:
+        if not waiting:
+            return web.json_response({"error": {"message": "out of credit", "type": "billing"}}, status=402)
+        message = {"role": "assistant", "content": waiting.pop(0)}
+        choice = {"index": 0, "message": message, "finish_reason": "stop", "logprobs": None}
+        return web.json_response({"id": "1", "object": "chat.completion", "created": 0, "model": "user", "choices": [choice]})
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    finally:
+        await runner.cleanup()
+
+
+def simulated(url: str) -> dict[str, object]:
+    return {"id": "user-sim", "user": {"model": "user", "client": {"base_url": url, "api_key_var": "HOME"}}}
+
+
+@in_loop
+async def test_another_model_is_the_user(python: Path) -> None:
+    async with (
+        user("Hi, add 3 and 0.", "Sure?", "###DONE###") as url,
+        environments(python, env=simulated(url)) as made,
+        started(made, 3) as (environment, observation),
+    ):
+        assert observation.messages[-1] == {"role": "user", "content": "Hi, add 3 and 0."}
+        turn = await environment.step(says("Let me think."))
+        assert turn == Observation(messages=[{"role": "user", "content": "Sure?"}], tools=[])
+        end = await environment.step(says("3"))
+        assert isinstance(end, Done)
+        assert (end.rewards, end.metrics["user_turns"]) == ({"right": 2.0}, 3.0)
+
+
+@in_loop
+async def test_an_error_of_the_users_provider_fails_the_episode(python: Path) -> None:
+    async with user("Hi.") as url, environments(python, env=simulated(url)) as made:
+        with pytest.raises(EnvironmentFailure, match="out of credit") as raised:
+            async with started(made, 3) as (environment, _):
+                await environment.step(says("3"))
+        assert type(raised.value) is EnvironmentFailure
 
 
 @in_loop

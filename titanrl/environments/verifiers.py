@@ -203,6 +203,8 @@ class _Host:
             if default.harness is None or default.harness.id == "null":
                 seat.setdefault("harness", {"id": HARNESS})
             seat.setdefault("runtime", {"type": "subprocess"})
+            if isinstance(seat.get("client"), Mapping):
+                seat["client"] = {"type": "eval", **seat["client"]}  # another seat is not trained
             given[role] = seat
         self._env = loaders.load_environment(loaders.resolve_env_config(given))
         self._source: Iterator[Any] = iter(self._env.taskset)
