@@ -232,8 +232,8 @@ class TrainerMesh:
         """Write model, optimizer and version to a new folder."""
         await asyncio.to_thread(commit_folder, folder, await self._save_state(folder))
 
-    async def load_state(self, folder: Path, *, with_optimizer: bool, at_least: int = 0) -> int:
-        """Restore a state written by `save_state`; return its version, or `at_least` if that is higher.
+    async def load_state(self, folder: Path, *, with_optimizer: bool, min_version: int = 0) -> int:
+        """Restore a state written by `save_state`; raise its version to at least `min_version` and return it.
 
         Raise `DamagedError` if the state is incomplete, or a file does not match its digest.
         """
@@ -241,7 +241,7 @@ class TrainerMesh:
             await asyncio.to_thread(check_folder, folder, needs=(".metadata",))
         except DamagedError as error:
             raise DamagedError(f"load_state: {error} (got {folder}). Give a path from save_state.") from None
-        self.version = await self._load_state(folder, with_optimizer=with_optimizer, at_least=at_least)
+        self.version = await self._load_state(folder, with_optimizer=with_optimizer, min_version=min_version)
         return self.version
 
     async def close(self) -> None:
@@ -277,17 +277,13 @@ class PastPolicies:
     ) -> None:
         """Keep no weights yet; `start` keeps the reference policy."""
         self._trainer, self._algorithm, self._epochs = trainer, algorithm, epochs
-        self._several = epochs * num_minibatches > 1
-        self._is_ratio_start = algorithm.proximal == "interval_start"
+        self._has_several_steps = epochs * num_minibatches > 1  # optimizer steps on a batch
+        self._uses_interval_start = algorithm.proximal == "interval_start"
         saves_between = checkpoint.every_steps > 0 or checkpoint.on_interrupt
-        self._keeps_published = algorithm.updates_per_publish > 1 and (self._is_ratio_start or saves_between)
-        self._proximal: int | None = None  # the version kept as proximal policy
-        self._published: int | None = None  # the version whose publication started the interval
-
-    @property
-    def kept(self) -> int | None:
+        self._keeps_published = algorithm.updates_per_publish > 1 and (self._uses_interval_start or saves_between)
+        self.kept: int | None = None
         """Kept version, which is the last published one; None before the first step, or if it is not needed."""
-        return self._proximal
+        self._published: int | None = None  # the version whose publication started the interval
 
     async def start(self) -> None:
         """Keep the current weights as the reference policy, if the loss has a KL term with the initial policy."""
@@ -296,7 +292,7 @@ class PastPolicies:
 
     def resume(self, published: int) -> None:
         """Continue in the middle of an interval: the trainer has loaded and kept the last published version."""
-        self._proximal = self._published = published
+        self.kept = self._published = published
 
     async def compute(self, microbatches: Sequence[MicroBatch], *, version: int, published: int) -> PastVersions:
         """Compute the proximal and reference log-probabilities for a step's micro-batches.
@@ -335,15 +331,15 @@ class PastPolicies:
         after its first optimizer step.
         """
         if published != self._published:
-            self._published, outdated = published, self._proximal
-            self._proximal = await self._trainer.keep_weights() if self._keeps_published else None
+            self._published, outdated = published, self.kept
+            self.kept = await self._trainer.keep_weights() if self._keeps_published else None
             is_reference = outdated == self._algorithm.kl.reference_version and self._algorithm.kl.coef > 0
-            if outdated is not None and outdated != self._proximal and not is_reference:
+            if outdated is not None and outdated != self.kept and not is_reference:
                 await self._trainer.drop_weights(outdated)
         start = version
-        if self._is_ratio_start and self._proximal is not None:
-            start = self._proximal
-        if self._algorithm.proximal == "sampler" or (start == version and not self._several):
+        if self._uses_interval_start and self.kept is not None:
+            start = self.kept
+        if self._algorithm.proximal == "sampler" or (start == version and not self._has_several_steps):
             return None
         await self._compute(microbatches, start)
         return start

@@ -1,8 +1,7 @@
 """Factories of the built-in rewards.
 
-Each returns a function of the text of a completion and the entry of its prompt; that of `overlong`
-also takes the number of tokens. If the function raises, the rollout has no reward: it is left out of its group and counted in
-`reward/error_frac`.
+Each returns a function of the text of a completion and the entry of its prompt; that of `overlong` also takes the number of
+tokens. If the function raises, the rollout has no reward: it is left out of its group and counted in `reward/error_frac`.
 """
 
 import logging
@@ -39,7 +38,7 @@ _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 _JOINTS = {",", "and", "or", ",and", ",or"}
 _STATED = re.compile(r"(?i)\b(?:answer|option|choice)\b[*_\s]*(?:is\b|are\b|=|:)[:*_ \t]*|####")
 _NUMBER = re.compile(r"\d[\d.,]*(?<=\d)")
-_UNSURE = re.compile(
+_UNSURE = re.compile(  # "3 or 4" or "not 3" at the end
     r"(?i)\d[^\s\d]*(?:\s+[^\s\d]+)?\s+or\s+[^\s\d]*+\d[\d.,]*+[^\d]*+$"
     r"|\b(?:not|never|isn't|wrong|incorrect)\b[^\d]{0,20}\d[\d.,]*+[^\d]*+$"
 )
@@ -171,7 +170,7 @@ def math_verify(timeout_s: int) -> Scorer:
             return False
         found = expressions(plain(text[-MAX_PROSE_CHARS:]))
         texts = [value for value in found if isinstance(value, str)]
-        is_share = any(isinstance(value, Basic) and value.has(UnevaluatedExpr) for value in found)
+        is_share = any(isinstance(value, Basic) and value.has(UnevaluatedExpr) for value in found)  # a percentage
         shown = [] if is_share else [answer for answer in map(read, texts) if answer.value is not None]
         if shown:
             return equal(right, shown[0], are_equal)

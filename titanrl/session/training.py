@@ -265,11 +265,11 @@ class TrainingClient:
         return folder
 
     async def _load(self, path: Path, *, with_optimizer: bool) -> int:
-        at_least = 0
+        min_version = 0
         if self._weights is not None:
             await self._weights.pushed()  # a pending push still reads the weights
-            at_least = max(self._weights.versions, default=-1) + 1
-        return await self._trainer.load_state(path, with_optimizer=with_optimizer, at_least=at_least)
+            min_version = max(self._weights.versions, default=-1) + 1  # no version is published twice
+        return await self._trainer.load_state(path, with_optimizer=with_optimizer, min_version=min_version)
 
     def _check_not_freed(self) -> None:
         if self._is_freed:

@@ -503,8 +503,8 @@ class PolicyTrainer(Actor):
             return self._checkpoints.save_state(folder) if model is None else self._adapters.save(model, folder)
 
     @endpoint
-    async def load_state(self, folder: Path, *, with_optimizer: bool, at_least: int, model: str | None = None) -> int:
-        """Restore a state that `save_state` wrote; set the version to at least `at_least` and return it."""
+    async def load_state(self, folder: Path, *, with_optimizer: bool, min_version: int, model: str | None = None) -> int:
+        """Restore a state that `save_state` wrote; raise its version to at least `min_version` and return it."""
         with self.agreement.phase("load_state") as agree:
             learner = self._adapters.use(model)
             agree(lambda: self.progress(learner))
@@ -513,7 +513,7 @@ class PolicyTrainer(Actor):
             else:
                 self._adapters.load(model, folder, with_optimizer=with_optimizer)
             self._check_replicas(learner)
-            learner.version = max(learner.version, at_least)
+            learner.version = max(learner.version, min_version)
             return learner.version
 
     @endpoint
