@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import titanrl
-from titanrl.base.errors import described
+from titanrl.base.errors import describe_user_error
 
 
 class Hostile(Exception):
@@ -18,7 +18,7 @@ def raised_in(file: Path, code: str) -> str:
         exec(compile(f"\n\n{code}", str(file), "exec"), {"json": json, "Hostile": Hostile})
     except Exception as error:
         error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next  # without this file
-        return described(error)
+        return describe_user_error(error)
     raise AssertionError("nothing was raised")
 
 

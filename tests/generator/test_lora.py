@@ -12,7 +12,7 @@ import transformers
 from tests.engines import Engines
 from tests.generator.lora_cases import requests, samples
 from titanrl.carriers.types import Completion
-from titanrl.generator.lora import add_products, groups_of
+from titanrl.generator.lora import add_products, tokens_by_slot
 
 
 @pytest.fixture(scope="module")
@@ -107,11 +107,11 @@ def test_products_of_each_slot_are_added_to_its_tokens_only() -> None:
         if slot >= 0:
             expected[row] += torch.cat([b[part][slot, 0] @ a[part][slot, 0] @ x[row] for part in range(2)])
     wrapper: Any = type("Wrapper", (), {})()
-    wrapper.groups = groups_of(slots)
+    wrapper.groups = tokens_by_slot(slots)
     add_products(wrapper, y, x, a, b, 1.0, (5, 2))
     torch.testing.assert_close(y, expected)
 
 
 @pytest.mark.parametrize(("slots", "expected"), [([-1, -1], []), ([0, 0], [(0, None)])], ids=["none", "one"])
 def test_batch_of_one_kind_needs_no_indices(slots: list[int], expected: Any) -> None:
-    assert groups_of(torch.tensor(slots)) == expected
+    assert tokens_by_slot(torch.tensor(slots)) == expected

@@ -22,7 +22,7 @@ _LIBRARIES = (
 )
 
 
-def described(error: BaseException) -> str:
+def describe_user_error(error: BaseException) -> str:
     """Return the type and message of an exception of user code, and the line that raised it.
 
     Example: `KeyError: 'choices' (agent.py:29)`.

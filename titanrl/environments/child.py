@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from titanrl.base.errors import described
+from titanrl.base.errors import describe_user_error
 from titanrl.base.plugins import Plugin
 from titanrl.environments.factories import load_factory
 from titanrl.environments.interface import (
@@ -71,7 +71,7 @@ async def _attempt(host: "_Host", request: bytes) -> bytes:
         return json.dumps(await host.calls[name](*arguments), ensure_ascii=False).encode()
     except BaseException as error:  # a user-defined environment may raise anything, even SystemExit
         traceback.print_exc()
-        text = described(error)[:_MAX_ERROR_CHARS]
+        text = describe_user_error(error)[:_MAX_ERROR_CHARS]
         kinds = {"is_reward": isinstance(error, InvalidReward), "is_timeout": isinstance(error, EnvironmentTimeout)}
         return json.dumps({"error": text, **kinds}).encode()
     finally:

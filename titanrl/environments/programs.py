@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from titanrl.base.errors import described
+from titanrl.base.errors import describe_user_error
 from titanrl.base.ownership import open_regular
 from titanrl.base.plugins import import_object
 from titanrl.environments.interface import Done, EnvironmentFailure
@@ -126,7 +126,7 @@ async def call_function(function: Callable[..., Awaitable[object]], task: Progra
     try:
         value = await function(task, **task.options)
     except (SystemExit, KeyboardInterrupt) as error:  # it would end the event loop
-        raise EnvironmentFailure(f"{KEY}: it raised {described(error)}") from error
+        raise EnvironmentFailure(f"{KEY}: it raised {describe_user_error(error)}") from error
     return result_of(returns, value)
 
 

@@ -82,7 +82,7 @@ class Generator(Actor):
         self._rounds = Gathering(self._submit_round)
         self._calls: dict[str, asyncio.Task[Sequence[Future[list[Completion]]]]] = {}
         self._pulling, self._restarting = asyncio.Lock(), asyncio.Event()
-        self._expected = self._attempted = -1  # versions
+        self._expected = self._attempted = -1  # versions: of `expect_weights`, and of the last pull, even a failed one
         self._up_to_date = asyncio.Event()
         self._up_to_date.set()
 

@@ -62,11 +62,11 @@ def prepare_adapters() -> None:
 def update_groups(wrapper: PunicaWrapperCPU, *args: Any, **kwargs: Any) -> None:
     """Replace vLLM's update before a batch: also find the tokens of each slot."""
     update_metadata(wrapper, *args, **kwargs)
-    vars(wrapper)["groups"] = groups_of(wrapper.token_lora_indices)
+    vars(wrapper)["groups"] = tokens_by_slot(wrapper.token_lora_indices)
 
 
-def groups_of(slots_N: Tensor) -> list[tuple[int, Tensor | None]]:
-    """Return each slot of a batch and the indices of its tokens; None instead of the indices of all tokens. -1 is no slot."""
+def tokens_by_slot(slots_N: Tensor) -> list[tuple[int, Tensor | None]]:
+    """Return each adapter slot of a batch and the indices of its tokens, None for all tokens. -1 is no slot."""
     slots: list[int] = slots_N.unique().tolist()
     if len(slots) == 1:
         return [(slots[0], None)] if slots[0] >= 0 else []

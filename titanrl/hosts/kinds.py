@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from titanrl.base.errors import described
+from titanrl.base.errors import describe_user_error
 from titanrl.base.plugins import check_call, import_object
 from titanrl.config.errors import BrokenRule, ConfigError, inline
 from titanrl.config.schema import Config
@@ -101,7 +101,7 @@ def commands_of(config: Config) -> list[list[str]]:
         try:
             command: object = function(rank, holder_command(rank, READ), **options)
         except Exception as error:  # user code may raise anything
-            raised = f"raised {described(error)} for host {rank}"
+            raised = f"raised {describe_user_error(error)} for host {rank}"
             raise ValueError(f"hosts.kind: {raised} (got {name}). Correct the function or hosts.options.") from error
         if not (isinstance(command, list | tuple) and command and all(isinstance(word, str) for word in command)):
             what = f"must return a list of strings, the command for host {rank}, but returned {inline(command)}"

@@ -398,7 +398,7 @@ def broken_by_remote_hosts(config: Config, hosts: str) -> Iterator[BrokenRule]:
 
 
 def broken_by_trust(config: Config, hosts: str) -> Iterator[BrokenRule]:
-    """Yield a rule if hosts would listen on a network that the configuration does not declare as trusted."""
+    """Yield a rule if hosts would listen on a network that is not declared as trusted; its text calls them `hosts`."""
     if not config.hosts.trusted_network:
         rule = f"{hosts} listen on the network, and a program that can connect to them can execute code as you"
         fix = "set hosts.trusted_network to true if you trust everyone who can reach them (docs/security.md)"

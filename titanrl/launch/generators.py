@@ -188,7 +188,7 @@ class GeneratorMeshes:
         return start_request(take(), "take_stats")
 
     async def abandon_round(self) -> None:
-        """Drop the requests of an incomplete round."""
+        """Drop the requests of an incomplete round of synchronous training; see `Generator.generate`."""
         await self._each("abandon_round", lambda replica: replica.leader.abandon_round.call_one(), self.timeouts.step_s)
 
     async def close(self) -> None:

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titanrl.base.errors import described
+from titanrl.base.errors import describe_user_error
 from titanrl.base.plugins import import_object
 from titanrl.carriers.rewards import DENIED, SEPARATOR, Answers, BoundReward, RewardSpec, encoded_score
 from titanrl.processes.confine import Confinement, end_with_parent, leaks, python_paths
@@ -222,7 +222,7 @@ def _attempt(loaded: _Loaded, call: Callable[[], dict[str, Any]]) -> dict[str, A
     try:
         result = call()
     except BaseException as error:  # includes SystemExit: a reward may eval an answer that calls exit()
-        text = described(error)[:_MAX_DETAIL_CHARS]
+        text = describe_user_error(error)[:_MAX_DETAIL_CHARS]
         needs = _needs(loaded.reward, error) if loaded.spec.is_custom else ""
         return {"error": f"{text} ({needs})" if needs else text}
     if _network.was_tried and loaded.spec.is_custom:  # the reward caught the exception, so its value would be wrong

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from titanrl.base.errors import USER_ERRORS, TitanRLError, described
+from titanrl.base.errors import USER_ERRORS, TitanRLError, describe_user_error
 from titanrl.carriers.spans import span
 from titanrl.carriers.types import Completion, FinishReason, GenerationRequest, Outcome, SamplingParams
 from titanrl.environments import (
@@ -199,7 +199,7 @@ class Conversation(Attempt):
         try:
             self._environment = self._make()
         except USER_ERRORS as error:
-            raise EpisodeError("environment_error", f"creating it raised {described(error)}") from error
+            raise EpisodeError("environment_error", f"creating it raised {describe_user_error(error)}") from error
         reset = self._environment.reset
         observation = await self._call("reset", lambda: reset(self.episode), has_limit=not self._limits.may_queue)
         if not isinstance(observation, Observation):
@@ -325,7 +325,7 @@ class Conversation(Attempt):
         except InvalidReward as error:
             raise EpisodeError("reward_error", f"{name} of the environment: {error}") from error
         except USER_ERRORS as error:
-            raise EpisodeError("environment_error", f"{name} raised {described(error)}") from error
+            raise EpisodeError("environment_error", f"{name} raised {describe_user_error(error)}") from error
         except asyncio.CancelledError as error:
             if is_cancelled():
                 raise

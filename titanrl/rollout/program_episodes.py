@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from titanrl.base.errors import described
+from titanrl.base.errors import describe_user_error
 from titanrl.carriers.types import Completion, GenerationRequest, OnTokens, Outcome, SamplingParams
 from titanrl.config.data import EnvironmentConfig
 from titanrl.data.tokenizer import Tokenizer
@@ -363,7 +363,7 @@ class ProgramEpisode(Attempt):
         if error is not None and not (self._is_limited and self.num_turns and not isinstance(error, InvalidReward)):
             outcome: Outcome = "reward_error" if isinstance(error, InvalidReward) else "environment_error"
             is_ours = isinstance(error, EnvironmentFailure)
-            raise EpisodeError(outcome, str(error) if is_ours else f"{KEY}: it raised {described(error)}") from error
+            raise EpisodeError(outcome, str(error) if is_ours else f"{KEY}: it raised {describe_user_error(error)}") from error
         if not self.num_turns:
             limit = " that fits the limits" if self._is_limited else ""
             raise EpisodeError("environment_error", f"{KEY}: it made no call of the policy{limit}")

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from titanrl.base.errors import USER_ERRORS, described
+from titanrl.base.errors import USER_ERRORS, describe_user_error
 from titanrl.base.plugins import Plugin, Plugins
 from titanrl.carriers.rewards import (
     SEPARATOR,
@@ -358,7 +358,7 @@ class _TimeLimit(Exception):
 def _failed(error: BaseException) -> Score:
     if isinstance(error, _TimeLimit):
         return Score(parts={}, status="timeout", detail=f"timeout: {error}")
-    detail = described(error)[:_MAX_DETAIL_CHARS]
+    detail = describe_user_error(error)[:_MAX_DETAIL_CHARS]
     return Score(parts={}, status="error", detail=repr(detail)[1:-1])
 
 
@@ -372,7 +372,7 @@ async def in_thread(call: Callable[[], Any]) -> Any:
             result = call()
         except BaseException as error:  # futures reject StopIteration, and SystemExit would end the worker
             is_plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
-            done.set_exception(error if is_plain else RuntimeError(described(error)))
+            done.set_exception(error if is_plain else RuntimeError(describe_user_error(error)))
         else:
             done.set_result(result)
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from titanrl.base.errors import TitanRLError, described
+from titanrl.base.errors import TitanRLError, describe_user_error
 from titanrl.carriers.routes import first_recorded
 from titanrl.carriers.supports import placed
 from titanrl.carriers.types import Completion, Segment, Turn
@@ -240,7 +240,7 @@ class CallTree:
         try:
             return render(*arguments)
         except Exception as error:  # the chat template may reject any message, and the tokenizer any text
-            raise NotRenderable(f"the messages cannot be rendered: {described(error)}") from error
+            raise NotRenderable(f"the messages cannot be rendered: {describe_user_error(error)}") from error
 
 
 def canonical(message: Message) -> dict[str, Any]:

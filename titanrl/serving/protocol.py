@@ -210,7 +210,7 @@ class Fields:
         return value or []
 
     def texts(self, key: str) -> tuple[str, ...]:
-        """Return a text or a list of texts, none of which is empty."""
+        """Return a text or a list of texts, none of which is empty, as a tuple; an empty one if it is missing."""
         value = self.take(key)
         found = [value] if isinstance(value, str) else [] if value is None else value
         if not isinstance(found, list) or not all(isinstance(each, str) and each for each in found) or len(found) > 16:

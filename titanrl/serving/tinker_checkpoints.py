@@ -33,7 +33,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A model to train."""
+    """A client's settings of a model."""
 
     rank: int
     """Rank of its adapters; 0 trains all weights."""
