@@ -49,6 +49,26 @@ def test_overrides_may_come_before_and_after_an_option(arguments: list[str], cap
     assert "unrecognized" not in capsys.readouterr().err
 
 
+def test_files_in_the_working_directory_that_hide_a_module_are_named(tmp_path: Path) -> None:
+    command = [sys.executable, "-P", "-c", "from titanrl.cli import main; main(['configs', 'quickstart'])"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    (tmp_path / "site").mkdir()  # without __init__.py, a folder hides nothing
+    for file, rule in (
+        ("random.py", "hides the module random of Python's standard library"),
+        ("json/__init__.py", "hides the module json of Python's standard library"),
+        ("yaml.py", "hides the package yaml, which TitanRL needs"),
+        ("yaml/__init__.py", "hides the package yaml, which TitanRL needs"),
+        ("my_rewards.py", ""),
+    ):
+        path = tmp_path / file
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+        result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        expected = f"{path}: {rule}. Rename it, or start the command in another directory.\n" if rule else ""
+        assert (result.returncode, result.stderr) == (2 if rule else 0, expected)
+        path.unlink()
+
+
 def test_help_and_version_import_only_the_standard_library() -> None:
     for option, first in (("--help", "usage: titanrl"), ("--version", f"titanrl {__version__}")):
         program = (

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from types import ModuleType
 
 from titanrl import __version__
 from titanrl.base import terminal
@@ -52,15 +53,28 @@ def main(argv: Sequence[str] | None = None) -> None:
         commands.add_parser(name, help=purpose, add_help=False)
     command = parser.parse_args(arguments[:1]).command  # the subcommand's parser handles the other arguments
     # A script has its own folder on `sys.path`. Add the working directory, as `python -m` does, to find user modules.
-    sys.path.insert(0, os.getcwd())
+    sys.path.insert(0, folder := os.getcwd())
     module, _, function = COMMANDS[command][0].partition(":")
+    fix = "Rename it, or start the command in another directory."
+    for name in sys.stdlib_module_names:
+        for file in filter(os.path.isfile, _files(folder, name)):
+            parser.exit(2, f"{file}: hides the module {name} of Python's standard library. {fix}\n")
     try:
         imported = import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.startswith("titanrl"):
+    except Exception as error:
+        for name, loaded in sys.modules.items():
+            origin = loaded.__spec__.origin if type(loaded) is ModuleType and loaded.__spec__ else None
+            if name != "titanrl" and origin in _files(folder, name):
+                parser.exit(2, f"{origin}: hides the package {name}, which TitanRL needs. {fix}\n")
+        if not isinstance(error, ModuleNotFoundError) or error.name is None or error.name.startswith("titanrl"):
             raise
         parser.exit(2, f"{error.name}: the package is not installed. Reinstall TitanRL with its dependencies.\n")
     getattr(imported, function)(arguments[1:], prog=f"titanrl {command}")
+
+
+def _files(folder: str, name: str) -> tuple[str, str]:
+    """Return the files that the module of a name can have in a folder."""
+    return f"{folder}/{name}.py", f"{folder}/{name}/__init__.py"
 
 
 if __name__ == "__main__":
