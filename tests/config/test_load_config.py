@@ -212,3 +212,17 @@ def test_recorded_paths_do_not_depend_on_the_directory(tmp_path: Path, monkeypat
     shipped = load_config(write(tmp_path, recorded_config(load_config("sft_quickstart"))))
     assert shipped.sft is not None
     assert shipped.sft.path.is_file()
+
+
+def test_prompts_of_another_source_are_not_labelled_as_the_default_task() -> None:
+    def task(**data: object) -> str:
+        return Config.model_validate({"name": "a", "num_steps": 1, "data": data}).data.task
+
+    assert task() == "chain_sum"
+    assert task(source="jsonl", path="a.jsonl") == "prompts"
+    assert task(source="jsonl", path="a.jsonl", task="sums") == "sums"
+    mixture = {"sums": {"source": "reasoning_gym", "path": None}, "mine": {}}
+    config = Config.model_validate(
+        {"name": "a", "num_steps": 1, "data": {"source": "jsonl", "path": "a.jsonl", "mixture": mixture}, "device": "cpu"}
+    )
+    assert [each.task for each in config.data.mixture.values()] == ["chain_sum", "prompts"]

@@ -711,7 +711,7 @@ class DataConfig(Section):
     options: dict[str, Any] = {}
     """Keyword arguments of a custom prompt source."""
     task: str = "chain_sum"
-    """Name of the reasoning-gym task. With another source, only a label in metrics."""
+    """Name of the reasoning-gym task. With another source, only a label in metrics; `prompts` if it is not set."""
     task_config: dict[str, Any] = {}
     """Options of the reasoning-gym task."""
     path: InputPath | None = None
@@ -749,6 +749,12 @@ class DataConfig(Section):
     """Maximum prompt length in tokens. Longer prompts are left out, and counted."""
     curriculum: CurriculumConfig | None = None
     """Difficulty levels, and the sampler that chooses among them (docs/howto/curriculum.md); null uses all prompts."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _label_other_prompts(cls, values: Any) -> Any:
+        is_other = isinstance(values, dict) and values.get("source", "reasoning_gym") != "reasoning_gym"
+        return {"task": "prompts", **values} if is_other else values
 
     def _broken_rules(self) -> Iterator[BrokenRule]:
         if (self.source in FILE_SOURCES) != (self.path is not None):
