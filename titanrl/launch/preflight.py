@@ -180,7 +180,7 @@ def dry_run(config: Config, source: Source | None, check: Callable[[], Checked])
     console.print(ready, markup=False, highlight=False, soft_wrap=True)
 
 
-def broken_by_model(config: Config, recorded: Mapping[str, Any], step: int) -> Iterator[BrokenRule]:
+def broken_by_saved_model(config: Config, recorded: Mapping[str, Any], step: int) -> Iterator[BrokenRule]:
     """Yield a broken rule if a checkpoint's model has other sizes. A model that moved, or has other weights, is accepted.
 
     `recorded` are the values of the run's `config.yaml`, and `step` is that of the checkpoint.

@@ -39,7 +39,7 @@ from titanrl.config.sizes import notes
 from titanrl.config.source import Source, config_of_run, read_source
 from titanrl.data.rows import check_recorded
 from titanrl.launch.extensions import plugins_of, with_declared_traits, with_objects
-from titanrl.launch.preflight import broken_by_model, policy_notes, preflight, read_examples
+from titanrl.launch.preflight import broken_by_saved_model, policy_notes, preflight, read_examples
 from titanrl.launch.roles import Roles, needed
 from titanrl.launch.run_lock import RunLock, claim_new_run, claim_run
 from titanrl.metrics.console import Console
@@ -216,7 +216,7 @@ class Run:
         if resume is not None and found.state.step:
             recorded = read_source(config_of_run(resume)).values
             found_with = config, recorded, found.state.step
-            if broken := [*broken_by_checkpoint(*found_with), *broken_by_model(*found_with)]:
+            if broken := [*broken_by_checkpoint(*found_with), *broken_by_saved_model(*found_with)]:
                 raise ConfigError(*(explain_rule(rule, source) for rule in broken))
         selections = preflight(
             config,
