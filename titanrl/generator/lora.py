@@ -6,7 +6,7 @@ This module uses private parts of vLLM 0.32.0; `tests/generator/test_lora.py` ch
 vLLM 0.32.0 computes adapters on a CPU with one copy of both matrices per token. A token without an adapter gets the last slot,
 because its index is -1. `add_products` replaces these functions: it multiplies the tokens of each adapter at once.
 
-Shapes: N tokens of a batch, R rank of an adapter, I input and O output features of a linear layer.
+Shapes: S slots, N tokens of a batch, R rank of an adapter, I input and O output features of a linear layer.
 """
 
 import re
@@ -86,12 +86,12 @@ def add_products(
     """Replace vLLM's addition of x A^T B^T to each projection of a layer's outputs, `[N, O]`, for inputs `[N, I]`."""
     for slot, tokens in vars(wrapper)["groups"]:
         inputs, start = x if tokens is None else x[tokens], 0
-        for a_SIRI, b_SIOR, width in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
-            outputs, inner = y[:, start : start + width], inputs @ a_SIRI[slot, 0].t()
+        for a_S1RI, b_S1OR, width in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
+            outputs, inner = y[:, start : start + width], inputs @ a_S1RI[slot, 0].t()
             if tokens is None:
-                outputs.addmm_(inner, b_SIOR[slot, 0].t(), alpha=scale)
+                outputs.addmm_(inner, b_S1OR[slot, 0].t(), alpha=scale)
             else:
-                outputs.index_add_(0, tokens, inner @ b_SIOR[slot, 0].t(), alpha=scale)
+                outputs.index_add_(0, tokens, inner @ b_S1OR[slot, 0].t(), alpha=scale)
             start += width
 
 

@@ -789,7 +789,7 @@ class BufferActor(GroupBuffer, Actor):
 
     @concurrent_endpoint
     async def reserve(self, limit: int, shard: int, life: int) -> tuple[list[Reservation], list[GroupHandle]]:
-        """Reserve slots for payloads in a shard. Also return the groups whose payloads the shard may delete."""
+        """Reserve slots as `GroupBuffer.reserve` does. Also return the groups whose payloads the shard may delete."""
         reserved = await super().reserve(limit, shard, life)
         return reserved, [] if self.has_died(shard, life) else self.take_dropped(shard)
 

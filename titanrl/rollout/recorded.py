@@ -39,7 +39,7 @@ class GroupRecorder:
     def evaluation(
         self, name: str, groups: Sequence[Group], decode: Callable[[list[int]], str], *, environment: str | None = None
     ) -> None:
-        """Record groups that were sampled to evaluate a set."""
+        """Record groups that were sampled to evaluate a set, in an environment of this name."""
         for group in groups:
             values = {"set": name, "version": newest_version(group), "environment": environment}
             self._append("evaluations", group, decode, **values)

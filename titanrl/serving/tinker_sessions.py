@@ -224,6 +224,7 @@ class OpenSampler:
     sampler_id: str
     session: "OpenSession"
     path: str | None
+    """Path of saved weights; None for those that the client's model had."""
     weights: Weights
     seen: dict[int, tuple[Future, list[str]]] = field(default_factory=dict)
     """Future and sequence ids of the requests whose results can still be read, by sequence id."""

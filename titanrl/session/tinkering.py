@@ -139,7 +139,7 @@ class TrainedModel:
         await (self._training.load_state_with_optimizer(folder) if with_optimizer else self._training.load_state(folder))
 
     async def publish(self, state: Path | None = None) -> Sampler:
-        """Return a sampler of the current weights."""
+        """Return a sampler of the current weights; see `Model.publish`."""
         return await self._publish(state)
 
     async def recover(self) -> None:
