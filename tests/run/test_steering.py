@@ -346,6 +346,8 @@ def test_requests_are_answered_or_refused_with_what_is_allowed(tmp_path: Path) -
         assert answer({"action": "resume"})["text"] == "the run was not paused"
         both = answer({"action": "set", "values": {WEIGHT: 3, LR: 0.25}})["text"]
         assert both == "algorithm.learning_rate = 0.25 from step 1 on; data.mixture.hard.weight = 3 from step 2 on"
+        pending = "algorithm.learning_rate=0.25 from step 1 on; data.mixture.hard.weight=3.0 from step 2 on"
+        assert answer({"action": "status"})["text"] == f"idle after step 0 of 24; pending: {pending}"
         for request, problem in (
             ({"action": "stop"}, "action: must be status, pause, resume or set"),
             ({}, "action: must be status"),

@@ -314,7 +314,8 @@ class Steering:
             state = "ending"
         step, num_steps = run.state.step, run.config.num_steps
         keys = {key: _plain(value) for key, value in live_keys(run.config).items()}
-        text = f"{state} after step {step} of {num_steps}"
+        later = [f"{each.key}={inline(each.value)} from step {each.step + 1} on" for each in self._changes[self._num_made :]]
+        text = f"{state} after step {step} of {num_steps}{'; pending: ' if later else ''}{'; '.join(later)}"
         return {"step": step, "num_steps": num_steps, "state": state, "text": text, "keys": keys}
 
     def _answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
