@@ -471,6 +471,29 @@ def test_run_that_cannot_be_prepared_releases_its_directory(is_resumed: bool, mo
     claim_run(run_dir).release()
 
 
+def test_resume_that_cannot_start_keeps_the_configuration_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = write_run(steps=3)
+    before, found = (run_dir / "config.yaml").read_text(), []
+
+    async def fail(run: GRPO) -> None:
+        found.append(load_config(run_dir / "config.yaml").generator.replicas)
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(GRPO, "_open", fail)
+    monkeypatch.setattr("titanrl.run.run._import_heavy_packages", lambda: None)
+    config = validate(read_source(run_dir / "config.yaml", ["generator.replicas=2"]))
+    run = GRPO(config, resume=run_dir, console=Console("off", total_steps=1))
+
+    async def start() -> None:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            await run.start()
+        await run.stop(code=1, cause="out of memory")
+
+    asyncio.run(start())
+    assert found == [2]
+    assert (run_dir / "config.yaml").read_text() == before
+
+
 def test_stop_on_a_full_disk_raises_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_in(tmp_path / "run")
     run.recorder.directory.events.symlink_to("/dev/full")

@@ -25,7 +25,7 @@ import numpy as np
 from titanrl.base.arguments import check_number, check_type
 from titanrl.base.choices import Program
 from titanrl.base.errors import FaultError, TitanRLError, describe
-from titanrl.base.files import DamagedError
+from titanrl.base.files import DamagedError, replace_text
 from titanrl.base.plugins import Plugins, loading
 from titanrl.carriers.spans import close_timeline, open_timeline, span, span_bytes
 from titanrl.carriers.types import AdamParams, DoubleArray, EvaluationResult, OptimUpdate, StepMetrics
@@ -578,9 +578,17 @@ class Run:
                 (self.console.warn if found.is_mostly_left_out else self.console.note)(text)
         for remark in self._found.remarks:
             self.console.warn(remark)
+        file = self.run_dir / "config.yaml"
+        before = file.read_text(encoding="utf-8") if self._is_resumed else None
         self._open_recorder("resume" if self._is_resumed else "start")
-        await self.steering.listen()
-        await self._with_restarts()
+        try:
+            await self.steering.listen()
+            await self._with_restarts()
+        except Exception:
+            if before is not None:  # the next resume must not continue with values that the run cannot start with
+                with contextlib.suppress(OSError):
+                    replace_text(file, before, durable=True)
+            raise
         return self
 
     async def restart(self, cause: FaultError | None = None) -> None:
