@@ -42,6 +42,7 @@ from titanrl.config.sections import DistillConfig
 from titanrl.data.rows import BadRow
 from titanrl.launch.roles import Roles
 from titanrl.metrics import steps as metrics_of
+from titanrl.metrics.series import fixed
 from titanrl.rollout.group import derive_seed, rollouts_of
 from titanrl.rollout.recorded import GroupRecorder, newest_version
 from titanrl.run import command
@@ -184,7 +185,7 @@ class Distill(Run):
                     result = await self._task.evaluate(self._engines[task.teacher], name=name)
                 values = {"mean": result.mean, "response_len_mean": result.response_len_mean}
                 self.recorder.directory.event("teacher", task=result.task, **values)
-                self.console.note(f"teacher: mean reward {result.mean:.3f} on held-out {result.task}")
+                self.console.note(f"teacher: mean reward {fixed(result.mean)} on held-out {result.task}")
 
     def roles(self) -> Roles:
         """Return trainer and generators."""

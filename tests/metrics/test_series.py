@@ -1,6 +1,7 @@
 import pytest
 
-from titanrl.metrics.series import count, duration, ends_of, sparkline
+from titanrl.metrics.report import learned
+from titanrl.metrics.series import count, duration, ends_of, fixed, sparkline
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.04, "0.0 s"), (12.34, "12.3 s"), (62.9, "1:02"), (3723.0, "1:02:03")])
@@ -31,3 +32,10 @@ def test_sparkline_spans_lowest_to_highest_value() -> None:
 )
 def test_first_and_last_values_do_not_overlap(values: list[float], ends: tuple[float, float, str]) -> None:
     assert ends_of(list(enumerate(values))) == ends
+
+
+def test_numbers_of_many_digits_have_four_significant_ones() -> None:
+    assert [fixed(value) for value in (0.12345, -1234.5, 1e300, -1.23456e9)] == ["0.123", "-1234.500", "1e+300", "-1.235e+09"]
+    assert (fixed(1e300, ".1e"), fixed(2.0, ".0f")) == ("1.0e+300", "2")
+    rows = [{"step": step, "reward/mean": 1e300, "eval/sums/mean": -1e300} for step in (1, 2)]
+    assert learned(rows) == "Mean reward: held-out sums -1e+300 -> -1e+300, training 1e+300 -> 1e+300 over 2 steps"

@@ -31,6 +31,7 @@ function short(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "-";
   const size = Math.abs(value);
   if (size === 0) return "0";
+  if (size >= 1e15) return value.toExponential(2);
   if (size >= 1e9) return (value / 1e9).toPrecision(3) + "G";
   if (size >= 1e6) return (value / 1e6).toPrecision(3) + "M";
   if (size >= 1e4) return (value / 1e3).toPrecision(3) + "k";

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from titanrl.base.choices import ConsoleMode
 from titanrl.carriers.types import StepMetrics
-from titanrl.metrics.series import count, duration, phase_seconds, sparkline
+from titanrl.metrics.series import count, duration, fixed, phase_seconds, sparkline
 
 LAYOUT_WIDTHS = (0, 72, 128)
 """Minimum terminal widths for one, two and three columns in the live display."""
@@ -56,7 +56,7 @@ class Quantity:
     def text(self, values: Mapping[str, float]) -> str:
         """Return the formatted value; `-` if it is missing."""
         value = values.get(self.metric)
-        return "-" if value is None else format(value, self.spec) if self.spec else count(value)
+        return "-" if value is None else fixed(value, self.spec) if self.spec else count(value)
 
 
 _NORM = Quantity("grad/norm", ".3g", "grad_norm", "gradient norm")
@@ -195,7 +195,9 @@ class Console:
         self._evaluations = {**self._evaluations, task: (first, mean)}
         self._failures = {**self._failures, task: failures}
         if self._mode == "plain":
-            self._timed(f"held-out {task}: mean reward {mean:.3f} at version {version}{f' ({failures})' if failures else ''}")
+            self._timed(
+                f"held-out {task}: mean reward {fixed(mean)} at version {version}{f' ({failures})' if failures else ''}"
+            )
         self._start_live()
 
     def heldout_loss(self, version: int, loss: float) -> None:

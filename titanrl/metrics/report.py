@@ -19,7 +19,7 @@ from typing import Any
 from titanrl.base.files import COMMIT_FILE, DamagedError, in_shell, replace_text
 from titanrl.carriers.record import encode
 from titanrl.metrics.reading import Hit, RunRecord, TrainedSegment
-from titanrl.metrics.series import Points, Rows, awaited_by_both, ends_of, evaluated_sets, series, without_reward
+from titanrl.metrics.series import Points, Rows, awaited_by_both, ends_of, evaluated_sets, fixed, series, without_reward
 from titanrl.metrics.views import MAX_POINTS, Json, RunView, readable, whole_group
 
 FIRST_BYTES = 1_000_000
@@ -225,11 +225,13 @@ def learned(rows: Rows) -> str:
         if points:
             failed = without_reward(rows, task)
             without = f" (completions without a reward: {' -> '.join(failed)})" if failed else ""
-            changes.append(f"{label} {points[0][1]:.3f} -> {points[-1][1]:.3f}{without}")
+            changes.append(f"{label} {fixed(points[0][1])} -> {fixed(points[-1][1])}{without}")
     if training:
         first, last, _ = ends_of(training)
         changes.append(
-            f"training {first:.3f} -> {last:.3f} over {len(training)} steps" if len(training) > 1 else f"training {first:.3f}"
+            f"training {fixed(first)} -> {fixed(last)} over {len(training)} steps"
+            if len(training) > 1
+            else f"training {fixed(first)}"
         )
     return f"{name}: {', '.join(changes)}" if changes else ""
 

@@ -101,6 +101,11 @@ def count(number: float) -> str:
     return f"{number:.0f}"
 
 
+def fixed(value: float, spec: str = ".3f") -> str:
+    """Format a number with a fixed number of decimals; one that would have many digits with four significant ones."""
+    return format(value, ".4g" if abs(value) >= 1e9 and spec.endswith("f") else spec)
+
+
 def sparkline(values: Sequence[float], *, ascii_only: bool = False) -> str:
     """Return one block character per value, scaled between the lowest and the highest value."""
     blocks = _ASCII_BLOCKS if ascii_only else _BLOCKS

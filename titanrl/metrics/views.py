@@ -34,7 +34,7 @@ from titanrl.config.schema import Config
 from titanrl.config.source import parse
 from titanrl.metrics.index import Filters, Followed, Kind
 from titanrl.metrics.reading import Hits, RecordedGroup, RunRecord, TrainedSegment, is_run, number_of
-from titanrl.metrics.series import NUM_ENDS, Points, Rows, awaited_by_both, ends_of, evaluated_sets, without_reward
+from titanrl.metrics.series import NUM_ENDS, Points, Rows, awaited_by_both, ends_of, evaluated_sets, fixed, without_reward
 from titanrl.metrics.timeline import State, Window, states_of, usage_of
 
 Json = dict[str, Any]
@@ -683,7 +683,7 @@ def attention(table: MetricTable, events: Sequence[Json], *, compares_rewards: b
         add("bad", "The entropy has collapsed", text, "charts?q=entropy")
     reward_first, reward_last = ends("reward/mean")
     if len(table) > 10 and reward_last < reward_first - max(0.05, 0.1 * abs(reward_first)):
-        text = f"From {reward_first:.3f} to {reward_last:.3f} in training."
+        text = f"From {fixed(reward_first)} to {fixed(reward_last)} in training."
         add("bad", "The mean reward has fallen", text, "charts?q=reward")
     if compares_rewards and (idle := ends("group/zero_variance_frac")[1]) >= 0.75:
         text = (
@@ -751,7 +751,7 @@ def _figures(table: MetricTable) -> list[Json]:
             task = tasks.get(name)
             if task and (failed := without_reward(table.rows(f"eval/{re.escape(task)}/num_.+"), task)):
                 note += f"; {' and '.join(failed)} completions had no reward and are not in the mean"
-            add(label, f"{first:.3f} \u2192 {last:.3f}" if len(values) > 1 else f"{first:.3f}", note)
+            add(label, f"{fixed(first)} \u2192 {fixed(last)}" if len(values) > 1 else fixed(first), note)
     for label, name, unit in (("Step time", "time/step_s", "s"), ("Generation", "perf/gen_tokens_per_s", "tokens/s")):
         values = table.values(name)[1]
         if len(values):
