@@ -104,6 +104,7 @@ def run_in(path: Path, *overrides: str, config: Config | None = None, resume_ste
         ((), {LR: float("nan")}, r"rule: must be a finite number > 0"),
         ((), {"algorithm.lr": 1.0}, r"rule: no such key in algorithm\n  fix:  did you mean algorithm.learning_rate\?"),
         ((), {"": 1}, "rule: no such key"),
+        ((), {"examples.weight": 1}, r"rule: the run was started without the section examples\n  fix:  choose one of "),
         ((), {"algorithm.loss": "gspo"}, r"rule: this key cannot be changed during the run\n  fix:  .*--resume RUN"),
         ((), {"rollout.top_p": 0.5}, r"rule: trainer and generators use one top_p, .*\n  fix:  .*--resume RUN"),
         ((), {TEMPERATURE: 3.0}, r"rollout.temperature=3.0\n  rule: must be a number >= 0.01 and <= 2"),
@@ -117,7 +118,7 @@ def run_in(path: Path, *overrides: str, config: Config | None = None, resume_ste
         (
             (),
             {"data.mixture.harder.weight": 2.0},
-            r"rule: this key cannot be changed .*\n  fix:  did you mean data.mixture.hard",
+            r"rule: this key cannot be changed .*\n  fix:  did you mean data.mixture.hard.weight\?$",
         ),
         (
             ("algorithm.updates_per_publish=2", "checkpoint.every_steps=0"),

@@ -120,13 +120,19 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
         Override(text=f"{key}={inline(value)}", path=tuple(key.split(".")), value=value) for key, value in values.items()
     ]
     source = with_overrides(Path("config"), config.model_dump(), overrides)
-    validated, known = validate(source), live_keys(config)
+    known = live_keys(config)
     for override, (key, value) in zip(overrides, values.items(), strict=True):
         if key not in known:
-            names = did_you_mean(key, known) or f"choose one of {', '.join(known)}"
-            fix = f"{names[0].lower()}{names[1:]}; every key can be changed between two runs: --resume RUN {key}=..."
-            rule = WHY_FIXED.get(key, "this key cannot be changed during the run")
+            section, fix = key.partition(".")[0], f"choose one of {', '.join(known)}"
+            if section in Config.model_fields and config.value_of(section) is None:
+                rule = f"the run was started without the section {section}"
+            else:
+                validate(source)  # names a key that does not exist
+                rule = WHY_FIXED.get(key, "this key cannot be changed during the run")
+                fix = did_you_mean(key, known) or f"{fix}; every key can be changed between two runs: --resume RUN {key}=..."
             raise ConfigError(message(f"override {override.text}", f"{key}={inline(value)}", rule, fix))
+    validated = validate(source)
+    for override, key in zip(overrides, values, strict=True):
         config = _replaced(config, override.path, validated.value_of(key))
     return config
 
