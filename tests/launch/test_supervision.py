@@ -297,6 +297,22 @@ def test_deadline_and_failed_guarded_call_fail_requests_with_their_cause(tmp_pat
     with_patient(tmp_path, scenario)
 
 
+def test_long_report_of_a_fault_keeps_its_last_line() -> None:
+    async def fail() -> None:
+        raise RuntimeError("Traceback " + "frame " * 500 + "KeyError: 'cause'")
+
+    async def run() -> None:
+        supervisor = Supervisor()
+        supervisor.guard("patient", "rank 1", fail())
+        with pytest.raises(
+            ActorDiedError, match=r"^rank 1 failed: Traceback (frame )+.*\.\.\. .*KeyError: 'cause' .while waiting"
+        ):
+            await supervisor.ask("a reply", asyncio.Event().wait(), 30)
+        supervisor.expect_deaths()
+
+    asyncio.run(run())
+
+
 def test_process_that_does_not_exit_is_killed_and_named() -> None:
     async def run() -> None:
         supervisor = Supervisor()

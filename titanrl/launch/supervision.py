@@ -656,8 +656,9 @@ def _send(number: signal.Signals, pidfds: Iterable[int]) -> None:
 
 
 def _one_line(text: object) -> str:
-    """Return a report without line breaks, cut to 600 characters."""
-    return " ".join(str(text).split())[:600]
+    """Return a report without line breaks; of one of more than 600 characters the ends, as a traceback ends with its cause."""
+    line = " ".join(str(text).split())
+    return line if len(line) <= 600 else f"{line[:150]} ... {line[-450:]}"
 
 
 async def responds(probe: Awaitable[object]) -> bool:
