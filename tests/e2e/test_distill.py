@@ -160,7 +160,7 @@ def test_hints_raise_the_held_out_score_of_a_policy_that_does_not_see_them(tmp_p
         "logging.console=plain",
     )
     assert finished.code == 0, finished.output
-    before, after = finished.evaluations()
+    before, after = finished.evaluations("prompts")
     assert before < 0.7
     assert after > 0.95
     first, *_, last = finished.steps
