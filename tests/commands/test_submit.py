@@ -1,16 +1,19 @@
 """`titanrl submit`: the job script, and the run directory that it resumes. `tests/cluster` submits jobs."""
 
+import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from titanrl.base.files import commit_folder
 from titanrl.commands.jobs import prepare, script, submit
 from titanrl.config import Config, ConfigError, load_config
 from titanrl.launch.run_lock import RunLock
-from titanrl.run.checkpoints import FIRST, JOB_SCRIPT, resumable
+from titanrl.run.checkpoints import FIRST, JOB_SCRIPT, RunState, resumable
 
 
 def config(tmp_path: Path, *overrides: str) -> Config:
@@ -67,6 +70,21 @@ def test_submitted_run_starts_without_a_checkpoint(tmp_path: Path) -> None:
     (run_dir / JOB_SCRIPT).unlink()
     with pytest.raises(ConfigError, match="no intact checkpoint"):
         resumable(run_dir)
+
+
+def test_resume_is_checked_against_the_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = prepare(config(tmp_path), None)
+    folder, before = run_dir / "checkpoints" / "step-3", (run_dir / "config.yaml").read_text()
+    folder.mkdir(parents=True)
+    (folder / "controller.json").write_text(json.dumps(asdict(RunState(step=3, version=3, next_index=24))))
+    (folder / ".metadata").touch()
+    commit_folder(folder, {})
+    for flags in (["--dry-run"], []):
+        with pytest.raises(SystemExit) as ended:
+            submit(["--resume", str(run_dir), *flags, "algorithm.optimizer=muon"])
+        assert ended.value.code == 2
+        assert 'rule: the checkpoint of step 3 was saved with "adamw"' in capsys.readouterr().err
+    assert (run_dir / "config.yaml").read_text() == before
 
 
 def test_each_submission_has_a_new_directory(tmp_path: Path) -> None:

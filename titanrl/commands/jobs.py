@@ -30,6 +30,7 @@ from titanrl.hosts.slurm import IN_ALLOCATION, NOTICE_SIGNAL, SlurmError, direct
 from titanrl.launch.preflight import preflight, read_examples
 from titanrl.launch.run_lock import claim_new_run, claim_run
 from titanrl.metrics.run_directory import JOB_SCRIPT
+from titanrl.run.checkpoints import resumable_with
 
 _BODY = """\
 cd {folder}
@@ -60,8 +61,11 @@ def submit(argv: Sequence[str] | None = None, *, prog: str = "titanrl submit") -
         if config.hosts.kind != "slurm":
             broken = config.broken("hosts.kind", "titanrl submit needs hosts that Slurm starts", "set hosts.kind to slurm")
             raise ConfigError(explain_rule(broken, source))
+        if arguments.resume:  # the job cannot check this, because `prepare` replaces the configuration of the checkpoint
+            resumable_with(config, arguments.resume, source)
         with terminal.announcing("checking the data, the model and the rewards"):
-            selections: Sequence[Selection] = preflight(config, source, rollouts=config.sft is None)
+            rollouts, resumed = config.sft is None, arguments.resume
+            selections: Sequence[Selection] = preflight(config, source, rollouts=rollouts, run_dir=resumed)
             if config.example_set is not None:
                 selections = (*selections, *read_examples(config, source).selections)
         remarks = [text for found in selections for text in found.messages()]

@@ -36,10 +36,10 @@ from titanrl.config.load import check_program, explain_rule
 from titanrl.config.schema import Config
 from titanrl.config.sections import SFTConfig
 from titanrl.config.sizes import notes
-from titanrl.config.source import Source, config_of_run, read_source
+from titanrl.config.source import Source
 from titanrl.data.rows import check_recorded
 from titanrl.launch.extensions import plugins_of, with_declared_traits, with_objects
-from titanrl.launch.preflight import broken_by_saved_model, policy_notes, preflight, read_examples
+from titanrl.launch.preflight import policy_notes, preflight, read_examples
 from titanrl.launch.roles import Roles, needed
 from titanrl.launch.run_lock import RunLock, claim_new_run, claim_run
 from titanrl.metrics.console import Console
@@ -56,9 +56,8 @@ from titanrl.run.checkpoints import (
     Restart,
     Restarts,
     Resumable,
-    broken_by_checkpoint,
     newest_checkpoint,
-    resumable,
+    resumable_with,
 )
 from titanrl.run.evaluations import Evaluations, is_due
 from titanrl.run.recording import Kind, Telemetry, open_recorder
@@ -212,12 +211,7 @@ class Run:
         """
         cls.check_loop(config, resume, source)
         plugins = plugins_of(config, {}) if plugins is None else plugins
-        found = Resumable(state=FIRST, unusable={}) if resume is None else resumable(resume)
-        if resume is not None and found.state.step:
-            recorded = read_source(config_of_run(resume)).values
-            found_with = config, recorded, found.state.step
-            if broken := [*broken_by_checkpoint(*found_with), *broken_by_saved_model(*found_with)]:
-                raise ConfigError(*(explain_rule(rule, source) for rule in broken))
+        found = Resumable(state=FIRST, unusable={}) if resume is None else resumable_with(config, resume, source)
         selections = preflight(
             config,
             source,
