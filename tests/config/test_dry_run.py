@@ -130,10 +130,10 @@ def test_context_parallelism_makes_long_rows_fit_a_device() -> None:
         return [cell.strip() for cell in placement(text)[0]], text
 
     alone, text = printed(1)
-    assert alone[1:5] == ["cuda 0", "trainer rank", "1", "123.4 GB"]
+    assert alone[1:5] == ["cuda 0", "trainer rank", "1", "123.9 GB"]
     assert "raise trainer.parallelism.dp_shard, cp or tp" in text
     divided, text = printed(4)
-    assert divided[1:5] == ["cuda 0-3", "trainer rank", "4", "33.0 GB"]
+    assert divided[1:5] == ["cuda 0-3", "trainer rank", "4", "33.5 GB"]
     assert "a trainer rank needs" not in text
 
 
