@@ -30,7 +30,7 @@ from titanrl.hosts.slurm import IN_ALLOCATION, NOTICE_SIGNAL, SlurmError, direct
 from titanrl.launch.preflight import preflight, read_examples
 from titanrl.launch.run_lock import claim_new_run, claim_run
 from titanrl.metrics.run_directory import JOB_SCRIPT
-from titanrl.run.checkpoints import resumable_with
+from titanrl.run.run import resumable_with
 
 _BODY = """\
 cd {folder}

@@ -19,13 +19,10 @@ from titanrl.base.files import DamagedError, Digests, check_folder, commit_folde
 from titanrl.config.algorithm import ADVANTAGES
 from titanrl.config.device import Device
 from titanrl.config.errors import BrokenRule, ConfigError, inline
-from titanrl.config.load import explain_rule
 from titanrl.config.schema import Config
 from titanrl.config.sections import FaultsConfig
-from titanrl.config.source import Source, config_of_run, read_source
 from titanrl.data.examples import Examples
 from titanrl.data.rows import Selection
-from titanrl.launch.preflight import broken_by_saved_model
 from titanrl.launch.supervision import PartDiedError, StallError
 from titanrl.metrics.console import Console
 from titanrl.metrics.hooks import Hooks
@@ -307,16 +304,6 @@ def resumable(run_dir: Path, step: int | None = None) -> Resumable:
         return Resumable(state=FIRST, unusable={})
     found = "".join(f"; {name}: {reason}" for name, reason in unusable.items())
     raise ConfigError(f"--resume: no intact checkpoint (got {run_dir}{found}). Give the directory of a run that saved one.")
-
-
-def resumable_with(config: Config, run_dir: Path, source: Source | None) -> Resumable:
-    """Return what `resumable` does; raise `ConfigError` also if the configuration does not fit the checkpoint."""
-    found = resumable(run_dir)
-    if found.state.step:
-        found_with = config, read_source(config_of_run(run_dir)).values, found.state.step
-        if broken := [*broken_by_checkpoint(*found_with), *broken_by_saved_model(*found_with)]:
-            raise ConfigError(*(explain_rule(rule, source) for rule in broken))
-    return found
 
 
 def broken_by_checkpoint(config: Config, recorded: Mapping[str, Any], step: int) -> Iterator[BrokenRule]:

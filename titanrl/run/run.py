@@ -36,10 +36,10 @@ from titanrl.config.load import check_program, explain_rule
 from titanrl.config.schema import Config
 from titanrl.config.sections import SFTConfig
 from titanrl.config.sizes import notes
-from titanrl.config.source import Source
+from titanrl.config.source import Source, config_of_run, read_source
 from titanrl.data.rows import check_recorded
 from titanrl.launch.extensions import plugins_of, with_declared_traits, with_objects
-from titanrl.launch.preflight import policy_notes, preflight, read_examples
+from titanrl.launch.preflight import broken_by_saved_model, policy_notes, preflight, read_examples
 from titanrl.launch.roles import Roles, needed
 from titanrl.launch.run_lock import RunLock, claim_new_run, claim_run
 from titanrl.metrics.console import Console
@@ -56,8 +56,9 @@ from titanrl.run.checkpoints import (
     Restart,
     Restarts,
     Resumable,
+    broken_by_checkpoint,
     newest_checkpoint,
-    resumable_with,
+    resumable,
 )
 from titanrl.run.evaluations import Evaluations, is_due
 from titanrl.run.recording import Kind, Telemetry, open_recorder
@@ -828,6 +829,16 @@ class Run:
     def num_unsaved_steps(self) -> int:
         """Steps taken since the last checkpoint."""
         return self.state.step - self.checkpoints.saved_step
+
+
+def resumable_with(config: Config, run_dir: Path, source: Source | None) -> Resumable:
+    """Return what `resumable` does; raise `ConfigError` also if the configuration does not fit the checkpoint."""
+    found = resumable(run_dir)
+    if found.state.step:
+        found_with = config, read_source(config_of_run(run_dir)).values, found.state.step
+        if broken := [*broken_by_checkpoint(*found_with), *broken_by_saved_model(*found_with)]:
+            raise ConfigError(*(explain_rule(rule, source) for rule in broken))
+    return found
 
 
 def _start_imports(config: Config) -> None:
