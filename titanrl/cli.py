@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             parser.exit(2, f"{file}: hides the module {name} of Python's standard library. {fix}\n")
     try:
         imported = import_module(module)
-    except Exception as error:
+    except Exception as error:  # a module of the user in place of a package may fail in any way; others are raised again
         for name, loaded in sys.modules.items():
             origin = loaded.__spec__.origin if type(loaded) is ModuleType and loaded.__spec__ else None
             if name != "titanrl" and origin in _files(folder, name):

@@ -78,7 +78,7 @@ of a package sets its own limit of sessions, which `sessions` replaces."""
 
 
 def openenv(**options: Any) -> Environment:
-    """Return an environment behind an OpenEnv server; `options` are the fields of `OpenEnvOptions`."""
+    """Return an environment behind an OpenEnv server; raise `ValueError` if `options` are not those of `OpenEnvOptions`."""
     return OpenEnv(OpenEnvOptions.model_validate(options))
 
 
@@ -106,11 +106,11 @@ class OpenEnv:
         self._counts = {"invalid_actions": 0.0}
 
     async def prepare(self) -> None:
-        """Start or reach the server."""
+        """Start or reach the server; raise `EnvironmentFailure` if that fails."""
         await self._started()
 
     async def reset(self, episode: Episode) -> Observation:
-        """Start a session, waiting for a free one, and reset the environment."""
+        """Wait for a free session, and reset the environment; raise `EnvironmentFailure` if the server fails."""
         server = await self._started()
         await server.places.acquire()
         self._server = server  # `close` releases the place

@@ -105,7 +105,7 @@ class Environments:
         """Return an environment for one episode."""
 
     async def start(self) -> None:
-        """Start one process, if environments run in separate ones, as `EnvironmentPool.start` does; else prepare them here."""
+        """Start one process as `EnvironmentPool.start` does, or prepare here; raise `EnvironmentFailure` if it fails."""
         if self._pool is not None:
             await self._pool.start()
         elif isinstance(environment := self.make(), Prepares):
@@ -174,7 +174,7 @@ class EnvironmentPool:
         self._idle.clear()
 
     async def acquire(self) -> "_Process":
-        """Wait for a free slot, and return an idle or a new process. The caller must pass it to `release` afterwards."""
+        """Wait for a slot; return an idle or a new process, for `release`; raise `EnvironmentFailure` if none starts."""
         await self._slots.acquire()
         try:
             while self._idle:
