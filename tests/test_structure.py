@@ -11,7 +11,7 @@ import pytest
 from tests.size import PACKAGE, figures
 
 CEILINGS = {
-    "lines": 69_060,
+    "lines": 69_200,
     "modules": 237,
     "small modules": 4,
     "modules with a shared name": 4,

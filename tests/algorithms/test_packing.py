@@ -1,5 +1,6 @@
 import math
 import random
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -7,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titanrl.algorithms.packing import LINEAR_POSITIONS, balance, pack, pack_sharing, row_costs
+from titanrl.rollout.group import num_equal
 
 
 def test_sequence_goes_to_fullest_row_with_space() -> None:
@@ -68,17 +70,47 @@ def test_long_tailed_lengths_pack_densely(num_sequences: int) -> None:
     assert sum(lengths) / (len(rows) * 8192) >= 0.97
 
 
-def share(lengths: list[int], groups: list[int], num_shared: list[int], row_tokens: int) -> list[list[int]]:
-    return pack_sharing(*(np.array(column, np.int64) for column in (lengths, groups, num_shared)), row_tokens)
+def share(lengths: list[int], groups: list[int], num_shared: list[int], row_tokens: int) -> tuple[list[list[int]], list[int]]:
+    rows, stored = pack_sharing(*(np.array(column, np.int64) for column in (lengths, groups, num_shared)), row_tokens)
+    return rows, stored.tolist()
 
 
 def test_group_shares_row_with_its_prompt() -> None:
     # Of group 0 (prompt 3) 8 opens a row of 20, 7 and 6 add 4 and 3; the rest of that row is too small for group 1.
-    assert share([8, 6, 9, 7], groups=[0, 0, 1, 0], num_shared=[3, 3, 4, 3], row_tokens=20) == [[0, 3, 1], [2]]
+    rows = [[0, 1, 3], [2]]
+    assert share([8, 7, 9, 6], groups=[0, 0, 1, 0], num_shared=[0, 3, 0, 3], row_tokens=20) == (rows, [0, 3, 0, 3])
 
 
 def test_group_in_second_row_stores_its_prompt_again() -> None:
-    assert share([6, 6, 6], groups=[7, 7, 7], num_shared=[4, 4, 4], row_tokens=9) == [[0, 1], [2]]
+    assert share([6, 6, 6], groups=[7, 7, 7], num_shared=[4, 4, 4], row_tokens=9) == ([[0, 1], [2]], [0, 4, 0])
+
+
+def test_sequence_follows_the_one_with_which_it_shares_most() -> None:
+    # 9 and 8 begin with 2 common tokens and take two rows; 7 shares 6 of its tokens with 8, but only 2 with 9.
+    assert share([9, 8, 7], groups=[0, 0, 0], num_shared=[0, 2, 6], row_tokens=14) == ([[0], [1, 2]], [0, 0, 6])
+
+
+def test_sequence_does_not_share_all_of_the_one_before() -> None:
+    # Its first token would be at the position that continues the other one.
+    assert share([3, 5], groups=[0, 0], num_shared=[0, 3], row_tokens=9) == ([[0, 1]], [0, 2])
+
+
+@given(
+    st.lists(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=7), min_size=1, max_size=9), max_size=4),
+    st.integers(7, 30),
+)
+def test_rows_hold_all_tokens_of_their_sequences(groups: list[list[list[int]]], row_tokens: int) -> None:
+    tokens = [sequence for sequences in groups for sequence in sorted(sequences)]
+    of = [group for group, sequences in enumerate(groups) for _ in sequences]
+    common = [num_equal(*map(np.array, pair)) for pair in pairwise([[], *tokens])]
+    rows, stored = share([len(sequence) for sequence in tokens], of, common, row_tokens)
+    assert sorted(index for row in rows for index in row) == list(range(len(tokens)))
+    for row in rows:
+        assert sum(len(tokens[index]) - stored[index] for index in row) <= row_tokens
+        last: dict[int, int] = {}  # last token at each position
+        for index in row:
+            assert [last[position] for position in range(stored[index])] == tokens[index][: stored[index]]
+            last |= dict(enumerate(tokens[index]))
 
 
 def test_error_names_sequence_longer_than_row_with_shared_prompts() -> None:
@@ -93,7 +125,7 @@ def test_error_names_sequence_longer_than_row_with_shared_prompts() -> None:
 def test_shared_prompts_count_once_per_row(groups: list[tuple[int, list[int]]], row_tokens: int) -> None:
     sequences = [(group, shared, length) for group, (shared, lengths) in enumerate(groups) for length in lengths]
     lengths, of, shared = [s + length for _, s, length in sequences], [g for g, _, _ in sequences], [s for _, s, _ in sequences]
-    rows = share(lengths, of, shared, row_tokens)
+    rows, _ = share(lengths, of, shared, row_tokens)
     assert sorted(index for row in rows for index in row) == list(range(len(lengths)))
     for row in rows:
         in_order = [of[index] for index in row]

@@ -5,6 +5,7 @@ import pickle
 
 import numpy as np
 
+from tests.records import make_record
 from titanrl.carriers.tables import HANDLE, SEQUENCE, RecordTable, RowTable, SequencePlan
 from titanrl.carriers.types import GroupHandle, GroupRecord
 
@@ -83,6 +84,16 @@ def test_by_index_sorts_groups_and_rollouts() -> None:
         assert getattr(ordered, column).tolist() == getattr(expected, column).tolist()
     assert parts_of(ordered) == parts_of(expected)
     assert expected.by_index() is expected
+
+
+def test_groups_without_known_prefixes_share_prompts() -> None:
+    tree = make_record(1, num_sampled=[4, 5], prefixes=((1, 4), (0, 0)))
+    flat = make_record(2, num_sampled=[2, 3, 4], rewards=[1.0, 0.0], num_segments=(2, 1), prompt_len=5)
+    for table in (RecordTable.of([tree, flat]), RecordTable.of([tree]) + RecordTable.of([flat])):
+        assert table.take(np.array([0])).prefixes.tolist() == [(1, 4), (0, 0)]
+        prefixes = table.take(np.array([1])).prefixes
+        assert prefixes["num_shared"].tolist() == [4, 0, 4]
+        assert np.argsort(prefixes["place"]).tolist() == [2, 0, 1]  # the longest of the first segments, then the others
 
 
 def test_empty_table_has_no_groups() -> None:

@@ -43,6 +43,7 @@ def test_program_trains_on_the_tokens_of_the_engine(
         "rollout.groups_per_step=2",
         "evaluation.num_prompts=4",
         f"max_staleness={max_staleness}",
+        "trainer.share_prompts=true",
         f"rollout.save={folder}/dump",
         "num_steps=2",
     ).finish()

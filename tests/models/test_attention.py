@@ -43,6 +43,14 @@ def test_sequence_with_a_shared_prefix_attends_to_the_prefix() -> None:
     ]
 
 
+def test_sequences_share_tokens_of_different_sequences() -> None:
+    # Tokens a b c d, then a b C D, then a b C E, then a F, and another sequence.
+    positions = torch.tensor([[0, 1, 2, 3, 2, 3, 3, 1, 0, 1]])
+    seen = [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 4], [0, 1, 4, 5], [0, 1, 4, 6], [0, 7], [8], [8, 9]]
+    mask = packed_mask(positions)[0, 0]
+    assert [row.nonzero()[:, 0].tolist() for row in mask] == seen
+
+
 def test_mask_of_some_queries_and_ordered_keys_has_their_rows_and_columns(eager: None) -> None:
     positions = torch.tensor([[0, 1, 2, 3, 2, 3, 2, 0], [0, 1, 0, 1, 2, 3, 4, 5]])
     order = (torch.tensor([0, 1, 6, 7]), torch.tensor([0, 1, 6, 7, 2, 3, 4, 5]))

@@ -7,16 +7,19 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.records import plan_rewards
 from titanrl.carriers.rewards import Answers, Scored
 from titanrl.carriers.supports import supports_of
 from titanrl.carriers.tables import RecordTable
-from titanrl.carriers.types import Completion, GenerationRequest, Group, GroupHandle, Prompt
+from titanrl.carriers.types import Completion, GenerationRequest, Group, GroupHandle, Prompt, Rollout, Segment
 from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.config.data import DataConfig
 from titanrl.config.sections import RolloutConfig, TrainerConfig
 from titanrl.rollout.group import (
+    common_prefixes,
     credited_values_differ,
     derive_seed,
     fit_to_rows,
@@ -39,6 +42,42 @@ def completion(token_ids: list[int], *, version: int = 4, cut: bool = False) -> 
         versions=np.full(len(token_ids), version),
         finish_reason="length" if cut else "stop",
     )
+
+
+branching = st.lists(st.tuples(st.integers(0, 1), st.booleans()), min_size=1, max_size=8)
+
+
+@given(st.lists(st.tuples(st.lists(branching, min_size=1, max_size=4), st.sampled_from([0.0, 1.0])), min_size=2, max_size=4))
+def test_segments_share_no_sampled_token(drawn: list[tuple[list[list[tuple[int, bool]]], float]]) -> None:
+    rollouts = tuple(
+        Rollout(segments=tuple(map(segment_of, segments)), reward=reward, reward_parts={}, finish_reason="stop")
+        for segments, reward in drawn
+    )
+    group = Group(prompt=replace(PROMPT, token_ids=()), rollouts=rollouts, generate_s=0.0, score_s=0.0)
+    record = record_of(group, HANDLE, has_payload=True, num_overlong=0)
+    keys = {"constant_length": 1, "row_tokens": 20, "rows_per_microbatch": 1, "dp_size": 1}
+    algorithm = AlgorithmConfig(advantage="dr_grpo")
+    batch = plan_rewards(RecordTable.of([record]), algorithm=algorithm, share_prompts=True, **keys)
+    segments = [segment for rollout in rollouts for segment in rollout.segments]
+    for row in [row for microbatch in batch.microbatches for rank in microbatch.rows for row in rank]:
+        last: dict[int, int] = {}  # last token at each position
+        for sequence in row:
+            segment, shared = segments[sequence.segment], sequence.num_shared
+            assert [last[position] for position in range(shared)] == segment.token_ids[:shared].tolist()
+            assert not segment.mask[: shared + 1].any()
+            last |= dict(enumerate(segment.token_ids.tolist()))
+
+
+def segment_of(tokens: list[tuple[int, bool]]) -> Segment:
+    ids, mask = (np.array(column) for column in zip((0, False), *tokens, strict=True))
+    return Segment(token_ids=ids, mask=mask, logprobs=np.zeros(len(ids), np.float32), versions=np.where(mask, 0, -1))
+
+
+def test_branch_follows_the_segment_that_samples_its_context() -> None:
+    # Call 0 is continued by call 1; call 2 has the same question and reply, and other text then; call 3 only the question.
+    whole = [(1, False), (2, True), (3, False), (4, True)]
+    branches = [[(1, False), (2, False), (5, False), (6, True)], whole, [(1, False), (7, False), (8, True)]]
+    assert common_prefixes([segment_of(tokens) for tokens in branches]) == ((1, 3), (0, 0), (2, 2))
 
 
 def test_rollout_masks_the_prompt() -> None:

@@ -4,6 +4,7 @@ import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,8 @@ from titanrl.carriers.types import Completion, Group, GroupHandle, Prompt, Rollo
 from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.data.tokenizer import EOS_ID, Tokenizer, load_tokenizer
 from titanrl.environments import Message, Tool
-from titanrl.rollout.group import record_of
+from titanrl.models.attention import packed_mask
+from titanrl.rollout.group import num_equal, record_of
 from titanrl.rollout.recorded import branch_points
 from titanrl.rollout.renderers import Renderer, make_renderer
 from titanrl.rollout.tree import CallTree, Context, DoesNotFit, NotRenderable, canonical
@@ -144,7 +146,7 @@ def played(renderer: Renderer, tokenizer: Tokenizer, rng: random.Random) -> Play
 
 
 class TinyModel(torch.nn.Module):
-    """A causal model whose prediction depends on all earlier tokens and their order, in fp64."""
+    """A model whose prediction depends on all tokens that it sees and their order, in fp64."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,13 +154,15 @@ class TinyModel(torch.nn.Module):
         self.embed = torch.nn.Parameter(torch.randn(272, 6, dtype=torch.float64))
         self.out = torch.nn.Parameter(torch.randn(6, 272, dtype=torch.float64))
 
-    def loss(self, ids: Sequence[int], scale_L: torch.Tensor) -> torch.Tensor:
-        """Return the sum of negative log-probabilities of all tokens but the first, each times its scale, `[len(ids) - 1]`."""
-        tokens, used = torch.tensor(list(ids)), scale_L.nonzero()[:, 0]
-        age = used.double()[:, None] - torch.arange(len(tokens), dtype=torch.float64)
-        decay = torch.where(age >= 0, torch.exp(-0.3 * age), 0.0)
-        logits = torch.tanh(decay @ self.embed[tokens]) @ self.out
-        return -(logits.log_softmax(-1).gather(1, tokens[used + 1, None])[:, 0] * scale_L[used].double()).sum()
+    def loss(
+        self, tokens_L: torch.Tensor, positions_L: torch.Tensor, targets_L: torch.Tensor, scale_L: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the sum of negative log-probabilities of the targets, each times its scale."""
+        used = scale_L.nonzero()[:, 0]
+        age = (positions_L[used, None] - positions_L).double()
+        decay = torch.where(packed_mask(positions_L[None])[0, 0, used], torch.exp(-0.3 * age), 0.0)
+        logits = torch.tanh(decay @ self.embed[tokens_L]) @ self.out
+        return -(logits.log_softmax(-1).gather(1, targets_L[used, None])[:, 0] * scale_L[used].double()).sum()
 
 
 def gradients(model: TinyModel, losses: Iterator[torch.Tensor]) -> list[torch.Tensor]:
@@ -170,7 +174,7 @@ def gradients(model: TinyModel, losses: Iterator[torch.Tensor]) -> list[torch.Te
 
 def test_random_trees_have_the_gradients_of_flat_sequences(renderer: Renderer, tokenizer: Tokenizer) -> None:
     rng, model = random.Random(1), TinyModel()
-    num_flat = num_tree = num_once = num_segments = num_calls = num_branches = num_sampled = 0
+    num_flat = num_tree = num_once = num_segments = num_calls = num_branches = num_sampled = num_placed = num_different = 0
     for index in range(NUM_EPISODES // 2):
         episodes = [played(renderer, tokenizer, rng) for _ in range(2)]
         rewards = [rng.random() for _ in episodes]
@@ -190,19 +194,17 @@ def test_random_trees_have_the_gradients_of_flat_sequences(renderer: Renderer, t
             row_tokens=4000,
             rows_per_microbatch=100,
             dp_size=1,
+            share_prompts=True,
         )
         rows = [row for microbatch in plan.microbatches for rank in microbatch.rows for row in rank]
+        known = sorted(segment.token_ids.tolist() for rollout in rollouts for segment in rollout.segments)
         payload = {handle: dict(enumerate(segment for rollout in rollouts for segment in rollout.segments))}
         packed = collate(rows, payload, 4000)
 
-        def of_rows(rows: Any = rows, packed: Any = packed) -> Iterator[torch.Tensor]:
-            for b, row in enumerate(rows):
-                end = 0
-                for sequence in row:
-                    start, end = end, end + sequence.num_placed
-                    scale = packed.weights_BL[b] * packed.advantages_BL[b] * packed.mask_BL[b]
-                    predicting = slice(start, end - 1)
-                    yield model.loss(packed.tokens_BL[b, start:end].tolist(), scale[predicting])
+        def of_rows(packed: Any = packed) -> Iterator[torch.Tensor]:
+            scale_BL = packed.weights_BL * packed.advantages_BL * packed.mask_BL
+            for columns in zip(packed.tokens_BL, packed.positions_BL, packed.targets_BL, scale_BL, strict=True):
+                yield model.loss(*columns)
 
         def of_calls(episodes: Any = episodes, rewards: Any = rewards) -> Iterator[torch.Tensor]:
             for episode, reward in zip(episodes, rewards, strict=True):
@@ -211,12 +213,15 @@ def test_random_trees_have_the_gradients_of_flat_sequences(renderer: Renderer, t
                 for before, completion in episode.flat:
                     scales = torch.zeros(len(before) + len(completion.token_ids) - 1, dtype=torch.float64)
                     scales[len(before) - 1 :] = scale
-                    yield model.loss([*before, *completion.token_ids], scales)
+                    ids = torch.tensor([*before, *completion.token_ids])
+                    yield model.loss(ids[:-1], torch.arange(len(scales)), ids[1:], scales)
 
         for got, expected in zip(gradients(model, of_rows()), gradients(model, of_calls()), strict=True):
             error = (got - expected).abs().max()
             assert error < 1e-6
             assert error < 1e-5 * expected.abs().max()  # advantages and weights are fp32
+        num_placed += plan.num_placed
+        num_different += sum(map(len, known)) - sum(num_equal(*map(np.array, pair)) for pair in pairwise(known))
         for episode in episodes:
             segments = episode.tree.segments()
             trained = [Rollout(segments=segments, reward=0.0, reward_parts={}, finish_reason="stop").sampled]
@@ -231,6 +236,9 @@ def test_random_trees_have_the_gradients_of_flat_sequences(renderer: Renderer, t
     assert num_tree == num_flat - num_once, "the tokens of a continued call are computed once"
     assert (num_calls, num_segments, num_branches, num_sampled) == (2249, 1682, 243, 45_976)
     assert (num_flat, num_tree) == (490_380, 374_837)
+    # A row computes a token once for all segments that begin with it, but the last one before a sampled token.
+    assert num_different <= num_placed <= num_different + num_segments
+    assert (num_placed, num_different) == (131_754, 130_251)
 
 
 def _rows(completions: Sequence[Completion]) -> list[tuple[int, float, int]]:

@@ -29,6 +29,7 @@ from titanrl.config.sections import TrainerConfig
 from titanrl.config.sizes import ModelShape
 from titanrl.data.examples import Demonstration, mean_loss_data
 from titanrl.models.directory import open_model
+from titanrl.rollout.group import common_prefixes
 from titanrl.trainer.checkpoint import load_model
 from titanrl.trainer.collate import PackedRows, collate
 from titanrl.trainer.learner import Learner, policy_objective
@@ -165,21 +166,28 @@ def whole(tensor: torch.Tensor) -> np.ndarray:
 def gradient_of_groups(
     model_dir: Path, plan: tuple[tuple[str, int], ...], *, share_prompts: bool
 ) -> tuple[Arrays, float, int] | None:
-    """Return gradient, loss and number of rows of 3 random groups of 5 under a layout, on rank 0."""
+    """Return gradient, loss and number of rows of 3 random groups of 5 and one tree of 5 under a layout, on rank 0."""
     learner = shared_learner(model_dir, plan)
     random = np.random.default_rng(1)
-    sequences, payload, groups, prompt_lens = [], {}, [], []
-    for index, num_prompt in enumerate((4, 9, 14)):
+    sequences, payload, groups, num_shared = [], {}, [], []
+    for index, num_prompt in enumerate((4, 9, 14, 6)):
         handle, prompt = GroupHandle(shard=0, location=index, serial=1), random.integers(1, VOCAB, num_prompt)
-        payload[handle] = {i: random_segment(random, prompt, int(random.integers(1, 15))) for i in range(5)}
+        segments = [random_segment(random, prompt, int(random.integers(1, 15))) for _ in range(5)]
+        if index == 3:  # each has the first tokens of the one before as context, sampled ones, too
+            for place in range(1, 5):
+                context = np.append(segments[place - 1].token_ids[: 4 * place], random.integers(1, VOCAB, 2))
+                segments[place] = random_segment(random, context, 5)
+        payload[handle] = dict(enumerate(segments))
         groups += [index] * 5
-        prompt_lens += [num_prompt] * 5
-        for place, rollout in payload[handle].items():
+        prefixes = common_prefixes(segments)
+        num_shared += [shared for _, shared in sorted(prefixes)]
+        for place in np.argsort([place for place, _ in prefixes]).tolist():
             advantage, weight = float(random.normal()), float(random.uniform(0.002, 0.02))
-            length = len(rollout.token_ids)
+            length = len(segments[place].token_ids)
             sequences.append(((0, index, 1), place, place, length, advantage, weight, 0, 0))
+    assert max(num_shared[15:]) > 6
     table = np.array(sequences, SEQUENCE)
-    places = pack_sequences(table, np.array(groups), np.array(prompt_lens) if share_prompts else None, ROW_TOKENS)
+    places = pack_sequences(table, np.array(groups), np.array(num_shared) if share_prompts else None, ROW_TOKENS)
     order = np.array([place for row in places for place in row])
     rows = list(RowTable(table[order], np.cumsum([len(row) for row in places])))
     loss = 0.0

@@ -53,7 +53,7 @@ def plan_batch(
         row_tokens: Length of a row in tokens.
         rows_per_microbatch: Maximum number of rows in a rank's micro-batch.
         dp_size: Number of data-parallel ranks.
-        share_prompts: Store the prompt of a group once per row, for all its sequences in that row, unless that takes more rows.
+        share_prompts: Store tokens with which several sequences of a group begin once per row, unless that takes more rows.
         advantages_N: Advantages of all rollouts, with the groups in prompt order.
         spans: Token advantages of all segments; None if all tokens of a rollout have the same advantage.
 
@@ -64,16 +64,17 @@ def plan_batch(
     assert (ordered.groups["index"][:-1] < ordered.groups["index"][1:]).all(), "a group must not appear twice in a batch"
     chosen_M, weights_N = _segments_with_gradient(ordered, algorithm, constant_length, advantages_N, spans)
     rollout_of_M = ordered.rollout_of
-    sequences, prompts_S, prompt_lens_S = _sequences(ordered, chosen_M, advantages_N[rollout_of_M], weights_N[rollout_of_M])
+    segments_S, num_shared_S = _sharing_order(ordered, chosen_M) if share_prompts else (np.flatnonzero(chosen_M), None)
+    sequences = _sequences(ordered, segments_S, advantages_N[rollout_of_M], weights_N[rollout_of_M])
     if spans is not None:
-        spans_S = spans.take(np.flatnonzero(chosen_M))
+        spans_S = spans.take(segments_S)
         is_equal = (spans_S.num_spans == 1) & (spans.table.dtype == SPAN)
         sequences["advantage"][is_equal] = spans_S.take(np.flatnonzero(is_equal)).table["advantage"]
         sequences["num_spans"] = np.where(is_equal, 0, spans_S.num_spans)
         # The table itself holds the advantage of a sequence with a single span.
         others = spans_S.take(np.flatnonzero(~is_equal)).table
         planned_spans = Spans(table=others, num_spans=sequences["num_spans"].astype(np.int64))
-    rows = pack_sequences(sequences, prompts_S, prompt_lens_S if share_prompts else None, row_tokens)
+    rows = pack_sequences(sequences, ordered.group_of[rollout_of_M[segments_S]], num_shared_S, row_tokens)
     microbatches = _microbatches(sequences, None if spans is None else planned_spans, rows, rows_per_microbatch, dp_size)
     num_placed = int((sequences["length"] - sequences["num_shared"]).sum())
     # A rank without rows runs one empty row.
@@ -87,25 +88,19 @@ def plan_batch(
     )
 
 
-def pack_sequences(sequences: Table, prompts_S: IntArray, prompt_lens_S: IntArray | None, row_tokens: int) -> list[list[int]]:
+def pack_sequences(sequences: Table, groups_S: IntArray, num_shared_S: IntArray | None, row_tokens: int) -> list[list[int]]:
     """Pack sequences into rows, set `num_shared` in the table, and return the sequence indices of each row.
 
-    With the number of prompt tokens of each sequence, `prompt_lens_S`, sequences that have the same prompt id share it, unless
-    that takes more rows. The last token of the prompt is never shared, because it predicts the first token of each completion.
+    With `num_shared_S`, which `pack_sharing` describes, sequences of a group share tokens, unless that takes more rows.
     """
-    lengths_S: IntArray = sequences["length"]
-    if prompt_lens_S is None:
+    lengths_S = sequences["length"].astype(np.int64)
+    if num_shared_S is None:
         return pack(lengths_S.tolist(), row_tokens)
-    num_shared_S = np.maximum(prompt_lens_S - 1, 0)
-    rows = pack_sharing(lengths_S, prompts_S, num_shared_S, row_tokens)
+    rows, stored_S = pack_sharing(lengths_S, groups_S, num_shared_S, row_tokens)
     could_save_rows = len(rows) > -(-int(lengths_S.sum()) // row_tokens)  # fewer rows could not hold all unshared tokens
     if could_save_rows and len(unshared_rows := pack(lengths_S.tolist(), row_tokens)) < len(rows):
         return unshared_rows
-    order = np.fromiter(chain.from_iterable(rows), np.int64, len(lengths_S))
-    shares = np.zeros(len(order), np.bool_)
-    shares[1:] = prompts_S[order[1:]] == prompts_S[order[:-1]]
-    shares[np.cumsum([0, *map(len, rows)])[:-1]] = False  # the first sequence of a row stores the prompt
-    sequences["num_shared"][order[shares]] = num_shared_S[order[shares]]
+    sequences["num_shared"] = stored_S
     return rows
 
 
@@ -129,15 +124,23 @@ def _segments_with_gradient(
     return has_gradient & (records.num_sampled > 0), weights
 
 
-def _sequences(
-    records: RecordTable, chosen: BoolArray, advantages: DoubleArray, weights: DoubleArray
-) -> tuple[Table, IntArray, IntArray]:
-    """Return the table of the chosen segments, in order, with the prompt id and the number of prompt tokens of each.
+def _sharing_order(records: RecordTable, chosen_M: BoolArray) -> tuple[IntArray, IntArray]:
+    """Return the chosen segments in the order in which they share tokens, `[S]`, and how many each shares with the one before.
 
-    The first segments of all rollouts in a group begin with the same prompt and share its id. Each later segment gets a unique
-    prompt id and a prompt length of 0.
+    The number is the least of the segment's own and those of the segments between the two that are not chosen.
     """
-    segments = np.flatnonzero(chosen)
+    prefixes_M, group_of_M = records.prefixes, records.group_of[records.rollout_of]
+    order_M = np.lexsort((prefixes_M["place"], group_of_M))
+    num_shared_M = np.where(np.diff(group_of_M[order_M], prepend=-1) == 0, prefixes_M["num_shared"][order_M], 0)
+    kept_S = np.flatnonzero(chosen_M[order_M])
+    if not len(kept_S):
+        return kept_S, kept_S
+    after_S = np.append(0, kept_S[:-1] + 1)  # index after the chosen segment before
+    return order_M[kept_S], np.minimum.reduceat(num_shared_M[: kept_S[-1] + 1], after_S)
+
+
+def _sequences(records: RecordTable, segments: IntArray, advantages: DoubleArray, weights: DoubleArray) -> Table:
+    """Return the table of some segments, in the given order."""
     group_of = records.group_of[records.rollout_of[segments]]
     groups = records.groups
     missing = group_of[groups["has_payload"][group_of] == 0]
@@ -148,9 +151,7 @@ def _sequences(
     sequences["segment"] = segments - records.segment_starts[records.starts[group_of]]
     sequences["length"] = records.lengths[segments]
     sequences["advantage"], sequences["weight"] = advantages[segments], weights[segments]
-    is_first = segments == records.segment_starts[records.rollout_of[segments]]
-    prompts = np.where(is_first, group_of, len(records) + segments)
-    return sequences, prompts, np.where(is_first, groups["prompt_len"][group_of], 0)
+    return sequences
 
 
 def _microbatches(

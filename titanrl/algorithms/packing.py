@@ -5,6 +5,7 @@ Shape suffix: S sequences.
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain, pairwise
 
 import numpy as np
@@ -47,49 +48,76 @@ def pack(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
     return rows
 
 
-def pack_sharing(lengths_S: IntArray, groups_S: IntArray, num_shared_S: IntArray, row_tokens: int) -> list[list[int]]:
-    """Pack sequences like `pack`, but store the common prefix of a group only once per row.
+@dataclass(slots=True)
+class _SharingRow:
+    """A row with sequences of the group that is being packed."""
 
-    A sequence that directly follows another one of its group takes `num_shared` fewer tokens. Groups are packed in order of
-    decreasing total length, and the sequences of a group in order of decreasing length. Each sequence goes into the fullest row
-    of its group that has space for its unshared tokens, otherwise into the fullest row with space for all of its tokens. The
-    sequences of a group are adjacent in a row. `groups_S` are small integers from 0.
+    row: int
+    free: int
+    last: int
+    """The group's last sequence in the row."""
+    num_shared: int
+    """Number of first tokens that the next sequence of the group shares with it."""
+
+
+def pack_sharing(
+    lengths_S: IntArray, groups_S: IntArray, num_shared_S: IntArray, row_tokens: int
+) -> tuple[list[list[int]], IntArray]:
+    """Pack sequences like `pack`, but store common prefixes within a group only once per row.
+
+    The sequences of a group come in an order in which each has its first `num_shared` tokens in common with the one before it,
+    and with an earlier one the least of these numbers between the two. Return the rows, and the number of tokens of each
+    sequence that earlier ones of its row store. In a row, the sequences of a group are adjacent and in this order. A sequence
+    shares less than all tokens of the one before it.
+
+    Groups are packed in order of decreasing total length. Each sequence goes where it adds the fewest tokens to a row of its
+    group that has space for them, otherwise into the fullest row with space for all of its tokens. `groups_S` are small
+    integers from 0.
 
     Raises:
         ValueError: A sequence is longer than a row.
     """
     _check_fit(lengths_S, row_tokens)
     totals_S = np.bincount(groups_S, weights=lengths_S)[groups_S]
-    order_S = np.lexsort((-lengths_S, groups_S, -totals_S))
+    order_S = np.lexsort((groups_S, -totals_S))
     order, lengths, num_shared = order_S.tolist(), lengths_S[order_S].tolist(), num_shared_S[order_S].tolist()
-    added = np.cumsum((lengths_S - num_shared_S)[order_S]).tolist()  # inclusive prefix sums of the unshared tokens
+    directly_S = np.minimum(num_shared_S[order_S], np.append(0, lengths_S[order_S][:-1] - 1))  # after the one before
+    added = np.cumsum(lengths_S[order_S] - directly_S).tolist()  # inclusive prefix sums of the unshared tokens
     ends = (np.flatnonzero(np.diff(groups_S[order_S])) + 1).tolist()
+    stored_S = np.zeros_like(lengths_S)
     rows: list[list[int]] = []
     open_rows: list[tuple[int, int]] = []  # (free tokens, row), sorted: the first that fits is the best fit
     for first, last in pairwise([0, *ends, len(order)]):
-        group_rows: list[tuple[int, int]] = []  # (free tokens, row) of the rows with a sequence of this group, sorted
+        own: list[_SharingRow] = []
         placed = first
         while placed < last:
             length = lengths[placed]
-            shared = num_shared[placed]
-            fit = bisect_left(group_rows, (length - shared, -1))
-            if fit < len(group_rows):
-                free, row = group_rows.pop(fit)
-                taken, stop = length - shared, placed + 1
+            fits = []
+            for each in own:
+                each.num_shared = min(each.num_shared, num_shared[placed])
+                shared = min(each.num_shared, lengths[each.last] - 1)
+                if length - shared <= each.free:
+                    fits.append((-shared, each.free, each.row, each))
+            if fits:
+                shared, _, _, place = min(fits)
+                stored_S[order[placed]] = -shared
+                place.free, stop = place.free - length - shared, placed + 1
             else:
                 fit = bisect_left(open_rows, (length, -1))
                 free, row = open_rows.pop(fit) if fit < len(open_rows) else (row_tokens, len(rows))
                 if row == len(rows):
                     rows.append([])
                 # Fill the first row of a group in one step with all sequences that would be added to it one by one.
-                stop = placed + 1 if group_rows else bisect_right(added, added[placed] + free - length, placed, last)
-                taken = length + added[stop - 1] - added[placed]
-            rows[row] += order[placed:stop]
-            insort(group_rows, (free - taken, row))
+                stop = placed + 1 if own else bisect_right(added, added[placed] + free - length, placed, last)
+                stored_S[order_S[placed + 1 : stop]] = directly_S[placed + 1 : stop]
+                place = _SharingRow(row, free - length - added[stop - 1] + added[placed], stop - 1, row_tokens)
+                own.append(place)
+            rows[place.row] += order[placed:stop]
+            place.last, place.num_shared = stop - 1, row_tokens
             placed = stop
-        for entry in group_rows:
-            insort(open_rows, entry)
-    return rows
+        for each in own:
+            insort(open_rows, (each.free, each.row))
+    return rows, stored_S
 
 
 def _check_fit(lengths_S: IntArray, row_tokens: int) -> None:

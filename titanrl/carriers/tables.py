@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 from typing import ClassVar, NamedTuple, Self
 
 import numpy as np
@@ -46,6 +46,8 @@ SEQUENCE = np.dtype(
     ]
 )
 """Columns of planned sequences; see `SequencePlan`. `rollout` is the index of the rollout in its group."""
+PREFIX = np.dtype([("place", "<i8"), ("num_shared", "<i8")])
+"""Columns of common prefixes of the segments of a group; see `GroupRecord.prefixes`."""
 SPAN = np.dtype([("advantage", "<f8"), ("num_tokens", "<i4")])
 """Columns of spans, which are runs of loss tokens with the same advantage."""
 CRITIC_SPAN = np.dtype([*SPAN.descr, ("value", "<f4"), ("target", "<f4")])
@@ -82,7 +84,7 @@ class SequencePlan:
     weight: float
     """w_i, the loss weight of each sampled token, from the step's global counts."""
     num_shared: int = 0
-    """Tokens at the start of the sequence that the row stores only once, in the preceding sequence of the same group."""
+    """Tokens at the start of the sequence that the row stores only once, in preceding sequences of the same group."""
     spans: tuple[tuple[float, int] | tuple[float, int, float, float], ...] = ()
     """Advantage and length of consecutive runs of loss tokens, if the advantages differ; they replace `advantage`. With a
     critic, each token is a span, which also has the columns of `CRITIC_SPAN`."""
@@ -232,6 +234,8 @@ class PackedRecord(NamedTuple):
     """Token rewards; None if no reward returned any."""
     truncated: tuple[int, ...] = ()
     """Indices of the rollouts truncated at the length limit."""
+    prefixes: bytes = b""
+    """`PREFIX`, `[K]`; empty if only the prompt is shared."""
 
     def with_weight(self, weight: float) -> Self:
         """Return the record with an importance weight, which multiplies the group's loss weights."""
@@ -275,6 +279,7 @@ def pack_record(record: GroupRecord, task: int = 0) -> PackedRecord:
         turns=None if record.turns is None else TurnTable.pack(record.turns),
         tokens=None if record.tokens is None else TokenTable.pack(record.tokens),
         truncated=record.truncated,
+        prefixes=array("q", chain.from_iterable(record.prefixes)).tobytes(),
     )
 
 
@@ -302,6 +307,8 @@ class RecordTable:
     """Turns of the segments; None if each segment is one turn."""
     known_tokens: TokenTable | None = None
     """Token rewards; None if no reward returned any."""
+    known_prefixes: Table | None = None
+    """Common prefixes of the segments, `[M]` of `PREFIX`; None if all groups only share their prompts."""
 
     @classmethod
     def of(cls, records: Iterable[GroupRecord]) -> Self:
@@ -337,6 +344,13 @@ class RecordTable:
         if any(record.tokens for record in packed):
             num_rollouts = [len(record.rewards) // 8 for record in packed]
             table = replace(table, known_tokens=table.tokens.replaced([record.tokens for record in packed], num_rollouts))
+        if any(record.prefixes for record in packed):
+            ends = np.cumsum([len(record.lengths) // 8 for record in packed]).tolist()
+            known = [
+                np.frombuffer(record.prefixes, PREFIX) if record.prefixes else table.prefixes[start:end]
+                for record, start, end in zip(packed, [0, *ends], ends, strict=False)
+            ]
+            table = replace(table, known_prefixes=np.concatenate(known))
         return table
 
     def __len__(self) -> int:
@@ -391,6 +405,20 @@ class RecordTable:
         return self.known_tokens or TokenTable.of_turns(self.turns, self.num_segments)
 
     @property
+    def prefixes(self) -> Table:
+        """Common prefixes of the segments, `[M]` of `PREFIX`. If none are known, the first segments of rollouts share the
+        prompt except its last token, which predicts the first token of each completion."""
+        if self.known_prefixes is not None:
+            return self.known_prefixes
+        is_first = np.zeros(len(self.lengths), np.bool_)
+        is_first[self.segment_starts[self.num_segments > 0]] = True
+        prefixes = np.zeros(len(self.lengths), PREFIX)
+        prefixes["place"][np.lexsort((-self.lengths, ~is_first))] = np.arange(len(self.lengths))
+        prompt_lens = self.groups["prompt_len"][self.group_of[self.rollout_of]]
+        prefixes["num_shared"] = np.where(is_first, np.maximum(prompt_lens - 1, 0), 0)
+        return prefixes
+
+    @property
     def is_truncated(self) -> BoolArray:
         """True for the rollouts truncated at the length limit, `[N]`."""
         return np.zeros(len(self.rewards), np.bool_) if self.known_truncated is None else self.known_truncated
@@ -411,6 +439,7 @@ class RecordTable:
         }
         truncated = self.known_truncated is not None or other.known_truncated is not None
         turns, tokens = self.known_turns or other.known_turns, self.known_tokens or other.known_tokens
+        prefixes = self.known_prefixes is not None or other.known_prefixes is not None
         return replace(
             self,
             **columns,
@@ -421,6 +450,7 @@ class RecordTable:
             known_truncated=np.concatenate([self.is_truncated, other.is_truncated]) if truncated else None,
             known_turns=TurnTable.unpacked([self.turns.packed, other.turns.packed]) if turns else None,
             known_tokens=TokenTable.unpacked([self.tokens.packed, other.tokens.packed]) if tokens else None,
+            known_prefixes=np.concatenate([self.prefixes, other.prefixes]) if prefixes else None,
         )
 
     def by_index(self) -> Self:
@@ -443,6 +473,7 @@ class RecordTable:
             known_truncated=None if self.known_truncated is None else self.known_truncated[rollouts],
             known_turns=None if self.known_turns is None else self.known_turns.take(segments),
             known_tokens=None if self.known_tokens is None else self.known_tokens.take(rollouts),
+            known_prefixes=None if self.known_prefixes is None else self.known_prefixes[segments],
         )
 
 

@@ -365,6 +365,10 @@ class GroupRecord:
     """Sum over rollouts and number of rollouts of each metric that the environment reported, by name."""
     truncated: tuple[int, ...] = ()
     """Indices of the rollouts truncated at the length limit."""
+    prefixes: tuple[tuple[int, int], ...] = ()
+    """Place of each segment in an order of the group's segments in which it shares most tokens with the one before it, and the
+    number of its first tokens that it shares, none of them sampled, `[K, 2]`. With an earlier segment, it shares the least
+    number of those between the two. Empty if the first segments of rollouts share the prompt, and nothing else is shared."""
 
     @property
     def rewards_differ(self) -> bool:

@@ -331,8 +331,8 @@ class TrainerConfig(Section):
     """Number of mini-batches per epoch; each takes one optimizer step, with its own loss weights. Every epoch assigns the
     groups to mini-batches in a new order."""
     share_prompts: bool = False
-    """Compute the prompt of a group once per row instead of once per completion. Gradients are the same. Helps if groups are
-    large or prompts are long."""
+    """Compute tokens with which several sequences of a group begin once per row: its prompt, and what branches of agents have
+    in common. Gradients are the same. Helps if groups are large, prompts long, or branches many (docs/trainer.md)."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """Recompute some (`selective`) or all (`full`) activations in the backward pass, which saves memory and costs time."""
     compile: bool = False

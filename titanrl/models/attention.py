@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -29,25 +30,32 @@ def sequence_starts(positions_BL: Tensor) -> Tensor:
     return (positions_BL == 0) | ~continues_BL
 
 
-def mask_rule(positions_BL: Tensor, order: Order | None = None) -> MaskRule:
-    """Return the mask rule of packed rows: causal attention within each sequence and to the prefix that it shares.
+def _replaced_at(positions_BL: Tensor) -> Tensor:
+    """Return for each token the column of the next token with its position or a smaller one, `[B, L]`; L if there is none."""
+    starts_BL, positions = sequence_starts(positions_BL).cpu().numpy(), positions_BL.cpu().numpy()
+    replaced_BL = np.full_like(positions, positions.shape[1])
+    for starts_L, positions_L, replaced_L in zip(starts_BL, positions, replaced_BL, strict=True):
+        columns = np.flatnonzero(starts_L)
+        complete = columns[positions_L[columns] == 0]
+        since = complete[np.searchsorted(complete, columns) - 1]  # start of the complete sequence before
+        for column, start in zip(columns[:0:-1].tolist(), since[:0:-1].tolist(), strict=True):  # the first one counts
+            replaced_L[start:column][positions_L[start:column] >= positions_L[column]] = column
+    return torch.from_numpy(replaced_BL).to(positions_BL.device)
 
-    The rule follows from the positions. A sequence that starts at position 0 is complete. A sequence that starts at position
-    p > 0 shares the first p tokens of the last complete sequence before it, and attends to these tokens as its prefix.
+
+def mask_rule(positions_BL: Tensor, order: Order | None = None) -> MaskRule:
+    """Return the mask rule of packed rows: causal attention within each sequence and to the tokens that it shares.
+
+    The rule follows from the positions. A sequence that starts at position p > 0 shares p tokens with sequences before it: of
+    each position below p the last token. So a token is seen until a sequence starts at its position or a smaller one. Rows hold
+    trees of sequences in depth-first order.
 
     `positions_BL` are those of whole rows. With an `order`, the rule takes indices of its queries and keys instead of columns.
     """
-    starts_BL = sequence_starts(positions_BL)
-    sequence_BL = starts_BL.cumsum(dim=1)
-    complete_BL = (positions_BL == 0).cumsum(dim=1)
-    indices_L = torch.arange(positions_BL.shape[1], device=positions_BL.device)
-    start_BL = torch.where(starts_BL, indices_L, 0).cummax(dim=1).values
-    num_shared_BL = positions_BL.gather(1, start_BL)
+    replaced_BL = _replaced_at(positions_BL)
 
     def rule(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        own = sequence_BL[b, q] == sequence_BL[b, k]
-        shared = (complete_BL[b, q] == complete_BL[b, k]) & (positions_BL[b, k] < num_shared_BL[b, q])
-        return (q >= k) & (own | shared)
+        return (q >= k) & (q < replaced_BL[b, k])
 
     if order is None:
         return rule

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -305,6 +306,7 @@ def record_of(
         tokens=_group_tokens(rollouts, (whole or group).rollouts),
         metrics=summed_metrics([group]),
         truncated=tuple(i for i, rollout in enumerate(rollouts) if rollout.finish_reason == "length"),
+        prefixes=common_prefixes(segments) if len(segments) != len(rollouts) else (),
     )
 
 
@@ -391,6 +393,36 @@ def prompt_len(group: Group) -> int:
         return 0
     equal = np.all([first.token_ids[:limit] == firsts[0].token_ids[:limit] for first in firsts], axis=0)
     return limit if equal.all() else int(np.argmin(equal))
+
+
+def common_prefixes(segments: Sequence[Segment]) -> tuple[tuple[int, int], ...]:
+    """Return `GroupRecord.prefixes` of the segments of a group.
+
+    A sampled token is shared only with segments that have it as context. So segments whose sampled tokens begin early come
+    first, then long ones, as far as segments with the most tokens in common stay together.
+    """
+    sorted_K = sorted(range(len(segments)), key=lambda each: segments[each].token_ids.astype(">i8").tobytes())
+    common_KK = np.zeros((len(segments), len(segments)), np.int64)  # number of first tokens in common
+    neighbors = [num_equal(segments[first].token_ids, segments[second].token_ids) for first, second in pairwise(sorted_K)]
+    for i, each in enumerate(sorted_K[:-1]):  # the least number between them, in sorted order
+        common_KK[each, sorted_K[i + 1 :]] = common_KK[sorted_K[i + 1 :], each] = np.minimum.accumulate(neighbors[i:])
+    limits = [max(int(np.argmax(np.append(segment.mask, True))) - 1, 0) for segment in segments]
+    order: list[int] = []
+    for each in sorted(range(len(segments)), key=lambda each: (limits[each], -len(segments[each].token_ids))):
+        common_O = common_KK[each, order]
+        nearest = np.flatnonzero(common_O == common_O.max(initial=0))
+        order.insert(int(nearest[-1]) + 1 if len(nearest) else 0, each)
+    prefixes = [(0, 0)] * len(segments)
+    for place, (before, each) in enumerate(pairwise(order), 1):
+        prefixes[each] = (place, min(int(common_KK[before, each]), limits[each]))
+    return tuple(prefixes)
+
+
+def num_equal(first: IntArray, second: IntArray) -> int:
+    """Return the number of first tokens that two sequences have in common."""
+    size = min(len(first), len(second))
+    is_equal = first[:size] == second[:size]
+    return size if is_equal.all() else int(np.argmin(is_equal))
 
 
 def num_generated(group: Group) -> int:

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from titanrl.carriers.record import Columns, RecordFile, joined, share
-from titanrl.carriers.types import Completion, Group, IntArray, Rollout, ScorerFailure, Segment
+from titanrl.carriers.types import Completion, Group, Rollout, ScorerFailure, Segment
 from titanrl.config.schema import Config
 from titanrl.data.tokenizer import Tokenizer
+from titanrl.rollout.group import num_equal
 
 SHARES = {"rollouts": 0.5, "evaluations": 0.1, "vocabulary": 0.02}
 """Fractions of `logging.record_bytes` for the kinds of records that this module writes."""
@@ -91,18 +92,11 @@ def branch_points(segments: Sequence[Segment]) -> list[dict[str, int]]:
     branches: list[dict[str, int]] = [{}]
     for number, segment in enumerate(segments[1:], 1):
         shared = [
-            (_num_equal(earlier.token_ids, segment.token_ids), -parent) for parent, earlier in enumerate(segments[:number])
+            (num_equal(earlier.token_ids, segment.token_ids), -parent) for parent, earlier in enumerate(segments[:number])
         ]
         num_shared, parent = max(shared, default=(0, 0))
         branches.append({"parent": -parent, "num_shared": num_shared} if num_shared else {})
     return branches
-
-
-def _num_equal(first: IntArray, second: IntArray) -> int:
-    """Return the number of first tokens that two sequences have in common."""
-    size = min(len(first), len(second))
-    is_equal = first[:size] == second[:size]
-    return size if is_equal.all() else int(np.argmin(is_equal))
 
 
 def columns_of(group: Group) -> tuple[list[list[int]], Columns]:

@@ -31,8 +31,8 @@ class PackedRows:
     tokens_BL: torch.Tensor
     """Input token ids, 0 in the padding."""
     positions_BL: torch.Tensor
-    """Position of each token in its sequence. A sequence starts at position 0, or after the prefix that it shares with an
-    earlier sequence of the row (`SequencePlan.num_shared`)."""
+    """Position of each token in its sequence. A sequence starts at position 0, or after the tokens that it shares with
+    earlier sequences of the row (`SequencePlan.num_shared`)."""
     targets_BL: torch.Tensor
     """Token id that each position predicts."""
     mask_BL: torch.Tensor
@@ -62,7 +62,7 @@ class PackedRows:
     teacher: TeacherTokens | None = None
     """Distributions of a teacher at the targets, if the loss is a divergence from it."""
     shares_prompts: bool = False
-    """True if any sequence shares a prefix with an earlier sequence of its row."""
+    """True if any sequence shares tokens with earlier sequences of its row."""
 
     @property
     def length(self) -> int:
