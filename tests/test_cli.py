@@ -49,12 +49,21 @@ def test_overrides_may_come_before_and_after_an_option(arguments: list[str], cap
     assert "unrecognized" not in capsys.readouterr().err
 
 
-def test_files_in_the_working_directory_that_hide_a_module_are_named(tmp_path: Path) -> None:
-    command = [sys.executable, "-P", "-c", "from titanrl.cli import main; main(['configs', 'quickstart'])"]
+@pytest.mark.parametrize(
+    "start",
+    [
+        ["-P", "-c", "from titanrl.cli import main; main(['configs', 'quickstart'])"],
+        ["-m", "titanrl.cli", "configs", "quickstart"],
+        ["-m", "titanrl.grpo", "--help"],
+        ["-m", "titanrl.distill", "--help"],
+    ],
+)
+def test_files_in_the_working_directory_that_hide_a_module_are_named(start: list[str], tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     (tmp_path / "site").mkdir()  # without __init__.py, a folder hides nothing
     for file, rule in (
         ("random.py", "hides the module random of Python's standard library"),
+        ("typing.py", "hides the module typing of Python's standard library"),
         ("json/__init__.py", "hides the module json of Python's standard library"),
         ("yaml.py", "hides the package yaml, which TitanRL needs"),
         ("yaml/__init__.py", "hides the package yaml, which TitanRL needs"),
@@ -63,7 +72,7 @@ def test_files_in_the_working_directory_that_hide_a_module_are_named(tmp_path: P
         path = tmp_path / file
         path.parent.mkdir(exist_ok=True)
         path.touch()
-        result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        result = subprocess.run([sys.executable, *start], cwd=tmp_path, env=environment, capture_output=True, text=True)
         expected = f"{path}: {rule}. Rename it, or start the command in another directory.\n" if rule else ""
         assert (result.returncode, result.stderr) == (2 if rule else 0, expected)
         path.unlink()

@@ -3,9 +3,26 @@
 Importing this package does not import torch, vLLM or Monarch; each public name imports its dependencies on first use.
 """
 
-import importlib
 import os
 import sys
+
+if sys.argv[:1] == ["-m"]:  # `python -m titanrl.grpo`: its imports take a second
+    from titanrl.base import refuse_hiding
+
+    if not sys.flags.safe_path:  # the working directory is the first folder of `sys.path`
+        refuse_hiding(sys.path[0])
+
+        def _refuse(kind: "type[BaseException]", error: BaseException, trace: "TracebackType | None") -> None:
+            refuse_hiding(sys.path[0], error)
+            sys.__excepthook__(kind, error, trace)
+
+        sys.excepthook = _refuse  # until `terminal.prepare`
+
+    from titanrl.base.terminal import exit_on_signals
+
+    exit_on_signals()  # Ctrl-C would print a traceback
+
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from titanrl.base.ownership import protect_monarch_log
@@ -20,12 +37,9 @@ os.environ.setdefault("HYPERACTOR_CODEC_MAX_FRAME_LENGTH", "910737418240")
 os.environ.setdefault("MONARCH_FILE_LOG", "error")  # a user's runs share this log, which would otherwise grow by 100 kB each
 protect_monarch_log()
 
-if sys.argv[:1] == ["-m"]:  # `python -m titanrl.grpo`: imports take a second, during which Ctrl-C would print a traceback
-    from titanrl.base.terminal import exit_on_signals
-
-    exit_on_signals()
-
 if TYPE_CHECKING:
+    from types import TracebackType
+
     from titanrl.algorithms.advantages import group_advantages as group_advantages
     from titanrl.algorithms.contracts import GroupRewards as GroupRewards
     from titanrl.algorithms.contracts import LossInputs as LossInputs

@@ -5,10 +5,9 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from types import ModuleType
 
 from titanrl import __version__
-from titanrl.base import terminal
+from titanrl.base import refuse_hiding, terminal
 
 COMMANDS = {
     "train": ("titanrl.grpo:main", "train a policy, or continue a run"),
@@ -55,26 +54,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     # A script has its own folder on `sys.path`. Add the working directory, as `python -m` does, to find user modules.
     sys.path.insert(0, folder := os.getcwd())
     module, _, function = COMMANDS[command][0].partition(":")
-    fix = "Rename it, or start the command in another directory."
-    for name in sys.stdlib_module_names:
-        for file in filter(os.path.isfile, _files(folder, name)):
-            parser.exit(2, f"{file}: hides the module {name} of Python's standard library. {fix}\n")
+    refuse_hiding(folder)
     try:
         imported = import_module(module)
     except Exception as error:  # a module of the user in place of a package may fail in any way; others are raised again
-        for name, loaded in sys.modules.items():
-            origin = loaded.__spec__.origin if type(loaded) is ModuleType and loaded.__spec__ else None
-            if name != "titanrl" and origin in _files(folder, name):
-                parser.exit(2, f"{origin}: hides the package {name}, which TitanRL needs. {fix}\n")
-        if not isinstance(error, ModuleNotFoundError) or error.name is None or error.name.startswith("titanrl"):
-            raise
-        parser.exit(2, f"{error.name}: the package is not installed. Reinstall TitanRL with its dependencies.\n")
+        refuse_hiding(folder, error)
+        raise
     getattr(imported, function)(arguments[1:], prog=f"titanrl {command}")
-
-
-def _files(folder: str, name: str) -> tuple[str, str]:
-    """Return the files that the module of a name can have in a folder."""
-    return f"{folder}/{name}.py", f"{folder}/{name}/__init__.py"
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ def prepare() -> None:
     Exit with code 2 if the working directory was deleted, since relative paths and modules of the user are looked up in it.
     """
     exit_on_signals()
+    sys.excepthook = sys.__excepthook__  # `titanrl` sets another one for the imports
     # Open /dev/null for closed standard descriptors. Otherwise the next opened file would receive all output.
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
