@@ -141,7 +141,13 @@ MOE = "model.recipe.family=qwen3_moe"
         ([MOE], "trainer.expert_bias_rate=0.01", "trainer.expert_bias_rate=0.01", 0.0),
         ([], "output_dir=elsewhere", 'output_dir="elsewhere"', "runs"),
         (GENERATED, "warm_start={num_steps: 500}", 'warm_start={"num_steps": 500, ', None),
-        (WARM, "warm_start={num_steps: 500}", 'warm_start={"num_steps": 500, ', '{"num_steps": 400, '),
+        (WARM, "warm_start.num_steps=500", "warm_start.num_steps=500\n", '{"num_steps": 400}, and it precedes'),
+        (
+            WARM,
+            "warm_start={num_steps: 500}",
+            "warm_start.num_steps=500, warm_start.num_long_only_steps=400",
+            '{"num_steps": 400, "num_long_only_steps": 300}, and it precedes',
+        ),
     ],
 )
 def test_resume_refuses_what_the_checkpoint_was_not_saved_with(
@@ -157,7 +163,10 @@ def test_resume_refuses_what_the_checkpoint_was_not_saved_with(
         text = capsys.readouterr().err
         assert f"override {changed}: {key}" in text
         assert f"\n  rule: the checkpoint of step 3 was saved with {shown}" in text
-        assert f"\n  fix:  set {key.partition('=')[0]} to {shown}" in text
+        name = changed.partition("=")[0].partition(".num")[0]
+        fix = f"restore these values of {name}" if "{" in shown else f"set {key.partition('=')[0]} to {shown}"
+        assert f"\n  fix:  {fix}, or start" in text
+        assert "{" not in shown or text.count(shown) == 1
         assert "or start a new run from an exported model (model.path)" in text
         assert text.count("rule:") == 1
     assert {path: found for path, found in files(run_dir).items() if path.name != LOCK_FILE} == unchanged

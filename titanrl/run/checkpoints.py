@@ -316,9 +316,14 @@ def broken_by_checkpoint(config: Config, recorded: Mapping[str, Any], step: int)
         before, now = _value(recorded, key), _value(values, key)
         is_nested = key.startswith("trainer.lora.") and None in (_value(recorded, "trainer.lora"), values["trainer"]["lora"])
         if not is_nested and not fits(before, now):
-            rule = f"the checkpoint of step {step} was saved with {inline(before, MAX_VALUE)}, and {what}"
-            fix = f"set {key} to {inline(before, MAX_VALUE)}, or start a new run from an exported model (model.path)"
-            yield BrokenRule({key: now}, rule, fix)
+            values_now = {key: now}
+            if isinstance(before, Mapping) and isinstance(now, Mapping):  # name only the keys that differ
+                before = {name: value for name, value in before.items() if value != now.get(name)}
+                values_now = {f"{key}.{name}": now.get(name) for name in before}
+            shown = inline(before, MAX_VALUE)
+            rule = f"the checkpoint of step {step} was saved with {shown}, and {what}"
+            fix = f"restore these values of {key}" if isinstance(before, Mapping) else f"set {key} to {shown}"
+            yield BrokenRule(values_now, rule, f"{fix}, or start a new run from an exported model (model.path)")
 
 
 def _has_critic(advantage: str) -> bool:
