@@ -1,8 +1,13 @@
-"""The end of a run's process."""
+"""The end of a run's process, and of one that is cancelled before its run starts."""
 
 import io
 import os
 import queue
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import rich.console
@@ -35,3 +40,23 @@ def test_end_in_time_is_not_interrupted(monkeypatch: pytest.MonkeyPatch) -> None
     watchdog.cancel()
     watchdog.join(10)
     assert exits.empty()
+
+
+@pytest.mark.parametrize("flags", [[], ["--dry-run"]])
+def test_ctrl_c_during_the_checks_says_that_nothing_was_started(flags: list[str], tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text("import time\nopen('imported', 'w').close()\ntime.sleep(60)\n")
+    command = [sys.executable, "-m", "titanrl.grpo", "--config", "quickstart", "data.rewards={slow: 'slow.py:score'}"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(
+        [*command, *flags], cwd=tmp_path, env=environment, text=True, start_new_session=True, **pipes
+    ) as process:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "imported").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        _, errors = process.communicate(timeout=30)
+    errors = errors.removeprefix("checking the model, the data and the rewards ...\n")  # of a dry run, if it took long
+    assert (process.returncode, errors) == (130, "cancelled; nothing was started\n")
+    assert not (tmp_path / "runs").exists()

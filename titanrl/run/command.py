@@ -48,11 +48,22 @@ REPEAT_S = 2.0
 """Time in which a run on several machines treats another signal as a repetition of the first."""
 SAVE_LIMIT_S = 10.0
 """Time limit from an interrupt until the checkpoint of `checkpoint.on_interrupt` is complete."""
+CANCELLED = "cancelled; nothing was started"
+
+
+class Cancelled(BaseException):
+    """Raised by a signal during the checks before a start; its argument is the exit code."""
 
 
 def main(kind: type[Run], argv: Sequence[str] | None = None, *, prog: str = "titanrl train") -> None:
     """Run the command of a kind of run, then exit the process."""
     terminal.prepare()
+
+    def cancel(number: int, frame: FrameType | None) -> None:
+        os.write(2, f"{CANCELLED}\n".encode())  # `print` fails if the signal interrupts another one
+        os._exit(128 + number)
+
+    terminal.handle_ending(cancel)
     arguments = parse_run(argv, prog=prog, purpose=kind.purpose)
     with refusing():
         config, source = read(kind, arguments)
@@ -105,6 +116,12 @@ def run(kind: type[Run], config: Config, resume: Path | None, source: Source, *,
         err = rich.console.Console(file=stderr, soft_wrap=True)
         console = Console(config.logging.console, total_steps=config.num_steps, title=config.name, err=err)
         code, cause = 1, ""
+
+        def cancel(number: int, frame: FrameType | None) -> None:
+            terminal.exit_on_signals()
+            raise Cancelled(128 + number)  # restores the cursor, and deletes the run directory
+
+        terminal.handle_ending(cancel)
         try:
             training = kind.for_config(config)(
                 config, resume=resume, console=console, source=source, accepts_changed_data=accepts_changed_data
@@ -116,6 +133,9 @@ def run(kind: type[Run], config: Config, resume: Path | None, source: Source, *,
             watchdog = start_watchdog(code, cause, err, REPORT_LIMIT_S, "writing the report")
             training.summarize(code=code, cause=cause)
             watchdog.cancel()
+        except Cancelled as cancelled:
+            code = cancelled.args[0]
+            err.print(CANCELLED)
         except OSError as error:  # before startup or after shutdown: the run directory is not writable
             location = "" if error.filename else f": '{config.run_dir}'"
             code, cause = code or 1, cause or f"{type(error).__name__}: {error}{location}"
