@@ -480,13 +480,18 @@ def test_run_that_cannot_be_prepared_releases_its_directory(is_resumed: bool, mo
     claim_run(run_dir).release()
 
 
-def test_resume_that_cannot_start_keeps_the_configuration_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), asyncio.CancelledError()])
+def test_resume_that_does_not_start_keeps_the_configuration_of_the_run(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run_dir = write_run(steps=3)
-    before, found = (run_dir / "config.yaml").read_text(), []
+    (run_dir / "data.json").write_text(json.dumps({"data.path": {"source": "old.jsonl", "digest": "1"}}))
+    files = [run_dir / "config.yaml", run_dir / "data.json"]
+    before, found = [file.read_text() for file in files], []
 
     async def fail(run: GRPO) -> None:
-        found.append(load_config(run_dir / "config.yaml").generator.replicas)
-        raise RuntimeError("out of memory")
+        found.extend([load_config(run_dir / "config.yaml").generator.replicas, "old" in files[1].read_text()])
+        raise error
 
     monkeypatch.setattr(GRPO, "_open", fail)
     monkeypatch.setattr("titanrl.run.run._import_heavy_packages", lambda: None)
@@ -494,13 +499,13 @@ def test_resume_that_cannot_start_keeps_the_configuration_of_the_run(monkeypatch
     run = GRPO(config, resume=run_dir, console=Console("off", total_steps=1))
 
     async def start() -> None:
-        with pytest.raises(RuntimeError, match="out of memory"):
+        with pytest.raises(type(error)):
             await run.start()
         await run.stop(code=1, cause="out of memory")
 
     asyncio.run(start())
-    assert found == [2]
-    assert (run_dir / "config.yaml").read_text() == before
+    assert found == [2, False]
+    assert [file.read_text() for file in files] == before
 
 
 def test_stop_on_a_full_disk_raises_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,7 +37,7 @@ from titanrl.config.schema import Config
 from titanrl.config.sections import SFTConfig
 from titanrl.config.sizes import notes
 from titanrl.config.source import Source, config_of_run, read_source
-from titanrl.data.rows import check_recorded
+from titanrl.data.rows import RECORD, check_recorded
 from titanrl.launch.extensions import plugins_of, with_declared_traits, with_objects
 from titanrl.launch.preflight import broken_by_saved_model, policy_notes, preflight, read_examples
 from titanrl.launch.roles import Roles, needed
@@ -573,16 +573,16 @@ class Run:
                 (self.console.warn if found.is_mostly_left_out else self.console.note)(text)
         for remark in self._found.remarks:
             self.console.warn(remark)
-        file = self.run_dir / "config.yaml"
-        before = file.read_text(encoding="utf-8") if self._is_resumed else None
-        self._open_recorder("resume" if self._is_resumed else "start")
+        files = [self.run_dir / name for name in ("config.yaml", RECORD) if self._is_resumed]
+        before = {file: file.read_text(encoding="utf-8") for file in files if file.exists()}
         try:
+            self._open_recorder("resume" if self._is_resumed else "start")
             await self.steering.listen()
             await self._with_restarts()
-        except Exception:
-            if before is not None:  # the next resume must not continue with values that the run cannot start with
-                with contextlib.suppress(OSError):
-                    replace_text(file, before, durable=True)
+        except BaseException:  # also after an interrupt: the next resume must not continue with values that never started
+            with contextlib.suppress(OSError):
+                for file, text in before.items():
+                    replace_text(file, text, durable=True)
             raise
         return self
 
