@@ -41,6 +41,22 @@ def test_keys_of_sections_in_a_list_are_suggested() -> None:
     assert nearest_keys(("hosts", "kubernetes", "volumes", 0, "meunt_path")) == ["hosts.kubernetes.volumes[0].mount_path"]
 
 
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("trainer.parallelism.cpp", ["trainer.parallelism.cp"]),
+        ("trainer.parallelism.ddp", ["trainer.parallelism.dp_replicate", "trainer.parallelism.dp_shard"]),
+        ("distill.teacher.ulr", ["distill.teacher.url"]),
+        ("distill.teacher.ur", ["distill.teacher.url"]),
+        ("distill.teacher.uri", []),  # another letter may be another word
+        ("trainer.parallelism.pp", []),
+        ("sf", ["sft"]),
+    ],
+)
+def test_typos_of_short_keys_are_recognized(key: str, meant: list[str]) -> None:
+    assert nearest_keys(key.split(".")) == meant
+
+
 def test_every_choice_is_found_in_other_spellings() -> None:
     choices = [node["enum"] for node in json_schema()["$defs"].values() if "enum" in node]
     nodes = [node for section in sections() for node in section.keys.values()]

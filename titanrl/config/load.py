@@ -418,7 +418,7 @@ def is_misspelled(one: str, other: str) -> bool:
     if short[0] != long[0] or re.sub(r"\D", "", short) != re.sub(r"\D", "", long):
         return False
     if len(long) < 5:
-        return len(long) == 4 and (len(short) == 3 or sorted(short) == sorted(long)) and _distance(one, other) == 1
+        return len(long) > 2 and (len(short) < len(long) or sorted(short) == sorted(long)) and _distance(one, other) == 1
     return _distance(one, other) <= (2 if len(short) >= 8 else 1)
 
 
