@@ -347,9 +347,10 @@ def test_too_many_replicas_for_the_memory_are_reported(monkeypatch: pytest.Monke
 
 
 def test_model_larger_than_memory_is_reported() -> None:
-    memory, disk = problems("", "model.recipe.hidden_size=1000000", "model.recipe.num_layers=100")
+    memory, disk, cache = problems("", "model.recipe.hidden_size=1000000", "model.recipe.num_layers=100")
     assert "weights, gradients, optimizer state and KV cache need" in memory
     assert "one checkpoint and the exported model need" in disk
+    assert "the starting models need" in cache
 
 
 def test_unwritable_output_is_reported() -> None:
@@ -377,6 +378,23 @@ def test_too_small_disk_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert problems("", "train=false") == []
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": needed}))
     assert problems("") == []
+
+
+def test_too_small_disk_for_the_starting_models_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = 2 * 4 * 408_320  # the initial model and the warm-started one, in float32
+    free = {"cache": needed - 1}
+    Path("cache").mkdir()
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": free.get(path.name, 10**9)}))
+    warm = "warm_start: {}\ndata: {source: reasoning_gym, task: chain_sum}\n"
+    text = problem(warm)
+    assert text.startswith('run.yaml:1: cache_dir="cache" (default), ')
+    assert f"the starting models need 3.3 MB, but {Path('cache').absolute()} has 3.3 MB free" in text
+    assert "fix:  free space, or set cache_dir to a larger disk" in text
+    assert problems("") == []  # only the initial model
+    Path("cache/base-0123456789ab").mkdir()  # may be that of this run
+    assert problems(warm) == []
+    free["cache"] = 0
+    assert "the starting models need 1.6 MB" in problem(warm)
 
 
 def test_missing_tracker_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

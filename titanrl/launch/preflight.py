@@ -285,24 +285,32 @@ def _broken_by_folders(config: Config, run_dir: Path | None) -> Iterator[BrokenR
         if why := why_not_writable(folder):
             rule = f"must be a writable directory, but {why}"
             yield BrokenRule({key: str(folder)}, rule, f"correct {key}, or the permissions of the directory")
-        elif key == "output_dir":
-            yield from _broken_by_space(config, folder)
+        else:
+            yield from _broken_by_space(config, key, folder)
 
 
-def _broken_by_space(config: Config, folder: Path) -> Iterator[BrokenRule]:
-    """Yield a rule if the smallest output of a training run, one checkpoint and the exported model, does not fit the disk."""
+def _broken_by_space(config: Config, key: str, folder: Path) -> Iterator[BrokenRule]:
+    """Yield a rule if the smallest output of a training run does not fit the disk.
+
+    It is a checkpoint and the exported model in `output_dir`, and the starting models that `cache_dir` certainly lacks.
+    """
     memory = derive(config, model_shape(config)).memory
     if memory is None or not config.train:
         return
     num_copies = config.trainer.parallelism.world_size // config.trainer.parallelism.dp_replicate
-    state = memory.trainer.state - memory.trainer.gradients
+    state, model = memory.trainer.state - memory.trainer.gradients, memory.trainer.parameters
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    needed, free = state * num_copies + memory.trainer.parameters * num_copies, shutil.disk_usage(existing).free
+    what, size, place = "one checkpoint and the exported model need", state + model, f"set {key} to"
+    if key == "cache_dir":
+        made = {"initial-*": config.model.path is None, "base-*": config.warm_start is not None}
+        num_models = sum(is_made and not any(folder.glob(names)) for names, is_made in made.items())
+        what, size = "the starting models need", model * num_models
+    elif folder != config.output_dir:
+        place = "copy the directory of the run to"
+    needed, free = size * num_copies, shutil.disk_usage(existing).free
     if needed > free:
-        rule = f"one checkpoint and the exported model need {gigabytes(needed)}, but {existing} has {gigabytes(free)} free"
-        place = "set output_dir to" if folder == config.output_dir else "copy the directory of the run to"
-        fix = f"free space, or {place} a larger disk"
-        yield config.broken("output_dir model.path", rule, fix)
+        rule = f"{what} {gigabytes(needed)}, but {existing} has {gigabytes(free)} free"
+        yield config.broken(f"{key} model.path", rule, f"free space, or {place} a larger disk")
 
 
 def _broken_by_replay(config: Config) -> Iterator[BrokenRule]:
