@@ -112,11 +112,11 @@ def test_host_that_does_not_connect_is_named(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        ("here hosts.options={node: n1}", r"hosts.kind: wrong signature: got an unexpected keyword argument 'node'"),
-        ("raising", r"hosts.kind: raised IndexError: list index out of range \(test_commands.py:\d+\) for host 1"),
-        ("text", r'hosts.kind: must return a list of strings, the command for host 0, but returned "ssh node0"'),
-        ("absent", r"hosts.kind: the program no-such-ssh is not on PATH"),
-        ("missing", r"hosts.kind: module tests.hosts.test_commands has no attribute 'missing'"),
+        ("here hosts.options={node: n1}", r"wrong signature: got an unexpected keyword argument 'node'"),
+        ("raising", r"raised IndexError: list index out of range \(test_commands.py:\d+\) for host 1"),
+        ("text", r'must return a list of strings, the command for host 0, but returned "ssh node0"'),
+        ("absent", r"the program no-such-ssh is not on PATH"),
+        ("missing", r"module tests.hosts.test_commands has no attribute 'missing'"),
     ],
 )
 def test_wrong_function_is_reported_before_a_start(
@@ -127,8 +127,10 @@ def test_wrong_function_is_reported_before_a_start(
     program.write_text("")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    with pytest.raises(ConfigError, match=said):
-        list(broken_by_hosts(order(name, tmp_path, *overrides).config))
+    rules = list(broken_by_hosts(order(name, tmp_path, "device=auto", *overrides).config))
+    assert list(rules[0].values) == ["hosts.kind"]
+    assert re.match(said, rules[0].rule)
+    assert "auto selects the device of this machine" in rules[1].rule  # the other rules are reported, too
 
 
 def test_hosts_of_commands_need_a_trusted_network_and_a_device(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from tests.ports import free_port
 from titanrl.config.errors import BrokenRules, ConfigError
 from titanrl.config.load import load_config
 from titanrl.config.schema import Config
+from titanrl.config.source import read_source
 from titanrl.hosts.launcher import (
     World,
     broken_by_launcher,
@@ -23,6 +24,7 @@ from titanrl.hosts.launcher import (
     is_loopback,
     num_hosts,
     own_address,
+    world_for,
     world_of,
 )
 
@@ -149,6 +151,22 @@ def test_plain_shell_is_refused() -> None:
     (broken,) = broken_by_world(configured(), None)
     assert "RANK, OMPI_COMM_WORLD_RANK, PMI_RANK, SLURM_PROCID" in broken.rule
     assert "torchrun, srun or mpirun" in broken.fix
+
+
+@pytest.mark.parametrize(("variables", "found"), [({}, "requires a program"), ({"RANK": "x"}, "must set the rank")])
+def test_wrong_processes_are_reported_with_the_other_rules(
+    variables: dict[str, str], found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    config = configured("hosts.trusted_network=false")
+    with pytest.raises(ConfigError) as raised:
+        world_for(config, read_source("quickstart"), *broken_by_launcher(config))
+    about_world, about_trust = raised.value.messages
+    assert found in about_world
+    assert "can execute code as you" in about_trust
 
 
 def test_several_processes_per_host_are_allowed_on_cpu() -> None:

@@ -181,9 +181,9 @@ def test_name_that_others_cannot_reach_is_reported(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.usefixtures("login_node")
-def test_command_that_a_run_needs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", lambda name: None if name == "srun" else name)
-    assert rules() == ["slurm requires the command srun, which is not on PATH"]
+def test_commands_that_a_run_needs_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None if name in ("scancel", "srun") else name)
+    assert rules() == ["slurm requires commands that are not on PATH: scancel, srun"]
 
 
 def test_addresses_of_names_are_found() -> None:

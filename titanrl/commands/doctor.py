@@ -22,7 +22,7 @@ from titanrl.base.choices import DeviceKind
 from titanrl.base.errors import TitanRLError
 from titanrl.config.device import DEVICES, device_kind, install, install_verifiers, missing_for, packages
 from titanrl.config.dry_run import print_table, table_console
-from titanrl.config.errors import BrokenRules, ConfigError
+from titanrl.config.errors import ConfigError
 from titanrl.config.load import explain_rule, validate
 from titanrl.config.schema import Config
 from titanrl.config.sizes import derive, gigabytes, host_bytes
@@ -30,15 +30,7 @@ from titanrl.config.source import Source, read_source
 from titanrl.hosts.checkup import Checkup, Examined, Link, examine
 from titanrl.hosts.holder import serve
 from titanrl.hosts.kinds import broken_by_hosts
-from titanrl.hosts.launcher import (
-    World,
-    broken_by_world,
-    drop_variables,
-    find,
-    own_host,
-    tell_failure,
-    world_of,
-)
+from titanrl.hosts.launcher import World, find, own_host, tell_failure, world_for
 from titanrl.hosts.slurm import IN_ALLOCATION
 from titanrl.models.directory import model_shape
 from titanrl.processes.confine import landlock_abi, missing_features
@@ -249,17 +241,10 @@ def diagnose(path: Path, overrides: Sequence[str], *, as_json: bool) -> int:
 
 def _world(config: Config, source: Source) -> World | None:
     """Return the launcher's processes if they are the hosts; None for other kinds of hosts."""
-    broken, world = [*broken_by_hosts(config)], None
-    if config.hosts.kind == "launcher":
-        try:
-            world = world_of(os.environ)
-            broken += broken_by_world(config, world)
-        except BrokenRules as error:
-            raise ConfigError(*map(str, error.broken)) from None
+    broken = [*broken_by_hosts(config)]
+    world = world_for(config, source, *broken) if config.hosts.kind == "launcher" else None
     if broken:
         raise ConfigError(*(explain_rule(rule, source) for rule in broken))
-    if world is not None:
-        drop_variables()
     return world
 
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from titanrl.base.errors import describe_user_error
 from titanrl.base.plugins import check_call, import_object
-from titanrl.config.errors import BrokenRule, ConfigError, inline
+from titanrl.config.errors import BrokenRule, inline, rule_of
 from titanrl.config.schema import Config
 from titanrl.config.sizes import host_counts
 from titanrl.hosts.kubernetes import KubernetesHosts, broken_by_kubernetes
@@ -117,7 +117,7 @@ def broken_by_commands(config: Config) -> Iterator[BrokenRule]:
     try:
         commands_of(config)
     except ValueError as error:
-        raise ConfigError(str(error)) from error
+        yield rule_of(str(error), {"hosts.kind": config.hosts.kind})
     yield from broken_by_remote_hosts(config, "hosts")
     yield from broken_by_name(config, "the hosts", "correct /etc/hosts or the name server")
 

@@ -183,6 +183,19 @@ def broken_by_world(config: Config, world: World | None) -> Iterator[BrokenRule]
         )
 
 
+def world_for(config: Config, source: Source, *others: BrokenRule) -> World:
+    """Return the launcher's processes, and remove their variables. If they break a rule, refuse them with it and `others`."""
+    try:
+        world = world_of(os.environ)
+        found = [explain_rule(rule, source) for rule in broken_by_world(config, world)]
+    except BrokenRules as error:  # environment variables have no line in the configuration
+        world, found = None, [*map(str, error.broken)]
+    if found or world is None:
+        raise ConfigError(*found, *(explain_rule(rule, source) for rule in others))
+    drop_variables()
+    return world
+
+
 def broken_by_launcher(config: Config) -> Iterator[BrokenRule]:
     """Yield the rules about launchers that a configuration breaks on any machine."""
     if config.hosts.kind == "launcher":
@@ -458,14 +471,7 @@ class LauncherHosts(LeasedHosts):
 
 def run_launched(config: Config, source: Source, controller: Callable[[], int]) -> int:
     """Run the controller on rank 0, and a host on every other rank; return the exit code."""
-    try:
-        world = world_of(os.environ)
-    except BrokenRules as error:
-        raise ConfigError(*map(str, error.broken)) from None  # environment variables have no line in the configuration
-    broken = list(broken_by_world(config, world))
-    if broken or world is None:
-        raise ConfigError(*(explain_rule(rule, source) for rule in broken))
-    drop_variables()
+    world = world_for(config, source, *broken_by_launcher(config))
     problems = [explain_rule(rule, source) for rule in _broken_here(config, world)]
     try:
         if not world.rank:

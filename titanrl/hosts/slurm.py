@@ -197,7 +197,7 @@ def broken_by_slurm(config: Config) -> Iterator[BrokenRule]:
         return
     yield from broken_by_remote_hosts(config, "nodes")
     if missing := [command for command in ("sbatch", "squeue", "scancel", "srun") if shutil.which(command) is None]:
-        rule = f"slurm requires the command {missing[0]}, which is not on PATH"
+        rule = f"slurm requires commands that are not on PATH: {', '.join(missing)}"
         yield BrokenRule({"hosts.kind": "slurm"}, rule, "start the run on a Slurm login node")
     fix = "correct /etc/hosts or the name server, or start the run with titanrl submit on a node of the cluster"
     yield from broken_by_name(config, "nodes", fix)
