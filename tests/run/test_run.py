@@ -438,6 +438,7 @@ def test_cancelled_step_continues_and_the_next_call_waits_for_it(tmp_path: Path)
 def test_notebook_shows_the_run_with_its_state(tmp_path: Path) -> None:
     run = run_in(tmp_path / "run")
     assert "<b>GRPO run</b>: idle after step 0 of 100</p>" in run._repr_html_()
+    assert repr(run) == "<GRPO quickstart: idle after step 0 of 100, in run>"
     asyncio.run(run.stop())
     assert "No step yet." in run._repr_html_()
 

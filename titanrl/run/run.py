@@ -817,6 +817,9 @@ class Run:
             raise TitanRLError(f"run: {NOT_STARTED}")
         return self._recorder
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.config.name}: {self.steering.status()['text']}, in {relative(self.run_dir)}>"
+
     def _repr_html_(self) -> str:
         """Return what a notebook shows for the run: its state, its curves so far, and the last samples."""
         return run_html(self._shown, f"{type(self).__name__} {self.run_dir.name}", self.steering.status()["text"])
