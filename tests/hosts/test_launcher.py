@@ -21,12 +21,12 @@ from titanrl.hosts.launcher import (
     broken_by_world,
     drop_variables,
     first_node,
-    is_loopback,
     num_hosts,
     own_address,
     world_for,
     world_of,
 )
+from titanrl.hosts.leases import is_loopback
 
 TORCHRUN = {
     "RANK": "1",

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
-import ipaddress
 import json
 import os
 import platform
@@ -46,6 +45,7 @@ from titanrl.hosts.leases import (
     Controller,
     Host,
     hold_lease,
+    is_loopback,
     keep_alive,
 )
 from titanrl.processes.bootstrap import MONARCH_HOST
@@ -171,7 +171,7 @@ class Session:
         """
         await self._stop()
         identity, _, address = value.partition("@")
-        if not address and ipaddress.ip_address(self._own_address.partition("%")[0]).is_loopback:
+        if not address and is_loopback(self._own_address):
             self._folder = TemporaryFolder("/tmp")  # the path of a socket must be short
             address = f"ipc://{self._folder.path}/host"
         elif not address:

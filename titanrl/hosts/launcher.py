@@ -6,7 +6,6 @@ loses the connection to rank 0. This module must not import Monarch; it imports 
 
 import asyncio
 import contextlib
-import ipaddress
 import os
 import queue
 import re
@@ -41,6 +40,7 @@ from titanrl.hosts.leases import (
     addresses_of,
     broken_by_trust,
     holder_command,
+    is_loopback,
 )
 
 if TYPE_CHECKING:
@@ -214,11 +214,6 @@ def own_address(world: World) -> str:
             return str(probe.getsockname()[0])
     except OSError:
         return ""
-
-
-def is_loopback(address: str) -> bool:
-    """Return True if an address is only reachable from this machine."""
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 # Rendezvous: rank 0 publishes its address in a `TCPStore` at the master address and port, where the other ranks look it up.

@@ -136,7 +136,7 @@ class Leases:
     async def open(self, name: str) -> str:
         """Listen on the interface to which a host name of this machine resolves; return `name:port`, the address for hosts."""
         found = await asyncio.get_running_loop().getaddrinfo(name, None, type=socket.SOCK_STREAM)
-        family, _, _, _, address = next((each for each in found if not _is_loopback(str(each[4][0]))), found[0])
+        family, _, _, _, address = next((each for each in found if not is_loopback(str(each[4][0]))), found[0])
         listener = socket.create_server((str(address[0]), 0), family=family)
         await self.serve(listener)
         return f"{name}:{listener.getsockname()[1]}"
@@ -409,13 +409,14 @@ def broken_by_name(config: Config, hosts: str, fix: str) -> Iterator[BrokenRule]
     """Yield a rule if the name of this machine does not resolve to an address that other machines can reach."""
     name = socket.gethostname()
     addresses = addresses_of(name)
-    if all(map(_is_loopback, addresses)):
+    if all(map(is_loopback, addresses)):
         found = f"it resolves to {', '.join(addresses)}" if addresses else "it does not resolve"
         rule = f"the name of this machine, {name}, must resolve to an address that {hosts} can reach, but {found}"
         yield config.broken("hosts.kind", rule, fix)
 
 
-def _is_loopback(address: str) -> bool:
+def is_loopback(address: str) -> bool:
+    """Return True if an address is only reachable from this machine."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 

@@ -35,8 +35,8 @@ from titanrl.config.schema import Config
 from titanrl.config.sections import FaultsConfig
 from titanrl.config.sizes import HostPlace, host_counts, replica_place, store_place, worker_place
 from titanrl.hosts.kinds import EmulatedHosts, kind_of
-from titanrl.hosts.launcher import Crew, LauncherError, LauncherHosts, is_loopback
-from titanrl.hosts.leases import LOST_S, LeasedHosts, Order, Provider, Say
+from titanrl.hosts.launcher import Crew, LauncherError, LauncherHosts
+from titanrl.hosts.leases import LOST_S, LeasedHosts, Order, Provider, Say, is_loopback
 from titanrl.launch.supervision import Supervisor
 from titanrl.processes.actors import LOOPBACK, ProcessVariables, set_up_process
 from titanrl.processes.bootstrap import ANNOUNCEMENTS, NAME, PARENT, TEMPLATE
