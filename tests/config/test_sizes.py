@@ -293,6 +293,16 @@ def test_checkpointing_and_tensor_parallelism_save_activations() -> None:
     assert activations(parallelism={"tp": 2}) == pytest.approx(plain / 2, rel=1e-6)
 
 
+def test_compiled_layers_store_fewer_activations() -> None:
+    model = {"path": "nowhere/Qwen3-0.6B"}
+    shape = published_shapes()["Qwen3-0.6B"]
+    plain, compiled = (memory_of(model=model, trainer={"compile": on}).trainer.activations for on in (False, True))
+    tokens = 16 * 256
+    stored = shape.layer_activations - shape.compiled_activations
+    assert plain - compiled == 28 * tokens * stored * 4
+    assert stored == (1 + 2) * 1024 + 3072  # a value of hidden size, one of queries, one of the feed-forward layer
+
+
 def test_context_parallelism_divides_state_and_activations_except_keys_and_values() -> None:
     for checkpointing, layers in (("none", 3), ("selective", 2), ("full", 1)):  # of 2 layers, and the one that is recomputed
         trainer: dict[str, Any] = {"activation_checkpointing": checkpointing}

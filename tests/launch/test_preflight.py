@@ -318,6 +318,14 @@ def test_missing_device_is_reported() -> None:
     assert "torch-npu is not installed" in packages
 
 
+def test_compiling_on_a_cpu_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert problems("", "trainer.compile=true", "device=cpu") == problems("", "device=cpu")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    text = problem("", "trainer.compile=true", "device=cpu")
+    assert "the compiler no-such-compiler is not installed" in text
+    assert problems("", "device=cpu") == []
+
+
 def test_network_hosts_require_consent() -> None:
     hosts = "hosts: {kind: slurm}\n"
     text = "\n".join(problems(hosts))

@@ -292,6 +292,13 @@ def test_compiled_model_has_same_gradient(layout: str, world: Worlds, tiny_model
         np.testing.assert_allclose(gradient, plain[name], atol=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_layer_is_compiled_once_for_all_row_lengths(world: Worlds, tiny_model: Path) -> None:
+    (counts,) = world(1).run(variants.graphs_by_row_length, tiny_model, [24, 32, 28])
+    assert counts[0] == counts[1] == counts[2] > 0
+
+
 @pytest.mark.parametrize("plan", [FSDP, TP], ids=["fsdp", "tp"])
 def test_nan_loss_on_one_rank_skips_step_on_all_ranks(world: Worlds, tiny_model: Path, plan: dict) -> None:
     assert world(2).run(variants.nan_loss_on_one_rank, tiny_model, plan) == [[(0, True), (1, False)]] * 2

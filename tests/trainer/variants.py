@@ -1,5 +1,6 @@
 """Functions on models, checkpoints and losses that tests run on all ranks; see `checks`."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -61,6 +62,17 @@ def gradient_and_loss(model_dir: Path, trainer: Plan) -> tuple[checks.Arrays, fl
     dist.all_reduce(loss)
     found = checks.gradients(learner)
     return (found, float(loss)) if dist.get_rank() == 0 else None
+
+
+def graphs_by_row_length(model_dir: Path, lengths: Sequence[int]) -> list[int]:
+    """Return the number of compiled graphs after passes over rows of each length."""
+    learner = checks.make_learner(model_dir, compile=True)
+    counts = []
+    for length in lengths:
+        (row,) = checks.plan_rows(checks.sequences()[0][:1], packed=True)
+        learner.run(collate([row], checks.sequences()[1], length), checks.everything)
+        counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    return counts
 
 
 def logprobs_one_by_one(model_dir: Path, trainer: Plan) -> list[np.ndarray]:

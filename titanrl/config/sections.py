@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from titanrl.base.choices import ConsoleMode, Dtype, LearningRateDecay, TrainOn, TransportName, Verify
+from titanrl.config.device import Device
 from titanrl.config.errors import BrokenRule
 from titanrl.config.section import (
     FOR_KEYS,
@@ -336,7 +337,8 @@ class TrainerConfig(Section):
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """Recompute some (`selective`) or all (`full`) activations in the backward pass, which saves memory and costs time."""
     compile: bool = False
-    """Compile each transformer layer with torch.compile. The first step then takes longer."""
+    """Compile each transformer layer with torch.compile, which saves time and memory in large models. The first step then takes
+    longer, in a first run by tens of seconds. On a CPU, it needs a C++ compiler."""
     float8: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
     """torchao's float8 recipe for the projections: `tensorwise` (one scale per tensor, the fastest), `rowwise` (one per row) or
     `rowwise_with_gw_hp` (one per row, weight gradients in high precision). Null disables it. On CPU it is emulated, which is
@@ -365,6 +367,11 @@ class TrainerConfig(Section):
         """True if FSDP shards, casts and reduces. On one rank of data and context parallelism it would only copy."""
         plan = self.parallelism
         return plan.dp_size * plan.cp > 1 or (self.dtype != self.compute_dtype and plan.fsdp_reshard_after_forward == "always")
+
+    def has_fixed_rows(self, device: Device) -> bool:
+        """Return whether all rows have `row_tokens` columns, because each new length would compile again: FlexAttention, and
+        layers under tensor parallelism, for which torch 2.13 fails to compile variable sizes."""
+        return device.attention == "flex" or (self.compile and self.parallelism.tp > 1)
 
     @property
     def max_optimizer_steps(self) -> int:

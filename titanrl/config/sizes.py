@@ -134,6 +134,16 @@ class ModelShape:
         return common + self.experts_per_token * (4 * self.intermediate_size + 3 * self.hidden_size) + 2 * self.num_experts
 
     @property
+    def compiled_activations(self) -> int:
+        """Number of activation values per token that one dense layer stores if it is compiled.
+
+        The backward pass computes some values again. Stored are two norms and a residual; queries and the attention's output;
+        keys and values; gate, up, their product.
+        """
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return 3 * self.hidden_size + 3 * queries + 4 * keys + 3 * self.intermediate_size
+
+    @property
     def normalized_values(self) -> int:
         """Number of values per token that the norms of one layer take."""
         return 2 * self.hidden_size + ((self.num_heads + self.num_kv_heads) * self.head_dim if self.qk_norm else 0)
@@ -431,7 +441,8 @@ def _activations(config: "Config", shape: ModelShape, num_rows: int) -> int:
     tokens, layer = num_rows * trainer.row_tokens, shape.layer_activations
     if device_kind(config.device) == "cpu" and trainer.compute_dtype == "bfloat16":
         layer += 2 * shape.normalized_values  # torch's norm on a CPU also stores its input in float32
-    numbers = {"none": layer, "selective": shape.selective_activations, "full": shape.hidden_size}
+    stored = shape.compiled_activations if trainer.compile else layer
+    numbers = {"none": stored, "selective": shape.selective_activations, "full": shape.hidden_size}
     kept = shape.num_layers * numbers[trainer.activation_checkpointing] + layer
     logits = min(tokens * shape.vocab_size // (plan.cp * plan.tp), LOGITS_BYTES // DTYPE_BYTES[trainer.compute_dtype])
     if config.distill is not None and config.distill.teacher.policy is not None:  # its logits of a micro-batch are all kept

@@ -113,6 +113,10 @@ def broken_rules(
     if config.device != "auto" and not is_remote and (missing := missing_for(config.device)) is not None:
         rule = f"the device must be usable on this machine, but it is not: {missing}"
         yield config.broken("device", rule, "set device to auto or cpu")
+    is_built = config.trainer.compile and device_kind(config.device) == "cpu" and not is_remote  # C++ code, on this machine
+    if training and is_built and shutil.which(compiler := os.environ.get("CXX", "g++")) is None:
+        rule = f"torch.compile builds C++ code for a CPU, but the compiler {compiler} is not installed"
+        yield config.broken("trainer.compile", rule, "install it, or set trainer.compile to false")
     yield from broken_by_hosts(config)
     yield from broken_by_cores(config)
     yield from _broken_by_machine(config)

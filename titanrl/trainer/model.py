@@ -200,6 +200,8 @@ def build_model(
     if is_critic and plan.tp > 1:
         # Tensor parallelism cannot split a single row.
         model_config.lm_head.sharding_config = replicated_head()
+    if config.compile and not config.has_fixed_rows(device):
+        torch._dynamo.config.assume_static_by_default = False  # compiles once for all row lengths
     with torch.device("meta"), set_default_dtype(torch_dtype(config.dtype)):
         module = model_config.build()
     module = spec.parallelize_fn(

@@ -184,9 +184,8 @@ class PolicyTrainer(Actor):
             self._adapters = Adapters(learner, source.family.lora_targets["mlp"], seed=setup.seed)
             self._kept = KeptLogprobs()
             self._held: Mapping[GroupHandle, Mapping[int, Segment]] = {}
-            # Each new row length would recompile compiled code, including FlexAttention.
             plan = setup.config.parallelism
-            is_fixed = setup.config.compile or setup.device.attention == "flex"
+            is_fixed = setup.config.has_fixed_rows(setup.device)
             self._row_multiple = setup.config.row_tokens if is_fixed else ROW_MULTIPLE * plan.cp * plan.tp
             learner.check_snapshots(self._row_multiple)  # the shortest possible row: a long one would take seconds
             self._checkpoints = Checkpoints(
