@@ -263,7 +263,7 @@ def test_reply_without_a_required_call_succeeds_and_is_counted(tokenizer: Tokeni
     """
     group, _ = play(tokenizer, module(tmp_path, code), ["2", "2", "2", CALL])
     assert [failure.error for failure in group.failures] == []
-    assert (group.rollouts[0].metrics["calls"], group.rollouts[0].metrics["missing_tool_calls"]) == (4, 2)
+    assert (group.rollouts[0].metrics["calls"], group.rollouts[0].metrics["nonconforming_replies"]) == (4, 2)
 
 
 def test_rewritten_history_is_a_branch(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -131,20 +131,45 @@ def test_tool_choice_selects_the_tools_that_the_policy_sees(server: Server, choi
     assert [tool.name for tool in POLICY.calls[-1].tools] == shown
 
 
-def test_required_call_that_is_missing_is_counted(server: Server) -> None:
-    def count() -> float:
-        found = server.app.registry.get_sample_value("titanrl_required_calls_missing_total")
-        assert found is not None
-        return found
+def test_reply_in_another_form_than_required_is_counted() -> None:
+    callers = Callers()
+    callers.open(POLICY, "key")
+    with serving(App(callers.find, ["policy"])) as server:  # of its own: a reply is counted after it is sent
+        for choice in ("auto", "required"):
+            server.client().chat.completions.create(
+                model="policy",
+                messages=ASKED,
+                tools=[ADD],
+                tool_choice=choice,  # type: ignore[call-overload]
+            )
+        until(
+            lambda: server.app.registry.get_sample_value("titanrl_completion_tokens_total") == 2 * len([*"olléh".encode(), END])
+        )
+        until(lambda: server.app.registry.get_sample_value("titanrl_nonconforming_replies_total") == 1)
 
-    before = count()
-    server.client().chat.completions.create(
-        model="policy",
-        messages=ASKED,
-        tools=[ADD],
-        tool_choice="required",  # type: ignore[list-item]
-    )
-    until(lambda: count() == before + 1)
+
+@pytest.mark.parametrize(
+    ("path", "form", "parallel", "json_object"),
+    [
+        ("/v1/chat/completions", {"parallel_tool_calls": False}, False, False),
+        ("/v1/chat/completions", {"parallel_tool_calls": None, "response_format": {"type": "text"}}, True, False),
+        ("/v1/chat/completions", {"response_format": {"type": "json_object"}}, True, True),
+        ("/v1/responses", {"parallel_tool_calls": False, "text": {"format": {"type": "json_object"}}}, False, True),
+        ("/v1/responses", {"text": {"format": {"type": "text"}, "verbosity": "medium"}}, True, False),
+        ("/v1/messages", {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, False, False),
+        ("/v1/messages", {"tool_choice": {"type": "auto"}}, True, False),
+    ],
+)
+def test_form_that_a_client_requires_is_accepted(
+    server: Server, path: str, form: dict[str, Any], parallel: bool, json_object: bool
+) -> None:
+    tool = {"name": "add", "input_schema": {}, "eager_input_streaming": True} if path == "/v1/messages" else ADD
+    tool = {"type": "function", "name": "add"} if path == "/v1/responses" else tool
+    body = {"input": "a"} if path == "/v1/responses" else {"messages": [{"role": "user", "content": "a"}], "max_tokens": 99}
+    response = server.http().post(path, json=body | {"tools": [tool]} | form)
+    assert response.status_code == 200, response.text
+    asked = POLICY.calls[-1]
+    assert (not asked.refuses_parallel, asked.requires_json) == (parallel, json_object)
 
 
 def test_history_reaches_the_policy_with_parsed_arguments(server: Server) -> None:
@@ -328,8 +353,8 @@ def test_messages_names_the_stop_sequence(server: Server) -> None:
         ("/v1/chat/completions", {"frequency_penalty": 0.5}, "frequency_penalty"),
         ("/v1/chat/completions", {"top_logprobs": 2}, "top_logprobs"),
         ("/v1/chat/completions", {"logit_bias": {"5": 1}}, "logit_bias"),
-        ("/v1/chat/completions", {"parallel_tool_calls": False}, "parallel_tool_calls"),
-        ("/v1/chat/completions", {"response_format": {"type": "json_object"}}, "response_format.type"),
+        ("/v1/chat/completions", {"parallel_tool_calls": "no"}, "parallel_tool_calls"),
+        ("/v1/chat/completions", {"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.type"),
         ("/v1/chat/completions", {"guided_json": {}}, "guided_json"),
         ("/v1/chat/completions", {"temperature": -1}, "temperature"),
         ("/v1/chat/completions", {"temperature": True}, "temperature"),
@@ -352,6 +377,7 @@ def test_messages_names_the_stop_sequence(server: Server) -> None:
         ("/v1/responses", {"input": "a", "previous_response_id": "resp_1"}, "previous_response_id"),
         ("/v1/responses", {"input": "a", "tools": [{"type": "web_search"}]}, "tools[0].type"),
         ("/v1/responses", {"input": "a", "store": True}, "store"),
+        ("/v1/responses", {"input": "a", "text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.type"),
         ("/v1/responses", {"input": "a", "tool_choice": "required"}, "tool_choice"),
         ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"logits_processors": []}}, "sampling_params"),
     ],
@@ -379,6 +405,18 @@ def test_messages_refuse_in_their_own_format(server: Server, change: dict[str, A
     assert response.status_code == 400
     assert response.json()["type"] == "error"
     assert response.json()["error"]["message"].startswith(next(iter(change)))
+
+
+def test_tool_runner_of_anthropic_learns_that_threads_are_not_supported(server: Server) -> None:
+    body = {"max_tokens": 9, "messages": [{"role": "user", "content": "hey"}], "thread": {"type": "create"}}
+    error = server.http().post("/v1/messages?beta=true", json=body).json()["error"]
+    assert error["details"] == {"error_code": "thread_unsupported_request"}
+    assert error["message"].startswith("thread: is not supported")
+
+
+def test_paths_below_messages_are_refused_in_the_format_of_anthropic(server: Server) -> None:
+    response = server.http().post("/v1/messages/count_tokens", json={})
+    assert (response.status_code, response.json()["error"]["type"]) == (404, "not_found_error")
 
 
 def test_harmless_parameters_are_accepted(server: Server) -> None:

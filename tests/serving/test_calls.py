@@ -1,4 +1,4 @@
-"""Keys of callers."""
+"""Keys of callers, and the form of replies."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from tests.serving.policies import Scripted
 from titanrl.carriers.types import Completion, FinishReason
 from titanrl.environments import Message
 from titanrl.serving import calls
-from titanrl.serving.calls import Callers, Refused, Reply
+from titanrl.serving.calls import Call, Callers, Refused, Reply
 
 
 def test_a_key_finds_its_own_caller() -> None:
@@ -52,3 +52,31 @@ def test_finish_reason_is_openais(finish_reason: FinishReason, message: Message,
     empty = np.zeros(0, np.int64)
     completion = Completion(token_ids=empty, logprobs=np.zeros(0, np.float32), versions=empty, finish_reason=finish_reason)
     assert Reply(prompt_ids=(1,), completion=completion, message=message).finish_reason == expected
+
+
+ONE: Message = {"content": "", "tool_calls": [{}]}
+TWO: Message = {"content": "", "tool_calls": [{}, {}]}
+
+
+@pytest.mark.parametrize(
+    ("call", "message", "differs"),
+    [
+        (Call(), {"content": "no"}, False),
+        (Call(), TWO, False),
+        (Call(requires_tool=True), {"content": "no"}, True),
+        (Call(requires_tool=True), ONE, False),
+        (Call(refuses_parallel=True), {"content": "no"}, False),
+        (Call(refuses_parallel=True), ONE, False),
+        (Call(refuses_parallel=True), TWO, True),
+        (Call(requires_json=True), {"content": '{"a": 1}'}, False),
+        (Call(requires_json=True), {"content": "[1]"}, True),
+        (Call(requires_json=True), {"content": '{"a": 1'}, True),
+        (Call(requires_json=True), ONE, False),
+        (Call(requires_json=True, refuses_parallel=True), TWO, True),
+    ],
+)
+def test_reply_can_differ_from_the_form_that_a_call_requires(call: Call, message: Message, differs: bool) -> None:
+    empty = np.zeros(0, np.int64)
+    completion = Completion(token_ids=empty, logprobs=np.zeros(0, np.float32), versions=empty, finish_reason="stop")
+    reply = Reply(prompt_ids=(1,), completion=completion, message={"role": "assistant", **message})
+    assert reply.differs_in_form(call) is differs

@@ -45,7 +45,7 @@ from titanrl.serving.listening import Listener, listen
 
 MODEL = "policy"
 """Name of the policy in calls."""
-OVERRIDDEN, ABANDONED, UNCALLED = "overridden_calls", "abandoned_calls", "missing_tool_calls"
+OVERRIDDEN, ABANDONED, NONCONFORMING = "overridden_calls", "abandoned_calls", "nonconforming_replies"
 """Metrics of an episode: calls that asked for other sampling options than those of the run, which decides alone; calls whose
 client hung up before the reply, which are not trained on; and replies without the tool call that the client required."""
 _CALL_S = 86_400.0
@@ -163,7 +163,7 @@ class ProgramEpisode(Attempt):
         self._news = asyncio.Event()
         self._num_asked = 0
         self._repeats = Counter[bytes]()  # of equal conversations, whose seeds differ
-        self._num_open = self._num_overridden = self._num_abandoned = self._num_uncalled = 0
+        self._num_open = self._num_overridden = self._num_abandoned = self._num_nonconforming = 0
         self._is_limited = self._is_cut = False
         self._left_s, self._since = limits.episode_timeout_s, 0.0
 
@@ -264,7 +264,7 @@ class ProgramEpisode(Attempt):
             each["id"] = f"call_{self.num_turns}_{number}"  # clients expect different ids in a conversation
         message = self._add(context, completion, parsed, (*call.stop, *call.stop_ids))
         reply = Reply(prompt_ids=context.token_ids, completion=completion, message=message)
-        self._num_uncalled += reply.misses_tool(call)
+        self._num_nonconforming += reply.differs_in_form(call)
         return reply
 
     def read(self, call: Call, token_ids: Sequence[int]) -> Message:
@@ -356,7 +356,7 @@ class ProgramEpisode(Attempt):
             "segments": len(self.tree.chains()),
             OVERRIDDEN: self._num_overridden,
             ABANDONED: self._num_abandoned,
-            UNCALLED: self._num_uncalled,
+            NONCONFORMING: self._num_nonconforming,
         }
         self._open(0)  # the program has run until now
         error = asyncio.CancelledError() if program.cancelled() else program.exception()

@@ -22,7 +22,6 @@ from titanrl.serving.protocol import (
 )
 
 _KINDS = {
-    400: "invalid_request_error",
     401: "authentication_error",
     404: "not_found_error",
     413: "request_too_large",
@@ -49,11 +48,14 @@ class MessagesRequest:
         if max_tokens is None:
             raise wrong("max_tokens", "is required", None)
         tools = [_read_tool(each, f"tools[{index}]") for index, each in enumerate(fields.items("tools"))]
-        shown, requires_tool = _chosen(fields.nested("tool_choice"), tools)
+        choice = fields.nested("tool_choice")
+        refuses_parallel = choice is not None and choice.flag("disable_parallel_tool_use")
+        shown, requires_tool = _chosen(choice, tools)
         call = Call(
             messages=conversation(messages),
             tools=shown,
             requires_tool=requires_tool,
+            refuses_parallel=refuses_parallel,
             max_tokens=max_tokens,
             temperature=fields.number("temperature", 0, 1e6),
             top_p=fields.number("top_p", 0, 1),
@@ -63,6 +65,8 @@ class MessagesRequest:
         self.calls: tuple[Call, ...] = (call,)
         self.streams = fields.flag("stream")
         fields.only("thinking", {"type": "disabled"})
+        if fields.take("thread") is not None:  # this code lets Anthropic's tool runner go on without a thread
+            raise Refused("thread: is not supported, because no state is stored", code="thread_unsupported_request")
         fields.only("service_tier", "auto", "standard_only")
         fields.skip("metadata", "cache_control")
         fields.done()
@@ -145,7 +149,8 @@ class MessagesRequest:
 def error(refused: Refused) -> dict[str, Any]:
     """Return an error as Anthropic does."""
     kind = _KINDS.get(refused.status, "api_error" if refused.status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": str(refused)}}
+    details = {} if refused.code is None else {"details": {"error_code": refused.code}}
+    return {"type": "error", "error": {"type": kind, "message": str(refused)} | details}
 
 
 def _read_message(value: object, path: str) -> list[Message]:
@@ -162,7 +167,7 @@ def _read_message(value: object, path: str) -> list[Message]:
     for index, each in enumerate(content):
         block = Fields(each, f"{path}.content[{index}]")
         kinds = ("text", "tool_result") if role == "user" else ("text", "thinking", "tool_use")
-        match kind := block.needed("type", *kinds):
+        match block.needed("type", *kinds):
             case "text":
                 texts.append(each)
                 continue
@@ -178,8 +183,6 @@ def _read_message(value: object, path: str) -> list[Message]:
                 text = joined_text(block.take("content"), block.name("content"), "text")
                 block.flag("is_error")  # the text says so
                 results.append({"role": "tool", "content": text, "tool_call_id": block.needed("tool_use_id")})
-            case _:
-                raise AssertionError(kind)
         block.skip("cache_control")
         block.done()
     message: dict[str, Any] = {"role": role, "content": joined_text(texts, f"{path}.content", "text")}
@@ -194,6 +197,7 @@ def _read_tool(value: object, path: str) -> Tool:
     fields.only("type", "custom")
     tool = read_function(fields, "input_schema")
     fields.flag("strict")  # a wish: sampling is not constrained
+    fields.flag("eager_input_streaming")  # also a wish: inputs are sent whole
     fields.skip("cache_control")
     fields.done()
     return tool
@@ -204,7 +208,6 @@ def _chosen(choice: Fields | None, tools: Sequence[Tool]) -> tuple[tuple[Tool, .
     if choice is None:
         return chosen_tools(tools, None, "tool_choice"), False
     kind = choice.needed("type", "auto", "any", "tool", "none")
-    choice.only("disable_parallel_tool_use", False)
     name = choice.needed("name") if kind == "tool" else None
     choice.done()
     shown = chosen_tools(tools, name, "tool_choice.name" if name else "tool_choice", is_required=kind == "any")

@@ -57,8 +57,8 @@ class Metrics:
         self.seconds = prometheus.Histogram("titanrl_call_seconds", "Time of a call with its response.", registry=registry)
         self.prompt_tokens = prometheus.Counter("titanrl_prompt_tokens", "Tokens of prompts.", registry=registry)
         self.tokens = prometheus.Counter("titanrl_completion_tokens", "Sampled tokens.", registry=registry)
-        self.uncalled = prometheus.Counter(
-            "titanrl_required_calls_missing", "Replies without the tool call that the client required.", registry=registry
+        self.nonconforming = prometheus.Counter(
+            "titanrl_nonconforming_replies", "Replies in another form than the client required.", registry=registry
         )
 
 
@@ -85,7 +85,7 @@ class App(Endpoint):
 
     def response(self, path: str, send: Send) -> "_Response":
         """Return an unsent response to a request for `path`, whose errors are in the format of that path."""
-        return _Response(send, is_anthropic=path == "/v1/messages")
+        return _Response(send, is_anthropic=path.startswith("/v1/messages"))
 
     def label(self, path: str) -> str | None:
         """Return the path if it takes calls."""
@@ -133,7 +133,8 @@ class App(Endpoint):
                 ) from None
         self.metrics.prompt_tokens.inc(sum(len(reply.prompt_ids) for reply in replies))
         self.metrics.tokens.inc(sum(len(reply.completion.token_ids) for reply in replies))
-        self.metrics.uncalled.inc(sum(reply.misses_tool(call) for call, reply in zip(exchange.calls, replies, strict=True)))
+        differ = (reply.differs_in_form(call) for call, reply in zip(exchange.calls, replies, strict=True))
+        self.metrics.nonconforming.inc(sum(differ))
 
     async def _stream(self, exchange: Exchange, caller: Caller, response: "_Response") -> list[Reply]:
         """Send events while the completions are sampled. A refusal before the first event has its own HTTP status."""

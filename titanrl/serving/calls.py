@@ -15,6 +15,7 @@ from titanrl.base.errors import TitanRLError
 from titanrl.base.files import why_no_file
 from titanrl.carriers.types import Completion, OnTokens
 from titanrl.environments.interface import Message, Tool
+from titanrl.environments.results import NotAnObject, parse_object
 
 MAX_ENDED = 65_536
 """Keys of ended callers that `Callers` remembers, to tell a call after the end from a wrong key."""
@@ -41,6 +42,10 @@ class Call:
     """Functions that the policy may call. Without any, calls in the reply remain text."""
     requires_tool: bool = False
     """True if the client requires a call of a function. Sampling is never constrained, so the policy may not make any."""
+    refuses_parallel: bool = False
+    """True if the client requires at most one call of a function in a reply; the policy may make more."""
+    requires_json: bool = False
+    """True if the client requires a JSON object; the policy may write anything."""
     max_tokens: int | None = None
     """Longest completion, in tokens."""
     temperature: float | None = None
@@ -81,9 +86,15 @@ class Reply:
             return "length"
         return "tool_calls" if self.message.get("tool_calls") else "stop"
 
-    def misses_tool(self, call: Call) -> bool:
-        """Return True if the client required a tool call, and the policy made none."""
-        return call.requires_tool and not self.message.get("tool_calls")
+    def differs_in_form(self, call: Call) -> bool:
+        """Return True if the client required a tool call, at most one, or a JSON object, and the policy replied otherwise."""
+        num_calls = len(self.message.get("tool_calls", ()))
+        if call.requires_json and not num_calls:
+            try:
+                parse_object(self.message["content"])
+            except (NotAnObject, ValueError):
+                return True
+        return num_calls < call.requires_tool or (call.refuses_parallel and num_calls > 1)
 
 
 class Refused(TitanRLError):

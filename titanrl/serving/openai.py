@@ -53,6 +53,8 @@ class ChatCompletion:
             messages=conversation(messages),
             tools=shown,
             requires_tool=requires_tool,
+            refuses_parallel=not fields.flag("parallel_tool_calls", True),
+            requires_json=requires_json(fields, "response_format"),
             max_tokens=min((n for n in limits if n), default=None),
             **_sampling(fields),
         )
@@ -61,13 +63,6 @@ class ChatCompletion:
         self.streams, self._has_usage = _stream(fields)
         self.by_token = self._returns_ids = fields.flag("return_token_ids")
         fields.only("top_logprobs", 0)
-        response_format = fields.nested("response_format")
-        if response_format is not None:
-            kind = response_format.take("type")
-            if kind != "text":
-                raise wrong("response_format.type", "must be text, because sampling is not constrained", kind)
-            response_format.done()
-        fields.only("parallel_tool_calls", True)
         fields.only("store", False)
         fields.only("service_tier", "auto", "default")
         fields.only("modalities", ["text"])
@@ -396,6 +391,17 @@ def read_tool_choice(choice: object, tools: Sequence[Tool], *, is_flat: bool = F
         raise wrong("tool_choice", "must be none, auto, required or a function", choice)
     shown = chosen_tools(tools, None, "tool_choice", is_required=choice == "required")
     return () if choice == "none" else shown, choice == "required"
+
+
+def requires_json(fields: Fields, key: str) -> bool:
+    """Return whether a format is a JSON object, and not text. Raise `Refused` for a schema, which the policy would not see."""
+    form = fields.nested(key) or Fields({"type": "text"})
+    kind = form.take("type")
+    if kind not in ("text", "json_object"):
+        rule = "must be text or json_object, because a schema is not enforced. Describe it in a message, or as a function"
+        raise wrong(form.name("type"), rule, kind)
+    form.done()
+    return bool(kind == "json_object")
 
 
 def _sampling(fields: Fields) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from titanrl.environments.interface import Message, Tool
 from titanrl.serving.calls import Call, Caller, Reply
-from titanrl.serving.openai import MAX_TOKENS, NO_EFFECT, read_tool_choice
+from titanrl.serving.openai import MAX_TOKENS, NO_EFFECT, read_tool_choice, requires_json
 from titanrl.serving.protocol import (
     Event,
     Fields,
@@ -37,29 +37,26 @@ class ResponsesRequest:
         tools = [_read_tool(each, f"tools[{index}]") for index, each in enumerate(fields.items("tools"))]
         choice = fields.take("tool_choice")
         shown, requires_tool = read_tool_choice(choice, tools, is_flat=True)
+        text = fields.nested("text") or Fields({}, "text")
+        is_json = requires_json(text, "format")
+        text.only("verbosity", "medium")
+        text.done()
         call = Call(
             messages=messages,
             tools=shown,
             requires_tool=requires_tool,
+            refuses_parallel=not fields.flag("parallel_tool_calls", True),
+            requires_json=is_json,
             max_tokens=fields.count("max_output_tokens", 1, MAX_TOKENS),
             temperature=fields.number("temperature", 0, 1e6),
             top_p=fields.number("top_p", 0, 1),
         )
         self.calls: tuple[Call, ...] = (call,)
         self.streams = fields.flag("stream")
-        options = fields.nested("stream_options")
-        if options is not None:
-            options.only("include_obfuscation", False)
-            options.done()
-        text = fields.nested("text")
-        if text is not None:
-            text.only("format", {"type": "text"})
-            text.only("verbosity", "medium")
-            text.done()
-        reasoning = fields.nested("reasoning")
-        if reasoning is not None:
-            reasoning.done()
-        fields.only("parallel_tool_calls", True)
+        options = fields.nested("stream_options") or Fields({})
+        options.only("include_obfuscation", False)
+        options.done()
+        (fields.nested("reasoning") or Fields({})).done()
         fields.only("store", False)
         fields.only("background", False)
         fields.only("include", [])
@@ -79,12 +76,13 @@ class ResponsesRequest:
             "top_p": call.top_p,
             "tools": [_sent_tool(tool) for tool in tools],
             "tool_choice": choice or "auto",
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": not call.refuses_parallel,
             "previous_response_id": None,
             "store": False,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": {"type": "json_object" if call.requires_json else "text"}},
             "truncation": "disabled",
             "background": False,
+            "incomplete_details": None,
             "error": None,
         }
 
@@ -111,13 +109,7 @@ class ResponsesRequest:
         """Return the first events of a stream."""
         self._open_kind: str | None = None  # of the output item that is being sent
         self._output_index, self._sent = 0, {"message": "", "reasoning": ""}  # text sent so far, by kind
-        started = self._head | {
-            "status": "in_progress",
-            "incomplete_details": None,
-            "metadata": {},
-            "output": [],
-            "usage": None,
-        }
+        started = self._head | {"status": "in_progress", "metadata": {}, "output": [], "usage": None}
         for kind in ("response.created", "response.in_progress"):
             yield self._event(kind, response=started)
 
