@@ -78,6 +78,17 @@ def test_files_in_the_working_directory_that_hide_a_module_are_named(start: list
         path.unlink()
 
 
+def test_programs_of_the_user_may_have_such_files(tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "__init__.py").write_text("import titanrl")
+    (tmp_path / "own" / "program.py").write_text("print('done')")
+    (tmp_path / "chunk.py").touch()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "own.program"]
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert (result.stdout, result.stderr) == ("done\n", "")
+
+
 def test_help_and_version_import_only_the_standard_library() -> None:
     for option, first in (("--help", "usage: titanrl"), ("--version", f"titanrl {__version__}")):
         program = (

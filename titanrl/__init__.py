@@ -6,7 +6,8 @@ Importing this package does not import torch, vLLM or Monarch; each public name 
 import os
 import sys
 
-if sys.argv[:1] == ["-m"]:  # `python -m titanrl.grpo`: its imports take a second
+# `python -m titanrl.grpo`, not a module of the user that imports this package. The imports take a second.
+if sys.argv[:1] == ["-m"] and any(each.removeprefix("-m").partition(".")[0] == "titanrl" for each in sys.orig_argv):
     from titanrl.base import refuse_hiding
 
     if not sys.flags.safe_path:  # the working directory is the first folder of `sys.path`
