@@ -224,7 +224,7 @@ async def test_later_failures_of_the_scorer_do_not_end_the_run() -> None:
         await groups.commit([unscored(failed)])
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(groups.take_batch(1), timeout=0.05)
-    reason = "3 whose reward always failed (ZeroDivisionError: division by zero; see data.rewards)"
+    reason = "3 whose episodes or rewards always failed (ZeroDivisionError: division by zero)"
     assert reason in await groups.why_starved(1, 1)
 
 

@@ -338,6 +338,21 @@ def test_cut_reply_is_reported_to_the_program(tokenizer: Tokenizer, tmp_path: Pa
     assert (group.rollouts[0].finish_reason, group.rollouts[0].reward) == ("length", 1.0)
 
 
+@pytest.mark.parametrize(("size", "limit", "is_cut"), [(200, None, True), (200, 9, False), (9, None, False)])
+def test_program_that_fails_after_a_cut_reply_is_truncated(
+    tokenizer: Tokenizer, tmp_path: Path, size: int, limit: int | None, is_cut: bool
+) -> None:
+    # Clients such as `parse` of OpenAI raise an exception. Left out, such episodes never teach the policy to be brief.
+    code = f"""
+        messages = [{{"role": "user", "content": task.question}}]
+        await create(model=task.model, messages=messages, max_tokens={limit})
+        raise ValueError("no use")
+    """
+    group, _ = play(tokenizer, module(tmp_path, code), ["x" * size], truncated_reward=-1.0)
+    assert [rollout.reward_parts for rollout in group.rollouts] == ([{"truncated": -1.0}] if is_cut else [])
+    assert ["no use" in failure.error for failure in group.failures] == ([] if is_cut else [True])
+
+
 def test_the_run_decides_how_it_samples(tokenizer: Tokenizer, tmp_path: Path) -> None:
     code = """
         messages = [{"role": "user", "content": task.question}]

@@ -443,7 +443,7 @@ class GroupBuffer:
         if num_masked := sum(record.rewards_differ for record in silent):
             reasons.append(f"{num_masked} without a token to train on (algorithm.mask_truncated, trainer.overlong)")
         if unscored := [record for record in tried if not record.rewards]:
-            reasons.append(f"{len(unscored)} whose reward always failed ({unscored[0].first_error}; see data.rewards)")
+            reasons.append(f"{len(unscored)} whose episodes or rewards always failed ({unscored[0].first_error})")
         rejected = Counter(record.rejection for record in tried)
         if rejected["filtered"]:
             reasons.append(f"{rejected['filtered']} rejected by rollout.group_filter")

@@ -360,7 +360,8 @@ class ProgramEpisode(Attempt):
         }
         self._open(0)  # the program has run until now
         error = asyncio.CancelledError() if program.cancelled() else program.exception()
-        if error is not None and not (self._is_limited and self.num_turns and not isinstance(error, InvalidReward)):
+        is_short = self._is_limited or self._is_cut  # agents raise exceptions if a call is refused or a reply is cut
+        if error is not None and not (is_short and self.num_turns and not isinstance(error, InvalidReward)):
             outcome: Outcome = "reward_error" if isinstance(error, InvalidReward) else "environment_error"
             is_ours = isinstance(error, EnvironmentFailure)
             raise EpisodeError(outcome, str(error) if is_ours else f"{KEY}: it raised {describe_user_error(error)}") from error
@@ -372,7 +373,7 @@ class ProgramEpisode(Attempt):
             result = program.result()
             self.rewards, self.metrics, self.is_judged = result.done.rewards, metrics | dict(result.done.metrics), True
             self.last_text = self.last_text if result.answer is None else result.answer
-        self._end("length" if self._is_limited or self._is_cut else "stop")
+        self._end("length" if is_short else "stop")
 
     def _open(self, change: int) -> None:
         """Count the calls that wait for the policy. The clock of the program runs only while there is none."""

@@ -100,14 +100,7 @@ class Reply:
 class Refused(TitanRLError):
     """A call that is not answered; the client gets the status and the message, in the error format of its protocol."""
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        status: int = 400,
-        param: str | None = None,
-        code: str | None = None,
-    ) -> None:
+    def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
         """Create the error.
 
         Args:
