@@ -402,19 +402,21 @@ def common_prefixes(segments: Sequence[Segment]) -> tuple[tuple[int, int], ...]:
     first, then long ones, as far as segments with the most tokens in common stay together.
     """
     sorted_K = sorted(range(len(segments)), key=lambda each: segments[each].token_ids.astype(">i8").tobytes())
-    common_KK = np.zeros((len(segments), len(segments)), np.int64)  # number of first tokens in common
-    neighbors = [num_equal(segments[first].token_ids, segments[second].token_ids) for first, second in pairwise(sorted_K)]
-    for i, each in enumerate(sorted_K[:-1]):  # the least number between them, in sorted order
-        common_KK[each, sorted_K[i + 1 :]] = common_KK[sorted_K[i + 1 :], each] = np.minimum.accumulate(neighbors[i:])
+    pairs = pairwise([segments[each].token_ids for each in sorted_K])
+    neighbors = np.array([num_equal(*pair) for pair in pairs], np.int64)  # number of first tokens in common
     limits = [max(int(np.argmax(np.append(segment.mask, True))) - 1, 0) for segment in segments]
-    order: list[int] = []
-    for each in sorted(range(len(segments)), key=lambda each: (limits[each], -len(segments[each].token_ids))):
-        common_O = common_KK[each, order]
+    keys = [(limits[each], -len(segments[each].token_ids), each) for each in sorted_K]
+    order_O = np.zeros(0, np.int64)  # of indices in `sorted_K`
+    for each in sorted(range(len(segments)), key=keys.__getitem__):
+        before, after = neighbors[:each][::-1], neighbors[each:]  # in common is the least number between two
+        common_K = np.concatenate([np.minimum.accumulate(before)[::-1], [0], np.minimum.accumulate(after)])
+        common_O = common_K[order_O]
         nearest = np.flatnonzero(common_O == common_O.max(initial=0))
-        order.insert(int(nearest[-1]) + 1 if len(nearest) else 0, each)
+        order_O = np.insert(order_O, nearest[-1] + 1 if len(nearest) else 0, each)
     prefixes = [(0, 0)] * len(segments)
-    for place, (before, each) in enumerate(pairwise(order), 1):
-        prefixes[each] = (place, min(int(common_KK[before, each]), limits[each]))
+    for place, pair in enumerate(pairwise(order_O.tolist()), 1):
+        index = sorted_K[pair[1]]
+        prefixes[index] = (place, min(int(neighbors[min(pair) : max(pair)].min()), limits[index]))
     return tuple(prefixes)
 
 
