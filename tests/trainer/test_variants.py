@@ -299,6 +299,12 @@ def test_layer_is_compiled_once_for_all_row_lengths(world: Worlds, tiny_model: P
     assert counts[0] == counts[1] == counts[2] > 0
 
 
+@pytest.mark.slow
+def test_adapters_and_critic_compile_for_any_number_of_rows(world: Worlds, tiny_model: Path) -> None:
+    (num_graphs,) = world(1).run(variants.passes_with_compiled_adapters, tiny_model)
+    assert num_graphs > 8  # the default limit of torch, beyond which it fails
+
+
 @pytest.mark.parametrize("plan", [FSDP, TP], ids=["fsdp", "tp"])
 def test_nan_loss_on_one_rank_skips_step_on_all_ranks(world: Worlds, tiny_model: Path, plan: dict) -> None:
     assert world(2).run(variants.nan_loss_on_one_rank, tiny_model, plan) == [[(0, True), (1, False)]] * 2

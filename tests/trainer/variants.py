@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from tests.trainer import checks
 from titanrl.algorithms.losses import LossMetrics
@@ -23,6 +25,7 @@ from titanrl.models.directory import open_model
 from titanrl.trainer import model as policy_model
 from titanrl.trainer.checkpoint import Checkpoints, export_hf, load_hf, load_model
 from titanrl.trainer.collate import PackedRows, collate, empty_rows
+from titanrl.trainer.critic import Critic, value_objective
 from titanrl.trainer.learner import Learner
 from titanrl.trainer.model import build_model
 from titanrl.weights.layout import local_part
@@ -73,6 +76,24 @@ def graphs_by_row_length(model_dir: Path, lengths: Sequence[int]) -> list[int]:
         learner.run(collate([row], checks.sequences()[1], length), checks.everything)
         counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     return counts
+
+
+def passes_with_compiled_adapters(model_dir: Path) -> int:
+    """Return the number of traced graphs after passes with and without gradient, over 1 to 3 rows, of LoRA and a critic."""
+    compiled, stats = nn.Module.compile, torch._dynamo.utils.counters["stats"]
+    before = stats["unique_graphs"]
+    with pytest.MonkeyPatch.context() as patch:  # code of inductor would take minutes to build
+        patch.setattr(nn.Module, "compile", lambda module, **_: compiled(module, backend="eager", fullgraph=True))
+        policy = checks.make_learner(model_dir, compile=True, lora={"rank": 2})
+        trainer = TrainerConfig(row_tokens=checks.ROW_TOKENS, compile=True)
+        critic = Critic(open_model(model_dir), trainer, AlgorithmConfig(), DEVICES["cpu"])
+    plans, payload = checks.sequences()
+    for num_rows in (1, 2, 3):
+        rows = collate([(plan,) for plan in plans[:num_rows]], payload, checks.ROW_TOKENS)
+        for learner, objective in ((policy, checks.everything), (critic.learner, partial(value_objective, clip=None))):
+            learner.logprobs(rows)
+            learner.run(rows, objective)
+    return int(stats["unique_graphs"] - before)
 
 
 def logprobs_one_by_one(model_dir: Path, trainer: Plan) -> list[np.ndarray]:

@@ -200,8 +200,11 @@ def build_model(
     if is_critic and plan.tp > 1:
         # Tensor parallelism cannot split a single row.
         model_config.lm_head.sharding_config = replicated_head()
-    if config.compile and not config.has_fixed_rows(device):
-        torch._dynamo.config.assume_static_by_default = False  # compiles once for all row lengths
+    if config.compile:
+        # Beyond the limit, 8 by default, torch fails. For passes with and without gradient, over one row and several, it
+        # compiles layers with LoRA six times, a critic's beside it four times, and with adapters of another rank again.
+        torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit
+        torch._dynamo.config.assume_static_by_default = config.has_fixed_rows(device)  # else once for all row lengths
     with torch.device("meta"), set_default_dtype(torch_dtype(config.dtype)):
         module = model_config.build()
     module = spec.parallelize_fn(
