@@ -6,6 +6,7 @@ import re
 import socket
 import subprocess
 import sys
+import sysconfig
 import time
 from functools import partial
 from pathlib import Path
@@ -323,6 +324,9 @@ def test_compiling_on_a_cpu_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("CXX", "no-such-compiler")
     text = problem("", "trainer.compile=true", "device=cpu")
     assert "the compiler no-such-compiler is not installed" in text
+    monkeypatch.delenv("CXX")
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: "/nowhere")
+    assert "the header /nowhere/Python.h is not installed" in problem("", "trainer.compile=true", "device=cpu")
     assert problems("", "device=cpu") == []
 
 

@@ -12,6 +12,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -114,8 +115,10 @@ def broken_rules(
         rule = f"the device must be usable on this machine, but it is not: {missing}"
         yield config.broken("device", rule, "set device to auto or cpu")
     is_built = config.trainer.compile and device_kind(config.device) == "cpu" and not is_remote  # C++ code, on this machine
-    if training and is_built and shutil.which(compiler := os.environ.get("CXX", "g++")) is None:
-        rule = f"torch.compile builds C++ code for a CPU, but the compiler {compiler} is not installed"
+    compiler, header = os.environ.get("CXX", "g++"), Path(sysconfig.get_path("include"), "Python.h")
+    needed = {f"the compiler {compiler}": shutil.which(compiler) is not None, f"the header {header}": header.is_file()}
+    for name in [name for name, is_installed in needed.items() if training and is_built and not is_installed]:
+        rule = f"torch.compile builds C++ code for a CPU, but {name} is not installed"
         yield config.broken("trainer.compile", rule, "install it, or set trainer.compile to false")
     yield from broken_by_hosts(config)
     yield from broken_by_cores(config)
