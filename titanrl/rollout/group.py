@@ -402,12 +402,11 @@ def common_prefixes(segments: Sequence[Segment]) -> tuple[tuple[int, int], ...]:
     first, then long ones, as far as segments with the most tokens in common stay together.
     """
     sorted_K = sorted(range(len(segments)), key=lambda each: segments[each].token_ids.astype(">i8").tobytes())
-    pairs = pairwise([segments[each].token_ids for each in sorted_K])
-    neighbors = np.array([num_equal(*pair) for pair in pairs], np.int64)  # number of first tokens in common
-    limits = [max(int(np.argmax(np.append(segment.mask, True))) - 1, 0) for segment in segments]
-    keys = [(limits[each], -len(segments[each].token_ids), each) for each in sorted_K]
+    tokens = [segments[each].token_ids for each in sorted_K]
+    neighbors = np.array(list(map(num_equal, tokens, tokens[1:])), np.int64)  # number of first tokens in common
+    limits = [max(int(np.argmax(np.append(segments[each].mask, True))) - 1, 0) for each in sorted_K]
     order_O = np.zeros(0, np.int64)  # of indices in `sorted_K`
-    for each in sorted(range(len(segments)), key=keys.__getitem__):
+    for each in sorted(range(len(segments)), key=lambda each: (limits[each], -len(tokens[each]), sorted_K[each])):
         before, after = neighbors[:each][::-1], neighbors[each:]  # in common is the least number between two
         common_K = np.concatenate([np.minimum.accumulate(before)[::-1], [0], np.minimum.accumulate(after)])
         common_O = common_K[order_O]
@@ -415,8 +414,7 @@ def common_prefixes(segments: Sequence[Segment]) -> tuple[tuple[int, int], ...]:
         order_O = np.insert(order_O, nearest[-1] + 1 if len(nearest) else 0, each)
     prefixes = [(0, 0)] * len(segments)
     for place, pair in enumerate(pairwise(order_O.tolist()), 1):
-        index = sorted_K[pair[1]]
-        prefixes[index] = (place, min(int(neighbors[min(pair) : max(pair)].min()), limits[index]))
+        prefixes[sorted_K[pair[1]]] = (place, min(int(neighbors[min(pair) : max(pair)].min()), limits[pair[1]]))
     return tuple(prefixes)
 
 
