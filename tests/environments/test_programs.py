@@ -104,6 +104,10 @@ def test_answer_may_be_empty(folders: TemporaryFolder, code: str) -> None:
     ("code", "problem"),
     [
         ("raise ValueError('boom')", "exited with code 1: .*boom"),
+        (
+            "import sys; sys.exit('Error: boom\\n    at f (a.js:1)\\n' + '    at g\\n' * 9 + '\\nNode.js v20')",
+            "1: Error: boom / Node.js v20",
+        ),
         ("import os; os.kill(os.getpid(), 9)", "exited with code 137"),
         ("print('no number')", "must be a number or a JSON object"),
         ("print('{\"reward\": 1')", "must be a number or a JSON object"),

@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -195,7 +196,7 @@ class Command:
         if max(output.num_bytes, errors.num_bytes) > MAX_OUTPUT_BYTES:
             raise EnvironmentFailure(f"{KEY}: it printed more than {MAX_OUTPUT_BYTES >> 20} MiB, so it was killed. Print less.")
         if code := child.exited.result():
-            said = errors.kept.decode(errors="replace").strip().splitlines()[-3:]
+            said = re.findall(r"(?m)^(?!\s*at ).*\S", errors.kept.decode(errors="replace"))[-4:]  # no frames of a stack
             raise EnvironmentFailure(f"{KEY}: it exited with code {code}: {' / '.join(said)}")
         return result_of(self.returns, self._result(folder, output.kept))
 

@@ -133,8 +133,7 @@ class App(Endpoint):
                 ) from None
         self.metrics.prompt_tokens.inc(sum(len(reply.prompt_ids) for reply in replies))
         self.metrics.tokens.inc(sum(len(reply.completion.token_ids) for reply in replies))
-        differ = (reply.differs_in_form(call) for call, reply in zip(exchange.calls, replies, strict=True))
-        self.metrics.nonconforming.inc(sum(differ))
+        self.metrics.nonconforming.inc(sum(map(Reply.differs_in_form, replies, exchange.calls)))
 
     async def _stream(self, exchange: Exchange, caller: Caller, response: "_Response") -> list[Reply]:
         """Send events while the completions are sampled. A refusal before the first event has its own HTTP status."""

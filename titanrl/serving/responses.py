@@ -33,7 +33,6 @@ class ResponsesRequest:
         self._id, self._message_id, self._reasoning_id = new_id("resp_"), new_id("msg_"), new_id("rs_")
         instructions = fields.text("instructions")
         system: list[Message] = [] if instructions is None else [{"role": "system", "content": instructions}]
-        messages = conversation([*system, *_read_input(fields.take("input"))])
         tools = [_read_tool(each, f"tools[{index}]") for index, each in enumerate(fields.items("tools"))]
         choice = fields.take("tool_choice")
         shown, requires_tool = read_tool_choice(choice, tools, is_flat=True)
@@ -42,7 +41,7 @@ class ResponsesRequest:
         text.only("verbosity", "medium")
         text.done()
         call = Call(
-            messages=messages,
+            messages=conversation([*system, *_read_input(fields.take("input"))]),
             tools=shown,
             requires_tool=requires_tool,
             refuses_parallel=not fields.flag("parallel_tool_calls", True),
