@@ -82,7 +82,7 @@ def test_programs_of_the_user_may_have_such_files(tmp_path: Path) -> None:
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "__init__.py").write_text("import titanrl")
     (tmp_path / "own" / "program.py").write_text("print('done')")
-    (tmp_path / "chunk.py").touch()
+    (tmp_path / "this.py").touch()
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "own.program"]
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
