@@ -338,7 +338,7 @@ class TrainerConfig(Section):
     """Recompute some (`selective`) or all (`full`) activations in the backward pass, which saves memory and costs time."""
     compile: bool = False
     """Compile each transformer layer with torch.compile, which saves time and memory in large models. The first step then takes
-    longer, in a first run by tens of seconds. On a CPU, it needs a C++ compiler."""
+    longer, in a first run by tens of seconds. On a CPU, it needs a C++ compiler and Python's headers."""
     float8: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
     """torchao's float8 recipe for the projections: `tensorwise` (one scale per tensor, the fastest), `rowwise` (one per row) or
     `rowwise_with_gw_hp` (one per row, weight gradients in high precision). Null disables it. On CPU it is emulated, which is

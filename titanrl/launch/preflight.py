@@ -117,7 +117,7 @@ def broken_rules(
     is_built = config.trainer.compile and device_kind(config.device) == "cpu" and not is_remote  # C++ code, on this machine
     compiler, header = os.environ.get("CXX", "g++"), Path(sysconfig.get_path("include"), "Python.h")
     needed = {f"the compiler {compiler}": shutil.which(compiler) is not None, f"the header {header}": header.is_file()}
-    for name in [name for name, is_installed in needed.items() if training and is_built and not is_installed]:
+    for name in (name for name, is_installed in needed.items() if training and is_built and not is_installed):
         rule = f"torch.compile builds C++ code for a CPU, but {name} is not installed"
         yield config.broken("trainer.compile", rule, "install it, or set trainer.compile to false")
     yield from broken_by_hosts(config)

@@ -47,7 +47,7 @@ MODEL = "policy"
 """Name of the policy in calls."""
 OVERRIDDEN, ABANDONED, NONCONFORMING = "overridden_calls", "abandoned_calls", "nonconforming_replies"
 """Metrics of an episode: calls that asked for other sampling options than those of the run, which decides alone; calls whose
-client hung up before the reply, which are not trained on; and replies without the tool call that the client required."""
+client hung up before the reply, which are not trained on; and replies in another form than the client required."""
 _CALL_S = 86_400.0
 _CLOSE_S = 10.0
 
