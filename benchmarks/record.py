@@ -29,8 +29,7 @@ import numpy as np
 
 from benchmarks.machine import write_result
 from benchmarks.startup import cpu_s as cpu_of_processes
-from titanrl.carriers.record import FOLDER, RecordFile
-from titanrl.carriers.spans import close_timeline, open_timeline, span
+from titanrl.carriers.record import FOLDER, RecordFile, close_timeline, open_timeline, span
 from titanrl.carriers.types import Group, Prompt, Rollout, Segment
 from titanrl.config import load_config
 from titanrl.data.tokenizer import load_tokenizer, write_tokenizer

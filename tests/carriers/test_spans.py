@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.recorded import coverage
-from titanrl.carriers.record import RecordFile
-from titanrl.carriers.spans import Timeline, close_timeline, open_timeline, process_start, span
+from titanrl.carriers.record import RecordFile, Timeline, close_timeline, open_timeline, process_start, span
 from titanrl.metrics.reading import RunRecord, Span
 
 
@@ -49,7 +48,7 @@ def test_spans_without_a_timeline_are_not_recorded(tmp_path: Path) -> None:
 
 
 def test_short_spans_are_merged_but_their_pauses_are_not_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("titanrl.carriers.spans.MERGE_S", 1.0)  # for a busy machine
+    monkeypatch.setattr("titanrl.carriers.record.MERGE_S", 1.0)  # for a busy machine
     open_timeline(tmp_path, "generator_0_0", 10**6, is_server=False)
     for _ in range(20):
         with span("decode"):
@@ -129,7 +128,7 @@ def test_span_costs_microseconds(tmp_path: Path) -> None:
 
 
 def test_spans_beyond_the_queue_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("titanrl.carriers.spans.MAX_QUEUED", 10)
+    monkeypatch.setattr("titanrl.carriers.record.MAX_QUEUED", 10)
     open_timeline(tmp_path, "trainer_0", 10**6, is_server=False)
     for number in range(50):
         with span("step", "phase", step=number):

@@ -7,8 +7,7 @@ import cloudpickle
 import numpy as np
 import pytest
 
-from titanrl.carriers.routes import first_recorded, has_ids_S, id_dtype, joined_experts
-from titanrl.carriers.supports import supports_of
+from titanrl.carriers.supports import first_recorded, has_ids_S, id_dtype, joined_experts, supports_of
 from titanrl.carriers.tables import SequencePlan
 from titanrl.carriers.types import Completion, GenerationRequest, GroupHandle, SamplingParams, Segment
 

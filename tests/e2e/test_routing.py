@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tests.e2e.conftest import REPO, Start
 from titanrl.carriers.dumps import DumpReader
-from titanrl.carriers.routes import has_ids_S
+from titanrl.carriers.supports import has_ids_S
 
 EXPERTS = (
     "model.recipe={family: qwen3_moe, hidden_size: 64, intermediate_size: 32, num_layers: 2}",

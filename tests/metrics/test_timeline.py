@@ -8,7 +8,7 @@ import jsonschema
 import pytest
 
 from tests.recorded import record
-from titanrl.carriers.spans import Kind
+from titanrl.carriers.record import SpanKind
 from titanrl.commands.runs import steps, timeline
 from titanrl.metrics.reading import RecordedProcess, RunRecord, Span
 from titanrl.metrics.timeline import State, Window, lanes_of, states_of, trace_of, usage_of, usages, window_of
@@ -52,7 +52,7 @@ SCHEMA = {
 }
 
 
-def span(name: str, kind: Kind, start: float, end: float, process: str = "trainer_0", **more: Any) -> Span:
+def span(name: str, kind: SpanKind, start: float, end: float, process: str = "trainer_0", **more: Any) -> Span:
     return Span(process=process, name=name, kind=kind, start=start, seconds=end - start, busy_s=end - start, count=1, **more)
 
 
@@ -180,7 +180,7 @@ def test_damaged_spans_are_read_as_work_without_duration(tmp_path: Path) -> None
     (tmp_path / "config.yaml").write_text("")
     run = RunRecord(tmp_path)
     assert [(span.name, span.kind, span.seconds) for span in run.spans()] == [("y", "work", 0.0), ("x", "work", 0.0)]
-    assert {span.kind for span in run.spans()} <= set(get_args(Kind))
+    assert {span.kind for span in run.spans()} <= set(get_args(SpanKind))
     jsonschema.validate(trace_of(run.processes(), run.spans(), window=window_of(run.spans())), SCHEMA)
 
 

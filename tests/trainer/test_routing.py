@@ -15,7 +15,7 @@ from tests.generator.route_cases import NUM, requests, samples
 from tests.models.tiny import change_weights, write_model
 from tests.trainer import checks
 from tests.trainer.ranks import World
-from titanrl.carriers.routes import has_ids_S
+from titanrl.carriers.supports import has_ids_S
 from titanrl.carriers.tables import SequencePlan
 from titanrl.carriers.types import Completion, GroupHandle, Segment
 from titanrl.trainer.collate import collate

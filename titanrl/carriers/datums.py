@@ -8,8 +8,7 @@ from typing import TypeVar
 import numpy as np
 
 from titanrl.base.arguments import check_count, check_list, check_number, check_type, checked_numbers, checked_tokens
-from titanrl.carriers.routes import ExpertIds
-from titanrl.carriers.supports import Supports, placed
+from titanrl.carriers.supports import ExpertIds, Supports, placed
 from titanrl.carriers.types import FloatArray, IntArray, LossSums, TopTokens
 
 T = TypeVar("T")

@@ -19,8 +19,7 @@ import numpy as np
 
 from titanrl.base.errors import TitanRLError
 from titanrl.base.files import naming, replace_lines, replace_text, sync_file, sync_folder
-from titanrl.carriers.routes import ExpertIds, joined_experts
-from titanrl.carriers.supports import Supports, join
+from titanrl.carriers.supports import ExpertIds, Supports, join, joined_experts
 from titanrl.carriers.types import Completion, Group, Prompt, Rollout, ScorerFailure, Segment, Turn
 from titanrl.config.errors import BrokenRule, rule_of
 from titanrl.config.sections import RolloutConfig

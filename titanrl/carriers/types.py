@@ -15,8 +15,7 @@ import numpy.typing as npt
 
 from titanrl.base.arguments import check_number
 from titanrl.base.pickling import float32_bytes, int32_bytes, pickle_fast
-from titanrl.carriers.routes import ExpertIds, experts_bytes, experts_from
-from titanrl.carriers.supports import Supports
+from titanrl.carriers.supports import ExpertIds, Supports, experts_bytes, experts_from
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]

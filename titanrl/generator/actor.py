@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from titanrl.base.errors import StoppedError
 from titanrl.base.plugins import loading
-from titanrl.carriers.spans import span
+from titanrl.carriers.record import span
 from titanrl.carriers.types import Admission, Completion, EngineLoad, GenerationRequest, GenerationStats
 from titanrl.config.device import Device
 from titanrl.config.sections import GeneratorConfig, LoraConfig

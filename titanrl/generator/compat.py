@@ -45,8 +45,7 @@ from vllm.v1.executor import uniproc_executor
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 from vllm.v1.outputs import LogprobsTensors
 
-from titanrl.carriers.routes import ExpertIds, id_dtype
-from titanrl.carriers.supports import WORD_BITS, Int32Array, bitmap_words, words_of
+from titanrl.carriers.supports import WORD_BITS, ExpertIds, Int32Array, bitmap_words, id_dtype, words_of
 from titanrl.models.preparation import WithoutDraws
 
 _BATCH_SIZES = 32

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from vllm import EngineArgs, LLMEngine
 from vllm import SamplingParams as VllmSamplingParams
 
-from titanrl.carriers.routes import ExpertIds, first_recorded
-from titanrl.carriers.supports import Int32Array, supports_of
+from titanrl.carriers.supports import ExpertIds, Int32Array, first_recorded, supports_of
 from titanrl.carriers.types import (
     BASE,
     Completion,

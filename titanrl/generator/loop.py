@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from titanrl.base.errors import StoppedError
-from titanrl.carriers.spans import span
+from titanrl.carriers.record import span
 from titanrl.carriers.types import Completion, EngineLoad, GenerationRequest, GenerationStats
 
 if TYPE_CHECKING:

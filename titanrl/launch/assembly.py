@@ -16,7 +16,7 @@ from monarch.actor import ProcMesh
 
 from titanrl.base.choices import TransportName
 from titanrl.base.plugins import Plugins
-from titanrl.carriers.spans import span_bytes
+from titanrl.carriers.record import span_bytes
 from titanrl.config.device import Device, resolve_device
 from titanrl.config.schema import Config
 from titanrl.config.sections import GeneratorConfig

@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeVar
 import monarch.actor
 
 from titanrl.base.errors import FaultError, TitanRLError
-from titanrl.carriers.spans import span
+from titanrl.carriers.record import span
 from titanrl.config.sections import FaultsConfig
 from titanrl.processes.actors import ActorError, SupervisionError, cause_of, resolve
 from titanrl.processes.children import Respawns

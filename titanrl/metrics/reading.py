@@ -21,9 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PrivateAttr, 
 from titanrl.base.errors import TitanRLError
 from titanrl.base.files import DamagedError, why_no_folder
 from titanrl.base.ownership import open_regular
-from titanrl.carriers.record import Part, decode, parts_of, read_lines
-from titanrl.carriers.spans import KINDS
-from titanrl.carriers.spans import Kind as SpanKind
+from titanrl.carriers.record import SPAN_KINDS, Part, SpanKind, decode, parts_of, read_lines
 from titanrl.metrics.index import CompletionIndex, Filters, Found, Kind
 from titanrl.metrics.series import Rows, by_step
 
@@ -562,7 +560,7 @@ def span_of(process: str, line: Mapping[str, Any]) -> Span | None:
     return Span(
         process=process,
         name=name,
-        kind=KINDS.get(kind, "work") if isinstance(kind, str) else "work",
+        kind=SPAN_KINDS.get(kind, "work") if isinstance(kind, str) else "work",
         start=number_of(line.get("start")),
         seconds=max(0.0, number_of(line.get("seconds"))),
         busy_s=number_of(line.get("busy_s", line.get("seconds"))),

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from titanrl.carriers.spans import span
+from titanrl.carriers.record import span
 from titanrl.carriers.tables import RecordTable
 from titanrl.carriers.types import EvaluationResult, GenerationStats, LossSums, OptimUpdate
 from titanrl.config.data import DataConfig

@@ -29,8 +29,8 @@ import numpy as np
 from titanrl.base.errors import StoppedError
 from titanrl.base.files import write_bytes
 from titanrl.base.pickling import read_saved
+from titanrl.carriers.record import span
 from titanrl.carriers.rewards import RolloutError, scorer_failed
-from titanrl.carriers.spans import span
 from titanrl.carriers.tables import PackedRecord, RecordTable, Table, pack_record
 from titanrl.carriers.types import DoubleArray, GroupHandle, GroupRecord
 from titanrl.config.sections import ReplayConfig

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from titanrl.base.errors import USER_ERRORS, TitanRLError, describe_user_error
-from titanrl.carriers.spans import span
+from titanrl.carriers.record import span
 from titanrl.carriers.types import Completion, FinishReason, GenerationRequest, Outcome, SamplingParams
 from titanrl.environments import (
     Done,

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from titanrl.base.plugins import Plugins
+from titanrl.carriers.record import span
 from titanrl.carriers.rewards import Answers, Scored
-from titanrl.carriers.spans import span
 from titanrl.carriers.types import Completion, GenerationRequest, Group, Outcome, Prompt, Rollout, SamplingParams, ScorerFailure
 from titanrl.config.data import EnvironmentConfig
 from titanrl.config.schema import Config

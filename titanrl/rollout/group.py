@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from titanrl.algorithms.advantages import returns_differ, token_returns_differ
 from titanrl.base.plugins import Point
+from titanrl.carriers.record import span
 from titanrl.carriers.rewards import Answers, Scored
-from titanrl.carriers.spans import span
 from titanrl.carriers.supports import placed
 from titanrl.carriers.tables import RecordTable
 from titanrl.carriers.types import (

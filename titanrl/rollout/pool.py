@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from titanrl.base.errors import TitanRLError
-from titanrl.carriers.spans import span
+from titanrl.carriers.record import span
 from titanrl.carriers.types import Admission, Completion, GenerationRequest, OnTokens
 from titanrl.processes.actors import SupervisionError, ask_actor, open_replies
 

@@ -24,8 +24,7 @@ from typing import Any
 import numpy as np
 
 from titanrl.base.errors import TitanRLError, describe_user_error
-from titanrl.carriers.routes import first_recorded
-from titanrl.carriers.supports import placed
+from titanrl.carriers.supports import first_recorded, placed
 from titanrl.carriers.types import Completion, Segment, Turn
 from titanrl.data.tokenizer import MAX_TOKEN_CHARS
 from titanrl.environments.interface import Message, Tool

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from titanrl.base.errors import StoppedError
 from titanrl.base.plugins import Plugins, loaded, loading
 from titanrl.carriers.dumps import DumpReader, DumpWriter
-from titanrl.carriers.spans import span
+from titanrl.carriers.record import span
 from titanrl.carriers.types import EvaluationResult, Group, GroupRecord, Rejection, Rollout
 from titanrl.config.schema import Config
 from titanrl.processes.actors import (

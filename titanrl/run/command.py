@@ -25,7 +25,7 @@ import rich.console
 from titanrl.base import terminal
 from titanrl.base.choices import ConsoleMode
 from titanrl.base.errors import describe
-from titanrl.carriers.spans import process_start
+from titanrl.carriers.record import process_start
 from titanrl.config.errors import ConfigError, refusing
 from titanrl.config.load import check_program, validate
 from titanrl.config.schema import Config

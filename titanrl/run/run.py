@@ -27,7 +27,7 @@ from titanrl.base.choices import Program
 from titanrl.base.errors import FaultError, TitanRLError, describe
 from titanrl.base.files import DamagedError, replace_text
 from titanrl.base.plugins import Plugins, loading
-from titanrl.carriers.spans import close_timeline, open_timeline, span, span_bytes
+from titanrl.carriers.record import close_timeline, open_timeline, span, span_bytes
 from titanrl.carriers.types import AdamParams, DoubleArray, EvaluationResult, OptimUpdate, StepMetrics
 from titanrl.config.algorithm import AlgorithmConfig, learning_rate
 from titanrl.config.device import resolve_device

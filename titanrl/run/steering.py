@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from titanrl.base.control import Control, listen
 from titanrl.base.files import replace_text
-from titanrl.carriers.spans import span
+from titanrl.carriers.record import span
 from titanrl.config.errors import BrokenRule, ConfigError, inline
 from titanrl.config.load import explain_rule, live_keys, with_values
 from titanrl.config.schema import Config

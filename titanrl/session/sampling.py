@@ -12,8 +12,7 @@ import numpy as np
 from titanrl.base.arguments import check_count, check_list, check_number, check_type, checked_tokens
 from titanrl.base.errors import TitanRLError
 from titanrl.carriers.datums import Datum, sampled_datum
-from titanrl.carriers.routes import ExpertIds
-from titanrl.carriers.supports import Supports
+from titanrl.carriers.supports import ExpertIds, Supports
 from titanrl.carriers.types import (
     BASE,
     Completion,

@@ -17,8 +17,7 @@ import torch
 from titanrl.algorithms.divergences import TeacherTokens
 from titanrl.algorithms.logprobs import TokenSupports, token_supports
 from titanrl.carriers.record import Columns
-from titanrl.carriers.routes import ExpertIds
-from titanrl.carriers.supports import Supports
+from titanrl.carriers.supports import ExpertIds, Supports
 from titanrl.carriers.tables import MicroBatch, Row
 from titanrl.carriers.types import GroupHandle, Segment
 from titanrl.models.attention import sequence_starts

@@ -23,8 +23,7 @@ from titanrl.algorithms.losses import LossMetrics
 from titanrl.algorithms.packing import balance, pack, row_costs
 from titanrl.base.plugins import Plugin, plugin_of
 from titanrl.carriers.datums import DataResult, Datum
-from titanrl.carriers.routes import ExpertIds, has_ids_S
-from titanrl.carriers.supports import Supports
+from titanrl.carriers.supports import ExpertIds, Supports, has_ids_S
 from titanrl.carriers.types import FloatArray, IntArray
 from titanrl.models.experts import routers_of
 from titanrl.trainer.agreement import Facts

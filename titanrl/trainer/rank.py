@@ -17,8 +17,7 @@ from titanrl.base.errors import PhaseError
 from titanrl.base.files import Digests
 from titanrl.base.plugins import Plugin, Plugins, loaded, loading
 from titanrl.carriers.datums import DataResult, Datum
-from titanrl.carriers.record import BackgroundRecord, RecordFile, share
-from titanrl.carriers.spans import span
+from titanrl.carriers.record import BackgroundRecord, RecordFile, share, span
 from titanrl.carriers.tables import MicroBatch, Row
 from titanrl.carriers.types import (
     AdamParams,

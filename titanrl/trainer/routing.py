@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titanrl.carriers.routes import id_dtype
+from titanrl.carriers.supports import id_dtype
 from titanrl.models.experts import biased_layers, routers_of
 from titanrl.trainer.collate import PackedRows
 from titanrl.weights.layout import local_part
