@@ -15,8 +15,7 @@ from titanrl.carriers.types import FinishReason, FloatArray, Prompt, TopTokens
 from titanrl.config.data import Distillation
 from titanrl.config.load import check_program
 from titanrl.config.sections import DistillConfig, RecipeConfig
-from titanrl.data.entries import hinted_entry
-from titanrl.data.rows import BadRow
+from titanrl.data.entries import BadRow, hinted_entry
 from titanrl.distill import (
     Batch,
     ask_teachers,

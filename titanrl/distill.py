@@ -39,7 +39,7 @@ from titanrl.config.data import Distillation
 from titanrl.config.errors import BrokenRule, ConfigError
 from titanrl.config.load import explain_rule
 from titanrl.config.sections import DistillConfig
-from titanrl.data.rows import BadRow
+from titanrl.data.entries import BadRow
 from titanrl.launch.roles import Roles
 from titanrl.metrics import steps as metrics_of
 from titanrl.metrics.series import fixed

@@ -14,12 +14,10 @@ from tests.data.conftest import CHATML, byte_level, write_model_dir
 from titanrl.config.data import DataConfig
 from titanrl.config.errors import BrokenRules
 from titanrl.config.schema import Config
-from titanrl.data.chat_format import ChatFormat
-from titanrl.data.entries import read_messages
+from titanrl.data.entries import BadRow, read_messages
 from titanrl.data.examples import read_examples
-from titanrl.data.rows import BadRow
 from titanrl.data.streams import make_stream
-from titanrl.data.tokenizer import Tokenizer, load_tokenizer
+from titanrl.data.tokenizer import ChatFormat, Tokenizer, load_tokenizer
 
 CASE = Path(__file__).with_name("cases") / "tool_history.jsonl"
 START, END = "<|im_start|>", "<|im_end|>\n"

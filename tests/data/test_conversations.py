@@ -14,10 +14,9 @@ from tokenizers import models, pre_tokenizers
 from tests.chat import render_chat
 from tests.data.conftest import REPLY, TURNS, with_template
 from titanrl.base.choices import TrainOn
-from titanrl.data.chat_format import ChatFormat
+from titanrl.data.entries import BadRow
 from titanrl.data.examples import render_conversation
-from titanrl.data.rows import BadRow
-from titanrl.data.tokenizer import ALPHABET, EOS_ID, Tokenizer, load_tokenizer
+from titanrl.data.tokenizer import ALPHABET, EOS_ID, ChatFormat, Tokenizer, load_tokenizer
 
 # Like the templates of models that think: the thoughts of earlier messages are left out.
 FORGETTING = TURNS.replace("m.content", "m.content if loop.last else m.content.split(';')[-1]")

@@ -18,8 +18,7 @@ from tests.chat import render_chat
 from titanrl.config.data import DataConfig
 from titanrl.config.errors import BrokenRules, ConfigError
 from titanrl.config.load import load_config
-from titanrl.data.entries import question_of, read_entries, read_messages, read_tools
-from titanrl.data.rows import BadRow, data_digest
+from titanrl.data.entries import BadRow, data_digest, question_of, read_entries, read_messages, read_tools
 from titanrl.data.streams import make_stream, open_stream
 from titanrl.data.tokenizer import Tokenizer
 

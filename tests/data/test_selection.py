@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from titanrl.config.errors import ConfigError
-from titanrl.data.rows import Selection, check_recorded, record_data
+from titanrl.data.entries import Selection, check_recorded, record_data
 
 FOUND = Selection(key="data.path", source="/data/a.jsonl", num_training=3, digest="aa")
 

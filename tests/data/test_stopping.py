@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 from tests.data.conftest import CHATML, byte_level, write_model_dir
-from titanrl.data.chat_format import ChatFormat
+from titanrl.data.entries import BadRow
 from titanrl.data.examples import render_conversation
-from titanrl.data.rows import BadRow
-from titanrl.data.tokenizer import Tokenizer, export_stop_ids, load_tokenizer
+from titanrl.data.tokenizer import ChatFormat, Tokenizer, export_stop_ids, load_tokenizer
 
 QUESTION = [{"role": "user", "content": "Hi"}]
 EURO = "1 \u20ac!"

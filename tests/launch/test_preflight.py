@@ -19,7 +19,7 @@ from titanrl.config import ConfigError, Source, device, read_source
 from titanrl.config.errors import BrokenRules
 from titanrl.config.load import validate
 from titanrl.config.sections import SFTConfig
-from titanrl.data.rows import Selection
+from titanrl.data.entries import Selection
 from titanrl.data.tokenizer import Tokenizer
 from titanrl.launch.child_checks import RunningCheck, check_data, check_plugins, check_set
 from titanrl.launch.extensions import plugins_of

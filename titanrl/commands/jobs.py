@@ -24,7 +24,7 @@ from titanrl.config.errors import refusing
 from titanrl.config.load import explain_rule, validate
 from titanrl.config.sizes import host_counts
 from titanrl.config.source import dump, parse_run, read_source, source_of
-from titanrl.data.rows import Selection, check_recorded, record_data
+from titanrl.data.entries import Selection, check_recorded, record_data
 from titanrl.hosts.kubernetes import Json, broken_by_pods, controller, mesh, mesh_name
 from titanrl.hosts.slurm import IN_ALLOCATION, NOTICE_SIGNAL, SlurmError, directives, submit_job
 from titanrl.launch.preflight import preflight, read_examples

@@ -21,20 +21,24 @@ from titanrl.config.errors import BrokenRule, BrokenRules, inline
 from titanrl.config.schema import Config
 from titanrl.config.sections import ExamplesConfig, ExampleSet, WarmStartConfig
 from titanrl.config.source import data_file
-from titanrl.data.chat_format import Chat, ChatFormat
 from titanrl.data.entries import (
+    BLANK,
     OPTIONS_COLUMN,
+    BadRow,
     Message,
+    Selection,
+    data_digest,
+    format_of,
     is_missing,
     read_messages,
     read_options,
+    read_rows,
     read_tools,
     scalar_text,
     value_of,
 )
-from titanrl.data.rows import BLANK, BadRow, Selection, data_digest, format_of, read_rows
 from titanrl.data.streams import PromptStream, chat_format, epoch_order, is_heldout, make_encoder, opened
-from titanrl.data.tokenizer import MAX_TOKEN_CHARS, Tokenizer
+from titanrl.data.tokenizer import MAX_TOKEN_CHARS, Chat, ChatFormat, Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,11 +26,21 @@ from titanrl.carriers.types import IntArray, Prompt
 from titanrl.config.data import CurriculumConfig, DataConfig, Split
 from titanrl.config.errors import BrokenRule, BrokenRules
 from titanrl.config.load import did_you_mean
-from titanrl.data.chat_format import ChatFormat
-from titanrl.data.entries import Message, read_custom_prompts, read_entries, value_of
+from titanrl.data.entries import (
+    BLANK,
+    DUPLICATE,
+    OTHER_ANSWER,
+    TOO_LONG,
+    BadRow,
+    Message,
+    Row,
+    Selection,
+    read_custom_prompts,
+    read_entries,
+    value_of,
+)
 from titanrl.data.gym import create_dataset, import_task
-from titanrl.data.rows import BLANK, DUPLICATE, OTHER_ANSWER, TOO_LONG, BadRow, Row, Selection
-from titanrl.data.tokenizer import MAX_TOKEN_CHARS, Tokenizer
+from titanrl.data.tokenizer import MAX_TOKEN_CHARS, ChatFormat, Tokenizer
 
 if TYPE_CHECKING:
     from reasoning_gym.dataset import ProceduralDataset

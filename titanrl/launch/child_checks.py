@@ -29,7 +29,7 @@ from titanrl.config.errors import BrokenRule, BrokenRules, ConfigError, inline, 
 from titanrl.config.schema import Config
 from titanrl.config.sizes import model_values
 from titanrl.config.source import data_file
-from titanrl.data.rows import FORMATS, Selection, data_digest
+from titanrl.data.entries import FORMATS, Selection, data_digest
 from titanrl.data.streams import Encode, PromptStream, make_encoder, make_gym_dataset, open_prompts, open_stream
 from titanrl.data.tokenizer import Tokenizer, load_tokenizer, write_tokenizer
 from titanrl.environments.factories import load_factory

@@ -37,7 +37,7 @@ from titanrl.config.sections import SMALLEST_PACKAGES, TRACKERS, ModelConfig, Te
 from titanrl.config.sizes import ModelShape, cpu_bytes, derive, gigabytes, host_bytes, model_values
 from titanrl.config.source import Source
 from titanrl.data import examples
-from titanrl.data.rows import Selection
+from titanrl.data.entries import Selection
 from titanrl.data.tokenizer import load_tokenizer
 from titanrl.hosts.kinds import broken_by_hosts
 from titanrl.launch.child_checks import policy_tokenizer, start_checks

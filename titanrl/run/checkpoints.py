@@ -21,8 +21,8 @@ from titanrl.config.device import Device
 from titanrl.config.errors import BrokenRule, ConfigError, inline
 from titanrl.config.schema import Config
 from titanrl.config.sections import FaultsConfig
+from titanrl.data.entries import Selection
 from titanrl.data.examples import Examples
-from titanrl.data.rows import Selection
 from titanrl.launch.supervision import PartDiedError, StallError
 from titanrl.metrics.console import Console
 from titanrl.metrics.hooks import Hooks

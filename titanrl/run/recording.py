@@ -20,7 +20,7 @@ from titanrl.carriers.types import BoolArray, DoubleArray, GroupHandle, IntArray
 from titanrl.config.load import recorded_config
 from titanrl.config.schema import Config
 from titanrl.config.sections import LoggingConfig
-from titanrl.data.rows import record_data
+from titanrl.data.entries import record_data
 from titanrl.metrics import steps as metrics_of
 from titanrl.metrics.console import Console
 from titanrl.metrics.run_directory import RunDirectory

@@ -37,7 +37,7 @@ from titanrl.config.schema import Config
 from titanrl.config.sections import SFTConfig
 from titanrl.config.sizes import notes
 from titanrl.config.source import Source, config_of_run, read_source
-from titanrl.data.rows import RECORD, check_recorded
+from titanrl.data.entries import RECORD, check_recorded
 from titanrl.launch.extensions import plugins_of, with_declared_traits, with_objects
 from titanrl.launch.preflight import broken_by_saved_model, policy_notes, preflight, read_examples
 from titanrl.launch.roles import Roles, needed
