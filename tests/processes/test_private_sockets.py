@@ -30,7 +30,7 @@ from titanrl.processes.machine import HOST_FOLDER
 from titanrl.processes.templates import SHARED, Template, digest_of_imports, shared_template
 from titanrl.processes.variables import broken_by_templates
 from titanrl.replay import ReplayClosedError
-from titanrl.replay.wire import Link, Server
+from titanrl.replay.owner import Link, Server
 from titanrl.weights.fanout import HostTransport
 
 ATTACK = """

@@ -21,8 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from titanrl.base.arguments import check_count, check_number, shown
-from titanrl.replay.batches import EmptyReplayError, Floats, Integers, ReplayBatch, ReplayOptions, ReplayStats
-from titanrl.replay.columns import Columns, single
+from titanrl.replay.batches import Columns, EmptyReplayError, Floats, Integers, ReplayBatch, ReplayOptions, ReplayStats, single
 
 FANOUT = 16
 """Children of an inner node: a power of two."""

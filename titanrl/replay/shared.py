@@ -1,7 +1,7 @@
 """A prioritized replay buffer shared by several processes, on one or several hosts, without actors.
 
 One process owns the metadata. Clients copy payload directly into and out of memory-mapped files. See `titanrl.replay.owner` for
-the operations and the protection of rows, and `wire` for sessions.
+sessions, operations and the protection of rows.
 """
 
 import contextlib
@@ -20,11 +20,23 @@ from typing import Any, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from titanrl.replay.batches import Integers, ReplayBatch, ReplayClosedError, ReplayOptions, ReplayStats
-from titanrl.replay.columns import Columns, Layout, create_file, file_size, layout_of, map_file, single, template
-from titanrl.replay.owner import OwnerSettings, Shard, ShardLocation, remove, shard_folder
+from titanrl.replay.batches import (
+    Columns,
+    Integers,
+    Layout,
+    ReplayBatch,
+    ReplayClosedError,
+    ReplayOptions,
+    ReplayStats,
+    create_file,
+    file_size,
+    layout_of,
+    map_file,
+    single,
+    template,
+)
+from titanrl.replay.owner import Address, Link, OwnerSettings, Server, Shard, ShardLocation, remove, shard_folder
 from titanrl.replay.prioritized import ReplayIndex
-from titanrl.replay.wire import Address, Link, Server
 
 REPLY_S = 30.0
 START_S = 60.0
