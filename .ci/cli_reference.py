@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import redirect_stdout, suppress
 from functools import partial
 
-from titanrl import cli
+from titanrl.commands import __main__ as cli
 from titanrl.config.__main__ import main as config
 
 INTRODUCTION = """\

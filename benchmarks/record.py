@@ -44,7 +44,7 @@ SPANS_PER_STEP = 150
 """Spans of all processes in a step of the quick start, before they are merged."""
 NUM_SKIPPED = 10
 """Steps at the start of a run that are not measured."""
-BOARD = (sys.executable, "-m", "titanrl.cli", "board")
+BOARD = (sys.executable, "-m", "titanrl.commands", "board")
 PAGE_S, NUM_VISIBLE = 1.5, 9
 """Seconds between two updates of a page, and charts that a window of 1400 times 1000 pixels shows."""
 NEEDLE = "a planted Needle"

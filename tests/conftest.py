@@ -30,7 +30,7 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup, whose proc
 HEAVY = (
     *("tests/launch/", "tests/docs/", "tests/generator/", "tests/trainer/", "tests/hosts/"),
     *("tests/launch/test_preflight.py", "tests/commands/test_doctor.py", "tests/metrics/test_trackers.py"),
-    *("tests/processes/test_templates.py", "tests/test_cli.py", "tests/test_gpu.py", "tests/test_sft.py"),
+    *("tests/processes/test_templates.py", "tests/commands/test_cli.py", "tests/test_gpu.py", "tests/test_sft.py"),
 )
 """Folders and files with long tests. They run before the others, so that no worker is left with a long one at the end."""
 FIRST = ("tests/hosts/test_pods.py", "tests/e2e/", HEAVY)

@@ -72,7 +72,7 @@ def test_wheel_has_configs_requirements_types_and_command(wheel: Path) -> None:
     page = {f"titanrl/metrics/board.{kind}" for kind in ("css", "html", "js")}
     assert {*sources, *page, "titanrl/py.typed"} <= names
     assert not [name for name in names if name.split("/")[0] not in ("titanrl", f"titanrl-{__version__}.dist-info")]
-    assert "titanrl = titanrl.cli:main" in entry_points
+    assert "titanrl = titanrl.commands.__main__:main" in entry_points
 
 
 # Installed, without the packages that cannot be declared

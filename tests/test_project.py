@@ -121,7 +121,7 @@ class Hiding:
         self.find_spec = lambda name, *rest: None if name.partition(".")[0] in {undeclared} else finder.find_spec(name, *rest)
 
 sys.meta_path[:] = map(Hiding, sys.meta_path)
-for path, _ in importlib.import_module("titanrl.cli").COMMANDS.values():
+for path, _ in importlib.import_module("titanrl.commands.__main__").COMMANDS.values():
     importlib.import_module(path.partition(":")[0])
 """
     started = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)

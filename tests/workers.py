@@ -51,7 +51,7 @@ def is_only_user(users: IO[str]) -> bool:
 
 def start_warm(**options: Any) -> tuple["subprocess.Popen[str]", str]:
     """Start `titanrl warm` and wait for its imports; return the process and the folder of its templates."""
-    command = [sys.executable, "-m", "titanrl.cli", "warm", "--config", "quickstart"]
+    command = [sys.executable, "-m", "titanrl.commands", "warm", "--config", "quickstart"]
     warm = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **options)
     assert warm.stdout is not None
     output = "".join(itertools.takewhile(lambda line: not line.startswith("Ctrl-C"), warm.stdout))

@@ -26,9 +26,8 @@ if sys.argv[:1] == ["-m"] and any(each.removeprefix("-m").partition(".")[0] == "
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from titanrl.base import __version__ as __version__
 from titanrl.base.ownership import protect_monarch_log
-
-__version__ = "0.1.0"
 
 # torchmonarch reads these variables at import. Each poll of the first leaves 10 kB in the controller's memory. On one machine,
 # pidfds report dead processes earlier; runs over several hosts poll every few seconds (`launch/fleet.py`). The second

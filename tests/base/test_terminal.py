@@ -68,7 +68,7 @@ def test_early_signal_exits_without_traceback(number: signal.Signals) -> None:
 
 
 def test_deleted_working_directory_exits_with_2(tmp_path: Path) -> None:
-    program = 'mkdir here && cd here && rmdir ../here && "$1" -m titanrl.cli configs'
+    program = 'mkdir here && cd here && rmdir ../here && "$1" -m titanrl.commands configs'
     command = ["bash", "-c", program, "bash", sys.executable]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False)

@@ -88,7 +88,7 @@ def start_run(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Ite
     def start(name: str, *overrides: str, command: tuple[str, ...] = ("train",), on_cluster: bool = True) -> ClusterRun:
         places = (f"name={name}", f"output_dir={folder / 'runs'}", f"cache_dir={folder / 'cache'}")
         arguments = ["--config", "configs/quickstart.yaml", *SMALL, *places, *(SLURM if on_cluster else ()), *overrides]
-        program = [sys.executable, "-m", "titanrl.cli", *command, *arguments]
+        program = [sys.executable, "-m", "titanrl.commands", *command, *arguments]
         process = subprocess.Popen(
             cluster.on(CONTROLLER, *program) if on_cluster else program,
             cwd=REPO,

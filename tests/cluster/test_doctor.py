@@ -35,7 +35,7 @@ def doctor(cluster: Cluster, tmp_path: Path) -> Iterator[Callable[..., Verdict]]
 
     def examine(*overrides: str, prepare: Mapping[str, str] | None = None, by: str = "torchrun") -> Verdict:
         environment = cluster.environment | {"PYTHONPATH": str(REPO)}
-        program = ["-m", "titanrl.cli", "doctor", "--json", "--config", "quickstart", *OPTIONS, *overrides]
+        program = ["-m", "titanrl.commands", "doctor", "--json", "--config", "quickstart", *OPTIONS, *overrides]
         program += [f"output_dir={tmp_path}/runs"]
         if by == "slurm":
             rank_0 = run(cluster.on(CONTROLLER, sys.executable, *program, "hosts.kind=slurm"), environment)

@@ -66,14 +66,14 @@ class Lab:
     def manifest(self, name: str, *overrides: str) -> str:
         """Return what `titanrl manifest` prints."""
         arguments = ["--config", "configs/quickstart.yaml", *SMALL, f"name={name}", *PODS, *overrides]
-        command = [sys.executable, "-m", "titanrl.cli", "manifest", *arguments]
+        command = [sys.executable, "-m", "titanrl.commands", "manifest", *arguments]
         return subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True).stdout
 
     def start_at_desk(self, program: str, name: str, *overrides: str) -> subprocess.Popen[bytes]:
         """Start `titanrl train` or `titanrl doctor` on the machine outside the cluster."""
         prepare = f"mount -t tmpfs tmpfs /mnt && mkdir /mnt/titan && mount --bind {self.shared} /mnt/titan && cd /mnt/titan"
         arguments = ["--config", f"{REPO}/configs/quickstart.yaml", *SMALL, f"name={name}", *PODS, *overrides]
-        command = self.network.machine(DESK, sys.executable, "-m", "titanrl.cli", program, *arguments, prepare=prepare)
+        command = self.network.machine(DESK, sys.executable, "-m", "titanrl.commands", program, *arguments, prepare=prepare)
         environment = os.environ | {
             "PYTHONPATH": str(REPO),
             "PATH": network.PATH,
@@ -153,7 +153,7 @@ def test_curve_in_pods_equals_one_machine(lab: Lab) -> None:
     command = [
         sys.executable,
         "-m",
-        "titanrl.cli",
+        "titanrl.commands",
         "train",
         "--config",
         "configs/quickstart.yaml",

@@ -215,7 +215,7 @@ def test_stream_of_changes_ends_with_the_server(folder: Path) -> None:
 @contextmanager
 def board_command(folder: Path) -> Iterator[tuple["subprocess.Popen[str]", str, str]]:
     """Yield a running `titanrl board`, its address and its key."""
-    command = [sys.executable, "-m", "titanrl.cli", "board", str(folder)]
+    command = [sys.executable, "-m", "titanrl.commands", "board", str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2], env=os.environ) as process:
         assert process.stdout is not None
         url, _, key = process.stdout.readline().split(" at ")[1].strip().partition("/#key=")

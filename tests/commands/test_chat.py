@@ -186,7 +186,7 @@ def test_ctrl_c_cancels_the_reply_and_not_the_session() -> None:
     policy = Scripted(pause=lambda: paused)
     with serving(App(lambda key: policy, ["policy"])) as server:
         command = subprocess.Popen(
-            [sys.executable, "-m", "titanrl.cli", "chat", server.url],
+            [sys.executable, "-m", "titanrl.commands", "chat", server.url],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

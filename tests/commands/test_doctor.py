@@ -20,7 +20,7 @@ REPO = Path(__file__).parents[1]
 
 
 def doctor(folder: Path, *overrides: str, prefix: tuple[str, ...] = (), **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "titanrl.cli", "doctor", "--config", "quickstart", "device=cpu", "--json"]
+    command = [sys.executable, "-m", "titanrl.commands", "doctor", "--config", "quickstart", "device=cpu", "--json"]
     return subprocess.run(
         [*prefix, *command, f"output_dir={folder}", *overrides],
         cwd=REPO,
@@ -68,7 +68,16 @@ def test_missing_model_and_memory_limit_are_reported(tmp_path: Path) -> None:
 
 
 def test_text_has_a_table_and_a_verdict(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "titanrl.cli", "doctor", "--config", "quickstart", f"output_dir={tmp_path}", "device=cpu"]
+    command = [
+        sys.executable,
+        "-m",
+        "titanrl.commands",
+        "doctor",
+        "--config",
+        "quickstart",
+        f"output_dir={tmp_path}",
+        "device=cpu",
+    ]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=100, check=False)
     assert "Ready: the hosts fit this configuration." in done.stdout
     assert "Equal on all hosts: python" in done.stdout
@@ -99,7 +108,7 @@ def launched(
     """Run the command as two processes of a launcher; return their exit codes and outputs."""
     variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     options = ["device=cpu", "hosts.kind=launcher", "hosts.trusted_network=true", f"output_dir={tmp_path}/runs"]
-    command = [sys.executable, "-m", "titanrl.cli", "doctor", "--config", "quickstart", *options]
+    command = [sys.executable, "-m", "titanrl.commands", "doctor", "--config", "quickstart", *options]
     ranks = []
     for rank in range(2):
         path = os.pathsep.join(map(str, [*paths.get(rank, []), REPO, *filter(None, [os.environ.get("PYTHONPATH")])]))

@@ -117,7 +117,7 @@ def test_controller_has_service_account_and_job_in_namespace() -> None:
     spec = job["spec"]["template"]["spec"]
     assert spec["serviceAccountName"] == "titanrl-quickstart"
     assert spec["imagePullSecrets"] == [{"name": "registry"}]
-    assert spec["containers"][0]["command"][3:] == ["titanrl.cli", "train", "--config", "/run/titanrl/run.yaml"]
+    assert spec["containers"][0]["command"][3:] == ["titanrl.commands", "train", "--config", "/run/titanrl/run.yaml"]
     assert (job["spec"]["backoffLimit"], job["spec"]["ttlSecondsAfterFinished"]) == (0, 300)
     own = manifest("hosts.kubernetes.service_account=mine")
     assert not named(own, "Role")

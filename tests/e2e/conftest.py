@@ -79,7 +79,7 @@ class Serving:
 @contextlib.contextmanager
 def serving(policy: Path | str, *options: str) -> Iterator[Serving]:
     """Serve a policy on a free port; at the end, interrupt the server and check that it leaves no process."""
-    command = [sys.executable, "-m", "titanrl.cli", "serve", str(policy), "--port", "0", *options]
+    command = [sys.executable, "-m", "titanrl.commands", "serve", str(policy), "--port", "0", *options]
     process = subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         assert process.stdout is not None

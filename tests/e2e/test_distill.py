@@ -23,7 +23,7 @@ RUN = (
 
 def distill(folder: Path, *arguments: str) -> Finished:
     """Run the command in `folder`; its run is `runs/distill_quickstart`."""
-    command = [sys.executable, "-m", "titanrl.cli", "distill", *arguments]
+    command = [sys.executable, "-m", "titanrl.commands", "distill", *arguments]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=280, check=False)
     return Finished(done.returncode, done.stdout + done.stderr, folder / "distill_quickstart")
 
@@ -147,7 +147,7 @@ def test_hints_raise_the_held_out_score_of_a_policy_that_does_not_see_them(tmp_p
         *("name=base", f"output_dir={tmp_path}", f"cache_dir={tmp_path}/cache", f"sft.path={tmp_path}/examples.jsonl"),
         *("num_steps=150", "model.recipe.hidden_size=64", "evaluation.every_steps=0", "logging.console=plain"),
     ]
-    command = [sys.executable, "-m", "titanrl.cli", "sft", "--config", "sft_quickstart", *base]
+    command = [sys.executable, "-m", "titanrl.commands", "sft", "--config", "sft_quickstart", *base]
     subprocess.run(command, cwd=REPO, capture_output=True, timeout=280, check=True)
     finished = distill(
         tmp_path,

@@ -78,7 +78,7 @@ def test_documented_chat_completes_a_prompt(plain_run: Finished) -> None:
     lines = {line for block in all_blocks("sh") for line in shell_lines(block) if "titanrl chat" in line}
     assert lines == {"titanrl chat runs/quickstart", "titanrl chat http://127.0.0.1:8000"}
     result = subprocess.run(
-        [sys.executable, "-m", "titanrl.cli", "chat", str(plain_run.run_dir)],
+        [sys.executable, "-m", "titanrl.commands", "chat", str(plain_run.run_dir)],
         cwd=REPO,
         input="State the final answer to the following arithmetic problem: 7 + 5 - 3 =\n",
         capture_output=True,

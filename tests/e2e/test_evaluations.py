@@ -83,7 +83,7 @@ def check_command_repeats_the_run(run: Finished) -> None:
     command = [
         sys.executable,
         "-m",
-        "titanrl.cli",
+        "titanrl.commands",
         "evaluate",
         "--model",
         str(run.run_dir),

@@ -48,7 +48,7 @@ def test_students_come_within_a_twentieth_of_the_teacher(folder: Path, teacher: 
     before, after = heldout(output)
     assert before < 0.25
     assert after >= of_teacher - 0.05
-    output_of("-m", "titanrl.cli", "distill", "--config", "distill_quickstart", path, folder=folder)
+    output_of("-m", "titanrl.commands", "distill", "--config", "distill_quickstart", path, folder=folder)
     by_command = Finished(0, "", folder / "distill_quickstart").evaluations()
     assert by_command[-1] >= of_teacher - 0.05
 

@@ -62,7 +62,7 @@ def fine_tune(folder: Path, cache: Path, *arguments: str) -> subprocess.Complete
     )
     start = ("--config", "sft_quickstart", *small, "logging.console=plain", f"cache_dir={cache}")
     arguments = arguments if "--resume" in arguments else (*start, f"output_dir={folder}/runs", *arguments)
-    command = [sys.executable, "-m", "titanrl.cli", "sft", *arguments]
+    command = [sys.executable, "-m", "titanrl.commands", "sft", *arguments]
     return subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=120, check=False)
 
 

@@ -95,7 +95,7 @@ def test_documented_requests_are_answered(url: str, page: Path, capsys: pytest.C
 def test_documented_chat_is_a_client_of_the_endpoint(url: str) -> None:
     commands = [line for block in blocks_of(PAGES[0]) if block.language == "sh" for line in shell_lines(block)]
     (line,) = (line for line in commands if line.startswith("titanrl chat http"))
-    command = line.replace("http://127.0.0.1:8000", url).replace("titanrl", f"{sys.executable} -m titanrl.cli")
+    command = line.replace("http://127.0.0.1:8000", url).replace("titanrl", f"{sys.executable} -m titanrl.commands")
     result = subprocess.run(
         shlex.split(command), input=f"{QUESTION}\n{'1' * 5000}\n", capture_output=True, text=True, check=True, timeout=60
     )

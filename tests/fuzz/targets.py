@@ -336,7 +336,7 @@ def command(*arguments: str) -> int:
     """Run the command, check its output, and return its exit code."""
     environment = os.environ | {"PYTHONPATH": str(REPO)}
     done = subprocess.run(
-        [sys.executable, "-m", "titanrl.cli", *(argument[:100_000] for argument in arguments)],
+        [sys.executable, "-m", "titanrl.commands", *(argument[:100_000] for argument in arguments)],
         capture_output=True,
         timeout=COMMAND_LIMIT_S,
         check=False,

@@ -3,6 +3,8 @@
 import os
 import sys
 
+__version__ = "0.1.0"
+
 
 def refuse_hiding(folder: str, error: BaseException | None = None) -> None:
     """Exit with code 2 if a file in the first folder of `sys.path` hides a module of the standard library.

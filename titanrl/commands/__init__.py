@@ -1,1 +1,1 @@
-"""Subcommands of `titanrl` that are not training loops."""
+"""The command `titanrl`, and its subcommands that are not training loops."""

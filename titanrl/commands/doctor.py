@@ -16,8 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Literal
 
-from titanrl import __version__
-from titanrl.base import terminal
+from titanrl.base import __version__, terminal
 from titanrl.base.choices import DeviceKind
 from titanrl.base.errors import TitanRLError
 from titanrl.config.device import DEVICES, device_kind, install, install_verifiers, missing_for, packages

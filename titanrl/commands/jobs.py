@@ -111,7 +111,7 @@ def script(config: Config, run_dir: Path) -> str:
     body = _BODY.format(
         folder=shlex.quote(os.getcwd()),
         inside=IN_ALLOCATION,
-        command=shlex.join([sys.executable, "-m", "titanrl.cli", config.program, "--resume", str(run_dir)]),
+        command=shlex.join([sys.executable, "-m", "titanrl.commands", config.program, "--resume", str(run_dir)]),
         signal=NOTICE_SIGNAL,
     )
     return "\n".join(["#!/bin/bash", *header, body + (_REQUEUE if slurm.requeue else "") + "exit $code", ""])

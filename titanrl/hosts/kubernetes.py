@@ -238,7 +238,7 @@ def _controller_spec(kubernetes: KubernetesConfig, name: str, account: str, comm
     amounts = {"cpu": kubernetes.controller_cpu, "memory": kubernetes.controller_memory}
     container = _container(
         kubernetes,
-        ["titanrl.cli", *command],
+        ["titanrl.commands", *command],
         {POD_NAME: "metadata.name"},
         {key: amount for key, amount in amounts.items() if amount is not None},
     )

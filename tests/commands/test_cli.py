@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from titanrl import __version__, cli
+from titanrl import __version__
+from titanrl.commands import __main__ as cli
 from titanrl.config import source
 from titanrl.config.sections import RecipeConfig
 from titanrl.models.recipe import create_model
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -52,8 +53,8 @@ def test_overrides_may_come_before_and_after_an_option(arguments: list[str], cap
 @pytest.mark.parametrize(
     "start",
     [
-        ["-P", "-c", "from titanrl.cli import main; main(['configs', 'quickstart'])"],
-        ["-m", "titanrl.cli", "configs", "quickstart"],
+        ["-P", "-c", "from titanrl.commands.__main__ import main; main(['configs', 'quickstart'])"],
+        ["-m", "titanrl.commands", "configs", "quickstart"],
         ["-m", "titanrl.grpo", "--help"],
         ["-m", "titanrl.distill", "--help"],
     ],
@@ -92,7 +93,7 @@ def test_programs_of_the_user_may_have_such_files(tmp_path: Path) -> None:
 def test_help_and_version_import_only_the_standard_library() -> None:
     for option, first in (("--help", "usage: titanrl"), ("--version", f"titanrl {__version__}")):
         program = (
-            "import sys\nfrom titanrl.cli import main\ntry: main(sys.argv[1:])\n"
+            "import sys\nfrom titanrl.commands.__main__ import main\ntry: main(sys.argv[1:])\n"
             "except SystemExit as ended: assert not ended.code\n"
             "names = {name.split('.')[0] for name in sys.modules} & {'monarch', 'numpy', 'pydantic', 'rich', 'torch', 'yaml'}\n"
             "print(names, file=sys.stderr)"
@@ -100,6 +101,15 @@ def test_help_and_version_import_only_the_standard_library() -> None:
         result = subprocess.run([sys.executable, "-c", program, option], cwd=ROOT, capture_output=True, text=True, check=True)
         assert result.stdout.startswith(first)
         assert result.stderr == "set()\n"
+
+
+def test_help_of_a_subcommand_imports_only_its_module() -> None:
+    program = (
+        "import sys\nfrom titanrl.commands.__main__ import main\ntry: main(['chat', '--help'])\n"
+        "except SystemExit: print(*(name for name in sys.modules if name.startswith('titanrl.commands.')), file=sys.stderr)"
+    )
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stderr == "titanrl.commands.__main__ titanrl.commands.chat\n"
 
 
 @pytest.mark.parametrize(
@@ -166,7 +176,7 @@ def test_train_and_grpo_module_are_the_same_command() -> None:
             text=True,
             check=False,
         )
-        for module in (["titanrl.cli", "train"], ["titanrl.grpo"])
+        for module in (["titanrl.commands", "train"], ["titanrl.grpo"])
     ]
     assert results[0].returncode == results[1].returncode == 2
     assert results[0].stderr == results[1].stderr
@@ -175,7 +185,7 @@ def test_train_and_grpo_module_are_the_same_command() -> None:
 
 def test_missing_dependency_is_reported_without_traceback() -> None:
     # -S: without site-packages
-    command = [sys.executable, "-S", "-m", "titanrl.cli"]
+    command = [sys.executable, "-S", "-m", "titanrl.commands"]
     result = subprocess.run([*command, "train"], cwd=ROOT, env={}, capture_output=True, text=True, check=False)
     assert result.returncode == 2
     assert re.fullmatch(r"\w+: the package is not installed\. Reinstall TitanRL with its dependencies\.\n", result.stderr)
@@ -184,7 +194,8 @@ def test_missing_dependency_is_reported_without_traceback() -> None:
 
 def test_console_script_imports_modules_from_working_directory(tmp_path: Path) -> None:
     (tmp_path / "my_rewards.py").write_text("def score(completion, entry): return 1.0\n")
-    program = f"import sys; sys.path[0] = {str(tmp_path / 'bin')!r}; from titanrl.cli import main; main()"  # as a script starts
+    start = f"import sys; sys.path[0] = {str(tmp_path / 'bin')!r}"  # as a script starts
+    program = f"{start}; from titanrl.commands.__main__ import main; main()"
     arguments = ["train", "--config", "quickstart", "data.rewards={mine: my_rewards:score}", "--dry-run"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     result = subprocess.run(
@@ -251,7 +262,7 @@ def test_invalid_use_of_configs_is_explained(arguments: list[str], error: str, c
 
 
 def test_doctor_reports_this_environment_ready(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "titanrl.cli", "doctor", "cpu", "--json"]
+    command = [sys.executable, "-m", "titanrl.commands", "doctor", "cpu", "--json"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     report = json.loads(result.stdout)
     assert [finding for finding in report["findings"] if finding["status"] != "ok"] == []
@@ -263,7 +274,7 @@ def test_doctor_reports_this_environment_ready(tmp_path: Path) -> None:
 
 
 def test_doctor_rejects_missing_device() -> None:
-    command = [sys.executable, "-m", "titanrl.cli", "doctor", "npu", "--json"]
+    command = [sys.executable, "-m", "titanrl.commands", "doctor", "npu", "--json"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     findings = {finding["name"]: finding for finding in json.loads(result.stdout)["findings"]}
     assert result.returncode == 1

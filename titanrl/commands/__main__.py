@@ -6,8 +6,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from titanrl import __version__
-from titanrl.base import refuse_hiding, terminal
+from titanrl.base import __version__, refuse_hiding, terminal
 
 COMMANDS = {
     "train": ("titanrl.grpo:main", "train a policy, or continue a run"),
