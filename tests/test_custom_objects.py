@@ -24,9 +24,8 @@ from titanrl.base.plugins import Plugins, loaded
 from titanrl.carriers.tables import RecordTable
 from titanrl.config import Config, ConfigError, load_config, read_source
 from titanrl.config.algorithm import ADVANTAGES, LOSSES, AlgorithmConfig
-from titanrl.config.load import validate
+from titanrl.config.load import dump, validate
 from titanrl.config.sections import TRACKERS, ReplayConfig
-from titanrl.config.source import dump
 from titanrl.launch.extensions import plugins_of, with_declared_traits, with_objects
 from titanrl.launch.preflight import preflight
 from titanrl.metrics.hooks import Hooks

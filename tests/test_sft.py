@@ -13,7 +13,7 @@ import transformers
 
 from tests.documented import undocumented
 from titanrl.config import Config, ConfigError, load_config
-from titanrl.config.section import FOLDER
+from titanrl.config.sections import FOLDER
 from titanrl.data.streams import is_heldout
 from titanrl.data.tokenizer import load_tokenizer
 from titanrl.grpo import GRPO

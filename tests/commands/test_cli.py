@@ -11,7 +11,7 @@ import pytest
 
 from titanrl import __version__
 from titanrl.commands import __main__ as cli
-from titanrl.config import source
+from titanrl.config import load
 from titanrl.config.sections import RecipeConfig
 from titanrl.models.recipe import create_model
 
@@ -209,11 +209,11 @@ def test_console_script_imports_modules_from_working_directory(tmp_path: Path) -
 
 def test_existing_file_takes_precedence_over_shipped_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert source.config_file("quickstart") == source.FOLDER / "quickstart.yaml"
-    assert source.config_file("quickstart.yaml") == Path("quickstart.yaml")
-    assert source.config_file("configs/quickstart") == Path("configs/quickstart")
+    assert load.config_file("quickstart") == load.FOLDER / "quickstart.yaml"
+    assert load.config_file("quickstart.yaml") == Path("quickstart.yaml")
+    assert load.config_file("configs/quickstart") == Path("configs/quickstart")
     (tmp_path / "quickstart").write_text("name: mine\n")
-    assert source.config_file("quickstart") == Path("quickstart")
+    assert load.config_file("quickstart") == Path("quickstart")
 
 
 def test_configs_lists_names_with_descriptions(capsys: pytest.CaptureFixture[str]) -> None:
@@ -226,7 +226,7 @@ def test_configs_lists_names_with_descriptions(capsys: pytest.CaptureFixture[str
 def test_configs_prints_shipped_file_verbatim(capsys: pytest.CaptureFixture[str]) -> None:
     cli.main(["configs", "quickstart"])
     text = capsys.readouterr().out
-    assert text.replace(f"{source.FOLDER}/schema.json", "schema.json") == (ROOT / "configs/quickstart.yaml").read_text()
+    assert text.replace(f"{load.FOLDER}/schema.json", "schema.json") == (ROOT / "configs/quickstart.yaml").read_text()
 
 
 def test_copy_never_overwrites_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

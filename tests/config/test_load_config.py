@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from titanrl.config import Config, ConfigError, load_config, recorded_config
 from titanrl.config.algorithm import ALGORITHM_PRESETS, CORRECTION_PRESETS, AlgorithmConfig
-from titanrl.config.source import dump, parse
+from titanrl.config.load import dump, parse
 
 
 def write(folder: Path, text: str) -> Path:

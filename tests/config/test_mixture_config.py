@@ -6,7 +6,7 @@ import pytest
 
 from titanrl.config import Config, ConfigError, load_config
 from titanrl.config.data import DataConfig, TaskConfig
-from titanrl.config.source import dump
+from titanrl.config.load import dump
 from titanrl.launch.extensions import plugins_of, with_objects
 
 START = "name: a\nnum_steps: 3\n"

@@ -3,8 +3,7 @@
 from typing import Any
 
 from titanrl.config import Config
-from titanrl.config.dry_run import placements
-from titanrl.config.sizes import derive
+from titanrl.config.sizes import derive, placements
 
 
 def make_config(**sections: Any) -> Config:

@@ -16,8 +16,7 @@ from titanrl.config.algorithm import (
     CorrectionConfig,
     KLConfig,
 )
-from titanrl.config.dry_run import misfits
-from titanrl.config.sizes import derive
+from titanrl.config.sizes import derive, misfits
 from titanrl.models.directory import model_shape
 
 ROOT = Path(__file__).parents[2]

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from tests.config.wrong import GOOD, complaint
 from titanrl.config import ConfigError, load_config
-from titanrl.config.load import sections
-from titanrl.config.source import dump
+from titanrl.config.load import dump, sections
 
 
 def test_unknown_key(tmp_path: Path) -> None:

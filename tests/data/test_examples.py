@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from titanrl.config import Config
 from titanrl.config.errors import BrokenRules
-from titanrl.config.section import FOLDER
-from titanrl.config.source import data_file
+from titanrl.config.load import data_file
+from titanrl.config.sections import FOLDER
 from titanrl.data.examples import Demonstration, Examples, mean_loss_data, read_examples
 from titanrl.data.streams import is_heldout
 from titanrl.data.tokenizer import Tokenizer

@@ -16,7 +16,7 @@ import yaml
 from tests.docs.blocks import PAGES, ROOT, Block, all_blocks, blocks_of, indented_blocks, shell_lines
 from titanrl import load_config
 from titanrl.commands import __main__ as cli
-from titanrl.config.source import parse_run
+from titanrl.config.load import parse_run
 
 COMMANDS = [(block, line) for block in all_blocks("sh") for line in shell_lines(block)]
 TRAINS = re.compile(r"(\.venv/bin/)?titanrl (?P<name>train|sft|distill) ")

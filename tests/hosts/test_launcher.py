@@ -12,9 +12,8 @@ import pytest
 
 from tests.ports import free_port
 from titanrl.config.errors import BrokenRules, ConfigError
-from titanrl.config.load import load_config
+from titanrl.config.load import load_config, read_source
 from titanrl.config.schema import Config
-from titanrl.config.source import read_source
 from titanrl.hosts.launcher import (
     World,
     broken_by_launcher,
@@ -202,7 +201,7 @@ PROGRAM = """\
 import os, sys
 from titanrl.config.errors import ConfigError
 from titanrl.config.load import validate
-from titanrl.config.source import read_source
+from titanrl.config.load import read_source
 from titanrl.hosts.launcher import run_launched, tell_failure
 
 def controller():

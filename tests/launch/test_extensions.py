@@ -9,7 +9,7 @@ import pytest
 import titanrl
 from titanrl.carriers.rewards import Reward
 from titanrl.config import Config, ConfigError, load_config
-from titanrl.config.source import dump
+from titanrl.config.load import dump
 from titanrl.grpo import GRPO
 from titanrl.launch.extensions import plugins_of, with_objects
 

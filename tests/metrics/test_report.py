@@ -14,7 +14,7 @@ import pytest
 from tests.recorded import record_group
 from titanrl.carriers.types import StepMetrics
 from titanrl.config import Config
-from titanrl.config.source import dump
+from titanrl.config.load import dump
 from titanrl.metrics import report as report_module
 from titanrl.metrics.report import page_file, write_report
 from titanrl.metrics.run_directory import RunDirectory

@@ -14,7 +14,7 @@ from tests.recorded import record_group
 from titanrl.carriers.record import RecordFile
 from titanrl.commands import runs
 from titanrl.config import load_config
-from titanrl.config.source import dump
+from titanrl.config.load import dump
 from titanrl.metrics.reading import open_run
 from titanrl.run.explanation import ExplainedSegment, NotExplainedError, explain, share_of
 

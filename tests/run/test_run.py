@@ -18,9 +18,8 @@ from titanrl.base.files import commit_folder
 from titanrl.carriers.record import read_lines
 from titanrl.carriers.types import EvaluationResult, OptimUpdate, StepMetrics
 from titanrl.config import load_config
-from titanrl.config.load import validate
+from titanrl.config.load import dump, read_source, validate
 from titanrl.config.sections import RecipeConfig
-from titanrl.config.source import dump, read_source
 from titanrl.grpo import GRPO
 from titanrl.launch.run_lock import LOCK_FILE, RunLock, check_idle, claim_new_run, claim_run
 from titanrl.metrics.console import Console

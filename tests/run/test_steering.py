@@ -12,7 +12,7 @@ import pytest
 
 from titanrl.config import Config, load_config
 from titanrl.config.errors import ConfigError
-from titanrl.config.source import read_source
+from titanrl.config.load import read_source
 from titanrl.metrics.console import Console
 from titanrl.metrics.hooks import Hook, Hooks
 from titanrl.metrics.run_directory import RunDirectory

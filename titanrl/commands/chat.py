@@ -20,7 +20,7 @@ from titanrl.base.errors import TitanRLError
 from titanrl.config import ConfigError
 from titanrl.config.device import installed_version
 from titanrl.config.errors import refusing
-from titanrl.config.source import read_source
+from titanrl.config.load import read_source
 from titanrl.metrics.reading import RunRecord
 from titanrl.metrics.run_directory import run_of
 from titanrl.processes.confine import end_with_parent

@@ -21,9 +21,8 @@ from titanrl.base.files import replace_text
 from titanrl.config import Config, ConfigError, recorded_config
 from titanrl.config.device import device_kind
 from titanrl.config.errors import refusing
-from titanrl.config.load import explain_rule, validate
+from titanrl.config.load import dump, explain_rule, parse_run, read_source, source_of, validate
 from titanrl.config.sizes import host_counts
-from titanrl.config.source import dump, parse_run, read_source, source_of
 from titanrl.data.entries import Selection, check_recorded, record_data
 from titanrl.hosts.kubernetes import Json, broken_by_pods, controller, mesh, mesh_name
 from titanrl.hosts.slurm import IN_ALLOCATION, NOTICE_SIGNAL, SlurmError, directives, submit_job

@@ -22,8 +22,7 @@ from titanrl.base import terminal
 from titanrl.base.files import why_no_file, why_no_folder
 from titanrl.config import Config, ConfigError, Source
 from titanrl.config.errors import BrokenRule, refusing
-from titanrl.config.load import validate
-from titanrl.config.source import read_source
+from titanrl.config.load import read_source, validate
 from titanrl.launch.preflight import preflight
 from titanrl.metrics.console import Console
 from titanrl.metrics.run_directory import run_of

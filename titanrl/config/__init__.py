@@ -1,8 +1,7 @@
 """Configuration of a run: typed models, strict YAML, overrides, and errors that name the fix."""
 
 from titanrl.config.errors import ConfigError
-from titanrl.config.load import load_config, recorded_config
+from titanrl.config.load import Source, load_config, read_source, recorded_config
 from titanrl.config.schema import Config
-from titanrl.config.source import Source, read_source
 
 __all__ = ["Config", "ConfigError", "Source", "load_config", "read_source", "recorded_config"]

@@ -9,9 +9,8 @@ from collections.abc import Iterator, Sequence
 from titanrl.base import terminal
 from titanrl.base.files import in_shell
 from titanrl.config.errors import inline
-from titanrl.config.load import SectionKeys, is_live, json_schema, sections, type_text
-from titanrl.config.section import FOLDER
-from titanrl.config.source import shipped_configs
+from titanrl.config.load import SectionKeys, is_live, json_schema, sections, shipped_configs, type_text
+from titanrl.config.sections import FOLDER
 
 _INTRODUCTION = """\
 # Configuration

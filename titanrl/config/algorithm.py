@@ -12,7 +12,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PrivateAttr, model_
 
 from titanrl.base.choices import KLEstimator, LearningRateDecay, Proximal, Reduction
 from titanrl.config.errors import BrokenRule
-from titanrl.config.section import LIVE, Count, Decay, Fraction, OrImportPath, Section, Share, Steps, StepsOrZero, Tokens
+from titanrl.config.sections import LIVE, Count, Decay, Fraction, OrImportPath, Section, Share, Steps, StepsOrZero, Tokens
 
 Traits = TypeVar("Traits")
 Ratio = Literal["sampler", "proximal", "none", "undeclared"]

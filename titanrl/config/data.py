@@ -12,14 +12,16 @@ from pydantic_core import CoreSchema
 
 from titanrl.config.algorithm import ADVANTAGES, AlgorithmConfig
 from titanrl.config.errors import BrokenRule, BrokenRules
-from titanrl.config.section import (
+from titanrl.config.sections import (
     FOR_KEYS,
     LIVE,
     Count,
     CountOrZero,
+    DistillConfig,
     Fraction,
     InputPath,
     OrImportPath,
+    RolloutConfig,
     Seconds,
     Section,
     Share,
@@ -30,7 +32,6 @@ from titanrl.config.section import (
     fields_of,
     meanings,
 )
-from titanrl.config.sections import DistillConfig, RolloutConfig
 
 FILE_SOURCES = ("jsonl", "parquet", "arrow")
 """Built-in prompt sources that read files."""

@@ -21,23 +21,26 @@ from titanrl.config.data import (
     evaluation_sets,
 )
 from titanrl.config.errors import BrokenRule, BrokenRules
-from titanrl.config.section import FilePath, OrImportPath, Section, Steps
 from titanrl.config.sections import (
     CheckpointConfig,
     DistillConfig,
     ExamplesConfig,
     ExampleSet,
     FaultsConfig,
+    FilePath,
     GeneratorConfig,
     HostGroup,
     HostsConfig,
     LoggingConfig,
     ModelConfig,
+    OrImportPath,
     PlacementConfig,
     ReplayConfig,
     RolloutConfig,
     SandboxConfig,
+    Section,
     SFTConfig,
+    Steps,
     TimeoutsConfig,
     TrainerConfig,
     WarmStartConfig,

@@ -18,9 +18,9 @@ from titanrl.base.choices import TrainOn
 from titanrl.carriers.datums import Datum, ForwardBackwardOutput
 from titanrl.carriers.types import BoolArray, IntArray, Prompt
 from titanrl.config.errors import BrokenRule, BrokenRules, inline
+from titanrl.config.load import data_file
 from titanrl.config.schema import Config
 from titanrl.config.sections import ExamplesConfig, ExampleSet, WarmStartConfig
-from titanrl.config.source import data_file
 from titanrl.data.entries import (
     BLANK,
     OPTIONS_COLUMN,

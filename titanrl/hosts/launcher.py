@@ -21,10 +21,9 @@ from typing import TYPE_CHECKING, Self, TypeVar
 
 from titanrl.config.device import missing_for, resolve_device
 from titanrl.config.errors import BrokenRule, BrokenRules, ConfigError
-from titanrl.config.load import explain_rule
+from titanrl.config.load import Source, explain_rule
 from titanrl.config.schema import Config
 from titanrl.config.sizes import host_counts
-from titanrl.config.source import Source
 from titanrl.hosts.holder import serve
 from titanrl.hosts.leases import (
     END,

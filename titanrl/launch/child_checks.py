@@ -26,9 +26,9 @@ from titanrl.base.plugins import Plugin, Plugins, plugins_of_data, plugins_withi
 from titanrl.carriers.rewards import DENIED, INVALID, Answers, BoundReward, Score, custom_reward
 from titanrl.config.data import ENVIRONMENTS, DataConfig, EvaluationSet, Split
 from titanrl.config.errors import BrokenRule, BrokenRules, ConfigError, inline, rule_of, within
+from titanrl.config.load import data_file
 from titanrl.config.schema import Config
 from titanrl.config.sizes import model_values
-from titanrl.config.source import data_file
 from titanrl.data.entries import FORMATS, Selection, data_digest
 from titanrl.data.streams import Encode, PromptStream, make_encoder, make_gym_dataset, open_prompts, open_stream
 from titanrl.data.tokenizer import Tokenizer, load_tokenizer, write_tokenizer

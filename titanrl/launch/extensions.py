@@ -19,7 +19,7 @@ from titanrl.config.data import MIXTURE, SETS
 from titanrl.config.errors import BrokenRules, ConfigError, inline, message
 from titanrl.config.load import dotted, explain_rule
 from titanrl.config.schema import Config
-from titanrl.config.section import Section
+from titanrl.config.sections import Section
 from titanrl.data import entries, mixture
 from titanrl.environments import factories
 from titanrl.metrics import hooks, trackers

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from titanrl.base.errors import TitanRLError
-from titanrl.config.source import parse
+from titanrl.config.load import parse
 from titanrl.metrics.reading import RunRecord, flat
 from titanrl.metrics.report import frozen_page, frozen_run
 from titanrl.metrics.series import Rows, count, ends_of, evaluated_sets, series

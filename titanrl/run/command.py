@@ -27,9 +27,8 @@ from titanrl.base.choices import ConsoleMode
 from titanrl.base.errors import describe
 from titanrl.carriers.record import process_start
 from titanrl.config.errors import ConfigError, refusing
-from titanrl.config.load import check_program, validate
+from titanrl.config.load import Source, check_program, parse_run, source_of, validate
 from titanrl.config.schema import Config
-from titanrl.config.source import Source, parse_run, source_of
 from titanrl.hosts.launcher import run_launched, tell_failure
 from titanrl.launch.preflight import Checked, dry_run
 from titanrl.launch.run_lock import check_idle, check_new_run

@@ -11,9 +11,8 @@ from pathlib import Path
 from titanrl.carriers.dumps import DumpBatches, DumpInfo, DumpReader, fingerprint, holds_dump, read_info
 from titanrl.carriers.types import StepMetrics
 from titanrl.config.errors import BrokenRule, ConfigError
-from titanrl.config.load import explain_rule
+from titanrl.config.load import Source, explain_rule
 from titanrl.config.schema import Config
-from titanrl.config.source import Source
 from titanrl.data.tokenizer import Tokenizer
 from titanrl.launch.roles import Roles
 from titanrl.metrics import steps as metrics_of

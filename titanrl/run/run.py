@@ -32,11 +32,10 @@ from titanrl.carriers.types import AdamParams, DoubleArray, EvaluationResult, Op
 from titanrl.config.algorithm import AlgorithmConfig, learning_rate
 from titanrl.config.device import resolve_device
 from titanrl.config.errors import BrokenRules, ConfigError
-from titanrl.config.load import check_program, explain_rule
+from titanrl.config.load import Source, check_program, config_of_run, explain_rule, read_source
 from titanrl.config.schema import Config
 from titanrl.config.sections import SFTConfig
 from titanrl.config.sizes import notes
-from titanrl.config.source import Source, config_of_run, read_source
 from titanrl.data.entries import RECORD, check_recorded
 from titanrl.launch.extensions import plugins_of, with_declared_traits, with_objects
 from titanrl.launch.preflight import broken_by_saved_model, policy_notes, preflight, read_examples

@@ -23,9 +23,8 @@ from titanrl.base.control import Control, listen
 from titanrl.base.files import replace_text
 from titanrl.carriers.record import span
 from titanrl.config.errors import BrokenRule, ConfigError, inline
-from titanrl.config.load import explain_rule, live_keys, with_values
+from titanrl.config.load import Source, explain_rule, live_keys, with_values
 from titanrl.config.schema import Config
-from titanrl.config.source import Source
 from titanrl.metrics.series import duration
 from titanrl.run.checkpoints import RunPart, RunState
 
