@@ -17,7 +17,7 @@ from tests.data.conftest import CHATML
 from titanrl.carriers.types import Completion, SamplingParams
 from titanrl.data.tokenizer import load_tokenizer, write_tokenizer
 from titanrl.environments import Done, Episode, Message, Observation, Tool, ToolEnvironment
-from titanrl.environments.results import checked
+from titanrl.environments.interface import checked
 from titanrl.rollout.driver import Conversation, EpisodeError, Limits
 from titanrl.rollout.renderers import LibraryRenderer, PlainRenderer, Renderer, TemplateRenderer, TurnEnd, make_renderer
 

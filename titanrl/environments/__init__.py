@@ -23,11 +23,11 @@ from titanrl.environments.interface import Tool as Tool
 from titanrl.environments.interface import ToolError as ToolError
 
 if TYPE_CHECKING:
-    from titanrl.environments.calculator import Calculator as Calculator
     from titanrl.environments.factories import SingleTurn as SingleTurn
     from titanrl.environments.factories import make_environment as make_environment
     from titanrl.environments.python_tool import Python as Python
     from titanrl.environments.tic_tac_toe import TicTacToe as TicTacToe
+    from titanrl.environments.tools import Calculator as Calculator
     from titanrl.environments.tools import ToolEnvironment as ToolEnvironment
     from titanrl.environments.tools import Toolset as Toolset
     from titanrl.environments.worker import EnvironmentPool as EnvironmentPool
@@ -36,11 +36,10 @@ if TYPE_CHECKING:
     from titanrl.environments.worker import ProcessOptions as ProcessOptions
 
 _NAMES = {
-    "calculator": "Calculator",
     "factories": "SingleTurn make_environment",
     "python_tool": "Python",
     "tic_tac_toe": "TicTacToe",
-    "tools": "ToolEnvironment Toolset",
+    "tools": "Calculator ToolEnvironment Toolset",
     "worker": "EnvironmentPool Environments ProcessEnvironment ProcessOptions",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}

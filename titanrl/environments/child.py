@@ -32,8 +32,9 @@ from titanrl.environments.interface import (
     Observation,
     Prepares,
     Tool,
+    checked,
+    shown,
 )
-from titanrl.environments.results import checked, shown
 from titanrl.processes.confine import end_with_parent
 
 LENGTH = struct.Struct("!I")

@@ -19,7 +19,7 @@ FUNCTION_KEY = f"{KEY}.function"
 BUILTIN = {
     "single_turn": "titanrl.environments.factories:SingleTurn",
     "tools": "titanrl.environments.factories:tools",
-    "calculator": "titanrl.environments.calculator:calculator",
+    "calculator": "titanrl.environments.tools:calculator",
     "python": "titanrl.environments.python_tool:python",
     "tic_tac_toe": "titanrl.environments.tic_tac_toe:TicTacToe",
     "openenv": "titanrl.environments.openenv:openenv",
@@ -27,7 +27,7 @@ BUILTIN = {
 }
 """Import paths of the built-in environments by name."""
 BUILTIN_TOOLS = {
-    "calculator": "titanrl.environments.calculator:Calculator",
+    "calculator": "titanrl.environments.tools:Calculator",
     "python": "titanrl.environments.python_tool:Python",
 }
 """Import paths of the built-in tools by name."""

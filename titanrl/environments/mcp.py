@@ -27,8 +27,10 @@ from titanrl.environments.interface import (
     Episode,
     Tool,
     ToolError,
+    readable,
+    readable_text,
+    shown,
 )
-from titanrl.environments.results import readable, readable_text, shown
 from titanrl.environments.servers import ServerProcess, opened, running, shared
 from titanrl.environments.tools import ListedTools
 from titanrl.processes.temporary import TemporaryFolder

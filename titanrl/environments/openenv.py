@@ -35,8 +35,10 @@ from titanrl.environments.interface import (
     Message,
     Observation,
     Tool,
+    readable,
+    readable_text,
+    shown,
 )
-from titanrl.environments.results import readable, readable_text, shown
 from titanrl.environments.servers import ServerProcess, running
 from titanrl.processes.temporary import TemporaryFolder, private_folder
 

@@ -19,8 +19,7 @@ from urllib.parse import urlsplit
 from titanrl.base.errors import describe_user_error
 from titanrl.base.ownership import open_regular
 from titanrl.base.plugins import import_object
-from titanrl.environments.interface import Done, EnvironmentFailure
-from titanrl.environments.results import checked, parse_object, readable_text, shown
+from titanrl.environments.interface import Done, EnvironmentFailure, checked, parse_object, readable_text, shown
 from titanrl.processes import supervisor
 from titanrl.processes.children import Child, Output
 from titanrl.processes.temporary import TemporaryFolder

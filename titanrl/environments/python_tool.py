@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from titanrl.config.sections import SandboxConfig
-from titanrl.environments.interface import ToolError
-from titanrl.environments.results import readable_text
+from titanrl.environments.interface import ToolError, readable_text
 from titanrl.environments.servers import forget, shared
 from titanrl.environments.tools import ToolEnvironment
 from titanrl.processes.sandbox import MAX_CODE_CHARS, SandboxDied, SnippetPool

@@ -1,7 +1,4 @@
-"""Objects that the episodes of an event loop share, such as pools and servers, and processes of servers.
-
-This module imports no third-party library.
-"""
+"""Objects that the episodes of an event loop share, such as pools and servers, and processes of servers."""
 
 import asyncio
 import os

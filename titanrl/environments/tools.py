@@ -1,13 +1,16 @@
-"""Tool use: an environment in which the policy calls functions until it answers.
+"""Tool use: an environment in which the policy calls functions until it answers; and the calculator, a built-in tool.
 
 A *malformed call* is an entry of `tool_calls` whose `function.arguments` is a string: the text that the policy wrote, which
 could not be parsed as a JSON object. The reply to such a call describes the problem, as does the reply to a call of an unknown
 tool or with invalid arguments.
 """
 
+import ast
 import asyncio
 import inspect
 import json
+import math
+import operator
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,8 +32,9 @@ from titanrl.environments.interface import (
     Tool,
     ToolError,
     opening,
+    parse_object,
+    shown,
 )
-from titanrl.environments.results import parse_object, shown
 
 _SECTION = re.compile(
     r"(Args|Arguments|Parameters|Returns?|Yields?|Raises|Examples?|Notes?|Attributes|Warning|See Also):(\s|$)"
@@ -490,3 +494,93 @@ def _inlined(schema: Any, definitions: Mapping[str, Any], inside: frozenset[str]
 
 def _broken(name: str, rule: str, fix: str) -> ValueError:
     return ValueError(f"tool {name}: {rule}. To use it as a tool, {fix}.")
+
+
+# The calculator: it interprets the parsed expression within limits, and never executes text that the policy wrote
+
+MAX_EXPRESSION_CHARS = 500
+"""Maximum length of an expression."""
+MAX_BITS = 1024
+"""Maximum size of an integer in bits; about 300 digits."""
+
+Number = int | float
+
+_BINARY: dict[type[ast.operator], Callable[[Any, Any], Number]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
+_UNARY: dict[type[ast.unaryop], Callable[[Any], Number]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
+
+
+class Calculator:
+    """A tool for arithmetic."""
+
+    def calculate(self, expression: str) -> str:
+        """Calculate an arithmetic expression.
+
+        Args:
+            expression: Numbers, + - * / // % ** and parentheses, such as (3 + 4) * 2
+        """
+        value = evaluate(expression)
+        return str(value) if isinstance(value, int) else f"{value:.12g}"
+
+
+def calculator(**options: Any) -> ToolEnvironment:
+    """Return an environment whose only tool is the calculator. `options` are passed to `ToolEnvironment`."""
+    return ToolEnvironment(Calculator(), **options)
+
+
+def evaluate(expression: str) -> Number:
+    """Return the value of an arithmetic expression.
+
+    Raises:
+        ToolError: The text is not an arithmetic expression, or its value is too large or undefined.
+    """
+    if len(expression) > MAX_EXPRESSION_CHARS:
+        raise ToolError(f"The expression is longer than {MAX_EXPRESSION_CHARS} characters.")
+    try:
+        tree = ast.parse(expression.strip(), mode="eval")
+        return _evaluated(tree.body)
+    except ZeroDivisionError:
+        raise ToolError("Division by zero.") from None
+    except OverflowError:
+        raise ToolError("The result is too large.") from None
+    except (SyntaxError, ValueError):
+        raise ToolError(f"Not an arithmetic expression: {expression:.60}") from None
+    except (MemoryError, RecursionError):  # raised by the parser for deep nesting
+        raise ToolError("The expression is nested too deeply.") from None
+
+
+def _evaluated(node: ast.expr) -> Number:
+    match node:
+        case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
+            return _limited(value)
+        case ast.UnaryOp(op=op, operand=operand) if type(op) in _UNARY:
+            return _UNARY[type(op)](_evaluated(operand))
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
+            first, second = _evaluated(left), _evaluated(right)
+            is_whole_power = isinstance(op, ast.Pow) and isinstance(first, int) and isinstance(second, int)
+            if is_whole_power and second > 0 and abs(first) > 1 and second * math.log2(abs(first)) > MAX_BITS:
+                raise OverflowError  # computing it would take too much time or memory
+            return _limited(_BINARY[type(op)](first, second))
+        case ast.BinOp(op=ast.BitXor()):
+            raise ToolError("Write powers as **.")
+        case ast.Tuple():
+            raise ToolError("Write numbers without commas.")
+    raise ToolError("Only numbers, + - * / // % ** and parentheses are allowed.")
+
+
+def _limited(value: Any) -> Number:
+    if isinstance(value, complex):
+        raise ToolError("The result is not a real number.")
+    if isinstance(value, int) and value.bit_length() > MAX_BITS:
+        raise OverflowError
+    if isinstance(value, float) and not math.isfinite(value):
+        raise OverflowError
+    number: Number = value
+    return number

@@ -33,8 +33,8 @@ from titanrl.environments.interface import (
     Message,
     Observation,
     Tool,
+    readable_text,
 )
-from titanrl.environments.results import readable_text
 from titanrl.environments.servers import shared
 
 KEY = "data.environment.options"

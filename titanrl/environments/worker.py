@@ -37,7 +37,7 @@ from titanrl.environments.interface import (
 from titanrl.environments.servers import close_shared
 from titanrl.processes.children import Channel, Child
 
-_MAX_REPLY_BYTES = 8 << 20  # parsing it takes 0.2 s at worst; valid replies are shorter (`results.MAX_CHARS`)
+_MAX_REPLY_BYTES = 8 << 20  # parsing it takes 0.2 s at worst; valid replies are shorter (`interface.MAX_CHARS`)
 _EXIT_DEADLINE_S = 5.0
 _BOOTSTRAP = """\
 import sys

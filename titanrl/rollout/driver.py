@@ -27,7 +27,7 @@ from titanrl.environments import (
     Message,
     Observation,
 )
-from titanrl.environments.results import checked, readable_text, shown
+from titanrl.environments.interface import checked, readable_text, shown
 from titanrl.rollout.group import GenerateTokens
 from titanrl.rollout.renderers import Renderer
 from titanrl.rollout.tree import CallTree, Context, DoesNotFit, NotRenderable

@@ -22,6 +22,7 @@ from titanrl.carriers.types import Completion, GenerationRequest, OnTokens, Outc
 from titanrl.config.data import EnvironmentConfig
 from titanrl.data.tokenizer import Tokenizer
 from titanrl.environments import EnvironmentFailure, Episode, InvalidReward, Message
+from titanrl.environments.interface import readable_text
 from titanrl.environments.programs import (
     KEY,
     Command,
@@ -31,7 +32,6 @@ from titanrl.environments.programs import (
     checked_function,
     direct_access,
 )
-from titanrl.environments.results import readable_text
 from titanrl.processes.confine import SandboxUnavailable, missing_for_programs
 from titanrl.processes.temporary import TemporaryFolder, private_folder
 from titanrl.rollout.driver import Attempt, EpisodeError, Limits, StopText

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from titanrl.config.device import installed_version
 from titanrl.data.tokenizer import Tokenizer
 from titanrl.environments import Message, Tool
-from titanrl.environments.results import NotAnObject, parse_object, readable, readable_text
+from titanrl.environments.interface import NotAnObject, parse_object, readable, readable_text
 from titanrl.models.families import FAMILIES
 
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)

@@ -27,8 +27,7 @@ from titanrl.base.errors import TitanRLError, describe_user_error
 from titanrl.carriers.supports import first_recorded, placed
 from titanrl.carriers.types import Completion, Segment, Turn
 from titanrl.data.tokenizer import MAX_TOKEN_CHARS
-from titanrl.environments.interface import Message, Tool
-from titanrl.environments.results import parse_object
+from titanrl.environments.interface import Message, Tool, parse_object
 from titanrl.rollout.renderers import Renderer, TurnEnd
 
 

@@ -14,8 +14,7 @@ from typing import Literal, Protocol
 from titanrl.base.errors import TitanRLError
 from titanrl.base.files import why_no_file
 from titanrl.carriers.types import Completion, OnTokens
-from titanrl.environments.interface import Message, Tool
-from titanrl.environments.results import NotAnObject, parse_object
+from titanrl.environments.interface import Message, NotAnObject, Tool, parse_object
 
 MAX_ENDED = 65_536
 """Keys of ended callers that `Callers` remembers, to tell a call after the end from a wrong key."""

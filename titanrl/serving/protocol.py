@@ -8,8 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from titanrl.environments.interface import Message, Tool
-from titanrl.environments.results import NotAnObject, parse_object
+from titanrl.environments.interface import Message, NotAnObject, Tool, parse_object
 from titanrl.serving.calls import Call, Caller, Refused, Reply
 
 MAX_CHOICES = 128

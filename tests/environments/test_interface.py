@@ -12,7 +12,7 @@ import pytest
 from tests.environments.episodes import episode, says
 from tests.environments.results import INVALID, INVALID_REWARDS, returned
 from titanrl.environments import Done, EnvironmentFailure, EnvironmentPool, InvalidReward, Observation, ProcessOptions, Tool
-from titanrl.environments.results import checked
+from titanrl.environments.interface import checked
 
 USER = {"role": "user", "content": "2"}
 
