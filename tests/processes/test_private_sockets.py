@@ -31,7 +31,7 @@ from titanrl.processes.templates import SHARED, Template, digest_of_imports, sha
 from titanrl.processes.variables import broken_by_templates
 from titanrl.replay import ReplayClosedError
 from titanrl.replay.owner import Link, Server
-from titanrl.weights.fanout import HostTransport
+from titanrl.weights.transport import HostTransport
 
 ATTACK = """
 import sys

@@ -12,11 +12,11 @@ import torch
 from titanrl.base.choices import TransportName
 from titanrl.processes.actors import Actor, current_rank, endpoint
 from titanrl.processes.machine import HOST_FOLDER
-from titanrl.weights.fanout import HostTransport
 from titanrl.weights.layout import PartOf
 from titanrl.weights.records import Commit, RdmaHandle, WeightManifest, WeightMismatchError, overwritten
 from titanrl.weights.store import WeightStore
 from titanrl.weights.transfer import WeightPublisher, WeightReader
+from titanrl.weights.transport import HostTransport
 
 
 class MemoryStore:

@@ -25,10 +25,10 @@ from titanrl.launch.roles import Roles
 from titanrl.launch.supervision import Supervisor
 from titanrl.processes.temporary import private_folder
 from titanrl.processes.variables import worker_environment
-from titanrl.weights.fanout import HostTransport
 from titanrl.weights.records import ArenaHandle, Commit, RdmaHandle, WeightManifest
 from titanrl.weights.store import IMPORTS, spawn_store
 from titanrl.weights.transfer import WeightReader
+from titanrl.weights.transport import HostTransport
 
 TIMEOUT_S = 60
 

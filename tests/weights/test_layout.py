@@ -22,7 +22,6 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from tests.trainer.ranks import World
 from tests.weights.processes import MemoryStore
-from titanrl.weights.copying import Copies
 from titanrl.weights.layout import (
     LiveState,
     PartOf,
@@ -41,7 +40,7 @@ from titanrl.weights.layout import (
     plan_pack,
 )
 from titanrl.weights.records import Box, ByteLayout, Commit, Piece, ShardEntry, WeightMismatchError, make_layout, whole
-from titanrl.weights.transfer import CopyPlan, WeightPublisher, WeightReader
+from titanrl.weights.transfer import Copies, CopyPlan, WeightPublisher, WeightReader
 
 VALUE = torch.arange(21.0).view(7, 3)
 
