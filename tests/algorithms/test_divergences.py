@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from titanrl.algorithms.divergences import DivergenceName, TeacherTokens, divergence
+from titanrl.algorithms.logprobs import DivergenceName, TeacherTokens, divergence
 
 NAMES: tuple[DivergenceName, ...] = ("forward_kl", "reverse_kl", "jsd")
 

@@ -1,6 +1,7 @@
 """Evaluations of a run: their schedule, evaluations beside training, the best policy, and early stopping."""
 
 import asyncio
+import math
 import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -8,11 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from titanrl.algorithms.evaluation import improves
 from titanrl.base.errors import StoppedError
 from titanrl.carriers.types import EvaluationResult
 from titanrl.launch.supervision import PartDiedError
 from titanrl.metrics.steps import evaluation_metrics
+from titanrl.rollout.open_tasks import TOLERANCE
 from titanrl.run.checkpoints import SavedRun
 
 BEST = "best"
@@ -22,6 +23,14 @@ BEST = "best"
 def is_due(step: int, every: int) -> bool:
     """Return True if an action that repeats every `every` steps is due after `step`; 0 means never."""
     return every > 0 and step % every == 0
+
+
+def improves(value: float, best: float | None, min_improvement: float) -> bool:
+    """Return True if a value exceeds the best one so far by at least `min_improvement`, with a tolerance for rounding.
+
+    An increase within the tolerance is never an improvement. The first value that is not NaN always is.
+    """
+    return not math.isnan(value) and (best is None or value - best > max(min_improvement - TOLERANCE, TOLERANCE))
 
 
 @dataclass(slots=True)

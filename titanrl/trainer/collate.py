@@ -14,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from titanrl.algorithms.divergences import TeacherTokens
-from titanrl.algorithms.logprobs import TokenSupports, token_supports
+from titanrl.algorithms.logprobs import TeacherTokens, TokenSupports, token_supports
 from titanrl.carriers.record import Columns
 from titanrl.carriers.supports import ExpertIds, Supports
 from titanrl.carriers.tables import MicroBatch, Row

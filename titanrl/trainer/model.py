@@ -33,8 +33,7 @@ from torchtitan.protocols.sharding import ShardingConfig
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 from torchtitan.tools.utils import get_local_device, set_default_dtype
 
-from titanrl.algorithms.divergences import TeacherTokens, divergence
-from titanrl.algorithms.logprobs import TokenSupports, logprobs_and_entropy
+from titanrl.algorithms.logprobs import TeacherTokens, TokenSupports, divergence, logprobs_and_entropy
 from titanrl.config.device import Device
 from titanrl.config.sections import LoraConfig, TrainerConfig
 from titanrl.config.sizes import LOGITS_BYTES as LOGITS_BYTES

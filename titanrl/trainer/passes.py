@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from titanrl.algorithms.contracts import bound_loss, custom_algorithm, declared_traits, tinker_algorithm
-from titanrl.algorithms.divergences import DivergenceName, TeacherTokens
-from titanrl.algorithms.logprobs import token_supports
+from titanrl.algorithms.logprobs import DivergenceName, TeacherTokens, token_supports
 from titanrl.algorithms.losses import LossMetrics
 from titanrl.algorithms.packing import balance, pack, row_costs
 from titanrl.base.plugins import Plugin, plugin_of

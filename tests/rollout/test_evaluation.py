@@ -5,7 +5,8 @@ import math
 
 import pytest
 
-from titanrl.algorithms.evaluation import evaluation_statistics, improves, pass_at_k
+from titanrl.rollout.open_tasks import evaluation_statistics, pass_at_k
+from titanrl.run.evaluations import improves
 
 
 @pytest.mark.parametrize(
