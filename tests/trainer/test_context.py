@@ -10,7 +10,7 @@ from tests.trainer.test_collate import PAYLOAD, plan
 from titanrl.algorithms.logprobs import token_supports
 from titanrl.carriers.supports import supports_of
 from titanrl.trainer.collate import collate
-from titanrl.trainer.context import ContextGroup, head_tail
+from titanrl.trainer.model import ContextGroup, head_tail
 
 
 def group(rank: int, size: int) -> ContextGroup:

@@ -18,7 +18,7 @@ from tests.trainer.test_gradients import OBJECTIVES
 from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.models.experts import PARTS, biased_layers
 from titanrl.trainer.checkpoint import Checkpoints, export_hf
-from titanrl.trainer.routing import bias_change, load_metrics
+from titanrl.trainer.learner import bias_change, load_metrics
 from titanrl.weights.layout import local_part
 
 Worlds = Callable[[int], World]

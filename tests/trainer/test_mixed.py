@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanrl.trainer import mixed
-from titanrl.trainer.mixed import CastParameters
+from titanrl.trainer import model
+from titanrl.trainer.model import CastParameters
 
 
 class Tied(nn.Module):
@@ -34,7 +34,7 @@ BATCHES = [torch.tensor([1, 2, 3, 10]), torch.tensor([0, 5])]
 
 
 def test_gradients_are_those_of_a_cast_model_summed_in_the_dtype_of_the_parameters(monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(mixed, "ADDED_AT_ONCE", 5)  # several additions per parameter
+    monkeypatch.setattr(model, "ADDED_AT_ONCE", 5)  # several additions per parameter
     for dtype, compute_dtype in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)):
         module = Tied().to(dtype)
         parameters = dict(module.named_parameters())

@@ -1,8 +1,9 @@
 """Forward passes, backward passes and optimizer steps on one rank.
 
 Gradients accumulate until `optim_step`. Losses are never rescaled here, because the loss weights contain all normalization.
+`Learner` comes first, then the objectives that it computes, its optimizer, and the load of the experts.
 
-Shape suffixes: B rows, L tokens of a row, N = B * L.
+Shape suffixes: B rows, L tokens of a row, N = B * L, K experts of a token, Y layers, E experts.
 """
 
 import copy
@@ -16,7 +17,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig, default_adamw
 from torchtitan.distributed import utils as dist_utils
@@ -25,20 +27,22 @@ from titanrl.algorithms.contracts import LossInputs, PolicyLoss, bound_loss
 from titanrl.algorithms.losses import LossMetrics, cross_entropy, importance_sampling, weighted_sum
 from titanrl.algorithms.objective import ObjectiveInputs, lag_metrics, measure_correction, policy_loss
 from titanrl.base.errors import PhaseError
+from titanrl.carriers.supports import id_dtype
 from titanrl.carriers.tables import Row
 from titanrl.carriers.types import AdamParams, LossSums, MeasuredCorrection, OptimUpdate
 from titanrl.config.algorithm import AVERAGE, AlgorithmConfig
 from titanrl.models.attention import PackedAttention, packed_block_mask, packed_mask
-from titanrl.models.experts import biased_layers
+from titanrl.models.experts import biased_layers, routers_of
 from titanrl.trainer.collate import PackedRows, empty_rows, places
 from titanrl.trainer.model import PolicyModel, ScoringHead, ValueHead, adapters_of, without_adapters
-from titanrl.trainer.routing import ExpertLoad
 from titanrl.trainer.snapshots import MovingAverage, Snapshots, check_recoverable, trainable_tensors
 from titanrl.weights.layout import LiveState, local_part
 
 Objective = Callable[..., tuple[Tensor, LossMetrics]]
 """Function of rows, log-probabilities `[N]`, entropies `[N]` and, if the rows have a teacher, the divergences from it, `[N]`.
 It returns the rows' share of the objective, 0-dim, and its metrics."""
+NUM_COUNTS = 3
+"""Number of the counts of `ExpertLoad` besides those of experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -538,3 +542,139 @@ def new_optimizer(model: PolicyModel, algorithm: AlgorithmConfig) -> OptimizersC
         muon = ParamGroupConfig(pattern=pattern, optimizer_name="Muon", optimizer_kwargs=options)
         config = replace(config, param_groups=[muon, *(config.param_groups if len(hidden) < len(trained) else ())])
     return _Optimizers(config, model_parts=[model.module])
+
+
+class ExpertLoad:
+    """Counts of the loss tokens of each expert, and of tokens by recorded experts, since the last optimizer step.
+
+    It also gives the routers the experts that a generator recorded, and changes the bias against loaded experts.
+    Nothing is counted for a dense model.
+    """
+
+    def __init__(self, module: nn.Module, tp_rank: int) -> None:
+        """Find the routers. `tp_rank` is this rank's index among those that share its rows."""
+        self._routers, self._tp_rank = routers_of(module), tp_rank
+        self._biased = biased_layers(module)
+        self._counts_YE: Tensor | None = None
+        self._tokens: Tensor | None = None
+        self._is_recorded = any(router.mode != "own" for router in self._routers)
+
+    def record(self, rows: PackedRows) -> None:
+        """Give the routers the recorded experts of the rows of the next forward pass, or none if they do not use them.
+
+        Raises:
+            ValueError: They are those of another model.
+        """
+        ids_BLYK = rows.experts_BLYK if self._is_recorded else None
+        if ids_BLYK is not None:
+            expected = [len(self._routers), self._routers[0].top_k]
+            if list(ids_BLYK.shape[2:]) != expected:
+                raise ValueError(
+                    f"experts: the model has {expected[0]} layers with {expected[1]} experts for each token (got ids of "
+                    f"{ids_BLYK.shape[2]} and {ids_BLYK.shape[3]}). Use data of this model, or set trainer.routing to own."
+                )
+        for number, router in enumerate(self._routers):
+            router.recorded_BLK = None if ids_BLYK is None else ids_BLYK[:, :, number]
+            router.tp_rank = self._tp_rank
+
+    def add(self, rows: PackedRows) -> None:
+        """Count the experts of the last forward pass on this rank, at its loss tokens.
+
+        Call it before the backward pass, which may compute them again.
+        """
+        if not self._routers:
+            return
+        counts = []
+        for router in self._routers:
+            assert router.chosen_BLK is not None, "a router took no part in the pass"
+            part = self._part(rows, router.chosen_BLK.shape[1])
+            chosen = router.chosen_BLK[rows.mask_BL[:, part]]
+            counts.append(chosen.flatten().bincount(minlength=router.num_experts))
+        counts_YE = torch.stack(counts)
+        self._counts_YE = counts_YE if self._counts_YE is None else self._counts_YE + counts_YE
+        tokens = self._compared_tokens(rows, part)
+        self._tokens = tokens if self._tokens is None else self._tokens + tokens
+
+    def reset(self) -> None:
+        """Forget the counts since the last step."""
+        self._counts_YE = self._tokens = None
+
+    def take(self, *, balance: bool) -> Mapping[str, float]:
+        """Return the metrics of all ranks' counts, and start again; none without routers. This is a collective with routers.
+
+        With `balance`, the bias of the experts changes first, if they have one.
+        """
+        if not self._routers:
+            return {}
+        counts_YE, tokens = self._counts_YE, self._tokens
+        self.reset()
+        num_layers, num_experts = len(self._routers), self._routers[0].num_experts
+        device = next(self._routers[0].parameters()).device
+        totals = torch.zeros(num_layers * num_experts + NUM_COUNTS, dtype=torch.int64, device=device)
+        if counts_YE is not None and tokens is not None:
+            totals += torch.cat([counts_YE.flatten(), tokens])
+        if dist.is_initialized():
+            dist.all_reduce(totals)
+        all_YE = totals[:-NUM_COUNTS].view(num_layers, num_experts)
+        counted = load_metrics(all_YE)
+        if self._biased:
+            bias_YE = torch.stack([local_part(layer.expert_bias_E) for layer in self._biased])
+            if balance:
+                bias_YE += bias_change(all_YE, self._biased[0].load_balance_coeff)
+                for layer, bias_E in zip(self._biased, bias_YE, strict=True):
+                    local_part(layer.expert_bias_E).copy_(bias_E)
+            counted["experts/max_bias"] = float(bias_YE.abs().max())
+        if not counted or not self._is_recorded:
+            return counted
+        num_tokens, num_recorded, num_different = totals[-NUM_COUNTS:].tolist()
+        return counted | {
+            "experts/differ_frac": num_different / max(num_recorded, 1),
+            "experts/no_ids_frac": 1 - num_recorded / max(num_tokens, 1),
+            "experts/id_bytes": float(num_layers * self._routers[0].top_k * id_dtype(num_experts).itemsize),
+        }
+
+    def _part(self, rows: PackedRows, length: int) -> slice:
+        """Return the part of L that the routers of this rank saw, of this length, from its place in the group."""
+        start = 0 if length == rows.length else self._tp_rank * length
+        return slice(start, start + length)
+
+    def _compared_tokens(self, rows: PackedRows, part: slice) -> Tensor:
+        """Return the numbers of tokens in all, with recorded experts, and with others than the routers would choose."""
+        predicts_BL, ids_BLYK = rows.predicts_BL[:, part], rows.experts_BLYK
+        if ids_BLYK is None or not self._is_recorded:
+            return torch.stack([predicts_BL.sum(), *[predicts_BL.new_zeros((), dtype=torch.int64)] * 2])
+        first_BLK = ids_BLYK[:, part, 0].to(torch.int64)
+        has_ids_BL = predicts_BL & (first_BLK != torch.iinfo(ids_BLYK.dtype).max).any(-1)
+        differs = [router.differs_BL for router in self._routers if router.differs_BL is not None]
+        differs_BL = predicts_BL & torch.stack(differs).any(0)
+        return torch.stack([predicts_BL.sum(), has_ids_BL.sum(), differs_BL.sum()])
+
+
+def bias_change(counts_YE: Tensor, rate: float) -> Tensor:
+    """Return the change of the bias of each expert after a step, in float64: `rate` times the sign of mean - count, centered.
+
+    The sum of the changes of a layer is 0, as in torchtitan, so that the biases stay small. A constant changes no choice.
+    Source: arXiv:2408.15664, algorithm 1.
+    """
+    signs_YE = (counts_YE.sum(-1, keepdim=True) - counts_YE.shape[-1] * counts_YE).sign().double()
+    return rate * (signs_YE - signs_YE.mean(-1, keepdim=True))
+
+
+def load_metrics(counts_YE: Tensor) -> dict[str, float]:
+    """Return how evenly the tokens of each layer are distributed over its experts; none if there are no tokens.
+
+    `experts/max_load` is the largest number of tokens of an expert divided by the mean, averaged over layers, and
+    `experts/worst_load` that of the worst layer. `experts/entropy` is the entropy of the distribution, divided by that of an
+    even one, averaged over layers.
+    """
+    if not counts_YE.any():
+        return {}
+    shares_YE = counts_YE.double() / counts_YE.sum(-1, keepdim=True)
+    num_experts = counts_YE.shape[-1]
+    largest_Y = shares_YE.max(-1).values * num_experts
+    entropy_Y = torch.special.entr(shares_YE).sum(-1) / math.log(max(num_experts, 2))
+    return {
+        "experts/max_load": float(largest_Y.mean()),
+        "experts/worst_load": float(largest_Y.max()),
+        "experts/entropy": float(entropy_Y.mean()),
+    }

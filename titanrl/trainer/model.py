@@ -1,22 +1,28 @@
 """The policy model of one rank: built and parallelized by torchtitan, with LoRA adapters and chunked scoring.
 
-Shape suffixes: B rows, L tokens of a row, C tokens of a chunk, D hidden size, V vocabulary entries on this rank, N tokens,
-O output features and I input features of a linear layer, R rank of its adapter.
+The module defines what a model may have, context parallelism and copies in the dtype of the passes, then the model and how it
+is built, its adapters, and last the heads that replace its output layer.
+
+Shape suffixes: B rows, L tokens of a row, C tokens of a chunk or columns of this rank, D hidden size, V vocabulary entries on
+this rank, M selected tokens, N tokens, O output features and I input features of a linear layer, R rank of its adapter.
 """
 
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import spmd_types as spmd
 import torch
+import torch.distributed as dist
 import torchtitan.config as titan_config
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -37,12 +43,12 @@ from titanrl.algorithms.logprobs import TeacherTokens, TokenSupports, divergence
 from titanrl.config.device import Device
 from titanrl.config.sections import LoraConfig, TrainerConfig
 from titanrl.config.sizes import LOGITS_BYTES as LOGITS_BYTES
+from titanrl.models.attention import Order
 from titanrl.models.directory import ModelDirectory
 from titanrl.models.experts import add_expert_bias, biased_layers
 from titanrl.models.family import Projections
 from titanrl.models.preparation import WithoutDraws
-from titanrl.trainer.context import ContextGroup
-from titanrl.trainer.mixed import CastParameters
+from titanrl.trainer.collate import PackedRows
 from titanrl.trainer.snapshots import reshard
 from titanrl.weights.layout import local_part
 
@@ -57,6 +63,162 @@ HEAD = "lm_head.weight"
 MARKS = {torch.float32: (torch.int32, 0x7FA5A5A5), torch.bfloat16: (torch.int16, 0x7FA5)}
 """Integer dtype and bit pattern of the marker that `mark` writes, by dtype of the weights. It is a NaN with a payload that no
 arithmetic produces, so checkpoints that contain NaNs can be loaded."""
+ADDED_AT_ONCE = 1 << 20
+"""Number of gradient values per addition. An addition of two dtypes converts one operand to a temporary tensor, which thus fits
+into the cache of a CPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextGroup:
+    """Context parallelism: a group of ranks that divide the columns of their rows, and this rank's place in it.
+
+    Only the model computes on a part of each row. Its scores, a few numbers per token, are gathered, so losses and metrics see
+    whole sequences on every rank, as without context parallelism. Each rank then propagates the gradient of its own columns,
+    and FSDP, whose mesh includes the group, sums the gradients once.
+
+    A row is cut into 2 P chunks for P ranks, and rank p computes chunks p and 2 P - 1 - p. A token attends to those before it,
+    so such pairs cost about the same in a row with one sequence.
+    """
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+
+    def parts(self, length: int) -> tuple[slice, slice]:
+        """Return this rank's columns of rows of a length, which must be a multiple of twice the group's size."""
+        assert length % (2 * self.size) == 0, f"{self.size} ranks cannot divide rows of {length} tokens"
+        return head_tail(length, self.rank, self.size)
+
+    def cut(self, rows: PackedRows) -> PackedRows:
+        """Return this rank's columns of the rows."""
+        return rows.columns(*self.parts(rows.length))
+
+    def order(self, length: int, device: torch.device) -> Order:
+        """Return the columns of this rank's queries, and of the keys that attention gathers in the order of the ranks."""
+        columns_L = torch.arange(length, device=device)
+        by_rank = [torch.cat([columns_L[part] for part in head_tail(length, rank, self.size)]) for rank in range(self.size)]
+        return by_rank[self.rank], torch.cat(by_rank)
+
+    def whole(self, scores: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Gather scores of whole rows, `[B, L]` each, from those of the ranks, `[B, C]` each. This is a collective.
+
+        The gradient of a rank's scores is that of its own columns, without communication, because all ranks compute the same
+        loss.
+        """
+        gathered: tuple[Tensor, ...] = _Gather.apply(self, *scores)  # type: ignore[no-untyped-call]
+        return gathered
+
+    def select(self, hidden_BCD: Tensor, tokens_M: Tensor) -> Tensor:
+        """Return the hidden states of some tokens of the flattened whole rows, `[M, D]`. This is a collective."""
+        num_columns = hidden_BCD.shape[1]
+        length = num_columns * self.size
+        own_C, _ = self.order(length, hidden_BCD.device)
+        place_L = torch.full((length,), -1, device=hidden_BCD.device)
+        place_L[own_C] = torch.arange(num_columns, device=hidden_BCD.device)
+        place_M = place_L[tokens_M % length]
+        selected_MD = hidden_BCD[tokens_M // length, place_M.clamp(min=0)]
+        selected_MD = torch.where(place_M[:, None] >= 0, selected_MD, 0.0)
+        dist.all_reduce(selected_MD, group=self.group)  # each token is on one rank, and zero on the others
+        return selected_MD
+
+
+def head_tail(length: int, rank: int, size: int) -> tuple[slice, slice]:
+    """Return the two chunks of a row that a rank computes.
+
+    Example: of rows of 8 tokens, the first of two ranks has columns 0, 1, 6, 7, and the second 2 to 5.
+    """
+    width = length // (2 * size)
+    last = 2 * size - 1 - rank
+    return slice(rank * width, (rank + 1) * width), slice(last * width, (last + 1) * width)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, context: ContextGroup, *scores: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.parts = context.parts(scores[0].shape[1] * context.size)
+        local_SBC = torch.stack(scores)
+        by_rank = [torch.empty_like(local_SBC) for _ in range(context.size)]
+        dist.all_gather(by_rank, local_SBC, group=context.group)
+        halves = [part_SBC.chunk(2, dim=2) for part_SBC in by_rank]
+        whole_SBL = torch.cat([*(head for head, _ in halves), *(tail for _, tail in reversed(halves))], dim=2)
+        # Copies, because autograd does not allow changes in place of several views of one tensor.
+        return tuple(score_BL.clone() for score_BL in whole_SBL)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the gradients of this rank's columns."""
+        return None, *(None if g is None else torch.cat([g[:, part] for part in ctx.parts], dim=1) for g in gradients)
+
+
+class CastParameters:
+    """Mixed precision on one data-parallel rank: copies of the parameters in another dtype, which replace them inside `in_use`.
+
+    FSDP would cast all parameters, and copy and reduce all gradients, in each micro-batch. These copies are cast once per
+    change of the weights, and each gradient is added to that of its parameter as soon as it is complete.
+
+    Call `weights_changed` after every change of the parameters.
+
+    Example: `with copies.in_use(): module(tokens).sum().backward()` accumulates the gradients of the parameters themselves, in
+    their own dtype.
+    """
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+        """Allocate the copies, without values. Parameters must not be replaced later; their values may change."""
+        self._pairs: dict[nn.Parameter, nn.Parameter] = {}
+        self._places: list[tuple[nn.Module, str, nn.Parameter]] = []
+        self._outdated: Collection[nn.Parameter] = ()
+        for owner in module.modules():
+            for name, parameter in owner.named_parameters(recurse=False):
+                if parameter not in self._pairs:  # tied parameters share a copy
+                    self._pairs[parameter] = _copy_of(parameter, dtype)
+                self._places.append((owner, name, parameter))
+        self.weights_changed()
+
+    def weights_changed(self, *, trained_only: bool = False) -> None:
+        """Cast the parameters, or only those that are trained, again before the copies are used the next time."""
+        trained = [parameter for parameter in self._pairs if parameter.requires_grad]
+        if not (trained_only and self._outdated):
+            self._outdated = trained if trained_only else list(self._pairs)
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Compute with the copies inside the context. A backward pass must end inside of it, too."""
+        with torch.no_grad():
+            for parameter in self._outdated:
+                local_part(self._pairs[parameter]).copy_(local_part(parameter))
+        self._outdated = ()
+        for owner, name, parameter in self._places:
+            owner.register_parameter(name, self._pairs[parameter])
+        try:
+            yield
+        finally:
+            for owner, name, parameter in self._places:
+                owner.register_parameter(name, parameter)
+
+
+def _copy_of(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+    copy = nn.Parameter(torch.empty_like(parameter, dtype=dtype), requires_grad=parameter.requires_grad)
+    if parameter.requires_grad:
+        copy.register_post_accumulate_grad_hook(partial(_move_gradient, parameter))
+    return copy
+
+
+@torch.no_grad()
+def _move_gradient(parameter: nn.Parameter, copy: Tensor) -> None:
+    """Add the gradient of a copy to that of its parameter, and free it."""
+    gradient, copy.grad = copy.grad, None
+    assert gradient is not None
+    if parameter.grad is None:
+        parameter.grad = gradient.to(parameter.dtype)
+        return
+    total, added = local_part(parameter.grad), local_part(gradient)
+    if not total.is_contiguous():  # its flattened form would be a copy
+        total.add_(added)
+        return
+    for total_N, added_N in zip(total.flatten().split(ADDED_AT_ONCE), added.flatten().split(ADDED_AT_ONCE), strict=True):
+        total_N.add_(added_N)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
