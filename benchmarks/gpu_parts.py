@@ -69,7 +69,7 @@ from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.config.schema import Config
 from titanrl.config.sections import TrainerConfig
 from titanrl.config.sizes import ModelShape, derive
-from titanrl.models.attention import packed_mask
+from titanrl.models.decoder import packed_mask
 from titanrl.models.dense import weight_shapes
 from titanrl.models.directory import open_model, published_shapes
 from titanrl.trainer.checkpoint import load_model

@@ -131,7 +131,7 @@ class BareLoop:
         self._optimizers.zero_grad()
 
     def _dense_mask(self) -> torch.Tensor:
-        from titanrl.models.attention import packed_mask
+        from titanrl.models.decoder import packed_mask
 
         return packed_mask(self._positions_BL)
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
-from titanrl.models.attention import PackedAttention, packed_block_mask, packed_mask
+from titanrl.models.decoder import PackedAttention, packed_block_mask, packed_mask
 
 
 def test_token_attends_to_its_own_sequence_up_to_itself() -> None:

@@ -18,7 +18,7 @@ from titanrl.carriers.types import Completion, Group, GroupHandle, Prompt, Rollo
 from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.data.tokenizer import EOS_ID, Tokenizer, load_tokenizer
 from titanrl.environments import Message, Tool
-from titanrl.models.attention import packed_mask
+from titanrl.models.decoder import packed_mask
 from titanrl.rollout.group import num_equal, record_of
 from titanrl.rollout.recorded import branch_points
 from titanrl.rollout.renderers import Renderer, make_renderer

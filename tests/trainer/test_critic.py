@@ -10,7 +10,7 @@ import pytest
 from tests.models.tiny import write_model
 from tests.trainer import critics
 from tests.trainer.ranks import World
-from titanrl.models.experts import PARTS
+from titanrl.models.decoder import PARTS
 
 Worlds = Callable[[int], World]
 LAYOUTS: dict[str, tuple[int, critics.Plan]] = {

@@ -16,7 +16,7 @@ from tests.trainer import checks, variants
 from tests.trainer.ranks import World
 from tests.trainer.test_gradients import OBJECTIVES
 from titanrl.config.algorithm import AlgorithmConfig
-from titanrl.models.experts import PARTS, biased_layers
+from titanrl.models.decoder import PARTS, biased_layers
 from titanrl.trainer.checkpoint import Checkpoints, export_hf
 from titanrl.trainer.learner import bias_change, load_metrics
 from titanrl.weights.layout import local_part

@@ -20,7 +20,7 @@ from titanrl.base.errors import PhaseError
 from titanrl.config.algorithm import AlgorithmConfig, KLConfig
 from titanrl.config.device import DEVICES
 from titanrl.config.sections import TrainerConfig
-from titanrl.models.attention import packed_mask
+from titanrl.models.decoder import packed_mask
 from titanrl.models.directory import open_model
 from titanrl.trainer import model as policy_model
 from titanrl.trainer.checkpoint import Checkpoints, export_hf, load_hf, load_model

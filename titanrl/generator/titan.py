@@ -22,8 +22,8 @@ from torchtitan.protocols.module import Module
 from vllm import _custom_ops as kernels
 
 from titanrl.config.device import Device
+from titanrl.models.decoder import EXPERT_BIAS, add_expert_bias, routers_of
 from titanrl.models.directory import ModelDirectory
-from titanrl.models.experts import EXPERT_BIAS, add_expert_bias, routers_of
 
 CONFIG_FORMAT = TORCHTITAN_CONFIG_FORMAT
 

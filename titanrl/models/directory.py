@@ -84,7 +84,7 @@ class ModelDirectory:
 
     def spec(self, device: Device, max_positions: int) -> "ModelSpec":
         """Return torchtitan's spec of the model on a device, for rows of at most `max_positions` tokens."""
-        from titanrl.models.attention import attention_for
+        from titanrl.models.decoder import attention_for
 
         return self.family.spec(self.hf, attention_for(device), max_positions)
 

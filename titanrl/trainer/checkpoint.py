@@ -34,6 +34,7 @@ from titanrl.base.files import Digests, digests_of, uncommit_folder
 from titanrl.config.device import Device
 from titanrl.config.sections import LoraConfig, TrainerConfig
 from titanrl.data.tokenizer import export_stop_ids
+from titanrl.models.decoder import biased_layers, routers_of
 from titanrl.models.directory import (
     ADAPTER_CONFIG,
     ADAPTER_ENDS,
@@ -42,7 +43,6 @@ from titanrl.models.directory import (
     ModelDirectory,
     adapter_config,
 )
-from titanrl.models.experts import biased_layers, routers_of
 from titanrl.trainer.learner import Learner
 from titanrl.trainer.model import (
     HEAD,

@@ -19,7 +19,7 @@ from titanrl.carriers.record import Columns
 from titanrl.carriers.supports import ExpertIds, Supports
 from titanrl.carriers.tables import MicroBatch, Row
 from titanrl.carriers.types import GroupHandle, Segment
-from titanrl.models.attention import sequence_starts
+from titanrl.models.decoder import sequence_starts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

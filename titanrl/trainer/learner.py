@@ -31,8 +31,7 @@ from titanrl.carriers.supports import id_dtype
 from titanrl.carriers.tables import Row
 from titanrl.carriers.types import AdamParams, LossSums, MeasuredCorrection, OptimUpdate
 from titanrl.config.algorithm import AVERAGE, AlgorithmConfig
-from titanrl.models.attention import PackedAttention, packed_block_mask, packed_mask
-from titanrl.models.experts import biased_layers, routers_of
+from titanrl.models.decoder import PackedAttention, biased_layers, packed_block_mask, packed_mask, routers_of
 from titanrl.trainer.collate import PackedRows, empty_rows, places
 from titanrl.trainer.model import PolicyModel, ScoringHead, ValueHead, adapters_of, without_adapters
 from titanrl.trainer.snapshots import MovingAverage, Snapshots, check_recoverable, trainable_tensors

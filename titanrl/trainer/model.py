@@ -43,9 +43,8 @@ from titanrl.algorithms.logprobs import TeacherTokens, TokenSupports, divergence
 from titanrl.config.device import Device
 from titanrl.config.sections import LoraConfig, TrainerConfig
 from titanrl.config.sizes import LOGITS_BYTES as LOGITS_BYTES
-from titanrl.models.attention import Order
+from titanrl.models.decoder import Order, add_expert_bias, biased_layers
 from titanrl.models.directory import ModelDirectory
-from titanrl.models.experts import add_expert_bias, biased_layers
 from titanrl.models.family import Projections
 from titanrl.models.preparation import WithoutDraws
 from titanrl.trainer.collate import PackedRows

@@ -24,7 +24,7 @@ from titanrl.base.plugins import Plugin, plugin_of
 from titanrl.carriers.datums import DataResult, Datum
 from titanrl.carriers.supports import ExpertIds, Supports, has_ids_S
 from titanrl.carriers.types import FloatArray, IntArray
-from titanrl.models.experts import routers_of
+from titanrl.models.decoder import routers_of
 from titanrl.trainer.agreement import Facts
 from titanrl.trainer.collate import PackedRows, empty_rows, placed_experts, row_length
 from titanrl.trainer.learner import Learner, Objective, distillation_objective, policy_objective, supervised_objective
