@@ -29,8 +29,7 @@ from titanrl.carriers.types import (
     LossSums,
     OptimUpdate,
 )
-from titanrl.generator.actor import Generator, GeneratorSetup
-from titanrl.generator.loop import OnSampled
+from titanrl.generator.actor import Generator, GeneratorSetup, OnSampled
 from titanrl.processes.actors import Actor, concurrent_endpoint, endpoint
 from titanrl.replay.groups import ShardUsage
 from titanrl.trainer.rank import TrainerSetup

@@ -12,8 +12,8 @@ import pytest
 
 from titanrl.base.errors import StoppedError
 from titanrl.carriers.types import Completion, EngineLoad, GenerationRequest, SamplingParams
-from titanrl.generator import loop as generator_loop
-from titanrl.generator.loop import EngineLoop, EngineStoppedError
+from titanrl.generator import actor as generator_actor
+from titanrl.generator.actor import EngineLoop, EngineStoppedError
 
 
 class Finished:
@@ -366,7 +366,7 @@ def test_start_over_does_not_wait_for_draining_requests() -> None:
 @pytest.mark.parametrize(("num_streams", "interval"), [(2, 20), (50, 50)])
 def test_more_streams_get_their_tokens_less_often(num_streams: int, interval: int, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, got = ClockedEngine(), Counter[int]()
-    monkeypatch.setattr(generator_loop, "time", engine)
+    monkeypatch.setattr(generator_actor, "time", engine)
 
     async def scenario() -> None:
         loop = EngineLoop(lambda: engine)  # type: ignore[arg-type,return-value]

@@ -12,7 +12,7 @@ import transformers
 from tests.engines import Engines
 from tests.generator.lora_cases import requests, samples
 from titanrl.carriers.types import Completion
-from titanrl.generator.lora import add_products, tokens_by_slot
+from titanrl.generator.native import add_products, tokens_by_slot
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 from tests.engines import Engines
 from tests.generator.window_cases import completions_of_all
 from titanrl.carriers.types import Completion, SamplingParams
-from titanrl.generator.window import decoding_of, seeds_of
+from titanrl.generator.compat import decoding_of, seeds_of
 
 CASES = ("together", "temperatures", "greedy", "joining", "new_weights", "full_cache", "short_windows")
 

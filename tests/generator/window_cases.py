@@ -10,7 +10,7 @@ import torch
 from titanrl.carriers.types import GenerationRequest, SamplingParams
 from titanrl.config.device import DEVICES
 from titanrl.config.sections import GeneratorConfig, RecipeConfig
-from titanrl.generator import window
+from titanrl.generator import compat
 from titanrl.models.directory import open_model
 from titanrl.models.recipe import create_model
 
@@ -96,7 +96,7 @@ def full_cache(engine: Any) -> list[Any]:
 
 def short_windows(engine: Any) -> list[Any]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(window, "MAX_STEPS", 5)
+        patch.setattr(compat, "MAX_STEPS", 5)
         return finish(engine, [engine.add(request) for request in requests(6)])
 
 
@@ -132,13 +132,13 @@ def completions_of_all(folder: Path) -> dict[str, Any]:
     engine = Engine(open_model(folder), config, DEVICES["cpu"], max_len=MAX_LEN, stop_ids=(STOP,))
     engine.update_weights(1, restore(engine))
     decoded: list[Any] = []
-    inner = window.DecodeWindow.step
+    inner = compat.DecodeWindow.step
 
-    def step(opened: window.DecodeWindow) -> Any:
+    def step(opened: compat.DecodeWindow) -> Any:
         decoded.append(inner(opened))
         return decoded[-1]
 
-    window.DecodeWindow.step = step  # type: ignore[method-assign]
+    compat.DecodeWindow.step = step  # type: ignore[method-assign]
     results: dict[str, Any] = {}
     for name, case in CASES.items():
         completions = []

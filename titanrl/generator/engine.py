@@ -34,6 +34,9 @@ from titanrl.config.sections import GeneratorConfig, LoraConfig
 from titanrl.config.sizes import is_large, packed_weights
 from titanrl.data.tokenizer import Tokenizer, load_tokenizer
 from titanrl.generator.compat import (
+    Decoded,
+    DecodeWindow,
+    Decoding,
     EngineCoreOutput,
     ExpertRecording,
     PackedExperts,
@@ -41,7 +44,9 @@ from titanrl.generator.compat import (
     SupportRecording,
     abort_requests,
     add_request,
+    can_open,
     can_pack,
+    decoding_of,
     engine_model,
     num_queued,
     prepare_ranks,
@@ -51,9 +56,7 @@ from titanrl.generator.compat import (
     support_words,
     temporary_rendezvous,
 )
-from titanrl.generator.lora import POLICY, Adapters, adapter_args, lora_request, prepare_adapters
-from titanrl.generator.native import register_loader
-from titanrl.generator.window import Decoded, DecodeWindow, Decoding, can_open, decoding_of
+from titanrl.generator.native import POLICY, Adapters, adapter_args, lora_request, prepare_adapters, register_loader
 from titanrl.models.directory import ModelDirectory
 from titanrl.models.family import CPU_BLOCK_TOKENS
 from titanrl.processes.machine import THREADS

@@ -46,7 +46,7 @@ class Puller:
         Raises:
             WeightMismatchError: As in `WeightReader.fetch`.
         """
-        from titanrl.generator.lora import POLICY
+        from titanrl.generator.native import POLICY
 
         base = commit.base
         if not self._has_adapters:

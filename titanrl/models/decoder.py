@@ -4,8 +4,8 @@ torchtitan 0.3.0 builds only models of published sizes, by name. Its Qwen3 block
 QK norm and biases, and with a feed-forward layer or experts. Module names, parallelization and state-dict adapter are therefore
 those of torchtitan's Qwen3.
 
-The module defines attention over packed rows, with SDPA and a dense mask for devices without a FlexAttention backward pass; then
-layers with experts on torchtitan's blocks, with experts and router in exact arithmetic; and last the decoder of these parts.
+The module defines attention over packed rows, with SDPA and a dense mask for devices without a FlexAttention backward pass.
+Layers with experts on torchtitan's blocks follow, with experts and router in exact arithmetic, and last the decoder.
 
 Shape suffixes: B rows, L tokens of a row or positions, N heads, H head dimension, D hidden size, E experts, F width of an
 expert, K experts of a token, R routed tokens, X any other dimension.
