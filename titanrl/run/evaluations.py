@@ -13,11 +13,12 @@ from titanrl.base.errors import StoppedError
 from titanrl.carriers.types import EvaluationResult
 from titanrl.launch.supervision import PartDiedError
 from titanrl.metrics.steps import evaluation_metrics
-from titanrl.rollout.open_tasks import TOLERANCE
 from titanrl.run.checkpoints import SavedRun
 
 BEST = "best"
 """Folder of the exported model with the best evaluation, in the checkpoint folder."""
+TOLERANCE = 1e-9
+"""Bound on the rounding error of a mean of rewards."""
 
 
 def is_due(step: int, every: int) -> bool:
