@@ -38,8 +38,7 @@ def samples(folder: Path, impl: str) -> dict[str, Any]:
 
 
 async def sample_versions(folder: Path, impl: str) -> dict[str, Any]:
-    from titanrl.generator.engine import Engine
-    from titanrl.generator.pulling import Puller
+    from titanrl.generator.engine import Engine, Puller
     from titanrl.weights.records import ByteLayout, Commit, layout_key
     from titanrl.weights.store import WeightSource
     from titanrl.weights.transfer import WeightPublisher

@@ -71,8 +71,7 @@ def samples(folder: Path) -> dict[str, Any]:
 
 
 async def sample_versions(folder: Path) -> dict[str, Any]:
-    from titanrl.generator.engine import Engine
-    from titanrl.generator.pulling import HeldPuller, Puller
+    from titanrl.generator.engine import Engine, HeldPuller, Puller
     from titanrl.weights.records import Commit, HeldAdapter, WeightMismatchError, adapters_run, base_run
     from titanrl.weights.store import WeightSource
     from titanrl.weights.transfer import WeightPublisher

@@ -37,8 +37,7 @@ def samples(folder: Path, impl: str, dtype: str) -> dict[str, list[Completion]]:
 
 
 async def sample_cases(folder: Path, impl: str, dtype: str) -> dict[str, list[Completion]]:
-    from titanrl.generator.engine import Engine
-    from titanrl.generator.pulling import Puller
+    from titanrl.generator.engine import Engine, Puller
     from titanrl.weights.records import Commit
     from titanrl.weights.store import WeightSource
     from titanrl.weights.transfer import WeightPublisher

@@ -16,10 +16,9 @@ from titanrl.config.device import DEVICES
 from titanrl.config.sections import TrainerConfig
 from titanrl.models.directory import open_model
 from titanrl.trainer.agreement import check_replicas
-from titanrl.trainer.checkpoint import Checkpoints
+from titanrl.trainer.checkpoint import Checkpoints, load_model
 from titanrl.trainer.collate import PackedRows
-from titanrl.trainer.critic import Critic
-from titanrl.trainer.learner import Learner
+from titanrl.trainer.learner import Critic, Learner
 
 Plan = dict[str, Any]
 ALGORITHM = AlgorithmConfig.model_validate({"advantage": "gae", "critic": {"learning_rate": 1e-2, "value_clip": 0.5}})
@@ -27,7 +26,7 @@ ALGORITHM = AlgorithmConfig.model_validate({"advantage": "gae", "critic": {"lear
 
 def make(model_dir: Path, trainer: Plan) -> Critic:
     config = TrainerConfig.model_validate({"row_tokens": checks.ROW_TOKENS, **trainer})
-    return Critic(open_model(model_dir), config, ALGORITHM, DEVICES["cpu"])
+    return Critic(load_model(open_model(model_dir), config, DEVICES["cpu"], is_critic=True), ALGORITHM)
 
 
 def sequences() -> list[Any]:

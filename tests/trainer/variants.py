@@ -25,8 +25,7 @@ from titanrl.models.directory import open_model
 from titanrl.trainer import model as policy_model
 from titanrl.trainer.checkpoint import Checkpoints, export_hf, load_hf, load_model
 from titanrl.trainer.collate import PackedRows, collate, empty_rows
-from titanrl.trainer.critic import Critic, value_objective
-from titanrl.trainer.learner import Learner
+from titanrl.trainer.learner import Critic, Learner, value_objective
 from titanrl.trainer.model import build_model
 from titanrl.weights.layout import local_part
 
@@ -86,7 +85,7 @@ def passes_with_compiled_adapters(model_dir: Path) -> int:
         patch.setattr(nn.Module, "compile", lambda module, **_: compiled(module, backend="eager", fullgraph=True))
         policy = checks.make_learner(model_dir, compile=True, lora={"rank": 2})
         trainer = TrainerConfig(row_tokens=checks.ROW_TOKENS, compile=True)
-        critic = Critic(open_model(model_dir), trainer, AlgorithmConfig(), DEVICES["cpu"])
+        critic = Critic(load_model(open_model(model_dir), trainer, DEVICES["cpu"], is_critic=True), AlgorithmConfig())
     plans, payload = checks.sequences()
     for num_rows in (1, 2, 3):
         rows = collate([(plan,) for plan in plans[:num_rows]], payload, checks.ROW_TOKENS)

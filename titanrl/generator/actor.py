@@ -30,9 +30,8 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
     from multiprocessing.connection import Connection
 
-    from titanrl.generator.engine import Engine, Fill, Finished, Sampled
+    from titanrl.generator.engine import Engine, Fill, Finished, HeldPuller, Puller, Sampled
     from titanrl.generator.lockstep import Follower, Leader
-    from titanrl.generator.pulling import HeldPuller, Puller
     from titanrl.weights.store import WeightSource
 
 
@@ -242,7 +241,7 @@ class Generator(Actor):
         async with self._pulling:
             with span("pull", version=commit.version):
                 if self._puller is None:
-                    from titanrl.generator.pulling import Puller
+                    from titanrl.generator.engine import Puller
 
                     setup, model = self._setup, open_model(self._setup.model_dir, self._setup.family)
                     assert setup.source is not None, "a frozen model pulls no weights"
@@ -270,7 +269,7 @@ class Generator(Actor):
         """
         async with self._pulling:
             if self._held_puller is None:
-                from titanrl.generator.pulling import HeldPuller
+                from titanrl.generator.engine import HeldPuller
 
                 assert self._setup.source is not None, "a frozen model holds no adapters"
                 self._held_puller = HeldPuller(self._setup.source)

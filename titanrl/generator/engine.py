@@ -1,5 +1,7 @@
 """An in-process vLLM engine as a plain object, without actors or threads: add requests, step, update weights.
 
+`Engine` comes first, then how it is built, and last the pullers, which read versions of the weights into it.
+
 It exchanges token ids with vLLM's engine core directly. vLLM's front end (templates, text, stop strings, streaming) is not
 needed for token ids, and takes a twelfth of the decoding time of a tiny model.
 """
@@ -56,10 +58,21 @@ from titanrl.generator.compat import (
     support_words,
     temporary_rendezvous,
 )
-from titanrl.generator.native import POLICY, Adapters, adapter_args, lora_request, prepare_adapters, register_loader
+from titanrl.generator.native import (
+    POLICY,
+    Adapters,
+    adapter_args,
+    lora_request,
+    prepare_adapters,
+    register_loader,
+    weight_targets,
+)
 from titanrl.models.directory import ModelDirectory
 from titanrl.models.family import CPU_BLOCK_TOKENS
 from titanrl.processes.machine import THREADS
+from titanrl.weights.records import Commit, HeldAdapter, WeightManifest, WeightMismatchError, adapters_run, base_run
+from titanrl.weights.store import WeightSource
+from titanrl.weights.transfer import FetchedWeights, Targets, WeightReader
 
 FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 """vLLM's finish reasons mapped to ours. Aborted requests have none."""
@@ -304,7 +317,7 @@ class Engine:
         """Refuse requests with this reason until the next successful `update_weights`."""
         self.version, self._no_weights = None, reason
 
-    def update_weights(self, version: int, fill: "Fill") -> None:
+    def update_weights(self, version: int, fill: Fill) -> None:
         """Call `fill` to write the weights of `version` into the model; running requests continue with them.
 
         vLLM recomputes the keys and values of running requests. Each later token thus has the probability that `version`
@@ -505,3 +518,103 @@ def sampling_params(sampling: SamplingParams, stop_ids: Sequence[int]) -> VllmSa
         skip_reading_prefix_cache=True if sampling.experts else None,
         detokenize=False,
     )
+
+
+class Puller:
+    """Reader of the policy's versions into the model of one generator rank. Fetch and fill one version after the other.
+
+    It reads all weights, or with LoRA adapters the base once, then only adapters.
+    """
+
+    def __init__(
+        self, source: WeightSource, model: ModelDirectory, config: GeneratorConfig, rank: int, *, has_adapters: bool
+    ) -> None:
+        """Prepare to read from a source; `rank` is the tensor-parallel rank."""
+        self._model, self._config, self._rank, self._has_adapters = model, config, rank, has_adapters
+        self._reader = WeightReader(source.run, source.store, source.verify, source.name)
+        self._base_reader = WeightReader(base_run(source.run), source.store, source.verify, f"{source.name}-base")
+        self._base: Sequence[WeightManifest] = ()
+        self._targets: Targets = {}
+
+    async def fetch(self, commit: Commit) -> Fill:
+        """Make a version accessible; return the function that writes it into the model, to be called between two steps.
+
+        Raises:
+            WeightMismatchError: As in `WeightReader.fetch`.
+        """
+        base = commit.base
+        weights: FetchedWeights | None = None  # all, or with adapters the base, unless this rank has it
+        adapter: FetchedWeights | None = None
+        if not self._has_adapters:
+            weights = await self._reader.fetch(commit)
+        else:
+            if base != self._base:
+                weights = await self._base_reader.fetch(Commit(base[0].version, base))
+            adapter = await self._reader.fetch(commit)
+
+        def fill(engine: Engine) -> bool:
+            if weights is not None:
+                if held := engine.held_adapters:
+                    raise WeightMismatchError(
+                        f"the base changed while {len(held)} adapters on it are held. Release their sampling clients "
+                        "before loading a state with another base."
+                    )
+                self._base = ()
+                weights.copy_into(self._weight_targets(engine))
+                self._base = base
+            if adapter is not None:
+                fill_adapter(engine, POLICY, adapter)
+            return weights is None
+
+        return fill
+
+    def take_received(self) -> int:
+        """Return the bytes received since the previous call, not counting shared memory."""
+        return self._reader.take_received() + self._base_reader.take_received()
+
+    def close(self) -> None:
+        """Stop receiving. The puller must not be used afterwards."""
+        self._reader.close()
+        self._base_reader.close()
+
+    def _weight_targets(self, engine: Engine) -> Targets:
+        """Map the trainer's names to the model's tensors. The mapping is cached, so that the reader can reuse its copy plan."""
+        if not self._targets:
+            if self._config.model_impl == "titan":
+                from titanrl.generator import titan  # imports torchtitan, which is slow; vLLM's own model does not need it
+
+                self._targets = titan.weight_targets(engine.model)
+            else:
+                self._targets = weight_targets(engine.model, self._model, self._rank, self._config.tp, engine.plain_experts)
+        return self._targets
+
+
+class HeldPuller:
+    """Reader of adapters that an engine holds beside the policy's."""
+
+    def __init__(self, source: WeightSource) -> None:
+        self._reader = WeightReader(adapters_run(source.run), source.store, source.verify, f"{source.name}-adapters")
+
+    async def fetch(self, held: HeldAdapter) -> Fill:
+        """Make an adapter accessible; return the function that writes it into the engine, to be called between two steps.
+
+        Raises:
+            WeightMismatchError: As in `WeightReader.fetch`.
+        """
+        fetched = await self._reader.fetch(held.commit)
+        return lambda engine: fill_adapter(engine, held.number, fetched)
+
+    def close(self) -> None:
+        """Stop receiving. The puller must not be used afterwards."""
+        self._reader.close()
+
+
+def fill_adapter(engine: Engine, adapter: int, fetched: FetchedWeights) -> None:
+    """Write an adapter into an engine, which drops it if that fails."""
+    assert engine.adapters is not None
+    try:
+        fetched.copy_into(engine.adapters.tensors(adapter, fetched.layouts))
+    except BaseException:  # whatever the error, the tensors may hold a mixture
+        engine.adapters.drop(adapter)
+        raise
+    engine.adapters.use(adapter, fetched.commit.scale)

@@ -25,7 +25,7 @@ from torchtitan.components.checkpointer.utils import canonical_fqn
 
 from titanrl.base.files import Digests, uncommit_folder
 from titanrl.carriers.types import AdapterSpec
-from titanrl.trainer.checkpoint import own_digests, prepare, storage_errors
+from titanrl.trainer.checkpoint import own_digests, storage_errors
 from titanrl.trainer.learner import Learner
 from titanrl.trainer.model import A, B, initial_adapter, local_block
 from titanrl.weights.layout import local_part
@@ -166,7 +166,7 @@ class Adapters:
         This is a collective.
         """
         learner, spec = self.use(name), self._held[name].spec
-        prepare(learner, "save_state")
+        learner.prepare_state("save_state")
         with storage_errors("save a state", folder):
             if dist.get_rank() == 0:
                 uncommit_folder(folder)
@@ -184,7 +184,7 @@ class Adapters:
             ValueError: The folder has no state of an adapter, or that of another kind of adapter.
         """
         learner, spec = self.use(name), self._held[name].spec
-        prepare(learner, "load_state")
+        learner.prepare_state("load_state")
         own = self._state(learner) if with_optimizer else {f"adapter.{key}": value for key, value in self._named()}
         with storage_errors("load a state", folder):
             saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata

@@ -4,13 +4,12 @@ Checkpoints hold model, optimizer, moving average, critic, policy version and ra
 `torch.distributed.checkpoint` (DCP), so a run with any other parallel layout can load them.
 """
 
-import ctypes
 import json
 import logging
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpoint import CheckpointManager, ModelWrapper
-from torchtitan.components.optimizer.utils import init_optim_state
 
 from titanrl.base.choices import FileDtype
 from titanrl.base.errors import StorageError, describe
@@ -43,7 +41,7 @@ from titanrl.models.directory import (
     ModelDirectory,
     adapter_config,
 )
-from titanrl.trainer.learner import Learner
+from titanrl.trainer.learner import Learner, return_freed_memory
 from titanrl.trainer.model import (
     HEAD,
     MARKS,
@@ -155,11 +153,14 @@ def load_model(
 ) -> PolicyModel:
     """Build the model and load the weights of its directory, without random initialization. `seed` is that of LoRA adapters.
 
-    The output layer of a critic is not loaded; it has a single output and is zero.
+    The output layer of a critic is not loaded; it has a single output and is zero. All parameters of a critic are trained, also
+    with LoRA.
 
     Raises:
         ValueError: As in `load_hf`.
     """
+    if is_critic:
+        config = config.model_copy(update={"lora": None})
     model = build_model(source, config, device, seed=seed, random_weights=False, is_critic=is_critic)
     for router in routers_of(model.module):
         router.mode = "own" if is_critic else config.routing  # the generator chose experts for the policy
@@ -375,7 +376,7 @@ class Checkpoints:
 
         The weights of the snapshot `published` are also written, always before this method returns.
         """
-        prepare(self._learner, "save_checkpoint")
+        self._learner.prepare_state("save_checkpoint")
         with storage_errors("save a checkpoint", self._folder):
             if published is not None:
                 with self._learner.weights_at(published):
@@ -395,7 +396,7 @@ class Checkpoints:
 
     def load_published(self, step: int, version: int) -> None:
         """Load the weights of the snapshot that `save` wrote, and keep them as a snapshot that `load` does not drop."""
-        prepare(self._learner, "load_published")
+        self._learner.prepare_state("load_published")
         with storage_errors("load a checkpoint", self._folder):
             dcp.load(self._weights(), checkpoint_id=str(self._published(step)))
         self._learner.version = version
@@ -409,7 +410,7 @@ class Checkpoints:
         Raises:
             ValueError: The checkpoint does not exist, or it has no moving average or critic although one is configured.
         """
-        prepare(self._learner, "load_checkpoint")
+        self._learner.prepare_state("load_checkpoint")
         with storage_errors("load a checkpoint", self._folder):
             self._manager.maybe_wait_for_saving()
             self._require_further(self._folder / f"step-{step}")
@@ -421,7 +422,7 @@ class Checkpoints:
 
     def save_state(self, folder: Path) -> Digests:
         """Save the state to a folder; return the digests of this rank's files."""
-        prepare(self._learner, "save_state")
+        self._learner.prepare_state("save_state")
         with storage_errors("save a state", folder):
             if dist.get_rank() == 0:
                 uncommit_folder(folder)
@@ -439,7 +440,7 @@ class Checkpoints:
         """
         if not (folder / ".metadata").is_file():
             raise ValueError(f"load_state: no complete state in this folder (got {folder}). Give the path from save_state.")
-        prepare(self._learner, "load_state")
+        self._learner.prepare_state("load_state")
         with storage_errors("load a state", folder):
             if with_optimizer:
                 self._require_further(folder)
@@ -483,28 +484,6 @@ class Checkpoints:
         learner = self._learner
         optimizer = {"optimizer": learner.optimizers, **self._further} if with_optimizer else {}
         return {**self._weights(), "train_state": self._progress, **optimizer}
-
-
-def prepare(learner: Learner, what: str) -> None:
-    """Check that the learner's weights have a version, and create optimizer state at step 0 if there is none.
-
-    Saving and loading need the tensors of the optimizer state. `what` names the request in the message of the error.
-    """
-    learner.require_settled(what)
-    learner.model.reshard()
-    return_freed_memory()
-    for optimizer in learner.optimizers:
-        if not optimizer.state:
-            init_optim_state(optimizer)
-            for state in optimizer.state.values():
-                if "step" in state:  # of AdamW; Muon counts none
-                    state["step"].zero_()
-
-
-def return_freed_memory() -> None:
-    """Return what glibc keeps for the tensors of the next step, up to all activations, before copies of the state are made."""
-    with suppress(AttributeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _has(folder: Path, component: str) -> bool:

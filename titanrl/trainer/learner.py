@@ -1,16 +1,17 @@
 """Forward passes, backward passes and optimizer steps on one rank.
 
 Gradients accumulate until `optim_step`. Losses are never rescaled here, because the loss weights contain all normalization.
-`Learner` comes first, then the objectives that it computes, its optimizer, and the load of the experts.
+`Learner` comes first, then the objectives that it computes, its optimizer, the load of the experts, and the critic.
 
 Shape suffixes: B rows, L tokens of a row, N = B * L, K experts of a token, Y layers, E experts.
 """
 
 import copy
+import ctypes
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,21 +20,24 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.stateful import Stateful
+from torchtitan.components.checkpoint import ModelWrapper
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig, default_adamw
+from torchtitan.components.optimizer.utils import init_optim_state
 from torchtitan.distributed import utils as dist_utils
 
 from titanrl.algorithms.contracts import LossInputs, PolicyLoss, bound_loss
-from titanrl.algorithms.losses import LossMetrics, cross_entropy, importance_sampling, weighted_sum
+from titanrl.algorithms.losses import LossMetrics, cross_entropy, importance_sampling, value_loss, weighted_sum
 from titanrl.algorithms.objective import ObjectiveInputs, lag_metrics, measure_correction, policy_loss
 from titanrl.base.errors import PhaseError
 from titanrl.carriers.supports import id_dtype
 from titanrl.carriers.tables import Row
-from titanrl.carriers.types import AdamParams, LossSums, MeasuredCorrection, OptimUpdate
+from titanrl.carriers.types import AdamParams, FloatArray, LossSums, MeasuredCorrection, OptimUpdate, RankValues
 from titanrl.config.algorithm import AVERAGE, AlgorithmConfig
 from titanrl.models.decoder import PackedAttention, biased_layers, packed_block_mask, packed_mask, routers_of
 from titanrl.trainer.collate import PackedRows, empty_rows, places
-from titanrl.trainer.model import PolicyModel, ScoringHead, ValueHead, adapters_of, without_adapters
+from titanrl.trainer.model import HEAD, PolicyModel, ScoringHead, ValueHead, adapters_of, without_adapters
 from titanrl.trainer.snapshots import MovingAverage, Snapshots, check_recoverable, trainable_tensors
 from titanrl.weights.layout import LiveState, local_part
 
@@ -286,6 +290,21 @@ class Learner:
         if self.average is not None:
             self.average.restart()
 
+    def prepare_state(self, what: str) -> None:
+        """Check that the weights have a version, and create optimizer state at step 0 if there is none.
+
+        Saving and loading need the tensors of the optimizer state. `what` names the request in the message of the error.
+        """
+        self.require_settled(what)
+        self.model.reshard()
+        return_freed_memory()
+        for optimizer in self.optimizers:
+            if not optimizer.state:
+                init_optim_state(optimizer)
+                for state in optimizer.state.values():
+                    if "step" in state:  # of AdamW; Muon counts none
+                        state["step"].zero_()
+
     @property
     def buffer_names(self) -> frozenset[str]:
         """Names of all buffers, also of those that are not persistent and so not in `weights`."""
@@ -451,6 +470,12 @@ class Learner:
             sums=dict(zip(metrics.sums, numbers, strict=False)),
             maxima=dict(zip(metrics.maxima, numbers[len(metrics.sums) :], strict=True)),
         )
+
+
+def return_freed_memory() -> None:
+    """Return what glibc keeps for the tensors of the next step, up to all activations, before copies of the state are made."""
+    with suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def policy_objective(
@@ -677,3 +702,83 @@ def load_metrics(counts_YE: Tensor) -> dict[str, float]:
         "experts/worst_load": float(largest_Y.max()),
         "experts/entropy": float(entropy_Y.mean()),
     }
+
+
+class Critic(Stateful):
+    """The critic of a rank: a second model with its own optimizer, in the processes of the policy's trainer.
+
+    It is a `Learner` whose model returns values instead of log-probabilities, so passes, optimizer steps and their checks are
+    those of the policy. Its version is the number of steps in which it was trained. The methods are collectives, except those
+    of the state.
+    """
+
+    def __init__(self, model: PolicyModel, algorithm: AlgorithmConfig) -> None:
+        """Start at version 0 with a model of `load_model`, which has the policy's initial weights and a zero head."""
+        self._config = algorithm.critic
+        # The loss and the average belong to the policy.
+        own = algorithm.model_copy(update={"ema_decay": None})
+        self.learner = Learner(model, own, 1.0, head=ValueHead(model.module.lm_head))
+
+    @property
+    def is_warming_up(self) -> bool:
+        """True during the first `warmup_steps` steps, in which the policy is not trained."""
+        return self.learner.version < self._config.warmup_steps
+
+    def values(self, rows: PackedRows, plan: Sequence[Row]) -> RankValues:
+        """Compute the values of the loss tokens of some rows. `plan` has the sequences of each row."""
+        values_BL: FloatArray = self.learner.logprobs(rows).cpu().numpy()
+        mask_BL = rows.mask_BL.numpy()
+        located = [(b, place) for b, row in enumerate(plan) for place in places(row)]
+        return RankValues(
+            dp_rank=self.learner.model.dp_rank,
+            values=np.concatenate([np.zeros(0, np.float32), *(values_BL[at][mask_BL[at]] for at in located)]),
+            last=np.array([values_BL[b, place.stop - 1] for b, place in located], np.float32),
+        )
+
+    def forward_backward(self, rows: PackedRows) -> LossSums:
+        """Add the gradient of the critic's loss over some rows; return its metrics."""
+        objective = partial(value_objective, clip=self._config.value_clip)
+        return self.learner.run(rows, objective).sums
+
+    def optim_step(self, params: AdamParams, *, completes: bool) -> dict[str, float]:
+        """Take a step as `Learner.optim_step` does, but with the critic's learning rate and clipping; return its metrics."""
+        rate, norm = self._config.learning_rate, self._config.max_grad_norm
+        update = self.learner.optim_step(replace(params, learning_rate=rate, max_grad_norm=norm), completes=completes)
+        return {"critic/grad_norm": update.grad_norm, "critic/skipped": float(update.skipped)}
+
+    def start_over(self, policy: Learner) -> None:
+        """Copy the policy's weights except the head, which becomes zero; reset the optimizer and the version."""
+        weights = policy.model.weights()
+        self.learner.start_over()
+        with torch.no_grad():
+            for name, value in self.learner.model.weights().items():
+                own = local_part(value)
+                own.zero_() if name == HEAD else own.copy_(local_part(weights[name]))
+        self.learner.weights_changed()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return weights, optimizer state and version. Loading a checkpoint fills these tensors."""
+        self.learner.prepare_state("state of the critic")
+        module, optimizers = self.learner.model.module, self.learner.optimizers
+        return {
+            "model": ModelWrapper(module).state_dict(),
+            "optimizer": optimizers.state_dict(),
+            "version": self.learner.version,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore weights, optimizer state and version."""
+        ModelWrapper(self.learner.model.module).load_state_dict(state_dict["model"])
+        self.learner.optimizers.load_state_dict(state_dict["optimizer"])
+        self.learner.version = state_dict["version"]
+        self.learner.weights_loaded()
+
+
+def value_objective(rows: PackedRows, values_N: Tensor, unused_N: Tensor, *, clip: float | None) -> tuple[Tensor, LossMetrics]:
+    """Compute the critic's share of its objective, with the loss weights of the policy, and its metrics."""
+    mask_N = rows.mask_BL.flatten()
+    # Rows without sequences have no values.
+    old_N, returns_N = (torch.zeros_like(values_N) if v is None else v.flatten() for v in (rows.values_BL, rows.returns_BL))
+    loss_N, clipped_N = value_loss(values_N, old_N, returns_N, clip=clip)
+    loss = weighted_sum(loss_N, rows.weights_BL.flatten(), mask=mask_N)
+    return loss, LossMetrics(sums={"loss/critic": loss.detach(), "critic/clip_frac": (clipped_N & mask_N).sum()}, maxima={})

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from titanrl.base.choices import FileDtype, TransportName, Verify
     from titanrl.trainer.agreement import Agreement, Facts
     from titanrl.trainer.collate import PackedRows
-    from titanrl.trainer.critic import Critic
     from titanrl.trainer.learner import Learner
     from titanrl.trainer.passes import RowSizes
     from titanrl.weights.store import WeightStore
@@ -153,7 +152,7 @@ class PolicyTrainer(Actor):
             from titanrl.models.directory import open_model
             from titanrl.trainer.adapters import Adapters
             from titanrl.trainer.checkpoint import Checkpoints, load_model
-            from titanrl.trainer.learner import Learner
+            from titanrl.trainer.learner import Critic, Learner
             from titanrl.trainer.model import torch_dtype
             from titanrl.trainer.snapshots import KeptLogprobs
             from titanrl.weights.layout import first_holders
@@ -176,9 +175,7 @@ class PolicyTrainer(Actor):
             )
             self._critic: Critic | None = None
             if setup.algorithm.has_critic:
-                from titanrl.trainer import critic
-
-                self._critic = critic.Critic(source, setup.config, setup.algorithm, setup.device)
+                self._critic = Critic(load_model(source, setup.config, setup.device, is_critic=True), setup.algorithm)
                 self._groups += self._critic.learner.model.groups
             self._adapters = Adapters(learner, source.family.lora_targets["mlp"], seed=setup.seed)
             self._kept = KeptLogprobs()
