@@ -20,8 +20,7 @@ from benchmarks.machine import write_result
 from benchmarks.quickstart import run_command
 from titanrl.config import load_config
 from titanrl.grpo import GRPO
-from titanrl.metrics.reading import read_metrics
-from titanrl.metrics.series import by_step, ends_of, series
+from titanrl.metrics.reading import by_step, ends_of, read_metrics, series
 
 BALANCED = (
     "rollout.groups_per_step=16",

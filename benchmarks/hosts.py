@@ -24,8 +24,8 @@ from benchmarks.machine import write_result
 from benchmarks.quickstart import median
 from tests.cluster.slurm import CONTROLLER, NODES, PREFIX, Cluster, missing
 from titanrl.carriers.types import StepMetrics
-from titanrl.metrics.hooks import Hook
 from titanrl.metrics.reading import read_metrics
+from titanrl.metrics.trackers import Hook
 
 REPO = Path(__file__).parents[1]
 FIRST = 5

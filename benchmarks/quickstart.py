@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import write_result
-from titanrl.metrics.reading import read_metrics
-from titanrl.metrics.series import by_step, ends_of, series
+from titanrl.metrics.reading import by_step, ends_of, read_metrics, series
 
 TARGET_SCORE = 0.8
 """Held-out score; `time_to_score_s` is the time until it is first reached."""

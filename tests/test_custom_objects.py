@@ -28,8 +28,7 @@ from titanrl.config.load import dump, validate
 from titanrl.config.sections import TRACKERS, ReplayConfig
 from titanrl.launch.extensions import plugins_of, with_declared_traits, with_objects
 from titanrl.launch.preflight import preflight
-from titanrl.metrics.hooks import Hooks
-from titanrl.metrics.trackers import make_trackers
+from titanrl.metrics.trackers import Hooks, make_trackers
 from titanrl.rollout.group import keeps
 
 ROOT = Path(__file__).parents[1]

@@ -60,9 +60,9 @@ if TYPE_CHECKING:
     from titanrl.data.mixture import Outcome as Outcome
     from titanrl.distill import Distill as Distill
     from titanrl.grpo import GRPO as GRPO
-    from titanrl.metrics.hooks import Hook as Hook
     from titanrl.metrics.reading import RunRecord as RunRecord
     from titanrl.metrics.reading import open_run as open_run
+    from titanrl.metrics.trackers import Hook as Hook
     from titanrl.rollout.group import ScoredGroup as ScoredGroup
     from titanrl.run.explanation import explain as explain
     from titanrl.session.session import Session as Session
@@ -80,8 +80,8 @@ _NAMES = {
     "data.mixture": "Outcome",
     "distill": "Distill",
     "grpo": "GRPO",
-    "metrics.hooks": "Hook",
     "metrics.reading": "RunRecord open_run",
+    "metrics.trackers": "Hook",
     "rollout.group": "ScoredGroup",
     "run.explanation": "explain",
     "session.session": "Session connect",

@@ -42,7 +42,7 @@ from titanrl.config.sections import DistillConfig
 from titanrl.data.entries import BadRow
 from titanrl.launch.roles import Roles
 from titanrl.metrics import steps as metrics_of
-from titanrl.metrics.series import fixed
+from titanrl.metrics.reading import fixed
 from titanrl.rollout.group import derive_seed, rollouts_of
 from titanrl.rollout.recorded import GroupRecorder, newest_version
 from titanrl.run import command

@@ -11,9 +11,9 @@ import pytest
 from tests.metrics.test_report import ATTACK, Page
 from titanrl.base.errors import TitanRLError
 from titanrl.commands.runs import compare
-from titanrl.metrics import comparison
-from titanrl.metrics.comparison import UNKNOWN, differing_keys, read_runs, score, tables, variants_of
+from titanrl.metrics import report
 from titanrl.metrics.reading import RunRecord
+from titanrl.metrics.report import UNKNOWN, differing_keys, read_runs, score, tables, variants_of
 
 
 def write_run(folder: Path, config: str, *lines: dict[str, Any]) -> RunRecord:
@@ -99,7 +99,7 @@ def test_change_during_the_run_is_a_difference(records: list[RunRecord]) -> None
 
 @pytest.mark.parametrize(("freedom", "quantile"), [(1, 12.706), (10, 2.228), (11, 2.201), (30, 2.042), (10_000, 1.960)])
 def test_quantiles_of_students_t(freedom: int, quantile: float) -> None:
-    assert comparison._t_975(freedom) == pytest.approx(quantile, abs=0.003)
+    assert report._t_975(freedom) == pytest.approx(quantile, abs=0.003)
 
 
 def test_loss_is_best_where_it_is_lowest_and_training_is_a_mean_of_last_steps(tmp_path: Path) -> None:

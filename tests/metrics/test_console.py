@@ -244,7 +244,7 @@ def test_unused_live_mode_can_be_closed_twice() -> None:
 
 
 def test_importing_metrics_loads_no_heavy_library() -> None:
-    modules = "console, report, run_directory, series, steps, trackers"
+    modules = "console, reading, report, run_directory, steps, trackers"
     heavy = ("torch", "plotly", "jinja2", "monarch", "vllm", "transformers", "wandb", "tensorboard", "trackio")
     code = f"import sys; from titanrl.metrics import {modules}; print(sorted(set({heavy}) & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

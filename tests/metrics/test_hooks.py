@@ -12,7 +12,7 @@ from titanrl.base.plugins import import_object, plugin_of
 from titanrl.carriers.types import EvaluationResult, StepMetrics
 from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.grpo import GRPO
-from titanrl.metrics.hooks import Hook, HookError, Hooks, check_hook
+from titanrl.metrics.trackers import Hook, HookError, Hooks, check_hook
 from titanrl.run.checkpoints import RunState, complete_checkpoint, resumable
 from titanrl.run.run import adam_params
 

@@ -16,9 +16,9 @@ from titanrl.carriers.types import StepMetrics
 from titanrl.config import Config
 from titanrl.config.load import dump
 from titanrl.metrics import report as report_module
+from titanrl.metrics.reading import by_step, phase_seconds
 from titanrl.metrics.report import page_file, write_report
 from titanrl.metrics.run_directory import RunDirectory
-from titanrl.metrics.series import by_step, phase_seconds
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 ATTACK = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>&amp;\u2028"

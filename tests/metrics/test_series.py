@@ -1,7 +1,7 @@
 import pytest
 
+from titanrl.metrics.reading import count, duration, ends_of, fixed, sparkline
 from titanrl.metrics.report import learned
-from titanrl.metrics.series import count, duration, ends_of, fixed, sparkline
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.04, "0.0 s"), (12.34, "12.3 s"), (62.9, "1:02"), (3723.0, "1:02:03")])

@@ -23,9 +23,8 @@ from titanrl.config.sections import RecipeConfig
 from titanrl.grpo import GRPO
 from titanrl.launch.run_lock import LOCK_FILE, RunLock, check_idle, claim_new_run, claim_run
 from titanrl.metrics.console import Console
-from titanrl.metrics.hooks import Hooks
 from titanrl.metrics.run_directory import RunDirectory
-from titanrl.metrics.trackers import Recorder, Trackers
+from titanrl.metrics.trackers import Hooks, Recorder, Trackers
 from titanrl.models.recipe import create_model
 from titanrl.run.checkpoints import FIRST, Checkpoints, Resumable, RunState
 from titanrl.run.evaluations import Evaluations

@@ -14,9 +14,8 @@ from titanrl.config import Config, load_config
 from titanrl.config.errors import ConfigError
 from titanrl.config.load import read_source
 from titanrl.metrics.console import Console
-from titanrl.metrics.hooks import Hook, Hooks
 from titanrl.metrics.run_directory import RunDirectory
-from titanrl.metrics.trackers import Recorder, Trackers
+from titanrl.metrics.trackers import Hook, Hooks, Recorder, Trackers
 from titanrl.run.checkpoints import FIRST, RunState
 from titanrl.run.steering import CHANGES_FILE, TEMPERATURE, Steering
 

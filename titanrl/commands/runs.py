@@ -20,7 +20,7 @@ from titanrl.base.plugins import loading
 from titanrl.config.errors import ConfigError, inline, refusing
 from titanrl.config.load import parse_overrides
 from titanrl.config.sizes import print_table, table_console
-from titanrl.metrics import comparison
+from titanrl.metrics import report
 from titanrl.metrics.reading import RunRecord, open_run
 from titanrl.metrics.timeline import Usage, trace_of, usages, window_of
 from titanrl.processes.stacks import stacks_of
@@ -111,18 +111,18 @@ def compare(argv: Sequence[str] | None = None, *, prog: str = "titanrl compare")
     arguments = parser.parse_intermixed_args(argv)
     with refusing():
         records = [open_run(path) for path in arguments.runs]
-        runs = comparison.read_runs(records)
-        metrics = comparison.metrics_to_compare(runs, arguments.metric)
-    variants = comparison.variants_of(runs)
-    shown = comparison.tables(variants, metrics)
+        runs = report.read_runs(records)
+        metrics = report.metrics_to_compare(runs, arguments.metric)
+    variants = report.variants_of(runs)
+    shown = report.tables(variants, metrics)
     if arguments.html is not None:
         try:
-            page = comparison.comparison_page(records, arguments.metric)
+            page = report.comparison_page(records, arguments.metric)
             arguments.html.write_text(page, encoding="utf-8")
         except OSError as error:
             _exit_unwritten("--html", arguments.html, error)
     if arguments.json:
-        print(json.dumps(comparison.as_dict(variants, metrics), indent=2))
+        print(json.dumps(report.as_dict(variants, metrics), indent=2))
         return
     console = table_console()
     for table in shown:

@@ -22,7 +22,7 @@ from titanrl.config.schema import Config
 from titanrl.config.sections import Section
 from titanrl.data import entries, mixture
 from titanrl.environments import factories
-from titanrl.metrics import hooks, trackers
+from titanrl.metrics import trackers
 from titanrl.rollout import group
 
 POINTS = (
@@ -35,7 +35,7 @@ POINTS = (
     contracts.LOSS,
     contracts.PRIORITY,
     trackers.POINT,
-    hooks.POINT,
+    trackers.HOOK_POINT,
 )
 """All extension points."""
 

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from titanrl.base.choices import ConsoleMode
 from titanrl.carriers.types import StepMetrics
-from titanrl.metrics.series import count, duration, fixed, phase_seconds, sparkline
+from titanrl.metrics.reading import count, duration, fixed, phase_seconds, sparkline
 
 LAYOUT_WIDTHS = (0, 72, 128)
 """Minimum terminal widths for one, two and three columns in the live display."""

@@ -33,8 +33,22 @@ from titanrl.config.load import parse
 from titanrl.config.schema import Config
 from titanrl.config.sizes import changed_keys
 from titanrl.metrics.index import Filters, Followed, Kind
-from titanrl.metrics.reading import Hits, RecordedGroup, RunRecord, TrainedSegment, is_run, number_of
-from titanrl.metrics.series import NUM_ENDS, Points, Rows, awaited_by_both, ends_of, evaluated_sets, fixed, without_reward
+from titanrl.metrics.reading import (
+    NUM_ENDS,
+    Hits,
+    Points,
+    RecordedGroup,
+    Rows,
+    RunRecord,
+    TrainedSegment,
+    awaited_by_both,
+    ends_of,
+    evaluated_sets,
+    fixed,
+    is_run,
+    number_of,
+    without_reward,
+)
 from titanrl.metrics.timeline import State, Window, states_of, usage_of
 
 Json = dict[str, Any]

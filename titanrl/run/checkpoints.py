@@ -25,10 +25,9 @@ from titanrl.data.entries import Selection
 from titanrl.data.examples import Examples
 from titanrl.launch.supervision import PartDiedError, StallError
 from titanrl.metrics.console import Console
-from titanrl.metrics.hooks import Hooks
 from titanrl.metrics.run_directory import JOB_SCRIPT
 from titanrl.metrics.steps import PhaseTimer
-from titanrl.metrics.trackers import Recorder
+from titanrl.metrics.trackers import Hooks, Recorder
 from titanrl.processes.children import RespawnLimitError, Respawns
 
 if TYPE_CHECKING:

@@ -42,11 +42,10 @@ from titanrl.launch.preflight import broken_by_saved_model, policy_notes, prefli
 from titanrl.launch.roles import Roles, needed
 from titanrl.launch.run_lock import RunLock, claim_new_run, claim_run
 from titanrl.metrics.console import Console
-from titanrl.metrics.hooks import Hooks
 from titanrl.metrics.reading import RunRecord
 from titanrl.metrics.report import conclude, relative, run_html
 from titanrl.metrics.steps import PhaseTimer
-from titanrl.metrics.trackers import Recorder
+from titanrl.metrics.trackers import Hooks, Recorder
 from titanrl.processes.children import Respawns
 from titanrl.processes.templates import BASE, close_early, start_early
 from titanrl.run.checkpoints import (

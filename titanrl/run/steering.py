@@ -25,7 +25,7 @@ from titanrl.carriers.record import span
 from titanrl.config.errors import BrokenRule, ConfigError, inline
 from titanrl.config.load import Source, explain_rule, live_keys, with_values
 from titanrl.config.schema import Config
-from titanrl.metrics.series import duration
+from titanrl.metrics.reading import duration
 from titanrl.run.checkpoints import RunPart, RunState
 
 CHANGES_FILE = "changes.json"
