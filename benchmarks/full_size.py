@@ -26,9 +26,10 @@ from safetensors.torch import save_file
 from benchmarks.machine import read_bandwidth, write_result
 from benchmarks.resident import Memory, Sampler
 from titanrl.config import load_config
+from titanrl.config.dry_run import placements
 from titanrl.config.schema import Config
 from titanrl.config.sections import RecipeConfig
-from titanrl.config.sizes import ModelShape, Sizes, cpu_bytes, derive, placements
+from titanrl.config.sizes import ModelShape, Sizes, cpu_bytes, derive
 from titanrl.data.tokenizer import write_tokenizer
 from titanrl.metrics.reading import read_metrics
 from titanrl.models.dense import weight_shapes

@@ -10,7 +10,7 @@ import time
 import titanrl.launch.preflight
 from rich.console import Console
 from titanrl.config import load_config
-from titanrl.config.sizes import print_dry_run
+from titanrl.config.dry_run import print_dry_run
 from titanrl.models.directory import model_shape
 config = load_config("configs/qwen3_8b_8gpu.yaml")
 print_dry_run(config, Console(quiet=True), shape=model_shape(config))

@@ -4,8 +4,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from titanrl.config import Config, Source, sizes
-from titanrl.config.sizes import changed_keys, print_dry_run
+from titanrl.config import Config, Source, dry_run
+from titanrl.config.dry_run import changed_keys, print_dry_run
 from titanrl.models.directory import model_shape
 
 
@@ -56,7 +56,7 @@ def test_changed_keys_include_sections_by_name() -> None:
 
 def test_dtypes_in_which_this_processor_is_slow_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     def noted(dtype: str, *, has_instructions: bool, device: str = "cpu") -> list[str]:
-        monkeypatch.setattr(sizes, "multiplies_bfloat16", lambda: has_instructions)
+        monkeypatch.setattr(dry_run, "multiplies_bfloat16", lambda: has_instructions)
         config = make_config(model={"path": "nowhere/Qwen3-0.6B"}, trainer={"compute_dtype": dtype}, generator={"dtype": dtype})
         text = dry_run_text(config, device=device)
         return [line for line in text.splitlines() if "has instructions for" in line or "has no instructions for" in line]

@@ -3,7 +3,8 @@
 from typing import Any
 
 from titanrl.config import Config
-from titanrl.config.sizes import derive, placements
+from titanrl.config.dry_run import placements
+from titanrl.config.sizes import derive
 
 
 def make_config(**sections: Any) -> Config:

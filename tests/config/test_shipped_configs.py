@@ -16,7 +16,8 @@ from titanrl.config.algorithm import (
     CorrectionConfig,
     KLConfig,
 )
-from titanrl.config.sizes import derive, misfits
+from titanrl.config.dry_run import misfits
+from titanrl.config.sizes import derive
 from titanrl.models.directory import model_shape
 
 ROOT = Path(__file__).parents[2]

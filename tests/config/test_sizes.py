@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from tests.config.test_dry_run import dry_run_text
-from titanrl.config import Config, sizes
+from titanrl.config import Config, dry_run, sizes
 from titanrl.config.errors import BrokenRule
 from titanrl.config.schema import device_shortage
 from titanrl.config.sections import RolloutConfig
@@ -35,7 +35,7 @@ def memory_of(**sections: Any) -> Memory:
 
 def all_misfits(**sections: Any) -> list[BrokenRule]:
     config = make_config(**sections)
-    return list(sizes.misfits(config, derive(config).memory))
+    return list(dry_run.misfits(config, derive(config).memory))
 
 
 def misfits(**sections: Any) -> list[str]:

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titanrl.config import Config
+from titanrl.config.data import data_file
 from titanrl.config.errors import BrokenRules
-from titanrl.config.load import data_file
 from titanrl.config.sections import FOLDER
 from titanrl.data.examples import Demonstration, Examples, mean_loss_data, read_examples
 from titanrl.data.streams import is_heldout

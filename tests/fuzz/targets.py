@@ -23,10 +23,10 @@ from titanrl.base.files import COMMIT_FILE, DamagedError, digests_of
 from titanrl.carriers.record import FOLDER
 from titanrl.carriers.types import StepMetrics
 from titanrl.config import Config, ConfigError, load_config
+from titanrl.config.dry_run import print_dry_run
 from titanrl.config.errors import BrokenRules
 from titanrl.config.load import sections, shipped_configs
 from titanrl.config.sections import RecipeConfig
-from titanrl.config.sizes import print_dry_run
 from titanrl.data.examples import read_examples
 from titanrl.launch.child_checks import check_data, policy_tokenizer
 from titanrl.launch.preflight import broken_rules

@@ -20,10 +20,11 @@ from titanrl.base import __version__, terminal
 from titanrl.base.choices import DeviceKind
 from titanrl.base.errors import TitanRLError
 from titanrl.config.device import DEVICES, device_kind, install, install_verifiers, missing_for, packages
+from titanrl.config.dry_run import print_table, table_console
 from titanrl.config.errors import ConfigError
 from titanrl.config.load import Source, explain_rule, read_source, validate
 from titanrl.config.schema import Config
-from titanrl.config.sizes import derive, gigabytes, host_bytes, print_table, table_console
+from titanrl.config.sizes import derive, gigabytes, host_bytes
 from titanrl.hosts.checkup import Checkup, Examined, Link, examine
 from titanrl.hosts.holder import serve
 from titanrl.hosts.kinds import broken_by_hosts

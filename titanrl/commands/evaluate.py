@@ -19,9 +19,9 @@ from titanrl.base.choices import ConsoleMode
 from titanrl.base.files import why_no_file, why_no_folder
 from titanrl.carriers.types import EvaluationResult
 from titanrl.config import Config, ConfigError, Source
+from titanrl.config.dry_run import print_table, table_console
 from titanrl.config.errors import BrokenRule, refusing
 from titanrl.config.load import read_source, validate
-from titanrl.config.sizes import print_table, table_console
 from titanrl.launch.preflight import preflight
 from titanrl.metrics.console import Console
 from titanrl.models.directory import read_model

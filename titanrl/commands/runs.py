@@ -17,9 +17,9 @@ from titanrl.base import control, terminal
 from titanrl.base.errors import TitanRLError, describe
 from titanrl.base.files import why_no_folder
 from titanrl.base.plugins import loading
+from titanrl.config.dry_run import print_table, table_console
 from titanrl.config.errors import ConfigError, inline, refusing
 from titanrl.config.load import parse_overrides
-from titanrl.config.sizes import print_table, table_console
 from titanrl.metrics import report
 from titanrl.metrics.reading import RunRecord, open_run
 from titanrl.metrics.timeline import Usage, trace_of, usages, window_of

@@ -1,10 +1,12 @@
 """The sections `data` and `evaluation`: prompts with their rewards, curriculum and environment, the tasks of a mixture, and the
 evaluation sets."""
 
+import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, GetJsonSchemaHandler, NonNegativeFloat, PositiveFloat, ValidationError, model_validator
@@ -13,6 +15,7 @@ from pydantic_core import CoreSchema
 from titanrl.config.algorithm import ADVANTAGES, AlgorithmConfig
 from titanrl.config.errors import BrokenRule, BrokenRules
 from titanrl.config.sections import (
+    FOLDER,
     FOR_KEYS,
     LIVE,
     Count,
@@ -33,6 +36,8 @@ from titanrl.config.sections import (
     meanings,
 )
 
+ACCEPTS_CHANGED_DATA = "--accept-changed-data"
+"""Flag of the command line that lets a resumed run continue on changed data."""
 FILE_SOURCES = ("jsonl", "parquet", "arrow")
 """Built-in prompt sources that read files."""
 SOURCES = ("reasoning_gym", *FILE_SOURCES)
@@ -56,6 +61,12 @@ MIXTURE = "data.mixture"
 """Section of the tasks."""
 SHARED_SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 """Keys of `rollout` that all tasks share."""
+
+
+def data_file(path: Path) -> Path:
+    """Return the path of a JSONL file if it exists, else the shipped file of this name."""
+    shipped = FOLDER / path
+    return shipped if not os.path.exists(path) and path.suffix == ".jsonl" and os.path.isfile(shipped) else path
 
 
 JUDGE_PROMPT = """\

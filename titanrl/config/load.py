@@ -29,12 +29,11 @@ from titanrl.base import terminal
 from titanrl.base.choices import Program
 from titanrl.base.files import why_no_file, why_no_folder
 from titanrl.config.algorithm import ALGORITHM_PRESETS
+from titanrl.config.data import ACCEPTS_CHANGED_DATA, data_file
 from titanrl.config.errors import BrokenRule, BrokenRules, ConfigError, inline, message
 from titanrl.config.schema import USED_BY_SFT, Config
 from titanrl.config.sections import FOLDER, Section, meanings
 
-ACCEPTS_CHANGED_DATA = "--accept-changed-data"
-"""Flag of the command line that lets a resumed run continue on changed data."""
 MAX_FILE_BYTES = 1_000_000
 """Maximum size of a configuration file. Larger files would take long to parse."""
 MAX_DEPTH = 50
@@ -137,12 +136,6 @@ def config_file(path: str | Path) -> Path:
     """Return the path if it exists, else the shipped configuration of this name."""
     path = Path(path)
     return path if os.path.exists(path) else shipped_configs().get(str(path), path)
-
-
-def data_file(path: Path) -> Path:
-    """Return the path of a JSONL file if it exists, else the shipped file of this name."""
-    shipped = FOLDER / path
-    return shipped if not os.path.exists(path) and path.suffix == ".jsonl" and os.path.isfile(shipped) else path
 
 
 def config_of_run(run_dir: Path) -> Path:

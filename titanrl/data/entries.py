@@ -24,9 +24,8 @@ import numpy as np
 
 from titanrl.base.files import digests_of, replace_text
 from titanrl.base.plugins import Plugin, Point, check_call
-from titanrl.config.data import DataConfig
+from titanrl.config.data import ACCEPTS_CHANGED_DATA, DataConfig, data_file
 from titanrl.config.errors import BrokenRule, BrokenRules, ConfigError, inline
-from titanrl.config.load import ACCEPTS_CHANGED_DATA, data_file
 
 Format = Literal["jsonl", "parquet", "arrow"]
 """Format of data files. `arrow` is a data set saved by `save_to_disk` of Hugging Face datasets, or one Arrow file."""

@@ -17,8 +17,8 @@ import numpy as np
 from titanrl.base.choices import TrainOn
 from titanrl.carriers.datums import Datum, ForwardBackwardOutput
 from titanrl.carriers.types import BoolArray, IntArray, Prompt
+from titanrl.config.data import data_file
 from titanrl.config.errors import BrokenRule, BrokenRules, inline
-from titanrl.config.load import data_file
 from titanrl.config.schema import Config
 from titanrl.config.sections import ExamplesConfig, ExampleSet, WarmStartConfig
 from titanrl.data.entries import (

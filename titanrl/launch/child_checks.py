@@ -24,9 +24,8 @@ from typing import Any
 
 from titanrl.base.plugins import Plugin, Plugins, plugins_of_data, plugins_within
 from titanrl.carriers.rewards import DENIED, INVALID, Answers, BoundReward, Score, custom_reward
-from titanrl.config.data import ENVIRONMENTS, DataConfig, EvaluationSet, Split
+from titanrl.config.data import ENVIRONMENTS, DataConfig, EvaluationSet, Split, data_file
 from titanrl.config.errors import BrokenRule, BrokenRules, ConfigError, inline, rule_of, within
-from titanrl.config.load import data_file
 from titanrl.config.schema import Config
 from titanrl.config.sizes import model_values
 from titanrl.data.entries import FORMATS, Selection, data_digest

@@ -29,21 +29,12 @@ from titanrl.carriers import dumps
 from titanrl.config import device as devices
 from titanrl.config.data import JudgeOptions, OverlongOptions
 from titanrl.config.device import device_kind, missing_for
+from titanrl.config.dry_run import print_dry_run, print_table, table_console
 from titanrl.config.errors import BrokenRule, BrokenRules, ConfigError, inline, rule_of
 from titanrl.config.load import Source, did_you_mean, explain_rule
 from titanrl.config.schema import Config, broken_by_positions
 from titanrl.config.sections import SMALLEST_PACKAGES, TRACKERS, ModelConfig, TeacherConfig
-from titanrl.config.sizes import (
-    ModelShape,
-    cpu_bytes,
-    derive,
-    gigabytes,
-    host_bytes,
-    model_values,
-    print_dry_run,
-    print_table,
-    table_console,
-)
+from titanrl.config.sizes import ModelShape, cpu_bytes, derive, gigabytes, host_bytes, model_values
 from titanrl.data import examples
 from titanrl.data.entries import Selection
 from titanrl.data.tokenizer import load_tokenizer

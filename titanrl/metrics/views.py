@@ -29,9 +29,9 @@ from titanrl.base.files import DamagedError
 from titanrl.base.ownership import open_regular
 from titanrl.carriers.record import HOST, Part, decode, entries_of, parts_of
 from titanrl.config.algorithm import ADVANTAGES
+from titanrl.config.dry_run import changed_keys
 from titanrl.config.load import parse
 from titanrl.config.schema import Config
-from titanrl.config.sizes import changed_keys
 from titanrl.metrics.index import Filters, Followed, Kind
 from titanrl.metrics.reading import (
     NUM_ENDS,
