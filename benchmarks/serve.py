@@ -28,7 +28,7 @@ from titanrl.config import load_config
 from titanrl.config.sections import RecipeConfig
 from titanrl.models.recipe import create_model
 from titanrl.serving.app import App
-from titanrl.serving.listening import listen
+from titanrl.serving.http import listen
 from titanrl.session.session import Session
 
 TINY = RecipeConfig()

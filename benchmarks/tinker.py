@@ -25,7 +25,7 @@ from titanrl.carriers.types import AdamParams
 from titanrl.config import load_config
 from titanrl.config.sections import RecipeConfig
 from titanrl.models.recipe import create_model
-from titanrl.serving.listening import listen
+from titanrl.serving.http import listen
 from titanrl.serving.tinker import Tinker, Users
 from titanrl.serving.tinker_checkpoints import Checkpoints
 from titanrl.session.session import Session

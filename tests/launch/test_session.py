@@ -17,7 +17,7 @@ from titanrl.config.sections import TeacherConfig
 from titanrl.models.directory import open_model
 from titanrl.rollout.teacher import RemoteTeacher
 from titanrl.serving.app import App
-from titanrl.serving.listening import listen
+from titanrl.serving.http import listen
 from titanrl.session.sampling import Sample, SamplingClient, VersionGoneError
 from titanrl.session.session import Session
 

@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 import httpx
 import openai
 
-from titanrl.serving.http import Endpoint
-from titanrl.serving.listening import Listener, listen
+from titanrl.serving.http import Endpoint, Listener, listen
 
 T = TypeVar("T")
 

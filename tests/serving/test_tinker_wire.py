@@ -11,8 +11,7 @@ import pytest
 from titanrl.carriers.datums import ForwardBackwardOutput
 from titanrl.carriers.types import AdamParams, Completion
 from titanrl.serving import tinker_wire as wire
-from titanrl.serving.calls import Refused
-from titanrl.serving.protocol import Fields
+from titanrl.serving.calls import Fields, Refused
 
 VOCAB = 50
 

@@ -15,8 +15,7 @@ from titanrl.data.tokenizer import Tokenizer, load_tokenizer
 from titanrl.environments import Tool
 from titanrl.launch.supervision import ActorDiedError, DeadlineError
 from titanrl.rollout.renderers import PlainRenderer, TemplateRenderer, make_renderer
-from titanrl.serving.calls import Call, Refused
-from titanrl.serving.protocol import Feed
+from titanrl.serving.calls import Call, Feed, Refused
 from titanrl.session.speaking import Speaker, trained_renderer
 
 ADD = Tool(name="add", parameters={"properties": {"a": {}, "b": {}}})

@@ -71,8 +71,7 @@ def board(argv: Sequence[str] | None = None, *, prog: str = "titanrl board") -> 
 
 async def _serve(folder: Path, port: int) -> None:
     """Listen, print the address, and pass on changes of files until the task is cancelled."""
-    from titanrl.serving.http import LOCAL
-    from titanrl.serving.listening import listen
+    from titanrl.serving.http import LOCAL, listen
     from titanrl.serving.runs import Board
 
     page = Board(folder, secrets.token_urlsafe(32), explained)

@@ -240,8 +240,7 @@ async def serve(served: Served, keys: Collection[str], arguments: argparse.Names
     """Start the generators, listen, and wait until the task is cancelled, or a process that is not replaced fails."""
     from titanrl.serving.app import App, Limits
     from titanrl.serving.calls import Callers
-    from titanrl.serving.http import LOCAL
-    from titanrl.serving.listening import listen
+    from titanrl.serving.http import LOCAL, listen
     from titanrl.session.session import connect  # imports torch
 
     at = arguments.unix or ("127.0.0.1" if arguments.host == "localhost" else arguments.host, arguments.port)
@@ -290,7 +289,7 @@ async def serve_tinker(
 ) -> None:
     """Start trainer and generators, listen for clients of Tinker, and wait until the task is cancelled."""
     from titanrl.launch.run_lock import RunLock
-    from titanrl.serving.listening import listen
+    from titanrl.serving.http import listen
     from titanrl.serving.tinker import Tinker, Users
     from titanrl.serving.tinker_checkpoints import Checkpoints
     from titanrl.serving.tinker_sessions import TinkerLimits

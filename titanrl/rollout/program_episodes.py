@@ -41,7 +41,7 @@ from titanrl.rollout.tree import Context, DoesNotFit, NotRenderable
 from titanrl.serving.app import App
 from titanrl.serving.app import Limits as EndpointLimits
 from titanrl.serving.calls import Call, Callers, Refused, Reply, after_end
-from titanrl.serving.listening import Listener, listen
+from titanrl.serving.http import Listener, listen
 
 MODEL = "policy"
 """Name of the policy in calls."""

@@ -17,8 +17,7 @@ from titanrl.base.errors import TitanRLError
 from titanrl.carriers.types import FloatArray, IntArray, TopTokens
 from titanrl.config.sections import TeacherConfig
 from titanrl.data.tokenizer import Tokenizer
-from titanrl.serving.http import cancel
-from titanrl.serving.protocol import LOWEST_LOGPROB
+from titanrl.serving.calls import LOWEST_LOGPROB
 
 MAX_REPLY_BYTES = 1 << 28
 """Maximum length of a reply's body."""
@@ -111,7 +110,9 @@ class RemoteTeacher:
         try:
             return await asyncio.gather(*tasks)
         finally:
-            await cancel(tasks)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _request(self, tokens: Sequence[int], num_top: int) -> list[Mapping[str, Any]]:
         model = {} if self._model is None else {"model": self._model}

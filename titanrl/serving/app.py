@@ -6,31 +6,18 @@ A client can have only so many calls at once. If it disconnects, its generation 
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import prometheus_client as prometheus
 
-from titanrl.serving import anthropic, openai
-from titanrl.serving.anthropic import MessagesRequest
-from titanrl.serving.calls import Caller, Refused, Reply
+from titanrl.serving.calls import Caller, Event, Exchange, Feed, Piece, Refused, Reply, load_json
 from titanrl.serving.http import Endpoint, Headers, Receive, Response, Send, cancel, dump, read_body, unless_disconnected
-from titanrl.serving.openai import ChatCompletion, TextCompletion, TokenCompletion
-from titanrl.serving.protocol import Event, Exchange, Feed, Fields, Piece, load_json
-from titanrl.serving.responses import ResponsesRequest
+from titanrl.serving.protocols import PROTOCOLS, anthropic_error, openai_error
 
 Find = Callable[[str], Caller | None]
 """Function from a key, empty if the client sent none, to its caller; it may raise `Refused`."""
-
-PROTOCOLS: Mapping[str, Callable[[Fields, str, Caller], Exchange]] = {
-    "/v1/chat/completions": ChatCompletion,
-    "/v1/completions": TextCompletion,
-    "/v1/responses": ResponsesRequest,
-    "/v1/messages": MessagesRequest,
-    "/inference/v1/generate": TokenCompletion,
-}
-"""Protocol of each path that takes calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,7 +220,7 @@ class _Response(Response):
 
     def error(self, refused: Refused) -> object:
         """Return an error as the protocol has it."""
-        return anthropic.error(refused) if self._is_anthropic else openai.error(refused)
+        return anthropic_error(refused) if self._is_anthropic else openai_error(refused)
 
 
 async def _reply(exchange: Exchange, caller: Caller, response: _Response) -> list[Reply]:

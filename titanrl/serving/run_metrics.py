@@ -20,8 +20,7 @@ from titanrl.metrics.index import Followed
 from titanrl.metrics.reading import phase_seconds
 from titanrl.processes.machine import process_state
 from titanrl.serving.calls import Refused
-from titanrl.serving.http import Endpoint, Headers, Receive
-from titanrl.serving.listening import listen
+from titanrl.serving.http import Endpoint, Headers, Receive, listen
 
 FAULTS = ("fault", "host_lost", "respawn", "restart", "stall")
 """Events that are counted from 0, so that an alert sees the first one."""

@@ -16,12 +16,11 @@ from functools import partial
 import prometheus_client as prometheus
 
 from titanrl.serving import tinker_wire as wire
-from titanrl.serving.calls import Refused
+from titanrl.serving.calls import Fields, Refused, load_json, wrong
 from titanrl.serving.http import JSON, Endpoint, Headers, Receive, Response, dump, read_body, unless_disconnected
-from titanrl.serving.protocol import Fields, load_json, wrong
 from titanrl.serving.tinker_checkpoints import Checkpoints, ModelSpec, Run
-from titanrl.serving.tinker_queue import Answer
 from titanrl.serving.tinker_sessions import (
+    Answer,
     Host,
     NewModel,
     OpenModel,

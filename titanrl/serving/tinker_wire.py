@@ -18,8 +18,7 @@ import numpy as np
 
 from titanrl.carriers.datums import Datum, ForwardBackwardOutput
 from titanrl.carriers.types import AdamParams, Completion, FloatArray, IntArray, SamplingParams, TopTokens
-from titanrl.serving.calls import Refused
-from titanrl.serving.protocol import MAX_SEED, MAX_TOP, Fields, wrong
+from titanrl.serving.calls import MAX_SEED, MAX_TOP, Fields, Refused, wrong
 
 PROTOBUF = b"application/x-protobuf"
 MAX_TARGETS = 64

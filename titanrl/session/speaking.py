@@ -14,8 +14,7 @@ from titanrl.data.tokenizer import MAX_TOKEN_CHARS, Tokenizer
 from titanrl.environments.interface import Message
 from titanrl.launch.supervision import DeadlineError
 from titanrl.rollout.renderers import Renderer, make_renderer
-from titanrl.serving.calls import Call, Refused, Reply
-from titanrl.serving.protocol import MAX_SEED, new_id
+from titanrl.serving.calls import MAX_SEED, Call, Refused, Reply, new_id
 from titanrl.session.sampling import Sampler
 
 

@@ -20,8 +20,7 @@ from titanrl.carriers.datums import Datum, ForwardBackwardOutput
 from titanrl.carriers.types import AdamParams, Completion, FloatArray, GenerationRequest, OptimUpdate, SamplingParams, TopTokens
 from titanrl.config.sections import LoraConfig
 from titanrl.rollout.group import derive_seed
-from titanrl.serving.calls import Refused
-from titanrl.serving.protocol import new_id
+from titanrl.serving.calls import Refused, new_id
 from titanrl.serving.tinker_checkpoints import ModelSpec
 from titanrl.serving.tinker_sessions import FullError, Model, Sampler
 from titanrl.serving.tinker_wire import SampleRequest
