@@ -19,7 +19,7 @@ from titanrl.data.tokenizer import load_tokenizer
 from titanrl.grpo import GRPO
 from titanrl.metrics.reading import read_metrics
 from titanrl.run import command
-from titanrl.session.starting_model import prepare_starting_model
+from titanrl.session.session import prepare_starting_model
 from titanrl.sft import SFT
 
 NUM_STEPS, BATCH_SIZE, RESUME_STEP = 24, 16, 12

@@ -34,7 +34,7 @@ from titanrl.data.streams import make_stream
 from titanrl.data.tokenizer import load_tokenizer
 from titanrl.metrics.reading import read_metrics
 from titanrl.models.recipe import create_model
-from titanrl.session.starting_model import prepare_starting_model
+from titanrl.session.session import prepare_starting_model
 
 QUICKSTART = Path("configs/quickstart.yaml")
 

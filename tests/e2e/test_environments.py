@@ -17,7 +17,7 @@ from tests.e2e.conftest import REPO, SMALL, Finished, Start
 from titanrl.carriers.dumps import DumpReader
 from titanrl.carriers.types import Rollout
 from titanrl.config import load_config
-from titanrl.session.starting_model import prepare_starting_model
+from titanrl.session.session import prepare_starting_model
 
 OWN_TOOL = REPO / "examples/custom_tool/custom_tool.py"
 REWARDS = "{{answer: reasoning_gym, brief: {{function: '{own}:brief', weight: 0.1}}, first: '{tokens}:first'}}"

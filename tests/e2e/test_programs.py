@@ -8,7 +8,7 @@ import transformers
 from tests.e2e.conftest import REPO, Finished, Start
 from titanrl.carriers.dumps import DumpReader
 from titanrl.config import load_config
-from titanrl.session.starting_model import prepare_starting_model
+from titanrl.session.session import prepare_starting_model
 
 TWICE = '''
 import openai

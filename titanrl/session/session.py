@@ -1,45 +1,345 @@
 """Sessions: running trainer and generator processes, and their clients, for custom training loops.
 
 `connect` starts a trainer, generators, or both. `titanrl.grpo.GRPO` uses the same session, with rollout workers and a buffer.
+
+First the model that a session starts from: a given directory, or a tiny model that is created, warm-started and cached. A warm
+start is supervised training before RL, on generated demonstrations of the task. Then `Speaker`, the policy of a session as a
+caller, which renders the calls of clients, samples, and reads the completions as messages. Then sessions.
 """
 
 import asyncio
 import contextlib
+import hashlib
+import json
 import logging
-from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
-from dataclasses import replace
+import os
+import secrets
+import tempfile
+from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
+
 from titanrl.base.arguments import check_count, check_number, check_type
 from titanrl.base.errors import FaultError, TitanRLError
 from titanrl.base.files import replace_text
+from titanrl.base.ownership import is_only_user, own_flaw
 from titanrl.base.plugins import Plugins, plugins_of_data
 from titanrl.carriers.rewards import Answers, Scored, scorer_failed
-from titanrl.carriers.types import BASE, AdapterSpec, EvaluationResult, Prompt
-from titanrl.config.errors import BrokenRules
+from titanrl.carriers.types import (
+    BASE,
+    AdamParams,
+    AdapterSpec,
+    Completion,
+    EvaluationResult,
+    GenerationRequest,
+    OnTokens,
+    Prompt,
+    SamplingParams,
+)
+from titanrl.config.algorithm import learning_rate
+from titanrl.config.errors import BrokenRule, BrokenRules
 from titanrl.config.load import recorded_config
 from titanrl.config.schema import Config
-from titanrl.config.sections import GeneratorConfig
+from titanrl.config.sections import GeneratorConfig, WarmStartConfig
 from titanrl.data.entries import hinted_entry
+from titanrl.data.examples import Demonstration, chain_sum_demonstrations, joined, mean_loss_data
 from titanrl.data.mixture import Draw, make_mixture
-from titanrl.data.streams import make_encoder, open_prompts
-from titanrl.data.tokenizer import Tokenizer, load_tokenizer
+from titanrl.data.streams import make_encoder, make_stream, open_prompts
+from titanrl.data.tokenizer import MAX_TOKEN_CHARS, Tokenizer, load_tokenizer
+from titanrl.environments.interface import Message
 from titanrl.launch.assembly import Parts, Rollouts, SessionSetup, assemble
 from titanrl.launch.extensions import plugins_of, with_declared_traits
 from titanrl.launch.generators import GeneratorMeshes, WeightSync
 from titanrl.launch.preflight import policy_notes, preflight
 from titanrl.launch.roles import Roles, RunFiles
 from titanrl.launch.run_lock import claim_new_run
+from titanrl.launch.supervision import DeadlineError
 from titanrl.launch.trainer_mesh import TrainerMesh
 from titanrl.metrics.console import Console
 from titanrl.models.directory import ModelDirectory, open_model
 from titanrl.rollout.open_tasks import EvaluationSets, OpenTask, RecordEvaluation, open_tasks
+from titanrl.rollout.renderers import PlainRenderer, Renderer, make_renderer
+from titanrl.serving.calls import MAX_SEED, Call, Refused, Reply, new_id
 from titanrl.session.sampling import Sample, Sampler, SamplingClient
-from titanrl.session.speaking import Speaker, trained_renderer
-from titanrl.session.starting_model import StartingModel, new_base, prepare_starting_model, warm_start
 from titanrl.session.training import TrainingClient, check_name
+
+_RECIPE_REVISION = 2
+"""Increased when the recipe or the demonstrations change; cached models of other revisions are not used."""
+_END_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class StartingModel:
+    """Folders of the starting model."""
+
+    initial: Path
+    """Hugging Face directory before the warm start."""
+    base: Path
+    """Hugging Face directory that RL starts from; the same as `initial` without a warm start."""
+
+    @property
+    def is_ready(self) -> bool:
+        """True if the base exists."""
+        return (self.base / "config.json").is_file()
+
+
+def prepare_starting_model(config: Config) -> StartingModel:
+    """Return the run's model; create the recipe's random model if it is not cached."""
+    if config.model.path is not None:
+        initial = config.model.path.resolve()
+    else:
+        from titanrl.models.recipe import create_model
+
+        made: dict[str, object] = config.model.recipe.model_dump(exclude_none=True)
+        if config.model.family is not None:
+            made["family"] = config.model.family
+        initial = _cached("initial", config.cache_dir, made, config.seed)
+        create_model(initial, config.model.recipe, config.seed, config.model.family)
+    if config.warm_start is None:
+        return StartingModel(initial, initial)
+    settings: dict[str, object] = {
+        "warm_start": config.warm_start.model_dump(),
+        # Demonstrations do not depend on the excluded keys.
+        "data": config.data.model_dump(mode="json", exclude={"rewards", "path", "mixture", "curriculum"}),
+        "from": initial.name if config.model.path is None else _fingerprint(initial),
+    }
+    # The row layout changes the order of summation, so a base is reused only with the same trainer section.
+    settings["trainer"] = config.trainer.model_dump(mode="json")
+    return StartingModel(initial, _cached("base", config.cache_dir, settings, config.seed))
+
+
+def _fingerprint(model_dir: Path) -> str:
+    """Return a digest of a model directory's contents, independent of its path. Of large files, it covers both ends."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(path for path in model_dir.iterdir() if path.is_file()):
+        digest.update(json.dumps([path.name, path.stat().st_size]).encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_END_BYTES))
+            if path.stat().st_size > 2 * _END_BYTES:
+                file.seek(-_END_BYTES, os.SEEK_END)
+            digest.update(file.read())
+    return digest.hexdigest()
+
+
+@contextmanager
+def new_base(model: StartingModel) -> Iterator[Path]:
+    """Let the body create the base in a temporary folder; then rename it to `model.base`.
+
+    If several processes do this at the same time, the first to finish provides the base.
+
+    Yields:
+        Path at which to create the base; it does not exist yet.
+    """
+    base = model.base
+    base.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{base.name}-", dir=base.parent) as scratch:
+        made = Path(scratch) / base.name
+        yield made
+        try:
+            made.rename(base)
+        except OSError:  # another process was faster
+            if not model.is_ready:
+                raise
+
+
+def _cached(kind: str, cache_dir: Path, settings: dict[str, object], seed: int) -> Path:
+    """Return the cache folder of a model created with these settings, unless another user could have put another one there."""
+    text = json.dumps([_RECIPE_REVISION, seed, settings], sort_keys=True)
+    folder = cache_dir.resolve() / f"{kind}-{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
+    if folder.exists() and not is_only_user() and (found := own_flaw(folder)):
+        rule = f"a cached model must have been made by you ({found})"
+        raise BrokenRules(BrokenRule({"cache_dir": str(cache_dir)}, rule, "set it to a folder of yours"))
+    return folder
+
+
+_SHOW_EVERY_STEPS = 10
+
+
+async def _warm_start(
+    training: TrainingClient, config: Config, settings: WarmStartConfig, tokenizer: Tokenizer, console: Console
+) -> None:
+    """Warm-start the policy on demonstrations. While one step is computed, the next is already queued at the trainer."""
+    stream = make_stream(config.data, tokenizer, config.seed)
+    environment = config.data.environment
+    calls_tools = settings.tool_calls
+    if calls_tools is None:
+        calls_tools = environment is not None and environment.function == "calculator"
+    demonstrate = partial(_tool_demonstration, tokenizer) if calls_tools else None
+    places = asyncio.Semaphore(2)
+
+    async def train(step: int, batch: Sequence[Demonstration]) -> None:
+        passes = training.forward_backward(mean_loss_data(batch), "cross_entropy")
+        rate = learning_rate(
+            step,
+            peak=settings.learning_rate,
+            num_warmup_steps=settings.num_warmup_steps,
+            decay="linear",
+            num_steps=settings.num_steps,
+        )
+        options = AdamParams(learning_rate=rate, beta1=0.9, beta2=0.95, eps=1e-8, max_grad_norm=1.0)
+        output, _ = await asyncio.gather(passes, training.optim_step(options))
+        places.release()
+        if step % _SHOW_EVERY_STEPS == 0 or step + 1 == settings.num_steps:
+            console.progress("warm start", step + 1, settings.num_steps, f"loss {output.metrics['loss:sum']:.3f}")
+
+    async with asyncio.TaskGroup() as running:
+        for step, batch in enumerate(chain_sum_demonstrations(stream, tokenizer, settings, config.seed, demonstrate)):
+            await places.acquire()
+            running.create_task(train(step, batch))
+
+
+def _tool_demonstration(tokenizer: Tokenizer, prompt: Prompt, short: bool) -> Demonstration:
+    """Return a demonstration that answers a sum with a tool call; if `short`, without the call."""
+    renderer = PlainRenderer(tokenizer)
+    answer, stop = str(prompt.entry["answer"]), list(renderer.stop_ids[:1])
+    reply = [*tokenizer.encode(f"<answer>{answer}</answer>"), *stop]
+    if short:
+        return joined(prompt.token_ids, [(reply, True)])
+    expression = prompt.entry["metadata"]["expression"].replace(" ", "")
+    call = [*tokenizer.encode(f"<tool_call>{expression}</tool_call>"), *stop]
+    response = renderer.render([{"role": "tool", "content": answer}], ())
+    return joined(prompt.token_ids, [(call, True), (response, False), (reply, True)])
+
+
+class Speaker:
+    """The policy of a session as a `Caller`. Each call is rendered on its own; the prefix cache keeps the computed tokens."""
+
+    def __init__(self, sampler: Sampler, renderer: Renderer, *, version: int | None = None) -> None:
+        """Use the sampler of a session.
+
+        Args:
+            sampler: Requests to the generators. The section `rollout` of its configuration has the defaults of sampling.
+            renderer: Renderer of conversations.
+            version: Version of weights that never change, which generators call 0; None keeps the versions of the generators.
+        """
+        self._sampler, self._renderer, self._version = sampler, renderer, version
+        self._tokenizer, self._rollout = sampler.tokenizer, sampler.config.rollout
+        self._max_tokens = sampler.config.max_sequence_tokens
+        self.stop: tuple[str, ...] = self._rollout.stop_texts
+
+    async def call(self, call: Call, on_tokens: OnTokens | None = None) -> Reply:
+        """Return the policy's reply; raise `Refused` if the prompt does not fit, or the policy cannot be sampled."""
+        prompt_ids = self._prompt(call)
+        request = GenerationRequest(token_ids=prompt_ids, sampling=self._sampling(call, self._max_tokens - len(prompt_ids)))
+        try:
+            completion = await self._sampler.stream(request, on_tokens)
+        except ValueError as error:
+            raise Refused(str(error), param=_source(call)) from error
+        except DeadlineError as error:
+            raise Refused(str(error), status=504) from error
+        except FaultError as error:
+            raise Refused(f"the policy cannot be sampled: {error}", status=503) from error
+        if completion.finish_reason == "abort":
+            raise Refused("the completion was cancelled. Try again.", status=503)
+        if self._version is not None:
+            completion = replace(completion, versions=np.full_like(completion.versions, self._version))
+        return Reply(prompt_ids=prompt_ids, completion=completion, message=self._message(call, completion))
+
+    def read(self, call: Call, token_ids: Sequence[int]) -> Message:
+        """Return the message that the first tokens of a completion are read as."""
+        parsed = None if call.messages is None else self._renderer.parse(token_ids, call.tools)
+        if parsed is None or (parsed.get("tool_calls") and not call.tools):
+            return {"role": "assistant", "content": self._text(call, token_ids)}
+        if not self._stop(call):
+            return parsed
+        content, end = parsed["content"], self._tokenizer.decode_completion(token_ids)[len(self._text(call, token_ids)) :]
+        end = end if content.endswith(end) else end.rstrip()  # a renderer may have trimmed the content
+        return parsed | {"content": content.removesuffix(end)}
+
+    def token_text(self, token_id: int) -> str:
+        """Return the text of one token, including special tokens."""
+        return self._tokenizer.token_text(token_id)
+
+    def _message(self, call: Call, completion: Completion) -> Message:
+        """Return the message of a whole completion, with unique ids of its tool calls.
+
+        If one of them has no name, the message is text, because no client could use the call.
+        """
+        token_ids = completion.token_ids.tolist()
+        message = self.read(call, token_ids)
+        calls = [each | {"id": new_id("call_")} for each in message.get("tool_calls", ())]
+        if not all(each["function"]["name"] for each in calls):
+            return {"role": "assistant", "content": self._text(call, token_ids)}
+        return {**message, "tool_calls": calls} if calls else message
+
+    def _text(self, call: Call, token_ids: Sequence[int]) -> str:
+        """Return the text of a completion without the stop text that ended it."""
+        return self._tokenizer.decode_completion(token_ids, self._stop(call))
+
+    def _stop(self, call: Call) -> tuple[str | int, ...]:
+        return (*self._rollout.stop, *call.stop, *call.stop_ids)
+
+    def _prompt(self, call: Call) -> tuple[int, ...]:
+        def render() -> Sequence[int]:
+            if call.messages is not None:
+                return self._renderer.render(call.messages, call.tools)
+            return self._tokenizer.encode_start(call.text) if call.text is not None else call.prompt_ids or ()
+
+        messages = call.messages or ()
+        num_chars = len(call.text or "") + sum(len(message["content"]) for message in messages)
+        if num_chars > self._max_tokens * MAX_TOKEN_CHARS:  # do not tokenize what cannot fit
+            raise Refused(f"{_source(call)}: too long ({num_chars} characters). {self._room}", param=_source(call))
+        try:
+            prompt_ids = tuple(render())
+        except Exception as error:  # a chat template may reject any message with any exception, and the tokenizer any text
+            reason = str(error).removeprefix(f"{self._tokenizer.path}: ")  # a path is not the client's business
+            raise Refused(f"{_source(call)}: cannot be encoded: {reason}", param=_source(call)) from error
+        if not 0 < len(prompt_ids) < self._max_tokens:
+            raise Refused(f"{_source(call)}: has {len(prompt_ids)} tokens. {self._room}", param=_source(call))
+        return prompt_ids
+
+    @property
+    def _room(self) -> str:
+        return f"Prompt and completion together may have 2 to {self._max_tokens} tokens."
+
+    def _sampling(self, call: Call, room: int) -> SamplingParams:
+        rollout = self._rollout
+        temperature = rollout.temperature if call.temperature is None else call.temperature
+        seed = secrets.randbelow(MAX_SEED) if call.seed is None else call.seed
+        if call.top_p == 0:
+            raise Refused("top_p: must be greater than 0 (got 0). Use temperature=0 for greedy decoding.", param="top_p")
+        return SamplingParams(
+            max_new_tokens=min(call.max_tokens or rollout.max_new_tokens, room),
+            temperature=temperature,
+            seed=seed if temperature > 0 else None,
+            prompt_logprobs=call.prompt_logprobs,
+            top_p=rollout.top_p if call.top_p is None else call.top_p,
+            top_k=rollout.top_k if call.top_k is None else call.top_k,
+            min_p=rollout.min_p if call.min_p is None else call.min_p,
+            stop=(*rollout.stop_texts, *call.stop),
+            stop_ids=(*(self._renderer.stop_ids if call.messages is not None else ()), *rollout.stop_ids, *call.stop_ids),
+        )
+
+
+def trained_renderer(config: Config, tokenizer: Tokenizer) -> Renderer:
+    """Return the renderer of the first environment that the policy is trained in.
+
+    Without an environment, the policy was trained on prompts, and conversations are rendered as these were: without a chat
+    template, or with the chat template of the model and its variables. If no variables are set, the renderer of the model's
+    family does the same and also reads reasoning and tool calls; it is used if it is installed.
+
+    Raises:
+        ValueError: The renderer cannot be used with the model.
+    """
+    first, *_ = tasks = list(config.data.tasks.values())
+    for task in tasks:
+        if task.environment is not None:
+            return make_renderer(tokenizer, task.environment.renderer, task.environment.renderer_options)
+    if first.chat_template == "never" or not tokenizer.chat_template:
+        return make_renderer(tokenizer, "plain", {})
+    if not first.chat_template_kwargs:
+        with suppress(ValueError):  # none is known for the family, or its package is missing
+            return make_renderer(tokenizer, "auto", {})
+    return make_renderer(tokenizer, "template", first.chat_template_kwargs)
+
+
+def _source(call: Call) -> str:
+    return "messages" if call.messages is not None else "prompt"
 
 
 class Task:
@@ -416,7 +716,7 @@ class Session:
             await self.trainer.start()
             await self.trainer.load_model(base.base if base.is_ready else base.initial)
             if not base.is_ready and config.warm_start is not None:
-                await warm_start(self._training, config, config.warm_start, self.tokenizer, self._setup.console)
+                await _warm_start(self._training, config, config.warm_start, self.tokenizer, self._setup.console)
                 with new_base(base) as folder:
                     await self.trainer.export_model(folder, config.trainer.dtype)  # RL continues without rounding
                 await self.trainer.start_over()

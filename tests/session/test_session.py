@@ -1,6 +1,8 @@
-"""The policy of a session as a caller: prompts, sampling options and messages, over a sampler with given completions."""
+"""Names of cached models, conversations with the policy of a session, and its tasks."""
 
 import asyncio
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,18 +10,61 @@ import numpy as np
 import pytest
 
 from examples.agents.byte_model import write_byte_tokenizer
+from tests.foreign import NOBODY, ROOT_ONLY, USER
 from titanrl.carriers.types import Completion, FinishReason, GenerationRequest, OnTokens
-from titanrl.config import load_config
-from titanrl.data.streams import make_encoder
-from titanrl.data.tokenizer import Tokenizer, load_tokenizer
+from titanrl.config import Config, load_config
+from titanrl.config.errors import BrokenRules
+from titanrl.data.streams import make_encoder, make_stream
+from titanrl.data.tokenizer import Tokenizer, load_tokenizer, write_tokenizer
 from titanrl.environments import Tool
 from titanrl.launch.supervision import ActorDiedError, DeadlineError
 from titanrl.rollout.renderers import PlainRenderer, TemplateRenderer, make_renderer
 from titanrl.serving.calls import Call, Feed, Refused
-from titanrl.session.speaking import Speaker, trained_renderer
+from titanrl.session.session import Speaker, StartingModel, Task, new_base, prepare_starting_model, trained_renderer
+
+
+def base_in(folder: Path, *overrides: str) -> StartingModel:
+    return prepare_starting_model(load_config("configs/quickstart.yaml", [f"cache_dir={folder}", *overrides]))
+
+
+def test_base_has_the_same_name_wherever_cache_and_model_lie(tmp_path: Path) -> None:
+    first, second = base_in(tmp_path / "a"), base_in(tmp_path / "b")
+    assert first.base.name == second.base.name
+    copies = [shutil.copytree(first.initial, tmp_path / name) for name in ("copy", "other")]
+    named = [base_in(tmp_path / "a", f"model.path={copy}").base.name for copy in copies]
+    assert named[0] == named[1] != first.base.name
+    with (copies[1] / "model.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\x01")
+    assert base_in(tmp_path / "a", f"model.path={copies[1]}").base.name != named[0]
+    assert base_in(tmp_path / "a", "warm_start.num_steps=469").base.name != first.base.name
+
+
+def test_first_of_two_processes_provides_the_base(tmp_path: Path) -> None:
+    model = StartingModel(tmp_path / "initial", tmp_path / "cache" / "base-1")
+    with new_base(model) as slow:
+        slow.mkdir()
+        (slow / "config.json").write_text("slow")
+        assert not model.is_ready
+        with new_base(model) as fast:
+            assert fast != slow
+            fast.mkdir()
+            (fast / "config.json").write_text("fast")
+        assert model.is_ready
+    assert (model.base / "config.json").read_text() == "fast"
+    assert [path.name for path in model.base.parent.iterdir()] == ["base-1"]
+
+
+@ROOT_ONLY
+def test_cached_model_of_another_user_is_refused(tmp_path: Path) -> None:
+    initial = base_in(tmp_path).initial
+    os.chown(initial, NOBODY, NOBODY)
+    with pytest.raises(BrokenRules, match=rf"cache_dir=.*must have been made by you \(.* belongs to the user {USER}\)"):
+        base_in(tmp_path)
+
 
 ADD = Tool(name="add", parameters={"properties": {"a": {}, "b": {}}})
-USER = ({"role": "user", "content": "añ?"},)
+ASKED = ({"role": "user", "content": "añ?"},)
 LENGTHS = ("data.max_prompt_tokens=200", "rollout.max_new_tokens=100", "trainer.row_tokens=300")
 
 
@@ -57,7 +102,7 @@ class Said:
 
 def test_conversation_is_rendered_and_reply_read(tokenizer: Tokenizer) -> None:
     said = Said(tokenizer, "2 ñ")
-    reply = asyncio.run(said.speaker(version=7).call(Call(messages=USER, max_tokens=5, temperature=0.0)))
+    reply = asyncio.run(said.speaker(version=7).call(Call(messages=ASKED, max_tokens=5, temperature=0.0)))
     (request,) = said.requests
     assert reply.message == {"role": "assistant", "content": "2 ñ"}
     assert reply.prompt_ids == request.token_ids == tuple(tokenizer.encode_start("añ?"))
@@ -80,7 +125,7 @@ def test_conversation_is_rendered_with_the_variables_of_the_template(tmp_path: P
     (tmp_path / "chat_template.jinja").write_text("{{ mood }}: {{ messages[0]['content'] }}")
     tokenizer = load_tokenizer(tmp_path)
     config = load_config("quickstart", ["data.chat_template_kwargs={mood: glad}"])
-    rendered = trained_renderer(config, tokenizer).render(USER, ())
+    rendered = trained_renderer(config, tokenizer).render(ASKED, ())
     assert rendered == make_encoder(config.data, tokenizer)({"question": "añ?"}) == tokenizer.encode_chat("glad: añ?")
 
 
@@ -136,7 +181,7 @@ def test_tool_calls_are_read_if_the_client_has_tools(
     tokenizer: Tokenizer, text: str, tools: tuple[Tool, ...], content: str, arguments: list[Any]
 ) -> None:
     speaker = Said(tokenizer, text).speaker()
-    replies = [asyncio.run(speaker.call(Call(messages=USER, tools=tools))) for _ in range(2)]
+    replies = [asyncio.run(speaker.call(Call(messages=ASKED, tools=tools))) for _ in range(2)]
     message = replies[0].message
     assert message["content"] == content
     assert [call["function"]["arguments"] for call in message.get("tool_calls", ())] == arguments
@@ -144,7 +189,7 @@ def test_tool_calls_are_read_if_the_client_has_tools(
     assert len(set(ids)) == len(ids)
 
 
-@pytest.mark.parametrize("messages", [USER, None], ids=["chat", "text"])
+@pytest.mark.parametrize("messages", [ASKED, None], ids=["chat", "text"])
 def test_stop_text_is_no_part_of_the_reply(tokenizer: Tokenizer, messages: Any) -> None:
     call = Call(messages=messages, text=None if messages else "a", stop=("END",))
     reply = asyncio.run(Said(tokenizer, "one END", "length").speaker().call(call))
@@ -156,7 +201,7 @@ def test_stop_text_is_no_part_of_the_reply(tokenizer: Tokenizer, messages: Any) 
 )
 @pytest.mark.parametrize("step", [1, 3])
 def test_pieces_of_a_stream_add_up_to_the_reply(tokenizer: Tokenizer, text: str, step: int) -> None:
-    speaker, call = Said(tokenizer, text).speaker(), Call(messages=USER, tools=(ADD,))
+    speaker, call = Said(tokenizer, text).speaker(), Call(messages=ASKED, tools=(ADD,))
     reply = asyncio.run(speaker.call(call))
     feed, token_ids = Feed(speaker, call, by_token=False), reply.completion.token_ids.tolist()
     pieces = [feed.take(token_ids[i : i + step], [0.0] * len(token_ids[i : i + step])) for i in range(0, len(token_ids), step)]
@@ -164,3 +209,29 @@ def test_pieces_of_a_stream_add_up_to_the_reply(tokenizer: Tokenizer, text: str,
     assert "".join(piece.text for piece in pieces if piece is not None) + last.text == reply.message["content"]
     assert [token for piece in [*pieces, last] if piece is not None for token in piece.token_ids] == token_ids
     assert step > 1 or any(piece is not None for piece in pieces)
+
+
+SUMS = {"task_config": {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1}, "num_prompts": 50}
+
+
+def test_mixture_alternates_tasks_in_ratio_of_weights(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    mixture = {"sums": {"weight": 2.0}, "others": {}}
+    task = Task(Config.model_validate({"name": "a", "num_steps": 1, "data": SUMS | {"mixture": mixture}}), tokenizer, {})
+    prompts = task.prompts(60)
+    assert [prompt.index for prompt in prompts] == list(range(60))
+    assert [prompt.task for prompt in prompts].count("sums") == 40
+    assert task.prompts(10, start=30) == prompts[30:40]
+    assert {prompt.task for prompt in task.heldout(3, task="others")} == {"others"}
+    assert task.heldout(3)[0].task == "sums"
+    with pytest.raises(ValueError, match="no such task"):
+        task.heldout(1, task="words")
+
+
+def test_prompts_without_mixture_follow_the_stream(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    config = Config.model_validate({"name": "a", "num_steps": 1, "seed": 3, "data": SUMS})
+    stream = make_stream(config.data, tokenizer, seed=3)
+    assert Task(config, tokenizer, {}).prompts(4, start=60) == [stream[index] for index in range(60, 64)]
