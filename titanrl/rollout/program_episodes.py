@@ -2,7 +2,7 @@
 
 In an episode of an environment, the rollout worker asks the environment for the next messages. Here control is inverted: the
 program decides when to call the policy, with which messages, and when the episode ends. The calls form a tree
-(`titanrl.rollout.tree`).
+(`titanrl.rollout.driver`).
 """
 
 import asyncio
@@ -34,10 +34,9 @@ from titanrl.environments.programs import (
 )
 from titanrl.processes.confine import SandboxUnavailable, missing_for_programs
 from titanrl.processes.temporary import TemporaryFolder, private_folder
-from titanrl.rollout.driver import Attempt, EpisodeError, Limits, StopText
+from titanrl.rollout.driver import Attempt, Context, DoesNotFit, EpisodeError, Limits, NotRenderable, StopText
 from titanrl.rollout.group import GenerateTokens
 from titanrl.rollout.renderers import Renderer
-from titanrl.rollout.tree import Context, DoesNotFit, NotRenderable
 from titanrl.serving.app import App
 from titanrl.serving.app import Limits as EndpointLimits
 from titanrl.serving.calls import Call, Callers, Refused, Reply, after_end
