@@ -34,7 +34,7 @@ from titanrl.carriers.types import Group, Prompt, Rollout, Segment
 from titanrl.config import load_config
 from titanrl.data.tokenizer import load_tokenizer, write_tokenizer
 from titanrl.metrics.reading import RunRecord
-from titanrl.rollout.recorded import GroupRecorder
+from titanrl.rollout.group import GroupRecorder
 
 GROUP_SIZE, GROUPS_PER_STEP = 8, 2
 """Completions of a recorded group, and groups of a step that the defaults record."""

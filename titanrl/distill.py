@@ -43,14 +43,13 @@ from titanrl.data.entries import BadRow
 from titanrl.launch.roles import Roles
 from titanrl.metrics import steps as metrics_of
 from titanrl.metrics.reading import fixed
-from titanrl.rollout.group import derive_seed, rollouts_of
-from titanrl.rollout.recorded import GroupRecorder, newest_version
+from titanrl.rollout.group import GroupRecorder, derive_seed, newest_version, rollouts_of
 from titanrl.run import command
 from titanrl.run.run import Run, adam_params
 
 if TYPE_CHECKING:
     from titanrl.carriers.datums import Datum
-    from titanrl.rollout.teacher import RemoteTeacher
+    from titanrl.rollout.remote import RemoteTeacher
     from titanrl.session.sampling import Sample, SamplingClient
     from titanrl.session.session import Task
 
@@ -201,7 +200,7 @@ class Distill(Run):
 
     async def _start_teachers(self) -> None:
         """Start the engines of teachers, and the clients of those behind endpoints."""
-        from titanrl.rollout.teacher import RemoteTeacher  # imports httpx
+        from titanrl.rollout.remote import RemoteTeacher  # imports httpx
 
         engines: dict[str, SamplingClient] = {}
         remote: dict[str, RemoteTeacher] = {}

@@ -15,7 +15,7 @@ from titanrl import AdamParams, Config, TitanRLError, connect, load_config, samp
 from titanrl.carriers.types import FloatArray
 from titanrl.config.sections import TeacherConfig
 from titanrl.models.directory import open_model
-from titanrl.rollout.teacher import RemoteTeacher
+from titanrl.rollout.remote import RemoteTeacher
 from titanrl.serving.app import App
 from titanrl.serving.http import listen
 from titanrl.session.sampling import Sample, SamplingClient, VersionGoneError

@@ -12,7 +12,7 @@ from tests.replying import ReplyingServer, replying
 from titanrl.carriers.rewards import Answers, Scored
 from titanrl.config.data import JudgeOptions
 from titanrl.config.schema import Config
-from titanrl.rollout.judge import JudgeError, criteria_of, grade_of, parts_of
+from titanrl.rollout.remote import JudgeError, criteria_of, grade_of, parts_of
 from titanrl.rollout.scoring import Scoring
 
 ANSWERS = Answers(

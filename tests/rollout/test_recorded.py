@@ -12,7 +12,7 @@ from titanrl.carriers.types import Completion, Group, Prompt, Rollout, ScorerFai
 from titanrl.config import load_config
 from titanrl.data.tokenizer import Tokenizer, load_tokenizer, write_tokenizer
 from titanrl.metrics.reading import RunNotFoundError, RunRecord, open_run
-from titanrl.rollout.recorded import GroupRecorder
+from titanrl.rollout.group import GroupRecorder
 
 CONFIG = load_config("quickstart", ["logging.loggers=[]"])
 

@@ -16,7 +16,7 @@ from tests.serving.policies import Scripted
 from tests.serving.servers import Server, serving
 from titanrl.config.sections import TeacherConfig
 from titanrl.data.tokenizer import Tokenizer, load_tokenizer, write_tokenizer
-from titanrl.rollout.teacher import RemoteTeacher, TeacherError
+from titanrl.rollout.remote import RemoteTeacher, TeacherError
 from titanrl.serving.app import App
 from titanrl.serving.calls import Callers
 

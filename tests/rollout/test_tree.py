@@ -20,8 +20,7 @@ from titanrl.data.tokenizer import EOS_ID, Tokenizer, load_tokenizer
 from titanrl.environments import Message, Tool
 from titanrl.models.decoder import packed_mask
 from titanrl.rollout.driver import CallTree, Context, DoesNotFit, NotRenderable, canonical
-from titanrl.rollout.group import num_equal, record_of
-from titanrl.rollout.recorded import branch_points
+from titanrl.rollout.group import branch_points, num_equal, record_of
 from titanrl.rollout.renderers import Renderer, make_renderer
 from titanrl.trainer.collate import collate
 

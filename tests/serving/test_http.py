@@ -14,7 +14,7 @@ import pytest
 
 from tests.serving.policies import Scripted
 from tests.serving.servers import Server, serving, until
-from titanrl.serving import http
+from titanrl.serving import http as endpoint
 from titanrl.serving.app import App, Limits
 from titanrl.serving.calls import Callers
 
@@ -158,7 +158,7 @@ def test_slow_body_and_slow_call_have_deadlines() -> None:
 
 
 def test_head_of_a_request_has_a_deadline_and_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "HEAD_S", 0.3)
+    monkeypatch.setattr(endpoint, "HEAD_S", 0.3)
     with serving(app_of(Scripted())) as server:
         for sent in (b"", b"POST / HTTP/1.1\r\nA: "):
             with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
@@ -187,7 +187,7 @@ def test_second_head_of_a_connection_is_limited_and_headers_after_a_body_have_no
 
 
 def test_kept_connection_serves_several_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "HEAD_S", 0.3)
+    monkeypatch.setattr(endpoint, "HEAD_S", 0.3)
     with serving(app_of(Scripted())) as server:
         client = http.client.HTTPConnection("127.0.0.1", server.port)
         for _ in range(3):
@@ -215,7 +215,7 @@ def test_wish_for_another_protocol_is_ignored() -> None:
 
 
 def test_connections_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(endpoint, "MAX_CONNECTIONS", 2)
     with serving(app_of(Scripted())) as server:
         clients = [socket.create_connection(("127.0.0.1", server.port), timeout=10) for _ in range(3)]
         assert clients[2].recv(1) == b""  # closed

@@ -533,7 +533,7 @@ def _broken_by_shape(config: Config, shape: ModelShape) -> Iterator[BrokenRule]:
 
 def _broken_by_endpoint(config: Config, key: str, teacher: TeacherConfig) -> Iterator[BrokenRule]:
     """Yield a rule if the endpoint of a teacher cannot be used. This sends requests to it."""
-    from titanrl.rollout.teacher import RemoteTeacher, TeacherError  # imports httpx
+    from titanrl.rollout.remote import RemoteTeacher, TeacherError  # imports httpx
 
     async def check() -> None:
         remote = RemoteTeacher(teacher, key=key)

@@ -42,7 +42,7 @@ from titanrl.processes.sandbox import FORK_DEADLINE_S, OnRespawn, SandboxDied, S
 from titanrl.processes.zygote import END, GROUP, RAW, STARTED, TOKENS, Request
 
 if TYPE_CHECKING:
-    from titanrl.rollout.judge import Judge
+    from titanrl.rollout.remote import Judge
 
 SCORERS = "titanrl.rollout.scorers"
 """Module with a factory function, of the same name, for each built-in reward that runs in the sandbox."""
@@ -87,7 +87,7 @@ class Scoring:
                 function = custom_reward(_plugin(name, reward, self._plugins))
                 self._parts[name] = TrustedReward(BoundReward(name, function), self._timeout_s).score
             elif reward.function == "judge":
-                from titanrl.rollout.judge import Judge  # httpx is missing until `titanrl doctor --install`
+                from titanrl.rollout.remote import Judge  # httpx is missing until `titanrl doctor --install`
 
                 judge = Judge(JudgeOptions.model_validate(reward.options), key=f"data.rewards.{name}")
                 self._judges.append(judge)

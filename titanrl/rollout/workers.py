@@ -31,17 +31,18 @@ from titanrl.processes.sandbox import log_respawn
 from titanrl.replay.groups import Reservation
 from titanrl.replay.shards import Payloads, shared_payloads
 from titanrl.rollout.group import (
+    GroupRecorder,
     credited_values_differ,
     fit_to_rows,
     keeps,
     mask_truncated,
+    newest_version,
     num_generated,
     record_of,
     roll_out,
     sampling_requests,
 )
 from titanrl.rollout.pool import GeneratorPool, InRound
-from titanrl.rollout.recorded import GroupRecorder, newest_version
 
 if TYPE_CHECKING:
     from titanrl.rollout.open_tasks import OpenTask
