@@ -16,8 +16,18 @@ from reasoning_gym.utils import extract_answer
 
 from tests.rollout.notations import NOTATIONS
 from titanrl.carriers.rewards import Answers, BoundReward
-from titanrl.rollout.answers import equal, read
-from titanrl.rollout.scorers import exact, last_answer, last_boxed, math_verify, overlong, reasoning_gym, regex, repetition
+from titanrl.rollout.scorers import (
+    equal,
+    exact,
+    last_answer,
+    last_boxed,
+    math_verify,
+    overlong,
+    read,
+    reasoning_gym,
+    regex,
+    repetition,
+)
 
 
 @given(st.lists(st.sampled_from(["<answer>", "</answer>", " ", "\n", "7", "x y"]), max_size=12).map("".join))

@@ -24,7 +24,7 @@ from titanrl.carriers.types import FloatArray, IntArray, TopTokens
 from titanrl.config.data import NO_WEIGHT, Criterion, JudgeOptions, Rubric, total_weight
 from titanrl.config.sections import TeacherConfig
 from titanrl.data.tokenizer import Tokenizer
-from titanrl.rollout.answers import number
+from titanrl.rollout.scorers import number
 from titanrl.serving.calls import LOWEST_LOGPROB
 
 _MAX_JUDGE_BYTES = 1 << 20

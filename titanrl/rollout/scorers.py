@@ -1,31 +1,497 @@
-"""Factories of the built-in rewards.
+"""Factories of the built-in rewards, after the notations of short answers that they read.
 
-Each returns a function of the text of a completion and the entry of its prompt; that of `overlong` also takes the number of
-tokens. If the function raises, the rollout has no reward: it is left out of its group and counted in `reward/error_frac`.
+Numbers, lists, choices, dates and words are read without executing anything, and compared exactly. Expressions such as
+`2\\sqrt{2}` are left to a computer algebra system.
+
+Each factory returns a function of the text of a completion and the entry of its prompt; that of `overlong` also takes the
+number of tokens. If the function raises, the rollout has no reward: it is left out of its group and counted in
+`reward/error_frac`.
 """
 
 import logging
 import re
 import threading
+import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import lru_cache
 from itertools import product
 from typing import Any, Literal
 
 from titanrl.data.gym import create_dataset
-from titanrl.rollout.answers import (
-    MAX_CHARS,
-    Answer,
-    Choice,
-    Words,
-    after_thoughts,
-    bare_number,
-    equal,
-    number,
-    plain,
-    read,
-    unwrapped,
+
+MAX_CHARS = 2000
+"""Longest text that is read as a short answer."""
+MAX_EXPONENT = 1000
+"""Largest exponent of ten that is read as a number."""
+MAX_ITEMS = 16
+"""Largest number of items of a list that is read as one."""
+MAX_DEPTH = 4
+"""Deepest nesting of lists that is read."""
+MIN_DIGITS = 6
+"""Number of decimals and of significant digits from which a rounded number equals the exact one, as 0.333333 equals 1/3."""
+
+THOUGHTS_END = "</think>"
+"""Tag between the thoughts of a reasoning model and its answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Number:
+    """A number with its unit.
+
+    Example: `Number(value=Fraction(18), latex="18.00", decimals=2, num_digits=4, unit="dollar")` for `$18.00`
+    """
+
+    value: Fraction
+    """Value, not divided by 100 for a percentage."""
+    latex: str
+    """Number in LaTeX, without its unit and without separators of thousands."""
+    decimals: int | None = None
+    """Number of decimals as written, less the exponent; None without a decimal point."""
+    num_digits: int = 0
+    """Number of significant digits as written."""
+    unit: str = ""
+    """Unit, or the noun after the number; empty if there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """A list, tuple, set or interval."""
+
+    brackets: str
+    """Opening and closing bracket; empty without brackets."""
+    items: "tuple[Answer, ...]"
+    """Items in the order in which they are written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """A text without mathematical meaning, such as `New York`, a date, a time or a ratio."""
+
+    text: str
+    """Words in lower case, separated by one space; a date in ISO format."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The letter of a choice."""
+
+    letter: str
+    """Letter in upper case."""
+    is_marked: bool
+    """True for `(B)`, `b)` and `B. Paris`, False for `B`, which may also be the name of a variable."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A short answer.
+
+    Example: `Answer("18 dollars", Number(value=Fraction(18), latex="18", num_digits=2, unit="dollar"))`
+    """
+
+    text: str
+    """Answer without marks of Markdown and LaTeX around it, in ASCII and LaTeX as far as these have an equivalent."""
+    value: Number | Items | Words | Choice | None
+    """Value; None for an expression that this module cannot read."""
+    name: str = ""
+    """Name on the left of an equals sign; empty if there is none."""
+    european: Number | None = None
+    """Second value of a list such as `3,14`, which may be a decimal number; None for an expected answer."""
+
+    @property
+    def latex(self) -> str:
+        """Answer for a parser of LaTeX."""
+        return self.value.latex if isinstance(self.value, Number) and self.value.unit != "%" else self.text
+
+
+# Reading
+
+
+def after_thoughts(text: str) -> str:
+    """Return the part of a completion after the thoughts of a reasoning model; the whole text if nothing follows them."""
+    _, tag, rest = text.rpartition(THOUGHTS_END)
+    return rest if tag and rest.strip() else text
+
+
+def plain(text: str) -> str:
+    """Return a text with ASCII in place of other digits, signs and spaces, and LaTeX in place of mathematical symbols."""
+    return text if text.isascii() else "".join(map(_plain_char, text))
+
+
+def number(text: str) -> Fraction | None:
+    """Return the value of a number without a unit, such as `-1,234.50`, `1e3` or `18.`; None for any other text."""
+    bare = bare_number(text)
+    return None if bare is None else Fraction(bare)
+
+
+def bare_number(text: str) -> str | None:
+    """Return a number without a unit as Python writes it, such as `1234.50` for `+1.234,50`; None for any other text."""
+    if len(text) > MAX_CHARS:
+        return None
+    found = _DECIMAL.fullmatch(plain(text).strip().removesuffix("."))
+    if found is None or _decimal(found["mantissa"], found["power"]) is None:
+        return None
+    power = re.sub(r"\s", "", found["power"] or "")
+    return _digits(found["mantissa"]).removeprefix("+") + (power and f"e{power}")
+
+
+def read(text: str, *, is_reference: bool = False) -> Answer:
+    """Read a short answer. In the expected one (`is_reference`), `3,14` is a list; else it may be a decimal number."""
+    if len(text) > MAX_CHARS:
+        return Answer(text, None)
+    return _read(unwrapped(_PREFIX.sub("", unwrapped(plain(text)), count=1)), is_reference=is_reference)
+
+
+def unwrapped(text: str) -> str:
+    """Return an answer without the white space, LaTeX commands and delimiters, Markdown, quotes and period around it."""
+    before = None
+    while text != before:
+        before = text
+        text = text.strip().rstrip(";,").rstrip()
+        text = text[:-1] if text.endswith(".") and not text.endswith("..") else text
+        for opening, closing in _WRAPPERS:
+            inner = text[len(opening) : len(text) - len(closing)]
+            if text == f"{opening}{inner}{closing}" and _belong_together(inner, opening, closing):
+                text = inner
+    return text
+
+
+def _read(text: str, *, is_reference: bool, depth: int = 0) -> Answer:
+    """Read an answer, or an item of a list, which may be named as in `x = 3`."""
+    named = _NAMED.fullmatch(text)
+    if named is None or "=" in named["value"]:
+        return _read_value(text, is_reference=is_reference, depth=depth)
+    return replace(_read_value(unwrapped(named["value"]), is_reference=is_reference, depth=depth), name=named["name"])
+
+
+def _read_value(text: str, *, is_reference: bool, depth: int) -> Answer:
+    cleaned = unwrapped(_cleaned(text))
+    if (found := _CHOICE.fullmatch(cleaned)) is not None:
+        return Answer(text, Choice((found[1] or found[2] or found[3]).upper(), is_marked=len(cleaned) > 1))
+    if (moment := _moment(cleaned)) is not None:
+        return Answer(text, Words(moment))
+    if (value := _number(cleaned)) is not None:
+        return Answer(text, value)
+    if depth < MAX_DEPTH and not _SET_OPERATION.search(cleaned):
+        brackets, inner = _bracketed(cleaned)
+        parts = _split(inner)
+        if brackets == "()" and len(parts) == 1:
+            return replace(_read_value(unwrapped(inner), is_reference=is_reference, depth=depth + 1), text=text)
+        if 1 < len(parts) <= MAX_ITEMS or (brackets and len(parts) == 1):
+            items = [_read(unwrapped(part), is_reference=is_reference, depth=depth + 1) for part in parts]
+            if all(item.text for item in items) and (brackets or not any(isinstance(item.value, Words) for item in items)):
+                european = None if is_reference or not _EUROPEAN.fullmatch(cleaned) else _number(cleaned.replace(",", "."))
+                return Answer(text, Items(brackets, tuple(items)), european=european)
+    words = cleaned.lower().replace("-", " ").split()
+    num_letters = sum(map(str.isalpha, cleaned))
+    is_text = num_letters > 1 and _TEXT_ONLY.fullmatch(cleaned) is not None and _FUNCTIONS.isdisjoint(words)
+    return Answer(text, Words(" ".join(words)) if is_text else None)
+
+
+def _cleaned(text: str) -> str:
+    """Return an answer with plain notation in place of the spaces, text commands, fractions and signs of LaTeX."""
+    text = _SPACE.sub(" ", _NO_WIDTH.sub("", text).replace("{,}", ","))
+    text = _FRACTION.sub(r"\1 \2\3/\4\5", _TEXT.sub(r" \1 ", text))
+    text = _DEGREE.sub(" degree ", text)
+    for command, sign in _SIGNS.items():
+        text = text.replace(command, sign)
+    return " ".join(text.split()).replace(" ^", "^")
+
+
+def _number(text: str) -> Number | None:
+    """Read a number with a currency or a unit."""
+    found = _WITH_UNIT.fullmatch(text)
+    if found is None or (found["sign"] and found["inner_sign"]):
+        return None
+    written = _decimal(found["mantissa"], found["power"]) if found["mantissa"] else _fraction(found["fraction"])
+    words = [word if len(word) <= 2 else word.lower() for word in (found["unit"] or "").split()]
+    if written is None or not _NO_UNITS.isdisjoint(words) or not _is_unit(found["unit"] or ""):
+        return None
+    value = -written.value if "-" in f"{found['sign']}{found['inner_sign']}" else written.value
+    if words and words[0] in _MULTIPLES:
+        value, words = value * _MULTIPLES[words[0]], words[1:]
+        written = Number(value=value, latex=str(value))
+    sign = "-" if value < 0 and not written.latex.startswith("-") else ""
+    units = {_unit(part) for part in (found["currency"] or "", found["later"] or "", " ".join(words)) if part}
+    return replace(written, value=value, latex=f"{sign}{written.latex}", unit=" ".join(sorted(units)))
+
+
+def _decimal(mantissa: str, power: str | None) -> Number | None:
+    """Read a decimal number, possibly with separators of thousands and with an exponent of ten."""
+    digits = _digits(mantissa)
+    exponent = re.sub(r"\s", "", power or "0")
+    if len(exponent) > 5 or abs(int(exponent)) > MAX_EXPONENT:
+        return None
+    _, _, part = digits.partition(".")
+    return Number(
+        value=Fraction(digits) * Fraction(10) ** int(exponent),
+        latex=digits if not int(exponent) else f"{digits} \\times 10^{{{int(exponent)}}}",
+        decimals=len(part) - int(exponent) if part else None,
+        num_digits=len(digits.replace(".", "").lstrip("+-0")),
+    )
+
+
+def _digits(mantissa: str) -> str:
+    """Return a decimal number without separators of thousands, and with a decimal point if it has decimals."""
+    digits = re.sub(r"[\s'_]", "", mantissa)
+    if digits.rfind(",") > digits.rfind(".") and ("." in digits or re.search(r"\d\s\d", mantissa)):  # 1.234,56 or 1 234,56
+        digits = digits.replace(".", "").replace(",", ".")
+    elif digits.count(".") > 1:  # 1.234.567
+        digits = digits.replace(".", "")
+    return digits.replace(",", "").removesuffix(".")
+
+
+def _fraction(text: str) -> Number | None:
+    """Read a fraction or a mixed number."""
+    *whole, top, bottom = map(int, re.findall(r"\d+", text))
+    if bottom == 0 or (whole and top >= bottom):
+        return None
+    value = Fraction(top, bottom) + sum(whole)
+    return Number(value=value, latex=str(value))
+
+
+def _is_unit(text: str) -> bool:
+    """Return True unless the text after a number may be a variable, as in `5x`."""
+    first = re.split(r"[\s/*^-]", text.strip(), maxsplit=1)[0]
+    return not first or first in _SYMBOLS_OF_UNITS or (text[0] == " " and (len(first) > 1 or first in _SHORT_UNITS))
+
+
+def _unit(text: str) -> str:
+    """Return one name for all notations of a unit."""
+    text = text.replace("{", "").replace("}", "")
+    words = [_UNITS[text]] if text in _UNITS else [_UNITS.get(word, word) for word in text.split()]
+    return " ".join(word.removesuffix("s") if len(word) > 3 else word for word in words)
+
+
+def _moment(text: str) -> str | None:
+    """Return a date in ISO format, or a time or ratio without white space; None for any other text."""
+    if (found := _DATE.fullmatch(text)) is not None:
+        month = found["month"] or found["month_2"]
+        return f"{found['year']}-{_MONTHS.index(month[:3].lower()) + 1:02}-{int(found['day'] or found['day_2']):02}"
+    if (found := _ISO_DATE.fullmatch(text)) is not None:
+        return f"{found[1]}-{int(found[2]):02}-{int(found[3]):02}"
+    return re.sub(r"\s", "", text).lower() if _TIME_OR_RATIO.fullmatch(text) else None
+
+
+def _bracketed(text: str) -> tuple[str, str]:
+    """Return the brackets around the whole answer and the text between them; no brackets if there are none."""
+    for opening, closing in (("(", ")"), ("[", "]"), (r"\{", r"\}"), ("(", "]"), ("[", ")")):
+        inner = text[len(opening) : len(text) - len(closing)]
+        if text == f"{opening}{inner}{closing}" and _belong_together(inner, opening, closing):
+            return f"{opening[-1]}{closing[-1]}", inner
+    return "", text
+
+
+def _split(text: str) -> list[str]:
+    """Return the items of a list; one item if the text has no separator outside of brackets."""
+    separator = _WIDE_SEPARATOR if _WIDE_SEPARATOR.search(text) else _SEPARATOR
+    parts, start, depth, end = list[str](), 0, 0, 0
+    for found in separator.finditer(text):
+        depth += sum((char in "([{") - (char in ")]}") for char in text[end : found.start()])
+        end = found.start()
+        if depth == 0:
+            parts.append(text[start:end])
+            start = found.end()
+    return [*parts, text[start:]]
+
+
+def _belong_together(inner: str, opening: str, closing: str) -> bool:
+    """Return True if two marks or brackets enclose a text together, so that neither belongs to a part of it."""
+    if opening[-1] not in "([{":
+        return not closing or closing not in inner
+    depth = 0
+    for char in inner:
+        depth += (char in "([{") - (char in ")]}")
+        if depth < 0:
+            return False
+    return depth == 0
+
+
+def _plain_char(char: str) -> str:
+    if char.isascii():
+        return char
+    if char in _PLAIN:
+        return _PLAIN[char]
+    category = unicodedata.category(char)
+    if category == "Nd":
+        return str(unicodedata.digit(char))
+    if "\uff01" <= char <= "\uff5e":  # full-width forms of ASCII
+        return chr(ord(char) - 0xFEE0)
+    return " " if category == "Zs" else "" if category == "Cf" else char
+
+
+# Comparing
+
+
+def equal(right: Answer, other: Answer, is_equal: Callable[[str, str], bool]) -> bool:
+    """Return True if another answer equals the right one. `is_equal` compares two expressions in LaTeX."""
+    if right.name and other.name and right.name != other.name:
+        return False
+    match right.value, other.value:
+        case Number() as one, Number() as two:
+            return _same_number(one, two)
+        case Number() as one, Items() if other.european is not None:
+            return _same_number(one, other.european)
+        case Items() as one, Items() as two:
+            return _same_items(one, two, is_equal)
+        case Items(brackets="{}", items=(item,)), _:
+            return equal(item, other, is_equal)
+        case _, Items(brackets="{}", items=(item,)):
+            return equal(right, item, is_equal)
+        case (Words(), Words()) | (Choice(), Choice()):
+            return _letters(right.value) == _letters(other.value)
+        case (Choice(), None) | (None, Choice()):
+            choice, text = (right.value, other.text) if isinstance(right.value, Choice) else (other.value, right.text)
+            assert isinstance(choice, Choice)
+            return choice.is_marked and text.upper() == choice.letter
+        case (None, None | Number() | Items()) | (Number() | Items(), None):
+            return right.text == other.text or is_equal(right.latex, other.latex)
+    return False
+
+
+def _letters(value: object) -> str:
+    assert isinstance(value, Words | Choice)
+    return value.text if isinstance(value, Words) else value.letter
+
+
+def _same_number(one: Number, two: Number) -> bool:
+    if (one.unit == "%") != (two.unit == "%"):
+        share, whole = (one, two) if one.unit == "%" else (two, one)
+        if whole.unit:
+            return False
+        # "50" may mean 50 %, but "0.5" is more likely to be half of the whole than 0.5 %.
+        return share.value / 100 == whole.value or (abs(whole.value) > 1 and share.value == whole.value)
+    if one.unit and two.unit and one.unit != two.unit:
+        return False
+    return one.value == two.value or _is_rounded(one, two) or _is_rounded(two, one)
+
+
+def _is_rounded(one: Number, exact: Number) -> bool:
+    """Return True if a number with enough decimals equals the exact one rounded to them."""
+    if one.decimals is None or min(one.decimals, one.num_digits) < MIN_DIGITS:
+        return False
+    is_finer = exact.decimals is None or exact.decimals > one.decimals
+    return is_finer and abs(one.value - exact.value) * 2 * Fraction(10) ** one.decimals <= 1
+
+
+def _same_items(right: Items, other: Items, is_equal: Callable[[str, str], bool]) -> bool:
+    kinds = {right.brackets, other.brackets}
+    if len(right.items) != len(other.items) or (len(kinds) == 2 and kinds not in ({"", "()"}, {"", "{}"})):
+        return False
+    if not kinds <= {"", "{}"}:
+        return all(equal(one, two, is_equal) for one, two in zip(right.items, other.items, strict=True))
+    others = [*other.items]  # in any order
+    for item in right.items:
+        found = next((index for index, one in enumerate(others) if equal(item, one, is_equal)), None)
+        if found is None:
+            return False
+        del others[found]
+    return True
+
+
+# Notations
+
+_PLAIN: dict[str, str] = {
+    **dict.fromkeys("\u2212\u2010\u2011\u2012\u2013\ufe63\uff0d", "-"),
+    **{char: f"^{{{digit}}}" for digit, char in enumerate("\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079")},
+    **{char: f" {unicodedata.normalize('NFKC', char).replace(chr(0x2044), '/')} " for char in "\u00bd\u00bc\u00be\u2153\u2154"
+       "\u2155\u2156\u2157\u2158\u2159\u215a\u215b\u215c\u215d\u215e\u2150\u2151\u2152"},
+    "\u2044": "/", "\u00f7": "/", "\u00d7": r"\times ", "\u00b7": r"\cdot ", "\u22c5": r"\cdot ", "\u221a": r"\sqrt ",
+    "\u03c0": r"\pi ", "\u221e": r"\infty ", "\u2264": r"\le ", "\u2265": r"\ge ", "\u222a": r"\cup ", "\u2229": r"\cap ",
+    "\u00b1": r"\pm ", "\u2260": r"\ne ", "\u00b0": r"^\circ ", "\u2019": "'", "\u2018": "'", "\u201c": '"', "\u201d": '"',
+    "\u3001": ",", "\u3002": ".",
+}  # fmt: skip
+_WRAPPERS = (
+    ("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ("__", "__"), ("*", "*"), ("```", "```"),
+    ("`", "`"), (r"\boxed{", "}"), (r"\fbox{", "}"), (r"\text{", "}"), (r"\textbf{", "}"), (r"\mathrm{", "}"),
+    (r"\mathbf{", "}"), (r"\mbox{", "}"), (r"\displaystyle", ""), ("<b>", "</b>"), ("<strong>", "</strong>"), ("{", "}"),
+    ('"', '"'), ("'", "'"),
+)  # fmt: skip
+_SIGNS = {r"\$": "$", r"\%": "%", r"\times": "*", r"\cdot": "*", r"\lbrace": r"\{", r"\rbrace": r"\}"}
+_NO_WIDTH = re.compile(r"\\(?:left|right)(?![a-z])|\\!|\\displaystyle")
+_SPACE = re.compile(r"\\[,;: ]|\\q?quad(?![a-z])|~|\s")
+_TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
+_FRACTION = re.compile(r"(?:(?<![\d.,])(\d+)\s*)?\\[dtc]?frac\s*(?:\{\s*(\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))")
+_DEGREE = re.compile(r"\^?\{?\\circ\}?|\\degree")
+_PREFIX = re.compile(r"(?i)\A(?:[*_]*(?:the\s+)?(?:final\s+|correct\s+)?answer[*_]*\s*(?:is\b|:|=)[:*_\s]*|=\s*)")
+_NAMED = re.compile(r"(?s)(?P<name>[A-Za-z](?:\w{0,19}|_\{\w{1,9}\}))\s*=\s*(?P<value>.+)")
+_GROUPED = (
+    r"\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d{1,3}(?: \d{3})+(?:[.,]\d+)?|\d{1,3}(?:'\d{3})+(?:\.\d+)?|\d{1,3}(?:_\d{3})+(?:\.\d+)?"
+    r"|\d{1,3}(?:\.\d{3})+,\d+|\d{1,3}(?:\.\d{3}){2,}|\d+(?:\.\d*)?|\.\d+"
 )
+_POWER = r"(?:\s*[*x]\s*10\s*\^\s*\{?\s*|[eE])(?P<power>[+-]?\s*\d+)(?:\s*\})?"
+_DECIMAL = re.compile(rf"(?P<mantissa>[+-]?\s*(?:{_GROUPED}))(?:{_POWER})?")
+_WITH_UNIT = re.compile(
+    rf"(?P<sign>[+-]\s*)?(?P<currency>(?:[A-Z]{{1,3}})?[$€£¥₹]|(?:USD|EUR|GBP|JPY|INR|CNY)(?= ))?\s*(?P<inner_sign>[+-])?\s*"
+    rf"(?:(?P<fraction>(?:\d+ )?\d+\s*/\s*\d+)|(?P<mantissa>{_GROUPED})(?:{_POWER})?)"
+    r"(?:\s*(?P<later>[$€£¥₹¢%]))?(?P<unit>\s*[A-Za-z]+(?:\^\{?-?\d\}?)?(?:[ /*-]+[A-Za-z]+(?:\^\{?-?\d\}?)?){0,3})?"
+)
+_EUROPEAN = re.compile(r"[+-]?\d+,\d+")
+_SEPARATOR = re.compile(r"[,;]|\s+(?:and|or)\s+")
+_WIDE_SEPARATOR = re.compile(r"[,;]\s+(?:(?:and|or)\s+)?|;|\s+(?:and|or)\s+")
+_SET_OPERATION = re.compile(r"\\c[ua]p(?![a-z])|\\setminus")
+_CHOICE = re.compile(r"(?s)\(\s*([A-Ja-j])\s*\)(?:\s+\w.*)?|([A-J])(?:[.):](?:\s.*)?)?|([a-j])\)(?:\s+\w.*)?")
+_TEXT_ONLY = re.compile(r"[^\d\\+*/^=<>_{}|$%#\[\]]+")
+_FUNCTIONS = frozenset({
+    "sin", "cos", "tan", "cot", "sec", "csc", "log", "ln", "exp", "pi", "sqrt", "inf", "infinity", "max", "min", "lim", "mod",
+    "e", "i", "arcsin", "arccos", "arctan",
+})  # fmt: skip
+_MONTHS = ["jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec"]
+_MONTH = (
+    "jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?|sept?(?:ember)?|oct(?:ober)?|nov(?:ember)?"
+    "|dec(?:ember)?"
+)
+_DATE = re.compile(
+    rf"(?i)(?:(?P<month>{_MONTH})\.? (?P<day>\d{{1,2}})(?:st|nd|rd|th)?"
+    rf"|(?P<day_2>\d{{1,2}})(?:st|nd|rd|th)? (?:of )?(?P<month_2>{_MONTH})\.?),? (?P<year>\d{{4}})"
+)
+_ISO_DATE = re.compile(r"(\d{4})-(\d{1,2})-(\d{1,2})")
+_TIME_OR_RATIO = re.compile(
+    r"(?i)\d{1,2}([/.-])\d{1,2}\1\d{2,4}|\d{4}([/.])\d{1,2}\2\d{1,2}|\d+(?:\s*:\s*\d+)+(?:\s*[ap]\.?m\.?)?|\d{1,2}\s*[ap]\.?m\.?"
+)
+_MULTIPLES = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
+_NO_UNITS = _FUNCTIONS | {
+    "or", "and", "not", "no", "is", "are", "was", "to", "minus", "plus", "times", "over", "by", "than", "but", "if", "wrong",
+    "incorrect", "half", "halves", "quarter", "quarters", "third", "thirds", "fourth", "fourths", "fifth", "fifths", "tenth",
+    "tenths", "hundredth", "hundredths", "thousandth", "thousandths", "choose", "x",
+}  # fmt: skip
+_SHORT_UNITS = frozenset("mgshlLCFKVWNJ")
+_SYMBOLS_OF_UNITS = frozenset({
+    "mm", "cm", "km", "kg", "mg", "ml", "mL", "kW", "kWh", "Hz", "kHz", "MHz", "GHz", "kB", "MB", "GB", "TB", "min", "hr",
+    "hrs", "sec", "ms", "ft", "lb", "lbs", "oz", "mph", "kph", "in",
+})  # fmt: skip
+_UNITS = {
+    **dict.fromkeys(("$", "us$", "US$", "usd", "USD", "dollar", "dollars"), "dollar"),
+    **dict.fromkeys(("\u20ac", "eur", "EUR", "euro", "euros"), "euro"),
+    **dict.fromkeys(("\u00a3", "gbp", "GBP", "pound", "pounds"), "pound"),
+    **dict.fromkeys(("\u00a2", "cent", "cents"), "cent"),
+    **dict.fromkeys(("%", "percent", "per cent", "pct", "percentage"), "%"),
+    **dict.fromkeys(("mm", "millimeter", "millimeters", "millimetre", "millimetres"), "mm"),
+    **dict.fromkeys(("cm", "centimeter", "centimeters", "centimetre", "centimetres"), "cm"),
+    **dict.fromkeys(("m", "meter", "meters", "metre", "metres"), "m"),
+    **dict.fromkeys(("km", "kilometer", "kilometers", "kilometre", "kilometres"), "km"),
+    **dict.fromkeys(("ft", "foot", "feet"), "ft"),
+    **dict.fromkeys(("in", "inch", "inches"), "inch"),
+    **dict.fromkeys(("mg", "milligram", "milligrams"), "mg"),
+    **dict.fromkeys(("g", "gram", "grams"), "g"),
+    **dict.fromkeys(("kg", "kilogram", "kilograms"), "kg"),
+    **dict.fromkeys(("lb", "lbs"), "lb"),
+    **dict.fromkeys(("ml", "mL", "milliliter", "milliliters", "millilitre", "millilitres"), "ml"),
+    **dict.fromkeys(("l", "L", "liter", "liters", "litre", "litres"), "l"),
+    **dict.fromkeys(("s", "sec", "secs", "second", "seconds"), "second"),
+    **dict.fromkeys(("min", "mins", "minute", "minutes"), "minute"),
+    **dict.fromkeys(("h", "hr", "hrs", "hour", "hours"), "hour"),
+    **dict.fromkeys(("degree", "degrees"), "degree"),
+    **dict.fromkeys(("mph", "miles per hour", "miles/hour"), "mph"),
+    **dict.fromkeys(("km/h", "kph", "kilometers per hour"), "km/h"),
+    **dict.fromkeys(("m/s", "meters per second"), "m/s"),
+    **dict.fromkeys(("people", "persons", "person"), "person"),
+    **dict.fromkeys(("children", "child"), "child"),
+}  # fmt: skip
+
+
+# Rewards
 
 Scorer = Callable[[str, Mapping[str, Any]], float]
 """Function from the text of a completion and the entry of its prompt to a reward."""
@@ -100,7 +566,7 @@ def math_verify(timeout_s: int) -> Scorer:
     The answer is the text in the last `<answer>` tags, or after the last `<answer>` if no tags are closed, and in it the last
     `\\boxed` if there is one. Without tags, it is the last `\\boxed`, the text after the last "answer is", or else what the
     package math-verify finds in the text: LaTeX first, then numbers. `</think>` and all text before it are left out, unless
-    nothing follows it. A text without an answer gets the reward 0. `titanrl.rollout.answers` compares the notations that it can
+    nothing follows it. A text without an answer gets the reward 0. `titanrl.rollout.scorers` compares the notations that it can
     read, math-verify all others. The reward raises if an expression cannot be compared within `timeout_s`, or if the expected
     answer is empty or cannot be parsed.
 
