@@ -572,7 +572,7 @@ class GroupRecorder:
             "score_s": group.score_s,
             "counts": group.counts,
             "completions": [
-                {**_completion(ids, decode), **values_of}
+                {"text": decode(ids), "num_tokens": len(ids), **values_of}
                 for ids, values_of in zip(sampled_ids(lengths, columns), completions, strict=True)
             ],
         }
@@ -607,7 +607,10 @@ def branch_points(segments: Sequence[Segment]) -> list[dict[str, int]]:
 
 def columns_of(group: Group) -> tuple[list[list[int]], Columns]:
     """Return the lengths of the segments of each completion, and the tokens of all of them, one after the other."""
-    segments = [[*rollout.segments] for rollout in group.rollouts] + [[_unscored(each.completion)] for each in group.failures]
+    segments = [[*rollout.segments] for rollout in group.rollouts]
+    for sampled in (each.completion for each in group.failures):
+        mask = np.ones(len(sampled.token_ids), np.bool_)
+        segments.append([Segment(token_ids=sampled.token_ids, mask=mask, logprobs=sampled.logprobs, versions=sampled.versions)])
     flat = [segment for of_completion in segments for segment in of_completion]
     columns = {
         "token_ids": joined([segment.token_ids for segment in flat], np.int32),
@@ -642,11 +645,6 @@ def _token_rewards(rollout: Rollout) -> np.ndarray[Any, Any]:
     return rewards
 
 
-def _unscored(completion: Completion) -> Segment:
-    mask = np.ones(len(completion.token_ids), np.bool_)
-    return Segment(token_ids=completion.token_ids, mask=mask, logprobs=completion.logprobs, versions=completion.versions)
-
-
 def _rollout(group: Group, number: int) -> dict[str, Any]:
     rollout = group.rollouts[number]
     return {
@@ -663,7 +661,3 @@ def _rollout(group: Group, number: int) -> dict[str, Any]:
 def _failure(failure: ScorerFailure) -> dict[str, Any]:
     values = {"outcome": failure.outcome, "reward": None, "error": failure.error}
     return {"finish_reason": failure.completion.finish_reason, **values}
-
-
-def _completion(ids: list[int], decode: Callable[[list[int]], str]) -> dict[str, Any]:
-    return {"text": decode(ids), "num_tokens": len(ids)}

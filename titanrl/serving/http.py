@@ -147,13 +147,16 @@ class Endpoint:
 
     async def _respond(self, scope: Scope, receive: Receive, response: Response) -> None:
         method, path, headers = scope["method"], scope["path"], dict(scope["headers"])
-        if self._hosts is not None and (host := _host_of(headers)) not in self._hosts:
+        host = headers.get(b"host", b"").decode("latin-1")
+        host = host.partition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]  # without the port
+        if self._hosts is not None and host not in self._hosts:
             raise Refused(f"host: must be one of {', '.join(sorted(self._hosts))} (got {host[:80]!r})", status=403)
         if path == "/health":
             problem = self._check()
             await response.send_json({"status": problem or "ok"}, status=503 if problem else 200)
             return
-        key = _key_of(headers)
+        scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
+        key = (bearer.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")).decode("latin-1")
         if not self.authorize(key):
             rule = "the key is wrong or missing. Send it as `Authorization: Bearer KEY` or as `x-api-key: KEY`."
             raise Refused(rule, status=401, code="invalid_api_key")
@@ -239,19 +242,6 @@ def internal(error: BaseException) -> Refused:
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def _key_of(headers: Headers) -> str:
-    """Return the key of a request; empty if it has none."""
-    scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
-    key = bearer.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
-    return key.decode("latin-1")
-
-
-def _host_of(headers: Headers) -> str:
-    """Return the name by which a client addresses the endpoint, without the port."""
-    host = headers.get(b"host", b"").decode("latin-1")
-    return host.partition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
 
 
 Application = Callable[[Any, Any, Any], Awaitable[None]]

@@ -55,7 +55,7 @@ class ChatCompletion:
     def __init__(self, fields: Fields, model: str, caller: Caller) -> None:
         self._model, self._caller, self._id, self._created = model, caller, new_id("chatcmpl-"), int(time.time())
         messages = [_read_chat_message(each, f"messages[{index}]") for index, each in enumerate(fields.items("messages"))]
-        tools = [_read_chat_tool(each, f"tools[{index}]") for index, each in enumerate(fields.items("tools"))]
+        tools = [_read_tool(each, f"tools[{index}]") for index, each in enumerate(fields.items("tools"))]
         shown, requires_tool = _read_tool_choice(fields.take("tool_choice"), tools)
         limits = [fields.count(name, 1, MAX_TOKENS) for name in ("max_completion_tokens", "max_tokens")]
         call = Call(
@@ -366,13 +366,14 @@ def _read_chat_call(value: object, path: str) -> dict[str, Any]:
     return read
 
 
-def _read_chat_tool(value: object, path: str) -> Tool:
+def _read_tool(value: object, path: str, *, is_flat: bool = False) -> Tool:
+    """Return a function; `is_flat` as for `_read_tool_choice`."""
     fields = Fields(value, path)
     fields.needed("type", "function")
-    function = Fields(fields.take("function"), f"{path}.function")
-    fields.done()
+    function = fields if is_flat else Fields(fields.take("function"), f"{path}.function")
     tool = read_function(function, "parameters")
     function.flag("strict")  # like tool_choice, a wish: sampling is not constrained
+    fields.done()
     function.done()
     return tool
 
@@ -502,7 +503,7 @@ class ResponsesRequest:
         self._id, self._message_id, self._reasoning_id = new_id("resp_"), new_id("msg_"), new_id("rs_")
         instructions = fields.text("instructions")
         system: list[Message] = [] if instructions is None else [{"role": "system", "content": instructions}]
-        tools = [_read_response_tool(each, f"tools[{index}]") for index, each in enumerate(fields.items("tools"))]
+        tools = [_read_tool(each, f"tools[{index}]", is_flat=True) for index, each in enumerate(fields.items("tools"))]
         choice = fields.take("tool_choice")
         shown, requires_tool = _read_tool_choice(choice, tools, is_flat=True)
         text = fields.nested("text") or Fields({}, "text")
@@ -542,7 +543,16 @@ class ResponsesRequest:
             "max_output_tokens": call.max_tokens,
             "temperature": call.temperature,
             "top_p": call.top_p,
-            "tools": [_response_tool(tool) for tool in tools],
+            "tools": [
+                {
+                    "type": "function",
+                    "name": tool.name,
+                    "description": tool.description,
+                    "parameters": dict(tool.parameters),
+                    "strict": False,
+                }
+                for tool in tools
+            ],
             "tool_choice": choice or "auto",
             "parallel_tool_calls": not call.refuses_parallel,
             "previous_response_id": None,
@@ -695,20 +705,6 @@ def _read_reply(kind: str, fields: Fields, message: Message) -> Message:
     fields.only("summary", [])
     fields.only("encrypted_content")
     return {"reasoning_content": joined_text(fields.take("content"), fields.name("content"), "reasoning_text")}
-
-
-def _read_response_tool(value: object, path: str) -> Tool:
-    fields = Fields(value, path)
-    fields.needed("type", "function")
-    tool = read_function(fields, "parameters")
-    fields.flag("strict")  # a wish: sampling is not constrained
-    fields.done()
-    return tool
-
-
-def _response_tool(tool: Tool) -> dict[str, Any]:
-    sent = {"type": "function", "name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)}
-    return sent | {"strict": False}
 
 
 def _response_call(call: Any) -> dict[str, Any]:

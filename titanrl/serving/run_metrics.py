@@ -20,11 +20,11 @@ from titanrl.metrics.index import Followed
 from titanrl.metrics.reading import phase_seconds
 from titanrl.processes.machine import process_state
 from titanrl.serving.calls import Refused
-from titanrl.serving.http import Endpoint, Headers, Receive, listen
+from titanrl.serving.http import LOCAL, Endpoint, Headers, Receive, listen
 
 FAULTS = ("fault", "host_lost", "respawn", "restart", "stall")
 """Events that are counted from 0, so that an alert sees the first one."""
-LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
+
 START_S = 30.0
 """Time limit for the start and for the end of the endpoint, in seconds."""
 _HEAD = frozenset({"step", "version", "time"})
@@ -115,7 +115,7 @@ class MetricsEndpoint(Endpoint):
 
     def __init__(self, run_dir: Path, host: str) -> None:
         """Serve the metrics of a run. On loopback, requests must be addressed to this machine, as those of Prometheus are."""
-        super().__init__(hosts={*LOOPBACK_NAMES, host} if host in LOOPBACK_NAMES else None)
+        super().__init__(hosts={*LOCAL, host} if host in LOCAL else None)
         self.registry.register(RunMetrics(run_dir))
 
     def label(self, path: str) -> str | None:

@@ -203,10 +203,6 @@ class Asked(BaseModel):
         return cast(Filters, filters)
 
 
-def _runs(board: Board, asked: Asked) -> Any:
-    return {"folder": str(board.folder), "runs": [view.summary() for view in board.find()]}
-
-
 def _view(board: Board, asked: Asked) -> RunView:
     return board.view(asked.run if isinstance(asked.run, str) else None)
 
@@ -250,7 +246,7 @@ def _explain(board: Board, asked: Asked) -> Any:
 
 
 ROUTES: Mapping[str, Callable[[Board, Asked], Any]] = {
-    "runs": _runs,
+    "runs": lambda board, asked: {"folder": str(board.folder), "runs": [view.summary() for view in board.find()]},
     "run": lambda board, asked: _view(board, asked).overview(),
     "charts": lambda board, asked: _view(board, asked).charts(asked.name, since=asked.since),
     "search": lambda board, asked: _view(board, asked).search(

@@ -150,19 +150,12 @@ def pass_result(asked: Pass, output: ForwardBackwardOutput) -> bytes:
         )
         result.loss_fn_outputs.append(pb.ArrayRecord(type_tag="ArrayRecord", fields={"logprobs": tensor}, num_datums=len(run)))
         start = end
-    for name, value in wire_metrics(output.metrics).items():
-        result.metrics[name] = value
+    for name, value in output.metrics.items():
+        stem, _, reduction = name.rpartition(":")  # the client accepts exactly one colon, before a reduction
+        is_accepted = stem and ":" not in stem and reduction in REDUCTIONS
+        result.metrics[name if is_accepted else f"{name.replace(':', '.')}:mean"] = float(value)
     encoded: bytes = result.SerializeToString()
     return encoded
-
-
-def wire_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics with names that the client accepts: exactly one colon, before a reduction."""
-    found = dict[str, float]()
-    for name, value in metrics.items():
-        stem, _, reduction = name.rpartition(":")
-        found[name if stem and ":" not in stem and reduction in REDUCTIONS else f"{name.replace(':', '.')}:mean"] = float(value)
-    return found
 
 
 def sample_result(
