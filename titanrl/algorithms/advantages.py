@@ -113,7 +113,13 @@ def _advantages_by(method: TaskAdvantage, records: RecordTable, weight_of: Weigh
     algorithm, custom_advantage = method.algorithm, method.custom
     if custom_advantage is not None:
         bound = partial(custom_advantage, **advantage_arguments(custom_advantage, algorithm))
-        return custom_advantages(bound, list(group_rewards(records, weight_of)), algorithm.advantage, records)
+        groups = list(group_rewards(records, weight_of))
+        returned = [checked_advantages(bound, group, algorithm.advantage) for group in groups]
+        if all(unit == "rollout" for unit, _ in returned):
+            return np.fromiter(chain.from_iterable(chain.from_iterable(v) for _, v in returned), np.float64), None
+        by_token = [_by_token(unit, by_unit, group) for (unit, by_unit), group in zip(returned, groups, strict=True)]
+        flat_T = np.fromiter(chain.from_iterable(chain.from_iterable(group) for group in by_token), np.float64)
+        return spans_of(flat_T, np.ones(len(flat_T), np.int64), records.num_sampled, records)
     if algorithm.credit in ("turn", "state"):
         turns = turn_advantages(
             list(group_rewards(records, weight_of)),
@@ -556,22 +562,6 @@ def _token_returns(records: RecordTable, discount: float) -> Iterator[tuple[Doub
             returns_GL[i, :num] = returns
             returns_GL[i, num:] = returns[-1] if returns else records.rewards[start + i]
         yield returns_GL, num_tokens
-
-
-def custom_advantages(
-    advantage: Callable[[GroupRewards], Iterable[Any]], groups: Sequence[GroupRewards], name: str, records: RecordTable
-) -> tuple[DoubleArray, Spans | None]:
-    """Call a user-defined advantage for each group.
-
-    Return the advantage of each rollout, `[N]`, and the token advantages if any group has advantages per turn or token. Raise
-    `ValueError` if the function raised, or its result does not follow `contracts.Advantage`.
-    """
-    returned = [checked_advantages(advantage, group, name) for group in groups]
-    if all(unit == "rollout" for unit, _ in returned):
-        return np.fromiter(chain.from_iterable(chain.from_iterable(v) for _, v in returned), np.float64), None
-    values = [_by_token(unit, by_unit, group) for (unit, by_unit), group in zip(returned, groups, strict=True)]
-    flat_T = np.fromiter(chain.from_iterable(chain.from_iterable(group) for group in values), np.float64)
-    return spans_of(flat_T, np.ones(len(flat_T), np.int64), records.num_sampled, records)
 
 
 def _by_token(unit: Unit, values: Sequence[Sequence[float]], group: GroupRewards) -> list[list[float]]:

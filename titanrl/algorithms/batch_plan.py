@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from titanrl.algorithms.advantages import WeightOf, group_rewards
-from titanrl.algorithms.contracts import GroupRewards, Priority
+from titanrl.algorithms.contracts import Priority
 from titanrl.algorithms.packing import balance, pack, pack_sharing, row_costs
 from titanrl.base.choices import Reduction
 from titanrl.carriers.tables import SEQUENCE, SPAN, BatchPlan, MicroBatch, RecordTable, RowTable, Spans, Table
@@ -377,18 +377,19 @@ class ReplaySchedule:
         """Return the priority of each group of a batch; `records` are in prompt order, with the advantages of the rollouts."""
         ends = np.cumsum(records.groups["num_rollouts"])
         groups = zip(group_rewards(records, weight_of), np.split(advantages_N, ends[:-1]), strict=True)
-        return np.array([self._priority(group, advantages) for group, advantages in groups])
-
-    def _priority(self, group: GroupRewards, advantages: DoubleArray) -> float:
-        if self.custom_priority is None:
-            return PRIORITIES[self.config.priority](group, advantages)
-        name = self.config.priority
-        try:
-            value = float(self.custom_priority(group, advantages.tolist()))
-        except Exception as error:  # user-defined code may raise anything
-            raise ValueError(
-                f"replay.priority: {name} raised {type(error).__name__}: {error}. Correct the priority."
-            ) from error
-        if not np.isfinite(value):
-            raise ValueError(f"replay.priority: {name} must return a finite number (got {value}). Correct the priority.")
-        return value
+        values = []
+        for group, advantages in groups:
+            if self.custom_priority is None:
+                values.append(PRIORITIES[self.config.priority](group, advantages))
+                continue
+            name = self.config.priority
+            try:
+                value = float(self.custom_priority(group, advantages.tolist()))
+            except Exception as error:  # user-defined code may raise anything
+                raise ValueError(
+                    f"replay.priority: {name} raised {type(error).__name__}: {error}. Correct the priority."
+                ) from error
+            if not np.isfinite(value):
+                raise ValueError(f"replay.priority: {name} must return a finite number (got {value}). Correct the priority.")
+            values.append(value)
+        return np.array(values)

@@ -570,7 +570,13 @@ class EngineLoop:
                 self._num_tokens += len(finished.completion.token_ids)
                 self._deliver(engine, finished)
             if self._streams and time.perf_counter() >= self._next_delivery:
-                self._deliver_sampled(engine)
+                sampled = engine.sampled({ticket: group.num_delivered for ticket, group in self._streams.items()})
+                for ticket, (token_ids, logprobs) in sampled.items():
+                    group = self._streams[ticket]
+                    assert group.on_sampled is not None
+                    group.num_delivered += len(token_ids)
+                    group.on_sampled((token_ids, logprobs))
+                self._next_delivery = time.perf_counter() + max(SAMPLED_S, SAMPLED_EACH_S * len(self._streams))
         self.load = replace(engine.load, admits=self._draining is None)
         self._busy_s += time.perf_counter() - started
 
@@ -612,15 +618,6 @@ class EngineLoop:
             if None in group.completions:
                 self._abort(engine, {ticket for ticket, (other, _) in self._waiting.items() if other is group})
             group.result.set_result([completion for completion in group.completions if completion is not None])
-
-    def _deliver_sampled(self, engine: "Engine | Leader") -> None:
-        sampled = engine.sampled({ticket: group.num_delivered for ticket, group in self._streams.items()})
-        for ticket, (token_ids, logprobs) in sampled.items():
-            group = self._streams[ticket]
-            assert group.on_sampled is not None
-            group.num_delivered += len(token_ids)
-            group.on_sampled((token_ids, logprobs))
-        self._next_delivery = time.perf_counter() + max(SAMPLED_S, SAMPLED_EACH_S * len(self._streams))
 
     def _abort(self, engine: "Engine | Leader", tickets: Set[int]) -> None:
         for ticket in tickets:

@@ -190,7 +190,13 @@ class Follower:
             self._engine = engine  # kept, as that of an `EngineLoop`
             self.started.set_result(None)
             with leader:
-                self._follow(engine, leader)
+                while True:
+                    turn: Turn = leader.recv()
+                    apply_changes(engine, turn)
+                    if turn.swap is None:
+                        engine.step()
+                    else:
+                        self._swap(engine, turn.swap)
         except EOFError:  # rank 0 closed the connection or died
             self.stopped.set_result(None)
         except Exception as error:  # `Generator.follow` raises it
@@ -203,15 +209,6 @@ class Follower:
                 waiting = self._swaps.get()
                 if waiting is not None:
                     waiting[1].set_exception(WeightMismatchError(STOPPED))
-
-    def _follow(self, engine: Engine, leader: Connection) -> None:
-        while True:
-            turn: Turn = leader.recv()
-            apply_changes(engine, turn)
-            if turn.swap is None:
-                engine.step()
-            else:
-                self._swap(engine, turn.swap)
 
     def _swap(self, engine: Engine, swap: Swap) -> None:
         waiting = self._swaps.get()

@@ -15,7 +15,6 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType, SimpleNamespace
@@ -381,28 +380,22 @@ class TitanDecoder(Qwen3Model):
         """Configuration with the fields of torchtitan's Qwen3."""
 
         def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
-            """Check and apply a parallelism plan."""
-            with without_trainer():
+            """Check and apply a parallelism plan.
+
+            torchtitan 0.3.0 imports its trainer here to check whether it got the trainer's own configuration, which is never
+            the case. The import would take a second of CPU time in every process that builds a model. A module whose
+            configuration class has no instances replaces it.
+            """
+            is_imported = TRAINER in sys.modules
+            if not is_imported:
+                placeholder: Any = ModuleType(TRAINER)
+                placeholder.Trainer = SimpleNamespace(Config=type("Config", (), {}))
+                sys.modules[TRAINER] = placeholder
+            try:
                 Qwen3Model.Config.update_from_config(self, config=config, **kwargs)
-
-
-@contextmanager
-def without_trainer() -> Iterator[None]:
-    """Replace torchtitan's trainer during the body by a module whose configuration class has no instances.
-
-    `update_from_config` of torchtitan 0.3.0 imports the trainer to check whether it got the trainer's own configuration, which
-    is never the case here. The import would take a second of CPU time in every process that builds a model.
-    """
-    if TRAINER in sys.modules:
-        yield
-        return
-    placeholder: Any = ModuleType(TRAINER)
-    placeholder.Trainer = SimpleNamespace(Config=type("Config", (), {}))
-    sys.modules[TRAINER] = placeholder
-    try:
-        yield
-    finally:
-        del sys.modules[TRAINER]
+            finally:
+                if not is_imported:
+                    del sys.modules[TRAINER]
 
 
 class DecoderStateDictAdapter(Qwen3StateDictAdapter):

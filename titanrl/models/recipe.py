@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from safetensors.numpy import save
 
 from titanrl.base.files import naming, write_bytes
 from titanrl.config.errors import BrokenRule, BrokenRules
 from titanrl.config.sections import ModelConfig, RecipeConfig
-from titanrl.config.sizes import ModelShape
 from titanrl.data.tokenizer import EOS_ID, PAD_ID, write_tokenizer
 from titanrl.models.dense import weight_shapes
 from titanrl.models.directory import ModelDirectory, recipe_model
@@ -54,24 +52,23 @@ def create_model(directory: Path, recipe: RecipeConfig, seed: int, family: str |
 
 
 def write_model(directory: Path, model: ModelDirectory, hf: Mapping[str, Any], std: float, seed: int) -> None:
-    """Write the configuration and random weights of a model."""
+    """Write the configuration and random weights of a model: ones for norms, and N(0, std^2) for matrices and biases.
+
+    A tied output layer has no weights.
+    """
     write_model_config(directory, hf)
-    write_bytes(directory / "model.safetensors", save(_random_weights(model.shape, std, seed), metadata={"format": "pt"}))
+    rng = np.random.default_rng(seed)
+    weights = {
+        name: np.ones(size, np.float32) if "norm" in name else np.float32(std) * rng.standard_normal(size, dtype=np.float32)
+        for name, size in weight_shapes(model.shape).items()
+    }
+    write_bytes(directory / "model.safetensors", save(weights, metadata={"format": "pt"}))
 
 
 def write_model_config(directory: Path, hf: Mapping[str, Any]) -> None:
     """Write `config.json` and `generation_config.json`."""
     _write_json(directory / "config.json", {**hf, **_SPECIAL_IDS})
     _write_json(directory / "generation_config.json", _SPECIAL_IDS)
-
-
-def _random_weights(shape: ModelShape, std: float, seed: int) -> dict[str, npt.NDArray[np.float32]]:
-    """Return the weights by name: ones for norms, and N(0, std^2) for matrices and biases. The tied output layer has none."""
-    rng = np.random.default_rng(seed)
-    return {
-        name: np.ones(size, np.float32) if "norm" in name else np.float32(std) * rng.standard_normal(size, dtype=np.float32)
-        for name, size in weight_shapes(shape).items()
-    }
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:

@@ -194,7 +194,11 @@ class Adapters:
             for key in own:
                 if key not in saved:
                     raise ValueError(f"load_state: {key} is not in the state (got {folder}). Give a state of the same model.")
-            found = {key: _empty(saved[key]) for key in (FACTS, *own)}
+            found = {}
+            for key in (FACTS, *own):
+                stored = saved[key]
+                assert isinstance(stored, TensorStorageMetadata)
+                found[key] = torch.empty(stored.size, dtype=stored.properties.dtype)
             dcp.load(found, checkpoint_id=str(folder))
         version = int(found[FACTS][0])
         if not torch.equal(found[FACTS], _facts(version, spec)):
@@ -241,12 +245,6 @@ class Adapters:
 
 def _facts(version: int, spec: AdapterSpec) -> Tensor:
     return torch.tensor([version, spec.rank, spec.alpha, spec.train_attn, spec.train_mlp], dtype=torch.float64)
-
-
-def _empty(saved: object) -> Tensor:
-    """Return a tensor of the shape and dtype of a saved one."""
-    assert isinstance(saved, TensorStorageMetadata)
-    return torch.empty(saved.size, dtype=saved.properties.dtype)
 
 
 def _fitted(saved: Tensor, own: Tensor, key: str, folder: Path) -> Tensor:

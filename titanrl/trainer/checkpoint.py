@@ -8,7 +8,7 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
@@ -30,7 +29,7 @@ from titanrl.base.choices import FileDtype
 from titanrl.base.errors import StorageError, describe
 from titanrl.base.files import Digests, digests_of, uncommit_folder
 from titanrl.config.device import Device
-from titanrl.config.sections import LoraConfig, TrainerConfig
+from titanrl.config.sections import TrainerConfig
 from titanrl.data.tokenizer import export_stop_ids
 from titanrl.models.decoder import biased_layers, routers_of
 from titanrl.models.directory import (
@@ -235,18 +234,6 @@ def load_adapter(model: PolicyModel, folder: Path) -> None:
             local_part(value).copy_(file.get_tensor(names[name])[local_block(value)])
 
 
-def export_adapter(tensors: Mapping[str, Tensor], lora: LoraConfig, scale: float, base: Path | None, target: Path) -> None:
-    """Write full adapter tensors, by peft's names, as a directory in the format of peft. `base` is the model's directory.
-
-    `scale` is the factor of their product, also if this adapter's rank is lower than the one to which its tensors are padded.
-    """
-    target.mkdir()
-    modules = {name.split(".")[-3] for name in tensors}
-    config = json.dumps(adapter_config(lora, round(scale * lora.rank, 9), sorted(modules), base), indent=2)
-    (target / ADAPTER_CONFIG).write_text(config + "\n", encoding="utf-8")
-    save_file(dict(tensors), target / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-
-
 def export_hf(model: PolicyModel, model_dir: Path, target: Path, dtype: FileDtype, *, is_base: bool = True) -> None:
     """Export the policy as a Hugging Face directory: safetensors with merged adapters, config.json, and the files of `COPIED`.
 
@@ -291,7 +278,14 @@ def export_hf(model: PolicyModel, model_dir: Path, target: Path, dtype: FileDtyp
                 logger.warning(
                     "export: the adapter names no base, because weights on another base than %s were loaded", model_dir
                 )
-            export_adapter(adapters, model.lora, model.adapter_scale, model_dir if is_base else None, partial / "adapter")
+            folder = partial / "adapter"
+            folder.mkdir()
+            modules = sorted({name.split(".")[-3] for name in adapters})
+            # The product has this factor also if the adapters are padded with zeros to the rank of the configuration.
+            alpha = round(model.adapter_scale * model.lora.rank, 9)
+            options = adapter_config(model.lora, alpha, modules, model_dir if is_base else None)
+            (folder / ADAPTER_CONFIG).write_text(json.dumps(options, indent=2) + "\n", encoding="utf-8")
+            save_file(adapters, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
 

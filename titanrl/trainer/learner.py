@@ -447,18 +447,17 @@ class Learner:
     def _forward(self, rows: PackedRows, part: PackedRows) -> Any:
         """Run the model on this rank's columns of the rows."""
         self._load.record(part)
-        return self.model.module(part.tokens_BL, positions=part.positions_BL, attention_masks=self._mask(rows))
-
-    def _mask(self, rows: PackedRows) -> object:
-        """Return the attention mask of the rows, for the queries and keys of this rank."""
         module, positions_BL = self.model.module, rows.positions_BL
         attention = module.config.layers[0].attention.inner_attention
         order = None if self._context is None else self._context.order(rows.length, positions_BL.device)
+        mask: object
         if isinstance(attention, PackedAttention.Config):
-            return packed_mask(positions_BL, order)
-        if rows.shares_prompts or order is not None:
-            return packed_block_mask(positions_BL, attention.block_size, order)
-        return module.get_attention_masks(positions_BL)  # faster to build than `packed_block_mask`
+            mask = packed_mask(positions_BL, order)
+        elif rows.shares_prompts or order is not None:
+            mask = packed_block_mask(positions_BL, attention.block_size, order)
+        else:
+            mask = module.get_attention_masks(positions_BL)  # faster to build than `packed_block_mask`
+        return module(part.tokens_BL, positions=part.positions_BL, attention_masks=mask)
 
     def _reported(self, metrics: LossMetrics) -> LossSums:
         """Copy the metrics to the host in one transfer; return no metrics on ranks that do not report."""

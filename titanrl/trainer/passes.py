@@ -23,7 +23,7 @@ from titanrl.algorithms.packing import balance, pack, row_costs
 from titanrl.base.plugins import Plugin, plugin_of
 from titanrl.carriers.datums import DataResult, Datum
 from titanrl.carriers.supports import ExpertIds, Supports, has_ids_S
-from titanrl.carriers.types import FloatArray, IntArray
+from titanrl.carriers.types import FloatArray
 from titanrl.models.decoder import routers_of
 from titanrl.trainer.agreement import Facts
 from titanrl.trainer.collate import PackedRows, empty_rows, placed_experts, row_length
@@ -159,7 +159,8 @@ def teacher_tokens(
     The teacher reads its own inputs, which are packed separately, in one forward pass. All logits of the micro-batch's loss
     tokens are kept until its backward pass.
     """
-    inputs = [_teacher_input(data[location.index]) for location in locations]
+    pairs = ((datum.model_input, datum.teacher_input) for datum in (data[location.index] for location in locations))
+    inputs = [np.asarray(own if other is None else other) for own, other in pairs]
     unlabeled = [Datum(model_input=tokens, loss_fn_inputs={"target_tokens": np.zeros_like(tokens)}) for tokens in inputs]
     starts: dict[int, tuple[int, int]] = {}
     placed = []
@@ -219,10 +220,6 @@ def top_tokens(
 def _num_top(data: Sequence[Datum]) -> int:
     """Return the number of most likely tokens that data have, which `check_data` requires to be equal; 0 without any."""
     return next((datum.teacher_top.token_ids.shape[1] for datum in data if datum.teacher_top is not None), 0)
-
-
-def _teacher_input(datum: Datum) -> IntArray:
-    return np.asarray(datum.model_input if datum.teacher_input is None else datum.teacher_input)
 
 
 def plan_data(lengths: Sequence[int], sizes: RowSizes, dp_size: int, dp_rank: int) -> Iterator[list[Location]]:
