@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -71,8 +71,10 @@ from titanrl.models.directory import ModelDirectory
 from titanrl.models.family import CPU_BLOCK_TOKENS
 from titanrl.processes.machine import THREADS
 from titanrl.weights.records import Commit, HeldAdapter, WeightManifest, WeightMismatchError, adapters_run, base_run
-from titanrl.weights.store import WeightSource
 from titanrl.weights.transfer import FetchedWeights, Targets, WeightReader
+
+if TYPE_CHECKING:
+    from titanrl.weights.store import WeightSource  # imports Monarch, which templates must not
 
 FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 """vLLM's finish reasons mapped to ours. Aborted requests have none."""
@@ -527,7 +529,7 @@ class Puller:
     """
 
     def __init__(
-        self, source: WeightSource, model: ModelDirectory, config: GeneratorConfig, rank: int, *, has_adapters: bool
+        self, source: "WeightSource", model: ModelDirectory, config: GeneratorConfig, rank: int, *, has_adapters: bool
     ) -> None:
         """Prepare to read from a source; `rank` is the tensor-parallel rank."""
         self._model, self._config, self._rank, self._has_adapters = model, config, rank, has_adapters
@@ -592,7 +594,7 @@ class Puller:
 class HeldPuller:
     """Reader of adapters that an engine holds beside the policy's."""
 
-    def __init__(self, source: WeightSource) -> None:
+    def __init__(self, source: "WeightSource") -> None:
         self._reader = WeightReader(adapters_run(source.run), source.store, source.verify, f"{source.name}-adapters")
 
     async def fetch(self, held: HeldAdapter) -> Fill:
