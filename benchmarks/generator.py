@@ -23,7 +23,7 @@ from titanrl.carriers.types import GenerationRequest, SamplingParams
 from titanrl.config import Config, load_config
 from titanrl.config.device import DEVICES
 from titanrl.generator.actor import GeneratorSetup
-from titanrl.launch.fleet import Fleet, local_host
+from titanrl.launch.assembly import Fleet, local_host
 from titanrl.launch.supervision import Supervisor
 from titanrl.models.recipe import create_model
 from titanrl.processes.variables import generator_environment

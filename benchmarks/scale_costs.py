@@ -24,7 +24,7 @@ import numpy.typing as npt
 from benchmarks.machine import describe_machine
 from benchmarks.timed_roles import Costs
 from benchmarks.virtual_actors import MessageCosts, Procs, World
-from titanrl.launch.fleet import Fleet, local_host
+from titanrl.launch.assembly import Fleet, local_host
 from titanrl.launch.supervision import Supervisor
 from titanrl.metrics.reading import read_metrics
 from titanrl.processes.actors import Actor, ask_actor, concurrent_endpoint

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
-import titanrl.launch.rollouts as rollouts
+import titanrl.launch.generators as rollouts
 import titanrl.processes.actors as actors
 from titanrl.processes.actors import Answer, Asked
 

@@ -30,7 +30,7 @@ from benchmarks.machine import describe_machine
 from benchmarks.payloads import PAYLOADS, build_module, constant, tp_placement
 from titanrl.base.choices import Verify
 from titanrl.config.device import num_threads
-from titanrl.launch.fleet import Fleet, local_host
+from titanrl.launch.assembly import Fleet, local_host
 from titanrl.launch.generators import WeightSync
 from titanrl.launch.supervision import Supervisor
 from titanrl.processes.actors import Actor, endpoint

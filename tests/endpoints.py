@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from titanrl.launch.fleet import local_host
+from titanrl.launch.assembly import local_host
 from titanrl.processes.actors import Answer, Asked, portable
 
 

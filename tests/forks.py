@@ -5,7 +5,7 @@ from typing import Any
 
 from titanrl.config import Config
 from titanrl.config.device import DEVICES
-from titanrl.launch.fleet import Fleet, local_host
+from titanrl.launch.assembly import Fleet, local_host
 from titanrl.launch.roles import Roles, needed
 
 

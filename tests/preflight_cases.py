@@ -10,8 +10,7 @@ from titanrl.config import ConfigError, read_source
 from titanrl.config.errors import BrokenRules
 from titanrl.config.load import explain_rule, validate
 from titanrl.config.sections import RecipeConfig
-from titanrl.launch.child_checks import check_data
-from titanrl.launch.preflight import broken_rules, preflight
+from titanrl.launch.preflight import broken_rules, check_data, preflight
 from titanrl.models.recipe import create_model
 
 GOOD = "name: a\nnum_steps: 3\ndevice: cpu\n"

@@ -30,7 +30,7 @@ from titanrl.base import __version__ as __version__
 from titanrl.base.ownership import protect_monarch_log
 
 # torchmonarch reads these variables at import. Each poll of the first leaves 10 kB in the controller's memory. On one machine,
-# pidfds report dead processes earlier; runs over several hosts poll every few seconds (`launch/fleet.py`). The second
+# pidfds report dead processes earlier; runs over several hosts poll every few seconds (`launch/assembly.py`). The second
 # permits large messages; torchstore sets the same value, but too late and with a warning.
 os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY", "1h")
 os.environ.setdefault("HYPERACTOR_CODEC_MAX_FRAME_LENGTH", "910737418240")

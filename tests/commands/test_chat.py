@@ -15,7 +15,7 @@ import pytest
 
 from tests.serving.policies import Scripted
 from tests.serving.servers import Server, serving, until
-from titanrl.commands import chat
+from titanrl.commands import serve
 from titanrl.environments import Message
 from titanrl.serving.app import App
 from titanrl.serving.calls import Callers, Refused
@@ -42,7 +42,7 @@ def talk(monkeypatch: pytest.MonkeyPatch, url: str, lines: Sequence[str], *optio
     """Send lines to a policy; return the exit code."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
     with pytest.raises(SystemExit) as ended:
-        chat.main([url, *options])
+        serve.chat([url, *options], prog="titanrl chat")
     assert isinstance(ended.value.code, int)
     return ended.value.code
 
@@ -80,7 +80,7 @@ def test_conversation_is_kept_until_a_new_one(
 def test_system_prompt_is_that_of_the_run(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "config.yaml").write_text("name: run\nnum_steps: 3\ndata: {system_prompt: S}\n")
-    monkeypatch.setattr(chat, "serving", lambda policy, overrides: nullcontext(server.url))
+    monkeypatch.setattr(serve, "serving", lambda policy, overrides: nullcontext(server.url))
     assert talk(monkeypatch, str(tmp_path), ["ab"]) == 0
     assert talk(monkeypatch, str(tmp_path), ["ab"], "--system", "T") == 0
     assert asked() == [["S", "ab"], ["T", "ab"]]
@@ -177,7 +177,7 @@ def test_other_servers_are_no_policy(monkeypatch: pytest.MonkeyPatch, capsys: py
 )
 def test_options_of_the_other_kind_are_refused(arguments: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        chat.main(arguments)
+        serve.chat(arguments, prog="titanrl chat")
     assert problem in capsys.readouterr().err
 
 

@@ -109,7 +109,7 @@ def test_help_of_a_subcommand_imports_only_its_module() -> None:
         "except SystemExit: print(*(name for name in sys.modules if name.startswith('titanrl.commands.')), file=sys.stderr)"
     )
     result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert result.stderr == "titanrl.commands.__main__ titanrl.commands.chat\n"
+    assert result.stderr == "titanrl.commands.__main__ titanrl.commands.serve\n"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from titanrl.base.files import commit_folder
 from titanrl.commands.jobs import prepare, script, submit
 from titanrl.config import Config, ConfigError, load_config
-from titanrl.launch.run_lock import RunLock
+from titanrl.metrics.run_directory import RunLock
 from titanrl.run.checkpoints import FIRST, JOB_SCRIPT, RunState, resumable
 
 

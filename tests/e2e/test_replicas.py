@@ -18,8 +18,7 @@ from titanrl.algorithms.batch_plan import StepPlan
 from titanrl.carriers.tables import Table
 from titanrl.config import Config, load_config
 from titanrl.grpo import GRPO
-from titanrl.launch.generators import GeneratorMeshes
-from titanrl.launch.rollouts import BufferClient
+from titanrl.launch.generators import BufferClient, GeneratorMeshes
 from titanrl.launch.supervision import Supervisor
 from titanrl.replay.groups import Batch
 from titanrl.weights.records import Commit

@@ -28,8 +28,7 @@ from titanrl.config.errors import BrokenRules
 from titanrl.config.load import sections, shipped_configs
 from titanrl.config.sections import RecipeConfig
 from titanrl.data.examples import read_examples
-from titanrl.launch.child_checks import check_data, policy_tokenizer
-from titanrl.launch.preflight import broken_rules
+from titanrl.launch.preflight import broken_rules, check_data, policy_tokenizer
 from titanrl.metrics.reading import open_run, read_metrics
 from titanrl.metrics.report import conclude
 from titanrl.metrics.run_directory import RunDirectory

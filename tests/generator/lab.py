@@ -16,7 +16,7 @@ from titanrl.config import load_config
 from titanrl.config.device import DEVICES
 from titanrl.config.sections import RecipeConfig
 from titanrl.generator.actor import Generator, GeneratorSetup
-from titanrl.launch.fleet import Fleet
+from titanrl.launch.assembly import Fleet
 from titanrl.launch.roles import Roles
 from titanrl.launch.supervision import Supervisor
 from titanrl.models.recipe import create_model

@@ -21,7 +21,7 @@ from titanrl.carriers.types import AdamParams, Completion, GenerationRequest, Sa
 from titanrl.config import load_config
 from titanrl.config.device import DEVICES
 from titanrl.generator.actor import Generator, GeneratorSetup
-from titanrl.launch.fleet import Fleet
+from titanrl.launch.assembly import Fleet
 from titanrl.launch.roles import Roles
 from titanrl.launch.supervision import Supervisor
 from titanrl.launch.trainer_mesh import TrainerMesh

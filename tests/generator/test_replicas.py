@@ -24,7 +24,7 @@ from titanrl.config import load_config
 from titanrl.config.device import DEVICES
 from titanrl.config.sections import RecipeConfig
 from titanrl.generator.actor import Generator, GeneratorSetup
-from titanrl.launch.fleet import Fleet
+from titanrl.launch.assembly import Fleet
 from titanrl.launch.generators import GeneratorMeshes, Replica, WeightSync
 from titanrl.launch.roles import Roles
 from titanrl.launch.supervision import Part, SharedContext, Supervisor

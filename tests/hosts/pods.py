@@ -12,12 +12,12 @@ from typing import Any
 
 from monarch.actor import enable_transport
 
+from titanrl.commands.doctor import examine
 from titanrl.config import load_config
 from titanrl.config.sizes import derive, host_counts
-from titanrl.hosts.checkup import examine
+from titanrl.hosts.holder import Order
 from titanrl.hosts.kubernetes import KubernetesError, KubernetesHosts
-from titanrl.hosts.leases import Order
-from titanrl.launch.fleet import local_host, match_timeouts_to_leases, start_hosts
+from titanrl.launch.assembly import local_host, match_timeouts_to_leases, start_hosts
 from titanrl.models.directory import model_shape
 from titanrl.processes.actors import Actor, endpoint
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from titanrl.commands.doctor import examine
 from titanrl.config import ConfigError, load_config
 from titanrl.config.sizes import derive
 from titanrl.hosts import kinds
-from titanrl.hosts.checkup import examine
+from titanrl.hosts.holder import HostsError, Order
 from titanrl.hosts.kinds import CommandHosts, broken_by_hosts, commands_of
-from titanrl.hosts.leases import HostsError, Order
 from titanrl.models.directory import model_shape
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from titanrl.config import ConfigError, load_config
-from titanrl.hosts.holder import tcp
+from titanrl.hosts.holder import ENDING, Host, Leases, tcp
 from titanrl.hosts.kubernetes import (
     Api,
     KubernetesError,
@@ -23,7 +23,6 @@ from titanrl.hosts.kubernetes import (
     pod_state,
     progress,
 )
-from titanrl.hosts.leases import ENDING, Host, Leases
 
 GOOD = (
     "device=cpu",
@@ -40,7 +39,7 @@ def rules(*overrides: str) -> list[str]:
 
 @pytest.fixture
 def in_pod(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("titanrl.hosts.leases.addresses_of", lambda name: ["10.0.0.7"])
+    monkeypatch.setattr("titanrl.hosts.holder.addresses_of", lambda name: ["10.0.0.7"])
 
 
 @pytest.mark.usefixtures("in_pod")
@@ -70,7 +69,7 @@ def test_missing_package_is_named_with_its_installation(monkeypatch: pytest.Monk
 
 
 def test_name_that_pods_cannot_reach_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("titanrl.hosts.leases.addresses_of", lambda name: ["127.0.1.1"])
+    monkeypatch.setattr("titanrl.hosts.holder.addresses_of", lambda name: ["127.0.1.1"])
     (rule,) = rules()
     assert rule.endswith("it resolves to 127.0.1.1")
 

@@ -14,6 +14,7 @@ from tests.ports import free_port
 from titanrl.config.errors import BrokenRules, ConfigError
 from titanrl.config.load import load_config, read_source
 from titanrl.config.schema import Config
+from titanrl.hosts.holder import is_loopback
 from titanrl.hosts.launcher import (
     World,
     broken_by_launcher,
@@ -25,7 +26,6 @@ from titanrl.hosts.launcher import (
     world_for,
     world_of,
 )
-from titanrl.hosts.leases import is_loopback
 
 TORCHRUN = {
     "RANK": "1",

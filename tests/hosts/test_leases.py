@@ -6,7 +6,7 @@ from collections.abc import Coroutine
 
 import pytest
 
-from titanrl.hosts.leases import ENDING, Controller, Host, Leases, hold_lease
+from titanrl.hosts.holder import ENDING, Controller, Host, Leases, hold_lease
 
 
 class Events:

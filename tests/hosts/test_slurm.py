@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from titanrl.config import Config, load_config
-from titanrl.hosts.leases import addresses_of
+from titanrl.hosts.holder import addresses_of
 from titanrl.hosts.slurm import (
     JobStatus,
     SlurmError,
@@ -156,7 +156,7 @@ def rules(*overrides: str) -> list[str]:
 @pytest.fixture
 def login_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setattr("titanrl.hosts.leases.addresses_of", lambda name: ["127.0.1.1", "10.0.0.7"])
+    monkeypatch.setattr("titanrl.hosts.holder.addresses_of", lambda name: ["127.0.1.1", "10.0.0.7"])
 
 
 @pytest.mark.usefixtures("login_node")
@@ -175,7 +175,7 @@ def test_device_of_the_nodes_must_be_given() -> None:
     ("addresses", "found"), [(["127.0.1.1", "::1"], "it resolves to 127.0.1.1, ::1"), ([], "it does not resolve")]
 )
 def test_name_that_others_cannot_reach_is_reported(monkeypatch: pytest.MonkeyPatch, addresses: list[str], found: str) -> None:
-    monkeypatch.setattr("titanrl.hosts.leases.addresses_of", lambda name: addresses)
+    monkeypatch.setattr("titanrl.hosts.holder.addresses_of", lambda name: addresses)
     (rule,) = rules()
     assert rule.endswith(found)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from monarch.actor import ProcMesh
 
-from titanrl.launch.fleet import Fleet, local_host
+from titanrl.launch.assembly import Fleet, local_host
 from titanrl.launch.supervision import Supervisor
 from titanrl.processes.actors import Actor
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from titanrl.config.sections import FaultsConfig, TimeoutsConfig
-from titanrl.launch.fleet import Fleet, local_host, wait_for_stopped_processes
-from titanrl.launch.rollouts import RolloutMesh
+from titanrl.launch.assembly import Fleet, local_host, wait_for_stopped_processes
+from titanrl.launch.generators import RolloutMesh
 from titanrl.launch.supervision import Pace, Part, PartDiedError, SharedContext, Supervisor, Watchdog
 from titanrl.processes.actors import Actor, concurrent_endpoint
 from titanrl.processes.children import RespawnLimitError, Respawns

@@ -21,9 +21,8 @@ from titanrl.config.load import validate
 from titanrl.config.sections import SFTConfig
 from titanrl.data.entries import Selection
 from titanrl.data.tokenizer import Tokenizer
-from titanrl.launch.child_checks import RunningCheck, check_data, check_plugins, check_set
 from titanrl.launch.extensions import plugins_of
-from titanrl.launch.preflight import preflight
+from titanrl.launch.preflight import RunningCheck, check_data, check_plugins, check_set, preflight
 
 pytestmark = pytest.mark.usefixtures("scratch")
 
@@ -226,7 +225,7 @@ def test_check_that_times_out_says_why(
 ) -> None:
     monkeypatch.setattr(RunningCheck, "_cpu_s", lambda self: cpu_s)
     monkeypatch.setattr("os.getloadavg", lambda: (load, load, load))
-    monkeypatch.setattr("titanrl.launch.child_checks.BUSY_FACTOR", 1.25)
+    monkeypatch.setattr("titanrl.launch.preflight.BUSY_FACTOR", 1.25)
     (rule,) = RunningCheck(partial(time.sleep, 100.0), {"data.rewards.answer": "rewards.py:score"}, 0.4).result()
     used = f"(it used {cpu_s:.0f} s of CPU time)"
     assert rule.rule == f"the check timed out: loading it must not take longer than {limit_s:g} s {used}"
@@ -235,7 +234,7 @@ def test_check_that_times_out_says_why(
 
 def test_busy_machine_gives_a_check_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.getloadavg", lambda: (1e6, 1e6, 1e6))
-    monkeypatch.setattr("titanrl.launch.child_checks.BUSY_FACTOR", 100)
+    monkeypatch.setattr("titanrl.launch.preflight.BUSY_FACTOR", 100)
     monkeypatch.setattr(RunningCheck, "_cpu_s", lambda self: 0.0)
     assert RunningCheck(partial(time.sleep, 0.5), {"data.rewards.answer": "rewards.py:score"}, 0.2).result() == ()
 

@@ -12,8 +12,8 @@ from tests.records import make_record
 from titanrl.carriers.rewards import RolloutError
 from titanrl.config.sections import TimeoutsConfig
 from titanrl.data.mixture import Mixture
-from titanrl.launch.fleet import Fleet, local_host
-from titanrl.launch.rollouts import BufferClient, RolloutMesh
+from titanrl.launch.assembly import Fleet, local_host
+from titanrl.launch.generators import BufferClient, RolloutMesh
 from titanrl.launch.supervision import ActorDiedError, Supervisor
 from titanrl.processes.actors import ask_actor
 from titanrl.replay.buffer import RECORDS_FILE, BufferActor

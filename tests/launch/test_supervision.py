@@ -21,7 +21,7 @@ from monarch.actor import ActorError, ProcMesh
 
 from tests.launch.patients import running_patient
 from titanrl.base.errors import describe
-from titanrl.launch.fleet import POLL, Fleet, local_host
+from titanrl.launch.assembly import POLL, Fleet, local_host
 from titanrl.launch.supervision import PROCESS_FAILED, ActorDiedError, DeadlineError, Replaceable, Supervisor
 from titanrl.processes.actors import Actor, RemoteError, StoppedError, concurrent_endpoint, endpoint, is_stop, portable
 
@@ -353,8 +353,8 @@ def test_process_killed_during_imports_is_named_immediately(tmp_path: Path) -> N
 ORPHANED = """
 import asyncio, os, sys
 from pathlib import Path
-from titanrl.launch.fleet import Fleet
-from titanrl.launch.fleet import local_host
+from titanrl.launch.assembly import Fleet
+from titanrl.launch.assembly import local_host
 from titanrl.launch.supervision import Supervisor
 
 async def run() -> None:
@@ -404,8 +404,8 @@ SUSPENDED = """
 import asyncio, os, sys
 from pathlib import Path
 from tests.launch.test_supervision import Patient
-from titanrl.launch.fleet import Fleet
-from titanrl.launch.fleet import local_host, wait_for_stopped_processes
+from titanrl.launch.assembly import Fleet
+from titanrl.launch.assembly import local_host, wait_for_stopped_processes
 from titanrl.launch.supervision import Supervisor
 
 async def run() -> None:

@@ -13,7 +13,7 @@ from titanrl.carriers.rewards import RolloutError
 from titanrl.carriers.tables import MicroBatch
 from titanrl.carriers.types import AdamParams, LossSums, OptimUpdate
 from titanrl.config.sections import TimeoutsConfig
-from titanrl.launch.rollouts import BufferClient
+from titanrl.launch.generators import BufferClient
 from titanrl.launch.supervision import Supervisor
 from titanrl.launch.trainer_mesh import TrainerMesh
 from titanrl.replay.groups import StarvationError

@@ -11,7 +11,7 @@ from tests.forks import fork, prepare_templates
 from titanrl.config import load_config
 from titanrl.config.device import DEVICES
 from titanrl.config.sections import RecipeConfig
-from titanrl.launch.fleet import Fleet
+from titanrl.launch.assembly import Fleet
 from titanrl.launch.roles import Roles
 from titanrl.launch.supervision import Supervisor
 from titanrl.launch.trainer_mesh import TrainerMesh

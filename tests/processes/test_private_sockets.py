@@ -22,7 +22,7 @@ from tests.processes import template_loads
 from tests.processes.test_templates import STAND_IN
 from titanrl.config import load_config
 from titanrl.generator.lockstep import _of_own_user
-from titanrl.launch.fleet import Fleet
+from titanrl.launch.assembly import Fleet
 from titanrl.launch.preflight import broken_rules
 from titanrl.launch.supervision import Supervisor
 from titanrl.processes.bootstrap import Order
@@ -73,7 +73,7 @@ def test_probe_of_another_user_finds_open_sockets(tmp_path: Path) -> None:
 SPAWN = """
 import os
 from monarch.actor import this_host
-from titanrl.launch.fleet import local_host
+from titanrl.launch.assembly import local_host
 from tests.listeners import family, exposed, listeners
 
 host = {host}()
@@ -91,7 +91,7 @@ def test_host_processes_listen_on_no_abstract_name() -> None:
 
 
 def test_check_detects_exposed_sockets_of_plain_monarch() -> None:
-    """Fails if a later Monarch protects its sockets; `titanrl.processes.private_sockets` can then be removed."""
+    """Fails if a later Monarch protects its sockets; `titanrl.processes.temporary` can then be removed."""
     result = in_child(SPAWN.format(host="this_host"))
     assert "@" in result.stdout, result.stdout + result.stderr
 
@@ -101,8 +101,8 @@ def test_host_with_open_sockets_is_rejected_unless_allowed(allowed: str) -> None
     program = """
 from monarch.actor import this_host
 this_host()  # before its sockets could be made private
-from titanrl.launch.fleet import local_host
-from titanrl.processes.private_sockets import OpenSocketsError
+from titanrl.launch.assembly import local_host
+from titanrl.processes.temporary import OpenSocketsError
 import os
 try:
     local_host()
@@ -123,7 +123,7 @@ def test_process_group_store_listens_on_loopback_only() -> None:
     program = """
 import os
 from tests.listeners import family, listeners
-from titanrl.launch.fleet import local_host
+from titanrl.launch.assembly import local_host
 from titanrl.processes.actors import ProcessVariables
 
 procs = local_host().spawn_procs(per_host={"procs": 1})

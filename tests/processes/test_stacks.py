@@ -14,7 +14,7 @@ import pytest
 from titanrl.base.control import LOCK_FILE
 from titanrl.base.errors import TitanRLError
 from titanrl.commands.runs import steer
-from titanrl.processes.stacks import processes_of, stacks_of
+from titanrl.processes.children import processes_of, stacks_of
 
 WAITS = """
 import sys

@@ -21,7 +21,7 @@ import pytest
 
 from tests.processes import template_loads
 from titanrl.config.sections import FaultsConfig
-from titanrl.launch.fleet import Fleet, local_host
+from titanrl.launch.assembly import Fleet, local_host
 from titanrl.launch.supervision import ActorDiedError, OnEvent, Supervisor, Watchdog
 from titanrl.processes.actors import Actor, concurrent_endpoint
 from titanrl.processes.machine import THREADS

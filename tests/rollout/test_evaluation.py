@@ -6,7 +6,7 @@ import math
 import pytest
 
 from titanrl.rollout.open_tasks import evaluation_statistics, pass_at_k
-from titanrl.run.evaluations import improves
+from titanrl.run.checkpoints import improves
 
 
 @pytest.mark.parametrize(

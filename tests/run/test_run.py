@@ -21,13 +21,11 @@ from titanrl.config import load_config
 from titanrl.config.load import dump, read_source, validate
 from titanrl.config.sections import RecipeConfig
 from titanrl.grpo import GRPO
-from titanrl.launch.run_lock import LOCK_FILE, RunLock, check_idle, claim_new_run, claim_run
 from titanrl.metrics.console import Console
-from titanrl.metrics.run_directory import RunDirectory
+from titanrl.metrics.run_directory import LOCK_FILE, RunDirectory, RunLock, check_idle, claim_new_run, claim_run
 from titanrl.metrics.trackers import Hooks, Recorder, Trackers
 from titanrl.models.recipe import create_model
-from titanrl.run.checkpoints import FIRST, Checkpoints, Resumable, RunState
-from titanrl.run.evaluations import Evaluations
+from titanrl.run.checkpoints import FIRST, Checkpoints, Evaluations, Resumable, RunState
 from titanrl.run.run import NonFiniteGradientError
 from titanrl.run.steering import CHANGES_FILE, Steering
 from titanrl.sft import SFT

@@ -20,7 +20,7 @@ from tests.trainer.ranks import FORKED
 from tests.weights.processes import HostReader, Pulled, Wire, Writer, read_from_wire
 from titanrl.config import load_config
 from titanrl.hosts.kinds import EmulatedHosts
-from titanrl.launch.fleet import Fleet, start_hosts
+from titanrl.launch.assembly import Fleet, start_hosts
 from titanrl.launch.roles import Roles
 from titanrl.launch.supervision import Supervisor
 from titanrl.processes.temporary import private_folder

@@ -13,7 +13,7 @@ from tests.forks import fork, prepare_templates
 from tests.weights.processes import Reader, Writer
 from titanrl.base.choices import TransportName
 from titanrl.config import load_config
-from titanrl.launch.fleet import Fleet
+from titanrl.launch.assembly import Fleet
 from titanrl.launch.roles import Roles
 from titanrl.launch.supervision import Supervisor
 from titanrl.processes.variables import worker_environment

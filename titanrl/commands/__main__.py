@@ -24,7 +24,7 @@ COMMANDS = {
     "explain": ("titanrl.commands.runs:explain", "show how the tokens of a recorded group entered the loss"),
     "steer": ("titanrl.commands.runs:steer", "pause a run in progress, or change keys of its configuration"),
     "serve": ("titanrl.commands.serve:main", "serve a policy over HTTP, as OpenAI and Anthropic do"),
-    "chat": ("titanrl.commands.chat:main", "chat with a trained policy"),
+    "chat": ("titanrl.commands.serve:chat", "chat with a trained policy"),
     "warm": ("titanrl.commands.warm:main", "keep packages imported, so that runs on this machine start faster"),
     "configs": ("titanrl.config.__main__:configs", "list the configurations shipped with TitanRL, or copy one"),
     "doctor": (

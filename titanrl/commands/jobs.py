@@ -27,8 +27,7 @@ from titanrl.data.entries import Selection, check_recorded, record_data
 from titanrl.hosts.kubernetes import Json, broken_by_pods, controller, mesh, mesh_name
 from titanrl.hosts.slurm import IN_ALLOCATION, NOTICE_SIGNAL, SlurmError, directives, submit_job
 from titanrl.launch.preflight import preflight, read_examples
-from titanrl.launch.run_lock import claim_new_run, claim_run
-from titanrl.metrics.run_directory import JOB_SCRIPT
+from titanrl.metrics.run_directory import JOB_SCRIPT, claim_new_run, claim_run
 from titanrl.run.run import resumable_with
 
 _BODY = """\

@@ -23,7 +23,7 @@ from titanrl.config.load import parse_overrides
 from titanrl.metrics import report
 from titanrl.metrics.reading import RunRecord, open_run
 from titanrl.metrics.timeline import Usage, trace_of, usages, window_of
-from titanrl.processes.stacks import stacks_of
+from titanrl.processes.children import stacks_of
 
 SHOWN = 0.005
 """Smallest share of a wait that the table of `timeline` shows."""

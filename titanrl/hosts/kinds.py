@@ -19,9 +19,7 @@ from titanrl.base.plugins import check_call, import_object
 from titanrl.config.errors import BrokenRule, inline, rule_of
 from titanrl.config.schema import Config
 from titanrl.config.sizes import host_counts
-from titanrl.hosts.kubernetes import KubernetesHosts, broken_by_kubernetes
-from titanrl.hosts.launcher import broken_by_launcher
-from titanrl.hosts.leases import (
+from titanrl.hosts.holder import (
     READ,
     START,
     AcquiredHosts,
@@ -31,6 +29,8 @@ from titanrl.hosts.leases import (
     broken_by_remote_hosts,
     holder_command,
 )
+from titanrl.hosts.kubernetes import KubernetesHosts, broken_by_kubernetes
+from titanrl.hosts.launcher import broken_by_launcher
 from titanrl.hosts.slurm import SlurmHosts, broken_by_slurm
 from titanrl.processes.bootstrap import MONARCH_HOST
 from titanrl.processes.temporary import private_folder

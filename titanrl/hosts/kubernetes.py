@@ -25,10 +25,12 @@ from titanrl.config.errors import BrokenRule
 from titanrl.config.schema import Config
 from titanrl.config.sections import KubernetesConfig
 from titanrl.config.sizes import host_counts
-from titanrl.hosts.holder import BUSY, POD_IP, SERVING, tcp
-from titanrl.hosts.leases import (
+from titanrl.hosts.holder import (
+    BUSY,
     LISTEN,
     MODULE,
+    POD_IP,
+    SERVING,
     START,
     TOKEN,
     AcquiredHosts,
@@ -37,6 +39,7 @@ from titanrl.hosts.leases import (
     Order,
     broken_by_name,
     broken_by_remote_hosts,
+    tcp,
 )
 
 if TYPE_CHECKING:

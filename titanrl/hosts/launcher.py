@@ -24,8 +24,7 @@ from titanrl.config.errors import BrokenRule, BrokenRules, ConfigError
 from titanrl.config.load import Source, explain_rule
 from titanrl.config.schema import Config
 from titanrl.config.sizes import host_counts
-from titanrl.hosts.holder import serve
-from titanrl.hosts.leases import (
+from titanrl.hosts.holder import (
     END,
     FAILED,
     START,
@@ -40,6 +39,7 @@ from titanrl.hosts.leases import (
     broken_by_trust,
     holder_command,
     is_loopback,
+    serve,
 )
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from titanrl.base.choices import DeviceKind
 from titanrl.base.errors import TitanRLError
 from titanrl.config.errors import BrokenRule
 from titanrl.config.schema import Config
-from titanrl.hosts.leases import (
+from titanrl.hosts.holder import (
     READY,
     START,
     AcquiredHosts,

@@ -2,7 +2,7 @@
 
 A learned deadline is a multiple of the slowest recent reply to requests of the same kind. A `Part` is a generator replica, or a
 rollout worker with its storage shard. When one of its processes dies or hangs, the part is respawned while the run continues.
-Requests that were lost can be retried (`Part.until_done`).
+Requests that were lost can be retried (`Part.until_done`). A client declares each request to its actors in one line (`Verb`).
 """
 
 import asyncio
@@ -13,22 +13,25 @@ import signal
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, Protocol, TypeVar, overload
 
 import monarch.actor
 
 from titanrl.base.errors import FaultError, TitanRLError
 from titanrl.carriers.record import span
 from titanrl.config.sections import FaultsConfig
-from titanrl.processes.actors import ActorError, SupervisionError, cause_of, resolve
-from titanrl.processes.children import Respawns
-from titanrl.processes.stacks import Process, describe
+from titanrl.processes.actors import ActorError, SupervisionError, ask_ranks, cause_of, resolve
+from titanrl.processes.children import Process, Respawns, describe
 
 logger = logging.getLogger(__name__)
+P = ParamSpec("P")
+T = TypeVar("T")
+R = TypeVar("R")
+M = TypeVar("M")
 
 WINDOW = 100
 """Number of recent replies per kind from which the deadline is computed."""
@@ -200,8 +203,6 @@ def suspects(request: str, processes: Sequence[Process]) -> tuple[Process, ...]:
     found = [process for process in processes if works_on(process.role, request)]
     return tuple(sorted(found or processes, key=lambda process: (process.role, process.rank)))
 
-
-T = TypeVar("T")
 
 PROCESS_FAILED = "the process this actor was running on"
 """Text of torchmonarch's fault report after a process exited; `failed` or `exited with` its code follows."""
@@ -853,3 +854,76 @@ class Part:
         self.num_lives += 1
         self._lost = asyncio.get_running_loop().create_future()
         self.actors = await self._spawn(self)
+
+
+# Requests of clients to their actors
+
+Limit = Literal["start_s", "step_s", "sync_s"]
+"""Name of the longest wait in the section `timeouts`."""
+
+
+class Verb(Generic[P, R, M]):
+    """A request to the endpoint of the same name, as an attribute of a client's class. The endpoint's docstring describes it.
+
+    The client has `mesh`, the actors, and `ask`, which awaits their replies. If it has a `model`, each request names it.
+
+    Example: `keep_weights = Verb(PolicyTrainer.keep_weights, agreed)`
+    """
+
+    def __init__(
+        self,
+        endpoint: Callable[Concatenate[Any, P], Awaitable[R]],
+        merge: Callable[[str, Sequence[R]], M],
+        *,
+        limit: Limit = "step_s",
+        pace: Pace = PACE,
+    ) -> None:
+        """Declare the request to an endpoint; a private attribute has its name after an underscore.
+
+        `merge` is a function of the name and of the ranks' replies, which returns the reply of the client.
+        """
+        self._merge, self._limit, self._pace = merge, limit, pace
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name.removeprefix("_")
+
+    @overload
+    def __get__(self, client: None, owner: type) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, M]]: ...
+    @overload
+    def __get__(self, client: object, owner: type) -> Callable[P, Coroutine[Any, Any, M]]: ...
+    def __get__(self, client: object, owner: type) -> Callable[..., Coroutine[Any, Any, M]]:
+        return self._request if client is None else partial(self._request, client)  # bound to the client like a method
+
+    async def _request(self, client: Any, /, *args: P.args, **kwargs: P.kwargs) -> M:
+        model = getattr(client, "model", None)
+        named = {} if model is None else {"model": model}
+        call = ask_ranks(getattr(client.mesh, self._name), *args, **kwargs, **named)
+        return self._merge(self._name, await client.ask(self._name, call, self._limit, self._pace))
+
+
+def done(name: str, replies: Sequence[object]) -> None:
+    """Return nothing once all ranks have replied."""
+
+
+def only(name: str, replies: Sequence[R]) -> R:
+    """Return the reply of the only actor."""
+    (reply,) = replies
+    return reply
+
+
+def per_rank(name: str, replies: Sequence[R]) -> Sequence[R]:
+    """Return the replies in rank order."""
+    return replies
+
+
+def agreed(name: str, replies: Sequence[R]) -> R:
+    """Return the reply on which all ranks agree; different replies mean that the ranks have diverged."""
+    assert all(reply == replies[0] for reply in replies), f"ranks disagree after {name}: {replies}"
+    return replies[0]
+
+
+def start_request(request: Coroutine[Any, Any, T], name: str) -> "asyncio.Task[T]":
+    """Start a request as a task that may never be awaited, for example because the caller was interrupted."""
+    task = asyncio.create_task(request, name=name)
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())  # marks an exception as retrieved
+    return task

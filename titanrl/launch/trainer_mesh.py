@@ -19,8 +19,7 @@ from titanrl.carriers.tables import MicroBatch
 from titanrl.carriers.types import AdamParams, AdapterSpec, LossSums, MeasuredCorrection, OptimUpdate, RankValues
 from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.config.sections import CheckpointConfig, TimeoutsConfig
-from titanrl.launch.supervision import DISK, PACE, Pace, Supervisor
-from titanrl.launch.verbs import Limit, Verb, agreed, done, per_rank, start_request
+from titanrl.launch.supervision import DISK, PACE, Limit, Pace, Supervisor, Verb, agreed, done, per_rank, start_request
 from titanrl.processes.actors import ask_ranks
 from titanrl.trainer.rank import PolicyTrainer
 from titanrl.weights.records import WeightManifest

@@ -45,7 +45,7 @@ from titanrl.base.errors import StoppedError, TitanRLError
 from titanrl.base.files import replace_text
 from titanrl.base.plugins import loading
 from titanrl.carriers.record import open_timeline, process_start, span
-from titanrl.processes.stacks import STACKS_SIGNAL
+from titanrl.processes.children import STACKS_SIGNAL
 
 _log_file: Path | None = None  # of this process; None in the controller
 

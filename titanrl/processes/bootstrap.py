@@ -70,7 +70,7 @@ def monarch_host() -> None:
     end_with_parent(int(parent))
     from monarch.actor import run_worker_loop_forever
 
-    from titanrl.processes.private_sockets import private_sockets
+    from titanrl.processes.temporary import private_sockets
 
     os.environ[PARENT] = str(os.getpid())  # inherited by the processes of this host
     with private_sockets() as folder:

@@ -31,8 +31,8 @@ from titanrl.config.load import Source, check_program, parse_run, source_of, val
 from titanrl.config.schema import Config
 from titanrl.hosts.launcher import run_launched, tell_failure
 from titanrl.launch.preflight import Checked, dry_run
-from titanrl.launch.run_lock import check_idle, check_new_run
 from titanrl.metrics.console import Console
+from titanrl.metrics.run_directory import check_idle, check_new_run
 from titanrl.processes import temporary
 from titanrl.processes.variables import temporary_folder
 from titanrl.run.run import Run

@@ -40,10 +40,10 @@ from titanrl.data.entries import RECORD, check_recorded
 from titanrl.launch.extensions import plugins_of, with_declared_traits, with_objects
 from titanrl.launch.preflight import broken_by_saved_model, policy_notes, preflight, read_examples
 from titanrl.launch.roles import Roles, needed
-from titanrl.launch.run_lock import RunLock, claim_new_run, claim_run
 from titanrl.metrics.console import Console
 from titanrl.metrics.reading import RunRecord
 from titanrl.metrics.report import conclude, relative, run_html
+from titanrl.metrics.run_directory import RunLock, claim_new_run, claim_run
 from titanrl.metrics.steps import PhaseTimer
 from titanrl.metrics.trackers import Hooks, Recorder
 from titanrl.processes.children import Respawns
@@ -51,14 +51,15 @@ from titanrl.processes.templates import BASE, close_early, start_early
 from titanrl.run.checkpoints import (
     FIRST,
     Checkpoints,
+    Evaluations,
     Restart,
     Restarts,
     Resumable,
     broken_by_checkpoint,
+    is_due,
     newest_checkpoint,
     resumable,
 )
-from titanrl.run.evaluations import Evaluations, is_due
 from titanrl.run.recording import Kind, Telemetry, open_recorder
 from titanrl.run.steering import Steering, repeated_changes
 

@@ -21,7 +21,7 @@ from titanrl.metrics.index import Filters, Kind
 from titanrl.metrics.reading import RunRecord
 from titanrl.metrics.report import compared, page_file
 from titanrl.metrics.views import RunView, find_runs
-from titanrl.processes.stacks import stacks_of
+from titanrl.processes.children import stacks_of
 from titanrl.serving.calls import Refused
 from titanrl.serving.http import JSON, LOCAL, Endpoint, Headers, Receive, Response, Scope, dump, read_body, unless_disconnected
 

@@ -57,10 +57,10 @@ from titanrl.launch.extensions import plugins_of, with_declared_traits
 from titanrl.launch.generators import GeneratorMeshes, WeightSync
 from titanrl.launch.preflight import policy_notes, preflight
 from titanrl.launch.roles import Roles, RunFiles
-from titanrl.launch.run_lock import claim_new_run
 from titanrl.launch.supervision import DeadlineError
 from titanrl.launch.trainer_mesh import TrainerMesh
 from titanrl.metrics.console import Console
+from titanrl.metrics.run_directory import claim_new_run
 from titanrl.models.directory import ModelDirectory, open_model
 from titanrl.rollout.open_tasks import EvaluationSets, OpenTask, RecordEvaluation, open_tasks
 from titanrl.rollout.renderers import PlainRenderer, Renderer, make_renderer

@@ -8,7 +8,7 @@ import pytest
 from tests.processes.processes import needs_confinement
 from titanrl.config.errors import BrokenRules
 from titanrl.config.schema import Config
-from titanrl.launch.child_checks import sample_answers, try_rewards
+from titanrl.launch.preflight import sample_answers, try_rewards
 
 pytestmark = needs_confinement
 ENTRY = {"question": "2 + 2 =", "answer": "4", "metadata": {}}

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from titanrl.commands.doctor import Examined, Link, Needs, needs_of, problems, rounds
 from titanrl.config.load import load_config
 from titanrl.config.sizes import LIBRARY_BYTES, derive
-from titanrl.hosts.checkup import Examined, Link, Needs, needs_of, problems, rounds
 from titanrl.hosts.holder import CHOSEN, MISSING, HostReport
 from titanrl.models.directory import model_shape
 

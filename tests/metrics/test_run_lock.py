@@ -12,9 +12,11 @@ import pytest
 
 from tests.foreign import ROOT_ONLY, USER, nobody_does, shared_folder
 from titanrl.config import ConfigError
-from titanrl.launch.run_lock import claim_new_run, claim_run
+from titanrl.metrics.run_directory import claim_new_run, claim_run
 
-HOLD = "import sys; from pathlib import Path; from titanrl.launch.run_lock import {name}; lock = {name}(Path(sys.argv[1])); "
+HOLD = (
+    "import sys; from pathlib import Path; from titanrl.metrics.run_directory import {name}; lock = {name}(Path(sys.argv[1])); "
+)
 
 
 def hold(path: Path, name: str) -> "subprocess.Popen[str]":
