@@ -11,9 +11,8 @@ import pytest
 
 from titanrl.base.files import DamagedError, replace_text
 from titanrl.carriers.record import RecordFile, parts_of
-from titanrl.metrics import index
-from titanrl.metrics.index import Followed
-from titanrl.metrics.reading import Hits, RunRecord
+from titanrl.metrics import reading
+from titanrl.metrics.reading import Followed, Hits, RunRecord
 from titanrl.metrics.run_directory import RunDirectory
 
 
@@ -231,7 +230,7 @@ def test_line_of_which_only_other_fields_are_damaged_is_refused(tmp_path: Path) 
 
 
 def test_lines_are_searched_in_chunks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(index, "SCAN_BYTES", 400)
+    monkeypatch.setattr(reading, "SCAN_BYTES", 400)
     write(tmp_path, *map(group, range(40)))
     run = RunRecord(tmp_path)
     assert places(run.search("answer")) == [(number, 0) for number in range(40)]

@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic_core import to_json
 
-from titanrl.base.files import naming, sync_file, sync_folder
+from titanrl.base.files import naming
 from titanrl.base.ownership import open_regular
 
 if TYPE_CHECKING:
@@ -125,7 +125,13 @@ class RecordFile:
                         self._close()
                         self._begin_part()
                     if columns:
-                        values = {**values, "columns": self._add_columns(columns)}
+                        (count,) = {len(column) for column in columns.values()}
+                        content = b"".join([column.tobytes() for column in columns.values()])
+                        types = _types(tuple((name, column.dtype) for name, column in columns.items()))
+                        place = {"at": self._end, "count": count, "crc32": zlib.crc32(content), "types": types}
+                        values = {**values, "columns": place}
+                        self._end += len(content)
+                        self._add(0, content)
                     self._add_line(values)
                     if self._num_pending >= PENDING_BYTES:
                         self._flush()
@@ -136,16 +142,6 @@ class RecordFile:
         """Close the current part; a later record begins another one."""
         with self._lock:
             self._close()
-
-    def _add_columns(self, columns: Columns) -> dict[str, Any]:
-        """Add columns; return their place, as lines contain it."""
-        (count,) = {len(column) for column in columns.values()}
-        content = b"".join([column.tobytes() for column in columns.values()])
-        at = self._end
-        self._end += len(content)
-        self._add(0, content)
-        types = _types(tuple((name, column.dtype) for name, column in columns.items()))
-        return {"at": at, "count": count, "crc32": zlib.crc32(content), "types": types}
 
     def _add_line(self, values: Mapping[str, Any]) -> None:
         self._add(1, encode_line(values))
@@ -261,16 +257,6 @@ class BackgroundRecord:
                 logging.getLogger(__name__).warning("nothing more is recorded: %s", error)
             for _ in records:
                 self._queue.task_done()
-
-
-def sync_record(run_dir: Path) -> None:
-    """Flush the newest part of each process and kind to disk."""
-    newest = {(part.kind, part.process): part for part in parts_of(run_dir)}
-    for part in newest.values():
-        sync_file(part.columns)
-        sync_file(part.path)
-    if newest:
-        sync_folder(run_dir / FOLDER)
 
 
 def encode(value: Any) -> str:

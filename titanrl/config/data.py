@@ -958,11 +958,6 @@ class RunDataConfig(DataConfig):
         """Tasks by name. Without a mixture, this section under the name of `task`."""
         return self.mixture or {self.task: self}
 
-    @property
-    def draws_by_outcome(self) -> bool:
-        """True if the choice of prompts depends on earlier groups."""
-        return bool(self.mixture) or self.curriculum is not None
-
     def weight_of(self, part: str, task: int = 0) -> float:
         """Return the weight of a part of the reward. `task` is the index of the task in the mixture."""
         if not self.mixture:

@@ -633,7 +633,7 @@ def _dump(config: Config) -> Iterator[BrokenRule]:
     if replays and config.rollout.save is not None:
         rule = "the replay of a dump samples no rollouts to save"
         yield config.broken(" ".join(keys), rule, "remove rollout.save or rollout.replay")
-    if replays and config.data.draws_by_outcome:
+    if replays and (config.data.mixture or config.data.curriculum is not None):
         key = "data.mixture" if config.data.mixture else "data.curriculum"
         yield BrokenRule(
             {"rollout.replay": str(config.rollout.replay), key: "..."},

@@ -334,17 +334,13 @@ class Console:
                 if quantity.label:
                     blocks[-1][quantity.label] = f"{quantity.text(known)}{quantity.unit}"
                 if quantity.metric == RECENT_MEAN:
-                    blocks[-1] |= self._history(quantity.spec)
+                    blocks[-1][""] = sparkline(self._curve, ascii_only=self._out.options.ascii_only)
+                    for task, (first, last) in self._evaluations.items():
+                        blocks[-1][f"held-out {task}"] = f"{first:{quantity.spec}} -> {last:{quantity.spec}}"
+                        if failures := self._failures.get(task):
+                            blocks[-1][f"  of {task}"] = failures.partition(";")[0]
         blocks[-1]["phases"] = "  ".join(f"{name} {seconds:.2f}" for name, seconds in phase_seconds(values).items())
         return blocks
-
-    def _history(self, spec: str) -> dict[str, str]:
-        rows = {"": sparkline(self._curve, ascii_only=self._out.options.ascii_only)}
-        for task, (first, last) in self._evaluations.items():
-            rows[f"held-out {task}"] = f"{first:{spec}} -> {last:{spec}}"
-            if failures := self._failures.get(task):
-                rows[f"  of {task}"] = failures.partition(";")[0]
-        return rows
 
     def _known(self, values: Mapping[str, float]) -> dict[str, float]:
         """Return the metrics of a step with the quantities that the console computes from them and from earlier steps."""

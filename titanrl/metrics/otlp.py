@@ -41,9 +41,8 @@ from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, TraceFlags
 
-from titanrl.carriers.record import BATCH_S, Part, parts_of
-from titanrl.metrics.index import Followed
-from titanrl.metrics.reading import Span, span_of
+from titanrl.carriers.record import BATCH_S, parts_of
+from titanrl.metrics.reading import Followed, Span, span_of
 
 INTERVAL_S = 5.0
 """Seconds between two exports."""
@@ -232,9 +231,19 @@ class Exporter:
             self._warn(f"logging.otlp_endpoint: {self._num_lost} requests were not delivered")
 
     def _export(self, until: float) -> None:
-        self._read_events()
+        newest = self._newest_event
+        for event in self._lines.objects(_keep):
+            moment, kind = event.get("time"), event.get("kind")
+            if isinstance(moment, int | float) and isinstance(kind, str) and moment > newest:
+                self._newest_event = max(self._newest_event, moment)
+                self._num_events[kind] += 1
+                self._events.append(event)
         for part in parts_of(self._run_dir, "spans"):
-            self._read_spans(part)
+            for line in self._spans.setdefault(part.path, Followed(part.path)).objects(_keep):
+                if "format" in line:
+                    self._resources[part.process] = self._described(part.process, line)
+                elif (span := span_of(part.process, line)) is not None:
+                    self._traces.add(span)
         placed = self._traces.take(until)
         for start in range(0, len(placed), MAX_SPANS):
             self._count(self._sink.spans([self._span(each) for each in placed[start : start + MAX_SPANS]]))
@@ -247,22 +256,6 @@ class Exporter:
             self._num_lost += 1
             if self._num_lost == 1:
                 self._warn("logging.otlp_endpoint: a request was not delivered; the log of the controller names the error")
-
-    def _read_spans(self, part: Part) -> None:
-        for line in self._spans.setdefault(part.path, Followed(part.path)).objects(_keep):
-            if "format" in line:
-                self._resources[part.process] = self._described(part.process, line)
-            elif (span := span_of(part.process, line)) is not None:
-                self._traces.add(span)
-
-    def _read_events(self) -> None:
-        newest = self._newest_event
-        for event in self._lines.objects(_keep):
-            moment, kind = event.get("time"), event.get("kind")
-            if isinstance(moment, int | float) and isinstance(kind, str) and moment > newest:
-                self._newest_event = max(self._newest_event, moment)
-                self._num_events[kind] += 1
-                self._events.append(event)
 
     def _metrics(self) -> Iterator[Metric]:
         """Return the metrics of the rows that were appended, and the number of events so far."""
@@ -293,6 +286,7 @@ class Exporter:
         own = root if placed.is_root else self._id(f"span {self._num_spans}", 8)
         trace = self._id(f"trace {placed.trace}", 16)
         optional = {"rl.step": span.step, "rl.version": span.version}
+        is_call = span.process == "controller" and span.name.startswith("wait for ")
         attributes: dict[str, str | int | float] = {
             "rl.process": span.process,
             "rl.kind": span.kind,
@@ -307,7 +301,7 @@ class Exporter:
             resource=self._resource(span.process),
             attributes=attributes,
             events=self._events_of(placed.trace) if placed.is_root else (),
-            kind=_kind_of(span),
+            kind=SpanKind.SERVER if span.kind == "serve" else SpanKind.CLIENT if is_call else SpanKind.INTERNAL,
             start_time=_nanoseconds(span.start),
             end_time=_nanoseconds(span.start + span.seconds),
             instrumentation_scope=SCOPE,
@@ -317,7 +311,14 @@ class Exporter:
         start, end = self._traces.window(trace)
         own = [event for event in self._events if start < event["time"] <= end]
         self._events = [event for event in self._events if event not in own]
-        return [Event(f"rl.{event['kind']}", _attributes(event), _nanoseconds(event["time"])) for event in own]
+        found = []
+        for event in own:
+            fields = {f"rl.{key}": value for key, value in event.items() if key not in {"time", "kind"} and value is not None}
+            attributes = {  # lists and mappings as JSON
+                key: value if isinstance(value, str | int | float) else json.dumps(value) for key, value in fields.items()
+            }
+            found.append(Event(f"rl.{event['kind']}", attributes, _nanoseconds(event["time"])))
+        return found
 
     def _id(self, name: str, size: int) -> int:
         """Return an id of this run and start that no other one has."""
@@ -351,21 +352,8 @@ def _name_of(span: Span, placed: Placed) -> str:
     return f"rl.{name}" if placed.is_root else f"rl.{_GROUPS[span.kind]}.{name}"
 
 
-def _kind_of(span: Span) -> SpanKind:
-    if span.kind == "serve":
-        return SpanKind.SERVER
-    is_call = span.process == "controller" and span.name.startswith("wait for ")
-    return SpanKind.CLIENT if is_call else SpanKind.INTERNAL
-
-
 def _context(trace: int, span: int) -> SpanContext:
     return SpanContext(trace, span, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
-
-
-def _attributes(event: Mapping[str, Any]) -> dict[str, str | int | float]:
-    """Return the fields of an event; lists and mappings as JSON."""
-    fields = ((f"rl.{key}", value) for key, value in event.items() if key not in {"time", "kind"} and value is not None)
-    return {key: value if isinstance(value, str | int | float) else json.dumps(value) for key, value in fields}
 
 
 def _sum(points: Iterable[NumberDataPoint]) -> Sum:

@@ -577,17 +577,17 @@ def tables(variants: Sequence[Variant], metrics: Sequence[str]) -> list[Table]:
         found.append(Table(metric, ("run", "first", "final", "best", "at step"), rows))
     costs = []
     for variant in variants:
-        columns_of_runs = zip(*(_costs(run.rows) for run in variant.runs), strict=True)
-        costs.append((variant.name, *(", ".join(dict.fromkeys(column)) for column in columns_of_runs)))
+        of_runs = []
+        for run in variant.runs:
+            seconds, rates = (
+                [value for _, value in series(run.rows, name)] for name in ("time/step_s", "perf/gen_tokens_per_s")
+            )
+            step_s, tokens = f"{median(seconds):.3g}" if seconds else "-", count(median(rates)) if rates else "-"
+            of_runs.append((f"{run.rows[-1]['step']:g}", step_s, tokens))
+        costs.append((variant.name, *(", ".join(dict.fromkeys(column)) for column in zip(*of_runs, strict=True))))
     columns = "run", "steps", "seconds per step, median", "tokens/s while generating, median"
     found.append(Table("Steps and speed", columns, costs))
     return [table for table in found if table.rows]
-
-
-def _costs(rows: Rows) -> tuple[str, str, str]:
-    seconds, rates = ([value for _, value in series(rows, name)] for name in ("time/step_s", "perf/gen_tokens_per_s"))
-    step_s, tokens = f"{median(seconds):.3g}" if seconds else "-", count(median(rates)) if rates else "-"
-    return f"{rows[-1]['step']:g}", step_s, tokens
 
 
 def _shown(value: Any) -> str:

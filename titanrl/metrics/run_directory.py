@@ -22,9 +22,18 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from titanrl.base.control import LOCK_FILE
-from titanrl.base.files import in_shell, naming, replace_lines, sync_file, why_no_file, why_no_folder, why_not_writable
+from titanrl.base.files import (
+    in_shell,
+    naming,
+    replace_lines,
+    sync_file,
+    sync_folder,
+    why_no_file,
+    why_no_folder,
+    why_not_writable,
+)
 from titanrl.base.ownership import ALLOW, is_only_user, open_regular, own_flaw
-from titanrl.carriers.record import FOLDER, encode, encode_line, parts_of, read_lines, sync_record, write_all
+from titanrl.carriers.record import FOLDER, encode, encode_line, parts_of, read_lines, write_all
 from titanrl.carriers.types import StepMetrics
 from titanrl.config.errors import ConfigError
 
@@ -269,7 +278,12 @@ class RunDirectory:
         """Flush all lines written so far to disk, so that they survive a power failure, as the next checkpoint does."""
         for file in (self.metrics, self.advantages, self.events):
             sync_file(file)
-        sync_record(self.path)
+        newest = {(part.kind, part.process): part for part in parts_of(self.path)}
+        for part in newest.values():
+            sync_file(part.columns)
+            sync_file(part.path)
+        if newest:
+            sync_folder(self.path / FOLDER)
 
     def log(self, metrics: StepMetrics) -> None:
         """Append one line to `metrics.jsonl`: `step`, `version`, `time` (Unix seconds), then the values."""

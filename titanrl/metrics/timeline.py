@@ -187,7 +187,10 @@ def trace_of(
     traced: list[dict[str, Any]] = []
     ends: dict[int, dict[str, Any]] = {}  # of pushes, by version
     pulls: list[tuple[int, dict[str, Any]]] = []
-    for number, (name, own) in enumerate(sorted(by_process.items(), key=lambda each: _start_of(named, each)), start=1):
+    starts = {name: named[name].start if name in named else own[0].start for name, own in by_process.items()}
+    in_order = sorted(by_process, key=lambda name: (name != "controller", starts[name]))
+    for number, name in enumerate(in_order, start=1):
+        own = by_process[name]
         process = named.get(name)
         title = name if process is None else f"{name} (pid {process.pid} on {process.host})"
         traced += [_meta("process_name", number, {"name": title}), _meta("process_sort_index", number, {"sort_index": number})]
@@ -240,12 +243,6 @@ def _instant(name: str, time: float, place: Mapping[str, int], window: Window, a
 
 def _meta(name: str, pid: int, args: Mapping[str, Any], tid: int = 0) -> dict[str, Any]:
     return {"name": name, "ph": "M", "pid": pid, "tid": tid, "args": dict(args)}
-
-
-def _start_of(named: Mapping[str, RecordedProcess], each: tuple[str, Sequence[Span]]) -> tuple[bool, float]:
-    """Return a sort key: the controller first, then by start."""
-    name, spans = each
-    return name != "controller", named[name].start if name in named else spans[0].start
 
 
 def _by_process(spans: Iterable[Span]) -> dict[str, list[Span]]:

@@ -32,10 +32,12 @@ from titanrl.config.algorithm import ADVANTAGES
 from titanrl.config.dry_run import changed_keys
 from titanrl.config.load import parse
 from titanrl.config.schema import Config
-from titanrl.metrics.index import Filters, Followed, Kind
 from titanrl.metrics.reading import (
     NUM_ENDS,
+    Filters,
+    Followed,
     Hits,
+    Kind,
     Points,
     RecordedGroup,
     Rows,
@@ -413,11 +415,6 @@ class RunView:
         found = re.search(r"^num_steps: (\d{1,15})$", self.record.config, re.MULTILINE)
         return int(found[1]) if found else None
 
-    def _compares_rewards(self) -> bool:
-        found = re.search(r"^  advantage: (\S+)$", self.record.config, re.MULTILINE)
-        advantage = ADVANTAGES.get(found[1]) if found else None
-        return advantage is not None and not advantage.traits.keeps_equal_rewards
-
     def _read_parts(self) -> None:
         """Read the starts and the numbers of deleted records, if the run has begun a part of its record since the last call.
 
@@ -442,13 +439,16 @@ class RunView:
             table, events = self.table, self.events
             steps = self.table.column("step")
             self._read_parts()
+            found = re.search(r"^  advantage: (\S+)$", self.record.config, re.MULTILINE)
+            advantage = ADVANTAGES.get(found[1]) if found else None
+            compares_rewards = advantage is not None and not advantage.traits.keeps_equal_rewards
             return {
                 **self.state(),
                 "name": self.name,
                 "path": str(self.record.path),
                 "step": int(steps[-1]) if len(steps) else 0,
                 "num_steps": self._num_steps(),
-                "attention": attention(table, events, compares_rewards=self._compares_rewards()),
+                "attention": attention(table, events, compares_rewards=compares_rewards),
                 "figures": _figures(table),
                 "panels": _panels(table),
                 "metrics": [[name, unit_of(name)] for name in table.names],
@@ -549,8 +549,17 @@ class RunView:
             groups, numbers = groups[::-1], numbers[::-1]
         found = []
         for hit, which in zip(readable(groups[at : at + limit]), numbers[at : at + limit], strict=True):
-            if hit is not None:
-                found.append(_listed_group(hit.group, which, text))
+            if hit is None:
+                continue
+            snippet = ""  # of the first completion that has the text
+            for completion in (hit.group.completions[number] for number in which if text):
+                place = completion.text.lower().find(text.lower())
+                if place >= 0:
+                    start = max(place - 60, 0)
+                    snippet = ("\u2026" if start else "") + completion.text[start : place + len(text) + 120]
+                    break
+            prompt = hit.group.prompt[:MAX_LISTED]
+            found.append({**_head(hit.group), "prompt": prompt, "found": list(which), "snippet": snippet})
         return {"completions": len(hits), "count": len(groups), "at": at, "groups": found, **self.record.values_of(kind)}
 
     def group(self, index: int, filters: Filters, kind: Kind = "rollouts") -> Json | None:
@@ -858,19 +867,6 @@ def _head(group: RecordedGroup) -> Json:
         "mean": _mean_reward(group),
         "rewards": [completion.reward for completion in group.completions],
     }
-
-
-def _listed_group(group: RecordedGroup, numbers: Sequence[int], text: str) -> Json:
-    """Return what a list shows of a group: `numbers` are those of the completions found, and `snippet` is from the first."""
-    snippet = ""
-    if text:
-        for completion in (group.completions[number] for number in numbers):
-            place = completion.text.lower().find(text.lower())
-            if place >= 0:
-                start = max(place - 60, 0)
-                snippet = ("\u2026" if start else "") + completion.text[start : place + len(text) + 120]
-                break
-    return {**_head(group), "prompt": group.prompt[:MAX_LISTED], "found": list(numbers), "snippet": snippet}
 
 
 def _completion(completion: Any, advantage: float | None = None) -> Json:

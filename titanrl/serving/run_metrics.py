@@ -16,8 +16,7 @@ from prometheus_client.registry import Collector
 
 from titanrl.base.errors import TitanRLError
 from titanrl.carriers.record import HOST
-from titanrl.metrics.index import Followed
-from titanrl.metrics.reading import phase_seconds
+from titanrl.metrics.reading import Followed, phase_seconds
 from titanrl.processes.machine import process_state
 from titanrl.serving.calls import Refused
 from titanrl.serving.http import LOCAL, Endpoint, Headers, Receive, listen

@@ -17,8 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationErr
 from titanrl.base.control import Action, SteeringError, steer
 from titanrl.base.errors import TitanRLError
 from titanrl.carriers.record import FOLDER, encode
-from titanrl.metrics.index import Filters, Kind
-from titanrl.metrics.reading import RunRecord
+from titanrl.metrics.reading import Filters, Kind, RunRecord
 from titanrl.metrics.report import compared, page_file
 from titanrl.metrics.views import RunView, find_runs
 from titanrl.processes.children import stacks_of
