@@ -433,7 +433,11 @@ class Timeline:
                         self._write(key, lane, now if lane.num_open else lane.end)
                 written, self._written = self._written, []
                 num_lost, self._num_lost = self._num_lost, 0
-            records: list[Record] = [(self._line(*each), {}) for each in written]
+            records: list[Record] = []
+            for (name, kind, step, version), start, end, busy_s, count in written:
+                times = {"start": round(self._epoch + start, 6), "seconds": round(end - start, 6), "busy_s": round(busy_s, 6)}
+                known = {key: value for key, value in (("step", step), ("version", version)) if value is not None}
+                records.append(({"name": name, "kind": kind, **times, "count": count, **known}, {}))
             if num_lost:
                 records.append(({"lost": num_lost}, {}))
             try:
@@ -478,16 +482,6 @@ class Timeline:
             lane.busy_s, lane.count = 0.0, 0
         else:
             del self._lanes[key]
-
-    def _line(self, key: _Key, start: float, end: float, busy_s: float, count: int) -> dict[str, Any]:
-        name, kind, step, version = key
-        times = {"start": round(self._epoch + start, 6), "seconds": round(end - start, 6), "busy_s": round(busy_s, 6)}
-        line: dict[str, Any] = {"name": name, "kind": kind, **times, "count": count}
-        if step is not None:
-            line["step"] = step
-        if version is not None:
-            line["version"] = version
-        return line
 
 
 def span_bytes(config: "Config") -> int:

@@ -325,12 +325,6 @@ class RewardConfig(FunctionSection):
     a function that executes model output."""
 
     @property
-    def is_confined(self) -> bool:
-        """True if the function runs in the sandbox. The judge runs outside: it needs the network, and executes no model
-        output."""
-        return not self.trusted and self.function != "judge"
-
-    @property
     def compares_with_answer(self) -> bool:
         """True if every prompt needs a reference answer."""
         return self.function in ANSWER_REWARDS or (

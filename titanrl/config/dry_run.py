@@ -21,7 +21,6 @@ from titanrl.config.sizes import (
     Memory,
     ModelShape,
     Sizes,
-    TrainerMemory,
     cpu_bytes,
     derive,
     gigabytes,
@@ -159,7 +158,20 @@ def _memory_rows(config: Config, memory: Memory | None) -> Iterator[Sequence[str
     )
     yield "parameters", f"{memory.num_parameters:,}{experts}"
     if config.train:
-        yield "trainer rank", _trainer_text(config, memory.trainer)
+        trainer = memory.trainer
+        last = "activations (estimate)" if trainer.activations >= trainer.unreduced else "last gradients of a pass"
+        sizes = {
+            f"parameters in {config.trainer.dtype}": trainer.parameters - trainer.experts,
+            f"experts in {config.trainer.dtype}": trainer.experts,
+            "gradients": trainer.gradients,
+            "AdamW moments": trainer.optimizer,
+            "moving average": trainer.average,
+            "critic with gradients and moments": trainer.critic,
+            f"parameters in {config.trainer.compute_dtype} for the passes": trainer.gathered,
+            last: max(trainer.activations, trainer.unreduced),
+        }
+        listed = ", ".join(f"{gigabytes(size)} {name}" for name, size in sizes.items() if size)
+        yield "trainer rank", f"{gigabytes(trainer.total)}: {listed}"
     if config.train and config.trainer.lora is not None:
         size, most = gigabytes(memory.trainer.another_model), config.trainer.lora.max_models
         yield "each further adapter of a session", f"{size} on each trainer rank; at most {most} adapters"
@@ -171,22 +183,6 @@ def _memory_rows(config: Config, memory: Memory | None) -> Iterator[Sequence[str
     cache = f"{gigabytes(memory.kv_cache)} for {config.generator.max_num_seqs} completions of maximum length"
     on_cpu = f"; {gigabytes(config.generator.kv_cache_bytes)} configured on CPU"
     yield "KV cache", cache if config.device in ("cuda", "npu") else cache + on_cpu
-
-
-def _trainer_text(config: Config, trainer: TrainerMemory) -> str:
-    last = "activations (estimate)" if trainer.activations >= trainer.unreduced else "last gradients of a pass"
-    sizes = {
-        f"parameters in {config.trainer.dtype}": trainer.parameters - trainer.experts,
-        f"experts in {config.trainer.dtype}": trainer.experts,
-        "gradients": trainer.gradients,
-        "AdamW moments": trainer.optimizer,
-        "moving average": trainer.average,
-        "critic with gradients and moments": trainer.critic,
-        f"parameters in {config.trainer.compute_dtype} for the passes": trainer.gathered,
-        last: max(trainer.activations, trainer.unreduced),
-    }
-    listed = ", ".join(f"{gigabytes(size)} {name}" for name, size in sizes.items() if size)
-    return f"{gigabytes(trainer.total)}: {listed}"
 
 
 def _dtype_notes(config: Config, memory: Memory | None) -> Iterator[str]:
@@ -318,32 +314,25 @@ def misfits(config: Config, memory: Memory | None, device_bytes: int = DEVICE_BY
     if config.device == "auto":  # the device is unknown until the run starts
         for broken in device_shortage(config):
             yield replace(broken, fix=f"{broken.fix}; ignore this on CPU")
-    if memory is not None:
-        if config.device in ("cuda", "npu"):
-            yield from _accelerator_misfits(config, memory, device_bytes)
-        else:
-            yield from _cpu_misfits(config, memory)
-
-
-def _cpu_misfits(config: Config, memory: Memory) -> Iterator[BrokenRule]:
-    available = host_bytes()
-    if config.num_generator_ranks and memory.kv_cache > config.generator.kv_cache_bytes:
-        rule = f"max_num_seqs completions of maximum length need {gigabytes(memory.kv_cache)} of KV cache, else some wait"
-        fix = f"set generator.kv_cache_bytes to {memory.kv_cache}, or lower generator.max_num_seqs"
-        yield config.broken("generator.kv_cache_bytes generator.max_num_seqs", rule, fix)
-    needed = cpu_bytes(config, memory, memory.trainer.cpu_total)
-    if not config.hosts.across_machines and needed > available:
-        has_generators = config.num_generator_ranks > 0
-        replicas = {"generator.replicas": config.generator.replicas} if has_generators else {}
-        roles, fewer = ("trainer and generators need", "fewer replicas, ") if has_generators else ("the trainer needs", "")
-        yield BrokenRule(
-            {**model_values(config), **replicas},
-            f"{roles} about {gigabytes(needed)}, but this machine has {gigabytes(available)}",
-            f"use a smaller model, {fewer}or trainer.dtype=bfloat16",
-        )
-
-
-def _accelerator_misfits(config: Config, memory: Memory, device_bytes: int) -> Iterator[BrokenRule]:
+    if memory is None:
+        return
+    if config.device not in ("cuda", "npu"):
+        available = host_bytes()
+        if config.num_generator_ranks and memory.kv_cache > config.generator.kv_cache_bytes:
+            rule = f"max_num_seqs completions of maximum length need {gigabytes(memory.kv_cache)} of KV cache, else some wait"
+            fix = f"set generator.kv_cache_bytes to {memory.kv_cache}, or lower generator.max_num_seqs"
+            yield config.broken("generator.kv_cache_bytes generator.max_num_seqs", rule, fix)
+        needed = cpu_bytes(config, memory, memory.trainer.cpu_total)
+        if not config.hosts.across_machines and needed > available:
+            has_generators = config.num_generator_ranks > 0
+            replicas = {"generator.replicas": config.generator.replicas} if has_generators else {}
+            roles, fewer = ("trainer and generators need", "fewer replicas, ") if has_generators else ("the trainer needs", "")
+            yield BrokenRule(
+                {**model_values(config), **replicas},
+                f"{roles} about {gigabytes(needed)}, but this machine has {gigabytes(available)}",
+                f"use a smaller model, {fewer}or trainer.dtype=bfloat16",
+            )
+        return
     has_generators = config.num_generator_ranks > 0
     shares = config.hosts.share_devices and has_generators
     if shares and "gpu_memory_utilization" not in config.generator.vllm:

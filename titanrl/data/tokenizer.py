@@ -56,8 +56,16 @@ class Tokenizer:
         self._renderer = renderer
         config = _read_json(path / "tokenizer_config.json")
         self._unk_id = self._id_of(config.get("unk_token")) if renderer is None else renderer.unk_token_id
-        self.eos_ids: tuple[int, ...] = self._find_eos_ids(config)
+        given = [_read_json(path / file).get("eos_token_id") for file in ("generation_config.json", "config.json")]
+        listed = [ids if isinstance(ids, list) else [ids] for ids in (*given, self._id_of(config.get("eos_token")))]
+        ids_of_ends = dict.fromkeys(token_id for ids in listed for token_id in ids if token_id is not None)
+        self.eos_ids: tuple[int, ...] = tuple(ids_of_ends)
         """Token ids that end a text; the first one is appended to demonstrations."""
+        if not self.eos_ids:
+            raise ValueError(
+                f"{path}: no end-of-sequence token is defined. Set eos_token_id in generation_config.json or config.json, "
+                "or eos_token in tokenizer_config.json."
+            )
         self._without_row = self._find_ids_without_row()
         self._checked(self.eos_ids[:1])  # the model never samples the others
         self.chat_template: bool = (
@@ -362,17 +370,6 @@ class Tokenizer:
         ends = {text[size:] for text in texts for size in range(1, len(text))}
         starts, ends = ({text for text in texts if re.search(r"\W", text)} for texts in (starts, ends))
         return frozenset(starts), frozenset(ends), max(map(len, starts | ends), default=0)
-
-    def _find_eos_ids(self, tokenizer_config: Mapping[str, Any]) -> tuple[int, ...]:
-        given = [_read_json(self.path / file).get("eos_token_id") for file in ("generation_config.json", "config.json")]
-        listed = [ids if isinstance(ids, list) else [ids] for ids in (*given, self._id_of(tokenizer_config.get("eos_token")))]
-        found = dict.fromkeys(token_id for ids in listed for token_id in ids if token_id is not None)
-        if not found:
-            raise ValueError(
-                f"{self.path}: no end-of-sequence token is defined. Set eos_token_id in generation_config.json or config.json, "
-                "or eos_token in tokenizer_config.json."
-            )
-        return tuple(found)
 
     def _find_ids_without_row(self) -> frozenset[int]:
         """Return the tokens that are beyond the embedding of the model in the same directory; usually there is none."""

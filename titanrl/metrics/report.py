@@ -310,11 +310,17 @@ def relative(path: Path) -> Path:
 def run_html(run: RunRecord, title: str, state: str) -> str:
     """Return what a notebook shows of a run, as HTML without scripts. Every text of the run is escaped."""
     rows = run.metrics()
-    curves = "".join(_curves(rows)) or "<p>No step yet.</p>"
+    curves = ""
+    for name, label in ({f"eval/{task}/mean": f"held-out {task}" for task in evaluated_sets(rows)} | CURVES).items():
+        if points := series(rows, name):
+            first, last, covered = ends_of(points)
+            text = f"{label}: {last:.4g}" if len(points) == 1 else f"{label}: {first:.4g} \u2192 {last:.4g} ({covered})"
+            caption = f"<figcaption>{escaped(text)}</figcaption>"
+            curves += f"<figure style='margin:0'>{curve_svg(points, text)}{caption}</figure>"
     samples = "".join(islice(_samples(run), NUM_SAMPLES))
     return (
         f'<div class="titanrl"><p><b>{escaped(title)}</b>: {escaped(state)}</p>'
-        f'<div style="display:flex;flex-wrap:wrap;gap:12px">{curves}</div>'
+        f'<div style="display:flex;flex-wrap:wrap;gap:12px">{curves or "<p>No step yet.</p>"}</div>'
         f"{f'<p>Last samples</p>{samples}' if samples else ''}</div>"
     )
 
@@ -337,15 +343,6 @@ def curve_svg(points: Points, label: str) -> str:
         f'<svg width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escaped(label)}" '
         f'fill="none" stroke="currentColor" stroke-width="1.5">{shape}{end}</svg>'
     )
-
-
-def _curves(rows: Rows) -> Iterator[str]:
-    heldout = {f"eval/{task}/mean": f"held-out {task}" for task in evaluated_sets(rows)}
-    for name, label in (heldout | CURVES).items():
-        if points := series(rows, name):
-            first, last, covered = ends_of(points)
-            text = f"{label}: {last:.4g}" if len(points) == 1 else f"{label}: {first:.4g} \u2192 {last:.4g} ({covered})"
-            yield f"<figure style='margin:0'>{curve_svg(points, text)}<figcaption>{escaped(text)}</figcaption></figure>"
 
 
 def _samples(run: RunRecord) -> Iterator[str]:

@@ -189,12 +189,6 @@ class MetricTable:
     def _state(self) -> str:
         return f"{self._id}:{len(self._changes)}"
 
-    def _unchanged_since(self, state: str) -> int:
-        """Return the number of rows at the start that have not changed since a state; 0 if that is not known."""
-        table, _, number = state.partition(":")
-        is_known = table == self._id and number.isdecimal() and len(number) < 20
-        return min(self._changes[int(number) :], default=len(self)) if is_known else 0
-
     def _add(self, row: Mapping[str, Any]) -> None:
         step = row["step"]
         place = self._places.setdefault(step, len(self._places))
@@ -269,7 +263,9 @@ class MetricTable:
         tokens = np.maximum.accumulate(np.nan_to_num(tokens)) if len(self) else tokens
         start = np.nanmin(seconds) if len(self) and not np.isnan(seconds).all() else 0.0
         places = dict(zip(_AXES, (self.column("step"), np.nan_to_num(seconds - start), tokens), strict=True))
-        unchanged = self._unchanged_since(since or "")
+        id_then, _, number = (since or "").partition(":")
+        is_known = id_then == self._id and number.isdecimal() and len(number) < 20
+        unchanged = min(self._changes[int(number) :], default=len(self)) if is_known else 0
         axes: list[Json] = []
         numbers: dict[bytes, int] = {}
         curves: dict[str, Json] = {}
@@ -361,23 +357,19 @@ class RunView:
     def state(self) -> Json:
         """Return the state of the run: `running`, `finished`, `interrupted`, `failed` or `unknown`, and why it ended."""
         life = next((event for event in reversed(self.events) if event["kind"] in {"start", "resume", "end"}), {})
-        code, cause, ended, updated = life.get("code"), str(life.get("cause", "")), life.get("time"), self._updated()
+        code, cause, ended, path = life.get("code"), str(life.get("cause", "")), life.get("time"), self.record.path
+        files: list[Path | os.DirEntry[str]]
+        files = [path / "metrics.jsonl", path / "events.jsonl", path / "config.yaml", *entries_of(path)]
+        updated = max((found.st_mtime for file in files if (found := _status(file)) is not None), default=0.0)
         if life.get("kind") == "end":
             code = code if isinstance(code, int) else None
             name = "finished" if code == 0 else "interrupted" if code in SIGNALS else "failed"
-        elif (alive := _is_alive(self.record.path / LOCK_FILE)) is False:
+        elif (alive := _is_alive(path / LOCK_FILE)) is False:
             cause = "Its process has ended without a word: it was killed, or the machine stopped. The logs may say more."
             name, code, ended = "failed", None, updated
         else:
             name, code, ended = "unknown" if alive is None else "running", None, None
         return {"state": name, "code": code, "signal": SIGNALS.get(code), "cause": cause, "updated": updated, "ended": ended}
-
-    def _updated(self) -> float:
-        """Return when the run last wrote to its files, in Unix seconds."""
-        path = self.record.path
-        files: list[Path | os.DirEntry[str]]
-        files = [path / "metrics.jsonl", path / "events.jsonl", path / "config.yaml", *entries_of(path)]
-        return max((found.st_mtime for file in files if (found := _status(file)) is not None), default=0.0)
 
     def summary(self) -> Json:
         """Return the line of the run in a list. It reads only the end of the metrics, and some lines for a small curve."""

@@ -120,7 +120,7 @@ def reward_specs(config: Config, plugins: Plugins) -> list[RewardSpec]:
     """Return the rewards that run in the sandbox."""
     specs = []
     for name, reward in config.data.reward_parts.items():
-        if not reward.is_confined:
+        if reward.trusted or reward.function == "judge":  # the judge needs the network, and executes no model output
             continue
         function, is_custom = reward.function, reward.function not in REWARDS
         factory = f"{SCORERS}:{function}"
