@@ -278,18 +278,15 @@ def canonical(message: Message) -> dict[str, Any]:
         texts = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in content]
         content = "".join(texts) if all(isinstance(text, str) for text in texts) else content  # type: ignore[arg-type]
     meaning["content"] = content or ""
-    if calls := message.get("tool_calls"):
-        meaning["tool_calls"] = [_canonical_call(call) for call in calls]
+    if message.get("tool_calls"):
+        meaning["tool_calls"] = []
+        for call in message["tool_calls"]:
+            arguments = call["function"].get("arguments")
+            if isinstance(arguments, str):
+                with suppress(ValueError):  # a malformed call, whose arguments are its text
+                    arguments = parse_object(arguments)
+            meaning["tool_calls"].append([call.get("id"), call["function"].get("name"), arguments or {}])
     return meaning
-
-
-def _canonical_call(call: Mapping[str, Any]) -> list[Any]:
-    function = call["function"]
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        with suppress(ValueError):  # a malformed call, whose arguments are its text
-            arguments = parse_object(arguments)
-    return [call.get("id"), function.get("name"), arguments or {}]
 
 
 def _extended(key: bytes, message: Message) -> bytes:

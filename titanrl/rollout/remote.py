@@ -193,7 +193,18 @@ class RemoteTeacher:
 
     async def compute_top(self, sequences: Sequence[Sequence[int]], num: int) -> list[TopTokens]:
         """Compute the `num` most likely tokens at each token but the first, `[S - 1, num]` for each sequence."""
-        return [self._top(by_token, num) for by_token in await self._ask(sequences, num)]
+        found = []
+        for by_token in await self._ask(sequences, num):
+            token_ids: IntArray = np.zeros((len(by_token), num), np.int64)
+            logprobs: FloatArray = np.zeros((len(by_token), num), np.float32)
+            for index, known in enumerate(by_token):
+                if len(known) < num:
+                    rule = f"the teacher must return the {num} most likely tokens, but returned {len(known)}"
+                    raise TeacherError(f"{self._key}.url: {rule} (got {self._url}). Lower distill.top_k.")
+                best = sorted(known.items(), key=lambda item: -item[1])[:num]  # the token of the prompt may be one more
+                token_ids[index], logprobs[index] = zip(*best, strict=True)
+            found.append(TopTokens(token_ids=token_ids, logprobs=logprobs))
+        return found
 
     async def check(self, tokenizer: Tokenizer, longest: int) -> None:
         """Check that the endpoint accepts sequences of `longest` tokens, and has the vocabulary of a tokenizer.
@@ -266,17 +277,6 @@ class RemoteTeacher:
             fix = "The endpoint must support prompt_logprobs, as vLLM and titanrl serve do."
             raise TeacherError(f"{self._key}.url: {rule} (got {text[:80]!r} from {self._url}). {fix}") from None
         return entries
-
-    def _top(self, by_token: Sequence[Mapping[int, float]], num: int) -> TopTokens:
-        token_ids: IntArray = np.zeros((len(by_token), num), np.int64)
-        logprobs: FloatArray = np.zeros((len(by_token), num), np.float32)
-        for index, known in enumerate(by_token):
-            if len(known) < num:
-                rule = f"the teacher must return the {num} most likely tokens, but returned {len(known)}"
-                raise TeacherError(f"{self._key}.url: {rule} (got {self._url}). Lower distill.top_k.")
-            best = sorted(known.items(), key=lambda item: -item[1])[:num]  # the token of the prompt may be one more
-            token_ids[index], logprobs[index] = zip(*best, strict=True)
-        return TopTokens(token_ids=token_ids, logprobs=logprobs)
 
 
 def _checked(entries: Sequence[Any], tokens: Sequence[int]) -> Iterator[Mapping[str, Any]]:

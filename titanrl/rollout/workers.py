@@ -419,10 +419,7 @@ class Outbox:
             self._due.clear()
             groups, self._pending = self._pending, []
             if self._dump is not None:
-                whole: list[tuple[Group, str]] = []
-                for record, _, group in groups:
-                    if group is not None:
-                        whole.append((group, status_of(record)))
+                whole = [(group, status_of(record)) for record, _, group in groups if group is not None]
                 await asyncio.to_thread(self._dump, whole)
             # Store the tokens first: the trainer may fetch them as soon as the buffer has the record.
             for record, rollouts, _ in groups:

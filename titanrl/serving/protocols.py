@@ -690,21 +690,18 @@ def _read_input(value: object) -> list[Message]:
         else:
             if not messages or messages[-1]["role"] != "assistant" or (kind != "function_call" and messages[-1].get("content")):
                 messages.append({"role": "assistant", "content": ""})
-            messages[-1] |= _read_reply(kind, fields, messages[-1])
+            reply = messages[-1]
+            if kind == "function_call":
+                call = tool_call(fields.needed("call_id"), fields.needed("name"), fields.needed("arguments"))
+                reply["tool_calls"] = [*reply.get("tool_calls", ()), call]
+            elif kind == "message":
+                reply["content"] = joined_text(fields.take("content"), fields.name("content"), "output_text", "input_text")
+            else:
+                fields.only("summary", [])
+                fields.only("encrypted_content")
+                reply["reasoning_content"] = joined_text(fields.take("content"), fields.name("content"), "reasoning_text")
         fields.done()
     return list(messages)
-
-
-def _read_reply(kind: str, fields: Fields, message: Message) -> Message:
-    """Return what an item adds to the message of the policy."""
-    if kind == "function_call":
-        call = tool_call(fields.needed("call_id"), fields.needed("name"), fields.needed("arguments"))
-        return {"tool_calls": [*message.get("tool_calls", ()), call]}
-    if kind == "message":
-        return {"content": joined_text(fields.take("content"), fields.name("content"), "output_text", "input_text")}
-    fields.only("summary", [])
-    fields.only("encrypted_content")
-    return {"reasoning_content": joined_text(fields.take("content"), fields.name("content"), "reasoning_text")}
 
 
 def _response_call(call: Any) -> dict[str, Any]:
