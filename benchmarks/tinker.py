@@ -20,8 +20,7 @@ import numpy as np
 
 from benchmarks.machine import write_result
 from titanrl import connect
-from titanrl.carriers.datums import Datum
-from titanrl.carriers.types import AdamParams
+from titanrl.carriers.types import AdamParams, Datum
 from titanrl.config import load_config
 from titanrl.config.sections import RecipeConfig
 from titanrl.models.recipe import create_model

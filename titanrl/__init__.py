@@ -46,14 +46,14 @@ if TYPE_CHECKING:
     from titanrl.algorithms.contracts import policy_loss as policy_loss
     from titanrl.base.errors import FaultError as FaultError
     from titanrl.base.errors import TitanRLError as TitanRLError
-    from titanrl.carriers.datums import Datum as Datum
-    from titanrl.carriers.datums import batches as batches
-    from titanrl.carriers.datums import sampled_datum as sampled_datum
-    from titanrl.carriers.datums import supervised_datum as supervised_datum
     from titanrl.carriers.rewards import Reward as Reward
     from titanrl.carriers.rewards import TokenRewards as TokenRewards
     from titanrl.carriers.rewards import group_reward as group_reward
     from titanrl.carriers.types import AdamParams as AdamParams
+    from titanrl.carriers.types import Datum as Datum
+    from titanrl.carriers.types import batches as batches
+    from titanrl.carriers.types import sampled_datum as sampled_datum
+    from titanrl.carriers.types import supervised_datum as supervised_datum
     from titanrl.config import Config as Config
     from titanrl.config import ConfigError as ConfigError
     from titanrl.config import load_config as load_config
@@ -73,9 +73,8 @@ _NAMES = {
     "algorithms.advantages": "group_advantages",
     "algorithms.contracts": "GroupRewards LossInputs policy_loss",
     "base.errors": "FaultError TitanRLError",
-    "carriers.datums": "Datum batches sampled_datum supervised_datum",
     "carriers.rewards": "Reward TokenRewards group_reward",
-    "carriers.types": "AdamParams",
+    "carriers.types": "AdamParams Datum batches sampled_datum supervised_datum",
     "config": "Config ConfigError load_config",
     "data.mixture": "Outcome",
     "distill": "Distill",

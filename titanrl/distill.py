@@ -48,7 +48,7 @@ from titanrl.run import command
 from titanrl.run.run import Run, adam_params
 
 if TYPE_CHECKING:
-    from titanrl.carriers.datums import Datum
+    from titanrl.carriers.types import Datum
     from titanrl.rollout.remote import RemoteTeacher
     from titanrl.session.sampling import Sample, SamplingClient
     from titanrl.session.session import Task

@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from titanrl.carriers.datums import Datum, batches, check_data, sampled_datum, supervised_datum
-from titanrl.carriers.types import AdamParams
+from titanrl.carriers.types import AdamParams, Datum, batches, check_data, sampled_datum, supervised_datum
 
 
 @pytest.mark.parametrize(

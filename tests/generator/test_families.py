@@ -16,8 +16,7 @@ import transformers
 
 from tests.forks import fork, prepare_templates
 from tests.models.tiny import FAMILIES, add_changed_weights, change_config, write_model
-from titanrl.carriers.datums import sampled_datum
-from titanrl.carriers.types import AdamParams, Completion, GenerationRequest, SamplingParams
+from titanrl.carriers.types import AdamParams, Completion, GenerationRequest, SamplingParams, sampled_datum
 from titanrl.config import load_config
 from titanrl.config.device import DEVICES
 from titanrl.generator.actor import Generator, GeneratorSetup

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from titanrl.carriers.datums import Datum
+from titanrl.carriers.types import Datum
 
 
 def ppo(data: Sequence[Datum], logprobs: list[Tensor]) -> tuple[Tensor, Mapping[str, float]]:

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from titanrl.carriers.datums import ForwardBackwardOutput
-from titanrl.carriers.types import AdamParams, Completion
+from titanrl.carriers.types import AdamParams, Completion, ForwardBackwardOutput
 from titanrl.serving import tinker_wire as wire
 from titanrl.serving.calls import Fields, Refused
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from titanrl.carriers.datums import Datum, ForwardBackwardOutput
-from titanrl.carriers.types import AdamParams, Completion, FloatArray, OptimUpdate, TopTokens
+from titanrl.carriers.types import AdamParams, Completion, Datum, FloatArray, ForwardBackwardOutput, OptimUpdate, TopTokens
 from titanrl.serving.tinker_checkpoints import ModelSpec
 from titanrl.serving.tinker_sessions import FullError
 from titanrl.serving.tinker_wire import SampleRequest

@@ -13,7 +13,7 @@ from tests.launch import losses
 from titanrl import AdamParams, Datum, connect, load_config
 from titanrl.base.errors import TitanRLError
 from titanrl.base.files import DamagedError
-from titanrl.carriers.datums import ForwardBackwardOutput
+from titanrl.carriers.types import ForwardBackwardOutput
 from titanrl.session.session import Session
 from titanrl.session.training import PoisonedError, TrainingClient
 

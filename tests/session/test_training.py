@@ -16,9 +16,8 @@ from tests.launch import losses
 from tests.launch.training_lab import Lab, running_lab
 from titanrl.algorithms.contracts import LossInputs, bound_loss, tinker_algorithm
 from titanrl.base.errors import PhaseError, RankError
-from titanrl.carriers.datums import Datum, ForwardBackwardOutput
 from titanrl.carriers.tables import SEQUENCE, MicroBatch, RowTable
-from titanrl.carriers.types import AdamParams
+from titanrl.carriers.types import AdamParams, Datum, ForwardBackwardOutput
 from titanrl.config.algorithm import LOSSES, AlgorithmConfig
 from titanrl.processes.actors import ask_ranks
 from titanrl.session.training import PoisonedError

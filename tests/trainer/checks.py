@@ -19,10 +19,9 @@ from titanrl.algorithms.batch_plan import pack_sequences, sequence_weights
 from titanrl.algorithms.contracts import LossInputs, bound_loss
 from titanrl.algorithms.losses import LossMetrics, ppo, weighted_sum
 from titanrl.algorithms.packing import balance, pack
-from titanrl.carriers.datums import Datum, sampled_datum
 from titanrl.carriers.supports import Supports, supports_of, words_of
 from titanrl.carriers.tables import SEQUENCE, Row, RowTable, SequencePlan
-from titanrl.carriers.types import AdamParams, GroupHandle, Segment, TopTokens
+from titanrl.carriers.types import AdamParams, Datum, GroupHandle, Segment, TopTokens, sampled_datum
 from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.config.device import DEVICES
 from titanrl.config.sections import TrainerConfig

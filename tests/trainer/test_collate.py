@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from titanrl.carriers.datums import Datum, sampled_datum
 from titanrl.carriers.supports import supports_of
 from titanrl.carriers.tables import MicroBatch, RecordedGroups, SequencePlan
-from titanrl.carriers.types import GroupHandle, Segment
+from titanrl.carriers.types import Datum, GroupHandle, Segment, sampled_datum
 from titanrl.trainer.collate import collate, recorded_segments, row_length
 from titanrl.trainer.passes import Location, RowSizes, build_rows, check_experts, check_supports, plan_data
 

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from titanrl.base.choices import TrainOn
-from titanrl.carriers.datums import Datum, ForwardBackwardOutput
-from titanrl.carriers.types import BoolArray, IntArray, Prompt
+from titanrl.carriers.types import BoolArray, Datum, ForwardBackwardOutput, IntArray, Prompt
 from titanrl.config.data import data_file
 from titanrl.config.errors import BrokenRule, BrokenRules, inline
 from titanrl.config.schema import Config

@@ -14,9 +14,18 @@ from typing import Any, TypeVar
 from titanrl.algorithms.batch_plan import mean_correction_weight, without_rejected
 from titanrl.base.files import DamagedError, Digests, check_folder, commit_folder
 from titanrl.base.plugins import Plugin
-from titanrl.carriers.datums import DataResult, Datum, ForwardBackwardOutput
 from titanrl.carriers.tables import MicroBatch
-from titanrl.carriers.types import AdamParams, AdapterSpec, LossSums, MeasuredCorrection, OptimUpdate, RankValues
+from titanrl.carriers.types import (
+    AdamParams,
+    AdapterSpec,
+    DataResult,
+    Datum,
+    ForwardBackwardOutput,
+    LossSums,
+    MeasuredCorrection,
+    OptimUpdate,
+    RankValues,
+)
 from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.config.sections import CheckpointConfig, TimeoutsConfig
 from titanrl.launch.supervision import DISK, PACE, Limit, Pace, Supervisor, Verb, agreed, done, per_rank, start_request

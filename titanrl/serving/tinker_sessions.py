@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from titanrl.base.errors import FaultError, TitanRLError
-from titanrl.carriers.datums import Datum, ForwardBackwardOutput
-from titanrl.carriers.types import AdamParams, Completion, FloatArray, OptimUpdate, TopTokens
+from titanrl.carriers.types import AdamParams, Completion, Datum, FloatArray, ForwardBackwardOutput, OptimUpdate, TopTokens
 from titanrl.serving.calls import Refused, new_id
 from titanrl.serving.http import JSON, dump, internal
 from titanrl.serving.tinker_checkpoints import Checkpoints, ModelSpec, Run

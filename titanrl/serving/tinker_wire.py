@@ -16,8 +16,16 @@ from typing import Any
 
 import numpy as np
 
-from titanrl.carriers.datums import Datum, ForwardBackwardOutput
-from titanrl.carriers.types import AdamParams, Completion, FloatArray, IntArray, SamplingParams, TopTokens
+from titanrl.carriers.types import (
+    AdamParams,
+    Completion,
+    Datum,
+    FloatArray,
+    ForwardBackwardOutput,
+    IntArray,
+    SamplingParams,
+    TopTokens,
+)
 from titanrl.serving.calls import MAX_SEED, MAX_TOP, Fields, Refused, wrong
 
 PROTOBUF = b"application/x-protobuf"

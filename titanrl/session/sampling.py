@@ -11,11 +11,11 @@ import numpy as np
 
 from titanrl.base.arguments import check_count, check_list, check_number, check_type, checked_tokens
 from titanrl.base.errors import TitanRLError
-from titanrl.carriers.datums import Datum, sampled_datum
 from titanrl.carriers.supports import ExpertIds, Supports
 from titanrl.carriers.types import (
     BASE,
     Completion,
+    Datum,
     FinishReason,
     FloatArray,
     GenerationRequest,
@@ -24,6 +24,7 @@ from titanrl.carriers.types import (
     Prompt,
     SamplingParams,
     TopTokens,
+    sampled_datum,
 )
 from titanrl.config.schema import Config
 from titanrl.data.tokenizer import Tokenizer

@@ -16,8 +16,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from titanrl.carriers.datums import Datum, ForwardBackwardOutput
-from titanrl.carriers.types import AdamParams, Completion, FloatArray, GenerationRequest, OptimUpdate, SamplingParams, TopTokens
+from titanrl.carriers.types import (
+    AdamParams,
+    Completion,
+    Datum,
+    FloatArray,
+    ForwardBackwardOutput,
+    GenerationRequest,
+    OptimUpdate,
+    SamplingParams,
+    TopTokens,
+)
 from titanrl.config.sections import LoraConfig
 from titanrl.rollout.group import derive_seed
 from titanrl.serving.calls import Refused, new_id

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from titanrl.base.arguments import check_count, check_type, shown
 from titanrl.base.errors import TitanRLError
 from titanrl.base.plugins import Plugin, plugin_of
-from titanrl.carriers.datums import Datum, ForwardBackwardOutput, check_data
-from titanrl.carriers.types import AdamParams, FloatArray, OptimUpdate
+from titanrl.carriers.types import AdamParams, Datum, FloatArray, ForwardBackwardOutput, OptimUpdate, check_data
 from titanrl.config.algorithm import AVERAGE
 from titanrl.launch.generators import WeightSync
 from titanrl.launch.trainer_mesh import TrainerMesh

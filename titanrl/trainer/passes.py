@@ -21,9 +21,8 @@ from titanrl.algorithms.logprobs import DivergenceName, TeacherTokens, token_sup
 from titanrl.algorithms.losses import LossMetrics
 from titanrl.algorithms.packing import balance, pack, row_costs
 from titanrl.base.plugins import Plugin, plugin_of
-from titanrl.carriers.datums import DataResult, Datum
 from titanrl.carriers.supports import ExpertIds, Supports, has_ids_S
-from titanrl.carriers.types import FloatArray
+from titanrl.carriers.types import DataResult, Datum, FloatArray
 from titanrl.models.decoder import routers_of
 from titanrl.trainer.agreement import Facts
 from titanrl.trainer.collate import PackedRows, empty_rows, placed_experts, row_length

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 from titanrl.base.errors import PhaseError
 from titanrl.base.files import Digests
 from titanrl.base.plugins import Plugin, Plugins, loaded, loading
-from titanrl.carriers.datums import DataResult, Datum
 from titanrl.carriers.record import BackgroundRecord, RecordFile, share, span
 from titanrl.carriers.tables import MicroBatch, Row
 from titanrl.carriers.types import (
     AdamParams,
     AdapterSpec,
+    DataResult,
+    Datum,
     GroupHandle,
     LossSums,
     MeasuredCorrection,
