@@ -128,17 +128,6 @@ class _Running:
                 top_ids = found.logprob_token_ids[:, 1:].numpy().astype(np.int64)
                 self.prompt_top = TopTokens(token_ids=top_ids, logprobs=found.logprobs[:, 1:].numpy())
 
-    def route(self, start: int, experts: ExpertIds) -> None:
-        """Append the experts of the tokens from token `start` on.
-
-        vLLM computes tokens again after an update of the weights, or after a preemption. The next token was sampled with the
-        experts of the first time.
-        """
-        assert start <= self.num_routed, "vLLM did not compute some tokens of the request"
-        fresh = experts[self.num_routed - start :]
-        self.experts.append(fresh)
-        self.num_routed += len(fresh)
-
     def extend(self, decoded: Decoded) -> None:
         self.token_ids += decoded.token_ids
         self.logprobs += decoded.logprobs
@@ -371,7 +360,12 @@ class Engine:
         for request_id, start, experts in () if self._routes is None else self._routes.take():
             running = self._running.get(request_id)
             if running is not None and running.request.sampling.experts:
-                running.route(start, experts)
+                # vLLM computes tokens again after an update of the weights, or after a preemption. The next token was sampled
+                # with the experts of the first time.
+                assert start <= running.num_routed, "vLLM did not compute some tokens of the request"
+                fresh = experts[running.num_routed - start :]
+                running.experts.append(fresh)
+                running.num_routed += len(fresh)
 
     def _close_window(self) -> None:
         """Let vLLM continue: call this before any change of its requests or of the weights."""

@@ -358,8 +358,15 @@ def build_model(
         add_expert_bias(model_config, config.expert_bias_rate)
     model_config.update_from_config(config=SimpleNamespace(parallelism=parallelism))
     if is_critic and plan.tp > 1:
-        # Tensor parallelism cannot split a single row.
-        model_config.lm_head.sharding_config = replicated_head()
+        # Tensor parallelism cannot split a single row, so every rank computes the whole output layer.
+        whole = dense_activation_placement(tp=spmd.R)
+        model_config.lm_head.sharding_config = ShardingConfig(
+            state_shardings={"weight": dense_param_placement(tp=spmd.R)},
+            in_src_shardings={"input": whole},
+            in_dst_shardings={"input": whole},
+            out_src_shardings=whole,
+            out_dst_shardings=whole,
+        )
     if config.compile:
         # Beyond the limit, 8 by default, torch fails. For passes with and without gradient, over one row and several, it
         # compiles layers with LoRA six times, a critic's beside it four times, and with adapters of another rank again.
@@ -380,7 +387,14 @@ def build_model(
         dump_folder="",
         skip_dp=not config.uses_fsdp,
     )
-    _sum_gradients(module)
+    # FSDP must sum gradients over ranks instead of averaging them, because the loss weights contain the global counts.
+    # torchtitan sets the divide factor to 1, which FSDP2 implements with PREMUL_SUM. gloo does not support that, so this forces
+    # a plain sum. Ranks that do not use a parameter also contribute zeros to its reduction, because gloo kills the process if
+    # ranks reduce tensors of different sizes.
+    for child in module.modules():
+        if isinstance(child, FSDPModule):
+            child.set_force_sum_reduction_for_comms(True)
+            child.set_reduce_scatter_unused_params(True, recurse=False)
     module.to_empty(device=where)
     with torch.no_grad(), nullcontext() if random_weights else WithoutDraws():
         module.init_weights(buffer_device=None)
@@ -408,18 +422,6 @@ def build_model(
         lora=config.lora,
         scales=scales,
         cast=CastParameters(module, torch_dtype(config.compute_dtype)) if casts else None,
-    )
-
-
-def replicated_head() -> ShardingConfig:
-    """Return the layout of an output layer that every tensor-parallel rank computes whole."""
-    whole = dense_activation_placement(tp=spmd.R)
-    return ShardingConfig(
-        state_shardings={"weight": dense_param_placement(tp=spmd.R)},
-        in_src_shardings={"input": whole},
-        in_dst_shardings={"input": whole},
-        out_src_shardings=whole,
-        out_dst_shardings=whole,
     )
 
 
@@ -463,19 +465,6 @@ def _converted(
         adapters = LoRAConverter.Config(rank=config.lora.rank, alpha=config.lora.alpha, target_modules=names)
         model = adapters.build().convert(model)
     return model
-
-
-def _sum_gradients(module: nn.Module) -> None:
-    """Make FSDP sum gradients over ranks instead of averaging them, because the loss weights contain the global counts.
-
-    torchtitan sets the divide factor to 1, which FSDP2 implements with PREMUL_SUM. gloo does not support PREMUL_SUM, so this
-    forces a plain sum. Ranks that do not use a parameter also contribute zeros to its reduction, because gloo kills the process
-    if ranks reduce tensors of different sizes.
-    """
-    for child in module.modules():
-        if isinstance(child, FSDPModule):
-            child.set_force_sum_reduction_for_comms(True)
-            child.set_reduce_scatter_unused_params(True, recurse=False)
 
 
 def mark(state: Mapping[str, Tensor]) -> None:

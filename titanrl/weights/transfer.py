@@ -435,7 +435,13 @@ class WeightReader:
         stale = [manifest.rank for manifest in commit.manifests if manifest.version != commit.version]
         if stale:
             raise WeightMismatchError(f"version {commit.version}: the manifests of ranks {stale} are of another version")
-        layouts = [await self._layout(manifest.layout_id) for manifest in commit.manifests]
+        for layout_id in (manifest.layout_id for manifest in commit.manifests):
+            if layout_id not in self._layouts:  # read from the store once
+                try:
+                    self._layouts[layout_id] = await self._store.get(layout_key(self._run, layout_id))
+                except KeyError:
+                    raise WeightMismatchError(f"layout {layout_id} of the weights is not in the store") from None
+        layouts = [self._layouts[manifest.layout_id] for manifest in commit.manifests]
         payloads = await asyncio.gather(*(self._payload(manifest) for manifest in commit.manifests))
         return FetchedWeights(self, commit, layouts, payloads)
 
@@ -473,15 +479,6 @@ class WeightReader:
         for source in self._sources:
             if isinstance(source, HostTransport):
                 source.close()
-
-    async def _layout(self, layout_id: str) -> ByteLayout:
-        """Return a layout. It is read from the store once."""
-        if layout_id not in self._layouts:
-            try:
-                self._layouts[layout_id] = await self._store.get(layout_key(self._run, layout_id))
-            except KeyError:
-                raise WeightMismatchError(f"layout {layout_id} of the weights is not in the store") from None
-        return self._layouts[layout_id]
 
     async def _payload(self, manifest: WeightManifest) -> Payload:
         """Fetch a rank's bytes through the first offered transport that is reachable from this process."""
