@@ -23,7 +23,6 @@ from titanrl.carriers.supports import placed
 from titanrl.carriers.tables import RecordTable
 from titanrl.carriers.types import (
     Completion,
-    DoubleArray,
     GenerationRequest,
     Group,
     GroupHandle,
@@ -365,25 +364,23 @@ def _group_tokens(trained: Sequence[Rollout], sampled: Sequence[Rollout]) -> Gro
             counts_S[: len(trained_segment.mask)] = trained_segment.mask & np.isfinite(trained_segment.logprobs)
             counts.append(counts_S[segment.mask])
         counted_until: IntArray = np.cumsum(np.concatenate(counts))
-        if whole.token_rewards is None:
-            counted_until, values = _at_turn_ends(counted_until, whole)
-        else:
+        if whole.token_rewards is not None:
             values = whole.token_rewards
+        elif whole.turns:
+            before = np.cumsum([0, *(int(np.count_nonzero(segment.mask)) for segment in whole.segments)])
+            ends = [
+                int(before[turn.segment] + np.count_nonzero(whole.segments[turn.segment].mask[: turn.end]))
+                for turn in whole.turns
+            ]
+            counted_until = np.concatenate([[0], counted_until])[ends]
+            values = np.array([turn.reward for turn in whole.turns])
+        else:
+            counted_until, values = counted_until[-1:], np.array([whole.reward])
         has_token = (counted_until > 0) & (values != 0.0)
         num_rewards.append(int(np.count_nonzero(has_token)))
         positions += (counted_until[has_token] - 1).tolist()
         rewards += values[has_token].tolist()
     return GroupTokens(num_rewards=tuple(num_rewards), positions=tuple(positions), rewards=tuple(rewards))
-
-
-def _at_turn_ends(counted_until: IntArray, whole: Rollout) -> tuple[IntArray, DoubleArray]:
-    """Return the number of loss tokens up to the end of each turn, and the rewards of the turns."""
-    if not whole.turns:
-        return counted_until[-1:], np.array([whole.reward])
-    before = np.cumsum([0, *(int(np.count_nonzero(segment.mask)) for segment in whole.segments)])
-    ends = [int(before[turn.segment] + np.count_nonzero(whole.segments[turn.segment].mask[: turn.end])) for turn in whole.turns]
-    until = np.concatenate([[0], counted_until])[ends]
-    return until, np.array([turn.reward for turn in whole.turns])
 
 
 def prompt_len(group: Group) -> int:
@@ -619,10 +616,14 @@ def columns_of(group: Group) -> tuple[list[list[int]], Columns]:
         "versions": joined([segment.versions for segment in flat], np.int32),
     }
     if any(rollout.token_rewards is not None for rollout in group.rollouts):
-        columns["rewards"] = joined(
-            [*map(_token_rewards, group.rollouts), *(np.zeros(len(each.completion.token_ids)) for each in group.failures)],
-            np.float64,
-        )
+        rewards = []
+        for rollout in group.rollouts:
+            mask = np.concatenate([segment.mask for segment in rollout.segments])
+            rewards.append(np.zeros(len(mask)))
+            if rollout.token_rewards is not None:
+                rewards[-1][mask] = rollout.token_rewards
+        rewards += [np.zeros(len(each.completion.token_ids)) for each in group.failures]
+        columns["rewards"] = joined(rewards, np.float64)
     return [[len(segment.token_ids) for segment in of_completion] for of_completion in segments], columns
 
 
@@ -635,14 +636,6 @@ def sampled_ids(lengths: Sequence[Sequence[int]], columns: Columns) -> Iterator[
     for end in before[np.cumsum([sum(of_completion) for of_completion in lengths], dtype=np.int64)].tolist():
         yield sampled[start:end]
         start = end
-
-
-def _token_rewards(rollout: Rollout) -> np.ndarray[Any, Any]:
-    mask = np.concatenate([segment.mask for segment in rollout.segments])
-    rewards = np.zeros(len(mask))
-    if rollout.token_rewards is not None:
-        rewards[mask] = rollout.token_rewards
-    return rewards
 
 
 def _rollout(group: Group, number: int) -> dict[str, Any]:

@@ -159,7 +159,14 @@ class EvaluationSets:
         if num_prompts is not None:
             eval_set = eval_set.model_copy(update={"num_prompts": num_prompts})
         opened = await self._open(eval_set)
-        prompts = await self._prompts_of(eval_set, opened.stream)
+        key = eval_set.name, eval_set.num_prompts
+        if key not in self._prompts:  # generating them can take seconds
+            held_out = partial(opened.stream.heldout, eval_set.num_prompts, split=eval_set.split, key=eval_set.key)
+            try:
+                self._prompts[key] = await asyncio.to_thread(held_out)
+            except BrokenRules as error:
+                raise within(error, f"{eval_set.key}.data") if eval_set.has_own_data else error from None
+        prompts = self._prompts[key]
         seed = derive_seed(self._config.seed, zlib.crc32(eval_set.name.encode()))
 
         async def complete(prompt: Prompt) -> Group:
@@ -190,17 +197,6 @@ class EvaluationSets:
         for opened in self._own.values():
             await opened.close()
         self._own.clear()
-
-    async def _prompts_of(self, eval_set: EvaluationSet, stream: PromptStream) -> list[Prompt]:
-        """Return the prompts of a set. Generating them can take seconds, so it runs in a thread and the result is cached."""
-        key = eval_set.name, eval_set.num_prompts
-        if key not in self._prompts:
-            try:
-                prompts = await asyncio.to_thread(stream.heldout, eval_set.num_prompts, split=eval_set.split, key=eval_set.key)
-            except BrokenRules as error:
-                raise within(error, f"{eval_set.key}.data") if eval_set.has_own_data else error from None
-            self._prompts[key] = prompts
-        return self._prompts[key]
 
     async def _open(self, eval_set: EvaluationSet) -> OpenData:
         if not eval_set.has_own_data:
