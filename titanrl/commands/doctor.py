@@ -738,7 +738,13 @@ def print_checkup(checkup: Checkup) -> None:
         speeds = [link.bytes_per_s for link in checkup.links if link.bytes_per_s is not None]
         speed = f", median {gigabytes(int(median(speeds)))}/s" if speeds else ""
         title = f"Connections between hosts ({len(checkup.links)} tried{speed})"
-        print_table(console, title, ("from", "to", "latency", "bandwidth"), _link_rows(checkup.links))
+        rows = []
+        for link in sorted(checkup.links, key=lambda link: link.bytes_per_s or 0.0)[:MAX_LINKS]:
+            measured = "closed", ""
+            if link.latency_s is not None and link.bytes_per_s is not None:
+                measured = f"{link.latency_s * 1000:.3f} ms", f"{gigabytes(int(link.bytes_per_s))}/s"
+            rows.append((link.source, link.target, *measured))
+        print_table(console, title, ("from", "to", "latency", "bandwidth"), rows)
     for problem in checkup.problems:
         prefix = "" if problem.level == "error" else "warning: "
         console.print(f"{prefix}{problem}", markup=False, highlight=False, soft_wrap=True)
@@ -759,14 +765,6 @@ def _row(host: Examined) -> Sequence[str]:
         f"{len(report.devices)} x {report.devices[0]}" if report.devices else "",
         f"{host.clock_s * 1000:+.1f} ms",
     )
-
-
-def _link_rows(links: Sequence[Link]) -> Iterator[Sequence[str]]:
-    for link in sorted(links, key=lambda link: link.bytes_per_s or 0.0)[:MAX_LINKS]:
-        if link.latency_s is None or link.bytes_per_s is None:
-            yield link.source, link.target, "closed", ""
-        else:
-            yield link.source, link.target, f"{link.latency_s * 1000:.3f} ms", f"{gigabytes(int(link.bytes_per_s))}/s"
 
 
 if __name__ == "__main__":

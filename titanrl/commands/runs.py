@@ -7,7 +7,7 @@ import re
 import secrets
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,7 +22,7 @@ from titanrl.config.errors import ConfigError, inline, refusing
 from titanrl.config.load import parse_overrides
 from titanrl.metrics import report
 from titanrl.metrics.reading import RunRecord, open_run
-from titanrl.metrics.timeline import Usage, trace_of, usages, window_of
+from titanrl.metrics.timeline import trace_of, usages, window_of
 from titanrl.processes.children import stacks_of
 
 SHOWN = 0.005
@@ -156,19 +156,15 @@ def timeline(argv: Sequence[str] | None = None, *, prog: str = "titanrl timeline
         except OSError as error:
             _exit_unwritten("--output", arguments.output, error)
     title = f"{window.end - window.start:.1f} s of {arguments.run}"
-    rows = (row for usage in usages(processes, spans, window) for row in _usage_rows(usage))
+    rows = []  # for each process its work and its longest wait, then its other waits
+    for usage in usages(processes, spans, window):
+        waits = [(f"{share:.1%}", name.removeprefix("wait for ")) for name, share in usage.waiting.items() if share >= SHOWN]
+        if usage.unknown >= SHOWN:
+            waits.append((f"{usage.unknown:.1%}", "not recorded"))
+        first, *others = waits or [("", "")]
+        rows.append((usage.process, f"{usage.seconds:.1f}", f"{usage.busy:.1%}", *first))
+        rows += [("", "", "", *wait) for wait in others]
     print_table(table_console(), title, ["process", "seconds", "works", "waits", "for"], rows)
-
-
-def _usage_rows(usage: Usage) -> Iterator[Sequence[str]]:
-    """Yield the lines of a process: its work and its longest wait, then its other waits."""
-    waits = [(f"{share:.1%}", name.removeprefix("wait for ")) for name, share in usage.waiting.items() if share >= SHOWN]
-    if usage.unknown >= SHOWN:
-        waits.append((f"{usage.unknown:.1%}", "not recorded"))
-    first, *others = waits or [("", "")]
-    yield usage.process, f"{usage.seconds:.1f}", f"{usage.busy:.1%}", *first
-    for wait in others:
-        yield "", "", "", *wait
 
 
 def steps(text: str) -> tuple[int | None, int | None]:

@@ -157,8 +157,13 @@ def broken_rules(
         yield config.broken("algorithm.credit data.environment", rule, "remove algorithm.credit, or set data.environment")
     if training and config.trainer.lora is not None:
         yield from broken_by_adapter(config.trainer.lora)
-    if training:
-        yield from _broken_by_port(config)
+    host, port = config.logging.metrics_host, config.logging.metrics_port
+    if training and port is not None and config.hosts.kind == "local":  # `titanrl submit` checks on another machine
+        try:
+            socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+        except OSError as error:
+            rule = f"this machine must be able to listen at it, but {error.strerror}"
+            yield config.broken("logging.metrics_port logging.metrics_host", rule, "choose a free port, or null")
     yield from _broken_by_folders(config, run_dir)
 
 
@@ -288,17 +293,6 @@ def broken_by_packages(config: Config, device: str, *, training: bool = True, sa
         if devices.installed_version(package) is None:
             fix = "pip install 'titanrl[otel]', or set logging.otlp_endpoint to null"
             yield config.broken("logging.otlp_endpoint", f"the package {package} must be installed", fix)
-
-
-def _broken_by_port(config: Config) -> Iterator[BrokenRule]:
-    host, port = config.logging.metrics_host, config.logging.metrics_port
-    if port is None or config.hosts.kind != "local":  # `titanrl submit` checks on another machine
-        return
-    try:
-        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
-    except OSError as error:
-        rule = f"this machine must be able to listen at it, but {error.strerror}"
-        yield config.broken("logging.metrics_port logging.metrics_host", rule, "choose a free port, or null")
 
 
 def _broken_by_folders(config: Config, run_dir: Path | None) -> Iterator[BrokenRule]:
