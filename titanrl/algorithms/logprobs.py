@@ -198,8 +198,8 @@ class _LogprobsAndEntropy(torch.autograd.Function):
         # Per token: sum of exp(x), sum of exp(x) * x, and x at the label, where x = logits / temperature - max.
         sums_3N = max_N.new_empty(3, len(max_N))
         sums_3N[2] = torch.where(owned_N, label_logits_N, 0.0)
-        for rows in chunks(logits_NV):
-            shifted_CV = shifted(logits_NV[rows], max_N[rows], temperature)
+        for rows in _chunks(logits_NV):
+            shifted_CV = _shifted(logits_NV[rows], max_N[rows], temperature)
             exp_CV = _exp(shifted_CV, rows, supports, vocab_start)
             sums_3N[0, rows] = exp_CV.sum(-1)
             sums_3N[1, rows] = exp_CV.mul_(shifted_CV).sum(-1)
@@ -235,8 +235,8 @@ class _LogprobsAndEntropy(torch.autograd.Function):
             unused_N &= grad_entropy_N == 0
 
         grad_logits_NV = torch.empty_like(logits_NV)
-        for rows in chunks(logits_NV):
-            logp_CV = shifted(logits_NV[rows], log_z_N[rows], ctx.temperature)
+        for rows in _chunks(logits_NV):
+            logp_CV = _shifted(logits_NV[rows], log_z_N[rows], ctx.temperature)
             grad_CV = _exp(logp_CV, rows, ctx.supports, ctx.vocab_start)
             if grad_entropy_N is None:
                 grad_CV.mul_(-grad_N[rows, None])
@@ -244,7 +244,7 @@ class _LogprobsAndEntropy(torch.autograd.Function):
                 inner_CV = logp_CV.add_(entropy_N[rows, None]).mul_(grad_entropy_N[rows, None]).add_(grad_N[rows, None])
                 grad_CV.mul_(inner_CV.neg_())
             grad_CV.scatter_add_(-1, local_N[rows, None], torch.where(owned_N, grad_N, 0.0)[rows, None])
-            grad_logits_NV[rows] = zero_rows_(grad_CV, unused_N[rows])
+            grad_logits_NV[rows] = _zero_rows_(grad_CV, unused_N[rows])
         return grad_logits_NV, None, None, None, None, None
 
 
@@ -253,7 +253,7 @@ def _largest(logits_NV: Tensor, supports: TokenSupports | None, vocab_start: int
     if supports is None:
         return logits_NV.amax(-1)
     max_N = logits_NV.new_empty(len(logits_NV))
-    for rows in chunks(logits_NV):
+    for rows in _chunks(logits_NV):
         logits_CV = logits_NV[rows]
         if supports.limits_any(rows):
             logits_CV = logits_CV.masked_fill(supports.outside(rows, vocab_start, logits_NV.shape[-1]), -torch.inf)
@@ -276,7 +276,7 @@ def _local_labels(labels_N: Tensor, vocab_start: int, vocab_size: int) -> tuple[
     return column_N.clamp(0, vocab_size - 1), (column_N >= 0) & (column_N < vocab_size)
 
 
-def shifted(logits_CV: Tensor, shift_C: Tensor, temperature: float) -> Tensor:
+def _shifted(logits_CV: Tensor, shift_C: Tensor, temperature: float) -> Tensor:
     """Return logits / temperature - shift as a new tensor, in the dtype of `shift_C`."""
     scaled_CV = logits_CV.to(shift_C.dtype)
     if temperature != 1.0:
@@ -285,14 +285,14 @@ def shifted(logits_CV: Tensor, shift_C: Tensor, temperature: float) -> Tensor:
     return scaled_CV.sub_(shift_C[:, None]) if scaled_CV is not logits_CV else scaled_CV - shift_C[:, None]
 
 
-def zero_rows_(values_CV: Tensor, is_zero_C: Tensor) -> Tensor:
+def _zero_rows_(values_CV: Tensor, is_zero_C: Tensor) -> Tensor:
     """Set some rows to 0 in place, also where they are not finite: multiplied by 0, NaN stays NaN."""
     if values_CV.device.type == "cpu":  # where filling all rows with a mask takes longer than the softmax
         return values_CV.index_fill_(0, is_zero_C.nonzero()[:, 0], 0.0)
     return values_CV.masked_fill_(is_zero_C[:, None], 0.0)  # without waiting for the device
 
 
-def chunks(logits_NV: Tensor) -> Iterator[slice]:
+def _chunks(logits_NV: Tensor) -> Iterator[slice]:
     """Yield slices of rows with at most `CHUNK_ELEMENTS` logits each, but at least one row."""
     num_rows, vocab_size = logits_NV.shape
     step = max(CHUNK_ELEMENTS.get(logits_NV.device.type, CHUNK_ELEMENTS_ELSEWHERE) // vocab_size, 1)
@@ -389,9 +389,9 @@ class _Divergence(torch.autograd.Function):
         teacher_log_z_N = _log_normalizer(teacher.logits_MV, dtype, group, temperature)[index_N]
         # Per token: the divergence, and the term that makes the sum of the gradients over the vocabulary 0.
         sums_2N = log_z_N.new_zeros(2, len(log_z_N))
-        for rows in chunks(logits_NV):
-            logq_CV = shifted(logits_NV[rows], log_z_N[rows], temperature)
-            logp_CV = shifted(teacher.logits_MV[index_N[rows]], teacher_log_z_N[rows], temperature)
+        for rows in _chunks(logits_NV):
+            logq_CV = _shifted(logits_NV[rows], log_z_N[rows], temperature)
+            logp_CV = _shifted(teacher.logits_MV[index_N[rows]], teacher_log_z_N[rows], temperature)
             if teacher.name == "forward_kl":
                 sums_2N[0, rows] = (logp_CV.exp() * (logp_CV - logq_CV)).sum(-1)
                 continue
@@ -417,9 +417,9 @@ class _Divergence(torch.autograd.Function):
         unused_N = ~has_teacher_N | (grad_N == 0)
         grad_N = grad_N / ctx.temperature
         grad_logits_NV = torch.empty_like(logits_NV)
-        for rows in chunks(logits_NV):
-            logq_CV = shifted(logits_NV[rows], log_z_N[rows], ctx.temperature)
-            logp_CV = shifted(logits_MV[index_N[rows]], teacher_log_z_N[rows], ctx.temperature)
+        for rows in _chunks(logits_NV):
+            logq_CV = _shifted(logits_NV[rows], log_z_N[rows], ctx.temperature)
+            logp_CV = _shifted(logits_MV[index_N[rows]], teacher_log_z_N[rows], ctx.temperature)
             if ctx.name == "forward_kl":
                 slope_CV = logq_CV.exp_().sub_(logp_CV.exp_())
             elif ctx.name == "reverse_kl":
@@ -427,7 +427,7 @@ class _Divergence(torch.autograd.Function):
             else:
                 logm_CV = _log_mixture(logp_CV, logq_CV, ctx.beta)
                 slope_CV = (1 - ctx.beta) * logq_CV.exp() * (logq_CV - logm_CV - kl_N[rows, None])
-            grad_logits_NV[rows] = zero_rows_(slope_CV.mul_(grad_N[rows, None]), unused_N[rows])
+            grad_logits_NV[rows] = _zero_rows_(slope_CV.mul_(grad_N[rows, None]), unused_N[rows])
         return grad_logits_NV, None, None, None
 
 
@@ -453,8 +453,8 @@ class _PartialKL(torch.autograd.Function):
         column_NK = torch.where(is_here_NK, ids_NK - vocab_start, num_entries)  # the last column takes those of other ranks
         p_NK = logp_NK.exp()
         sums_2N = log_z_N.new_zeros(2, len(log_z_N))  # sum p_k log q_k, and q_r
-        for rows in chunks(logits_NV):
-            logq_CV = F.pad(shifted(logits_NV[rows], log_z_N[rows], temperature), (0, 1))
+        for rows in _chunks(logits_NV):
+            logq_CV = F.pad(_shifted(logits_NV[rows], log_z_N[rows], temperature), (0, 1))
             sums_2N[0, rows] = (p_NK[rows] * logq_CV.gather(1, column_NK[rows])).sum(-1)
             rest_CV = logq_CV.exp_().scatter_(1, column_NK[rows], 0.0)  # not 1 - sum q_k, which would lose a small rest
             sums_2N[1, rows] = rest_CV[:, :-1].sum(-1)
@@ -475,11 +475,11 @@ class _PartialKL(torch.autograd.Function):
         unused_N = ~has_teacher_N | (grad_N == 0)
         grad_N = grad_N / ctx.temperature
         grad_logits_NV = torch.empty_like(logits_NV)
-        for rows in chunks(logits_NV):
-            q_CV = F.pad(shifted(logits_NV[rows], log_z_N[rows], ctx.temperature).exp_(), (0, 1))
+        for rows in _chunks(logits_NV):
+            q_CV = F.pad(_shifted(logits_NV[rows], log_z_N[rows], ctx.temperature).exp_(), (0, 1))
             known_CK = q_CV.gather(1, column_NK[rows]) - p_NK[rows]
             slope_CV = q_CV.mul_(1.0 - ratio_N[rows, None]).scatter_(1, column_NK[rows], known_CK)[:, :-1]
-            grad_logits_NV[rows] = zero_rows_(slope_CV * grad_N[rows, None], unused_N[rows])
+            grad_logits_NV[rows] = _zero_rows_(slope_CV * grad_N[rows, None], unused_N[rows])
         return grad_logits_NV, None, None, None, None
 
 
@@ -494,8 +494,8 @@ def _log_normalizer(logits_NV: Tensor, dtype: torch.dtype, group: dist.ProcessGr
     if group is not None:
         dist.all_reduce(max_N, dist.ReduceOp.MAX, group=group)
     sum_N = torch.empty_like(max_N)
-    for rows in chunks(logits_NV):
-        sum_N[rows] = shifted(logits_NV[rows], max_N[rows], temperature).exp_().sum(-1)
+    for rows in _chunks(logits_NV):
+        sum_N[rows] = _shifted(logits_NV[rows], max_N[rows], temperature).exp_().sum(-1)
     if group is not None:
         dist.all_reduce(sum_N, group=group)
     return max_N + sum_N.log()
