@@ -1,9 +1,10 @@
 """Measure training steps of a program against those of an environment: `python -m benchmarks.programs --json FILE`.
 
 The same game of two calls is an environment in the rollout worker, an async function with OpenAI's client, and a command with
-this client. The runs with the environment and the function alternate every few steps, so that both are measured under equal
-conditions. The command, whose processes start while another run would be measured, has its run for itself. All runs train the
-quick start's model.
+this client. A reply that was cut ends each of them, as it ends an environment's episode: an untrained model's are nearly all
+cut. The runs with the environment and the function alternate every few steps, so that both are measured under equal conditions.
+The command, whose processes start while another run would be measured, has its run for itself. All runs train the quick start's
+model. The sampled tokens of a step show how equal their work was.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from typing import Any
 import openai
 
 from benchmarks.machine import write_result
+from titanrl.carriers.types import StepMetrics
 from titanrl.config import load_config
 from titanrl.environments import Done, Episode, Message, Observation
 from titanrl.environments.programs import ProgramTask
@@ -29,8 +31,9 @@ COMMAND = """
 import json, os, sys, openai
 create, model = openai.OpenAI().chat.completions.create, os.environ["TITANRL_MODEL"]
 asked = {"role": "user", "content": json.load(sys.stdin)["question"]}
-reply = create(model=model, messages=[asked])
-create(model=model, messages=[asked, reply.choices[0].message, asked])
+reply = create(model=model, messages=[asked]).choices[0]
+if reply.finish_reason != "length":
+    create(model=model, messages=[asked, reply.message, asked])
 """
 """Program of the command, which imports nothing but the client."""
 GAMES = {
@@ -39,6 +42,8 @@ GAMES = {
     "command": json.dumps({"program": [sys.executable, "-c", COMMAND], "max_turns": 2}),
 }
 """Section `data.environment` of each form of the game."""
+MEASURED = {"step_s": "time/step_s", "rollout_s": "time/rollout_s", "sampled_tokens": "count/generated_tokens"}
+"""Reported values of the steps by name, with the metrics that they are from."""
 SKIPPED_STEPS = 2
 """Steps at the start of each turn that are not measured."""
 
@@ -71,8 +76,9 @@ async def play(task: ProgramTask) -> None:
     """Play the game as a function."""
     create = client(task.url).with_options(api_key=task.key).chat.completions.create
     asked: Any = {"role": "user", "content": task.question}
-    reply: Any = await create(model=task.model, messages=[asked])
-    await create(model=task.model, messages=[asked, reply.choices[0].message, asked])
+    reply = (await create(model=task.model, messages=[asked])).choices[0]
+    if reply.finish_reason != "length":
+        await create(model=task.model, messages=[asked, reply.message, asked])
 
 
 def main() -> None:
@@ -88,35 +94,42 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="titanrl-bench-") as folder:
         measured = partial(measure, Path(folder), num_steps=arguments.steps, overrides=arguments.overrides)
-        seconds = dict[str, list[float]]()
+        steps = dict[str, list[StepMetrics]]()
         if arguments.only != "command":
-            seconds |= asyncio.run(measured(("environment", "function"), num_turns=arguments.turns))
+            steps |= asyncio.run(measured(("environment", "function"), num_turns=arguments.turns))
         if arguments.only != "function":
-            seconds |= asyncio.run(measured(("command",), num_turns=1))
-    result = {name: {"mean": statistics.fmean(of_run), "stdev": statistics.stdev(of_run)} for name, of_run in seconds.items()}
+            steps |= asyncio.run(measured(("command",), num_turns=1))
+    result = {
+        metric: {game: spread([step.values[name] for step in of_game]) for game, of_game in steps.items()}
+        for metric, name in MEASURED.items()
+    }
     if arguments.json is not None:
-        write_result(arguments.json, "programs", {"step_s": result})
+        write_result(arguments.json, "programs", result)
     else:
         print(json.dumps(result, indent=2))
 
 
 async def measure(
     folder: Path, games: Sequence[str], *, num_turns: int, num_steps: int, overrides: Sequence[str]
-) -> dict[str, list[float]]:
-    """Alternate between runs with some forms of the game, and return the seconds of their steps."""
+) -> dict[str, list[StepMetrics]]:
+    """Alternate between runs with some forms of the game, and return the metrics of their steps."""
     runs: dict[str, GRPO] = {}
     try:
         for game in games:
             runs[game] = await started(folder, game, overrides)
-        seconds: dict[str, list[float]] = {game: [] for game in games}
+        measured: dict[str, list[StepMetrics]] = {game: [] for game in games}
         for _ in range(num_turns):
             for game, run in runs.items():
-                steps = [(await run.step()).values["time/step_s"] for _ in range(SKIPPED_STEPS + num_steps)]
-                seconds[game] += steps[SKIPPED_STEPS:]
+                measured[game] += [await run.step() for _ in range(SKIPPED_STEPS + num_steps)][SKIPPED_STEPS:]
     finally:
         for run in runs.values():
             await run.close()
-    return seconds
+    return measured
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Return the mean and the standard deviation."""
+    return {"mean": statistics.fmean(values), "stdev": statistics.stdev(values)}
 
 
 async def started(folder: Path, game: str, overrides: Sequence[str]) -> GRPO:
