@@ -42,7 +42,7 @@ GAMES = {
     "command": json.dumps({"program": [sys.executable, "-c", COMMAND], "max_turns": 2}),
 }
 """Section `data.environment` of each form of the game."""
-MEASURED = {"step_s": "time/step_s", "rollout_s": "time/rollout_s", "sampled_tokens": "count/generated_tokens"}
+MEASURED = {"step_s": "time/step_s", "rollout_s": "time/rollout_s", "tokens_per_segment": "tokens/response_len_mean"}
 """Reported values of the steps by name, with the metrics that they are from."""
 SKIPPED_STEPS = 2
 """Steps at the start of each turn that are not measured."""
@@ -141,7 +141,8 @@ async def started(folder: Path, game: str, overrides: Sequence[str]) -> GRPO:
         "num_steps=100000",
         "evaluation.num_prompts=0",
     ]
-    settings = [f"data.environment={GAMES[game]}", "data.rewards={answer: reasoning_gym}", "trainer.row_tokens=256"]
+    equal = ["algorithm.learning_rate=1e-9"]  # policies that learned would sample more or fewer tokens than each other
+    settings = [f"data.environment={GAMES[game]}", "data.rewards={answer: reasoning_gym}", "trainer.row_tokens=256", *equal]
     return await GRPO(load_config("configs/quickstart.yaml", [*places, *settings, *overrides])).start()
 
 
