@@ -103,15 +103,19 @@ def test_spans_are_written_while_the_process_runs(tmp_path: Path) -> None:
 
 def test_server_is_idle_whenever_no_span_is_open(tmp_path: Path) -> None:
     open_timeline(tmp_path, "trainer_0", 10**6, is_server=True, since=process_start())
+    times = [time.monotonic()]  # a busy machine sleeps longer
     time.sleep(0.2)
+    times.append(time.monotonic())
     with span("compute"), span("wait for rollouts", "wait"):
         time.sleep(0.1)
+    times.append(time.monotonic())
     time.sleep(0.3)  # a planted sleep outside any span
+    times.append(time.monotonic())
     close_timeline()
     first, second = spans(tmp_path, "idle")
     assert (first.kind, second.kind) == ("wait", "wait")
-    assert first.seconds == pytest.approx(0.2, abs=0.09)
-    assert second.seconds == pytest.approx(0.3, abs=0.09)
+    assert first.seconds == pytest.approx(times[1] - times[0], abs=0.09)
+    assert second.seconds == pytest.approx(times[3] - times[2], abs=0.09)
     (process,) = RunRecord(tmp_path).processes()
     assert (process.name, process.pid) == ("trainer_0", os.getpid())
     assert process.start == pytest.approx(process_start(), abs=0.05)
