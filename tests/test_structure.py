@@ -48,22 +48,6 @@ def test_planning_rollout_workers_and_the_controller_import_no_torch(modules: st
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_templates_import_no_monarch() -> None:
-    # Processes fork from a template, and a fork would lack Monarch's threads.
-    program = """
-import sys
-from titanrl.config import load_config
-from titanrl.config.device import DEVICES
-from titanrl.launch.roles import Roles, needed
-for kind, (_, load) in needed(load_config('quickstart'), DEVICES['cpu'], Roles(rollouts=True)).items():
-    load()
-    print(kind, 'monarch' in sys.modules)
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    seen = dict(line.split() for line in done.stdout.splitlines() if line.endswith(("True", "False")))
-    assert seen == dict.fromkeys(("base", "store", "trainer", "rollout", "generator"), "False")
-
-
 def test_only_models_and_shipped_configs_name_a_model_family() -> None:
     named = re.compile(r"qwen|llama|mistral", re.IGNORECASE)
     paths = [path for path in PACKAGE.rglob("*") if path.suffix in {".py", ".j2", ".c", ".pyi"}]

@@ -9,9 +9,13 @@ How the default objective differs from the GRPO paper (arXiv:2402.03300):
 
 Every `algorithm.preset` runs in this loop, PPO with a critic, too; it has the name of the default one.
 
-`Publications` bounds staleness (docs/async.md). A published version reaches the generators in the background (`WeightSync`).
-Then the slots of the batches that it was trained on are freed, so a prompt admitted to a freed slot is sampled with this
-version or a newer one.
+`Publications` bounds staleness (docs/async.md). A prompt is admitted by reserving one of the buffer's *slots*
+(`replay/buffer.py`), which its group keeps until it is trained on. A published version reaches the generators in the background
+(`launch.generators.WeightSync`). Then the slots of the batches that it was trained on are freed, so a prompt admitted to a
+freed slot is sampled with this version or a newer one.
+
+The run counts two things: `step` is the number of batches taken, `version` that of the batches that changed the policy, with
+one or several optimizer steps. They differ by the batches whose optimizer steps were all skipped. A run ends at a version.
 """
 
 import math
@@ -249,8 +253,8 @@ class GRPO(Run):
 
     async def _heldout_loss(self) -> dict[str, float]:
         """Return the loss on held-out examples after the optimizer steps, as a metric; empty unless an evaluation is due."""
-        step = self.state.step + 1
-        is_evaluated = is_due(step, self.config.evaluation.every_steps) or step == self.config.num_steps
+        is_last = self.session.trainer.version >= self.config.num_steps  # of the step in progress
+        is_evaluated = is_last or is_due(self.state.step + 1, self.config.evaluation.every_steps)
         if self._examples is None or not is_evaluated:
             return {}
         with self.timer.phase("evaluate"):

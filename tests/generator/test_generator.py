@@ -23,7 +23,7 @@ from titanrl.data.tokenizer import load_tokenizer
 from titanrl.processes.actors import ask_actor, resolve
 from titanrl.processes.variables import worker_environment
 from titanrl.rollout.pool import GeneratorPool, InRound
-from titanrl.weights.records import Commit
+from titanrl.weights.records import Commit, HeldAdapter, adapters_run
 from titanrl.weights.store import IMPORTS, WeightSource, spawn_store
 from titanrl.weights.transfer import WeightPublisher
 
@@ -243,6 +243,23 @@ def test_pull_that_fails_on_one_rank_fails_on_all(lab: Lab) -> None:
     with pytest.raises(Exception, match=f"no valid weights: the pull of version 2 failed: rank 1: {cause}"):
         lab.do(lab.generate("titan-tp2", GREEDY))
     lab.do(pull(lab, "titan-tp2", 2))
+    assert set(lab.do(lab.generate("titan-tp2", GREEDY))[0].versions.tolist()) == {2}
+
+
+def test_adapter_that_one_rank_cannot_fetch_fails_on_all(lab: Lab) -> None:
+    leader, follower = (lab.generators["titan-tp2"].slice(procs=rank) for rank in (0, 1))
+
+    async def scenario() -> list[Any]:
+        publisher = WeightPublisher(adapters_run("lab"), 0, lab.store, torch.float32, ["arena"])
+        commit = Commit(1, (await publisher.publish(1, titan_names(load_file(lab.models[2] / "model.safetensors"))),))
+        held = [HeldAdapter(number=1, version=2, commit=each) for each in (commit, Commit(9, commit.manifests))]
+        holds = [rank.hold_adapter.call_one(each) for rank, each in zip((leader, follower), held, strict=True)]
+        return await asyncio.gather(*map(resolve, holds), return_exceptions=True)
+
+    lab.do(pull(lab, "titan-tp2", 2))
+    reply, failed = lab.do(scenario())
+    assert "WeightMismatchError" in str(reply)  # it took part in the swap, which fails on every rank
+    assert re.search("the manifests of ranks .0. are of another version", str(failed))
     assert set(lab.do(lab.generate("titan-tp2", GREEDY))[0].versions.tolist()) == {2}
 
 

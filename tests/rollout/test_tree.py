@@ -267,6 +267,14 @@ def test_continued_call_renders_only_what_is_new(renderer: Renderer, tokenizer: 
     ]
 
 
+def test_turn_without_tokens_ends_with_its_segment(renderer: Renderer) -> None:
+    tree = CallTree(renderer, max_tokens=1000)
+    message = reply(tree, renderer, tree.context([user("a")]), sampled([40, EOS_ID]))
+    reply(tree, renderer, tree.context([user("a"), message, user("b")]), sampled([]))
+    (segment,) = tree.segments()
+    assert [turn.end for turn in tree.turns([0.0, 1.0])] == [len(segment.token_ids)] * 2
+
+
 def test_second_continuation_of_a_call_is_a_branch(renderer: Renderer) -> None:
     tree = CallTree(renderer, max_tokens=1000)
     message = reply(tree, renderer, tree.context([user("a")]), sampled([40, EOS_ID]))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 class TitanRLError(Exception):
-    """Base class of all TitanRL exceptions, such as `ConfigError`, `DeadlineError` and `ActorDiedError`."""
+    """Base class of the exceptions that a run raises, such as `ConfigError`, `DeadlineError` and `ActorDiedError`."""
 
 
 USER_ERRORS = (Exception, SystemExit, KeyboardInterrupt)
@@ -52,7 +52,7 @@ class FaultError(TitanRLError):
 
 
 class TokensLostError(TitanRLError):
-    """Tokens of a batch are lost because the rollout worker that held them died."""
+    """Tokens of a batch are lost, because the rollout worker that held them died or no longer has them."""
 
 
 class RankError(FaultError):

@@ -9,7 +9,7 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Coroutine, Mapping, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +27,6 @@ from titanrl.processes.actors import Actor, Gathering, ReplyPort, concurrent_end
 from titanrl.weights.records import Commit, HeldAdapter
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future
     from multiprocessing.connection import Connection
 
     from titanrl.generator.engine import Engine, Fill, Finished, HeldPuller, Puller, Sampled
@@ -81,7 +80,7 @@ class Generator(Actor):
     refused.
 
     With `generator.tp` > 1, a replica is a mesh of this actor, one per tensor-parallel rank. Call `start`, `pull_weights`,
-    `start_over`, `probe` and `close` on all ranks, `follow` on all ranks except 0, and the others on rank 0.
+    `hold_adapter`, `start_over`, `probe` and `close` on all ranks, `follow` on all ranks except 0, and the others on rank 0.
 
     All endpoints used during a run are concurrent. Monarch starts no concurrent endpoint while a plain one runs, and a pull
     may wait for running requests to finish (`on_update: drain`).
@@ -202,7 +201,10 @@ class Generator(Actor):
 
     @concurrent_endpoint
     async def probe(self) -> None:
-        """Return once the engine has finished its current step, which shows that neither it nor the event loop hangs."""
+        """Return once the engine has finished its current step, which shows that neither it nor the event loop hangs.
+
+        Other ranks than 0 show it of their event loop alone: their engines block until rank 0 takes a step.
+        """
         if self._rank == 0:
             await self._loop.turn()
 
@@ -238,23 +240,25 @@ class Generator(Actor):
                 engine.invalidate(f"the pull of version {commit.version} failed: {error}")
                 raise
 
+        async def fetch() -> "Fill":
+            if self._puller is None:
+                from titanrl.generator.engine import Puller
+
+                setup, model = self._setup, open_model(self._setup.model_dir, self._setup.family)
+                assert setup.source is not None, "a frozen model pulls no weights"
+                self._puller = Puller(setup.source, model, setup.config, self._rank, has_adapters=setup.lora is not None)
+            return await self._puller.fetch(commit)
+
         async with self._pulling:
             with span("pull", version=commit.version):
-                if self._puller is None:
-                    from titanrl.generator.engine import Puller
-
-                    setup, model = self._setup, open_model(self._setup.model_dir, self._setup.family)
-                    assert setup.source is not None, "a frozen model pulls no weights"
-                    has_adapters = setup.lora is not None
-                    self._puller = Puller(setup.source, model, setup.config, self._rank, has_adapters=has_adapters)
-                puller = self._puller
-                fill, fetched = await self._fetch(commit, puller)
-                if self._follower is not None:
-                    await asyncio.wrap_future(self._follower.swap(fill))
-                    return puller.take_received()
+                fill, fetched = await self._fetched(fetch())
                 try:
-                    await self._loop.call(update, when_drained=fetched and on_update == "drain")
-                    return puller.take_received()
+                    if self._follower is not None:
+                        await asyncio.wrap_future(self._follower.swap(fill))
+                    else:
+                        await self._loop.call(update, when_drained=fetched and on_update == "drain")
+                    assert self._puller is not None, "the swap fails if the fetch did"
+                    return self._puller.take_received()
                 finally:
                     self._attempted = max(self._attempted, commit.version)
                     if self._attempted >= self._expected:  # also after a failure: the requests must then be refused, not wait
@@ -264,16 +268,23 @@ class Generator(Actor):
     async def hold_adapter(self, held: HeldAdapter) -> None:
         """Add an adapter beside the policy's between two decoding steps; running requests continue.
 
+        Requests name it by its number: those of a session's client that keeps a version, or of another of its models.
+
         Raises:
             WeightMismatchError: Its bytes do not match this model.
+            StoppedError: The run restarts.
         """
-        async with self._pulling:
+
+        async def fetch() -> "Fill":
             if self._held_puller is None:
                 from titanrl.generator.engine import HeldPuller
 
                 assert self._setup.source is not None, "a frozen model holds no adapters"
                 self._held_puller = HeldPuller(self._setup.source)
-            fill = await self._held_puller.fetch(held)
+            return await self._held_puller.fetch(held)
+
+        async with self._pulling:
+            fill, _ = await self._fetched(fetch())
             if self._follower is not None:
                 await asyncio.wrap_future(self._follower.swap(fill))
             else:
@@ -361,20 +372,20 @@ class Generator(Actor):
         (leader,) = connect(self._rank, self._setup.config.tp)
         return engine, leader
 
-    async def _fetch(self, commit: Commit, puller: "Puller") -> "tuple[Fill, bool]":
-        """Fetch a version; return a function that writes it into the model, and whether the fetch succeeded.
+    async def _fetched(self, fetch: "Coroutine[None, None, Fill]") -> "tuple[Fill, bool]":
+        """Return the function that `fetch` returns, which writes weights into the model, and whether the fetch succeeded.
 
         A fetch fails if the run restarts. After a failed fetch, the returned function raises the error: in the swap and not
         here, because all ranks must take part in every swap, and then fail at the same step.
         """
-        fetching = asyncio.create_task(puller.fetch(commit))
+        fetching = asyncio.create_task(fetch)
         restarting = asyncio.create_task(self._restarting.wait())
         try:
             await asyncio.wait({fetching, restarting}, return_when=asyncio.FIRST_COMPLETED)
             if not fetching.done():
                 raise StoppedError("the run restarts")
             return fetching.result(), True
-        except Exception as error:  # whatever the error, the engine must stop serving older weights
+        except Exception as error:  # whatever the error: the engine must stop serving older weights, or not hold the adapter
             failure = error
 
             def fail(engine: "Engine") -> bool:

@@ -343,9 +343,9 @@ class Engine:
 
     def drop_adapters(self, adapters: Iterable[int]) -> None:
         """Forget held adapters. Requests that name them must have finished; unknown ones are ignored."""
-        assert self.adapters is not None
         self._close_window()
         for adapter in adapters:
+            assert self.adapters is not None
             used = [running for running in self._running.values() if running.request.adapter == adapter]
             assert not used, f"{len(used)} running requests use adapter {adapter}"
             self._held.pop(adapter, None)

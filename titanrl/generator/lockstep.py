@@ -93,7 +93,7 @@ class Leader:
         return self._engine.load
 
     def add(self, request: GenerationRequest) -> int:
-        """Call `Engine.add`."""
+        """Add a request on all ranks; see `Engine.add`."""
         ticket = self._engine.add(request)
         self._changes.append(request)
         return ticket

@@ -112,9 +112,9 @@ def lanes_of(spans: Iterable[Span]) -> list[Lane]:
 def states_of(spans: Iterable[Span], window: Window) -> list[State]:
     """Return the states of one process, which fill the window without overlap.
 
-    At each instant, the state is that of one open span: a process with a span of kind `work` is busy; otherwise one with a
-    `wait` waits; otherwise it is busy with a request or a phase. Of several spans of a kind, the one that started last decides,
-    because it is the innermost one.
+    At each instant, the state is that of one open span, or `unknown` if none is open: a process with a span of kind `work` is
+    busy; otherwise one with a `wait` waits; otherwise it is busy with a request or a phase. Of several spans of a kind, the one
+    that started last decides, because it is the innermost one.
     """
     states: list[State] = []
     waiting = iter(sorted(spans, key=lambda span: span.start))

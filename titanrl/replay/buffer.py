@@ -7,7 +7,8 @@ the workers run *rounds*: once all of them have finished the previous round, one
 
 With B = (max_staleness + 1) P slots, P groups trained on between two publications and a reordering window of W groups, no token
 is trained on more than (B + W - 2) // P publications after it was sampled; docs/async.md proves it. Unless `discard` is called,
-no group is dropped because of its age, so long completions are as likely to be trained on as short ones.
+or `restore` finds that a checkpoint was written under another bound, no group is dropped because of its age, so long
+completions are as likely to be trained on as short ones.
 
 With a replay memory, a trained group moves there when its slot is released, and keeps its storage location. Replayed groups are
 added to the new groups of a batch, so the bound does not depend on them.
@@ -248,7 +249,7 @@ class ReplayMemory:
             self._groups[handle.location].priority = priority
 
     def undo_draw(self, handles: Sequence[GroupHandle]) -> None:
-        """Return the groups of the last draw, whose batch could not be trained on, as if it had not been made."""
+        """Release the groups of the last draw, whose batch could not be trained on, as if it had not been made."""
         for handle in handles:
             self.release(handle, None)
             self._groups[handle.location].num_uses -= 1
@@ -383,7 +384,7 @@ class GroupBuffer:
             self._notify()
 
     async def fail(self, error: str) -> None:
-        """Make the next `take_batch` raise the error of a failed worker."""
+        """Make `take_batch`, and all that wait for the buffer, raise the error of a failed worker from now on."""
         async with self._changed:
             self._failure = error
             self._changed.notify_all()
@@ -397,6 +398,8 @@ class GroupBuffer:
 
     async def take_batch(self, num_groups: int) -> Batch:
         """Wait for `num_groups` finished groups and take the first ones in prompt order. At least one has a signal.
+
+        An older group that is not finished is waited for, unless the window lets the others overtake it.
 
         Raise `RolloutError` if a worker failed, and `ScorerError` if the scorer failed on every rollout of the first groups.
         """
@@ -508,8 +511,8 @@ class GroupBuffer:
     async def rewind(self, handles: Table | None = None) -> list[int]:
         """Schedule resampling of everything after the last trained batch; return the positions, ascending.
 
-        The rounds, and therefore the results, are then the same as in a run without faults. `handles` are the groups of a batch
-        that cannot be trained on.
+        Synchronous runs do so after a fault (`hold_rounds`). The rounds, and therefore the results, are then the same as in a
+        run without faults. `handles` are the groups of a batch that cannot be trained on.
         """
         async with self._changed:
             lost = [] if handles is None else self._return_batch(handles)

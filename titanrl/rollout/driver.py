@@ -1,9 +1,9 @@
 """The token driver: connects a policy, which processes tokens, to an environment, which exchanges messages.
 
-First the tree of calls, which turns the calls of an episode into segments, and never renders a token of the policy again. Each
-call is a conversation, to which the policy replies. A call that repeats the messages of an earlier call, then its reply, then
-new messages, continues that call: only the new messages are rendered. Any other call is rendered as a whole. If its tokens
-start with all tokens of an earlier call, it continues that call, too. Otherwise it is a branch.
+First the tree of calls, which turns the calls of an episode into segments. Each call is a conversation, to which the policy
+replies. A call that repeats the messages of an earlier call, then its reply, then new messages, continues that call: only the
+new messages are rendered. Any other call is rendered as a whole, as is one to whose tokens the chat template cannot append. If
+its tokens start with all tokens of an earlier call, it continues that call, too. Otherwise it is a branch.
 
     call 0   [question]                          -> reply 0        segment 0: question, reply 0, result, reply 1
     call 1   [question, reply 0, result]         -> reply 1
@@ -13,9 +13,9 @@ start with all tokens of an earlier call, it continues that call, too. Otherwise
 A call continues the segment of the call before it; if another call does already, it starts a segment. Each sampled token is in
 the mask of one segment. In the prefix of other segments it is context.
 
-Then the driver. A conversation is rendered once. Each later turn appends tokens, so the policy is trained on exactly the tokens
-that it sampled. Appending is impossible if the environment edits the history or changes the tools, or if the model's template
-strips the thinking of earlier turns. The conversation then continues in a new segment.
+Then the driver. The first turn renders the conversation. Each later turn appends tokens, so the policy is trained on exactly
+the tokens that it sampled. Appending is impossible if the environment edits the history or changes the tools, or if the model's
+template strips the thinking of earlier turns. The conversation then continues in a new segment.
 """
 
 import asyncio
@@ -79,13 +79,16 @@ class Context:
     parent: int | None = None
     """Call whose tokens these extend; None if there is none."""
     num_known: int = 0
-    """Number of messages that the parent already has."""
+    """Number of messages at the start that an earlier call and its reply have, also if that call is not the parent."""
     state: str = ""
     """Name of the environment's state; if empty, its new messages are its state."""
 
     @property
     def state_hash(self) -> int:
-        """The environment's state as a signed integer of 64 bits: its name, the new messages, or without them the tokens."""
+        """The environment's state as a signed integer of 64 bits: its name, the new messages, or without them the tokens.
+
+        Turns with one state are compared with each other (`algorithm.credit: state`).
+        """
         if self.state:
             digest = _digest(self.state)
         elif self.history:
@@ -127,7 +130,7 @@ class CallTree:
         return len(self._calls)
 
     def context(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Context:
-        """Return the tokens of a conversation, those of an earlier call and the rendered rest.
+        """Return a conversation as tokens: those of an earlier call and the rendered rest, or all of it rendered.
 
         Raise `DoesNotFit` if it leaves no room for a reply, and `NotRenderable` if it cannot be rendered, or has no tokens.
         """
@@ -204,26 +207,29 @@ class CallTree:
 
     def segments(self) -> tuple[Segment, ...]:
         """Return the segments that have a sampled token, each up to the last one. Later tokens are not needed for any loss."""
-        return tuple(self._segment(chain) for chain in self.chains() if self._has_tokens(chain))
+        return tuple(self._segment(chain) for chain in self.chains() if self._segment_len(chain))
 
     def turns(self, rewards: Sequence[float]) -> tuple[Turn, ...]:
         """Return the turns of all segments, one per call, with the given rewards, which are those of the calls in this order.
 
-        A turn of a segment without sampled token is assigned to the end of the previous turn, and covers no tokens.
+        A turn without sampled tokens covers none: it ends with its segment at the latest. In a conversation without any, it
+        ends with the previous turn.
         """
         turns: list[Turn] = []
         number, end = -1, 0
         for chain in self.chains():
-            has_segment = self._has_tokens(chain)
-            number += has_segment
+            length = self._segment_len(chain)
+            number += length > 0
             for call in chain:
-                end = len(self._calls[call].known_ids) if has_segment else end
+                end = min(len(self._calls[call].known_ids), length) if length else end
                 state = self._calls[call].context.state_hash
                 turns.append(Turn(segment=max(number, 0), end=end, reward=rewards[call], state=state))
         return tuple(turns)
 
-    def _has_tokens(self, chain: Sequence[int]) -> bool:
-        return any(len(self._calls[call].completion.token_ids) for call in chain)
+    def _segment_len(self, chain: Sequence[int]) -> int:
+        """Return the number of tokens up to the last sampled one; 0 if there is none."""
+        calls = [self._calls[number] for number in chain]
+        return max((len(call.known_ids) for call in calls if len(call.completion.token_ids)), default=0)
 
     def _segment(self, chain: Sequence[int]) -> Segment:
         calls = [call for number in chain if len((call := self._calls[number]).completion.token_ids)]

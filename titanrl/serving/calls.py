@@ -352,7 +352,7 @@ class Fields:
         self._path = path
 
     def name(self, key: str) -> str:
-        """Return the name of a field in messages."""
+        """Return the name of a field for error messages, with the path of the object, such as `messages[0].role`."""
         return f"{self._path}.{key}" if self._path else key
 
     def take(self, key: str) -> Any:

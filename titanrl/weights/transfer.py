@@ -1,11 +1,12 @@
 """The two ends of a transfer: `WeightPublisher` publishes the shards of a trainer rank, and `WeightReader` fetches committed
 weights and copies them into the tensors of a generator rank.
 
-Both copy with `Copies`, batched tensor copies that cast in the same pass, on `THREADS` CPU threads or on a device stream. Large
-copies bypass the CPU caches (`_stream.c`); docs/weights.md describes the effect. Threads take the next part when they have
-finished one, so that a thread whose core is busy delays a copy by at most one part; OpenMP's barriers make a copy ten times
-slower then. On CUDA, host memory is pinned once per arena, so that copies overlap with computation. The device code is written
-for CUDA and NPU, but has not been run on either.
+Both copy with `Copies`, batched tensor copies that cast in the same pass, on a device stream or on a CPU. There, several
+threads copy long rows, as many as the variable `THREADS` says, and one thread copies the rest. Large copies bypass the CPU
+caches (`_stream.c`); docs/weights.md describes the effect. Threads take the next part when they have finished one, so that a
+thread whose core is busy delays a copy by at most one part; OpenMP's barriers make a copy ten times slower then. On CUDA, host
+memory is pinned once per arena, so that copies overlap with computation. The device code is written for CUDA and NPU, but has
+not been run on either.
 """
 
 import asyncio
@@ -122,7 +123,8 @@ class Copies:
 
 
 def as_rows(target: torch.Tensor, source: torch.Tensor) -> Rows | None:
-    """Describe a copy for `_stream`; return None for copies left to torch: on a device, with other casts, or of short rows."""
+    """Describe a copy for `_stream`; return None for copies left to torch: on a device, with other casts, of short
+    rows, of rows that are not contiguous, or of more than two dimensions after `merged_dims`."""
     is_cast = (target.dtype, source.dtype) == (torch.bfloat16, torch.float32)
     if not (target.is_cpu and source.is_cpu and (is_cast or target.dtype == source.dtype)):
         return None
@@ -142,7 +144,8 @@ def as_rows(target: torch.Tensor, source: torch.Tensor) -> Rows | None:
 
 
 def merged_dims(target: torch.Tensor, source: torch.Tensor) -> list[tuple[int, int, int]]:
-    """Merge the dimensions that are contiguous in both tensors; return (size, target stride, source stride) of each result."""
+    """Merge the dimensions that are contiguous in both tensors; return (size, target stride, source stride) of each
+    result, with strides in elements."""
     dims: list[tuple[int, int, int]] = []
     for size, to, of in zip(target.shape, target.stride(), source.stride(), strict=True):
         if dims and dims[-1][1:] == (size * to, size * of):
@@ -168,7 +171,7 @@ def split(row: Rows, most_bytes: int) -> Iterator[Rows]:
 
 
 Table = np.ndarray[Any, np.dtype[np.int64]]
-"""Part of a copy: `Rows` for `_stream`."""
+"""Part of a copy, int64 `[rows, fields of Rows]`, for `_stream`."""
 
 
 class Team:
@@ -180,7 +183,7 @@ class Team:
 
     @cached_property
     def num_threads(self) -> int:
-        """Number of cores that no other process of the run needs then."""
+        """Number of cores that the run leaves to this process while it copies, from the variable `THREADS`; 1 without it."""
         return min(int(os.environ.get(THREADS, "1")), len(os.sched_getaffinity(0)))
 
     @cached_property
@@ -287,8 +290,8 @@ class WeightPublisher:
         """Prepare to publish parameters, cast to `dtype`, under the name of a run, which is the prefix of the store's keys.
 
         The manifests offer `transports` in this order. `verify` is the portion of the bytes that the digest covers. Of the
-        memory for two publications, `num_arenas` are allocated in advance; the other when it is needed. `first` is that of
-        `first_holders`.
+        memory for two publications, `num_arenas` are allocated in advance; the other when it is needed. `first` is the
+        publishing rank of each tensor that rank 0 does not have (`weights.layout.first_holders`).
         """
         self._first = first
         self._run, self._rank, self._store = run, rank, store
@@ -309,7 +312,7 @@ class WeightPublisher:
         self._num_published = 0
 
     async def prepare(self, state: Mapping[str, torch.Tensor], keep: Collection[str] = ()) -> None:
-        """Plan the layout of a state dict and allocate all memory. Without this call, the first `publish` does so.
+        """Plan the layout of a state dict and allocate `num_arenas`. Without this call, the first `publish` does so.
 
         Args:
             state: The model's state dict. The plan is reused as long as the dict holds the same tensors in the same memory.
@@ -340,8 +343,8 @@ class WeightPublisher:
     async def publish(self, version: int, state: Mapping[str, torch.Tensor], keep: Collection[str] = ()) -> WeightManifest:
         """Copy the weights into an arena; the caller may change them afterwards. The last two publications stay readable.
 
-        `WeightSync` publishes only when no replica reads the version to be overwritten; a reader without a lease
-        detects by the sequence number that its bytes were overwritten.
+        `launch.generators.WeightSync` publishes only when no replica reads the version to be overwritten; a reader without a
+        lease detects by the sequence number that its bytes were overwritten.
 
         See `prepare` for `state`, `keep`, and the `ValueError` and `OSError` that it raises.
         """
@@ -395,7 +398,8 @@ class CopyPlan:
         return self.layout_ids == layout_ids and self._planned.matches(targets)
 
     def run(self, data: Mapping[int, torch.Tensor], *, is_reused: bool) -> None:
-        """Copy from the bytes of each trainer rank, given by rank, into the targets. Memory that `is_reused` is kept alive."""
+        """Copy from the bytes of each trainer rank, given by rank, into the targets. The copies from
+        memory that `is_reused`, at the same address for later versions, are kept for them."""
         where = tuple(data[rank].data_ptr() for rank in sorted(data))
         if (copies := self._copies.get(where)) is None:
             copies = Copies(self._filled, [entry_view(data[part.rank], part.entry)[part.source] for part in self._slices])
