@@ -4,7 +4,7 @@ The same game of two calls is an environment in the rollout worker, an async fun
 this client. A reply that was cut ends each of them, as it ends an environment's episode: an untrained model's are nearly all
 cut. The runs with the environment and the function alternate every few steps, so that both are measured under equal conditions.
 The command, whose processes start while another run would be measured, has its run for itself. All runs train the quick start's
-model. The sampled tokens of a step show how equal their work was.
+model. `tokens_per_segment` shows how equal their work was.
 """
 
 import argparse

@@ -7,8 +7,8 @@ the workers run *rounds*: once all of them have finished the previous round, one
 
 With B = (max_staleness + 1) P slots, P groups trained on between two publications and a reordering window of W groups, no token
 is trained on more than (B + W - 2) // P publications after it was sampled; docs/async.md proves it. Unless `discard` is called,
-or `restore` finds that a checkpoint was written under another bound, no group is dropped because of its age, so long
-completions are as likely to be trained on as short ones.
+or a group of a checkpoint would exceed the bound, no group is dropped because of its age, so long completions are as likely to
+be trained on as short ones.
 
 With a replay memory, a trained group moves there when its slot is released, and keeps its storage location. Replayed groups are
 added to the new groups of a batch, so the bound does not depend on them.
