@@ -26,7 +26,7 @@ from titanrl.config.sections import RecipeConfig
 from titanrl.models.recipe import create_model
 from titanrl.serving.http import listen
 from titanrl.serving.tinker import Tinker, Users
-from titanrl.serving.tinker_checkpoints import Checkpoints
+from titanrl.serving.tinker_sessions import Checkpoints
 from titanrl.session.session import Session
 from titanrl.session.tinkering import SessionHost
 

@@ -18,8 +18,7 @@ from tests.serving.servers import serving as serving_app
 from tests.serving.tinker_hosts import NumberHost
 from titanrl.serving import tinker_wire as wire
 from titanrl.serving.tinker import Tinker, Users
-from titanrl.serving.tinker_checkpoints import Checkpoints
-from titanrl.serving.tinker_sessions import TinkerLimits
+from titanrl.serving.tinker_sessions import Checkpoints, TinkerLimits
 
 tinker = pytest.importorskip("tinker")
 types = tinker.types

@@ -9,7 +9,7 @@ import pytest
 
 from titanrl.base.files import DamagedError
 from titanrl.serving.calls import Refused
-from titanrl.serving.tinker_checkpoints import Checkpoint, Checkpoints, Kind, ModelSpec, Run
+from titanrl.serving.tinker_sessions import Checkpoint, Checkpoints, Kind, ModelSpec, Run
 
 MODEL = "session_1:train:0"
 
@@ -104,7 +104,7 @@ def test_listing_keeps_a_state_that_is_being_moved(root: Path, tmp_path: Path, m
         move(source, target)
         seen.extend(checkpoints.all_of("ann"))
 
-    monkeypatch.setattr("titanrl.serving.tinker_checkpoints.shutil.move", list_meanwhile)
+    monkeypatch.setattr("titanrl.serving.tinker_sessions.shutil.move", list_meanwhile)
     path = add(checkpoints, "weights", "a", state_in(tmp_path)).path
     assert seen == []
     assert (checkpoints.find(path, "ann")[2] / "data").read_text() == "weights"

@@ -11,12 +11,13 @@ import pytest
 
 from tests.serving.tinker_hosts import NumberHost
 from titanrl.serving.calls import Refused
-from titanrl.serving.tinker_checkpoints import Checkpoints, ModelSpec
 from titanrl.serving.tinker_sessions import (
     OVERHEAD,
     Answer,
+    Checkpoints,
     Future,
     Futures,
+    ModelSpec,
     NewModel,
     OpenModel,
     OpenSession,

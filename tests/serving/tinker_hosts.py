@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from titanrl.carriers.types import AdamParams, Completion, Datum, FloatArray, ForwardBackwardOutput, OptimUpdate, TopTokens
-from titanrl.serving.tinker_checkpoints import ModelSpec
-from titanrl.serving.tinker_sessions import FullError
+from titanrl.serving.tinker_sessions import FullError, ModelSpec
 from titanrl.serving.tinker_wire import SampleRequest
 
 VOCAB = 100

@@ -12,7 +12,7 @@ import pytest
 from titanrl.base.files import DamagedError
 from titanrl.config.sections import LoraConfig
 from titanrl.serving.calls import Refused
-from titanrl.serving.tinker_checkpoints import ModelSpec
+from titanrl.serving.tinker_sessions import ModelSpec
 from titanrl.session.sampling import AdapterLimitError
 from titanrl.session.tinkering import AdapterHost, AdapterSampler, SessionHost
 

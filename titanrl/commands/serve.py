@@ -316,8 +316,7 @@ async def serve_tinker(
     from titanrl.metrics.run_directory import RunLock
     from titanrl.serving.http import listen
     from titanrl.serving.tinker import Tinker, Users
-    from titanrl.serving.tinker_checkpoints import Checkpoints
-    from titanrl.serving.tinker_sessions import TinkerLimits
+    from titanrl.serving.tinker_sessions import Checkpoints, TinkerLimits
     from titanrl.session.session import connect  # imports torch
     from titanrl.session.tinkering import AdapterHost, SessionHost
 

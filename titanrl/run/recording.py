@@ -30,7 +30,7 @@ from titanrl.run.checkpoints import Resumable, checkpoint_dir, set_aside
 
 if TYPE_CHECKING:
     from titanrl.metrics import otlp
-    from titanrl.serving import run_metrics
+    from titanrl.serving import runs
 
 NVIDIA = Path("/proc/driver/nvidia/gpus")
 """Folder in which the driver lists the GPUs of this machine."""
@@ -198,9 +198,9 @@ class Telemetry:
 
     def __init__(self, logging: LoggingConfig, run_dir: Path, console: Console, *, since: float) -> None:
         """Start the threads that the configuration asks for. Spans from before a time are of an earlier process of the run."""
-        self._server: run_metrics.MetricsServer | None = None
+        self._server: runs.MetricsServer | None = None
         if logging.metrics_port is not None:
-            from titanrl.serving.run_metrics import MetricsServer  # imports uvicorn, which other runs do not need
+            from titanrl.serving.runs import MetricsServer  # imports uvicorn, which other runs do not need
 
             self._server = MetricsServer(run_dir, logging.metrics_host, logging.metrics_port)
             console.note(f"metrics for Prometheus: {self._server.url}/metrics")

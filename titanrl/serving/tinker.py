@@ -18,12 +18,14 @@ import prometheus_client as prometheus
 from titanrl.serving import tinker_wire as wire
 from titanrl.serving.calls import Fields, Refused, load_json, wrong
 from titanrl.serving.http import JSON, Endpoint, Headers, Receive, Response, dump, read_body, unless_disconnected
-from titanrl.serving.tinker_checkpoints import Checkpoints, ModelSpec, Run
 from titanrl.serving.tinker_sessions import (
     Answer,
+    Checkpoints,
     Host,
+    ModelSpec,
     NewModel,
     OpenModel,
+    Run,
     Sessions,
     TinkerLimits,
     Weights,

@@ -30,8 +30,7 @@ from titanrl.carriers.types import (
 from titanrl.config.sections import LoraConfig
 from titanrl.rollout.group import derive_seed
 from titanrl.serving.calls import Refused, new_id
-from titanrl.serving.tinker_checkpoints import ModelSpec
-from titanrl.serving.tinker_sessions import FullError, Model, Sampler
+from titanrl.serving.tinker_sessions import FullError, Model, ModelSpec, Sampler
 from titanrl.serving.tinker_wire import SampleRequest
 from titanrl.session.sampling import AdapterLimitError, ReleasedError, SamplingClient, VersionGoneError
 from titanrl.session.training import TrainingClient

@@ -18,7 +18,7 @@ from tests.ports import free_port
 from titanrl.base.errors import TitanRLError
 from titanrl.base.files import replace_text
 from titanrl.carriers.record import HOST
-from titanrl.serving.run_metrics import MetricsServer
+from titanrl.serving.runs import MetricsServer
 
 FIRST = {"step": 1, "version": 1, "time": 100.0, "reward/mean": 0.25, "time/train_s": 2.0, "time/step_s": 3.0}
 SECOND = {"step": 2, "version": 2, "time": 103.5, "reward/mean": 0.5, "time/train_s": 1.5, "time/step_s": 2.0}
