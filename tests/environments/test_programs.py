@@ -193,7 +193,8 @@ def test_process_without_its_main_thread_dies_with_the_command(folders: Temporar
         import ctypes, os, threading, time
         def stay():
             os.closerange(0, 3)
-            open({str(tmp_path / "pid")!r}, "w").write(str(os.getpid()))
+            open({str(tmp_path / "new")!r}, "w").write(str(os.getpid()))
+            os.replace({str(tmp_path / "new")!r}, {str(tmp_path / "pid")!r})  # which is never empty
             time.sleep(600)
         if os.fork() == 0:
             threading.Thread(target=stay).start()

@@ -467,11 +467,7 @@ def test_stand_in_and_fork_exit_together(end: str, code: int, tmp_path: Path) ->
             stand_in.kill()
         assert await asyncio.to_thread(stand_in.wait, 30) == code
         fork = int((tmp_path / "pid").read_text())
-        for _ in range(500):
-            if ended(fork):
-                break
-            await asyncio.sleep(0.01)
-        assert ended(fork)
+        assert await asyncio.to_thread(wait_until, lambda: ended(fork))
         stand_in.stdout.close()
         template.close()
 

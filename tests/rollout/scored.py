@@ -24,12 +24,13 @@ def score(
     config: Config,
     objects: Mapping[str, object],
     answers: Answers = ANSWERS,
+    sandbox: SandboxConfig = SANDBOX,
 ) -> list[Scored]:
     """Score answers as a rollout worker does."""
     config = with_objects(config, objects)
 
     async def main() -> list[Scored]:
-        scoring = Scoring(config.model_copy(update={"sandbox": SANDBOX}), plugins_of(config, objects))
+        scoring = Scoring(config.model_copy(update={"sandbox": sandbox}), plugins_of(config, objects))
         await scoring.start()
         try:
             return await scoring.score(answers)

@@ -12,8 +12,9 @@ from titanrl.carriers.rewards import Answers, RewardSpec, Score
 from titanrl.config.sections import SandboxConfig
 from titanrl.rollout.scoring import ScoringPool
 
-CONFIG = SandboxConfig(timeout_s=1.0, num_processes=2, memory_bytes=1 << 29)
-PATIENT = SandboxConfig(timeout_s=20.0, num_processes=2)
+CONFIG = SandboxConfig(timeout_s=20.0, num_processes=2, memory_bytes=1 << 29)
+HASTY = CONFIG.model_copy(update={"timeout_s": 2.0})
+"""For answers that reach the limit, and others that share it, even on a busy machine."""
 
 
 def own(path: str, *, bounds: tuple[float, float] = (0.0, 1.0)) -> RewardSpec:
@@ -53,10 +54,10 @@ def together(*answers: Answer) -> Answers:
 class Bench:
     """A started pool with its event loop, for synchronous tests."""
 
-    def __init__(self, spec: RewardSpec) -> None:
+    def __init__(self, spec: RewardSpec, config: SandboxConfig = CONFIG) -> None:
         before = children(os.getpid())
         self.runner = asyncio.Runner()
-        self.pool = ScoringPool([spec], CONFIG)
+        self.pool = ScoringPool([spec], config)
         self.runner.run(self.pool.start())
         (self.zygote,) = children(os.getpid()) - before
 

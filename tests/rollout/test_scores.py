@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.processes.processes import needs_confinement
-from tests.rollout.scoring import FOREVER, RIGHT, WRONG, Bench, rewards, started, statuses, together
+from tests.rollout.scoring import FOREVER, HASTY, RIGHT, WRONG, Bench, rewards, started, statuses, together
 from titanrl.carriers.rewards import MAX_PARTS, RewardSpec, Score, TokenRewards, encoded_score, parse_scores
 from titanrl.config.data import DataConfig
 from titanrl.config.schema import Config
@@ -28,7 +28,7 @@ def gym() -> Iterator[Bench]:
     (spec,) = reward_specs(
         Config(name="a", num_steps=1, data=DataConfig(task="composite", task_config={"datasets": datasets})), {}
     )
-    bench = Bench(spec)
+    bench = Bench(spec, HASTY)
     yield bench
     bench.close()
 
@@ -149,16 +149,28 @@ def test_answer_that_allocates_all_memory_is_stopped(careless: Bench, hoard: str
         ("import os; os._exit(0)", "crash"),
         ("import ctypes; ctypes.string_at(0)", "crash"),
         ("exit()", "error"),
-        (FOREVER, "timeout"),
-        ("import signal; signal.signal(signal.SIGALRM, signal.SIG_IGN); signal.alarm(1)\n" + FOREVER, "timeout"),
         ("reward = 1e30", "error"),
     ],
 )
 def test_bad_answer_fails_alone(careless: Bench, attempt: str, status: str) -> None:
-    scores = careless.score(RIGHT, (attempt, {}), WRONG)
+    assert_fails_alone(careless.score(RIGHT, (attempt, {}), WRONG), status)
+
+
+def assert_fails_alone(scores: list[Score], status: str) -> None:
     assert statuses(scores) == ["ok", status, "ok"]
     assert rewards(scores) == [1.0, None, 0.0]
     assert scores[1].detail
+
+
+def test_answer_that_loops_fails_alone() -> None:
+    deaf = "import signal; signal.signal(signal.SIGALRM, signal.SIG_IGN); signal.alarm(1)\n"
+
+    async def main() -> list[list[Score]]:
+        async with started(HASTY) as pool:
+            return await asyncio.gather(*(pool.score(together(RIGHT, (text + FOREVER, {}), WRONG)) for text in ("", deaf)))
+
+    for scores in asyncio.run(main()):
+        assert_fails_alone(scores, "timeout")
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from tests.rollout.scored import ANSWERS, right, score, score_with, score_with_p
 from titanrl.carriers.rewards import Answers, Reward, RewardSpec, Score, Scored
 from titanrl.config.data import DataConfig, RewardConfig
 from titanrl.config.schema import Config
+from titanrl.config.sections import SandboxConfig
 from titanrl.rollout.scoring import reward_specs, weighted
 
 pytestmark = needs_confinement
@@ -109,7 +110,7 @@ def test_failure_of_one_part_fails_the_completion_and_names_the_part() -> None:
         return 1 / (len(completion) - 1)
 
     first, second = score_with(right=right, fussy=fussy, also=Reward(fussy, trusted=True))
-    error = "ZeroDivisionError: division by zero (test_scoring.py:109)"
+    error = "ZeroDivisionError: division by zero (test_scoring.py:110)"
     assert first == Scored(reward=None, parts={}, error=f"fussy: {error}; also: {error}")
     assert second.parts == {"right": 0.0, "fussy": 1 / 3, "also": 1 / 3}
 
@@ -130,7 +131,7 @@ def test_group_reward_fails_as_a_whole_or_for_one_value(trusted: bool) -> None:
     first, second = scored("odd")
     assert first.reward == 1.0
     assert second.error.startswith("wrong: TypeError: the reward returned 'two'. Expected a finite number: `def reward(")
-    assert [s.error for s in scored("none")] == ["wrong: KeyError: 'none' (test_scoring.py:121)"] * 2
+    assert [s.error for s in scored("none")] == ["wrong: KeyError: 'none' (test_scoring.py:122)"] * 2
 
 
 # Time limits
@@ -289,6 +290,7 @@ def test_math_verify_uses_its_time_limit_in_the_sandbox() -> None:
         finish_reasons=("stop",) * 3,
     )
     reward = Reward("math_verify", options={"timeout_s": 1})
-    first, second, third = score(Config(name="a", num_steps=1), {"rewards": {"right": reward}}, answers)
+    patient = SandboxConfig(timeout_s=60.0)
+    first, second, third = score(Config(name="a", num_steps=1), {"rewards": {"right": reward}}, answers, patient)
     assert (first.parts, third.parts) == ({"right": 1.0}, {"right": 0.0})
     assert second.error == "right: TimeoutError: comparing two expressions took longer than 1 s"

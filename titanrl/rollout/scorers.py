@@ -581,13 +581,13 @@ def math_verify(timeout_s: int) -> Scorer:
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)
 
-    def expressions(text: str) -> list[Any]:
+    def expressions(text: str, limit_s: int = timeout_s) -> list[Any]:
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError(
                 "math_verify compares expressions only in the main thread, because it limits their time by SIGALRM"
             )
         try:
-            return list(parse(text, parsing_timeout=timeout_s, raise_on_error=True))
+            return list(parse(text, parsing_timeout=limit_s, raise_on_error=True))
         except TimeoutException:
             raise TimeoutError(f"parsing an expression took longer than {timeout_s} s") from None
         except MemoryError:
@@ -609,12 +609,12 @@ def math_verify(timeout_s: int) -> Scorer:
         first, second = (complex(value.evalf(20)) for value in pair)
         return not (one.has(Float) or other.has(Float)) or abs(first - second) <= 2e-6 * max(abs(first), abs(second))
 
-    def any_equal(right: Sequence[Any], found: Sequence[Any]) -> bool:
+    def any_equal(right: Sequence[Any], found: Sequence[Any], limit_s: int = timeout_s) -> bool:
         failures: list[BaseException] = []
         for one, other in product(right, found):
             try:
-                is_equal = verify([one], [other], timeout_seconds=timeout_s, raise_on_error=True)
-                if is_equal and timeout(timeout_seconds=timeout_s)(are_close)(one, other):
+                is_equal = verify([one], [other], timeout_seconds=limit_s, raise_on_error=True)
+                if is_equal and timeout(timeout_seconds=limit_s)(are_close)(one, other):
                     return True
             except TimeoutException:
                 failures.append(TimeoutError(f"comparing two expressions took longer than {timeout_s} s"))
@@ -669,7 +669,8 @@ def math_verify(timeout_s: int) -> Scorer:
                 return 1.0
         return float(is_right_in_prose(right, text))
 
-    any_equal(expressions(r"\boxed{\frac{1}{2}}, $x = 1,000.5$ or 3%"), expressions(r"$\sqrt{2}$"))  # load lazy imports
+    # Load lazy imports, without a time limit (0): a busy machine may need longer for them than a comparison may take.
+    any_equal(expressions(r"\boxed{\frac{1}{2}}, $x = 1,000.5$ or 3%", 0), expressions(r"$\sqrt{2}$", 0), 0)
     return score
 
 
