@@ -68,11 +68,6 @@ def test_groups_without_payload_affect_weights_but_do_not_run(make_record: Recor
     assert {sequence.weight for sequence in sequences(batch)} == {1 / 40}
 
 
-def test_sequence_without_loss_tokens_does_not_run(make_record: RecordMaker) -> None:
-    batch = plan([make_record(0, rewards=[1.0, 0.0], num_sampled=[4, 0])])
-    assert [sequence.segment for sequence in sequences(batch)] == [0]
-
-
 def test_arrival_order_does_not_change_plan(make_record: RecordMaker) -> None:
     rng = random.Random(3)
     records = [make_record(i, [rng.random() for _ in range(8)], [rng.randint(1, 60) for _ in range(8)]) for i in range(12)]

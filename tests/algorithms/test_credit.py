@@ -21,7 +21,6 @@ from titanrl.algorithms.advantages import (
     token_returns_differ,
     turn_advantages,
 )
-from titanrl.algorithms.batch_plan import plan_step
 from titanrl.algorithms.contracts import GroupRewards
 from titanrl.base.choices import Reduction
 from titanrl.carriers.tables import BatchPlan, PackedColumns, RecordTable, SequencePlan, TurnTable
@@ -61,12 +60,6 @@ def test_turn_return_discounts_later_turns() -> None:
     assert discounted_returns([0.0, 1.0, 2.0], 0.5) == (1.0, 2.0, 2.0)
     assert discounted_returns([0.0, 1.0, 2.0], 1.0) == (3.0, 3.0, 2.0)
     assert discounted_returns([5.0], 0.0) == (5.0,)
-
-
-def test_turn_advantages_compare_returns_of_same_turn() -> None:
-    assert returns_differ([[1.0, 0.0], [0.0, 1.0]], 1.0)  # the sums are equal, the second turns are not
-    assert not returns_differ([[0.0, 1.0], [1.0]], 1.0)
-    assert returns_differ([[0.0, 1.0], [1.0]], 0.5)
 
 
 @pytest.mark.parametrize(
@@ -177,26 +170,6 @@ def test_turn_credit_keeps_loss_weights_of_rollouts(reduction: Reduction, weight
     assert total == pytest.approx(weights[0] * 1 + weights[1] * -5 + weights[2] * 4, abs=1e-15)
 
 
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        ({"credit": "turn", "advantage": "gdpo"}, "gdpo compares whole completions"),
-        ({"credit": "turn", "advantage": "pass_at_k", "pass_k": 2}, "pass_at_k compares whole completions"),
-        ({"credit": "turn", "advantage": "mine.py:f"}, "selects the unit of credit by what it returns"),
-        ({"credit": "token", "advantage": "gdpo"}, "gdpo compares whole completions"),
-        ({"credit": "token", "advantage": "mine.py:f"}, "selects the unit of credit by what it returns"),
-        ({"credit": "state", "advantage": "reinforce_pp"}, "reinforce_pp has no baseline"),
-        ({"state_weight": 0.5, "credit": "turn"}, "Set credit to state, or remove state_weight"),
-        ({"turn_discount": 0.5}, "turn_discount has an effect only with credit: turn"),
-        ({"turn_discount": 0.5, "credit": "token"}, "Set credit to turn, or remove turn_discount"),
-        ({"token_discount": 0.5, "credit": "turn"}, "Set credit to token, or remove token_discount"),
-    ],
-)
-def test_unsupported_credit_is_rejected(options: dict[str, object], problem: str) -> None:
-    with pytest.raises(ValueError, match=problem):
-        AlgorithmConfig(**options)  # type: ignore[arg-type]
-
-
 def test_single_turn_has_advantage_of_rollout() -> None:
     record = make_record(0, rewards=[1.0, 0.0, 0.5], num_sampled=[3, 5, 4])
     assert plan([record], credit="turn") == plan([record])
@@ -242,28 +215,6 @@ def test_groups_may_mix_rollout_turn_and_token_advantages() -> None:
 def test_error_names_advantage_with_wrong_number_of_values(values: object) -> None:
     with pytest.raises(ValueError, match=r"^algorithm\.advantage: mine:f "):
         plan([group()], lambda group: values, advantage="mine:f")
-
-
-def test_mini_batches_use_advantages_of_full_batch() -> None:
-    records = RecordTable.of([group(index) for index in range(4)])
-    step = plan_step(
-        records,
-        lambda table, **given: plan_rewards(
-            table,
-            algorithm=AlgorithmConfig(credit="turn", turn_discount=0.5),
-            constant_length=10,
-            row_tokens=100,
-            rows_per_microbatch=1,
-            dp_size=1,
-            **given,
-        ),
-        epochs=1,
-        num_minibatches=2,
-        seed=(0, 0),
-    )
-    found = {place: s.spans for update in step.updates for place, s in sequences(update).items()}
-    spans = {0: ((-1.0, 2), (1.0, 3)), 2: (), 3: ()}
-    assert found == {(location, segment): spans[segment] for location in range(4) for segment in spans}
 
 
 def test_table_keeps_turns_in_any_order_and_with_groups_without_turns() -> None:

@@ -155,15 +155,3 @@ def test_clipped_value_loss_by_hand() -> None:
     plain_N, unclipped_N = value_loss(values_N, old_N, returns_N, clip=None)
     assert plain_N.tolist() == pytest.approx([2.0, 0.5, 4.5, 0.5 * 1.1**2], rel=1e-15)
     assert not unclipped_N.any()
-
-
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        ({"advantage": "gae", "credit": "token"}, "gae assigns credit to each token by itself"),
-        ({"critic": {"warmup_steps": 3}}, "only advantage: gae has a critic"),
-    ],
-)
-def test_unsupported_options_are_rejected(options: dict[str, object], problem: str) -> None:
-    with pytest.raises(ValueError, match=problem):
-        AlgorithmConfig.model_validate(options)

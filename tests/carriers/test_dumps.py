@@ -201,20 +201,6 @@ def test_missing_and_damaged_rollouts_are_reported_with_path(tmp_path: Path) -> 
         DumpReader(tmp_path).group(0)
 
 
-@pytest.mark.parametrize(
-    ("values", "problem"),
-    [
-        ({"rollout": {"save": "a", "replay": "b"}}, "the replay of a dump samples no rollouts to save"),
-        ({"train": False, "rollout": {"replay": "b"}}, "neither a trainer nor generators"),
-        ({"train": False, "replay": {"fraction": 0.5}}, "replay requires training"),
-        ({"rollout": {"save": "a"}, "sft": {"path": "examples.jsonl"}}, "titanrl sft does not support this key"),
-    ],
-)
-def test_conflicting_keys_are_rejected(values: dict[str, object], problem: str) -> None:
-    with pytest.raises(ValueError, match=problem):
-        Config.model_validate({"name": "sides", "num_steps": 1, **values})
-
-
 def test_dump_of_another_run_and_training_without_trainer_are_rejected(tmp_path: Path) -> None:
     dump(tmp_path, [[0, 1]])
     with pytest.raises(ConfigError, match="the folder holds the dump of another run"):
