@@ -75,10 +75,6 @@ def test_source_is_a_sequence_or_returns_one(source: object) -> None:
         assert [entry["question"] for entry in entries(source)] == ["0 =", "1 ="]
 
 
-def test_seed_and_options_reach_the_function() -> None:
-    assert entries(lambda seed, *, start: [{"prompt": f"{seed} {start}"}], start=3)[0]["question"] == "7 3"
-
-
 @pytest.mark.parametrize("by_file", [False, True])
 def test_source_is_imported_from_a_module_or_a_file(
     by_file: bool, tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch

@@ -169,13 +169,14 @@ def test_file_of_another_format_is_named(tmp_path: Path, start: bytes, problem: 
         entries(DataConfig(source="jsonl", path=tmp_path / "a.jsonl"))
 
 
-def test_jsonl_directories_and_patterns_are_read(tmp_path: Path) -> None:
-    for name in ("b", "a"):
-        written(tmp_path / f"{name}.jsonl", [{"prompt": name, "answer": "1"}])
-    for path in (tmp_path, tmp_path / "*.jsonl", tmp_path / "[ab].jsonl"):
-        assert [entry["question"] for entry in entries(DataConfig(source="jsonl", path=path))] == ["a", "b"]
+@pytest.mark.parametrize("source", ["jsonl", "parquet"])
+def test_directories_and_patterns_are_read(source: Any, tmp_path: Path) -> None:
+    for name in ("b", "a", "test"):
+        written(tmp_path / f"{name}.{source}", [{"prompt": name, "answer": "1"}])
+    for pattern, names in (("", ["a", "b", "test"]), (f"*.{source}", ["a", "b", "test"]), (f"[ab].{source}", ["a", "b"])):
+        assert [entry["question"] for entry in entries(DataConfig(source=source, path=tmp_path / pattern))] == names
     with pytest.raises(BrokenRules, match="no file matches the pattern"):
-        entries(DataConfig(source="jsonl", path=tmp_path / "c*.jsonl"))
+        entries(DataConfig(source=source, path=tmp_path / f"c*.{source}"))
 
 
 def test_digest_covers_the_contents_and_not_the_names(tmp_path: Path) -> None:
@@ -189,15 +190,6 @@ def test_digest_covers_the_contents_and_not_the_names(tmp_path: Path) -> None:
     (two / "d.jsonl").rename(two / "b.jsonl")  # another order
     assert first != data_digest(two, "data.path", "jsonl")
     assert first != data_digest(one / "a.jsonl", "data.path", "jsonl")
-
-
-def test_directory_and_pattern_select_several_parquet_files(tmp_path: Path) -> None:
-    for name in ("train-0", "train-1", "test-0"):
-        written(tmp_path / f"{name}.parquet", [{"prompt": name, "answer": "1"}])
-    section = DataConfig(source="parquet", path=tmp_path)
-    assert [entry["question"] for entry in entries(section)] == ["test-0", "train-0", "train-1"]
-    section = DataConfig(source="parquet", path=tmp_path / "train-*.parquet")
-    assert [entry["question"] for entry in entries(section)] == ["train-0", "train-1"]
 
 
 def test_invalid_parquet_file_is_named(tmp_path: Path) -> None:
@@ -324,12 +316,24 @@ def test_null_arguments_are_kept_unless_the_source_adds_them() -> None:
         ),
         ({"role": "assistant", "tool_calls": [{**CALL, "index": 1}]}, "messages[0].tool_calls[0] has the unknown key index"),
         ({"role": "assistant", "reasoning_content": ["a"]}, "messages[0].reasoning_content must be a string"),
+        (
+            {"role": "bot", "content": "Hi"},
+            'messages[0].role must be one of system, developer, user, assistant, tool, got "bot"',
+        ),
+        ({"role": "user"}, "messages[0].content must be a string, got null"),
+        ("Hi", "messages[0] must be an object, got str"),
     ],
 )
 def test_message_that_would_lose_something_is_named(message: Any, problem: str) -> None:
     with pytest.raises(BadRow) as refused:
         read_messages([message])
     assert refused.value.problem.startswith(problem)
+
+
+@pytest.mark.parametrize("content", ["Hi", []])
+def test_messages_must_be_a_list(content: Any) -> None:
+    with pytest.raises(BadRow, match="messages must be a non-empty list"):
+        read_messages(content)
 
 
 @pytest.mark.parametrize("wrapped", [True, False])
@@ -348,22 +352,3 @@ def test_question_of_a_conversation_shows_calls_and_reasoning() -> None:
     text = question_of(read_messages([USER, calls, {"role": "tool", "content": "rain"}]))
     call = '{"name": "forecast", "arguments": {"town": "Norden", "day": 0}}'
     assert text == f"user: Rain?\n\nassistant: Hm\n{call}\n\ntool: rain"
-
-
-@pytest.mark.parametrize(
-    ("content", "problem"),
-    [
-        ("Hi", "messages must be a non-empty list"),
-        ([], "messages must be a non-empty list"),
-        (["Hi"], "messages[0] must be an object, got str"),
-        (
-            [{"role": "bot", "content": "Hi"}],
-            'messages[0].role must be one of system, developer, user, assistant, tool, got "bot"',
-        ),
-        ([{"role": "user"}], "messages[0].content must be a string, got null"),
-    ],
-)
-def test_invalid_message_is_named(content: Any, problem: str) -> None:
-    with pytest.raises(BadRow) as refused:
-        read_messages(content)
-    assert refused.value.problem == problem

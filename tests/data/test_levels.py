@@ -151,36 +151,3 @@ def test_sampler_by_import_path_gets_levels_seed_and_options(tmp_path: Path) -> 
         made("nothing")
     with pytest.raises(ValueError, match="creating the sampler raised KeyError"):
         made("fails")
-
-
-@pytest.mark.parametrize(
-    ("section", "text"),
-    [
-        ({}, "must define the levels"),
-        ({"levels": 2, "task_configs": ({}, {})}, "must define the levels"),
-        ({"edges": (1.0,)}, "edges requires field"),
-        ({"field": "a", "task_configs": ({}, {})}, "field and task_configs are different ways"),
-        ({"field": "a", "edges": (2.0, 1.0)}, "must be ascending"),
-        ({"field": "a", "values": ("x", "x")}, "values must not contain duplicates"),
-        ({"task_configs": ({},)}, "a curriculum needs at least two levels"),
-        ({"levels": 2, "raise_at": 0.5, "lower_at": 0.5}, "lower_at must be below raise_at"),
-        ({"levels": 2, "start_level": 2}, "must be one of the 2 levels, counted from 0"),
-        ({"levels": 2, "options": {"a": 1}}, "options are the arguments of a custom sampler"),
-        ({"levels": 2, "sampler": "a.py:b", "window": 3}, "only the sampler success_rate uses these keys"),
-    ],
-)
-def test_invalid_curriculum_is_an_error(section: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        CurriculumConfig(**section)
-
-
-@pytest.mark.parametrize(
-    ("data", "text"),
-    [
-        ({"curriculum": CurriculumConfig(field="a", levels=2)}, "generated on demand"),
-        ({"source": "a.py:b", "curriculum": CurriculumConfig(levels=2)}, "only reasoning-gym tasks define levels"),
-    ],
-)
-def test_levels_that_the_source_lacks_are_an_error(data: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        DataConfig(**data)

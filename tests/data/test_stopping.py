@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from tests.data.conftest import CHATML, byte_level, write_model_dir
-from titanrl.data.entries import BadRow
 from titanrl.data.examples import render_conversation
 from titanrl.data.tokenizer import ChatFormat, Tokenizer, export_stop_ids, load_tokenizer
 
@@ -47,13 +46,6 @@ def test_end_of_a_turn_is_found_in_the_template(tmp_path: Path, template: str, e
     backend = byte_level(plain=("</turn>",))
     tokenizer = load_tokenizer(write_model_dir(tmp_path, backend, eos="<|endoftext|>", chat_template=template))
     assert tokenizer.stop_ids == tuple(map(backend.token_to_id, ends))
-
-
-def test_reply_without_an_end_is_refused(tmp_path: Path) -> None:
-    template = CHATML.replace("<|im_end|>", "</s>")
-    tokenizer = load_tokenizer(write_model_dir(tmp_path, byte_level(), eos="<|endoftext|>", chat_template=template))
-    with pytest.raises(BadRow, match=r"does not end messages\[1\] with a token that ends a completion"):
-        render_conversation(ChatFormat(tokenizer), [*QUESTION, {"role": "assistant", "content": "Yes."}], "assistant")
 
 
 def test_exported_model_stops_at_the_end_of_a_turn(tmp_path: Path) -> None:

@@ -6,13 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.chat import render_chat
 from titanrl.config.sizes import RECIPE_VOCAB_SIZE
 from titanrl.data.tokenizer import ALPHABET, EOS_ID, PHRASES, VOCAB_SIZE, Tokenizer, load_tokenizer, write_tokenizer
-
-TEMPLATE = (
-    "{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
-)
 
 
 def edit_config(directory: Path, **changes: object) -> None:
@@ -79,39 +74,6 @@ def test_tokenizer_without_end_of_sequence_is_rejected(directory: Path) -> None:
 def test_special_tokens_may_be_given_as_objects(directory: Path) -> None:
     edit_config(directory, eos_token={"content": "<eos>"})
     assert load_tokenizer(directory).eos_ids == (1,)
-
-
-def test_chat_rendering_agrees_with_transformers(directory: Path) -> None:
-    from transformers import AutoTokenizer
-
-    assert not load_tokenizer(directory).chat_template
-    edit_config(directory, chat_template=TEMPLATE)
-    tokenizer = load_tokenizer(directory)
-    assert tokenizer.chat_template
-    messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1 + 2 ="}]
-    ids = render_chat(tokenizer, messages)
-    assert tokenizer.decode(ids) == "[system] Add. [user] 1 + 2 = [assistant] "
-    reference = AutoTokenizer.from_pretrained(directory)
-    assert ids == reference.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-
-
-def test_chat_template_in_a_separate_file_is_found(directory: Path) -> None:
-    (directory / "chat_template.jinja").write_text(TEMPLATE)
-    tokenizer = load_tokenizer(directory)
-    assert tokenizer.chat_template
-    assert tokenizer.decode(render_chat(tokenizer, [{"role": "user", "content": "Hi"}])) == "[user] Hi [assistant] "
-
-
-def test_older_files_without_tokenizer_json_are_converted(tmp_path: Path) -> None:
-    vocab = ["a", "b", "ab", "<|endoftext|>", "<|im_end|>"]
-    (tmp_path / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(vocab)}))
-    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
-    config = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    tokenizer = load_tokenizer(tmp_path)
-    assert tokenizer.encode("aba") == [2, 0]
-    assert tokenizer.decode([2, 0, 4]) == "aba"
-    assert tokenizer.eos_ids == (4,)
 
 
 def test_directory_without_a_tokenizer_is_rejected(tmp_path: Path) -> None:

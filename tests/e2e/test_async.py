@@ -2,12 +2,9 @@
 
 import re
 
-import psutil
 import pytest
 
-from tests.e2e.conftest import Command, Finished, Start
-
-ROLES = ("trainer", "generator_0", "rollout_0", "store")
+from tests.e2e.conftest import Finished, Start
 
 
 def check_overlap(finished: Finished, bound: int) -> None:
@@ -52,26 +49,3 @@ def test_interval_start_ratios_start_from_the_published_weights(start_run: Start
     assert min(second, fourth) > 1.0
     # The same weights sampled, so proximal and generator log-probabilities differ by rounding only.
     assert max(row["mismatch/logprob_abs_max"] for row in finished.steps) < 1e-4
-
-
-def footprint(command: Command) -> dict[str, tuple[int, int]]:
-    """Return resident bytes and open files of each role's process and of the controller."""
-    processes = {role: command.process_of(role) for role in ROLES}
-    processes["controller"] = psutil.Process(command.process.pid)
-    return {role: (process.memory_info().rss, process.num_fds()) for role, process in processes.items()}
-
-
-@pytest.mark.slow
-def test_memory_and_open_files_do_not_grow_with_steps(start_run: Start, plain_run: Finished) -> None:
-    initial = f"model.path={plain_run.run_dir}/checkpoints/final"
-    overlapping = ("max_staleness=1", "rollout.window=0.25", "generator.on_update=continue")
-    command = start_run("soak", "num_steps=100000", *overlapping, "warm_start=null", initial, "checkpoint.every_steps=0")
-    command.wait_for_step(50, timeout_s=600)
-    before = footprint(command)
-    command.wait_for_step(200, timeout_s=1200)
-    after = footprint(command)
-    command.process.terminate()
-    command.finish()
-    for role, (memory, files) in after.items():
-        assert memory < 1.05 * before[role][0], f"{role} grew from {before[role][0]} to {memory} bytes"
-        assert files <= before[role][1] + 2, f"{role} has {files} files open, had {before[role][1]}"

@@ -7,19 +7,10 @@ import pytest
 from pyarrow import parquet
 
 from tests.e2e.conftest import Finished, Start
+from tests.e2e.test_kill_anywhere import curve, weights
 from titanrl.carriers.dumps import DumpReader
 
 PAGE = Path(__file__).parents[2] / "docs/howto/dump.md"
-TIMES = ("time", "perf/", "sync/", "group/generate_s", "group/score_s", "episode/environment_s", "buffer/")
-
-
-def rows(run: Finished) -> list[dict[str, float]]:
-    """Return the time-independent metrics of the steps."""
-    return [{key: value for key, value in row.items() if not key.startswith(TIMES)} for row in run.steps]
-
-
-def weights(run: Finished) -> list[bytes]:
-    return [path.read_bytes() for path in sorted((run.run_dir / "checkpoints/final").glob("*.safetensors"))]
 
 
 def test_replayed_synchronous_run_has_the_same_gradients(plain_run: Finished, start_run: Start) -> None:
@@ -29,9 +20,9 @@ def test_replayed_synchronous_run_has_the_same_gradients(plain_run: Finished, st
     assert run.code == 0, run.output
     assert "training ends after step 4" in run.output
     assert not list((run.run_dir / "logs").glob("generator_*"))
-    assert rows(run) == rows(plain_run)
-    assert {"loss/policy", "grad/norm"} <= rows(run)[0].keys()
-    assert weights(run) == weights(plain_run)
+    assert curve(run) == curve(plain_run)
+    assert {"loss/policy", "grad/norm"} <= curve(run)[0].keys()
+    assert weights(run.run_dir) == weights(plain_run.run_dir)
     assert run.evaluations() == []
 
 

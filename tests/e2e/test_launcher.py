@@ -127,27 +127,6 @@ def test_missing_model_ends_all_processes_of_mpirun_with_2(launch: Launch, tmp_p
     assert "Traceback" not in run.output()
 
 
-@pytest.mark.slow  # tests/hosts/test_launcher.py sends signals, and test_command.py to a run on one machine
-@pytest.mark.parametrize(("ranks", "number", "code"), [((0,), signal.SIGINT, 130), ((1, 0), signal.SIGTERM, 143)])
-def test_signal_shuts_down_cleanly(launch: Launch, ranks: tuple[int, ...], number: int, code: int) -> None:
-    run = launch(f"signal_{number}_{len(ranks)}", PLATFORM, "num_steps=5000", "checkpoint.on_interrupt=true")
-    run.wait_for("step 1", lambda: len(run.steps()) > 0)
-    for rank in ranks:
-        os.killpg(run.processes[rank].pid, number)
-    assert run.codes(60) == [code, code], run.output()
-    assert "saved step" in run.output()
-    assert run.leftovers() == []
-
-
-@pytest.mark.slow  # tests/hosts/test_launcher.py kills a controller that has started no host
-def test_killed_controller_leaves_nothing(launch: Launch) -> None:
-    run = launch("killed_0", PLATFORM, "num_steps=5000")
-    run.wait_for("step 1", lambda: len(run.steps()) > 0)
-    run.processes[0].kill()
-    assert run.processes[1].wait(10) == 1
-    assert run.leftovers() == []
-
-
 @pytest.mark.slow
 def test_run_restarts_on_the_same_hosts_and_obeys_a_signal_to_one_of_them(launch: Launch) -> None:
     options = ("num_steps=5000", "checkpoint.every_steps=1", "checkpoint.on_interrupt=true", "faults.max_respawns=3")

@@ -5,7 +5,6 @@ import re
 
 from tests.documented import TEXT, undocumented
 from tests.e2e.conftest import Finished
-from titanrl.carriers.record import read_lines
 from titanrl.metrics.reading import read_metrics
 
 
@@ -31,12 +30,3 @@ def test_speed_metrics_of_a_run_are_plausible(plain_run: Finished) -> None:
         assert row["perf/gen_tokens_per_s"] > 0.0
         # The trainer processes at least the sampled tokens of a step while it is busy.
         assert row["perf/train_tokens_per_s"] * row["time/step_s"] > row["tokens/response_len_mean"]
-
-
-def test_recorded_advantages_match_recorded_rewards(plain_run: Finished) -> None:
-    rewards = {row["index"]: [item["reward"] for item in row["completions"]] for row in plain_run.rollouts()}
-    recorded = list(read_lines(plain_run.run_dir / "advantages.jsonl"))
-    assert recorded
-    for row in recorded:
-        mean = sum(rewards[row["index"]]) / len(rewards[row["index"]])
-        assert [round(value + mean, 6) for value in row["advantages"]] == [round(reward, 6) for reward in rewards[row["index"]]]

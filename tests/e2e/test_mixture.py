@@ -73,10 +73,6 @@ def test_curriculum_moves_and_continues_after_a_resume(resumed: Finished) -> Non
     assert moves[5] >= moves[4], "the level is that of the checkpoint"
 
 
-def test_checkpoint_contains_the_prompt_selection(resumed: Finished) -> None:
-    assert (resumed.run_dir / "checkpoints/step-5/groups/prompts.pkl").exists()
-
-
 @pytest.mark.slow
 def test_synchronous_run_of_unlike_tasks_repeats_after_a_resume(start_run: Start, plain_run: Finished) -> None:
     tries = f"environment: {{function: '{REPO}/examples/mixture/tries.py:SecondTry', max_turns: 2}}"

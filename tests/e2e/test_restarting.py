@@ -189,16 +189,6 @@ def test_killed_rank_of_two_changes_nothing(start_run: Start, plain_run: Finishe
 
 
 @pytest.mark.slow
-def test_asynchronous_run_trains_on_every_prompt_once(start_run: Start, plain_run: Finished) -> None:
-    overrides = ("max_staleness=1", "logging.rollouts_per_step=8", "num_steps=12", "checkpoint.every_steps=3")
-    kills = "trainer:after_step:5 store:after_step:8 trainer:after_step:11"
-    run = start_run("restarted-async", *plain_run.as_start, *overrides, KILLER, kill=kills).finish()
-    assert run.code == 0, run.output
-    assert len(restarts(run)) == 3
-    check_every_prompt_once(run)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("saves", [False, True])
 def test_interrupt_during_restart_shuts_down_cleanly(start_run: Start, plain_run: Finished, saves: bool) -> None:
     overrides: tuple[Any, ...] = ("num_steps=100000", f"checkpoint.on_interrupt={str(saves).lower()}")

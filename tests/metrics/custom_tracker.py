@@ -28,11 +28,6 @@ def start(run_dir: Path, config: Mapping[str, Any], resume_step: int | None) -> 
     return Lines(run_dir, config, resume_step)
 
 
-class Full(Lines):
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        raise OSError("no space left on device")
-
-
 class Mute:
     def __init__(self, run_dir: Path, config: Mapping[str, Any], resume_step: int | None) -> None:
         pass

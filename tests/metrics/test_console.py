@@ -222,19 +222,6 @@ def test_live_mode_shows_the_last_step() -> None:
         assert expected in plain
 
 
-def test_live_mode_restores_the_cursor_after_a_failure() -> None:
-    out = terminal(80)
-
-    def fail() -> None:
-        with Console("live", total_steps=2, out=out) as console:
-            console.step(step(1))
-            raise RuntimeError("boom")
-
-    with pytest.raises(RuntimeError, match="boom"):
-        fail()
-    assert text_of(out).rindex("\x1b[?25h") > text_of(out).rindex("\x1b[?25l")
-
-
 def test_unused_live_mode_can_be_closed_twice() -> None:
     out = terminal(80)
     console = Console("live", total_steps=2, out=out)

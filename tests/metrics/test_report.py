@@ -195,14 +195,6 @@ def test_scorer_errors_are_shown_and_skipped_by_advantages(run: RunDirectory) ->
     assert (mixed["mean"], lost["mean"]) == (0.5, None)
 
 
-def test_group_sampled_again_is_shown_once(run: RunDirectory) -> None:
-    for version, text in ((0, "first"), (1, "old"), (1, "new")):
-        record_group(run.path, group(version, version, completion(text, 1.0)))
-    page = Page(write_report(run.path, {}).read_text())
-    assert [shown["completions"][0]["text"] for shown in page.groups] == ["first", "new"]
-    assert page.run["note"] == ""
-
-
 def test_long_run_shows_first_and_newest_groups_in_a_bounded_file(run: RunDirectory) -> None:
     completions = [completion("x" * 5_000, 1.0, num_tokens=500) for _ in range(8)]
     for version in range(100):

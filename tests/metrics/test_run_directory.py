@@ -44,22 +44,6 @@ def test_line_is_flushed_before_the_file_is_closed(tmp_path: Path) -> None:
     run.close()
 
 
-def test_non_finite_values_become_null(tmp_path: Path) -> None:
-    with opened(tmp_path / "run") as run:
-        run.log(metrics(1, **{"grad/norm": math.nan, "loss/total": math.inf}))
-        append_line(run.advantages, {"logprobs": [-0.5, -math.inf], "nested": ({"x": math.nan},)})
-    (row,) = read_metrics(run.metrics)
-    assert row["grad/norm"] is None
-    assert row["loss/total"] is None
-    assert list(read_lines(run.advantages)) == [{"logprobs": [-0.5, None], "nested": [{"x": None}]}]
-
-
-def test_new_run_gets_folders(tmp_path: Path) -> None:
-    with opened(tmp_path / "runs" / "a") as run:
-        assert run.logs.is_dir()
-        assert run.checkpoints.is_dir()
-
-
 def test_folder_of_another_run_is_refused(tmp_path: Path) -> None:
     write_run(tmp_path / "mine", num_steps=1)
     with pytest.raises(ValueError, match=r"name: .*mine already contains a run.*Choose another name.*--resume .*mine"):

@@ -405,17 +405,6 @@ def test_tracker_object_survives_a_restart(tmp_path: Path) -> None:
     assert tracker.is_closed
 
 
-def test_warning_names_a_failing_custom_tracker(tmp_path: Path) -> None:
-    warnings: list[str] = []
-    path = "tests.metrics.custom_tracker:Full"
-    plugin = plugin_of("logging.loggers.0", path)
-    assert plugin is not None
-    trackers = make_trackers((path,), tmp_path, {"seed": 0}, warn=warnings.append, plugins={"logging.loggers.0": plugin})
-    trackers.log(1, {})
-    trackers.log(2, {})
-    assert warnings == [f"logging.loggers: {path} failed and will receive no more metrics (OSError: no space left on device)"]
-
-
 @pytest.mark.parametrize(
     ("candidate", "problem"),
     [
