@@ -28,8 +28,8 @@ from torch.distributed.tensor import distribute_tensor
 
 from benchmarks.machine import describe_machine
 from benchmarks.payloads import PAYLOADS, build_module, constant, tp_placement
-from titanrl.base.choices import Verify
 from titanrl.config.device import num_threads
+from titanrl.config.sections import Verify
 from titanrl.launch.assembly import Fleet, local_host
 from titanrl.launch.generators import WeightSync
 from titanrl.launch.supervision import Supervisor

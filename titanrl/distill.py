@@ -25,6 +25,7 @@ import numpy as np
 from titanrl.base.errors import TitanRLError
 from titanrl.carriers.rewards import Scored
 from titanrl.carriers.types import (
+    AdamParams,
     Completion,
     EvaluationResult,
     FloatArray,
@@ -45,7 +46,7 @@ from titanrl.metrics import steps as metrics_of
 from titanrl.metrics.reading import fixed
 from titanrl.rollout.group import GroupRecorder, derive_seed, newest_version, rollouts_of
 from titanrl.run import command
-from titanrl.run.run import Run, adam_params
+from titanrl.run.run import Run
 
 if TYPE_CHECKING:
     from titanrl.carriers.types import Datum
@@ -115,7 +116,7 @@ class Distill(Run):
                 "distill.hint: no sample of a step fits together with the teacher's prompt. Shorten the hint, or raise "
                 "trainer.row_tokens (or data.max_prompt_tokens for a teacher that is not the policy)."
             )
-        params = adam_params(config.algorithm, self.training.version, config.num_steps, rate=self.state.learning_rate)
+        params = AdamParams.at_step(config.algorithm, self.training.version, config.num_steps, rate=self.state.learning_rate)
         share = taught_share(data)
         with self.timer.phase("train"):
             passes = self.training.forward_backward(data, *loss_of_step(self._distill, share))

@@ -60,7 +60,7 @@ from titanrl.run import command
 from titanrl.run.checkpoints import checkpoint_dir, is_due
 from titanrl.run.generation import Dump, Generation, check_dump
 from titanrl.run.recording import batch_metrics, record_advantages, record_drops, recorded_groups
-from titanrl.run.run import Run, adam_params
+from titanrl.run.run import Run
 from titanrl.run.steering import TEMPERATURE
 
 GROUPS = "groups"
@@ -137,7 +137,7 @@ class GRPO(Run):
         """Take a batch, plan it, train on it, publish the weights, report."""
         started = time.perf_counter()
         # Counted in batches, so that all optimizer steps of a batch have one learning rate.
-        params = adam_params(
+        params = AdamParams.at_step(
             self.config.algorithm, self.session.trainer.version, self.config.num_steps, rate=self.state.learning_rate
         )
         while True:  # until a batch is trained on; a rollout worker that dies takes the tokens of its groups with it

@@ -11,12 +11,11 @@ from dataclasses import replace
 from functools import partial
 
 from titanrl.carriers.types import AdamParams, GenerationStats, OptimUpdate, StepMetrics
-from titanrl.config.sections import SFTConfig
 from titanrl.data.examples import Demonstration, mean_loss_data
 from titanrl.launch.roles import Roles
 from titanrl.metrics import steps as metrics_of
 from titanrl.run import command
-from titanrl.run.run import Run, adam_params
+from titanrl.run.run import Run
 
 NO_GENERATION = GenerationStats(num_tokens=0, busy_s=0.0, wall_s=0.0, num_replicas=0)
 
@@ -37,16 +36,12 @@ class SFT(Run):
         assert self._found.examples is not None
         self.examples = self._found.examples
 
-    @property
-    def _sft(self) -> SFTConfig:
-        assert self.config.sft is not None
-        return self.config.sft
-
     async def train_step(self) -> StepMetrics:
         """Train on the next batch, and report the metrics."""
-        started, training = time.perf_counter(), self.training
-        batch = self.examples.batch(self.state.next_index, self._sft.batch_size, self.config.seed)
-        params = adam_params(self._sft, training.version, self.config.num_steps, rate=self.state.learning_rate)
+        started, training, sft = time.perf_counter(), self.training, self.config.sft
+        assert sft is not None
+        batch = self.examples.batch(self.state.next_index, sft.batch_size, self.config.seed)
+        params = AdamParams.at_step(sft, training.version, self.config.num_steps, rate=self.state.learning_rate)
         with self.timer.phase("train"):
             passes = training.forward_backward(mean_loss_data(batch), "cross_entropy")
             stepping = training.optim_step(params)

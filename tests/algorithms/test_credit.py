@@ -22,10 +22,9 @@ from titanrl.algorithms.advantages import (
     turn_advantages,
 )
 from titanrl.algorithms.contracts import GroupRewards
-from titanrl.base.choices import Reduction
 from titanrl.carriers.tables import BatchPlan, PackedColumns, RecordTable, SequencePlan, TurnTable
 from titanrl.carriers.types import GroupRecord, GroupTokens, GroupTurns
-from titanrl.config.algorithm import AlgorithmConfig
+from titanrl.config.algorithm import AlgorithmConfig, Reduction
 from titanrl.metrics.steps import state_metrics
 
 TURNS = GroupTurns(

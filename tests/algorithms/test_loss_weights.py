@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titanrl.algorithms.batch_plan import sequence_weights, without_rejected
-from titanrl.base.choices import Reduction
 from titanrl.carriers.tables import SEQUENCE, MicroBatch, RowTable
 from titanrl.carriers.types import MeasuredCorrection
+from titanrl.config.algorithm import Reduction
 
 REDUCTIONS: tuple[Reduction, ...] = ("sum", "token_mean", "sequence_mean", "sequence_mean_token_sum", "prompt_mean", "constant")
 

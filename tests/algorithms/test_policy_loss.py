@@ -12,11 +12,10 @@ from torch import Tensor
 
 from titanrl.algorithms.batch_plan import mean_correction_weight, sequence_weights, without_rejected
 from titanrl.algorithms.objective import ObjectiveInputs, measure_correction, policy_loss
-from titanrl.base.choices import Reduction
 from titanrl.carriers.tables import SEQUENCE as SEQUENCE_COLUMNS
 from titanrl.carriers.tables import MicroBatch, RowTable
 from titanrl.carriers.types import MeasuredCorrection
-from titanrl.config.algorithm import CORRECTION_PRESETS, AlgorithmConfig
+from titanrl.config.algorithm import CORRECTION_PRESETS, AlgorithmConfig, Reduction
 
 REDUCTIONS: tuple[Reduction, ...] = ("sum", "token_mean", "sequence_mean", "sequence_mean_token_sum", "prompt_mean", "constant")
 

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from titanrl.algorithms.ratios import Correction, correct, kl_estimate, weight_sums
-from titanrl.base.choices import KLEstimator
-from titanrl.config.algorithm import CORRECTION_PRESETS, CorrectionConfig
+from titanrl.config.algorithm import CORRECTION_PRESETS, CorrectionConfig, KLEstimator
 
 # Ratios of proximal to sampling policy: sequence 0 has 2, 0.5 and 4; sequence 1 has 1.25 and 1.25; sequence 2 has 0.1.
 RATIOS = torch.tensor([2.0, 0.5, 4.0, 1.25, 1.25, 0.1], dtype=torch.float64)

@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.records import make_record, plan_rewards
-from titanrl.base.choices import Reduction
 from titanrl.carriers.tables import BatchPlan, RecordTable, SequencePlan
 from titanrl.carriers.types import GroupRecord
-from titanrl.config.algorithm import AlgorithmConfig
+from titanrl.config.algorithm import AlgorithmConfig, Reduction
 
 PROMPT = 4
 

@@ -13,7 +13,7 @@ from tokenizers import models, pre_tokenizers
 
 from tests.chat import render_chat
 from tests.data.conftest import REPLY, TURNS, with_template
-from titanrl.base.choices import TrainOn
+from titanrl.config.sections import TrainOn
 from titanrl.data.entries import BadRow
 from titanrl.data.examples import render_conversation
 from titanrl.data.tokenizer import ALPHABET, EOS_ID, ChatFormat, Tokenizer, load_tokenizer

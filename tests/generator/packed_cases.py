@@ -6,11 +6,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from titanrl.base.choices import Dtype
 from titanrl.carriers.types import GenerationRequest, SamplingParams
 from titanrl.config import sizes
 from titanrl.config.device import DEVICES
-from titanrl.config.sections import GeneratorConfig, RecipeConfig
+from titanrl.config.sections import Dtype, GeneratorConfig, RecipeConfig
 from titanrl.models.directory import open_model
 from titanrl.models.recipe import create_model
 

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from titanrl.base.plugins import import_object, plugin_of
-from titanrl.carriers.types import EvaluationResult, StepMetrics
+from titanrl.carriers.types import AdamParams, EvaluationResult, StepMetrics
 from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.grpo import GRPO
 from titanrl.metrics.trackers import Hook, HookError, Hooks, check_hook
 from titanrl.run.checkpoints import RunState, complete_checkpoint, resumable
-from titanrl.run.run import adam_params
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_loss" / "custom_loss.py"
 METRICS = StepMetrics(step=3, version=3, values={"optim/lr": 0.5})
@@ -129,9 +128,9 @@ def test_learning_rate_must_be_finite(rate: float) -> None:
 
 def test_step_uses_the_learning_rate_that_was_set(tmp_path: Path) -> None:
     algorithm = AlgorithmConfig(learning_rate=1e-3)
-    assert adam_params(algorithm, 3, 10).learning_rate == 1e-3
+    assert AdamParams.at_step(algorithm, 3, 10).learning_rate == 1e-3
     state = RunState(step=3, version=3, next_index=24, learning_rate=1e-5)
-    assert adam_params(algorithm, 3, 10, rate=state.learning_rate).learning_rate == 1e-5
+    assert AdamParams.at_step(algorithm, 3, 10, rate=state.learning_rate).learning_rate == 1e-5
     folder = tmp_path / "checkpoints" / "step-3"
     folder.mkdir(parents=True)
     (folder / ".metadata").touch()

@@ -15,11 +15,10 @@ from torch import nn
 
 from tests.trainer import checks
 from titanrl.algorithms.losses import LossMetrics
-from titanrl.base.choices import FileDtype
 from titanrl.base.errors import PhaseError
 from titanrl.config.algorithm import AlgorithmConfig, KLConfig
 from titanrl.config.device import DEVICES
-from titanrl.config.sections import TrainerConfig
+from titanrl.config.sections import FileDtype, TrainerConfig
 from titanrl.models.decoder import packed_mask
 from titanrl.models.directory import open_model
 from titanrl.trainer import model as policy_model

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from titanrl.base.choices import TransportName
+from titanrl.config.sections import TransportName
 from titanrl.processes.actors import Actor, current_rank, endpoint
 from titanrl.processes.machine import HOST_FOLDER
 from titanrl.weights.layout import PartOf

@@ -14,7 +14,7 @@ import torch
 
 from tests.shared_memory import abandoned
 from tests.weights.processes import MemoryStore, publish_versions
-from titanrl.base.choices import TransportName, Verify
+from titanrl.config.sections import TransportName, Verify
 from titanrl.weights.layout import PartOf
 from titanrl.weights.records import ArenaHandle, Commit, WeightManifest, WeightMismatchError
 from titanrl.weights.transfer import Targets, WeightPublisher, WeightReader

@@ -11,8 +11,8 @@ import torch
 
 from tests.forks import fork, prepare_templates
 from tests.weights.processes import Reader, Writer
-from titanrl.base.choices import TransportName
 from titanrl.config import load_config
+from titanrl.config.sections import TransportName
 from titanrl.launch.assembly import Fleet
 from titanrl.launch.roles import Roles
 from titanrl.launch.supervision import Supervisor

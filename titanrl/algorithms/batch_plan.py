@@ -20,10 +20,9 @@ import numpy.typing as npt
 from titanrl.algorithms.advantages import WeightOf, group_rewards
 from titanrl.algorithms.contracts import Priority
 from titanrl.algorithms.packing import balance, pack, pack_sharing, row_costs
-from titanrl.base.choices import Reduction
 from titanrl.carriers.tables import SEQUENCE, SPAN, BatchPlan, MicroBatch, RecordTable, RowTable, Spans, Table
 from titanrl.carriers.types import BoolArray, DoubleArray, IntArray, MeasuredCorrection
-from titanrl.config.algorithm import AlgorithmConfig
+from titanrl.config.algorithm import AlgorithmConfig, Reduction
 from titanrl.config.sections import ReplayConfig
 
 

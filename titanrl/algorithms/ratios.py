@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from titanrl.algorithms.segments import segment_any, segment_first, segment_mean, segment_sum
-from titanrl.base.choices import KLEstimator
-from titanrl.config.algorithm import CorrectionConfig
+from titanrl.config.algorithm import CorrectionConfig, KLEstimator
 
 MAX_LOG_RATIO = 20.0
 """Bound on the absolute log-ratio before `exp`, so that a single token cannot overflow the sum over the batch."""

@@ -6,10 +6,11 @@ counts in the loss. Arrays are numpy, so that no reader needs torch.
 """
 
 import copyreg
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,10 @@ import numpy.typing as npt
 from titanrl.base.arguments import check_count, check_list, check_number, check_type, checked_numbers, checked_tokens
 from titanrl.base.pickling import float32_bytes, int32_bytes, pickle_fast
 from titanrl.carriers.supports import ExpertIds, Supports, experts_bytes, experts_from, placed
+
+if TYPE_CHECKING:
+    from titanrl.config.algorithm import AlgorithmConfig
+    from titanrl.config.sections import LearningRateDecay, SFTConfig
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
@@ -439,6 +444,56 @@ class AdamParams:
             check_number(f"AdamParams.{name}", getattr(self, name), "AdamParams() has the defaults.", least=0.0)
         for name in ("beta1", "beta2"):
             check_number(f"AdamParams.{name}", getattr(self, name), "AdamParams() has the defaults.", least=0.0, below=1.0)
+
+    @classmethod
+    def at_step(
+        cls, options: "AlgorithmConfig | SFTConfig", step: int, num_steps: int, *, rate: float | None = None
+    ) -> "AdamParams":
+        """Return the options of training step `step` of `num_steps`, counted from 0, by a section of the configuration.
+
+        `rate` replaces the learning rate of the schedule.
+        """
+        if rate is None:
+            rate = learning_rate(
+                step,
+                peak=options.learning_rate,
+                num_warmup_steps=options.num_warmup_steps,
+                decay=options.lr_decay,
+                num_steps=num_steps,
+                num_decay_steps=options.num_decay_steps,
+            )
+        return cls(
+            learning_rate=rate,
+            beta1=options.betas[0],
+            beta2=options.betas[1],
+            eps=options.eps,
+            weight_decay=options.weight_decay,
+            max_grad_norm=options.max_grad_norm,
+        )
+
+
+def learning_rate(
+    step: int,
+    *,
+    peak: float,
+    num_warmup_steps: int,
+    decay: "LearningRateDecay",
+    num_steps: int,
+    num_decay_steps: int | None = None,
+) -> float:
+    """Return the learning rate of training step `step`, counted from 0; it may take several optimizer steps.
+
+    During warm-up the rate increases linearly to `peak`. Then it stays constant or decreases to 0 at step `num_steps`, linearly
+    or as half a period of the cosine (SGDR, arXiv:1608.03983). With `num_decay_steps`, it is constant before these last steps
+    (warmup-stable-decay, arXiv:2404.06395).
+    """
+    if step < num_warmup_steps:
+        return peak * (step + 1) / num_warmup_steps
+    first = num_warmup_steps if num_decay_steps is None else max(num_steps - num_decay_steps, num_warmup_steps)
+    if decay == "constant" or step < first:
+        return peak
+    num_left, num_all = max(num_steps - step, 0), max(num_steps - first, 1)
+    return peak * num_left / num_all if decay == "linear" else peak * (1.0 - math.cos(math.pi * num_left / num_all)) / 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

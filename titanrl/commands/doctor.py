@@ -27,9 +27,8 @@ from statistics import median
 from typing import Any, Literal
 
 from titanrl.base import __version__, terminal
-from titanrl.base.choices import DeviceKind
 from titanrl.base.errors import TitanRLError
-from titanrl.config.device import DEVICES, device_kind, install, install_verifiers, missing_for, packages
+from titanrl.config.device import DEVICES, DeviceKind, device_kind, install, install_verifiers, missing_for, packages
 from titanrl.config.dry_run import print_table, table_console
 from titanrl.config.errors import ConfigError
 from titanrl.config.load import Source, explain_rule, read_source, validate

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from titanrl.base import terminal
-from titanrl.base.choices import ConsoleMode
 from titanrl.base.files import why_no_file, why_no_folder
 from titanrl.carriers.types import EvaluationResult
 from titanrl.config import Config, ConfigError, Source
 from titanrl.config.dry_run import print_table, table_console
 from titanrl.config.errors import BrokenRule, refusing
 from titanrl.config.load import read_source, validate
+from titanrl.config.sections import ConsoleMode
 from titanrl.launch.preflight import preflight
 from titanrl.metrics.console import Console
 from titanrl.models.directory import read_model

@@ -3,18 +3,31 @@
 A built-in is plain data: its import path, and the traits that the rules depend on. Checking a configuration imports no torch.
 """
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PrivateAttr, model_validator
 
-from titanrl.base.choices import KLEstimator, LearningRateDecay, Proximal, Reduction
 from titanrl.config.errors import BrokenRule
-from titanrl.config.sections import LIVE, Count, Decay, Fraction, OrImportPath, Section, Share, Steps, StepsOrZero, Tokens
+from titanrl.config.sections import (
+    LIVE,
+    Count,
+    Decay,
+    Fraction,
+    LearningRateDecay,
+    OrImportPath,
+    Section,
+    Share,
+    Steps,
+    StepsOrZero,
+    Tokens,
+)
 
 Traits = TypeVar("Traits")
+Proximal = Literal["sampler", "step_start", "interval_start"]
+Reduction = Literal["sum", "token_mean", "sequence_mean", "sequence_mean_token_sum", "prompt_mean", "constant"]
+KLEstimator = Literal["k1", "k2", "k3", "k3_straight_through"]
 Ratio = Literal["sampler", "proximal", "none", "undeclared"]
 
 
@@ -533,27 +546,3 @@ class AlgorithmConfig(Section):
                 if self.pass_k is None
                 else "remove pass_k, or set advantage to pass_at_k",
             )
-
-
-def learning_rate(
-    step: int,
-    *,
-    peak: float,
-    num_warmup_steps: int,
-    decay: LearningRateDecay,
-    num_steps: int,
-    num_decay_steps: int | None = None,
-) -> float:
-    """Return the learning rate of training step `step`, counted from 0; it may take several optimizer steps.
-
-    During warm-up the rate increases linearly to `peak`. Then it stays constant or decreases to 0 at step `num_steps`, linearly
-    or as half a period of the cosine (SGDR, arXiv:1608.03983). With `num_decay_steps`, it is constant before these last steps
-    (warmup-stable-decay, arXiv:2404.06395).
-    """
-    if step < num_warmup_steps:
-        return peak * (step + 1) / num_warmup_steps
-    first = num_warmup_steps if num_decay_steps is None else max(num_steps - num_decay_steps, num_warmup_steps)
-    if decay == "constant" or step < first:
-        return peak
-    num_left, num_all = max(num_steps - step, 0), max(num_steps - first, 1)
-    return peak * num_left / num_all if decay == "linear" else peak * (1.0 - math.cos(math.pi * num_left / num_all)) / 2.0

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from titanrl.base.choices import DeviceKind, DeviceName
+DeviceKind = Literal["cpu", "cuda", "npu"]
+DeviceName = Literal["auto", "cpu", "cuda", "npu"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

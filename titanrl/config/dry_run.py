@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from titanrl.base.choices import DeviceKind
+from titanrl.config.device import DeviceKind
 from titanrl.config.errors import BrokenRule, inline
 from titanrl.config.load import Source, explain_rule
 from titanrl.config.schema import Config, device_shortage

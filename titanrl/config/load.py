@@ -26,12 +26,11 @@ from pydantic_core import ErrorDetails, core_schema
 from yaml.events import AliasEvent, CollectionStartEvent, Event, ScalarEvent
 
 from titanrl.base import terminal
-from titanrl.base.choices import Program
 from titanrl.base.files import why_no_file, why_no_folder
 from titanrl.config.algorithm import ALGORITHM_PRESETS
 from titanrl.config.data import ACCEPTS_CHANGED_DATA, data_file
 from titanrl.config.errors import BrokenRule, BrokenRules, ConfigError, inline, message
-from titanrl.config.schema import USED_BY_SFT, Config
+from titanrl.config.schema import USED_BY_SFT, Config, Program
 from titanrl.config.sections import FOLDER, Section, meanings
 
 MAX_FILE_BYTES = 1_000_000

@@ -2,11 +2,10 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field
 
-from titanrl.base.choices import DeviceName, Program
 from titanrl.config.algorithm import ADVANTAGES, LOSS_KEYS, AlgorithmConfig, LossTraits
 from titanrl.config.data import (
     ANSWER_REWARDS,
@@ -20,6 +19,7 @@ from titanrl.config.data import (
     TaskConfig,
     evaluation_sets,
 )
+from titanrl.config.device import DeviceName
 from titanrl.config.errors import BrokenRule, BrokenRules
 from titanrl.config.sections import (
     CheckpointConfig,
@@ -47,6 +47,9 @@ from titanrl.config.sections import (
     WeightsConfig,
     largest_divisor,
 )
+
+Program = Literal["train", "sft", "distill"]
+"""Subcommands of `titanrl` that run a configuration."""
 
 LARGEST_RANK = 512
 """Largest rank of an adapter that vLLM 0.32.0 accepts."""

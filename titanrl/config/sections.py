@@ -34,7 +34,6 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, core_schema
 
-from titanrl.base.choices import ConsoleMode, Dtype, LearningRateDecay, TrainOn, TransportName, Verify
 from titanrl.config.device import Device
 from titanrl.config.errors import BrokenRule, BrokenRules, without_credentials
 
@@ -55,6 +54,15 @@ StepsOrZero = Annotated[int, Field(ge=0, le=100_000_000)]
 Tokens = Annotated[int, Field(ge=1, le=10_000_000)]
 Bytes = Annotated[int, Field(ge=1, le=10**15)]
 Seconds = Annotated[float, Field(gt=0.0, le=10_000_000.0)]
+
+# Types with a fixed set of values that other modules use, too
+Dtype = Literal["float32", "bfloat16"]
+FileDtype = Literal["float32", "bfloat16", "float16"]
+TransportName = Literal["arena", "rdma", "store"]
+Verify = Literal["off", "sampled", "full"]
+ConsoleMode = Literal["auto", "live", "plain", "off"]
+TrainOn = Literal["assistant", "last", "all"]
+LearningRateDecay = Literal["constant", "linear", "cosine"]
 
 LIVE = Field(json_schema_extra={"live": True})
 """Annotation of a key that can be changed during the run (`titanrl.run.steering`)."""

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from titanrl.base.choices import Dtype
 from titanrl.config.algorithm import ALGORITHM_PRESETS, CORRECTION_PRESETS
 from titanrl.config.device import device_kind
 from titanrl.config.errors import inline
+from titanrl.config.sections import Dtype
 
 if TYPE_CHECKING:
     from titanrl.config.schema import Config

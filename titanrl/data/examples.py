@@ -14,12 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from titanrl.base.choices import TrainOn
 from titanrl.carriers.types import BoolArray, Datum, ForwardBackwardOutput, IntArray, Prompt
 from titanrl.config.data import data_file
 from titanrl.config.errors import BrokenRule, BrokenRules, inline
 from titanrl.config.schema import Config
-from titanrl.config.sections import ExamplesConfig, ExampleSet, WarmStartConfig
+from titanrl.config.sections import ExamplesConfig, ExampleSet, TrainOn, WarmStartConfig
 from titanrl.data.entries import (
     BLANK,
     OPTIONS_COLUMN,

@@ -45,9 +45,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from titanrl.base.choices import DeviceKind
 from titanrl.base.errors import TitanRLError
-from titanrl.config.device import installed_version, missing_for, packages
+from titanrl.config.device import DeviceKind, installed_version, missing_for, packages
 from titanrl.config.errors import BrokenRule
 from titanrl.config.schema import Config
 from titanrl.config.sizes import host_bytes, host_counts

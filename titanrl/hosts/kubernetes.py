@@ -19,8 +19,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from titanrl.base.choices import DeviceKind
 from titanrl.base.errors import TitanRLError
+from titanrl.config.device import DeviceKind
 from titanrl.config.errors import BrokenRule
 from titanrl.config.schema import Config
 from titanrl.config.sections import KubernetesConfig

@@ -16,8 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from titanrl.base.choices import DeviceKind
 from titanrl.base.errors import TitanRLError
+from titanrl.config.device import DeviceKind
 from titanrl.config.errors import BrokenRule
 from titanrl.config.schema import Config
 from titanrl.hosts.holder import (

@@ -32,14 +32,13 @@ from monarch.spmd import setup_torch_elastic_env_async
 from monarch.tools.network import AddrType
 
 from titanrl.base import terminal
-from titanrl.base.choices import DeviceKind, TransportName
 from titanrl.base.errors import FaultError, TitanRLError
 from titanrl.base.ownership import receive_own
 from titanrl.base.plugins import Plugins
 from titanrl.carriers.record import span_bytes
-from titanrl.config.device import Device, resolve_device
+from titanrl.config.device import Device, DeviceKind, resolve_device
 from titanrl.config.schema import Config
-from titanrl.config.sections import FaultsConfig, GeneratorConfig
+from titanrl.config.sections import FaultsConfig, GeneratorConfig, TransportName
 from titanrl.config.sizes import HostPlace, host_counts, microbatch_rows, replica_place, store_place, worker_place
 from titanrl.data.mixture import make_mixture
 from titanrl.generator.actor import Generator, GeneratorSetup

@@ -32,14 +32,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from titanrl.base import terminal
-from titanrl.base.choices import DeviceKind
 from titanrl.base.files import why_not_writable
 from titanrl.base.plugins import Plugin, Plugins, plugins_of_data, plugins_within
 from titanrl.carriers import dumps
 from titanrl.carriers.rewards import DENIED, INVALID, Answers, BoundReward, Score, custom_reward
 from titanrl.config import device as devices
 from titanrl.config.data import ENVIRONMENTS, DataConfig, EvaluationSet, JudgeOptions, OverlongOptions, Split, data_file
-from titanrl.config.device import device_kind, missing_for
+from titanrl.config.device import DeviceKind, device_kind, missing_for
 from titanrl.config.errors import BrokenRule, BrokenRules, ConfigError, inline, rule_of, within
 from titanrl.config.load import Source, did_you_mean, explain_rule
 from titanrl.config.schema import Config, broken_by_positions

@@ -17,8 +17,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from titanrl.base.choices import ConsoleMode
 from titanrl.carriers.types import StepMetrics
+from titanrl.config.sections import ConsoleMode
 from titanrl.metrics.reading import count, duration, fixed, phase_seconds, sparkline
 
 LAYOUT_WIDTHS = (0, 72, 128)

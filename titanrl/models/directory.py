@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from titanrl.base.choices import FileDtype
 from titanrl.base.files import in_shell, why_no_file, why_no_folder
 from titanrl.base.plugins import import_object
 from titanrl.config.device import Device
 from titanrl.config.errors import BrokenRule, BrokenRules
 from titanrl.config.load import did_you_mean
 from titanrl.config.schema import Config
-from titanrl.config.sections import LoraConfig, ModelConfig
+from titanrl.config.sections import FileDtype, LoraConfig, ModelConfig
 from titanrl.config.sizes import ModelShape
 from titanrl.models.families import FAMILIES
 from titanrl.models.family import HFConfig, ModelFamily

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from titanrl.base.choices import DeviceKind, Dtype
-from titanrl.config.sections import RecipeConfig
+from titanrl.config.device import DeviceKind
+from titanrl.config.sections import Dtype, RecipeConfig
 from titanrl.config.sizes import ModelShape
 
 if TYPE_CHECKING:

@@ -23,12 +23,12 @@ from typing import Any, NoReturn, TypeVar
 import rich.console
 
 from titanrl.base import terminal
-from titanrl.base.choices import ConsoleMode
 from titanrl.base.errors import describe
 from titanrl.carriers.record import process_start
 from titanrl.config.errors import ConfigError, refusing
 from titanrl.config.load import Source, check_program, parse_run, source_of, validate
 from titanrl.config.schema import Config
+from titanrl.config.sections import ConsoleMode
 from titanrl.hosts.launcher import run_launched, tell_failure
 from titanrl.launch.preflight import Checked, dry_run
 from titanrl.metrics.console import Console

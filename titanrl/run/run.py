@@ -23,18 +23,15 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from titanrl.base.arguments import check_number, check_type
-from titanrl.base.choices import Program
 from titanrl.base.errors import FaultError, TitanRLError, describe
 from titanrl.base.files import DamagedError, replace_text
 from titanrl.base.plugins import Plugins, loading
 from titanrl.carriers.record import close_timeline, open_timeline, span, span_bytes
-from titanrl.carriers.types import AdamParams, DoubleArray, EvaluationResult, OptimUpdate, StepMetrics
-from titanrl.config.algorithm import AlgorithmConfig, learning_rate
+from titanrl.carriers.types import DoubleArray, EvaluationResult, OptimUpdate, StepMetrics
 from titanrl.config.device import resolve_device
 from titanrl.config.errors import BrokenRules, ConfigError
 from titanrl.config.load import Source, check_program, config_of_run, explain_rule, read_source
-from titanrl.config.schema import Config
-from titanrl.config.sections import SFTConfig
+from titanrl.config.schema import Config, Program
 from titanrl.config.sizes import notes
 from titanrl.data.entries import RECORD, check_recorded
 from titanrl.launch.extensions import plugins_of, with_declared_traits, with_objects
@@ -854,26 +851,3 @@ def _import_heavy_packages() -> None:
     """Import torch and the other packages needed by `Run.start`, which takes seconds."""
     with loading():
         import titanrl.session.session  # noqa: F401
-
-
-def adam_params(options: AlgorithmConfig | SFTConfig, step: int, num_steps: int, *, rate: float | None = None) -> AdamParams:
-    """Return the hyperparameters of training step `step` of `num_steps`, counted from 0.
-
-    `rate` replaces the learning rate of the schedule.
-    """
-    scheduled = learning_rate(
-        step,
-        peak=options.learning_rate,
-        num_warmup_steps=options.num_warmup_steps,
-        decay=options.lr_decay,
-        num_steps=num_steps,
-        num_decay_steps=options.num_decay_steps,
-    )
-    return AdamParams(
-        learning_rate=scheduled if rate is None else rate,
-        beta1=options.betas[0],
-        beta2=options.betas[1],
-        eps=options.eps,
-        weight_decay=options.weight_decay,
-        max_grad_norm=options.max_grad_norm,
-    )

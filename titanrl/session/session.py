@@ -40,8 +40,8 @@ from titanrl.carriers.types import (
     OnTokens,
     Prompt,
     SamplingParams,
+    learning_rate,
 )
-from titanrl.config.algorithm import learning_rate
 from titanrl.config.errors import BrokenRule, BrokenRules
 from titanrl.config.load import recorded_config
 from titanrl.config.schema import Config

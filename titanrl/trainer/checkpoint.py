@@ -25,11 +25,10 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpoint import CheckpointManager, ModelWrapper
 
-from titanrl.base.choices import FileDtype
 from titanrl.base.errors import StorageError, describe
 from titanrl.base.files import Digests, digests_of, uncommit_folder
 from titanrl.config.device import Device
-from titanrl.config.sections import TrainerConfig
+from titanrl.config.sections import FileDtype, TrainerConfig
 from titanrl.data.tokenizer import export_stop_ids
 from titanrl.models.decoder import biased_layers, routers_of
 from titanrl.models.directory import (

@@ -40,7 +40,7 @@ from titanrl.weights.records import WeightManifest, adapters_run, base_run, rank
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from titanrl.base.choices import FileDtype, TransportName, Verify
+    from titanrl.config.sections import FileDtype, TransportName, Verify
     from titanrl.trainer.agreement import Agreement, Facts
     from titanrl.trainer.collate import PackedRows
     from titanrl.trainer.learner import Learner

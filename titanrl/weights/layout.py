@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from operator import is_
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -23,8 +24,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from titanrl.base.choices import Verify
 from titanrl.weights.records import Box, ByteLayout, Digest, Piece, ShardEntry, WeightMismatchError, make_layout, whole
+
+if TYPE_CHECKING:
+    from titanrl.config.sections import Verify
 
 Indices = npt.NDArray[np.int64]
 Run = tuple[int, int]
@@ -371,7 +374,7 @@ _PAGE_WORDS = 1 << 9
 _NUM_PAGES = _STRIDE_WORDS // _PAGE_WORDS
 
 
-def digest(data: torch.Tensor, verify: Verify, version: int) -> Digest | None:
+def digest(data: torch.Tensor, verify: "Verify", version: int) -> Digest | None:
     """Compute the checksum of a byte tensor; return None if `verify` is `off`.
 
     A checksum adds up the 64-bit words of each block and hashes the sums. It detects a changed bit, swapped blocks, and a block

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from monarch.actor import Actor, ProcMesh, endpoint
 
-from titanrl.base.choices import Verify
-
 if TYPE_CHECKING:
     from torchstore.client import LocalClient
+
+    from titanrl.config.sections import Verify
 
 IMPORTS = ("titanrl.weights.store", "torchstore.client")
 """Modules for `set_up_process` in the processes of the store and its clients."""
@@ -138,7 +138,7 @@ class WeightSource:
     run: str
     """Prefix of the store's keys."""
     store: WeightStore
-    verify: Verify = "sampled"
+    verify: "Verify" = "sampled"
     """`off` ignores the digests of versions."""
     name: str = field(default_factory=lambda: secrets.token_hex(4))
     """Name by which the readers of a host find each other."""

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from titanrl.base.choices import TransportName, Verify
 from titanrl.processes.machine import THREADS
 from titanrl.weights.layout import (
     PackPlan,
@@ -54,6 +53,7 @@ from titanrl.weights.transport import (
 )
 
 if TYPE_CHECKING:
+    from titanrl.config.sections import TransportName, Verify
     from titanrl.weights.store import WeightStore
 
 try:
@@ -282,8 +282,8 @@ class WeightPublisher:
         rank: int,
         store: "WeightStore",
         dtype: torch.dtype,
-        transports: Sequence[TransportName],
-        verify: Verify = "sampled",
+        transports: "Sequence[TransportName]",
+        verify: "Verify" = "sampled",
         num_arenas: int = VERSIONS_HELD,
         first: Mapping[str, int] | None = None,
     ) -> None:
@@ -416,7 +416,7 @@ class WeightReader:
     Fetch and copy one version after the other. A copy may run in another thread than the event loop of the fetches.
     """
 
-    def __init__(self, run: str, store: "WeightStore", verify: Verify = "sampled", name: str | None = None) -> None:
+    def __init__(self, run: str, store: "WeightStore", verify: "Verify" = "sampled", name: str | None = None) -> None:
         """Prepare to read the versions published under the name of a run. `verify="off"` ignores their digests; otherwise the
         publisher has chosen what they cover. Readers of one `name` share what they receive from other hosts.
         """

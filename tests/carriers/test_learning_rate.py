@@ -2,8 +2,8 @@ from functools import partial
 
 import pytest
 
-from titanrl.base.choices import LearningRateDecay
-from titanrl.config.algorithm import learning_rate
+from titanrl.carriers.types import learning_rate
+from titanrl.config.sections import LearningRateDecay
 
 
 def rates(decay: LearningRateDecay, *, num_warmup_steps: int, num_steps: int) -> list[float]:
