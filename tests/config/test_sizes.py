@@ -365,9 +365,14 @@ def test_last_gradients_of_a_pass() -> None:
     mixed = trainer("Qwen3-0.6B", compute_dtype="bfloat16")
     assert mixed.unreduced == 3 * 2 * embedding
     assert mixed.cpu_total == mixed.state + mixed.gathered + mixed.activations + mixed.unreduced
+    for settings in ({"compile": True}, {"activation_checkpointing": "full"}):
+        reused = trainer("Qwen3-0.6B", compute_dtype="bfloat16", **settings)
+        assert reused.cpu_total == max(reused.total, reused.state + 2 * reused.parameters)
     # FSDP's reduction in float32 holds three copies; the gathered parameters in bfloat16 are freed.
     sharded = {"compute_dtype": "bfloat16", "parallelism": {"dp_shard": 8}}
-    assert trainer("Qwen3-0.6B", **sharded).unreduced == (3 * 4 - 2) * embedding
+    reduced = trainer("Qwen3-0.6B", **sharded)
+    assert reduced.unreduced == (3 * 4 - 2) * embedding
+    assert reduced.cpu_total == reduced.state + reduced.gathered + reduced.activations + reduced.unreduced
     assert trainer("Qwen3-0.6B", **sharded, lora={}).unreduced == 0  # the embedding has no gradient
     untied = trainer("Qwen3-8B", **sharded)
     assert untied.unreduced == (3 * 4 - 2) * 2 * 151_936 * 4096

@@ -191,6 +191,9 @@ class TrainerMemory:
     """Estimated activations of the largest micro-batch, with full rows, including logits."""
     unreduced: int
     """Gradients of embedding and output layer at the end of a backward pass, until they are added up or reduced."""
+    reuses_activations: bool = False
+    """True if the C library's allocator reuses the memory of the activations for these gradients, as measured without FSDP for
+    compiled layers and with checkpointing. Else small tensors lie between the activations."""
     critic: int = 0
     """Parameters, gradients and moments of the critic, without those that FSDP gathers; 0 without a critic."""
     another_model: int
@@ -208,11 +211,9 @@ class TrainerMemory:
 
     @property
     def cpu_total(self) -> int:
-        """Peak memory on a CPU: of a step, or of an export, which holds two serialized copies of the parameters.
-
-        The C library's allocator keeps the memory of the activations for the next pass.
-        """
-        return self.state + max(self.gathered + self.activations + self.unreduced, 2 * self.parameters)
+        """Peak memory on a CPU: of a step, or of an export, which holds two serialized copies of the parameters."""
+        step = self.total if self.reuses_activations else self.state + self.gathered + self.activations + self.unreduced
+        return max(step, self.state + 2 * self.parameters)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -426,6 +427,7 @@ def _trainer_memory(config: "Config", shape: ModelShape, num_rows: int) -> Train
         gathered=gathered,
         activations=_activations(config, shape, num_rows),
         unreduced=0 if trainer.lora is not None else unreduced,
+        reuses_activations=not trainer.uses_fsdp and (trainer.compile or trainer.activation_checkpointing != "none"),
         critic=int(4 * shape.num_parameters * share) if config.algorithm.has_critic else 0,
         another_model=0 if trainer.lora is None else int(4 * trained * share) + average,
     )
