@@ -58,8 +58,15 @@ from titanrl.metrics import steps as metrics_of
 from titanrl.replay.groups import Batch, Freshness, TrainedBatch, joined, versions_behind
 from titanrl.run import command
 from titanrl.run.checkpoints import checkpoint_dir, is_due
-from titanrl.run.generation import Dump, Generation, check_dump
-from titanrl.run.recording import batch_metrics, record_advantages, record_drops, recorded_groups
+from titanrl.run.generation import (
+    Dump,
+    Generation,
+    batch_metrics,
+    check_dump,
+    record_advantages,
+    record_drops,
+    recorded_groups,
+)
 from titanrl.run.run import Run
 from titanrl.run.steering import TEMPERATURE
 

@@ -256,7 +256,7 @@ def documented_metrics() -> list[str]:
 
 def test_every_metric_in_the_code_is_documented() -> None:
     folder = Path(report_module.__file__).parent
-    code = "".join(file.read_text() for file in [*folder.glob("*.py"), folder.parent / "run/recording.py"])
+    code = "".join(file.read_text() for file in [*folder.glob("*.py"), folder.parent / "run/generation.py"])
     shown = {name for name in re.findall(r'"([a-z]+/[a-z_]+[a-z])"', code) if not name.startswith("time/")}
     assert len(shown) > 10
     assert shown <= set(documented_metrics())

@@ -1,4 +1,4 @@
-"""A run without processes: the checks of a start, skipped steps, evaluations that are not compared, a full disk."""
+"""A run without processes: the checks of a start, skipped steps, evaluations, a full disk, files after a rollback."""
 
 import asyncio
 import json
@@ -12,6 +12,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from tests.recorded import record, recorded
 from titanrl import ConfigError, grpo
 from titanrl.base.errors import TitanRLError
 from titanrl.base.files import commit_folder
@@ -22,11 +23,12 @@ from titanrl.config.load import dump, read_source, validate
 from titanrl.config.sections import RecipeConfig
 from titanrl.grpo import GRPO
 from titanrl.metrics.console import Console
+from titanrl.metrics.reading import read_metrics
 from titanrl.metrics.run_directory import LOCK_FILE, RunDirectory, RunLock, check_idle, claim_new_run, claim_run
 from titanrl.metrics.trackers import Hooks, Recorder, Trackers
 from titanrl.models.recipe import create_model
 from titanrl.run.checkpoints import FIRST, Checkpoints, Evaluations, Resumable, RunState
-from titanrl.run.run import NonFiniteGradientError
+from titanrl.run.run import NonFiniteGradientError, open_recorder
 from titanrl.run.steering import CHANGES_FILE, Steering
 from titanrl.sft import SFT
 
@@ -512,3 +514,52 @@ def test_stop_on_a_full_disk_raises_nothing(tmp_path: Path, capsys: pytest.Captu
     assert f"the end of the run is not recorded: [Errno 28] No space left on device: '{tmp_path}/run/events.jsonl'" in "".join(
         capsys.readouterr().err.splitlines()
     )
+
+
+# Files of a run that rolls back to a checkpoint, or to its start
+
+QUICKSTART = load_config("quickstart", ["logging.loggers=[]"])
+EVALUATION = EvaluationResult(task="sums", version=0, mean=0.5, num_prompts=8, response_len_mean=3.0)
+
+
+def open_at(run_dir: Path, state: RunState, kind: str) -> Recorder:
+    found = Resumable(state=state, unusable={})
+    return open_recorder(QUICKSTART, run_dir, kind, found, Console("off", total_steps=9), {})  # type: ignore[arg-type]
+
+
+def take_steps(recorder: Recorder, first: int, last: int) -> None:
+    for step in range(first, last + 1):
+        recorder.step(StepMetrics(step=step, version=step, values={"reward/mean": 0.1}))
+        recorder.directory.event("publication", version=step)
+        record(recorder.directory.path, "rollouts", {"index": step})
+        recorder.directory.log_advantages(step, [(step, step, [0.0])])
+
+
+def test_run_rolls_back_to_a_checkpoint_or_its_start(tmp_path: Path) -> None:
+    recorder = open_at(tmp_path, RunState(step=0, version=0, next_index=0), "start")
+    recorder.evaluation(0, EVALUATION)
+    recorder.directory.event("publication", version=0)
+    take_steps(recorder, 1, 3)
+    (recorder.directory.checkpoints / "step-2").mkdir()
+    half_written = recorder.directory.checkpoints / "step-3"
+    half_written.mkdir()
+
+    recorder.close(resumes=True)
+    recorder = open_at(tmp_path, RunState(step=2, version=2, next_index=3, published=(2,)), "restart")
+    directory = recorder.directory
+    assert [row["step"] for row in read_metrics(directory.metrics)] == [0, 1, 2]
+    assert recorded(directory.path, "rollouts") == [1, 2]
+    assert [row["step"] for row in read_lines(directory.advantages)] == [1, 2]
+    events = [(row["kind"], row.get("version", row.get("step"))) for row in read_lines(directory.events)]
+    assert events == [("start", 0), ("publication", 0), ("publication", 1), ("checkpoint", 2)]
+    assert not half_written.exists()
+    directory.event("restart", step=3, from_step=2)
+    take_steps(recorder, 3, 4)
+
+    recorder.close(resumes=True)
+    recorder = open_at(tmp_path, RunState(step=0, version=0, next_index=0, evaluated_step=0), "restart")
+    directory = recorder.directory
+    assert [row["step"] for row in read_metrics(directory.metrics)] == [0], "the evaluation before the first step stays"
+    assert recorded(directory.path, "rollouts") == list(read_lines(directory.advantages)) == []
+    assert [row["kind"] for row in read_lines(directory.events)] == ["start", "restart"]
+    recorder.close()

@@ -1,15 +1,18 @@
-"""Rollouts apart from training: saved in a dump (`rollout.save`), trained on later (`rollout.replay`), or only generated.
+"""Rollouts apart from training: the figures of a batch, the dump of rollouts, and the loop that only generates.
 
-A run with `train: false` generates rollouts to inspect, measure or save the policy's completions.
+A dump (`rollout.save`) can be trained on later (`rollout.replay`). A run with `train: false` generates rollouts to inspect,
+measure or save the policy's completions.
 """
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from titanrl.carriers.dumps import DumpBatches, DumpInfo, DumpReader, fingerprint, holds_dump, read_info
-from titanrl.carriers.types import StepMetrics
+from titanrl.carriers.types import BoolArray, DoubleArray, GroupHandle, IntArray, StepMetrics
 from titanrl.config.errors import BrokenRule, ConfigError
 from titanrl.config.load import Source, explain_rule
 from titanrl.config.schema import Config
@@ -17,10 +20,90 @@ from titanrl.data.tokenizer import Tokenizer
 from titanrl.launch.roles import Roles
 from titanrl.metrics import steps as metrics_of
 from titanrl.metrics.console import Console
+from titanrl.metrics.run_directory import RunDirectory
+from titanrl.metrics.trackers import Recorder
 from titanrl.replay.groups import Batch
 from titanrl.run.checkpoints import RunState
-from titanrl.run.recording import batch_metrics, record_drops
 from titanrl.run.run import Run
+
+
+def batch_metrics(batch: Batch, ages: Sequence[int], version: int, config: Config) -> dict[str, float]:
+    """Return the metrics that depend on the batch alone, which trains `version` and has groups of these ages in versions."""
+    values = {}
+    if config.rollout.group_filter is not None:
+        values["group/filtered_frac"] = batch.drops.get("filtered", 0) / batch.num_tried
+    if config.rollout.min_group_size > 1:
+        values["group/too_small_frac"] = batch.drops.get("too small", 0) / batch.num_tried
+    values |= {
+        **metrics_of.rollout_metrics(
+            batch.records,
+            num_tried=batch.num_tried,
+            num_equal_rewards=batch.num_equal_rewards,
+            num_tried_rollouts=batch.num_tried_rollouts,
+            num_errors=batch.num_errors,
+            of_turns=bool(batch.counts),
+        ),
+        **metrics_of.episode_metrics(batch.counts),
+        **(metrics_of.state_metrics(batch.records) if config.algorithm.credit == "state" else {}),
+        **metrics_of.environment_metrics(batch.environment, is_mixture=len(config.data.tasks) > 1),
+        **metrics_of.task_metrics(batch.records, config.data.tasks, batch.drops_by_task),
+        **batch.prompts,
+        "staleness/mean": metrics_of.mean(ages),
+        "staleness/max": float(max(ages)),
+    }
+    if (replayed := batch.replayed) is not None:
+        counts = {"num_stored": replayed.num_stored, "num_evicted": replayed.num_evicted}
+        values |= metrics_of.replay_metrics(replayed.records, version=version, **counts)
+    return values | {  # the state of the buffer when the batch was taken
+        "buffer/bytes": float(batch.usage.num_bytes),
+        "buffer/spilled_bytes": float(batch.usage.num_spilled_bytes),
+        "buffer/inflight": float(batch.num_in_flight),
+        "buffer/ready": float(batch.num_ready),
+        "buffer/waiting": float(batch.num_held),
+        "buffer/tried": float(batch.num_tried),
+    }
+
+
+def record_drops(recorder: Recorder, batch: Batch, step: int) -> None:
+    """Record the groups dropped since the previous batch, and failed rewards."""
+    for reason, num_dropped in batch.drops.items():
+        recorder.directory.event("drop", step=step, groups=num_dropped, reason=reason)
+    if batch.num_errors:
+        recorder.scorer_errors(step, batch.num_errors, batch.num_tried_rollouts, batch.first_error)
+
+
+def recorded_groups(batch: Batch, config: Config) -> dict[GroupHandle, int]:
+    """Return the index of each group of a batch that is recorded with its tokens, by the location of its payload."""
+    groups = batch.all_records.groups
+    chosen = groups[_is_recorded(groups["index"], config) & (groups["has_payload"] > 0)]
+    return {
+        GroupHandle(shard=shard, location=location, serial=serial): index
+        for index, (shard, location, serial) in zip(chosen["index"].tolist(), chosen["handle"].tolist(), strict=True)
+    }
+
+
+def _is_recorded(indices: IntArray, config: Config) -> BoolArray:
+    """Return True for each prompt whose group is recorded with its tokens."""
+    is_recorded: BoolArray = indices % config.rollout.groups_per_step < config.logging.rollouts_per_step
+    return is_recorded
+
+
+def record_advantages(directory: RunDirectory, batch: Batch, advantages_N: DoubleArray, step: int, config: Config) -> None:
+    """Record the advantages of the groups that are recorded with their tokens."""
+    if not config.logging.rollouts_per_step:
+        return
+    groups = batch.all_records.groups
+    groups = groups[np.argsort(groups["index"], kind="stable")]  # the order of the advantages
+    ends = np.cumsum(groups["num_rollouts"])
+    starts = ends - groups["num_rollouts"]
+    indices, new = groups["index"].tolist(), set(batch.records.groups["index"].tolist())
+    rows = [
+        (indices[i], int(groups["max_version"][i]), advantages_N[starts[i] : ends[i]].tolist())
+        for i in np.flatnonzero(_is_recorded(groups["index"], config)).tolist()
+        if indices[i] in new
+    ]
+    if rows:
+        directory.log_advantages(step, rows)
 
 
 class Dump:

@@ -8,17 +8,24 @@ and `evaluate`. The run has its evaluations, checkpoints and restarts as objects
     train   evaluate what is due; then `step`, evaluate, save, until the last step
     fault   stop the processes, return to the newest checkpoint, open a session, `begin`, continue to train
     stop    settle the checkpoint in progress, stop the processes, record the end
+
+The last part opens the files and trackers that record the run, and sends its records to other systems.
 """
 
 import asyncio
 import contextlib
+import os
+import platform
+import re
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 
@@ -26,23 +33,24 @@ from titanrl.base.arguments import check_number, check_type
 from titanrl.base.errors import FaultError, TitanRLError, describe
 from titanrl.base.files import DamagedError, replace_text
 from titanrl.base.plugins import Plugins, loading
-from titanrl.carriers.record import close_timeline, open_timeline, span, span_bytes
+from titanrl.carriers.record import HOST, RecordFile, close_timeline, open_timeline, span, span_bytes
 from titanrl.carriers.types import DoubleArray, EvaluationResult, OptimUpdate, StepMetrics
 from titanrl.config.device import resolve_device
 from titanrl.config.errors import BrokenRules, ConfigError
-from titanrl.config.load import Source, check_program, config_of_run, explain_rule, read_source
+from titanrl.config.load import Source, check_program, config_of_run, explain_rule, read_source, recorded_config
 from titanrl.config.schema import Config, Program
+from titanrl.config.sections import LoggingConfig
 from titanrl.config.sizes import notes
-from titanrl.data.entries import RECORD, check_recorded
+from titanrl.data.entries import RECORD, check_recorded, record_data
 from titanrl.launch.extensions import plugins_of, with_declared_traits, with_objects
 from titanrl.launch.preflight import broken_by_saved_model, policy_notes, preflight, read_examples
 from titanrl.launch.roles import Roles, needed
 from titanrl.metrics.console import Console
 from titanrl.metrics.reading import RunRecord
 from titanrl.metrics.report import conclude, relative, run_html
-from titanrl.metrics.run_directory import RunLock, claim_new_run, claim_run
+from titanrl.metrics.run_directory import RunDirectory, RunLock, claim_new_run, claim_run
 from titanrl.metrics.steps import PhaseTimer
-from titanrl.metrics.trackers import Hooks, Recorder
+from titanrl.metrics.trackers import Hooks, Recorder, make_trackers
 from titanrl.processes.children import Respawns
 from titanrl.processes.templates import BASE, close_early, start_early
 from titanrl.run.checkpoints import (
@@ -53,23 +61,28 @@ from titanrl.run.checkpoints import (
     Restarts,
     Resumable,
     broken_by_checkpoint,
+    checkpoint_dir,
     is_due,
     newest_checkpoint,
     resumable,
+    set_aside,
 )
-from titanrl.run.recording import Kind, Telemetry, open_recorder
 from titanrl.run.steering import Steering, repeated_changes
 
 if TYPE_CHECKING:
     from titanrl.launch.assembly import Parts
+    from titanrl.metrics import otlp
+    from titanrl.serving import runs
     from titanrl.session.sampling import SamplingClient
     from titanrl.session.session import Session
     from titanrl.session.training import TrainingClient
 
+NVIDIA = Path("/proc/driver/nvidia/gpus")
+"""Folder in which the driver lists the GPUs of this machine."""
+Kind = Literal["start", "resume", "restart"]
+"""`start`: new run; `resume`: run of an earlier process; `restart`: run of this process, from its last checkpoint."""
 HUGE_REWARD = 1e6
 """Absolute reward from which rewards are considered the likely cause of non-finite gradients."""
-
-
 NOT_STARTED = "the run has not started, or has been closed. Use `async with run:`, or call `await run.start()` first."
 
 
@@ -851,3 +864,116 @@ def _import_heavy_packages() -> None:
     """Import torch and the other packages needed by `Run.start`, which takes seconds."""
     with loading():
         import titanrl.session.session  # noqa: F401
+
+
+# Records of a run: its files and trackers, and the threads that send them to other systems
+
+
+def open_recorder(config: Config, run_dir: Path, kind: Kind, found: Resumable, console: Console, plugins: Plugins) -> Recorder:
+    """Open the run directory and start the trackers, to continue from the state that was found.
+
+    Lines of later steps are dropped from the files, and later checkpoints are renamed (`set_aside`).
+    """
+    state = found.state
+    step = None if kind == "start" else state.step  # 0 without a checkpoint to restart from
+    directory = RunDirectory(
+        run_dir,
+        resume_step=step,
+        resume_version=state.version,
+        resume_index=state.next_index,
+        resume_in_flight=state.in_flight,
+        resume_rates=state.num_rates,
+        resume_published=state.published[-1] if state.published else state.version + bool(state.step),
+        warn=console.warn,
+    )
+    if step is not None:
+        kept = set_aside(directory.checkpoints, step)
+        if found.unusable:
+            console.warn(
+                f"{'--resume' if kind == 'resume' else 'restart'}: continuing from step {step}, the newest intact checkpoint "
+                f"({'; '.join(f'{name}: {reason}' for name, reason in found.unusable.items())}). "
+                f"Renamed newer ones to {', '.join(kept)}."
+            )
+        folder = checkpoint_dir(directory.checkpoints, step)
+        if folder.exists() and not directory.has_event("checkpoint", step=step):  # the run died before it recorded the event
+            directory.event("checkpoint", step=step, path=str(folder))
+    replace_text(directory.config, recorded_config(config), durable=True)
+    if kind != "restart":  # the restart event is recorded once the processes run
+        record_data(run_dir, found.selections)
+        directory.event(kind, step=state.step)
+        RecordFile(run_dir, "starts", "controller", config.logging.record_bytes // 100).append((start_of(kind), {}))
+    trackers = make_trackers(
+        config.logging.loggers,
+        run_dir,
+        config.model_dump(mode="json"),
+        warn=console.warn,
+        resume_step=step,
+        plugins=plugins,
+    )
+    return Recorder(directory, trackers, console)
+
+
+def start_of(kind: Kind) -> dict[str, Any]:
+    """Return the record of a start: when, how and where this process runs; docs/record.md describes the fields."""
+    packages = [path.stem.rpartition("-") for entry in sys.path for path in Path(entry).glob("*.dist-info")]
+    models = [re.findall(r"^Model:\s*(.*)", file.read_text(), re.MULTILINE) for file in NVIDIA.glob("*/information")]
+    names = re.findall(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return {
+        "time": time.time(),
+        "kind": kind,
+        "command": sys.orig_argv,
+        "folder": os.getcwd(),
+        "host": HOST,
+        "pid": os.getpid(),
+        "system": platform.platform(),
+        "processor": names[0] if names else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "accelerators": [name for found in models for name in found],
+        "python": platform.python_version(),
+        "commit": _commit(),
+        "packages": {name: version for name, _, version in sorted(packages)},
+    }
+
+
+def _commit() -> str | None:
+    """Return the commit of the current directory, with `-dirty` if files have changed; None outside a repository."""
+    command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+class Telemetry:
+    """The threads of the controller that read the files of a run for other systems. Without keys for them, there are none."""
+
+    def __init__(self, logging: LoggingConfig, run_dir: Path, console: Console, *, since: float) -> None:
+        """Start the threads that the configuration asks for. Spans from before a time are of an earlier process of the run."""
+        self._server: runs.MetricsServer | None = None
+        if logging.metrics_port is not None:
+            from titanrl.serving.runs import MetricsServer  # imports uvicorn, which other runs do not need
+
+            self._server = MetricsServer(run_dir, logging.metrics_host, logging.metrics_port)
+            console.note(f"metrics for Prometheus: {self._server.url}/metrics")
+        self._exporter: otlp.Exporter | None = None
+        if logging.otlp_endpoint is not None:
+            from titanrl.metrics.otlp import Exporter, open_sink  # needs packages of an extra
+
+            try:
+                sink = open_sink(logging.otlp_endpoint)
+            except OSError as error:
+                raise TitanRLError(f"logging.otlp_endpoint: cannot be written ({error}). Name another file.") from error
+            self._exporter = Exporter(run_dir, sink, since=since, warn=console.warn)
+
+    def flush(self) -> None:
+        """Send what is recorded, when the other processes have ended, and stop serving."""
+        if self._server is not None:
+            self._server.close()
+        if self._exporter is not None:
+            self._exporter.flush()
+
+    def close(self) -> None:
+        """Send the last spans of this process, and end the threads. A second call does nothing."""
+        if self._exporter is not None:
+            self._exporter.close()
