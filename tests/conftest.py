@@ -1,6 +1,8 @@
 """Test order for parallel workers (`pytest -n 2 --dist loadfile`), the hypothesis profile, and fixtures of many folders."""
 
+import asyncio
 import gc
+import inspect
 import os
 import signal
 import sys
@@ -51,6 +53,15 @@ def pytest_collection_finish() -> None:
     gc.enable()
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}))
+    return True
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """Memory of the structures that live as long as a run: it must not grow with the number of steps."""
 
-import asyncio
 import gc
 import sys
 from collections.abc import Awaitable, Callable
@@ -34,59 +33,50 @@ async def growth_of(step: Callable[[int], Awaitable[object]]) -> float:
     return (sys.getallocatedblocks() - before) / STEPS
 
 
-def test_buffer_does_not_grow_with_steps() -> None:
-    async def scenario() -> float:
-        buffer = GroupBuffer(num_slots=4, dynamic_sampling=False)
+async def test_buffer_does_not_grow_with_steps() -> None:
+    buffer = GroupBuffer(num_slots=4, dynamic_sampling=False)
 
-        async def step(number: int) -> None:
-            for reservation in await buffer.reserve(2):
-                await buffer.commit([make_record(reservation.index, handle=reservation.handle)])
-            batch = await buffer.take_batch(2)
-            await buffer.release(batch.records.handles)
-            buffer.take_dropped(0)
+    async def step(number: int) -> None:
+        for reservation in await buffer.reserve(2):
+            await buffer.commit([make_record(reservation.index, handle=reservation.handle)])
+        batch = await buffer.take_batch(2)
+        await buffer.release(batch.records.handles)
+        buffer.take_dropped(0)
 
-        return await growth_of(step)
-
-    assert asyncio.run(scenario()) < 0.5
+    assert (await growth_of(step)) < 0.5
 
 
-def test_publications_do_not_grow_with_versions() -> None:
-    async def scenario() -> float:
-        async def push(version: int) -> tuple[()]:
-            return ()
+async def test_publications_do_not_grow_with_versions() -> None:
+    async def push(version: int) -> tuple[()]:
+        return ()
 
-        async def pull(commit: Commit) -> int:
-            return 0
+    async def pull(commit: Commit) -> int:
+        return 0
 
-        async def nothing(*_: object) -> None:
-            pass
+    async def nothing(*_: object) -> None:
+        pass
 
-        weights = WeightSync(nothing, push=push, expect=nothing, pulls=[pull, pull], num_listed=3)
+    weights = WeightSync(nothing, push=push, expect=nothing, pulls=[pull, pull], num_listed=3)
 
-        async def step(number: int) -> None:
-            weights.publish(number, then=nothing)
-            await weights.ready()
+    async def step(number: int) -> None:
+        weights.publish(number, then=nothing)
+        await weights.ready()
 
-        grown = await growth_of(step)
-        assert weights.versions == [2 * STEPS - 3, 2 * STEPS - 2, 2 * STEPS - 1]
-        return grown
-
-    assert asyncio.run(scenario()) < 0.5
+    grown = await growth_of(step)
+    assert weights.versions == [2 * STEPS - 3, 2 * STEPS - 2, 2 * STEPS - 1]
+    assert grown < 0.5
 
 
-def test_requests_do_not_grow_with_their_number() -> None:
-    async def scenario() -> float:
-        endpoint = FakeEndpoint(lambda number: number)
+async def test_requests_do_not_grow_with_their_number() -> None:
+    endpoint = FakeEndpoint(lambda number: number)
 
-        async def step(number: int) -> None:
-            with open_replies() as (replies, messages):
-                replies.send("part")
-                assert await ask_actor(endpoint, number) == number
-                assert await messages.get() == "part"
+    async def step(number: int) -> None:
+        with open_replies() as (replies, messages):
+            replies.send("part")
+            assert await ask_actor(endpoint, number) == number
+            assert await messages.get() == "part"
 
-        return await growth_of(step)
-
-    assert asyncio.run(scenario()) < 0.5
+    assert (await growth_of(step)) < 0.5
 
 
 @pytest.mark.slow

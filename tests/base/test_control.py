@@ -76,21 +76,20 @@ def test_refusal_reaches_the_client_as_an_error(tmp_path: Path) -> None:
         (b"x" * (2 * MAX_BYTES), None),
     ],
 )
-def test_other_requests_are_refused_and_the_next_one_is_answered(tmp_path: Path, line: bytes, problem: str | None) -> None:
-    async def send() -> bytes:
-        control = await listen(tmp_path, echo)
-        reader, writer = await asyncio.open_unix_connection(str(tmp_path / SOCKET))
-        writer.write(line)
-        try:
-            reply = await reader.read()
-        except ConnectionResetError:  # closed with unread bytes
-            reply = b""
-        writer.close()
-        assert (await steer(tmp_path, "status"))["got"]["action"] == "status"
-        control.close()
-        return reply
-
-    reply = asyncio.run(send())
+async def test_other_requests_are_refused_and_the_next_one_is_answered(
+    tmp_path: Path, line: bytes, problem: str | None
+) -> None:
+    control = await listen(tmp_path, echo)
+    reader, writer = await asyncio.open_unix_connection(str(tmp_path / SOCKET))
+    writer.write(line)
+    try:
+        reply = await reader.read()
+    except ConnectionResetError:  # closed with unread bytes
+        reply = b""
+    writer.close()
+    assert (await steer(tmp_path, "status"))["got"]["action"] == "status"
+    control.close()
+    reply = reply
     if problem is None:
         assert reply == b""
     else:

@@ -169,7 +169,7 @@ class TracedRequests:
 
 
 @pytest.mark.slow
-def test_thirty_publications_under_drain_succeed_and_idle_fractions_match_a_trace(
+async def test_thirty_publications_under_drain_succeed_and_idle_fractions_match_a_trace(
     plain_run: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     overrides = ("algorithm.updates_per_publish=2", "max_staleness=5", "generator.on_update=drain", "generator.replicas=2")
@@ -179,20 +179,17 @@ def test_thirty_publications_under_drain_succeed_and_idle_fractions_match_a_trac
         "configs/quickstart.yaml", [*SMALL, *places, *overrides, *decoupled, "warm_start=null", "logging.console=off"]
     )
 
-    async def scenario() -> tuple[list[dict[str, float]], float]:
-        run = await GRPO(config).start()
-        trace = TracedRequests(monkeypatch)
-        try:
-            steps = [dict((await run.step()).values) for _ in range(60)]
-            await run.session.weights.ready()
-        finally:
-            await run.close()
-        events = [json.loads(line) for line in (run.run_dir / "events.jsonl").read_text().splitlines()]
-        assert [event["version"] for event in events if event["kind"] == "publication"] == list(range(0, 61, 2))
-        assert (run.run_dir / "report.html").exists()
-        return steps, trace.busy_s
-
-    steps, busy_s = asyncio.run(scenario())
+    run = await GRPO(config).start()
+    trace = TracedRequests(monkeypatch)
+    try:
+        steps = [dict((await run.step()).values) for _ in range(60)]
+        await run.session.weights.ready()
+    finally:
+        await run.close()
+    events = [json.loads(line) for line in (run.run_dir / "events.jsonl").read_text().splitlines()]
+    assert [event["version"] for event in events if event["kind"] == "publication"] == list(range(0, 61, 2))
+    assert (run.run_dir / "report.html").exists()
+    steps, busy_s = steps, trace.busy_s
     step_s = sum(step["time/step_s"] for step in steps)
     reported_s = sum(step["time/step_s"] * (1.0 - step["perf/trainer_idle_frac"]) for step in steps)
     assert reported_s / step_s == pytest.approx(busy_s / step_s, abs=0.05)

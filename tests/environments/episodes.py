@@ -1,8 +1,6 @@
 """Helpers that make episodes and messages of a policy."""
 
-import asyncio
-import functools
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from titanrl.environments import Episode, Message
@@ -24,16 +22,3 @@ def calls(*named: tuple[str, Mapping[str, Any] | str]) -> Message:
         for index, (name, arguments) in enumerate(named)
     ]
     return {"role": "assistant", "content": "", "tool_calls": tool_calls}
-
-
-def in_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    """Return a test that runs an async one in an event loop."""
-
-    @functools.wraps(test)
-    def run(**fixtures: Any) -> None:
-        async def main() -> None:
-            await test(**fixtures)
-
-        asyncio.run(main())
-
-    return run

@@ -1,6 +1,5 @@
 """The example that wraps Gymnasium: actions, rewards, and the real package in an interpreter of its own."""
 
-import asyncio
 import subprocess
 import sys
 import types
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.environments.episodes import episode, in_loop, says
+from tests.environments.episodes import episode, says
 from titanrl.environments import Done, Environment, Environments, Observation, ProcessOptions, make_environment
 
 EXAMPLE = f"{Path(__file__).parents[2]}/examples/gymnasium/gym_environment.py:Gym"
@@ -51,7 +50,6 @@ def game(**options: Any) -> Environment:
 
 @pytest.mark.usefixtures("make")
 @pytest.mark.parametrize(("options", "action"), [({}, "1"), ({"text_actions": True}, "down")])
-@in_loop
 async def test_game_is_played_to_its_end(options: dict[str, Any], action: str) -> None:
     environment = game(**options)
     observation = await environment.reset(episode("Count down."))
@@ -64,7 +62,6 @@ async def test_game_is_played_to_its_end(options: dict[str, Any], action: str) -
 
 @pytest.mark.usefixtures("make")
 @pytest.mark.parametrize("text", ["two", "2", "[1]"])
-@in_loop
 async def test_illegal_action_loses(text: str) -> None:
     environment = game()
     await environment.reset(episode())
@@ -73,26 +70,23 @@ async def test_illegal_action_loses(text: str) -> None:
 
 
 @pytest.mark.slow
-def test_gymnasium_plays_blackjack_in_its_own_interpreter(tmp_path: Path) -> None:
+async def test_gymnasium_plays_blackjack_in_its_own_interpreter(tmp_path: Path) -> None:
     venv.create(tmp_path, with_pip=True)
     python = tmp_path / "bin/python"
     subprocess.run([python, "-m", "pip", "install", "-q", "gymnasium==1.4.0"], check=True)
 
-    async def main() -> None:
-        processes = ProcessOptions(num_processes=2, python=python)
-        environments = Environments(EXAMPLE, {"name": "Blackjack-v1"}, processes=processes)
-        await environments.start()
-        ends = []
-        for seed in range(20):
-            environment = environments.make()
-            observation = await environment.reset(episode("Play.", seed=seed))
-            assert observation.messages[0]["content"].startswith("Play.\n(")
-            end = await environment.step(says("0"))
-            assert isinstance(end, Done)
-            ends.append(end.rewards["game"])
-            await environment.close()
-        await environments.close()
-        assert set(ends) <= {-1.0, 0.0, 1.0, 1.5}
-        assert len(set(ends)) > 1
-
-    asyncio.run(main())
+    processes = ProcessOptions(num_processes=2, python=python)
+    environments = Environments(EXAMPLE, {"name": "Blackjack-v1"}, processes=processes)
+    await environments.start()
+    ends = []
+    for seed in range(20):
+        environment = environments.make()
+        observation = await environment.reset(episode("Play.", seed=seed))
+        assert observation.messages[0]["content"].startswith("Play.\n(")
+        end = await environment.step(says("0"))
+        assert isinstance(end, Done)
+        ends.append(end.rewards["game"])
+        await environment.close()
+    await environments.close()
+    assert set(ends) <= {-1.0, 0.0, 1.0, 1.5}
+    assert len(set(ends)) > 1

@@ -1,6 +1,5 @@
 """Checks of what environments return."""
 
-import asyncio
 import enum
 from fractions import Fraction
 from pathlib import Path
@@ -101,34 +100,31 @@ class Returns:
 """
 
 
-def test_process_reports_invalid_results_and_keeps_running(tmp_path: Path) -> None:
+async def test_process_reports_invalid_results_and_keeps_running(tmp_path: Path) -> None:
     (tmp_path / "returns.py").write_text(RETURNS)
 
-    async def main() -> None:
-        pool = EnvironmentPool(f"{tmp_path}/returns.py:Returns", processes=ProcessOptions(num_processes=1))
-        try:
-            await pool.start()
+    pool = EnvironmentPool(f"{tmp_path}/returns.py:Returns", processes=ProcessOptions(num_processes=1))
+    try:
+        await pool.start()
+        environment = pool.make()
+        assert await environment.reset(episode("seen(user('2'))")) == Observation(messages=[USER], tools=[])
+        for failure, expressions in ((EnvironmentFailure, INVALID), (InvalidReward, INVALID_REWARDS)):
+            for name, expression in expressions.items():
+                with pytest.raises(EnvironmentFailure) as raised:
+                    await environment.step(says(expression))
+                assert type(raised.value) is failure, name
+                if expression != "None":
+                    with pytest.raises(failure):
+                        await environment.judge_truncated(says(expression), "turns")
+        assert await environment.judge_truncated(says("None"), "turns") is None
+        assert await environment.judge_truncated(says("Done(reward=1)"), "turns") == Done(reward=1.0)
+        with pytest.raises(EnvironmentFailure, match="must not return an Observation"):
+            await environment.judge_truncated(says("seen(user('2'))"), "turns")
+        await environment.close()
+        for expression in INVALID.values():
             environment = pool.make()
-            assert await environment.reset(episode("seen(user('2'))")) == Observation(messages=[USER], tools=[])
-            for failure, expressions in ((EnvironmentFailure, INVALID), (InvalidReward, INVALID_REWARDS)):
-                for name, expression in expressions.items():
-                    with pytest.raises(EnvironmentFailure) as raised:
-                        await environment.step(says(expression))
-                    assert type(raised.value) is failure, name
-                    if expression != "None":
-                        with pytest.raises(failure):
-                            await environment.judge_truncated(says(expression), "turns")
-            assert await environment.judge_truncated(says("None"), "turns") is None
-            assert await environment.judge_truncated(says("Done(reward=1)"), "turns") == Done(reward=1.0)
-            with pytest.raises(EnvironmentFailure, match="must not return an Observation"):
-                await environment.judge_truncated(says("seen(user('2'))"), "turns")
+            with pytest.raises(EnvironmentFailure):
+                await environment.reset(episode(expression))
             await environment.close()
-            for expression in INVALID.values():
-                environment = pool.make()
-                with pytest.raises(EnvironmentFailure):
-                    await environment.reset(episode(expression))
-                await environment.close()
-        finally:
-            await pool.close()
-
-    asyncio.run(main())
+    finally:
+        await pool.close()

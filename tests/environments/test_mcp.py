@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import httpx
 import pytest
 
-from tests.environments.episodes import calls, episode, in_loop, says
+from tests.environments.episodes import calls, episode, says
 from tests.ports import free_port
 from tests.processes.processes import wait_until_gone
 from titanrl.base.endpoint import certificates
@@ -55,7 +55,6 @@ async def reply(mode: str, action: str, **options: Any) -> str:
         return (await replies(made, action))[0]
 
 
-@in_loop
 async def test_tools_are_listed_into_schemas() -> None:
     async with environments() as made:
         observation = await made.make().reset(episode())
@@ -63,7 +62,6 @@ async def test_tools_are_listed_into_schemas() -> None:
         assert (tool.name, tool.description, tool.parameters["required"]) == ("act", "Act. 0", ["do"])
 
 
-@in_loop
 async def test_each_episode_has_a_server_with_its_own_state() -> None:
     async with environments() as made:
         results = await asyncio.gather(*(replies(made, "count", "count", "pid") for _ in range(3)))
@@ -73,7 +71,6 @@ async def test_each_episode_has_a_server_with_its_own_state() -> None:
     assert not wait_until_gone(pids, 10.0)
 
 
-@in_loop
 async def test_a_shared_server_serves_all_episodes() -> None:
     async with environments(shared=True) as made:
         results = await asyncio.gather(*(replies(made, "count", "pid") for _ in range(3)))
@@ -83,7 +80,6 @@ async def test_a_shared_server_serves_all_episodes() -> None:
     assert not wait_until_gone(pids, 10.0)
 
 
-@in_loop
 async def test_a_shared_server_that_died_is_replaced() -> None:
     async with environments(shared=True) as made:
         with pytest.raises(EnvironmentDied, match=r"exit code 3.*a bug"):
@@ -91,7 +87,6 @@ async def test_a_shared_server_that_died_is_replaced() -> None:
         assert await replies(made, "count") == ["1"]
 
 
-@in_loop
 async def test_an_episode_without_calls_starts_no_server(tmp_path: Path) -> None:
     path = tmp_path / "starts"
     async with environments("plain", path) as made:
@@ -103,7 +98,6 @@ async def test_an_episode_without_calls_starts_no_server(tmp_path: Path) -> None
     assert path.read_text() == "x"  # the one that listed the tools
 
 
-@in_loop
 async def test_each_server_has_a_folder_that_is_deleted_with_it() -> None:
     # The server writes a letter per start into the file, and would list other tools if it found some.
     async with environments("plain", "{folder}/state") as made:
@@ -124,12 +118,10 @@ async def test_each_server_has_a_folder_that_is_deleted_with_it() -> None:
         ("loud", "done"),
     ],
 )
-@in_loop
 async def test_the_policy_sees_results_and_its_own_errors(action: str, text: str) -> None:
     assert await reply("plain", action) == text
 
 
-@in_loop
 async def test_errors_of_a_call_count_as_failed_calls() -> None:
     async with environments() as made:
         environment = made.make()
@@ -139,7 +131,6 @@ async def test_errors_of_a_call_count_as_failed_calls() -> None:
         await environment.close()
 
 
-@in_loop
 async def test_long_results_are_cut_for_the_policy() -> None:
     server = f"{sys.executable} {SERVER} plain"
     made = Environments("tools", {"tools": [{"mcp": server}], "max_result_chars": 5})
@@ -158,7 +149,6 @@ async def test_long_results_are_cut_for_the_policy() -> None:
         ("huge", EnvironmentFailure, f"a line of more than {MAX_REPLY_BYTES >> 20} MiB"),
     ],
 )
-@in_loop
 async def test_failures_of_a_server_fail_the_episode(action: str, error: type[Exception], text: str) -> None:
     started = time.monotonic()
     with pytest.raises(error, match=text):
@@ -176,14 +166,12 @@ async def test_failures_of_a_server_fail_the_episode(action: str, error: type[Ex
         ("endless", EnvironmentFailure, f"more than {MAX_TOOLS} tools"),
     ],
 )
-@in_loop
 async def test_a_server_that_cannot_be_used_fails_at_the_start(mode: str, error: type[Exception], text: str) -> None:
     async with environments(mode, timeout_s=2.0) as made:
         with pytest.raises(error, match=text):
             await made.start()
 
 
-@in_loop
 async def test_a_program_that_cannot_be_executed_fails_at_the_start(tmp_path: Path) -> None:
     program = tmp_path / "server"
     program.write_text("#!/nowhere\n")
@@ -193,7 +181,6 @@ async def test_a_program_that_cannot_be_executed_fails_at_the_start(tmp_path: Pa
             await made.start()
 
 
-@in_loop
 async def test_pages_of_tools_and_lines_that_are_no_message_are_accepted() -> None:
     async with environments("paged") as made:
         assert [tool.name for tool in (await made.make().reset(episode())).tools] == ["act", "second"]
@@ -207,21 +194,18 @@ async def test_pages_of_tools_and_lines_that_are_no_message_are_accepted() -> No
         await environment.close()
 
 
-@in_loop
 async def test_an_unknown_name_in_only_fails_at_the_start() -> None:
     async with environments(only=["nothing"]) as made:
         with pytest.raises(EnvironmentFailure, match=r"only: the server has no such tool \(got 'nothing'\). Choose among act"):
             await made.start()
 
 
-@in_loop
 async def test_a_changed_listing_fails_the_episode(tmp_path: Path) -> None:
     async with environments("plain", tmp_path / "starts") as made:
         with pytest.raises(EnvironmentFailure, match="have changed since they were listed"):
             await replies(made, "count")
 
 
-@in_loop
 async def test_announced_changes_are_counted_and_requests_of_a_server_refused() -> None:
     async with environments() as made:
         environment = made.make()
@@ -235,7 +219,6 @@ async def test_announced_changes_are_counted_and_requests_of_a_server_refused() 
         await environment.close()
 
 
-@in_loop
 async def test_servers_inherit_few_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_KEY", "x")
     names = (await reply("plain", "variables")).split()
@@ -243,12 +226,10 @@ async def test_servers_inherit_few_variables(monkeypatch: pytest.MonkeyPatch) ->
     assert "SECRET_KEY" not in names
 
 
-@in_loop
 async def test_children_of_a_server_end_with_the_episode() -> None:
     assert not wait_until_gone({int(await reply("plain", "fork"))}, 10.0)
 
 
-@in_loop
 async def test_a_cancelled_call_leaves_no_process() -> None:
     async with environments() as made:
         environment = made.make()
@@ -262,7 +243,6 @@ async def test_a_cancelled_call_leaves_no_process() -> None:
     assert not wait_until_gone({int(observation.messages[0]["content"])}, 10.0)  # type: ignore[union-attr]
 
 
-@in_loop
 async def test_a_close_that_is_cancelled_ends_the_server() -> None:
     async with environments() as made:
         environment = made.make()
@@ -275,7 +255,6 @@ async def test_a_close_that_is_cancelled_ends_the_server() -> None:
         assert not wait_until_gone({int(observation.messages[0]["content"])}, 10.0)  # type: ignore[union-attr]
 
 
-@in_loop
 async def test_servers_of_a_killed_process_end() -> None:
     program = f"""
 import asyncio, os, signal
@@ -369,7 +348,6 @@ async def http_server(as_events: bool = False) -> AsyncIterator[tuple[str, list[
 
 
 @pytest.mark.parametrize("as_events", [False, True])
-@in_loop
 async def test_each_episode_has_an_http_session(as_events: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MCP_KEY", "right")
     reads = Mock(wraps=httpx.create_ssl_context)
@@ -395,14 +373,12 @@ async def test_each_episode_has_an_http_session(as_events: bool, monkeypatch: py
         ("huge", EnvironmentFailure, "more than 4 MiB"),
     ],
 )
-@in_loop
 async def test_failures_of_an_http_server_fail_the_episode(action: str, error: type[Exception], text: str) -> None:
     async with http_server() as (url, _), environments(mcp=url, timeout_s=1.0) as made:
         with pytest.raises(error, match=text):
             await replies(made, action)
 
 
-@in_loop
 async def test_lost_sessions_wrong_keys_and_unreachable_servers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MCP_KEY", "wrong")
     async with http_server() as (url, _):
@@ -417,7 +393,6 @@ async def test_lost_sessions_wrong_keys_and_unreachable_servers_are_named(monkey
             await made.start()
 
 
-@in_loop
 async def test_a_run_of_the_policy_cannot_reach_other_methods() -> None:
     async with environments() as made:
         environment = made.make()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.environments.episodes import calls, episode, in_loop, says
+from tests.environments.episodes import calls, episode, says
 from tests.ports import free_port
 from tests.processes.processes import wait_until_gone
 from titanrl.environments import (
@@ -75,7 +75,6 @@ async def reply(text: str, **options: Any) -> Observation | Done:
         return await environment.step(says(text))
 
 
-@in_loop
 async def test_reset_gets_seed_and_arguments_of_the_options_and_of_the_prompt() -> None:
     async with environments(reset={"size": 1, "level": 2}, system_prompt="Play.") as made:
         environment = made.make()
@@ -86,7 +85,6 @@ async def test_reset_gets_seed_and_arguments_of_the_options_and_of_the_prompt() 
         await environment.close()
 
 
-@in_loop
 async def test_rewards_of_steps_belong_to_turns_and_the_last_to_the_episode() -> None:
     async with started() as environment:
         observation = await environment.step(says("walk"))
@@ -101,7 +99,6 @@ async def test_rewards_of_steps_belong_to_turns_and_the_last_to_the_episode() ->
         assert (await environment.judge_truncated(None, "turns")).rewards == {"openenv": 0.0}
 
 
-@in_loop
 async def test_a_template_shows_fields_of_the_observation() -> None:
     observation = await reply("walk", message="{left} left: {text}")
     assert observation.messages == [{"role": "user", "content": "3 left: go on"}]  # type: ignore[union-attr]
@@ -121,7 +118,6 @@ async def test_a_template_shows_fields_of_the_observation() -> None:
         ("both", '{"guess": NaN}', "Invalid action: write one JSON object, and nothing else."),
     ],
 )
-@in_loop
 async def test_texts_become_actions_and_the_policy_learns_of_invalid_ones(
     kind: str, text: str, shown: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,13 +136,11 @@ async def test_texts_become_actions_and_the_policy_learns_of_invalid_ones(
         ("<a>end</a><a></a>", '{"text": "go on", "left": 3}'),
     ],
 )
-@in_loop
 async def test_a_pattern_finds_the_action(text: str, shown: str | None) -> None:
     result = await reply(text, pattern="<a>(.*?)</a>")
     assert isinstance(result, Done) if shown is None else result.messages[0]["content"] == shown  # type: ignore[union-attr]
 
 
-@in_loop
 async def test_actions_that_are_calls_of_tools_are_calls_of_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENENV_ACTION", "tools")
     async with environments() as made:
@@ -177,25 +171,21 @@ async def test_actions_that_are_calls_of_tools_are_calls_of_the_policy(monkeypat
         ("close", EnvironmentDied, "step failed"),
     ],
 )
-@in_loop
 async def test_failures_of_a_server_fail_the_episode(text: str, error: type[Exception], problem: str) -> None:
     with pytest.raises(error, match=problem):
         await reply(text, timeout_s=1.0 if text == "hang" else 5.0)
 
 
-@in_loop
 async def test_errors_are_shown_where_the_options_say_so() -> None:
     observation = await reply("raise", show_errors=True)
     assert observation.messages[0]["content"] == "Invalid action: the wall is in the way."  # type: ignore[union-attr]
 
 
-@in_loop
 async def test_a_finished_reset_fails_the_episode() -> None:
     with pytest.raises(EnvironmentFailure, match="reset must not return done"):
         await reply("walk", reset={"do": "done"})
 
 
-@in_loop
 async def test_episodes_wait_for_a_session() -> None:
     async with served() as address, environments(f"http://{address}", sessions=2) as made:
 
@@ -210,7 +200,6 @@ async def test_episodes_wait_for_a_session() -> None:
         assert len([end for end in await asyncio.gather(*(play() for _ in range(8))) if isinstance(end, Done)]) == 8
 
 
-@in_loop
 async def test_an_episode_cancelled_while_it_waits_frees_no_session() -> None:
     async with served() as address, environments(f"http://{address}", sessions=1) as made:
         first, cancelled, last = (made.make() for _ in range(3))
@@ -226,7 +215,6 @@ async def test_an_episode_cancelled_while_it_waits_frees_no_session() -> None:
         await last.close()
 
 
-@in_loop
 async def test_a_server_without_a_free_session_is_named() -> None:
     async with environments() as made:
         playing = [made.make() for _ in range(3)]
@@ -237,7 +225,6 @@ async def test_a_server_without_a_free_session_is_named() -> None:
         await asyncio.gather(*(environment.close() for environment in playing))
 
 
-@in_loop
 async def test_a_local_server_is_shared_replaced_after_its_death_and_stopped_at_the_end() -> None:
     async with environments() as made:
         await made.start()
@@ -264,7 +251,6 @@ async def test_a_local_server_is_shared_replaced_after_its_death_and_stopped_at_
     assert not wait_until_gone({last}, 10.0)
 
 
-@in_loop
 async def test_a_server_at_a_url_is_used_and_not_stopped() -> None:
     async with served() as address:
         for scheme in ("http", "ws"):
@@ -280,14 +266,12 @@ async def test_a_server_at_a_url_is_used_and_not_stopped() -> None:
         (PACKAGE, {"python": "/bin/false"}, r"cannot be reached: .*\(exit code 1\)"),
     ],
 )
-@in_loop
 async def test_a_server_that_cannot_be_used_fails_at_the_start(openenv: str, options: dict[str, Any], problem: str) -> None:
     async with environments(openenv, **options) as made:
         with pytest.raises(EnvironmentFailure, match=problem):
             await made.start()
 
 
-@in_loop
 async def test_a_server_without_a_schema_fails_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENENV_ACTION", "none")
     async with environments() as made:

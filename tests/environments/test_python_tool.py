@@ -62,24 +62,21 @@ def test_episodes_run_code_in_shared_processes() -> None:
 
 
 @needs_confinement
-def test_dead_pool_fails_a_call_and_is_replaced() -> None:
-    async def main() -> None:
-        before = children(os.getpid())
-        environment = ToolEnvironment(Python(**OPTIONS))
-        await environment.step(calls(("python", {"code": "1"})))
-        (zygote,) = children(os.getpid()) - before
-        os.kill(zygote, signal.SIGKILL)
-        os.waitid(os.P_PID, zygote, os.WEXITED | os.WNOWAIT)  # on a busy machine it exits later, and a second call can fail
-        failures = 0
-        for _ in range(3):
-            try:
-                found = await environment.step(calls(("python", {"code": "2"})))
-            except Exception:
-                failures += 1
-            else:
-                assert isinstance(found, Observation)
-                assert found.messages[0]["content"] == "2\n"
-        assert failures <= 1
-        await close_shared()
-
-    asyncio.run(main())
+async def test_dead_pool_fails_a_call_and_is_replaced() -> None:
+    before = children(os.getpid())
+    environment = ToolEnvironment(Python(**OPTIONS))
+    await environment.step(calls(("python", {"code": "1"})))
+    (zygote,) = children(os.getpid()) - before
+    os.kill(zygote, signal.SIGKILL)
+    os.waitid(os.P_PID, zygote, os.WEXITED | os.WNOWAIT)  # on a busy machine it exits later, and a second call can fail
+    failures = 0
+    for _ in range(3):
+        try:
+            found = await environment.step(calls(("python", {"code": "2"})))
+        except Exception:
+            failures += 1
+        else:
+            assert isinstance(found, Observation)
+            assert found.messages[0]["content"] == "2\n"
+    assert failures <= 1
+    await close_shared()

@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 
-from tests.environments.episodes import in_loop
 from titanrl.environments.servers import close_shared, forget, shared
 
 
@@ -25,7 +24,6 @@ class Counted:
         type(self).num_closed += 1
 
 
-@in_loop
 async def test_a_failed_start_without_waiters_does_not_fail_the_next_use() -> None:
     class Server(Counted):
         pass
@@ -39,7 +37,6 @@ async def test_a_failed_start_without_waiters_does_not_fail_the_next_use() -> No
     assert (Server.num_starts, Server.num_closed) == (2, 1)
 
 
-@in_loop
 async def test_a_replaced_object_is_not_closed_again() -> None:
     class Server(Counted):
         num_starts = 1

@@ -95,17 +95,14 @@ def test_first_player_can_be_chosen() -> None:
     assert boards[1].count("O") == 1
 
 
-def test_illegal_moves_are_explained_then_lose() -> None:
-    async def illegal() -> None:
-        game = TicTacToe(first="policy", max_illegal_moves=1, loss=-1.0)
-        first = await game.reset(episode())
-        found = await game.step(says("the middle"))
-        assert isinstance(found, Observation)
-        assert first.state == found.state == "." * 9, "the state is the board, not the message"
-        assert found.messages[0]["content"].startswith("I need one number from 1 to 9 in answer tags. Choose another square.")
-        assert await game.step(says("0")) == Done(rewards={"game": -1.0})
-
-    asyncio.run(illegal())
+async def test_illegal_moves_are_explained_then_lose() -> None:
+    game = TicTacToe(first="policy", max_illegal_moves=1, loss=-1.0)
+    first = await game.reset(episode())
+    found = await game.step(says("the middle"))
+    assert isinstance(found, Observation)
+    assert first.state == found.state == "." * 9, "the state is the board, not the message"
+    assert found.messages[0]["content"].startswith("I need one number from 1 to 9 in answer tags. Choose another square.")
+    assert await game.step(says("0")) == Done(rewards={"game": -1.0})
 
 
 @pytest.mark.parametrize("options", [{"skill": 2.0}, {"first": "me"}, {"max_illegal_moves": -1}])

@@ -116,20 +116,17 @@ def test_public_methods_are_tools_in_order() -> None:
     assert isinstance(asyncio.run(environment.step(says("2"))), Done)
 
 
-def test_calls_of_a_message_run_in_order() -> None:
-    async def play() -> Observation | Done:
-        shop = Shop()
-        environment = ToolEnvironment([shop, double])
-        await environment.reset(episode())
-        found = await environment.step(
-            calls(("price", {"article": "tea"}), ("wait", {"seconds": 0}), ("price", {"article": "jam", "number": "3"}),
-                  ("double", {"value": 4}), ("hours", {}))
-        )  # fmt: skip
-        assert shop.log == ["tea", "jam"]
-        assert environment.counts.succeeded == 5
-        return found
-
-    found = asyncio.run(play())
+async def test_calls_of_a_message_run_in_order() -> None:
+    shop = Shop()
+    environment = ToolEnvironment([shop, double])
+    await environment.reset(episode())
+    found = await environment.step(
+        calls(("price", {"article": "tea"}), ("wait", {"seconds": 0}), ("price", {"article": "jam", "number": "3"}),
+              ("double", {"value": 4}), ("hours", {}))
+    )  # fmt: skip
+    assert shop.log == ["tea", "jam"]
+    assert environment.counts.succeeded == 5
+    found = found
     prices = [json.dumps({"price": price, "currency": "EUR"}) for price in (2, 6)]
     assert contents(found) == [prices[0], "done", prices[1], "8", "9 to 5"]
     assert isinstance(found, Observation)
@@ -137,21 +134,18 @@ def test_calls_of_a_message_run_in_order() -> None:
     assert found.tools == ()
 
 
-def test_failed_calls_are_explained_and_counted() -> None:
-    async def play() -> list[str]:
-        environment = ToolEnvironment(Shop(), failed_call_reward=-0.25)
-        await environment.reset(episode())
-        found = await environment.step(
-            calls(("cost", {}), ("", {}), ("price", '{"article": "tea"'), ("price", "[1]"), ("price", '{"article": "tea"}'),
-                  ("price", {"number": 2}), ("price", {"article": "air"}), ("hours", {}))
-        )  # fmt: skip
-        counts = environment.counts
-        assert (counts.unknown, counts.malformed, counts.wrong, counts.succeeded) == (2, 3, 2, 1)
-        assert isinstance(found, Observation)
-        assert found.reward == -0.25 * 7
-        return contents(found)
-
-    texts = asyncio.run(play())
+async def test_failed_calls_are_explained_and_counted() -> None:
+    environment = ToolEnvironment(Shop(), failed_call_reward=-0.25)
+    await environment.reset(episode())
+    found = await environment.step(
+        calls(("cost", {}), ("", {}), ("price", '{"article": "tea"'), ("price", "[1]"), ("price", '{"article": "tea"}'),
+              ("price", {"number": 2}), ("price", {"article": "air"}), ("hours", {}))
+    )  # fmt: skip
+    counts = environment.counts
+    assert (counts.unknown, counts.malformed, counts.wrong, counts.succeeded) == (2, 3, 2, 1)
+    assert isinstance(found, Observation)
+    assert found.reward == -0.25 * 7
+    texts = contents(found)
     assert texts[0] == "There is no tool cost. The tools are price, wait, hours."
     assert texts[1].startswith("The call does not name a tool.")
     assert texts[2].startswith("The call to price is malformed: its arguments are not JSON (")
@@ -162,17 +156,14 @@ def test_failed_calls_are_explained_and_counted() -> None:
     assert texts[6:] == ["Air is free.", "9 to 5"]
 
 
-def test_calls_beyond_the_limit_are_refused_then_the_episode_ends() -> None:
-    async def play() -> None:
-        environment = ToolEnvironment(double, max_calls=2)
-        await environment.reset(episode())
-        found = await environment.step(calls(*[("double", {"value": value}) for value in (1, 2, 3)]))
-        assert contents(found) == ["2", "4", "Not run: all 2 calls have been used. Answer without further calls."]
-        assert environment.counts.refused == 1
-        assert isinstance(await environment.step(calls(("double", {"value": 4}))), Done)
-        assert environment.counts.succeeded == 2
-
-    asyncio.run(play())
+async def test_calls_beyond_the_limit_are_refused_then_the_episode_ends() -> None:
+    environment = ToolEnvironment(double, max_calls=2)
+    await environment.reset(episode())
+    found = await environment.step(calls(*[("double", {"value": value}) for value in (1, 2, 3)]))
+    assert contents(found) == ["2", "4", "Not run: all 2 calls have been used. Answer without further calls."]
+    assert environment.counts.refused == 1
+    assert isinstance(await environment.step(calls(("double", {"value": 4}))), Done)
+    assert environment.counts.succeeded == 2
 
 
 def test_exception_of_a_tool_fails_the_episode() -> None:
@@ -184,29 +175,23 @@ def test_exception_of_a_tool_fails_the_episode() -> None:
         asyncio.run(environment.step(calls(("wait", {"seconds": 30}))))
 
 
-def test_long_results_are_truncated() -> None:
-    async def play() -> list[str]:
-        environment = ToolEnvironment(Notes(), max_result_chars=10)
-        await environment.reset(episode(pages=["a" * 25]))
-        return contents(await environment.step(calls(("read", {"number": 0}))))
-
-    assert asyncio.run(play()) == [f"{'a' * 10}... (15 more characters)"]
+async def test_long_results_are_truncated() -> None:
+    environment = ToolEnvironment(Notes(), max_result_chars=10)
+    await environment.reset(episode(pages=["a" * 25]))
+    assert contents(await environment.step(calls(("read", {"number": 0})))) == [f"{'a' * 10}... (15 more characters)"]
 
 
-def test_stateful_tools_start_reward_and_close() -> None:
-    async def play() -> None:
-        notes = Notes()
-        environment = ToolEnvironment(notes)
-        first = await environment.reset(episode(pages=["one", "two"]))
-        assert [tool.name for tool in first.tools] == ["read"]
-        assert contents(await environment.step(calls(("read", {"number": 1})))) == ["two"]
-        end = await environment.step(says("two"))
-        numbers = {"tool_calls": 1.0, "failed_calls": 0.0, "malformed_calls": 0.0}
-        assert end == Done(rewards={"read": 1.0}, metrics=numbers)
-        await environment.close()
-        assert notes.closed
-
-    asyncio.run(play())
+async def test_stateful_tools_start_reward_and_close() -> None:
+    notes = Notes()
+    environment = ToolEnvironment(notes)
+    first = await environment.reset(episode(pages=["one", "two"]))
+    assert [tool.name for tool in first.tools] == ["read"]
+    assert contents(await environment.step(calls(("read", {"number": 1})))) == ["two"]
+    end = await environment.step(says("two"))
+    numbers = {"tool_calls": 1.0, "failed_calls": 0.0, "malformed_calls": 0.0}
+    assert end == Done(rewards={"read": 1.0}, metrics=numbers)
+    await environment.close()
+    assert notes.closed
 
 
 @pytest.mark.parametrize(
@@ -258,15 +243,12 @@ def test_any_calls_get_one_reply_each(messages: list[list[tuple[str, Any]]]) -> 
     asyncio.run(play())
 
 
-def test_environment_reports_its_numbers_of_calls() -> None:
-    async def play() -> list[Observation | Done]:
-        environment = ToolEnvironment(Notes(), max_calls=4)
-        await environment.reset(episode(pages=["one"]))
-        first = await environment.step(calls(("read", {"number": 0}), ("read", "{"), ("write", {}), ("read", {"page": 9})))
-        second = await environment.step(calls(("read", {"number": 0})))
-        return [first, second, await environment.step(says("one"))]
-
-    assert [found.metrics for found in asyncio.run(play())] == [
+async def test_environment_reports_its_numbers_of_calls() -> None:
+    environment = ToolEnvironment(Notes(), max_calls=4)
+    await environment.reset(episode(pages=["one"]))
+    first = await environment.step(calls(("read", {"number": 0}), ("read", "{"), ("write", {}), ("read", {"page": 9})))
+    second = await environment.step(calls(("read", {"number": 0})))
+    assert [found.metrics for found in [first, second, await environment.step(says("one"))]] == [
         {"tool_calls": 4.0, "failed_calls": 3.0, "malformed_calls": 1.0},
         {"tool_calls": 5.0, "failed_calls": 4.0, "malformed_calls": 1.0},  # the fifth one is refused
         {"tool_calls": 5.0, "failed_calls": 4.0, "malformed_calls": 1.0},
@@ -303,14 +285,11 @@ ODD = {
 
 
 @pytest.mark.parametrize("kind", list(ODD)[:8])
-def test_result_that_is_not_text_fails_the_episode(kind: str) -> None:
-    async def play() -> None:
-        environment = ToolEnvironment(Odd())
-        await environment.reset(episode())
-        checked(await environment.step(calls(("get", {"kind": kind}))))
-
+async def test_result_that_is_not_text_fails_the_episode(kind: str) -> None:
+    environment = ToolEnvironment(Odd())
+    await environment.reset(episode())
     with pytest.raises(EnvironmentFailure) as raised:
-        asyncio.run(play())
+        checked(await environment.step(calls(("get", {"kind": kind}))))
     assert str(raised.value).isascii()
     assert len(str(raised.value)) < 400
 
@@ -321,16 +300,15 @@ def test_other_results_are_json() -> None:
     assert [message["content"] for message in messages] == ["2.5", '[1, "a", null]', "null", '"2026-11-26"', "<|im_end|>"]
 
 
-def test_truncated_episode_keeps_the_rewards_of_its_tools() -> None:
-    async def play() -> list[Done]:
-        environment = ToolEnvironment(Notes())
-        await environment.reset(episode(pages=["one", "two"]))
-        await environment.step(calls(("read", {"number": 1})))
-        cut_off = calls(("read", {"number": 0}))
-        return [await environment.judge_truncated(message, "turns") for message in (None, cut_off)]
-
+async def test_truncated_episode_keeps_the_rewards_of_its_tools() -> None:
     numbers = {"tool_calls": 1.0, "failed_calls": 0.0, "malformed_calls": 0.0}
-    assert [done.metrics for done in asyncio.run(play())] == [numbers] * 2
+    environment = ToolEnvironment(Notes())
+    await environment.reset(episode(pages=["one", "two"]))
+    await environment.step(calls(("read", {"number": 1})))
+    cut_off = calls(("read", {"number": 0}))
+    assert [done.metrics for done in [await environment.judge_truncated(message, "turns") for message in (None, cut_off)]] == [
+        numbers
+    ] * 2
 
 
 def test_malformed_call_without_a_name_is_explained() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from tests.environments.episodes import calls, episode, in_loop, says
+from tests.environments.episodes import calls, episode, says
 from titanrl.config.device import install_verifiers
 from titanrl.environments import (
     Done,
@@ -69,7 +69,6 @@ async def started(made: Environments, index: object) -> AsyncIterator[tuple[Envi
         await environment.close()
 
 
-@in_loop
 async def test_a_taskset_of_a_package_gets_its_rewards(python: Path) -> None:
     async with environments(python, "marble_v1") as made, started(made, 0) as (environment, observation):
         assert "passing through the ring" in observation.messages[0]["content"]
@@ -79,7 +78,6 @@ async def test_a_taskset_of_a_package_gets_its_rewards(python: Path) -> None:
         assert end.metrics["answered_legally"] == 0.0
 
 
-@in_loop
 async def test_a_simulated_user_continues_the_conversation(python: Path) -> None:
     async with environments(python) as made:
         for _ in range(2):
@@ -103,7 +101,6 @@ async def test_a_simulated_user_continues_the_conversation(python: Path) -> None
         ("0", EnvironmentFailure, "must have the index of its task"),
     ],
 )
-@in_loop
 async def test_failures_have_outcomes_and_leave_the_process(
     python: Path, index: object, error: type[Exception], problem: str
 ) -> None:
@@ -117,7 +114,6 @@ async def test_failures_have_outcomes_and_leave_the_process(
             assert end.rewards == {"right": 2.0}
 
 
-@in_loop
 async def test_an_episode_that_a_limit_ends_is_scored(python: Path) -> None:
     async with environments(python) as made:
         async with started(made, 3) as (environment, _):
@@ -133,13 +129,11 @@ async def test_an_episode_that_a_limit_ends_is_scored(python: Path) -> None:
             assert end.rewards == {"right": 0.0}
 
 
-@in_loop
 async def test_a_policy_that_calls_a_missing_tool_ends_the_rollout(python: Path) -> None:
     async with environments(python) as made, started(made, 1) as (environment, _):
         assert isinstance(await environment.step(calls(("nothing", {}))), Done)
 
 
-@in_loop
 async def test_tools_of_a_taskset_are_called(python: Path) -> None:
     async with environments(python, "facts_of_tests") as made, started(made, 1) as (environment, observation):
         assert [tool.name for tool in observation.tools] == ["facts_lookup"]
@@ -178,7 +172,6 @@ def simulated(url: str) -> dict[str, object]:
     return {"id": "user-sim", "user": {"model": "user", "client": {"base_url": url, "api_key_var": "HOME"}}}
 
 
-@in_loop
 async def test_another_model_is_the_user(python: Path) -> None:
     async with (
         user("Hi, add 3 and 0.", "Sure?", "###DONE###") as url,
@@ -193,7 +186,6 @@ async def test_another_model_is_the_user(python: Path) -> None:
         assert (end.rewards, end.metrics["user_turns"]) == ({"right": 2.0}, 3.0)
 
 
-@in_loop
 async def test_an_error_of_the_users_provider_fails_the_episode(python: Path) -> None:
     async with user("Hi.") as url, environments(python, env=simulated(url)) as made:
         with pytest.raises(EnvironmentFailure, match="out of credit") as raised:
@@ -202,7 +194,6 @@ async def test_an_error_of_the_users_provider_fails_the_episode(python: Path) ->
         assert type(raised.value) is EnvironmentFailure
 
 
-@in_loop
 async def test_a_missing_taskset_fails_at_the_start(python: Path) -> None:
     with pytest.raises(EnvironmentFailure, match="No module named 'nowhere'"):
         async with environments(python, "nowhere"):

@@ -81,79 +81,67 @@ async def start(pool: EnvironmentPool, question: str = "q") -> tuple[Environment
     return environment, int(found.messages[0]["content"].split()[3])
 
 
-def test_pool_reuses_its_process(file: str) -> None:
-    async def main() -> None:
-        async with pool_of(file, {"greeting": "hi"}, num_processes=1) as pool:
-            await pool.start()
-            before = children(os.getpid())
-            environment = pool.make()
-            assert isinstance(environment, Environment)
-            found = await environment.reset(episode(seed=3, answer="9"))
-            assert found.messages[0]["content"].startswith("hi 9 3 ")
-            assert (found.tools[0].name, found.tools[0].parameters, found.reward) == ("add", {"type": "object"}, 0.5)
-            assert await environment.step(says("pass")) == Done(rewards={"found": 1.0}, metrics={"steps": 2.0})
-            observation = await environment.step(says("result = Observation(messages=[], metrics={'steps': 1}, state='a')"))
-            assert observation == Observation(messages=[], tools=[], metrics={"steps": 1.0}, state="a")
+async def test_pool_reuses_its_process(file: str) -> None:
+    async with pool_of(file, {"greeting": "hi"}, num_processes=1) as pool:
+        await pool.start()
+        before = children(os.getpid())
+        environment = pool.make()
+        assert isinstance(environment, Environment)
+        found = await environment.reset(episode(seed=3, answer="9"))
+        assert found.messages[0]["content"].startswith("hi 9 3 ")
+        assert (found.tools[0].name, found.tools[0].parameters, found.reward) == ("add", {"type": "object"}, 0.5)
+        assert await environment.step(says("pass")) == Done(rewards={"found": 1.0}, metrics={"steps": 2.0})
+        observation = await environment.step(says("result = Observation(messages=[], metrics={'steps': 1}, state='a')"))
+        assert observation == Observation(messages=[], tools=[], metrics={"steps": 1.0}, state="a")
+        await environment.close()
+        pids = set()
+        for _ in range(3):
+            environment, pid = await start(pool)
             await environment.close()
-            pids = set()
-            for _ in range(3):
-                environment, pid = await start(pool)
-                await environment.close()
-                pids.add(pid)
-            assert len(pids) == 1
-            assert children(os.getpid()) == before
-
-    asyncio.run(main())
+            pids.add(pid)
+        assert len(pids) == 1
+        assert children(os.getpid()) == before
 
 
-def test_further_episodes_wait_for_a_process(file: str) -> None:
-    async def main() -> None:
-        async with pool_of(file, num_processes=1) as pool:
-            environment, _ = await start(pool)
-            waiting = asyncio.create_task(start(pool))
-            await environment.step(says("pass"))
-            assert not waiting.done()
-            await environment.close()
-            other, _ = await waiting
-            await other.close()
-
-    asyncio.run(main())
+async def test_further_episodes_wait_for_a_process(file: str) -> None:
+    async with pool_of(file, num_processes=1) as pool:
+        environment, _ = await start(pool)
+        waiting = asyncio.create_task(start(pool))
+        await environment.step(says("pass"))
+        assert not waiting.done()
+        await environment.close()
+        other, _ = await waiting
+        await other.close()
 
 
 @pytest.mark.parametrize("text", ["import time; time.sleep(60)", "while True: pass"])
-def test_hanging_step_is_killed_in_time(file: str, text: str) -> None:
-    async def main() -> None:
-        async with pool_of(file, num_processes=1, step_s=0.3) as pool:
-            environment, pid = await start(pool)
-            began_s = time.monotonic()
-            with pytest.raises(EnvironmentTimeout, match=r"step took longer than 0\.3 s, so its process was killed"):
-                await environment.step(says(text))
-            assert time.monotonic() - began_s < 5
-            assert wait_until_gone({pid}, 5.0) == set()
-            await environment.close()
-            other, other_pid = await start(pool)
-            assert other_pid != pid
-            await other.close()
-
-    asyncio.run(main())
+async def test_hanging_step_is_killed_in_time(file: str, text: str) -> None:
+    async with pool_of(file, num_processes=1, step_s=0.3) as pool:
+        environment, pid = await start(pool)
+        began_s = time.monotonic()
+        with pytest.raises(EnvironmentTimeout, match=r"step took longer than 0\.3 s, so its process was killed"):
+            await environment.step(says(text))
+        assert time.monotonic() - began_s < 5
+        assert wait_until_gone({pid}, 5.0) == set()
+        await environment.close()
+        other, other_pid = await start(pool)
+        assert other_pid != pid
+        await other.close()
 
 
-def test_hanging_reset_and_start_are_killed(file: str, tmp_path: Path) -> None:
+async def test_hanging_reset_and_start_are_killed(file: str, tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text("import time; time.sleep(60)")
 
-    async def main() -> None:
-        async with pool_of(file, num_processes=1, reset_s=1.5) as pool:
-            environment = pool.make()
-            with pytest.raises(EnvironmentTimeout, match="reset took longer"):
-                await environment.reset(episode("hang", answer=""))
-            await environment.close()
-            environment, _ = await start(pool)
-            await environment.close()
-        async with pool_of(f"{tmp_path}/slow.py:A", start_s=0.5) as pool:
-            with pytest.raises(EnvironmentTimeout, match="start took longer"):
-                await pool.start()
-
-    asyncio.run(main())
+    async with pool_of(file, num_processes=1, reset_s=1.5) as pool:
+        environment = pool.make()
+        with pytest.raises(EnvironmentTimeout, match="reset took longer"):
+            await environment.reset(episode("hang", answer=""))
+        await environment.close()
+        environment, _ = await start(pool)
+        await environment.close()
+    async with pool_of(f"{tmp_path}/slow.py:A", start_s=0.5) as pool:
+        with pytest.raises(EnvironmentTimeout, match="start took longer"):
+            await pool.start()
 
 
 @pytest.mark.parametrize(
@@ -164,32 +152,26 @@ def test_hanging_reset_and_start_are_killed(file: str, tmp_path: Path) -> None:
         ("os.closerange(3, 1000)", "its process died during step"),
     ],
 )
-def test_dead_process_is_reported_and_replaced(file: str, text: str, problem: str) -> None:
-    async def main() -> None:
-        async with pool_of(file, num_processes=1, step_s=20.0) as pool:
-            environment, pid = await start(pool)
-            with pytest.raises(EnvironmentDied, match=problem):
-                await environment.step(says(text))
-            await environment.close()
-            other, other_pid = await start(pool)
-            await other.close()
-            assert other_pid != pid
-
-    asyncio.run(main())
+async def test_dead_process_is_reported_and_replaced(file: str, text: str, problem: str) -> None:
+    async with pool_of(file, num_processes=1, step_s=20.0) as pool:
+        environment, pid = await start(pool)
+        with pytest.raises(EnvironmentDied, match=problem):
+            await environment.step(says(text))
+        await environment.close()
+        other, other_pid = await start(pool)
+        await other.close()
+        assert other_pid != pid
 
 
-def test_idle_process_that_dies_is_replaced(file: str) -> None:
-    async def main() -> None:
-        async with pool_of(file, num_processes=1) as pool:
-            environment, pid = await start(pool)
-            await environment.close()
-            os.kill(pid, signal.SIGKILL)
-            assert wait_until_gone({pid}, 5.0) == set()
-            other, other_pid = await start(pool)
-            await other.close()
-            assert other_pid != pid
-
-    asyncio.run(main())
+async def test_idle_process_that_dies_is_replaced(file: str) -> None:
+    async with pool_of(file, num_processes=1) as pool:
+        environment, pid = await start(pool)
+        await environment.close()
+        os.kill(pid, signal.SIGKILL)
+        assert wait_until_gone({pid}, 5.0) == set()
+        other, other_pid = await start(pool)
+        await other.close()
+        assert other_pid != pid
 
 
 @pytest.mark.parametrize(
@@ -200,45 +182,36 @@ def test_idle_process_that_dies_is_replaced(file: str) -> None:
         ("self.greeting.x", "step raised AttributeError"),
     ],
 )
-def test_exception_fails_the_episode_but_not_the_process(file: str, text: str, problem: str) -> None:
-    async def main() -> None:
-        async with pool_of(file, num_processes=1) as pool:
-            environment, pid = await start(pool)
-            with pytest.raises(EnvironmentFailure, match=problem) as raised:
-                await environment.step(says(text))
-            assert type(raised.value) is EnvironmentFailure
+async def test_exception_fails_the_episode_but_not_the_process(file: str, text: str, problem: str) -> None:
+    async with pool_of(file, num_processes=1) as pool:
+        environment, pid = await start(pool)
+        with pytest.raises(EnvironmentFailure, match=problem) as raised:
+            await environment.step(says(text))
+        assert type(raised.value) is EnvironmentFailure
+        await environment.close()
+        other, other_pid = await start(pool)
+        await other.close()
+        assert other_pid == pid
+
+
+async def test_timeout_that_an_environment_raises_is_a_timeout(file: str) -> None:
+    async with pool_of(file) as pool:
+        environment, _ = await start(pool)
+        with pytest.raises(EnvironmentTimeout, match="its server is slow"):
+            await environment.step(
+                says("from titanrl.environments import EnvironmentTimeout as E; raise E('its server is slow')")
+            )
+        await environment.close()
+
+
+async def test_failed_close_replaces_the_process(file: str) -> None:
+    async with pool_of(file, num_processes=1) as pool:
+        environment, pid = await start(pool, "raise at the end")
+        with pytest.raises(EnvironmentFailure, match="close raised RuntimeError: cannot close"):
             await environment.close()
-            other, other_pid = await start(pool)
-            await other.close()
-            assert other_pid == pid
-
-    asyncio.run(main())
-
-
-def test_timeout_that_an_environment_raises_is_a_timeout(file: str) -> None:
-    async def main() -> None:
-        async with pool_of(file) as pool:
-            environment, _ = await start(pool)
-            with pytest.raises(EnvironmentTimeout, match="its server is slow"):
-                await environment.step(
-                    says("from titanrl.environments import EnvironmentTimeout as E; raise E('its server is slow')")
-                )
-            await environment.close()
-
-    asyncio.run(main())
-
-
-def test_failed_close_replaces_the_process(file: str) -> None:
-    async def main() -> None:
-        async with pool_of(file, num_processes=1) as pool:
-            environment, pid = await start(pool, "raise at the end")
-            with pytest.raises(EnvironmentFailure, match="close raised RuntimeError: cannot close"):
-                await environment.close()
-            other, other_pid = await start(pool)
-            await other.close()
-            assert other_pid != pid
-
-    asyncio.run(main())
+        other, other_pid = await start(pool)
+        await other.close()
+        assert other_pid != pid
 
 
 def test_output_goes_to_the_log_and_not_into_the_protocol(file: str, tmp_path: Path) -> None:
@@ -277,34 +250,28 @@ def test_children_of_an_environment_process_die_with_it(file: str) -> None:
     assert "1 sleep 60" not in sleeping
 
 
-def test_cancelled_step_kills_the_process(file: str) -> None:
-    async def main() -> None:
-        async with pool_of(file, num_processes=1) as pool:
-            environment, pid = await start(pool)
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.2):
-                    await environment.step(says("time.sleep(60)"))
-            await environment.close()
-            assert wait_until_gone({pid}, 5.0) == set()
-
-    asyncio.run(main())
+async def test_cancelled_step_kills_the_process(file: str) -> None:
+    async with pool_of(file, num_processes=1) as pool:
+        environment, pid = await start(pool)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await environment.step(says("time.sleep(60)"))
+        await environment.close()
+        assert wait_until_gone({pid}, 5.0) == set()
 
 
-def test_closed_pool_fails_its_episodes(file: str) -> None:
-    async def main() -> None:
-        async with pool_of(file) as pool:
-            environment, pid = await start(pool)
-            step = asyncio.create_task(environment.step(says("time.sleep(60)")))
-            await asyncio.sleep(0)
-            await pool.close()
-            with pytest.raises(EnvironmentDied):
-                await step
-            await environment.close()
-            assert wait_until_gone({pid}, 5.0) == set()
-            with pytest.raises(EnvironmentDied, match="is closed"):
-                await start(pool)
-
-    asyncio.run(main())
+async def test_closed_pool_fails_its_episodes(file: str) -> None:
+    async with pool_of(file) as pool:
+        environment, pid = await start(pool)
+        step = asyncio.create_task(environment.step(says("time.sleep(60)")))
+        await asyncio.sleep(0)
+        await pool.close()
+        with pytest.raises(EnvironmentDied):
+            await step
+        await environment.close()
+        assert wait_until_gone({pid}, 5.0) == set()
+        with pytest.raises(EnvironmentDied, match="is closed"):
+            await start(pool)
 
 
 @pytest.mark.parametrize(
@@ -315,15 +282,12 @@ def test_closed_pool_fails_its_episodes(file: str) -> None:
         ("class B: pass", "has no attribute 'A'"),
     ],
 )
-def test_environment_that_cannot_be_loaded_fails_the_start(source: str, problem: str, tmp_path: Path) -> None:
+async def test_environment_that_cannot_be_loaded_fails_the_start(source: str, problem: str, tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text(source)
 
-    async def main() -> None:
-        async with pool_of(f"{tmp_path}/broken.py:A") as pool:
-            with pytest.raises(EnvironmentFailure, match=problem):
-                await pool.start()
-
-    asyncio.run(main())
+    async with pool_of(f"{tmp_path}/broken.py:A") as pool:
+        with pytest.raises(EnvironmentFailure, match=problem):
+            await pool.start()
 
 
 @pytest.mark.parametrize(
@@ -338,18 +302,15 @@ def test_environment_that_cannot_be_loaded_fails_the_start(source: str, problem:
         ),
     ],
 )
-def test_invalid_return_values_are_failures(file: str, text: str, problem: str) -> None:
-    async def main() -> None:
-        async with pool_of(file) as pool:
-            environment, _ = await start(pool)
-            with pytest.raises(EnvironmentFailure, match=problem):
-                await environment.step(says(text))
-            await environment.close()
-
-    asyncio.run(main())
+async def test_invalid_return_values_are_failures(file: str, text: str, problem: str) -> None:
+    async with pool_of(file) as pool:
+        environment, _ = await start(pool)
+        with pytest.raises(EnvironmentFailure, match=problem):
+            await environment.step(says(text))
+        await environment.close()
 
 
-def test_python_object_runs_in_a_process() -> None:
+async def test_python_object_runs_in_a_process() -> None:
     offset = 4
 
     class Local:
@@ -362,40 +323,34 @@ def test_python_object_runs_in_a_process() -> None:
         async def close(self) -> None:
             pass
 
-    async def main() -> None:
-        async with pool_of(Local) as pool:
-            environment = pool.make()
-            found = await environment.reset(episode())
-            assert (found.messages[0]["content"], found.replaces) == ("4", True)
-            assert await environment.step(says("")) == Done(reward=1.0)
-            await environment.close()
-
-    asyncio.run(main())
+    async with pool_of(Local) as pool:
+        environment = pool.make()
+        found = await environment.reset(episode())
+        assert (found.messages[0]["content"], found.replaces) == ("4", True)
+        assert await environment.step(says("")) == Done(reward=1.0)
+        await environment.close()
     with pytest.raises(ValueError, match=r"data.environment.python: another interpreter imports the environment itself"):
         EnvironmentPool(Local, processes=ProcessOptions(python="python3"))
 
 
-def test_other_interpreter_needs_only_the_environment_module(file: str, tmp_path: Path) -> None:
+async def test_other_interpreter_needs_only_the_environment_module(file: str, tmp_path: Path) -> None:
     venv.create(tmp_path / "venv", with_pip=False, symlinks=True)
     packages = next((tmp_path / "venv/lib").glob("python*/site-packages"))
     (packages / "only_here.py").write_text("from scripted_base import *")
     (packages / "scripted_base.py").write_text(SCRIPTED)
 
-    async def main() -> None:
-        python = tmp_path / "venv/bin/python"
-        async with pool_of("only_here:Scripted", python=python) as pool:
-            environment, _ = await start(pool)
-            await environment.step(says("assert 'only_here' in sys.modules and 'pydantic' not in sys.modules"))
-            await environment.close()
-        async with pool_of("tic_tac_toe", {"first": "policy"}, python=python) as pool:
-            game = pool.make()
-            assert "tic-tac-toe" in (await game.reset(episode())).messages[0]["content"]
-            await game.close()
-        async with pool_of(file, python=tmp_path / "nothing") as pool:
-            with pytest.raises(EnvironmentFailure, match=r"data.environment.python: cannot be started: No such file"):
-                await pool.start()
-
-    asyncio.run(main())
+    python = tmp_path / "venv/bin/python"
+    async with pool_of("only_here:Scripted", python=python) as pool:
+        environment, _ = await start(pool)
+        await environment.step(says("assert 'only_here' in sys.modules and 'pydantic' not in sys.modules"))
+        await environment.close()
+    async with pool_of("tic_tac_toe", {"first": "policy"}, python=python) as pool:
+        game = pool.make()
+        assert "tic-tac-toe" in (await game.reset(episode())).messages[0]["content"]
+        await game.close()
+    async with pool_of(file, python=tmp_path / "nothing") as pool:
+        with pytest.raises(EnvironmentFailure, match=r"data.environment.python: cannot be started: No such file"):
+            await pool.start()
 
 
 def test_processes_die_with_their_parent(file: str) -> None:
@@ -421,17 +376,14 @@ def test_processes_die_with_their_parent(file: str) -> None:
     assert wait_until_gone(started, 10.0) == set()
 
 
-def test_reply_received_while_the_loop_is_busy_is_in_time(file: str) -> None:
-    async def main() -> None:
-        async with pool_of(file, step_s=0.5) as pool:
-            environment, _ = await start(pool)
-            step = asyncio.create_task(environment.step(says("pass")))
-            await asyncio.sleep(0.01)
-            time.sleep(1.0)
-            assert isinstance(await step, Done)
-            await environment.close()
-
-    asyncio.run(main())
+async def test_reply_received_while_the_loop_is_busy_is_in_time(file: str) -> None:
+    async with pool_of(file, step_s=0.5) as pool:
+        environment, _ = await start(pool)
+        step = asyncio.create_task(environment.step(says("pass")))
+        await asyncio.sleep(0.01)
+        time.sleep(1.0)
+        assert isinstance(await step, Done)
+        await environment.close()
 
 
 def test_no_file_descriptor_leaks(file: str) -> None:

@@ -108,155 +108,125 @@ def set_version(version: int | None) -> Any:
     return run
 
 
-def test_draining_update_runs_between_earlier_and_later_requests() -> None:
-    async def scenario() -> None:
-        engine = CountingEngine()
-        loop = EngineLoop(lambda: engine)  # type: ignore[arg-type,return-value]
-        before = asyncio.create_task(completed(loop, [requests(2000)], [1]))
-        await asyncio.sleep(0)
-        update = asyncio.create_task(loop.call(set_version(2), when_drained=True))
-        await asyncio.sleep(0)
-        after = asyncio.create_task(completed(loop, [requests(3, first=10)], [1]))
-        assert await update == 0
-        assert {completion.versions[-1] for (completion,) in await before} == {1}
-        assert {completion.versions[-1] for (completion,) in await after} == {2}
-        await loop.close()
-
-    asyncio.run(scenario())
+async def test_draining_update_runs_between_earlier_and_later_requests() -> None:
+    engine = CountingEngine()
+    loop = EngineLoop(lambda: engine)  # type: ignore[arg-type,return-value]
+    before = asyncio.create_task(completed(loop, [requests(2000)], [1]))
+    await asyncio.sleep(0)
+    update = asyncio.create_task(loop.call(set_version(2), when_drained=True))
+    await asyncio.sleep(0)
+    after = asyncio.create_task(completed(loop, [requests(3, first=10)], [1]))
+    assert await update == 0
+    assert {completion.versions[-1] for (completion,) in await before} == {1}
+    assert {completion.versions[-1] for (completion,) in await after} == {2}
+    await loop.close()
 
 
-def test_draining_command_holds_back_the_commands_behind_it() -> None:
-    async def scenario() -> None:
-        engine = CountingEngine()
-        loop = EngineLoop(lambda: engine)  # type: ignore[arg-type,return-value]
-        running = asyncio.create_task(completed(loop, [requests(2000)], [1]))
-        await asyncio.sleep(0)
-        ran: list[str] = []
-        drained = asyncio.create_task(loop.call(lambda _: ran.append("drained"), when_drained=True))
-        await asyncio.sleep(0)
-        behind = asyncio.create_task(loop.call(lambda _: ran.append("behind")))
-        await asyncio.sleep(0)
-        second = asyncio.create_task(loop.call(lambda _: ran.append("second"), when_drained=True))
-        stats = loop.take_stats()  # waits for no command
-        assert (ran, running.done(), stats.num_tokens) == ([], False, 0)
-        await asyncio.gather(running, drained, behind, second)
-        assert ran == ["drained", "behind", "second"]
-        await loop.close()
-
-    asyncio.run(scenario())
+async def test_draining_command_holds_back_the_commands_behind_it() -> None:
+    engine = CountingEngine()
+    loop = EngineLoop(lambda: engine)  # type: ignore[arg-type,return-value]
+    running = asyncio.create_task(completed(loop, [requests(2000)], [1]))
+    await asyncio.sleep(0)
+    ran: list[str] = []
+    drained = asyncio.create_task(loop.call(lambda _: ran.append("drained"), when_drained=True))
+    await asyncio.sleep(0)
+    behind = asyncio.create_task(loop.call(lambda _: ran.append("behind")))
+    await asyncio.sleep(0)
+    second = asyncio.create_task(loop.call(lambda _: ran.append("second"), when_drained=True))
+    stats = loop.take_stats()  # waits for no command
+    assert (ran, running.done(), stats.num_tokens) == ([], False, 0)
+    await asyncio.gather(running, drained, behind, second)
+    assert ran == ["drained", "behind", "second"]
+    await loop.close()
 
 
-def test_draining_command_runs_immediately_without_valid_weights() -> None:
-    async def scenario() -> None:
-        engine = CountingEngine()
-        loop = EngineLoop(lambda: engine)  # type: ignore[arg-type,return-value]
-        running = asyncio.create_task(completed(loop, [requests(1000)], [1]))
-        await asyncio.sleep(0)
-        await loop.call(set_version(None))
-        assert await loop.call(set_version(2), when_drained=True) == 1
-        ((completion,),) = await running
-        assert completion.versions[-1] == 2
-        await loop.close()
-
-    asyncio.run(scenario())
+async def test_draining_command_runs_immediately_without_valid_weights() -> None:
+    engine = CountingEngine()
+    loop = EngineLoop(lambda: engine)  # type: ignore[arg-type,return-value]
+    running = asyncio.create_task(completed(loop, [requests(1000)], [1]))
+    await asyncio.sleep(0)
+    await loop.call(set_version(None))
+    assert await loop.call(set_version(2), when_drained=True) == 1
+    ((completion,),) = await running
+    assert completion.versions[-1] == 2
+    await loop.close()
 
 
-def test_command_after_the_thread_has_stopped_fails() -> None:
-    async def scenario() -> None:
-        loop = EngineLoop(CountingEngine)  # type: ignore[arg-type]
-        await loop.close()
-        with pytest.raises(EngineStoppedError, match="the engine was closed"):
-            await loop.call(lambda engine: None)
-
-    asyncio.run(scenario())
+async def test_command_after_the_thread_has_stopped_fails() -> None:
+    loop = EngineLoop(CountingEngine)  # type: ignore[arg-type]
+    await loop.close()
+    with pytest.raises(EngineStoppedError, match="the engine was closed"):
+        await loop.call(lambda engine: None)
 
 
-def test_closed_loop_keeps_its_engine_whose_end_takes_seconds() -> None:
-    async def scenario() -> None:
-        loop = EngineLoop(CountingEngine)  # type: ignore[arg-type]
-        ended = await loop.call(lambda engine: weakref.finalize(engine, lambda: None))
-        await loop.close()
-        assert ended.alive
-
-    asyncio.run(scenario())
+async def test_closed_loop_keeps_its_engine_whose_end_takes_seconds() -> None:
+    loop = EngineLoop(CountingEngine)  # type: ignore[arg-type]
+    ended = await loop.call(lambda engine: weakref.finalize(engine, lambda: None))
+    await loop.close()
+    assert ended.alive
 
 
-def test_complete_group_aborts_its_spares_only() -> None:
-    async def scenario() -> None:
-        engine = CountingEngine()
-        loop = EngineLoop(lambda: engine)  # type: ignore[arg-type,return-value]
-        groups = [requests(9, 2, 5000, 4), requests(6, 7, first=10)]
-        first, second = await completed(loop, groups, [3, 2])
-        assert [len(completion.token_ids) for completion in first] == [9, 2, 4]
-        assert [len(completion.token_ids) for completion in second] == [6, 7]
-        assert engine.aborted == [2]
-        assert engine.num_steps == 9
-        await loop.close()
-
-    asyncio.run(scenario())
+async def test_complete_group_aborts_its_spares_only() -> None:
+    engine = CountingEngine()
+    loop = EngineLoop(lambda: engine)  # type: ignore[arg-type,return-value]
+    groups = [requests(9, 2, 5000, 4), requests(6, 7, first=10)]
+    first, second = await completed(loop, groups, [3, 2])
+    assert [len(completion.token_ids) for completion in first] == [9, 2, 4]
+    assert [len(completion.token_ids) for completion in second] == [6, 7]
+    assert engine.aborted == [2]
+    assert engine.num_steps == 9
+    await loop.close()
 
 
-def test_spare_that_finishes_at_the_step_of_the_last_kept_completion_is_discarded() -> None:
-    async def scenario() -> None:
-        engine = CountingEngine()
-        loop = EngineLoop(lambda: engine)  # type: ignore[arg-type,return-value]
-        ((*completions,),) = await completed(loop, [requests(4, 4, 4)], [2])
-        assert len(completions) == 2
-        assert (engine.running, engine.aborted) == ({}, [])
-        await loop.close()
-
-    asyncio.run(scenario())
+async def test_spare_that_finishes_at_the_step_of_the_last_kept_completion_is_discarded() -> None:
+    engine = CountingEngine()
+    loop = EngineLoop(lambda: engine)  # type: ignore[arg-type,return-value]
+    ((*completions,),) = await completed(loop, [requests(4, 4, 4)], [2])
+    assert len(completions) == 2
+    assert (engine.running, engine.aborted) == ({}, [])
+    await loop.close()
 
 
-def test_decoding_pauses_without_valid_weights_and_resumes_with_the_next_ones() -> None:
-    async def scenario() -> None:
-        engine = CountingEngine()
-        loop = EngineLoop(lambda: engine)  # type: ignore[arg-type,return-value]
-        running = asyncio.create_task(completed(loop, [requests(100_000)], [1]))
-        await asyncio.sleep(0.01)
-        await loop.call(set_version(None))
-        num_steps = engine.num_steps
-        await asyncio.sleep(0.01)
-        assert engine.num_steps == num_steps
-        await loop.call(set_version(7))
-        ((completion,),) = await running
-        assert completion.versions[-1] == 7
-        await loop.close()
-
-    asyncio.run(scenario())
+async def test_decoding_pauses_without_valid_weights_and_resumes_with_the_next_ones() -> None:
+    engine = CountingEngine()
+    loop = EngineLoop(lambda: engine)  # type: ignore[arg-type,return-value]
+    running = asyncio.create_task(completed(loop, [requests(100_000)], [1]))
+    await asyncio.sleep(0.01)
+    await loop.call(set_version(None))
+    num_steps = engine.num_steps
+    await asyncio.sleep(0.01)
+    assert engine.num_steps == num_steps
+    await loop.call(set_version(7))
+    ((completion,),) = await running
+    assert completion.versions[-1] == 7
+    await loop.close()
 
 
-def test_refused_request_removes_only_the_requests_of_its_call() -> None:
-    async def scenario() -> None:
-        engine = CountingEngine()
-        loop = EngineLoop(lambda: engine)  # type: ignore[arg-type,return-value]
-        other = asyncio.create_task(completed(loop, [requests(2000, first=20)], [1]))
-        await asyncio.sleep(0)
-        with pytest.raises(ValueError, match="refused"):
-            await loop.submit([requests(5000, 5000), [*requests(5000, first=10), *requests(1, first=-1)]], [2, 2])
-        assert sorted(engine.aborted) == [0, 1, 10]
-        ((completion,),) = await other
-        assert len(completion.token_ids) == 2000
-        assert engine.running == {}
-        await loop.close()
-
-    asyncio.run(scenario())
+async def test_refused_request_removes_only_the_requests_of_its_call() -> None:
+    engine = CountingEngine()
+    loop = EngineLoop(lambda: engine)  # type: ignore[arg-type,return-value]
+    other = asyncio.create_task(completed(loop, [requests(2000, first=20)], [1]))
+    await asyncio.sleep(0)
+    with pytest.raises(ValueError, match="refused"):
+        await loop.submit([requests(5000, 5000), [*requests(5000, first=10), *requests(1, first=-1)]], [2, 2])
+    assert sorted(engine.aborted) == [0, 1, 10]
+    ((completion,),) = await other
+    assert len(completion.token_ids) == 2000
+    assert engine.running == {}
+    await loop.close()
 
 
-def test_close_fails_a_command_that_waits_for_a_drain() -> None:
-    async def scenario() -> None:
-        engine = CountingEngine()
-        loop = EngineLoop(lambda: engine)  # type: ignore[arg-type,return-value]
-        running = asyncio.create_task(completed(loop, [requests(10**9)], [1]))
-        await asyncio.sleep(0)
-        update = asyncio.create_task(loop.call(set_version(2), when_drained=True))
-        await asyncio.sleep(0.01)
-        await loop.close()
-        for waiting in (running, update):
-            with pytest.raises(EngineStoppedError, match="closed"):
-                await waiting
-
-    asyncio.run(scenario())
+async def test_close_fails_a_command_that_waits_for_a_drain() -> None:
+    engine = CountingEngine()
+    loop = EngineLoop(lambda: engine)  # type: ignore[arg-type,return-value]
+    running = asyncio.create_task(completed(loop, [requests(10**9)], [1]))
+    await asyncio.sleep(0)
+    update = asyncio.create_task(loop.call(set_version(2), when_drained=True))
+    await asyncio.sleep(0.01)
+    await loop.close()
+    for waiting in (running, update):
+        with pytest.raises(EngineStoppedError, match="closed"):
+            await waiting
 
 
 async def cancel(*waiting: "asyncio.Task[Any]") -> None:
@@ -267,43 +237,37 @@ async def cancel(*waiting: "asyncio.Task[Any]") -> None:
     await asyncio.wait(waiting)
 
 
-def test_cancelled_commands_are_not_run_and_do_not_stop_the_thread() -> None:
-    async def scenario() -> None:
-        engine, released, began = CountingEngine(), threading.Event(), asyncio.Event()
-        loop = EngineLoop(lambda: engine)  # type: ignore[arg-type,return-value]
-        running = asyncio.create_task(completed(loop, [requests(10**9)], [1]))
-        hanging = asyncio.create_task(loop.call(hang(began, asyncio.get_running_loop(), released)))
-        await asyncio.wait_for(began.wait(), 5)
-        await cancel(
-            asyncio.create_task(loop.submit([requests(3, first=1)], [1])),
-            asyncio.create_task(loop.submit([requests(3, first=2)], [1], when_drained=True)),
-            asyncio.create_task(loop.turn()),
-        )
-        released.set()
-        await hanging
-        assert await asyncio.wait_for(loop.call(lambda _: set(engine.running)), 5) == {0}
-        await loop.close()
+async def test_cancelled_commands_are_not_run_and_do_not_stop_the_thread() -> None:
+    engine, released, began = CountingEngine(), threading.Event(), asyncio.Event()
+    loop = EngineLoop(lambda: engine)  # type: ignore[arg-type,return-value]
+    running = asyncio.create_task(completed(loop, [requests(10**9)], [1]))
+    hanging = asyncio.create_task(loop.call(hang(began, asyncio.get_running_loop(), released)))
+    await asyncio.wait_for(began.wait(), 5)
+    await cancel(
+        asyncio.create_task(loop.submit([requests(3, first=1)], [1])),
+        asyncio.create_task(loop.submit([requests(3, first=2)], [1], when_drained=True)),
+        asyncio.create_task(loop.turn()),
+    )
+    released.set()
+    await hanging
+    assert await asyncio.wait_for(loop.call(lambda _: set(engine.running)), 5) == {0}
+    await loop.close()
+    with pytest.raises(EngineStoppedError, match="closed"):
+        await running
+
+
+async def test_close_fails_the_commands_behind_a_cancelled_one() -> None:
+    engine = CountingEngine()
+    loop = EngineLoop(lambda: engine)  # type: ignore[arg-type,return-value]
+    running = asyncio.create_task(completed(loop, [requests(10**9)], [1]))
+    update = asyncio.create_task(loop.call(set_version(2), when_drained=True))
+    await cancel(asyncio.create_task(loop.call(set_version(3))))
+    behind = asyncio.create_task(loop.call(set_version(4)))
+    await asyncio.sleep(0.01)
+    await loop.close()
+    for waiting in (running, update, behind):
         with pytest.raises(EngineStoppedError, match="closed"):
-            await running
-
-    asyncio.run(scenario())
-
-
-def test_close_fails_the_commands_behind_a_cancelled_one() -> None:
-    async def scenario() -> None:
-        engine = CountingEngine()
-        loop = EngineLoop(lambda: engine)  # type: ignore[arg-type,return-value]
-        running = asyncio.create_task(completed(loop, [requests(10**9)], [1]))
-        update = asyncio.create_task(loop.call(set_version(2), when_drained=True))
-        await cancel(asyncio.create_task(loop.call(set_version(3))))
-        behind = asyncio.create_task(loop.call(set_version(4)))
-        await asyncio.sleep(0.01)
-        await loop.close()
-        for waiting in (running, update, behind):
-            with pytest.raises(EngineStoppedError, match="closed"):
-                await asyncio.wait_for(waiting, 5)
-
-    asyncio.run(scenario())
+            await asyncio.wait_for(waiting, 5)
 
 
 def hang(began: asyncio.Event, loop: asyncio.AbstractEventLoop, released: threading.Event) -> Any:
@@ -314,29 +278,26 @@ def hang(began: asyncio.Event, loop: asyncio.AbstractEventLoop, released: thread
     return run
 
 
-def test_turn_returns_during_a_drain_but_not_while_a_step_hangs() -> None:
-    async def scenario() -> None:
-        engine, released = CountingEngine(), threading.Event()
-        loop = EngineLoop(lambda: engine)  # type: ignore[arg-type,return-value]
-        await asyncio.wait_for(loop.turn(), 5)  # idle
-        running = asyncio.create_task(completed(loop, [requests(2000)], [1]))
-        await asyncio.sleep(0)
-        drained = asyncio.create_task(loop.call(lambda _: None, when_drained=True))
-        await asyncio.sleep(0)
-        await asyncio.wait_for(loop.turn(), 5)
-        await asyncio.gather(running, drained)
-        began = asyncio.Event()
-        hanging = asyncio.create_task(loop.call(hang(began, asyncio.get_running_loop(), released)))
-        await asyncio.wait_for(began.wait(), 5)
-        turn = asyncio.create_task(loop.turn())
-        assert await asyncio.wait({turn}, timeout=0.2) == (set(), {turn})
-        released.set()
-        await asyncio.wait_for(asyncio.gather(hanging, turn), 5)
-        await loop.close()
-        with pytest.raises(EngineStoppedError):
-            await loop.turn()
-
-    asyncio.run(scenario())
+async def test_turn_returns_during_a_drain_but_not_while_a_step_hangs() -> None:
+    engine, released = CountingEngine(), threading.Event()
+    loop = EngineLoop(lambda: engine)  # type: ignore[arg-type,return-value]
+    await asyncio.wait_for(loop.turn(), 5)  # idle
+    running = asyncio.create_task(completed(loop, [requests(2000)], [1]))
+    await asyncio.sleep(0)
+    drained = asyncio.create_task(loop.call(lambda _: None, when_drained=True))
+    await asyncio.sleep(0)
+    await asyncio.wait_for(loop.turn(), 5)
+    await asyncio.gather(running, drained)
+    began = asyncio.Event()
+    hanging = asyncio.create_task(loop.call(hang(began, asyncio.get_running_loop(), released)))
+    await asyncio.wait_for(began.wait(), 5)
+    turn = asyncio.create_task(loop.turn())
+    assert await asyncio.wait({turn}, timeout=0.2) == (set(), {turn})
+    released.set()
+    await asyncio.wait_for(asyncio.gather(hanging, turn), 5)
+    await loop.close()
+    with pytest.raises(EngineStoppedError):
+        await loop.turn()
 
 
 def test_start_over_does_not_wait_for_draining_requests() -> None:
@@ -364,19 +325,18 @@ def test_start_over_does_not_wait_for_draining_requests() -> None:
 
 
 @pytest.mark.parametrize(("num_streams", "interval"), [(2, 20), (50, 50)])
-def test_more_streams_get_their_tokens_less_often(num_streams: int, interval: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_more_streams_get_their_tokens_less_often(
+    num_streams: int, interval: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine, got = ClockedEngine(), Counter[int]()
     monkeypatch.setattr(generator_actor, "time", engine)
 
-    async def scenario() -> None:
-        loop = EngineLoop(lambda: engine)  # type: ignore[arg-type,return-value]
-        groups = [[request] for request in requests(*[120] * num_streams)]
-        results = await loop.submit(
-            groups, [1] * num_streams, on_sampled=lambda index, sampled: got.update({index: len(sampled[0])})
-        )
-        await asyncio.gather(*map(asyncio.wrap_future, results))
-        await loop.close()
-
-    asyncio.run(scenario())
+    loop = EngineLoop(lambda: engine)  # type: ignore[arg-type,return-value]
+    groups = [[request] for request in requests(*[120] * num_streams)]
+    results = await loop.submit(
+        groups, [1] * num_streams, on_sampled=lambda index, sampled: got.update({index: len(sampled[0])})
+    )
+    await asyncio.gather(*map(asyncio.wrap_future, results))
+    await loop.close()
     assert set(np.diff(engine.delivered)) <= {interval, interval + 1}  # of rounding
     assert got == dict.fromkeys(range(num_streams), engine.delivered[-1])  # the completion has the later ones

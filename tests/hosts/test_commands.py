@@ -53,26 +53,23 @@ def order(function: str, folder: Path, *overrides: str) -> Order:
     return Order(config, "cpu", folder, lambda line: None)
 
 
-def test_hosts_start_are_lost_and_end(tmp_path: Path) -> None:
-    async def work() -> None:
-        hosts, lost = CommandHosts(order("here", tmp_path)), asyncio.Queue[tuple[str, str]]()
-        hosts.on_lost = lambda name, cause: lost.put_nowait((name, cause))
-        try:
-            addresses = await hosts.start(["one", "two"])
-            assert [address.partition("@ipc://")[0] for address in addresses] == ["one", "two"]
-            processes = list(hosts._commands)
-            for process in processes:
-                assert hosts.leases.token not in Path(f"/proc/{process.pid}/cmdline").read_text()
-            processes[1].send_signal(signal.SIGKILL)
-            name, cause = await asyncio.wait_for(lost.get(), 30)
-            assert re.fullmatch(rf"host {name} \(rank 1\) exited or is unreachable", cause)
-            assert [hosts.has_ended(0), hosts.has_ended(1)] == [False, True]
-        finally:
-            await hosts.kill()
-        assert [process.returncode for process in processes] == [0, -signal.SIGKILL]
+async def test_hosts_start_are_lost_and_end(tmp_path: Path) -> None:
+    hosts, lost = CommandHosts(order("here", tmp_path)), asyncio.Queue[tuple[str, str]]()
+    hosts.on_lost = lambda name, cause: lost.put_nowait((name, cause))
+    try:
+        addresses = await hosts.start(["one", "two"])
+        assert [address.partition("@ipc://")[0] for address in addresses] == ["one", "two"]
+        processes = list(hosts._commands)
+        for process in processes:
+            assert hosts.leases.token not in Path(f"/proc/{process.pid}/cmdline").read_text()
+        processes[1].send_signal(signal.SIGKILL)
+        name, cause = await asyncio.wait_for(lost.get(), 30)
+        assert re.fullmatch(rf"host {name} \(rank 1\) exited or is unreachable", cause)
+        assert [hosts.has_ended(0), hosts.has_ended(1)] == [False, True]
+    finally:
         await hosts.kill()
-
-    asyncio.run(work())
+    assert [process.returncode for process in processes] == [0, -signal.SIGKILL]
+    await hosts.kill()
 
 
 def test_doctor_examines_the_hosts(tmp_path: Path) -> None:
@@ -83,30 +80,24 @@ def test_doctor_examines_the_hosts(tmp_path: Path) -> None:
     assert not [problem for problem in checkup.problems if "differ" in str(problem)]
 
 
-def test_command_that_ends_too_early_is_named(tmp_path: Path) -> None:
-    async def work() -> None:
-        hosts = CommandHosts(order("ending", tmp_path))
-        with pytest.raises(HostsError, match=r"the command of host 1 ended with code 3 .*host_1.log"):
-            await hosts.start(["one", "two"])
-        first = hosts._commands[0]
-        await hosts.kill()
-        assert first.returncode is not None
-        assert (tmp_path / "host_1.log").read_text() == "no such node\n"
-
-    asyncio.run(work())
+async def test_command_that_ends_too_early_is_named(tmp_path: Path) -> None:
+    hosts = CommandHosts(order("ending", tmp_path))
+    with pytest.raises(HostsError, match=r"the command of host 1 ended with code 3 .*host_1.log"):
+        await hosts.start(["one", "two"])
+    first = hosts._commands[0]
+    await hosts.kill()
+    assert first.returncode is not None
+    assert (tmp_path / "host_1.log").read_text() == "no such node\n"
 
 
-def test_host_that_does_not_connect_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def work() -> None:
-        hosts = CommandHosts(order("waiting", tmp_path, "timeouts.start_s=1"))
-        with pytest.raises(HostsError, match=r"timeouts.start_s: hosts 0, 1 have not connected to .* \(got 1\)"):
-            await hosts.start(["one", "two"])
-        sleeping = hosts._commands[0]
-        monkeypatch.setattr(kinds, "END_S", 0.1)
-        await hosts.kill()
-        assert sleeping.returncode == -signal.SIGTERM
-
-    asyncio.run(work())
+async def test_host_that_does_not_connect_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = CommandHosts(order("waiting", tmp_path, "timeouts.start_s=1"))
+    with pytest.raises(HostsError, match=r"timeouts.start_s: hosts 0, 1 have not connected to .* \(got 1\)"):
+        await hosts.start(["one", "two"])
+    sleeping = hosts._commands[0]
+    monkeypatch.setattr(kinds, "END_S", 0.1)
+    await hosts.kill()
+    assert sleeping.returncode == -signal.SIGTERM
 
 
 @pytest.mark.parametrize(

@@ -237,15 +237,12 @@ def replying(text: str, *later: bytes) -> Answer:
 
 
 @pytest.mark.parametrize("message", [b"", ENDING])
-def test_lost_pod_is_reported_with_its_host_name(message: bytes) -> None:
-    async def work() -> None:
-        async with served(replying("serving host-1\n", message)) as held:
-            await held.hold()
-            assert await asyncio.wait_for(held.lost.get(), 10) == HOST
-            assert held.leases.lost == {1}
-            assert [held.ending.get_nowait() for _ in range(held.ending.qsize())] == [HOST] * bool(message)
-
-    asyncio.run(work())
+async def test_lost_pod_is_reported_with_its_host_name(message: bytes) -> None:
+    async with served(replying("serving host-1\n", message)) as held:
+        await held.hold()
+        assert await asyncio.wait_for(held.lost.get(), 10) == HOST
+        assert held.leases.lost == {1}
+        assert [held.ending.get_nowait() for _ in range(held.ending.qsize())] == [HOST] * bool(message)
 
 
 @pytest.mark.parametrize(
@@ -256,24 +253,18 @@ def test_lost_pod_is_reported_with_its_host_name(message: bytes) -> None:
         ("GET /\n", "refused this run"),
     ],
 )
-def test_pod_that_refuses_raises(reply: str, message: str) -> None:
-    async def work() -> None:
-        async with served(replying(reply, b"")) as held:
-            with pytest.raises(KubernetesError, match=message):
-                await held.hold()
-
-    asyncio.run(work())
+async def test_pod_that_refuses_raises(reply: str, message: str) -> None:
+    async with served(replying(reply, b"")) as held:
+        with pytest.raises(KubernetesError, match=message):
+            await held.hold()
 
 
-def test_unreachable_pod_raises() -> None:
-    async def work() -> None:
-        with pytest.raises(KubernetesError, match=r"cannot reach port 1 of pod trainers-1 at 127\.0\.0\.1"):
-            await Held(1).hold()
-
-    asyncio.run(work())
+async def test_unreachable_pod_raises() -> None:
+    with pytest.raises(KubernetesError, match=r"cannot reach port 1 of pod trainers-1 at 127\.0\.0\.1"):
+        await Held(1).hold()
 
 
-def test_expired_token_of_a_login_is_renewed_during_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_expired_token_of_a_login_is_renewed_during_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     login = tmp_path / "login"
     login.write_text(f"""#!/bin/sh
 echo >> {tmp_path}/logins
@@ -292,14 +283,11 @@ echo '{{"apiVersion": "client.authentication.k8s.io/v1", "kind": "ExecCredential
     (tmp_path / "config").write_text(json.dumps(content))
     monkeypatch.setattr("kubernetes.aio.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "config"))
 
-    async def work() -> list[str]:
-        api = await Api.open(None, None)
-        assert api.namespace == "research"
-        tokens = [await api._client.configuration.get_api_key_with_prefix("BearerToken") for _ in range(2)]
-        await api.close()
-        return [str(token) for token in tokens]
-
-    assert asyncio.run(work()) == ["Bearer token-2", "Bearer token-3"]
+    api = await Api.open(None, None)
+    assert api.namespace == "research"
+    tokens = [await api._client.configuration.get_api_key_with_prefix("BearerToken") for _ in range(2)]
+    await api.close()
+    assert [str(token) for token in tokens] == ["Bearer token-2", "Bearer token-3"]
 
 
 def test_addresses_of_both_families_use_monarchs_notation() -> None:

@@ -206,7 +206,7 @@ def test_wait_for_a_replacement_is_not_a_stall(tmp_path: Path) -> None:
     assert [event["kind"] for event in office.events] == ["fault", "respawn"]
 
 
-def test_started_worker_is_connected_to_trainer_and_replicas() -> None:
+async def test_started_worker_is_connected_to_trainer_and_replicas() -> None:
     """After a restart, a replica may be replaced between the spawn of a worker and its start."""
     told: list[tuple[int, Any]] = []
     announced: list[tuple[int, Any]] = []
@@ -218,15 +218,12 @@ def test_started_worker_is_connected_to_trainer_and_replicas() -> None:
     async def ask(name: str, call: Callable[[Any], Any], timeout_s: float) -> None:
         call(SimpleNamespace(worker=actor, shard="shard"))
 
-    async def scenario() -> None:
-        mesh = object.__new__(RolloutMesh)
-        mesh.timeouts, mesh._is_running, mesh._changed = TimeoutsConfig(), False, None
-        mesh._generators = SimpleNamespace(parts=[1, 2], serving=("new", None))  # type: ignore[assignment]
-        mesh._trainer = SimpleNamespace(use_shard=lambda *shard: announced.append(shard))  # type: ignore[assignment]
-        part: Any = SimpleNamespace(role="rollout_0", ask=ask, mark_started=lambda: None)
-        mesh.parts = [SimpleNamespace(), part]  # type: ignore[list-item]
-        await mesh.bring_up(part)
-
-    asyncio.run(scenario())
+    mesh = object.__new__(RolloutMesh)
+    mesh.timeouts, mesh._is_running, mesh._changed = TimeoutsConfig(), False, None
+    mesh._generators = SimpleNamespace(parts=[1, 2], serving=("new", None))  # type: ignore[assignment]
+    mesh._trainer = SimpleNamespace(use_shard=lambda *shard: announced.append(shard))  # type: ignore[assignment]
+    part: Any = SimpleNamespace(role="rollout_0", ask=ask, mark_started=lambda: None)
+    mesh.parts = [SimpleNamespace(), part]  # type: ignore[list-item]
+    await mesh.bring_up(part)
     assert announced == [(1, "shard")]
     assert told == [(0, "new"), (1, None)]

@@ -82,19 +82,16 @@ def test_ratio_that_starts_at_the_publication_keeps_its_weights_without_checkpoi
     assert [held for _, held in found] == [{0}, {0}, {2}, {2}, {4}, {4}]
 
 
-def test_kept_weights_of_a_resumed_interval_are_dropped_after_it() -> None:
-    async def run() -> set[int]:
-        copies = Copies()
-        past = PastPolicies(copies, AlgorithmConfig(updates_per_publish=2), NO_CHECKPOINTS)  # type: ignore[arg-type]
-        copies.held, copies.version = {4}, 5
-        past.resume(4)
-        await past.compute([], version=5, published=4)
-        assert (past.kept, copies.held) == (4, {4})
-        await past.compute([], version=6, published=6)
-        assert past.kept is None
-        return copies.held
-
-    assert asyncio.run(run()) == set()
+async def test_kept_weights_of_a_resumed_interval_are_dropped_after_it() -> None:
+    copies = Copies()
+    past = PastPolicies(copies, AlgorithmConfig(updates_per_publish=2), NO_CHECKPOINTS)  # type: ignore[arg-type]
+    copies.held, copies.version = {4}, 5
+    past.resume(4)
+    await past.compute([], version=5, published=4)
+    assert (past.kept, copies.held) == (4, {4})
+    await past.compute([], version=6, published=6)
+    assert past.kept is None
+    assert copies.held == set()
 
 
 def test_initial_reference_is_kept_and_the_moving_average_is_not() -> None:

@@ -317,18 +317,15 @@ async def export(session: Session) -> Path:
     return await session.training.export("served")
 
 
-def test_session_without_generators_trains_and_cannot_publish(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with connect(config_in(tmp_path, "checkpoint.export_dtype=bfloat16"), sampling=False) as session:
-            prompt, tokens = [5, 6, 7], [8, 9]
-            data = [sampled_datum(prompt, tokens, [-1.0, -1.0], 1.0)]
-            passes = session.training.forward_backward(data, "ppo")
-            assert (await session.training.optim_step(AdamParams())).version == 1
-            assert (await passes).metrics["num_tokens:sum"] == 2
-            assert open_model(await session.training.export("rounded")).weight_files().dtype == "bfloat16"
-            with pytest.raises(TitanRLError, match=r"publish: this session has no generators\."):
-                await session.training.publish()
-            with pytest.raises(TitanRLError, match=r"sampling: this session has no generators\."):
-                await session.sampling.sample(PROMPTS)
-
-    asyncio.run(scenario())
+async def test_session_without_generators_trains_and_cannot_publish(tmp_path: Path) -> None:
+    async with connect(config_in(tmp_path, "checkpoint.export_dtype=bfloat16"), sampling=False) as session:
+        prompt, tokens = [5, 6, 7], [8, 9]
+        data = [sampled_datum(prompt, tokens, [-1.0, -1.0], 1.0)]
+        passes = session.training.forward_backward(data, "ppo")
+        assert (await session.training.optim_step(AdamParams())).version == 1
+        assert (await passes).metrics["num_tokens:sum"] == 2
+        assert open_model(await session.training.export("rounded")).weight_files().dtype == "bfloat16"
+        with pytest.raises(TitanRLError, match=r"publish: this session has no generators\."):
+            await session.training.publish()
+        with pytest.raises(TitanRLError, match=r"sampling: this session has no generators\."):
+            await session.sampling.sample(PROMPTS)

@@ -44,17 +44,14 @@ def hooks(*given: object) -> Hooks:
     return Hooks.of({f"hooks.{i}": plugin_of(f"hooks.{i}", hook, is_local=True) for i, hook in enumerate(given)})
 
 
-def test_every_hook_is_called_in_order() -> None:
-    async def scenario() -> list[Any]:
-        run: list[Any] = []
-        both = hooks(Plain(), Asynchronous)  # an object and a class
-        await both.before_step(run)
-        await both.after_step(run, METRICS)
-        await both.after_evaluation(run, RESULT)
-        await both.after_checkpoint(run, Path("step-3"))
-        return run
-
-    assert asyncio.run(scenario()) == ["before", "before, later", METRICS, RESULT, Path("step-3")]
+async def test_every_hook_is_called_in_order() -> None:
+    run: list[Any] = []
+    both = hooks(Plain(), Asynchronous)  # an object and a class
+    await both.before_step(run)
+    await both.after_step(run, METRICS)
+    await both.after_evaluation(run, RESULT)
+    await both.after_checkpoint(run, Path("step-3"))
+    assert run == ["before", "before, later", METRICS, RESULT, Path("step-3")]
 
 
 class Raising(Hook):
@@ -138,7 +135,7 @@ def test_step_uses_the_learning_rate_that_was_set(tmp_path: Path) -> None:
     assert resumable(tmp_path).state == state
 
 
-def test_example_hook_lowers_learning_rate_once() -> None:
+async def test_example_hook_lowers_learning_rate_once() -> None:
     class Run:
         def __init__(self) -> None:
             self.rates: list[float] = []
@@ -146,12 +143,9 @@ def test_example_hook_lowers_learning_rate_once() -> None:
         def set_learning_rate(self, learning_rate: float) -> None:
             self.rates.append(learning_rate)
 
-    async def scenario() -> list[float]:
-        run = Run()
-        slow_down = hooks(import_object(f"{EXAMPLE}:SlowDown", key="hooks"))
-        for mean in (0.95, 0.5, 0.9, 0.95):  # before the first step there is no learning rate to halve
-            await slow_down.after_evaluation(run, replace(RESULT, mean=mean))
-            await slow_down.after_step(run, METRICS)
-        return run.rates
-
-    assert asyncio.run(scenario()) == [0.25]
+    run = Run()
+    slow_down = hooks(import_object(f"{EXAMPLE}:SlowDown", key="hooks"))
+    for mean in (0.95, 0.5, 0.9, 0.95):  # before the first step there is no learning rate to halve
+        await slow_down.after_evaluation(run, replace(RESULT, mean=mean))
+        await slow_down.after_step(run, METRICS)
+    assert run.rates == [0.25]

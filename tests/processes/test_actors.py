@@ -16,22 +16,19 @@ class Recorder:
         self.sent.append(message)
 
 
-def test_replies_of_a_tick_are_one_message_per_receiver_and_stay_in_order() -> None:
+async def test_replies_of_a_tick_are_one_message_per_receiver_and_stay_in_order() -> None:
     one, other = Recorder(), Recorder()
 
-    async def reply() -> None:
-        # The address of each request is a copy, as it comes with a message.
-        for number in (1, 2, 1):
-            ReplyPort(one, "one", number).send_soon(f"a{number}")
-        ReplyPort(other, "other", 1).send_soon("b")
-        assert not one.sent
-        await asyncio.sleep(0)
-        assert one.sent == [[(1, "a1"), (2, "a2"), (1, "a1")]]
-        assert other.sent == [[(1, "b")]]
-        ReplyPort(one, "one", 2).send_soon("c")
-        ReplyPort(one, "one", 2).send("d")  # the result of the request, which is its last reply
-        assert one.sent[1:] == [[(2, "c")], [(2, "d")]]
-        await asyncio.sleep(0)
-        assert len(one.sent) == 3
-
-    asyncio.run(reply())
+    # The address of each request is a copy, as it comes with a message.
+    for number in (1, 2, 1):
+        ReplyPort(one, "one", number).send_soon(f"a{number}")
+    ReplyPort(other, "other", 1).send_soon("b")
+    assert not one.sent
+    await asyncio.sleep(0)
+    assert one.sent == [[(1, "a1"), (2, "a2"), (1, "a1")]]
+    assert other.sent == [[(1, "b")]]
+    ReplyPort(one, "one", 2).send_soon("c")
+    ReplyPort(one, "one", 2).send("d")  # the result of the request, which is its last reply
+    assert one.sent[1:] == [[(2, "c")], [(2, "d")]]
+    await asyncio.sleep(0)
+    assert len(one.sent) == 3

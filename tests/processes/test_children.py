@@ -45,96 +45,81 @@ async def channels() -> AsyncIterator[tuple[Channel, socket.socket]]:
     channel.close()
 
 
-def test_request_larger_than_the_socket_buffer_is_sent_completely() -> None:
+async def test_request_larger_than_the_socket_buffer_is_sent_completely() -> None:
     request = bytes(range(256)) * (1 << 14)
 
-    async def main() -> None:
-        async with channels() as (channel, peer):
-            reply = asyncio.create_task(channel.request(request, 30.0, 100))
-            received, loop = b"", asyncio.get_running_loop()
-            while len(received) < len(request):
-                received += await loop.sock_recv(peer, 1 << 16)
-            assert received == request
-            await loop.sock_sendall(peer, b"one")
-            await loop.sock_sendall(peer, b" reply\n")
-            assert await reply == b"one reply\n"
-
-    asyncio.run(main())
+    async with channels() as (channel, peer):
+        reply = asyncio.create_task(channel.request(request, 30.0, 100))
+        received, loop = b"", asyncio.get_running_loop()
+        while len(received) < len(request):
+            received += await loop.sock_recv(peer, 1 << 16)
+        assert received == request
+        await loop.sock_sendall(peer, b"one")
+        await loop.sock_sendall(peer, b" reply\n")
+        assert await reply == b"one reply\n"
 
 
 @pytest.mark.parametrize("size", [1, 1 << 22])
-def test_request_ends_when_its_limit_its_peer_or_the_channel_ends(size: int) -> None:
-    async def main() -> None:
-        async with channels() as (channel, peer):
-            assert await channel.request(bytes(size), 0.05, 100) is None
-        async with channels() as (channel, peer):
-            reply = asyncio.create_task(channel.request(bytes(size), 30.0, 100))
-            await asyncio.sleep(0)
-            peer.close()
-            assert await reply == b""
-            assert await channel.request(b"", 30.0, 100) == b""
-        async with channels() as (channel, peer):
-            reply = asyncio.create_task(channel.request(bytes(size), 30.0, 100))
-            await asyncio.sleep(0)
-            channel.close()
-            assert await reply == b""
-            assert peer.fileno() >= 0
-
-    asyncio.run(main())
+async def test_request_ends_when_its_limit_its_peer_or_the_channel_ends(size: int) -> None:
+    async with channels() as (channel, peer):
+        assert await channel.request(bytes(size), 0.05, 100) is None
+    async with channels() as (channel, peer):
+        reply = asyncio.create_task(channel.request(bytes(size), 30.0, 100))
+        await asyncio.sleep(0)
+        peer.close()
+        assert await reply == b""
+        assert await channel.request(b"", 30.0, 100) == b""
+    async with channels() as (channel, peer):
+        reply = asyncio.create_task(channel.request(bytes(size), 30.0, 100))
+        await asyncio.sleep(0)
+        channel.close()
+        assert await reply == b""
+        assert peer.fileno() >= 0
 
 
 @pytest.mark.parametrize("sent", [b"x" * 11, b"x" * 10 + b"\n", b"x" * (1 << 20)])
-def test_reply_longer_than_its_limit_closes_the_channel(sent: bytes) -> None:
-    async def main() -> None:
-        async with channels() as (channel, peer):
-            with suppress(BlockingIOError):
-                peer.send(sent)
-            reply = await channel.request(b"request", 30.0, 10)
-            assert reply is not None
-            assert len(reply) <= 10
-            assert channel.is_closed
-
-    asyncio.run(main())
+async def test_reply_longer_than_its_limit_closes_the_channel(sent: bytes) -> None:
+    async with channels() as (channel, peer):
+        with suppress(BlockingIOError):
+            peer.send(sent)
+        reply = await channel.request(b"request", 30.0, 10)
+        assert reply is not None
+        assert len(reply) <= 10
+        assert channel.is_closed
 
 
-def test_bytes_without_a_request_are_bounded() -> None:
-    async def main() -> None:
-        async with channels() as (channel, peer):
-            peer.send(b"a reply\n")
-            assert await channel.request(b"request", 30.0, 100) == b"a reply\n"
-            peer.send(b"x" * 1000)
-            while not channel.is_closed:
-                await asyncio.sleep(0)
-            assert len(channel._received) <= 100
-
-    asyncio.run(main())
+async def test_bytes_without_a_request_are_bounded() -> None:
+    async with channels() as (channel, peer):
+        peer.send(b"a reply\n")
+        assert await channel.request(b"request", 30.0, 100) == b"a reply\n"
+        peer.send(b"x" * 1000)
+        while not channel.is_closed:
+            await asyncio.sleep(0)
+        assert len(channel._received) <= 100
 
 
-def test_child_is_killed_with_its_group_and_its_exit_is_noticed() -> None:
-    async def main() -> None:
-        read, write = os.pipe()
-        start = "import os, subprocess, time; subprocess.Popen(['sleep', '60'])"
-        script = f"{start}; os.write(int(os.environ['PIPE']), b'+'); time.sleep(60)"
-        exits: list[int] = []
-        child = Child(
-            [sys.executable, "-c", script],
-            environment={**os.environ, "PIPE": str(write)},
-            descriptors=[write],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            on_exit=lambda ended: exits.append(ended.exited.result()),
-        )
-        os.close(write)
-        assert await asyncio.to_thread(os.read, read, 1) == b"+"
-        family = descendants(child.pid)
-        assert len(family) == 1
-        assert not child.has_exited
-        child.kill()
-        assert await child.exited == -signal.SIGKILL
-        assert exits == [-signal.SIGKILL]
-        assert child.has_exited
-        assert await asyncio.to_thread(wait_until_gone, family, 5.0) == set()
-        child.kill()
-        os.close(read)
-
-    asyncio.run(main())
+async def test_child_is_killed_with_its_group_and_its_exit_is_noticed() -> None:
+    read, write = os.pipe()
+    start = "import os, subprocess, time; subprocess.Popen(['sleep', '60'])"
+    script = f"{start}; os.write(int(os.environ['PIPE']), b'+'); time.sleep(60)"
+    exits: list[int] = []
+    child = Child(
+        [sys.executable, "-c", script],
+        environment={**os.environ, "PIPE": str(write)},
+        descriptors=[write],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        on_exit=lambda ended: exits.append(ended.exited.result()),
+    )
+    os.close(write)
+    assert await asyncio.to_thread(os.read, read, 1) == b"+"
+    family = descendants(child.pid)
+    assert len(family) == 1
+    assert not child.has_exited
+    child.kill()
+    assert await child.exited == -signal.SIGKILL
+    assert exits == [-signal.SIGKILL]
+    assert child.has_exited
+    assert await asyncio.to_thread(wait_until_gone, family, 5.0) == set()
+    child.kill()
+    os.close(read)

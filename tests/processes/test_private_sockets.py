@@ -154,19 +154,16 @@ def open_to_all(path: Path) -> str:
 
 
 @ROOT_ONLY
-def test_template_refuses_another_user_and_serves_its_own(shared: Path) -> None:
+async def test_template_refuses_another_user_and_serves_its_own(shared: Path) -> None:
     order = pickle.dumps(Order(environment={}, folder="/", controller=1))
 
-    async def work() -> None:
-        template = Template({}, template_loads.note, shared / "log", shared / "template")
-        try:
-            assert await template.is_ready()
-            assert nobody_sends(open_to_all(shared / "template"), order) == b""
-        finally:
-            template.close()
-        assert "a process of another user connected, which was refused" in (shared / "log").read_text()
-
-    asyncio.run(work())
+    template = Template({}, template_loads.note, shared / "log", shared / "template")
+    try:
+        assert await template.is_ready()
+        assert nobody_sends(open_to_all(shared / "template"), order) == b""
+    finally:
+        template.close()
+    assert "a process of another user connected, which was refused" in (shared / "log").read_text()
 
 
 @ROOT_ONLY
@@ -211,20 +208,17 @@ def test_shared_templates_in_a_folder_of_others_are_refused(
 
 
 @ROOT_ONLY
-def test_announcement_of_another_user_is_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async def work() -> None:
-        supervisor = Supervisor()
-        fleet = Fleet(tmp_path, supervisor)
-        path = fleet._announcements.path
-        open_to_all(Path(path))
-        nobody_sends(path, f"1 {socket.gethostname()} init_0".encode(), socket.SOCK_DGRAM)
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert not supervisor._pidfds
-        supervisor.expect_deaths()
-        await fleet.stop(1)
-
-    asyncio.run(work())
+async def test_announcement_of_another_user_is_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    supervisor = Supervisor()
+    fleet = Fleet(tmp_path, supervisor)
+    path = fleet._announcements.path
+    open_to_all(Path(path))
+    nobody_sends(path, f"1 {socket.gethostname()} init_0".encode(), socket.SOCK_DGRAM)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert not supervisor._pidfds
+    supervisor.expect_deaths()
+    await fleet.stop(1)
     assert "another user sent an announcement" in caplog.text
 
 
@@ -239,21 +233,18 @@ class Unpickled:
 
 
 @ROOT_ONLY
-def test_weight_receiver_unpickles_nothing_of_another_user(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_weight_receiver_unpickles_nothing_of_another_user(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(HOST_FOLDER, str(shared))
     message = pickle.dumps(Unpickled(shared / "executed"))
     network: Any = None
 
-    async def serve() -> None:
-        transport = HostTransport(network)
-        assert transport._lead() is not None
-        assert transport._serving is not None
-        await transport._serving
-        path = open_to_all(transport._path)
-        assert await asyncio.to_thread(nobody_sends, path, len(message).to_bytes(8, "little") + message) == b""
-        assert not (shared / "executed").exists()
-
-    asyncio.run(serve())
+    transport = HostTransport(network)
+    assert transport._lead() is not None
+    assert transport._serving is not None
+    await transport._serving
+    path = open_to_all(transport._path)
+    assert await asyncio.to_thread(nobody_sends, path, len(message).to_bytes(8, "little") + message) == b""
+    assert not (shared / "executed").exists()
 
 
 @ROOT_ONLY

@@ -113,19 +113,16 @@ while True:
     assert runner.run(code).status == "crash"
 
 
-def test_closed_pool_raises_and_leaves_no_process(tmp_path: Path) -> None:
+async def test_closed_pool_raises_and_leaves_no_process(tmp_path: Path) -> None:
     before = descendants(os.getpid())
 
-    async def main() -> set[int]:
-        pool = SnippetPool(CONFIG, modules=["json"])
-        await pool.start()
-        # The zygote of `runner` may still be replacing a process that the test before has killed.
-        started = descendants(os.getpid()) - before.union(*map(descendants, before))
-        await pool.close()
-        with pytest.raises(SandboxDied):
-            await pool.run("1", max_output_chars=10)
-        return started
-
-    started = asyncio.run(main())
+    pool = SnippetPool(CONFIG, modules=["json"])
+    await pool.start()
+    # The zygote of `runner` may still be replacing a process that the test before has killed.
+    started = descendants(os.getpid()) - before.union(*map(descendants, before))
+    await pool.close()
+    with pytest.raises(SandboxDied):
+        await pool.run("1", max_output_chars=10)
+    started = started
     assert started
     assert wait_until_gone(started, 5.0) == set()

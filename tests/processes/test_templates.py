@@ -410,7 +410,7 @@ def test_stand_in_returns_if_nothing_listens(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "no fork\n")
 
 
-def test_stand_in_runs_itself_if_the_template_is_stopped(tmp_path: Path) -> None:
+async def test_stand_in_runs_itself_if_the_template_is_stopped(tmp_path: Path) -> None:
     """The template continues afterwards, and must not run the process a second time."""
     (tmp_path / "ending.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write('once ')\n")
     environment = {
@@ -420,31 +420,28 @@ def test_stand_in_runs_itself_if_the_template_is_stopped(tmp_path: Path) -> None
         "TITANRL_ANNOUNCEMENTS": str(tmp_path / "announcements"),
     }
 
-    async def work() -> None:
-        template = Template(environment, template_loads.use_ending, tmp_path / "template.log")
-        assert await template.is_ready()
-        os.kill(template.pid, signal.SIGSTOP)
-        program = f"from titanrl.processes import bootstrap; bootstrap.FORK_S = 0.3\n{STAND_IN}"
-        with (tmp_path / "output").open("w+") as output:  # a pipe would stay open in the socket of the stopped template
-            command = [sys.executable, "-c", program, template.path]
-            call = partial(subprocess.call, command, env=environment, stdout=output, stderr=output, timeout=30)
-            assert await asyncio.to_thread(call) == 0
-        assert (tmp_path / "output").read_text() == (
-            f"{template.path}: no fork within 0.3 s, so this process imports its packages itself\nno fork\n"
-        )
-        os.kill(template.pid, signal.SIGCONT)
-        again = [sys.executable, "-c", STAND_IN, template.path]  # the template serves in order
-        assert await asyncio.to_thread(partial(subprocess.call, again, env=environment, timeout=30)) == 0
-        assert (tmp_path / "ran").read_text() == "once "
-        template.close()
-
-    asyncio.run(work())
+    template = Template(environment, template_loads.use_ending, tmp_path / "template.log")
+    assert await template.is_ready()
+    os.kill(template.pid, signal.SIGSTOP)
+    program = f"from titanrl.processes import bootstrap; bootstrap.FORK_S = 0.3\n{STAND_IN}"
+    with (tmp_path / "output").open("w+") as output:  # a pipe would stay open in the socket of the stopped template
+        command = [sys.executable, "-c", program, template.path]
+        call = partial(subprocess.call, command, env=environment, stdout=output, stderr=output, timeout=30)
+        assert await asyncio.to_thread(call) == 0
+    assert (tmp_path / "output").read_text() == (
+        f"{template.path}: no fork within 0.3 s, so this process imports its packages itself\nno fork\n"
+    )
+    os.kill(template.pid, signal.SIGCONT)
+    again = [sys.executable, "-c", STAND_IN, template.path]  # the template serves in order
+    assert await asyncio.to_thread(partial(subprocess.call, again, env=environment, timeout=30)) == 0
+    assert (tmp_path / "ran").read_text() == "once "
+    template.close()
 
 
 @pytest.mark.parametrize(
     ("end", "code"), [("os._exit(3)", 3), ("os.kill(os.getpid(), 9)", -9), ("os.abort()", -6), ("kill stand-in", -9)]
 )
-def test_stand_in_and_fork_exit_together(end: str, code: int, tmp_path: Path) -> None:
+async def test_stand_in_and_fork_exit_together(end: str, code: int, tmp_path: Path) -> None:
     """The program of the fork is a module that replaces Monarch's."""
     (tmp_path / "ending.py").write_text(
         f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n"
@@ -457,21 +454,18 @@ def test_stand_in_and_fork_exit_together(end: str, code: int, tmp_path: Path) ->
         "TITANRL_ANNOUNCEMENTS": str(tmp_path / "announcements"),
     }
 
-    async def work() -> None:
-        template = Template(environment, template_loads.use_ending, tmp_path / "template.log")
-        assert await template.is_ready()
-        stand_in = subprocess.Popen([sys.executable, "-c", STAND_IN, template.path], env=environment, stdout=subprocess.PIPE)
-        assert stand_in.stdout is not None
-        if not end.startswith("os"):
-            assert await asyncio.to_thread(stand_in.stdout.readline) == b"up\n"  # the fork writes where its stand-in would
-            stand_in.kill()
-        assert await asyncio.to_thread(stand_in.wait, 30) == code
-        fork = int((tmp_path / "pid").read_text())
-        assert await asyncio.to_thread(wait_until, lambda: ended(fork))
-        stand_in.stdout.close()
-        template.close()
-
-    asyncio.run(work())
+    template = Template(environment, template_loads.use_ending, tmp_path / "template.log")
+    assert await template.is_ready()
+    stand_in = subprocess.Popen([sys.executable, "-c", STAND_IN, template.path], env=environment, stdout=subprocess.PIPE)
+    assert stand_in.stdout is not None
+    if not end.startswith("os"):
+        assert await asyncio.to_thread(stand_in.stdout.readline) == b"up\n"  # the fork writes where its stand-in would
+        stand_in.kill()
+    assert await asyncio.to_thread(stand_in.wait, 30) == code
+    fork = int((tmp_path / "pid").read_text())
+    assert await asyncio.to_thread(wait_until, lambda: ended(fork))
+    stand_in.stdout.close()
+    template.close()
 
 
 # Shared templates

@@ -3,7 +3,7 @@
 import asyncio
 import pickle
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 
@@ -148,26 +148,23 @@ def resumed(simulation: Simulation) -> tuple[Simulation, list[int]]:
     return other, list(state[0].in_flight)
 
 
-def test_resumed_run_keeps_ratios_positions_and_level() -> None:
+async def test_resumed_run_keeps_ratios_positions_and_level() -> None:
     curriculum = CurriculumConfig(levels=5, window=4, raise_at=0.3, lower_at=0.2)
     simulation = Simulation(mixture_of([3.0, 1.0], curriculum), (1.0, 5.0), (0.5, 0.0), Random(3))
 
-    async def run() -> Simulation:
-        for _ in range(20):
-            await simulation.step()
-        unfinished = {each.index: each.draw for each in simulation.in_flight}
-        other, again = resumed(simulation)
-        assert other.mixture.metrics() == simulation.mixture.metrics()
-        assert other.mixture._num_outstanding[0] + other.mixture._num_outstanding[1] == len(other.buffer._ready)
-        reserved = await other.buffer.reserve(len(again))
-        assert {each.index: each.draw for each in reserved} == unfinished
-        other.in_flight += reserved
-        assert other.mixture._num_outstanding == simulation.mixture._num_outstanding
-        for _ in range(180):
-            await other.step()
-        return other
-
-    other = asyncio.run(run())
+    for _ in range(20):
+        await simulation.step()
+    unfinished = {each.index: each.draw for each in simulation.in_flight}
+    other, again = resumed(simulation)
+    assert other.mixture.metrics() == simulation.mixture.metrics()
+    assert other.mixture._num_outstanding[0] + other.mixture._num_outstanding[1] == len(other.buffer._ready)
+    reserved = await other.buffer.reserve(len(again))
+    assert {each.index: each.draw for each in reserved} == unfinished
+    other.in_flight += reserved
+    assert other.mixture._num_outstanding == simulation.mixture._num_outstanding
+    for _ in range(180):
+        await other.step()
+    other = other
     assert abs(other.trained[0] / other.trained.total() - 0.75) <= 0.015
 
 
@@ -199,28 +196,23 @@ def test_changed_tasks_keep_counts_by_name_and_drop_past_draws() -> None:
     assert draws[3] == Draw(stream_index=1, task=1)
 
 
-def test_returned_or_discarded_batch_is_not_counted_as_trained() -> None:
-    async def run() -> Mapping[str, object]:
-        simulation = Simulation(mixture_of([1.0, 1.0]), (1.0, 1.0), (0.0, 0.0), Random(3))
-        batch = await simulation.step()
-        taken = await simulation.buffer.take_batch(4) if len(simulation.buffer._ready) >= 4 else None
-        del batch
-        if taken is None:
-            room = await simulation.buffer.reserve(16)
-            records = [make_record(e.index, (0.0, 1.0), handle=e.handle, task=NAMES[e.draw.task]) for e in room]
-            records += [
-                make_record(e.index, (0.0, 1.0), handle=e.handle, task=NAMES[e.draw.task]) for e in simulation.in_flight
-            ]
-            await simulation.buffer.commit(records)
-            taken = await simulation.buffer.take_batch(4)
-        trained = list(simulation.mixture._num_trained)
-        await simulation.buffer.return_batch(taken.records.handles)
-        given_back = list(simulation.mixture._num_trained)
-        again = await simulation.buffer.take_batch(4)
-        await simulation.buffer.discard(again.records.handles, before_version=0)
-        return {"trained": trained, "given_back": given_back, "discarded": list(simulation.mixture._num_trained)}
-
-    counts = asyncio.run(run())
+async def test_returned_or_discarded_batch_is_not_counted_as_trained() -> None:
+    simulation = Simulation(mixture_of([1.0, 1.0]), (1.0, 1.0), (0.0, 0.0), Random(3))
+    batch = await simulation.step()
+    taken = await simulation.buffer.take_batch(4) if len(simulation.buffer._ready) >= 4 else None
+    del batch
+    if taken is None:
+        room = await simulation.buffer.reserve(16)
+        records = [make_record(e.index, (0.0, 1.0), handle=e.handle, task=NAMES[e.draw.task]) for e in room]
+        records += [make_record(e.index, (0.0, 1.0), handle=e.handle, task=NAMES[e.draw.task]) for e in simulation.in_flight]
+        await simulation.buffer.commit(records)
+        taken = await simulation.buffer.take_batch(4)
+    trained = list(simulation.mixture._num_trained)
+    await simulation.buffer.return_batch(taken.records.handles)
+    given_back = list(simulation.mixture._num_trained)
+    again = await simulation.buffer.take_batch(4)
+    await simulation.buffer.discard(again.records.handles, before_version=0)
+    counts = {"trained": trained, "given_back": given_back, "discarded": list(simulation.mixture._num_trained)}
     assert counts == {"trained": [6, 6], "given_back": [4, 4], "discarded": [4, 4]}
 
 
@@ -235,30 +227,24 @@ def test_level_that_does_not_exist_is_an_error(level: object) -> None:
         Mixture([MixedTask(name="sums", sampler=sampler, num_levels=2)]).draw(0)
 
 
-def test_starvation_names_the_task_whose_groups_are_dropped() -> None:
-    async def run() -> str:
-        buffer = GroupBuffer(num_slots=4, dynamic_sampling=True, mixture=mixture_of([1.0, 1.0]))
-        for each in await buffer.reserve(4):
-            has_payload = each.draw.task == 0
-            rewards, task = (0.0, float(has_payload)), NAMES[each.draw.task]
-            await buffer.commit([make_record(each.index, rewards, handle=each.handle, has_payload=has_payload, task=task)])
-        return await buffer.why_starved(4, 1.0)
-
-    assert "with a signal by task: sums 2 of 2, words 0 of 2" in asyncio.run(run())
+async def test_starvation_names_the_task_whose_groups_are_dropped() -> None:
+    buffer = GroupBuffer(num_slots=4, dynamic_sampling=True, mixture=mixture_of([1.0, 1.0]))
+    for each in await buffer.reserve(4):
+        has_payload = each.draw.task == 0
+        rewards, task = (0.0, float(has_payload)), NAMES[each.draw.task]
+        await buffer.commit([make_record(each.index, rewards, handle=each.handle, has_payload=has_payload, task=task)])
+    assert "with a signal by task: sums 2 of 2, words 0 of 2" in (await buffer.why_starved(4, 1.0))
 
 
-def test_groups_in_a_checkpoint_of_other_tasks_are_resampled() -> None:
+async def test_groups_in_a_checkpoint_of_other_tasks_are_resampled() -> None:
     simulation = Simulation(mixture_of([1.0, 1.0]), (1.0, 1.0), (0.0, 0.0), Random(3))
 
-    async def run() -> None:
-        await simulation.step()
-        ready = sorted(simulation.buffer._ready)
-        state = simulation.buffer.state()
-        again = sorted([*ready, *(each.index for each in simulation.in_flight)])
-        other = GroupBuffer(num_slots=16, dynamic_sampling=True, mixture=Mixture([MixedTask(name="games")]))
-        assert not other.mixture.load_state_dict(simulation.mixture.state_dict())
-        restored = other.restore(state.without_groups(), Freshness(published=(0,), groups_per_publish=8, bound=5), 1)
-        assert (restored.num_ready, restored.num_in_flight) == (0, len(again))
-        assert [each.index for each in await other.reserve(len(again))] == again
-
-    asyncio.run(run())
+    await simulation.step()
+    ready = sorted(simulation.buffer._ready)
+    state = simulation.buffer.state()
+    again = sorted([*ready, *(each.index for each in simulation.in_flight)])
+    other = GroupBuffer(num_slots=16, dynamic_sampling=True, mixture=Mixture([MixedTask(name="games")]))
+    assert not other.mixture.load_state_dict(simulation.mixture.state_dict())
+    restored = other.restore(state.without_groups(), Freshness(published=(0,), groups_per_publish=8, bound=5), 1)
+    assert (restored.num_ready, restored.num_in_flight) == (0, len(again))
+    assert [each.index for each in await other.reserve(len(again))] == again

@@ -1,6 +1,5 @@
 """The example of a custom tool and a custom group reward, without a run."""
 
-import asyncio
 import runpy
 from pathlib import Path
 
@@ -23,17 +22,14 @@ OWN = runpy.run_path(str(FOLDER / "custom_tool.py"))
         ("2+", "Write whole numbers with + or - between them."),
     ],
 )
-def test_tool_answers_a_call(terms: str, reply: str) -> None:
-    async def main() -> str:
-        environment = make_environment(f"{FOLDER}/custom_tool.py:Abacus")
-        first = await environment.reset(Episode(task_id="sums/0", question="?", entry={}, seed=0))
-        (tool,) = first.tools
-        assert (tool.name, list(tool.parameters["properties"])) == ("total", ["terms"])
-        call = {"id": "call_0", "type": "function", "function": {"name": tool.name, "arguments": {"terms": terms}}}
-        observation = await environment.step({"role": "assistant", "content": "", "tool_calls": [call]})
-        return str(observation.messages[0]["content"])  # type: ignore[union-attr]
-
-    assert asyncio.run(main()) == reply
+async def test_tool_answers_a_call(terms: str, reply: str) -> None:
+    environment = make_environment(f"{FOLDER}/custom_tool.py:Abacus")
+    first = await environment.reset(Episode(task_id="sums/0", question="?", entry={}, seed=0))
+    (tool,) = first.tools
+    assert (tool.name, list(tool.parameters["properties"])) == ("total", ["terms"])
+    call = {"id": "call_0", "type": "function", "function": {"name": tool.name, "arguments": {"terms": terms}}}
+    observation = await environment.step({"role": "assistant", "content": "", "tool_calls": [call]})
+    assert str(observation.messages[0]["content"]) == reply
 
 
 def test_shortest_correct_answers_of_a_group_are_rewarded() -> None:

@@ -376,18 +376,15 @@ def test_any_exception_is_a_failure_with_short_readable_text(tokenizer: Tokenize
     assert "\0" not in text
 
 
-def test_cancelling_an_episode_is_not_a_failure_of_its_environment(tokenizer: Tokenizer) -> None:
+async def test_cancelling_an_episode_is_not_a_failure_of_its_environment(tokenizer: Tokenizer) -> None:
     environment = Failing([Done()])
     environment.method, environment.seconds = "reset", 9.0
 
-    async def main() -> None:
-        task = asyncio.create_task(conversation(environment, tokenizer, replace(LIMITS, step_timeout_s=9)).start())
-        await asyncio.sleep(0.01)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(main())
+    task = asyncio.create_task(conversation(environment, tokenizer, replace(LIMITS, step_timeout_s=9)).start())
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
 def test_episode_without_a_sampled_token_is_a_failure(tokenizer: Tokenizer) -> None:

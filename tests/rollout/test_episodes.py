@@ -358,16 +358,13 @@ def test_infinite_sum_of_rewards_is_a_failure(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("environment", ["calculator", "tic_tac_toe", "single_turn"])
-def test_built_in_environments_judge_truncated_episodes(tokenizer: Tokenizer, environment: str) -> None:
+async def test_built_in_environments_judge_truncated_episodes(tokenizer: Tokenizer, environment: str) -> None:
     made = make_environment(environment)
     assert isinstance(made, JudgesTruncated)
     episode = Episode(task_id="sums/0", question="1+1=", entry={}, seed=0)
 
-    async def judge() -> Done | None:
-        await made.reset(episode)
-        return await made.judge_truncated(None, "turns")
-
-    done = asyncio.run(judge())
+    await made.reset(episode)
+    done = await made.judge_truncated(None, "turns")
     assert done is not None
     assert done.rewards == ({"game": 0.0} if environment == "tic_tac_toe" else {})
 

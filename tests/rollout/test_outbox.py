@@ -48,132 +48,108 @@ class FakeBuffer:
         return Outbox(self, self, in_order=in_order, dump=dump)  # type: ignore[arg-type]
 
 
-def test_groups_finished_during_a_delivery_share_the_next_message() -> None:
-    async def scenario() -> None:
-        buffer = FakeBuffer()
-        outbox = buffer.outbox()
+async def test_groups_finished_during_a_delivery_share_the_next_message() -> None:
+    buffer = FakeBuffer()
+    outbox = buffer.outbox()
 
-        async def deliver(index: int) -> None:
-            await outbox.deliver(make_record(index), ())
-            assert any(index in records for _, records in buffer.log)
+    async def deliver(index: int) -> None:
+        await outbox.deliver(make_record(index), ())
+        assert any(index in records for _, records in buffer.log)
 
-        first = asyncio.create_task(deliver(0))
-        await asyncio.sleep(0.001)
-        await asyncio.gather(first, *(deliver(index) for index in (1, 2, 3)))
-        assert buffer.log == [([0], [0]), ([1, 2, 3], [1, 2, 3])]
-
-    asyncio.run(scenario())
+    first = asyncio.create_task(deliver(0))
+    await asyncio.sleep(0.001)
+    await asyncio.gather(first, *(deliver(index) for index in (1, 2, 3)))
+    assert buffer.log == [([0], [0]), ([1, 2, 3], [1, 2, 3])]
 
 
-def test_groups_are_dumped_before_their_delivery() -> None:
-    async def scenario() -> None:
-        buffer, written = FakeBuffer(), []
+async def test_groups_are_dumped_before_their_delivery() -> None:
+    buffer, written = FakeBuffer(), []
 
-        def write(groups: Sequence[tuple[Any, str]]) -> None:
-            written.append((list(groups), len(buffer.log)))
+    def write(groups: Sequence[tuple[Any, str]]) -> None:
+        written.append((list(groups), len(buffer.log)))
 
-        outbox = buffer.outbox(dump=write)
-        records = [
-            make_record(0),
-            make_record(1, has_payload=False, rejection="too small"),
-            make_record(2, has_payload=False),
-            make_record(3, rewards=()),
-        ]
-        await asyncio.gather(*(outbox.deliver(record, (), f"group {record.index}") for record in records))  # type: ignore[arg-type]
-        statuses = [("group 0", "kept"), ("group 1", "too small"), ("group 2", "no signal"), ("group 3", "no reward")]
-        assert written == [(statuses, 0)]
-        assert len(buffer.log) == 1
-
-    asyncio.run(scenario())
+    outbox = buffer.outbox(dump=write)
+    records = [
+        make_record(0),
+        make_record(1, has_payload=False, rejection="too small"),
+        make_record(2, has_payload=False),
+        make_record(3, rewards=()),
+    ]
+    await asyncio.gather(*(outbox.deliver(record, (), f"group {record.index}") for record in records))  # type: ignore[arg-type]
+    statuses = [("group 0", "kept"), ("group 1", "too small"), ("group 2", "no signal"), ("group 3", "no reward")]
+    assert written == [(statuses, 0)]
+    assert len(buffer.log) == 1
 
 
-def test_groups_of_one_tick_share_a_message_and_its_error() -> None:
-    async def scenario() -> None:
-        buffer = FakeBuffer()
-        outbox = buffer.outbox()
-        await asyncio.gather(*(outbox.deliver(make_record(index), ()) for index in (0, 1)))
-        assert buffer.log == [([0, 1], [0, 1])]
-        buffer.error = RuntimeError("no buffer")
-        errors = await asyncio.gather(*(outbox.deliver(make_record(index), ()) for index in (2, 3)), return_exceptions=True)
-        assert [str(cause_of(error)) for error in errors if isinstance(error, Exception)] == ["no buffer", "no buffer"]
-        buffer.error = None
-        await outbox.deliver(make_record(4), ())
-        assert buffer.log[-1] == ([4], [4])
-
-    asyncio.run(scenario())
+async def test_groups_of_one_tick_share_a_message_and_its_error() -> None:
+    buffer = FakeBuffer()
+    outbox = buffer.outbox()
+    await asyncio.gather(*(outbox.deliver(make_record(index), ()) for index in (0, 1)))
+    assert buffer.log == [([0, 1], [0, 1])]
+    buffer.error = RuntimeError("no buffer")
+    errors = await asyncio.gather(*(outbox.deliver(make_record(index), ()) for index in (2, 3)), return_exceptions=True)
+    assert [str(cause_of(error)) for error in errors if isinstance(error, Exception)] == ["no buffer", "no buffer"]
+    buffer.error = None
+    await outbox.deliver(make_record(4), ())
+    assert buffer.log[-1] == ([4], [4])
 
 
-def test_group_waits_for_older_groups_unless_many_are_queued() -> None:
-    async def scenario() -> None:
-        buffer = FakeBuffer()
-        outbox = buffer.outbox()
-        for index in range(20):
-            outbox.begin(index)
-        waiting = [asyncio.create_task(outbox.deliver(make_record(index), ())) for index in (3, 1)]
-        await asyncio.sleep(0.03)
-        assert buffer.log == []
-        await outbox.deliver(make_record(0), ())
-        assert buffer.log == [([3, 1, 0], [3, 1, 0])]
-        await asyncio.gather(*waiting)
-        many = range(4, 4 + MAX_HELD)
-        await asyncio.gather(*(outbox.deliver(make_record(index), ()) for index in many))
-        assert buffer.log[1:] == [(list(many), list(many))], "2 is not finished"
-        await outbox.deliver(make_record(2), ())
-        assert buffer.log[2:] == [([2], [2])]
-
-    asyncio.run(scenario())
+async def test_group_waits_for_older_groups_unless_many_are_queued() -> None:
+    buffer = FakeBuffer()
+    outbox = buffer.outbox()
+    for index in range(20):
+        outbox.begin(index)
+    waiting = [asyncio.create_task(outbox.deliver(make_record(index), ())) for index in (3, 1)]
+    await asyncio.sleep(0.03)
+    assert buffer.log == []
+    await outbox.deliver(make_record(0), ())
+    assert buffer.log == [([3, 1, 0], [3, 1, 0])]
+    await asyncio.gather(*waiting)
+    many = range(4, 4 + MAX_HELD)
+    await asyncio.gather(*(outbox.deliver(make_record(index), ()) for index in many))
+    assert buffer.log[1:] == [(list(many), list(many))], "2 is not finished"
+    await outbox.deliver(make_record(2), ())
+    assert buffer.log[2:] == [([2], [2])]
 
 
-def test_group_is_sent_immediately_if_order_does_not_matter() -> None:
-    async def scenario() -> None:
-        buffer = FakeBuffer()
-        outbox = buffer.outbox(in_order=False)
-        for index in range(3):
-            outbox.begin(index)
-        await outbox.deliver(make_record(2), ())
-        assert buffer.log == [([2], [2])]
-
-    asyncio.run(scenario())
+async def test_group_is_sent_immediately_if_order_does_not_matter() -> None:
+    buffer = FakeBuffer()
+    outbox = buffer.outbox(in_order=False)
+    for index in range(3):
+        outbox.begin(index)
+    await outbox.deliver(make_record(2), ())
+    assert buffer.log == [([2], [2])]
 
 
-def test_group_without_payload_sends_only_its_record() -> None:
-    async def scenario() -> None:
-        buffer = FakeBuffer()
-        await buffer.outbox().deliver(make_record(4, has_payload=False), ())
-        assert buffer.log == [([], [4])]
-
-    asyncio.run(scenario())
+async def test_group_without_payload_sends_only_its_record() -> None:
+    buffer = FakeBuffer()
+    await buffer.outbox().deliver(make_record(4, has_payload=False), ())
+    assert buffer.log == [([], [4])]
 
 
-def test_only_groups_that_may_wait_for_the_disk_are_stored_in_a_thread() -> None:
-    async def scenario() -> None:
-        buffer = FakeBuffer()
-        outbox, own = buffer.outbox(), threading.get_ident()
-        await outbox.deliver(make_record(0), ())
-        assert buffer.threads == {own}
-        buffer.threads.clear()
-        buffer.room = False
-        await outbox.deliver(make_record(1), ())
-        assert own not in buffer.threads
-        assert buffer.threads
-        assert buffer.log == [([0], [0]), ([1], [1])]
-
-    asyncio.run(scenario())
+async def test_only_groups_that_may_wait_for_the_disk_are_stored_in_a_thread() -> None:
+    buffer = FakeBuffer()
+    outbox, own = buffer.outbox(), threading.get_ident()
+    await outbox.deliver(make_record(0), ())
+    assert buffer.threads == {own}
+    buffer.threads.clear()
+    buffer.room = False
+    await outbox.deliver(make_record(1), ())
+    assert own not in buffer.threads
+    assert buffer.threads
+    assert buffer.log == [([0], [0]), ([1], [1])]
 
 
-def test_groups_of_an_abandoned_round_are_discarded() -> None:
-    async def scenario() -> None:
-        buffer = FakeBuffer()
-        outbox = buffer.outbox()
-        for index in (0, 1):
-            outbox.begin(index)
-        waiting = asyncio.create_task(outbox.deliver(make_record(1), ()))  # for group 0
-        await asyncio.sleep(0.02)
-        waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
-        outbox.reset()
-        outbox.begin(0)
-        await asyncio.wait_for(outbox.deliver(make_record(0), ()), 5)
-        assert buffer.log == [([0], [0])]
-
-    asyncio.run(scenario())
+async def test_groups_of_an_abandoned_round_are_discarded() -> None:
+    buffer = FakeBuffer()
+    outbox = buffer.outbox()
+    for index in (0, 1):
+        outbox.begin(index)
+    waiting = asyncio.create_task(outbox.deliver(make_record(1), ()))  # for group 0
+    await asyncio.sleep(0.02)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    outbox.reset()
+    outbox.begin(0)
+    await asyncio.wait_for(outbox.deliver(make_record(0), ()), 5)
+    assert buffer.log == [([0], [0])]

@@ -60,213 +60,171 @@ def requests(*prompts: int) -> list[GenerationRequest]:
     return [GenerationRequest(token_ids=(prompt,), sampling=sampling) for prompt in prompts]
 
 
-def test_replica_gets_requests_as_soon_as_it_is_available() -> None:
-    async def scenario() -> None:
-        pool = GeneratorPool([None, None], max_num_seqs=64)
-        calls = [asyncio.create_task(pool.generate(requests(prompt))) for prompt in (1, 2)]
-        await asyncio.sleep(0.05)
-        assert not any(call.done() for call in calls)
-        pool.use(1, Replica("b"))
-        assert await asyncio.gather(*calls) == [[("b", (1,))], [("b", (2,))]]
-
-    asyncio.run(scenario())
+async def test_replica_gets_requests_as_soon_as_it_is_available() -> None:
+    pool = GeneratorPool([None, None], max_num_seqs=64)
+    calls = [asyncio.create_task(pool.generate(requests(prompt))) for prompt in (1, 2)]
+    await asyncio.sleep(0.05)
+    assert not any(call.done() for call in calls)
+    pool.use(1, Replica("b"))
+    assert await asyncio.gather(*calls) == [[("b", (1,))], [("b", (2,))]]
 
 
-def test_calls_of_one_tick_share_a_message() -> None:
-    async def scenario() -> None:
-        replica = Replica("a")
-        pool = GeneratorPool([replica], max_num_seqs=64)
-        first, second = await asyncio.gather(pool.generate(requests(1, 2)), pool.generate(requests(3)))
-        assert replica.messages == [3]
-        assert first == [("a", (1,)), ("a", (2,))]
-        assert second == [("a", (3,))]
-
-    asyncio.run(scenario())
+async def test_calls_of_one_tick_share_a_message() -> None:
+    replica = Replica("a")
+    pool = GeneratorPool([replica], max_num_seqs=64)
+    first, second = await asyncio.gather(pool.generate(requests(1, 2)), pool.generate(requests(3)))
+    assert replica.messages == [3]
+    assert first == [("a", (1,)), ("a", (2,))]
+    assert second == [("a", (3,))]
 
 
-def test_cancelled_call_is_cancelled_at_its_replica_and_others_are_not() -> None:
-    async def scenario() -> None:
-        replica = Replica("a")
-        replica.held_message = 1
-        pool = GeneratorPool([replica], max_num_seqs=64)
-        kept, cancelled, queued = (asyncio.create_task(pool.generate(requests(prompt))) for prompt in (1, 2, 3))
-        await asyncio.sleep(0)
-        queued.cancel()  # before the message is sent
-        await asyncio.sleep(0.005)
-        cancelled.cancel()
-        await asyncio.sleep(0.005)
-        replica.release.set()
-        assert await kept == [("a", (1,))]
-        (name,) = {admission.name for admission in replica.admissions}
-        assert sorted(replica.cancelled) == [(name, 1), (name, 2)]
-        assert await pool.generate(requests(4)) == [("a", (4,))]
-        assert [state.num_running for state in pool._router] == [0]
-
-    asyncio.run(scenario())
+async def test_cancelled_call_is_cancelled_at_its_replica_and_others_are_not() -> None:
+    replica = Replica("a")
+    replica.held_message = 1
+    pool = GeneratorPool([replica], max_num_seqs=64)
+    kept, cancelled, queued = (asyncio.create_task(pool.generate(requests(prompt))) for prompt in (1, 2, 3))
+    await asyncio.sleep(0)
+    queued.cancel()  # before the message is sent
+    await asyncio.sleep(0.005)
+    cancelled.cancel()
+    await asyncio.sleep(0.005)
+    replica.release.set()
+    assert await kept == [("a", (1,))]
+    (name,) = {admission.name for admission in replica.admissions}
+    assert sorted(replica.cancelled) == [(name, 1), (name, 2)]
+    assert await pool.generate(requests(4)) == [("a", (4,))]
+    assert [state.num_running for state in pool._router] == [0]
 
 
-def test_groups_go_to_the_least_loaded_replica() -> None:
-    async def scenario() -> None:
-        replicas = [Replica("a"), Replica("b")]
-        pool = GeneratorPool(replicas, max_num_seqs=64)
-        await asyncio.gather(*(pool.generate(requests(group, group)) for group in range(4)))
-        assert [sum(replica.messages) for replica in replicas] == [4, 4]
-
-    asyncio.run(scenario())
+async def test_groups_go_to_the_least_loaded_replica() -> None:
+    replicas = [Replica("a"), Replica("b")]
+    pool = GeneratorPool(replicas, max_num_seqs=64)
+    await asyncio.gather(*(pool.generate(requests(group, group)) for group in range(4)))
+    assert [sum(replica.messages) for replica in replicas] == [4, 4]
 
 
-def test_groups_of_a_round_are_placed_by_index_with_the_round_size() -> None:
-    async def scenario() -> None:
-        replicas = [Replica("a"), Replica("b")]
-        pool = GeneratorPool(replicas, max_num_seqs=64)
-        with pool.session() as session, pool.session() as other, pool.session() as third:
-            turns = [(session, 5), (other, 6), (third, 7)]  # of the indices 4 to 8, the others are those of another worker
-            calls = [one.generate(requests(index), place=InRound(index, range(4, 9))) for one, index in turns]
-            assert [answer[0][0] for answer in await asyncio.gather(*calls)] == ["b", "a", "b"]
-        assert replicas[0].admissions == [Admission(indices=(6,), round_size=3)]
-        assert replicas[1].admissions == [Admission(indices=(5, 7), round_size=2)]
-        await pool.generate(requests(1), when_drained=True)
-        assert [replace(each, name="") for each in replicas[0].admissions[1:]] == [Admission(when_drained=True)]
-
-    asyncio.run(scenario())
+async def test_groups_of_a_round_are_placed_by_index_with_the_round_size() -> None:
+    replicas = [Replica("a"), Replica("b")]
+    pool = GeneratorPool(replicas, max_num_seqs=64)
+    with pool.session() as session, pool.session() as other, pool.session() as third:
+        turns = [(session, 5), (other, 6), (third, 7)]  # of the indices 4 to 8, the others are those of another worker
+        calls = [one.generate(requests(index), place=InRound(index, range(4, 9))) for one, index in turns]
+        assert [answer[0][0] for answer in await asyncio.gather(*calls)] == ["b", "a", "b"]
+    assert replicas[0].admissions == [Admission(indices=(6,), round_size=3)]
+    assert replicas[1].admissions == [Admission(indices=(5, 7), round_size=2)]
+    await pool.generate(requests(1), when_drained=True)
+    assert [replace(each, name="") for each in replicas[0].admissions[1:]] == [Admission(when_drained=True)]
 
 
-def test_replica_error_reaches_every_pending_call() -> None:
-    async def scenario() -> None:
-        pool = GeneratorPool([Replica("a", error=RuntimeError("engine gone"))], max_num_seqs=64)
-        first, second = await asyncio.gather(pool.generate(requests(1)), pool.generate(requests(2)), return_exceptions=True)
-        assert str(cause_of(first)) == "engine gone"
-        assert second == [("a", (2,))] or str(cause_of(second)) == "engine gone"
-        with pytest.raises(ActorError, match="engine gone"):
-            await pool.generate(requests(3))
-
-    asyncio.run(scenario())
+async def test_replica_error_reaches_every_pending_call() -> None:
+    pool = GeneratorPool([Replica("a", error=RuntimeError("engine gone"))], max_num_seqs=64)
+    first, second = await asyncio.gather(pool.generate(requests(1)), pool.generate(requests(2)), return_exceptions=True)
+    assert str(cause_of(first)) == "engine gone"
+    assert second == [("a", (2,))] or str(cause_of(second)) == "engine gone"
+    with pytest.raises(ActorError, match="engine gone"):
+        await pool.generate(requests(3))
 
 
-def test_turns_of_a_session_go_to_one_replica() -> None:
-    async def scenario() -> None:
-        replicas = [Replica("a"), Replica("b")]
-        pool = GeneratorPool(replicas, max_num_seqs=64)
+async def test_turns_of_a_session_go_to_one_replica() -> None:
+    replicas = [Replica("a"), Replica("b")]
+    pool = GeneratorPool(replicas, max_num_seqs=64)
 
-        async def converse(first: int) -> None:
-            with pool.session() as session:
-                turns = [await session.generate(requests(first + turn)) for turn in range(3)]
-            assert len({name for ((name, _),) in turns}) == 1  # type: ignore[misc]
-
-        await asyncio.gather(*(converse(10 * lane) for lane in range(4)))
-        assert [sum(replica.messages) for replica in replicas] == [6, 6]
-
-    asyncio.run(scenario())
-
-
-def test_session_moves_when_its_replica_failed() -> None:
-    async def scenario() -> None:
-        pool = GeneratorPool([Replica("a", error=RuntimeError("engine gone")), Replica("b")], max_num_seqs=64)
+    async def converse(first: int) -> None:
         with pool.session() as session:
-            with pytest.raises(ActorError, match="engine gone"):
-                await session.generate(requests(1))
-            assert await session.generate(requests(2)) == [("b", (2,))]
-        assert await pool.generate(requests(3)) == [("b", (3,))]
+            turns = [await session.generate(requests(first + turn)) for turn in range(3)]
+        assert len({name for ((name, _),) in turns}) == 1  # type: ignore[misc]
 
-    asyncio.run(scenario())
-
-
-def test_replica_waiting_for_weights_gets_no_requests() -> None:
-    async def scenario() -> None:
-        held, free = Replica("held"), Replica("free")
-        held.load = EngineLoad(num_requests=2, num_queued=0, admits=False)
-        held.held_message = 2
-        pool = GeneratorPool([held, free], max_num_seqs=64)
-        first = asyncio.create_task(pool.generate(requests(1)))
-        other = asyncio.create_task(pool.generate(requests(2)))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        second = asyncio.create_task(pool.generate(requests(3)))  # keeps the first replica busy
-        await asyncio.gather(first, other)
-        assert [answer[0] for answer in await pool.generate(requests(4, 5))] == ["free", "free"]
-        held.release.set()
-        await second
-        assert await pool.generate(requests(6)) == [("held", (6,))]
-
-    asyncio.run(scenario())
+    await asyncio.gather(*(converse(10 * lane) for lane in range(4)))
+    assert [sum(replica.messages) for replica in replicas] == [6, 6]
 
 
-def test_room_waits_at_the_limit_until_a_group_finishes() -> None:
-    async def scenario() -> None:
-        pool = GeneratorPool([Replica("a")], max_num_seqs=4)
-        assert await pool.room(group_size=2) == 2
-        running = [asyncio.create_task(pool.generate(requests(1, 2))) for _ in range(2)]
-        await asyncio.sleep(0)
-        waiting = asyncio.create_task(pool.room(group_size=2))
-        await asyncio.sleep(0)
-        assert not waiting.done()
-        await asyncio.gather(*running)
-        assert await waiting >= 1
-
-    asyncio.run(scenario())
+async def test_session_moves_when_its_replica_failed() -> None:
+    pool = GeneratorPool([Replica("a", error=RuntimeError("engine gone")), Replica("b")], max_num_seqs=64)
+    with pool.session() as session:
+        with pytest.raises(ActorError, match="engine gone"):
+            await session.generate(requests(1))
+        assert await session.generate(requests(2)) == [("b", (2,))]
+    assert await pool.generate(requests(3)) == [("b", (3,))]
 
 
-def test_replica_with_a_queue_gets_no_more_than_it_decodes() -> None:
-    async def scenario() -> None:
-        replica = Replica("a", num_queued=4)
-        replica.held_message = 2
-        pool = GeneratorPool([replica], max_num_seqs=64)
-        first = asyncio.create_task(pool.generate(requests(*range(2))))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)  # the first group is sent in a message of its own
-        second = asyncio.create_task(pool.generate(requests(*range(12))))
-        await first
-        # Half of the replica's requests queue, so it decodes 6 of this worker's 12. No group has room until they finish.
-        waiting = asyncio.create_task(pool.room(group_size=1))
-        await asyncio.sleep(0)
-        assert not waiting.done()
-        replica.release.set()
-        await second
-        assert await waiting == 1
-
-    asyncio.run(scenario())
+async def test_replica_waiting_for_weights_gets_no_requests() -> None:
+    held, free = Replica("held"), Replica("free")
+    held.load = EngineLoad(num_requests=2, num_queued=0, admits=False)
+    held.held_message = 2
+    pool = GeneratorPool([held, free], max_num_seqs=64)
+    first = asyncio.create_task(pool.generate(requests(1)))
+    other = asyncio.create_task(pool.generate(requests(2)))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    second = asyncio.create_task(pool.generate(requests(3)))  # keeps the first replica busy
+    await asyncio.gather(first, other)
+    assert [answer[0] for answer in await pool.generate(requests(4, 5))] == ["free", "free"]
+    held.release.set()
+    await second
+    assert await pool.generate(requests(6)) == [("held", (6,))]
 
 
-def test_spare_requests_are_sent_but_not_returned() -> None:
-    async def scenario() -> None:
-        replica = Replica("a")
-        kept = await GeneratorPool([replica], max_num_seqs=64).generate(requests(1, 2, 3), num_kept=2)
-        assert (replica.messages, len(kept)) == ([3], 2)
-
-    asyncio.run(scenario())
-
-
-def test_queued_call_of_a_dead_replica_goes_to_the_replacement() -> None:
-    async def scenario() -> None:
-        first, second = Replica("first"), Replica("second")
-        pool = GeneratorPool([first], max_num_seqs=64)
-        generating = asyncio.create_task(pool.generate(requests(1)))
-        await asyncio.sleep(0)  # the call is queued, but its message is not being sent
-        pool.use(0, None)
-        pool.use(0, second)
-        assert await asyncio.wait_for(generating, 10) == [("second", (1,))]
-        assert await asyncio.wait_for(pool.generate(requests(2)), 10) == [("second", (2,))]
-        assert first.messages == []
-
-    asyncio.run(scenario())
+async def test_room_waits_at_the_limit_until_a_group_finishes() -> None:
+    pool = GeneratorPool([Replica("a")], max_num_seqs=4)
+    assert await pool.room(group_size=2) == 2
+    running = [asyncio.create_task(pool.generate(requests(1, 2))) for _ in range(2)]
+    await asyncio.sleep(0)
+    waiting = asyncio.create_task(pool.room(group_size=2))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    await asyncio.gather(*running)
+    assert await waiting >= 1
 
 
-def test_running_calls_of_a_dead_replica_go_to_other_replicas() -> None:
-    async def scenario() -> None:
-        first, second = Replica("first"), Replica("second")
-        first.held_message = 1
-        pool = GeneratorPool([first, second], max_num_seqs=64)
-        generating = asyncio.create_task(pool.generate(requests(1)))
-        await asyncio.sleep(0.02)
-        pool.use(0, None)
-        assert await asyncio.wait_for(generating, 10) == [("second", (1,))]
-        in_round = asyncio.create_task(placed(pool, requests(2), index=0, indices=[0, 1]))
-        await asyncio.sleep(0.05)
-        assert not in_round.done(), "groups of a round wait for their own replica"
-        pool.use(0, Replica("third"))
-        assert await asyncio.wait_for(in_round, 10) == [("third", (2,))]
+async def test_replica_with_a_queue_gets_no_more_than_it_decodes() -> None:
+    replica = Replica("a", num_queued=4)
+    replica.held_message = 2
+    pool = GeneratorPool([replica], max_num_seqs=64)
+    first = asyncio.create_task(pool.generate(requests(*range(2))))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)  # the first group is sent in a message of its own
+    second = asyncio.create_task(pool.generate(requests(*range(12))))
+    await first
+    # Half of the replica's requests queue, so it decodes 6 of this worker's 12. No group has room until they finish.
+    waiting = asyncio.create_task(pool.room(group_size=1))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    replica.release.set()
+    await second
+    assert await waiting == 1
 
-    asyncio.run(scenario())
+
+async def test_spare_requests_are_sent_but_not_returned() -> None:
+    replica = Replica("a")
+    kept = await GeneratorPool([replica], max_num_seqs=64).generate(requests(1, 2, 3), num_kept=2)
+    assert (replica.messages, len(kept)) == ([3], 2)
+
+
+async def test_queued_call_of_a_dead_replica_goes_to_the_replacement() -> None:
+    first, second = Replica("first"), Replica("second")
+    pool = GeneratorPool([first], max_num_seqs=64)
+    generating = asyncio.create_task(pool.generate(requests(1)))
+    await asyncio.sleep(0)  # the call is queued, but its message is not being sent
+    pool.use(0, None)
+    pool.use(0, second)
+    assert await asyncio.wait_for(generating, 10) == [("second", (1,))]
+    assert await asyncio.wait_for(pool.generate(requests(2)), 10) == [("second", (2,))]
+    assert first.messages == []
+
+
+async def test_running_calls_of_a_dead_replica_go_to_other_replicas() -> None:
+    first, second = Replica("first"), Replica("second")
+    first.held_message = 1
+    pool = GeneratorPool([first, second], max_num_seqs=64)
+    generating = asyncio.create_task(pool.generate(requests(1)))
+    await asyncio.sleep(0.02)
+    pool.use(0, None)
+    assert await asyncio.wait_for(generating, 10) == [("second", (1,))]
+    in_round = asyncio.create_task(placed(pool, requests(2), index=0, indices=[0, 1]))
+    await asyncio.sleep(0.05)
+    assert not in_round.done(), "groups of a round wait for their own replica"
+    pool.use(0, Replica("third"))
+    assert await asyncio.wait_for(in_round, 10) == [("third", (2,))]
 
 
 async def placed(pool: GeneratorPool, group: list[GenerationRequest], *, index: int, indices: list[int]) -> list[Any]:

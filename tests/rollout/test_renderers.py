@@ -246,7 +246,7 @@ class Asks:
 
 
 @pytest.mark.parametrize(("name", "num_segments"), [("qwen3", 2), ("default", 2), ("template", 1), ("plain", 1)])
-def test_conversation_starts_a_segment_only_where_thinking_is_stripped(
+async def test_conversation_starts_a_segment_only_where_thinking_is_stripped(
     qwen3_dir: Path, tmp_path: Path, name: str, num_segments: int
 ) -> None:
     # The second of four replies thinks. Only the first two templates strip it, when the third question follows.
@@ -263,14 +263,11 @@ def test_conversation_starts_a_segment_only_where_thinking_is_stripped(
         lambda ids, more: "2",  # a stop text, which messages leave out
     )
 
-    async def play() -> None:
-        await talk.start()
-        while await talk.requests():
-            ids = np.array(sampled(folder, replies[talk.num_turns]))
-            columns = {"logprobs": np.zeros(len(ids), np.float32), "versions": np.zeros(len(ids), int)}
-            await talk.take([Completion(token_ids=ids, finish_reason="stop", **columns)])
-
-    asyncio.run(play())
+    await talk.start()
+    while await talk.requests():
+        ids = np.array(sampled(folder, replies[talk.num_turns]))
+        columns = {"logprobs": np.zeros(len(ids), np.float32), "versions": np.zeros(len(ids), int)}
+        await talk.take([Completion(token_ids=ids, finish_reason="stop", **columns)])
     assert len(talk.tree.segments()) == num_segments
     assert talk.last_text == ""
     assert talk.tree.num_sampled == sum(len(sampled(folder, reply)) for reply in replies)

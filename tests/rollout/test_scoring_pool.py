@@ -101,57 +101,51 @@ def test_group_is_scored_again_after_its_process_is_killed() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_groups_of_a_dead_or_stopped_zygote_are_scored_by_its_replacement(
+async def test_groups_of_a_dead_or_stopped_zygote_are_scored_by_its_replacement(
     number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("titanrl.processes.sandbox._LOOK_S", 0.2)
     seen: list[tuple[str, float]] = []
 
-    async def main() -> list[list[Score]]:
-        before = children(os.getpid())
-        pool = ScoringPool([CARELESS], CONFIG, on_respawn=lambda cause, seconds: seen.append((cause, seconds)))
-        await pool.start()
-        (zygote,) = children(os.getpid()) - before
-        nap: Answer = (f"import os, time; time.sleep(1.5 * (os.getppid() == {zygote})); reward = 0.5", {})
-        groups = [asyncio.create_task(pool.score(together(nap, WRONG))) for _ in range(6)]  # of which two run
-        await asyncio.sleep(0.1)
-        family = {zygote, *children(zygote)}
-        os.kill(zygote, number)
-        scores = await asyncio.gather(*groups)
-        assert wait_until_gone(family, 20.0) == set()
-        await pool.close()
-        assert children(os.getpid()) == before
-        return scores
-
-    assert [rewards(scores) for scores in asyncio.run(main())] == [[0.5, 0.0]] * 6
+    before = children(os.getpid())
+    pool = ScoringPool([CARELESS], CONFIG, on_respawn=lambda cause, seconds: seen.append((cause, seconds)))
+    await pool.start()
+    (zygote,) = children(os.getpid()) - before
+    nap: Answer = (f"import os, time; time.sleep(1.5 * (os.getppid() == {zygote})); reward = 0.5", {})
+    groups = [asyncio.create_task(pool.score(together(nap, WRONG))) for _ in range(6)]  # of which two run
+    await asyncio.sleep(0.1)
+    family = {zygote, *children(zygote)}
+    os.kill(zygote, number)
+    scores = await asyncio.gather(*groups)
+    assert wait_until_gone(family, 20.0) == set()
+    await pool.close()
+    assert children(os.getpid()) == before
+    assert [rewards(scores) for scores in scores] == [[0.5, 0.0]] * 6
     ((cause, seconds),) = seen
     assert ("exited with status -9" if number == signal.SIGKILL else "was stopped by a signal") in cause
     assert 0 < seconds < 20
 
 
-def test_zygote_that_keeps_dying_ends_with_its_cause() -> None:
-    async def main() -> None:
-        before = children(os.getpid())
-        pool = ScoringPool([CARELESS], CONFIG, FaultsConfig(max_respawns=1))
-        await pool.start()
-        hanging = asyncio.create_task(pool.score(together((FOREVER, {}))))
-        for _ in range(2):
-            while not (family := children(os.getpid()) - before) or not children(next(iter(family))):
-                await asyncio.sleep(0.01)
-            await asyncio.sleep(0.3)
-            kill_all(family)
-            assert await asyncio.to_thread(wait_until_gone, family, 20.0) == set()
-        with pytest.raises(RespawnLimitError, match=r"the sandbox ended after 1 replacements.*exited with status -9"):
-            await hanging
-        with pytest.raises(SandboxDied):
-            await pool.score(together(RIGHT))
-        await pool.close()
-        assert children(os.getpid()) == before
-        await pool.start()
-        assert statuses(await pool.score(together(RIGHT))) == ["ok"]
-        await pool.close()
-
-    asyncio.run(main())
+async def test_zygote_that_keeps_dying_ends_with_its_cause() -> None:
+    before = children(os.getpid())
+    pool = ScoringPool([CARELESS], CONFIG, FaultsConfig(max_respawns=1))
+    await pool.start()
+    hanging = asyncio.create_task(pool.score(together((FOREVER, {}))))
+    for _ in range(2):
+        while not (family := children(os.getpid()) - before) or not children(next(iter(family))):
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.3)
+        kill_all(family)
+        assert await asyncio.to_thread(wait_until_gone, family, 20.0) == set()
+    with pytest.raises(RespawnLimitError, match=r"the sandbox ended after 1 replacements.*exited with status -9"):
+        await hanging
+    with pytest.raises(SandboxDied):
+        await pool.score(together(RIGHT))
+    await pool.close()
+    assert children(os.getpid()) == before
+    await pool.start()
+    assert statuses(await pool.score(together(RIGHT))) == ["ok"]
+    await pool.close()
 
 
 def test_close_fails_pending_groups_and_leaves_nothing() -> None:

@@ -387,7 +387,7 @@ def test_steps_and_evaluations_of_two_tasks_do_not_mix(tmp_path: Path) -> None:
     asyncio.run(run.stop())
 
 
-def test_cancelled_step_continues_and_the_next_call_waits_for_it(tmp_path: Path) -> None:
+async def test_cancelled_step_continues_and_the_next_call_waits_for_it(tmp_path: Path) -> None:
     run = run_in(tmp_path / "run")
     run._session = cast(Any, SimpleNamespace())
     goes_on = asyncio.Event()
@@ -409,27 +409,24 @@ def test_cancelled_step_continues_and_the_next_call_waits_for_it(tmp_path: Path)
             async with asyncio.timeout(0.05):
                 await run.step()
 
-    async def main() -> None:
-        await cancelled()
-        for verb in ("save", "export", "evaluate", "step"):
-            with pytest.raises(TimeoutError):  # while it waits for the first step
-                async with asyncio.timeout(0.05):
-                    await getattr(run, verb)()
-        goes_on.set()
-        assert (await run.step()).step == 2, "both steps were taken"
-        goes_on.clear()
-        await cancelled()
-        goes_on.set()
-        with pytest.raises(ValueError, match="step 3"):
-            await run.step()
-        assert (await run.step()).step == 4
-        goes_on.clear()
-        await cancelled()
-        run._session = None
-        await run.stop()
-
     run.train_step = train_step  # type: ignore[method-assign]
-    asyncio.run(main())
+    await cancelled()
+    for verb in ("save", "export", "evaluate", "step"):
+        with pytest.raises(TimeoutError):  # while it waits for the first step
+            async with asyncio.timeout(0.05):
+                await getattr(run, verb)()
+    goes_on.set()
+    assert (await run.step()).step == 2, "both steps were taken"
+    goes_on.clear()
+    await cancelled()
+    goes_on.set()
+    with pytest.raises(ValueError, match="step 3"):
+        await run.step()
+    assert (await run.step()).step == 4
+    goes_on.clear()
+    await cancelled()
+    run._session = None
+    await run.stop()
     assert ended == ["cancelled"], "closing the run cancels the step"
 
 
@@ -480,7 +477,7 @@ def test_run_that_cannot_be_prepared_releases_its_directory(is_resumed: bool, mo
 
 
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), asyncio.CancelledError()])
-def test_resume_that_does_not_start_keeps_the_configuration_of_the_run(
+async def test_resume_that_does_not_start_keeps_the_configuration_of_the_run(
     error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir = write_run(steps=3)
@@ -497,12 +494,9 @@ def test_resume_that_does_not_start_keeps_the_configuration_of_the_run(
     config = validate(read_source(run_dir / "config.yaml", ["generator.replicas=2"]))
     run = GRPO(config, resume=run_dir, console=Console("off", total_steps=1))
 
-    async def start() -> None:
-        with pytest.raises(type(error)):
-            await run.start()
-        await run.stop(code=1, cause="out of memory")
-
-    asyncio.run(start())
+    with pytest.raises(type(error)):
+        await run.start()
+    await run.stop(code=1, cause="out of memory")
     assert found == [2, False]
     assert [file.read_text() for file in files] == before
 

@@ -75,18 +75,15 @@ def answer(size: int) -> Answer:
     return Answer(b"x" * size, b"k")
 
 
-def test_waiting_ends_with_the_result_or_in_time() -> None:
-    async def run() -> None:
-        futures = Futures(1 << 20, 10, 1 << 20)
-        future = opened(futures)
-        assert await future.wait(0.0) is None
-        waiting = asyncio.create_task(future.wait(10.0))
-        await asyncio.sleep(0)
-        futures.resolve(future, answer(3))
-        assert await waiting == answer(3)
-        assert await futures.find(future.request_id, "ann").wait(0.0) == answer(3)  # again
-
-    asyncio.run(run())
+async def test_waiting_ends_with_the_result_or_in_time() -> None:
+    futures = Futures(1 << 20, 10, 1 << 20)
+    future = opened(futures)
+    assert await future.wait(0.0) is None
+    waiting = asyncio.create_task(future.wait(10.0))
+    await asyncio.sleep(0)
+    futures.resolve(future, answer(3))
+    assert await waiting == answer(3)
+    assert await futures.find(future.request_id, "ann").wait(0.0) == answer(3)  # again
 
 
 def test_result_of_another_user_does_not_exist() -> None:

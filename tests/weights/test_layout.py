@@ -1,6 +1,5 @@
 """Boxes and bytes of state dicts: random shardings compared with torch and numpy, and real DTensors on four ranks."""
 
-import asyncio
 import itertools
 import math
 from collections.abc import Callable
@@ -403,7 +402,7 @@ def test_local_part_equals_to_local_and_is_fingerprinted(tmp_path: Path) -> None
         dist.destroy_process_group()
 
 
-def test_moved_weights_are_published_from_their_new_memory() -> None:
+async def test_moved_weights_are_published_from_their_new_memory() -> None:
     store: Any = MemoryStore()
     publisher, reader = WeightPublisher("run", 0, store, torch.float32, ["arena"]), WeightReader("run", store)
     state, target = {"w": torch.full((4,), 1.0)}, {"w": torch.zeros(4)}
@@ -414,47 +413,38 @@ def test_moved_weights_are_published_from_their_new_memory() -> None:
         values: list[float] = target["w"].tolist()
         return values
 
-    async def scenario() -> None:
-        assert await publish(1) == [1.0] * 4
-        state["w"].fill_(2)
-        assert await publish(2) == [2.0] * 4
-        state["w"].data = torch.full((4,), 3.0)
-        assert await publish(3) == [3.0] * 4
-        state["w"] = torch.full((4,), 4.0)
-        assert await publish(4) == [4.0] * 4
-
-    asyncio.run(scenario())
+    assert await publish(1) == [1.0] * 4
+    state["w"].fill_(2)
+    assert await publish(2) == [2.0] * 4
+    state["w"].data = torch.full((4,), 3.0)
+    assert await publish(3) == [3.0] * 4
+    state["w"] = torch.full((4,), 4.0)
+    assert await publish(4) == [4.0] * 4
 
 
-def test_weights_transposed_in_place_are_published_transposed() -> None:
+async def test_weights_transposed_in_place_are_published_transposed() -> None:
     store: Any = MemoryStore()
     publisher, reader = WeightPublisher("run", 0, store, torch.float32, ["arena"]), WeightReader("run", store)
     state, target = {"w": torch.tensor([[1.0, 2.0], [3.0, 4.0]])}, {"w": torch.zeros(2, 2)}
 
-    async def scenario() -> None:
-        await publisher.publish(1, state)
-        state["w"].t_()
-        manifest = await publisher.publish(2, state)
-        (await reader.fetch(Commit(2, (manifest,)))).copy_into(target)
-
-    asyncio.run(scenario())
+    await publisher.publish(1, state)
+    state["w"].t_()
+    manifest = await publisher.publish(2, state)
+    (await reader.fetch(Commit(2, (manifest,)))).copy_into(target)
     assert target["w"].tolist() == [[1, 3], [2, 4]]
 
 
 @pytest.mark.parametrize("numel", [1, 1000])
-def test_layout_of_another_size_is_refused_and_the_old_one_still_works(numel: int) -> None:
+async def test_layout_of_another_size_is_refused_and_the_old_one_still_works(numel: int) -> None:
     store: Any = MemoryStore()
     publisher, reader = WeightPublisher("run", 0, store, torch.float32, ["arena"]), WeightReader("run", store)
     state, target = {"w": torch.ones(100)}, {"w": torch.zeros(100)}
 
-    async def scenario() -> None:
-        await publisher.publish(1, state)
-        with pytest.raises(ValueError, match=r"weights: the size of trainer rank 0's shards must stay 448 bytes during a run"):
-            await publisher.publish(2, {"w": torch.ones(numel)})
-        manifest = await publisher.publish(3, state)
-        (await reader.fetch(Commit(3, (manifest,)))).copy_into(target)
-
-    asyncio.run(scenario())
+    await publisher.publish(1, state)
+    with pytest.raises(ValueError, match=r"weights: the size of trainer rank 0's shards must stay 448 bytes during a run"):
+        await publisher.publish(2, {"w": torch.ones(numel)})
+    manifest = await publisher.publish(3, state)
+    (await reader.fetch(Commit(3, (manifest,)))).copy_into(target)
     assert torch.equal(target["w"], state["w"])
 
 
