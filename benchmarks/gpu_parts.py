@@ -78,7 +78,7 @@ from titanrl.trainer.learner import Learner, policy_objective
 from titanrl.trainer.model import ScoringHead
 from titanrl.weights.layout import first_names, local_part
 from titanrl.weights.records import Commit
-from titanrl.weights.transfer import WeightPublisher, WeightReader
+from titanrl.weights.transport import WeightPublisher, WeightReader
 
 DEVICE = torch.device(KIND)
 ON_CUDA = KIND == "cuda"

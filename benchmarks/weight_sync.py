@@ -39,7 +39,7 @@ from titanrl.processes.variables import worker_environment
 from titanrl.weights.layout import LiveState, local_part
 from titanrl.weights.records import Commit, WeightManifest
 from titanrl.weights.store import IMPORTS, WeightStore, spawn_store
-from titanrl.weights.transfer import TEAM, Copies, WeightPublisher, WeightReader
+from titanrl.weights.transport import TEAM, Copies, WeightPublisher, WeightReader
 
 DTYPES = {"bf16->bf16": torch.bfloat16, "fp32->bf16": torch.float32}
 PUBLISHED = torch.bfloat16

@@ -41,7 +41,7 @@ async def sample_versions(folder: Path, impl: str) -> dict[str, Any]:
     from titanrl.generator.engine import Engine, Puller
     from titanrl.weights.records import ByteLayout, Commit, layout_key
     from titanrl.weights.store import WeightSource
-    from titanrl.weights.transfer import WeightPublisher
+    from titanrl.weights.transport import WeightPublisher
 
     store: Any = MemoryStore()
     config = GeneratorConfig.model_validate({"model_impl": impl, "kv_cache_bytes": 2 << 20})

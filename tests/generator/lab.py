@@ -25,7 +25,7 @@ from titanrl.processes.variables import generator_environment, worker_environmen
 from titanrl.rollout.pool import GeneratorPool
 from titanrl.weights.records import Commit
 from titanrl.weights.store import IMPORTS, WeightSource, WeightStore, spawn_store
-from titanrl.weights.transfer import WeightPublisher
+from titanrl.weights.transport import WeightPublisher
 
 PROMPTS = [tuple(2 + (7 * i + j) % 90 for j in range(5 + i)) for i in range(8)]
 RECIPE = RecipeConfig(init_std=0.2)  # large weights, so that greedy sampling has no near-ties

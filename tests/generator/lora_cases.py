@@ -74,7 +74,7 @@ async def sample_versions(folder: Path) -> dict[str, Any]:
     from titanrl.generator.engine import Engine, HeldPuller, Puller
     from titanrl.weights.records import Commit, HeldAdapter, WeightMismatchError, adapters_run, base_run
     from titanrl.weights.store import WeightSource
-    from titanrl.weights.transfer import WeightPublisher
+    from titanrl.weights.transport import WeightPublisher
 
     folder.mkdir()
     create_model(folder / "base", RECIPE, seed=1)

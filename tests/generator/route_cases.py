@@ -40,7 +40,7 @@ async def sample_cases(folder: Path, impl: str, dtype: str) -> dict[str, list[Co
     from titanrl.generator.engine import Engine, Puller
     from titanrl.weights.records import Commit
     from titanrl.weights.store import WeightSource
-    from titanrl.weights.transfer import WeightPublisher
+    from titanrl.weights.transport import WeightPublisher
 
     store: Any = MemoryStore()
     config = GeneratorConfig.model_validate({"model_impl": impl, "kv_cache_bytes": 8 << 20, "dtype": dtype})

@@ -25,7 +25,7 @@ from titanrl.processes.variables import worker_environment
 from titanrl.rollout.pool import GeneratorPool, InRound
 from titanrl.weights.records import Commit, HeldAdapter, adapters_run
 from titanrl.weights.store import IMPORTS, WeightSource, spawn_store
-from titanrl.weights.transfer import WeightPublisher
+from titanrl.weights.transport import WeightPublisher
 
 
 @pytest.fixture(scope="module")

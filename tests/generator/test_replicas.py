@@ -34,7 +34,7 @@ from titanrl.processes.variables import generator_environment, worker_environmen
 from titanrl.rollout.pool import GeneratorPool
 from titanrl.weights.records import WeightManifest
 from titanrl.weights.store import IMPORTS, WeightSource, WeightStore, spawn_store
-from titanrl.weights.transfer import WeightPublisher
+from titanrl.weights.transport import WeightPublisher
 
 MAX_LEN = 1024
 PROMPT = tuple(range(2, 12))

@@ -22,7 +22,7 @@ from titanrl.config.algorithm import LOSSES, AlgorithmConfig
 from titanrl.processes.actors import ask_ranks
 from titanrl.session.training import PoisonedError
 from titanrl.weights.records import Commit
-from titanrl.weights.transfer import WeightReader
+from titanrl.weights.transport import WeightReader
 
 ADAM = AdamParams(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, max_grad_norm=0.0)
 

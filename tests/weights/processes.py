@@ -15,8 +15,7 @@ from titanrl.processes.machine import HOST_FOLDER
 from titanrl.weights.layout import PartOf
 from titanrl.weights.records import Commit, RdmaHandle, WeightManifest, WeightMismatchError, overwritten
 from titanrl.weights.store import WeightStore
-from titanrl.weights.transfer import WeightPublisher, WeightReader
-from titanrl.weights.transport import HostTransport
+from titanrl.weights.transport import HostTransport, WeightPublisher, WeightReader
 
 
 class MemoryStore:

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from tests.weights.processes import MemoryStore
 from titanrl.processes.machine import THREADS
-from titanrl.weights import _stream, transfer
+from titanrl.weights import _stream, transport
 from titanrl.weights.records import Commit
-from titanrl.weights.transfer import Copies, CopyOut, Team, WeightPublisher, WeightReader, as_rows, copy_in, one_thread, split
+from titanrl.weights.transport import Copies, CopyOut, Team, WeightPublisher, WeightReader, as_rows, copy_in, one_thread, split
 
 
 def test_copy_casts_blocks_of_any_stride() -> None:
@@ -62,9 +62,9 @@ def test_streamed_copies_write_the_same_bytes_as_torch(data: st.DataObject) -> N
     team = Team()
     team.num_threads, team._pool = 3, POOL
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transfer, "TEAM", team)
-        patch.setattr(transfer, "PIECE_BYTES", data.draw(st.integers(16, 2000)))
-        patch.setattr(transfer, "PART_PIECES", data.draw(st.integers(1, 3)))
+        patch.setattr(transport, "TEAM", team)
+        patch.setattr(transport, "PIECE_BYTES", data.draw(st.integers(16, 2000)))
+        patch.setattr(transport, "PART_PIECES", data.draw(st.integers(1, 3)))
         Copies(targets, sources, streamed_from_bytes=0).run()
     assert all(map(torch.equal, wholes, expected))
 
@@ -84,7 +84,7 @@ def test_pieces_are_no_larger_than_asked_and_rows_stay_together_where_they_fit()
 def test_copies_use_this_processs_share_of_the_cores(
     share: str | None, num_threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfer, "TEAM", Team())
+    monkeypatch.setattr(transport, "TEAM", Team())
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(4)))
     monkeypatch.delenv(THREADS, raising=False)
     if share is not None:
@@ -95,12 +95,12 @@ def test_copies_use_this_processs_share_of_the_cores(
         target.zero_()
         copies.run()
         assert torch.equal(target, source)
-    assert transfer.TEAM.num_threads == num_threads
+    assert transport.TEAM.num_threads == num_threads
 
 
 def test_parts_are_copied_at_the_same_time_by_no_more_threads_than_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     both = Barrier(2, timeout=60)
-    monkeypatch.setattr(transfer, "_stream", type("Spy", (), {"run": staticmethod(lambda part: both.wait())}))
+    monkeypatch.setattr(transport, "_stream", type("Spy", (), {"run": staticmethod(lambda part: both.wait())}))
     with ThreadPoolExecutor(3) as pool:
         team = Team()
         team.num_threads, team._pool = 4, pool
@@ -136,13 +136,13 @@ def test_long_rows_are_streamed_in_the_fewest_blocks() -> None:
 
 def test_torch_copies_small_weights_or_without_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    monkeypatch.setattr(transfer, "_stream", type("Spy", (), {"run": staticmethod(lambda table: calls.append(len(table)))}))
+    monkeypatch.setattr(transport, "_stream", type("Spy", (), {"run": staticmethod(lambda table: calls.append(len(table)))}))
     source = torch.ones(1 << 20)
     Copies([torch.zeros(1 << 20)], [source]).run()
     assert calls == []
     Copies([torch.zeros(1 << 22), torch.zeros(1)], [torch.ones(1 << 22), torch.ones(1)]).run()
     assert sum(calls) == 16  # of 1 MB
-    monkeypatch.setattr(transfer, "_stream", None)
+    monkeypatch.setattr(transport, "_stream", None)
     target = torch.zeros(1 << 20)
     Copies([target], [source], streamed_from_bytes=0).run()
     assert torch.equal(target, source)
@@ -168,12 +168,12 @@ def test_thread_count_is_restored_after_an_exception() -> None:
 @pytest.mark.gpu
 def test_failed_pin_leaves_no_error_for_the_next_kernel() -> None:
     device, data = torch.device("cuda"), torch.zeros(1 << 20, dtype=torch.uint8)
-    transfer.pin(data, device, read_only=False)
+    transport.pin(data, device, read_only=False)
     with pytest.warns(UserWarning, match="cannot pin"):
-        transfer.pin(data, device, read_only=False)  # it is registered already
+        transport.pin(data, device, read_only=False)  # it is registered already
     assert torch.ones(3, device=device).sum().item() == 3.0
     for _ in range(2):
-        transfer.unpin(data.data_ptr())
+        transport.unpin(data.data_ptr())
     assert torch.ones(3, device=device).sum().item() == 3.0
 
 

@@ -27,8 +27,7 @@ from titanrl.processes.temporary import private_folder
 from titanrl.processes.variables import worker_environment
 from titanrl.weights.records import ArenaHandle, Commit, RdmaHandle, WeightManifest
 from titanrl.weights.store import IMPORTS, spawn_store
-from titanrl.weights.transfer import WeightReader
-from titanrl.weights.transport import HostTransport
+from titanrl.weights.transport import HostTransport, WeightReader
 
 TIMEOUT_S = 60
 

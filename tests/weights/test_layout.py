@@ -39,7 +39,7 @@ from titanrl.weights.layout import (
     plan_pack,
 )
 from titanrl.weights.records import Box, ByteLayout, Commit, Piece, ShardEntry, WeightMismatchError, make_layout, whole
-from titanrl.weights.transfer import Copies, CopyPlan, WeightPublisher, WeightReader
+from titanrl.weights.transport import Copies, CopyPlan, WeightPublisher, WeightReader
 
 VALUE = torch.arange(21.0).view(7, 3)
 

@@ -17,8 +17,7 @@ from tests.weights.processes import MemoryStore, publish_versions
 from titanrl.config.sections import TransportName, Verify
 from titanrl.weights.layout import PartOf
 from titanrl.weights.records import ArenaHandle, Commit, WeightManifest, WeightMismatchError
-from titanrl.weights.transfer import Targets, WeightPublisher, WeightReader
-from titanrl.weights.transport import MappedArena
+from titanrl.weights.transport import MappedArena, Targets, WeightPublisher, WeightReader
 
 STATE = {"norm.weight": torch.arange(6.0).view(2, 3), "head.weight": torch.ones(2)}
 

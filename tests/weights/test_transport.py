@@ -19,7 +19,7 @@ from titanrl.launch.supervision import Supervisor
 from titanrl.processes.variables import worker_environment
 from titanrl.weights.records import ArenaHandle, Commit, RdmaHandle, StoreHandle, rank_key
 from titanrl.weights.store import IMPORTS, spawn_store
-from titanrl.weights.transfer import WeightReader
+from titanrl.weights.transport import WeightReader
 
 STATE = {"w": torch.randn(40, 30), "b": torch.randn(7), "scale": torch.tensor(0.3), "buffer": torch.randn(5)}
 KEEP = ["buffer"]

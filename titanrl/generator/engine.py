@@ -71,7 +71,7 @@ from titanrl.models.directory import ModelDirectory
 from titanrl.models.family import CPU_BLOCK_TOKENS
 from titanrl.processes.machine import THREADS
 from titanrl.weights.records import Commit, HeldAdapter, WeightManifest, WeightMismatchError, adapters_run, base_run
-from titanrl.weights.transfer import FetchedWeights, Targets, WeightReader
+from titanrl.weights.transport import FetchedWeights, Targets, WeightReader
 
 if TYPE_CHECKING:
     from titanrl.weights.store import WeightSource  # imports Monarch, which templates must not

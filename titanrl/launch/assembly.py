@@ -800,7 +800,7 @@ class Assembly:
         if first_device is not None:
             environment |= visible(self.device, range(first_device, first_device + tp))
             environment[THREADS] = "1"  # evaluates while the other processes run
-        imports, host = (*IMPORTS, "titanrl.weights.transfer", "titanrl.generator.actor"), self.hosts.of_generator(replica)
+        imports, host = (*IMPORTS, "titanrl.weights.transport", "titanrl.generator.actor"), self.hosts.of_generator(replica)
         template, cores = await fleet.template("generator"), generator_cores(self.config, replica)
         procs = fleet.spawn(part.role, host, tp, environment, imports, template, cores)
         if tp > 1:

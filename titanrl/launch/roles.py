@@ -48,7 +48,7 @@ def needed(config: Config, device: Device, roles: Roles) -> dict[str, tuple[dict
 
     The first one is the base of the others.
     """
-    shared = ("torch.distributed.checkpoint", "torch.distributed.tensor", "titanrl.models.decoder", "titanrl.weights.transfer")
+    shared = ("torch.distributed.checkpoint", "torch.distributed.tensor", "titanrl.models.decoder", "titanrl.weights.transport")
     # torch reads the policy when it is imported; it matters only for the trainer, which has more than one thread.
     templates: dict[str, tuple[dict[str, str], Callable[[], None]]] = {
         BASE: ({**worker_environment(), **PASSIVE_THREADS}, partial(import_modules, shared, device)),

@@ -157,7 +157,7 @@ class PolicyTrainer(Actor):
             from titanrl.trainer.model import torch_dtype
             from titanrl.trainer.snapshots import KeptLogprobs
             from titanrl.weights.layout import first_holders
-            from titanrl.weights.transfer import WeightPublisher
+            from titanrl.weights.transport import WeightPublisher
 
             setup, rank = self._setup, current_rank().rank
             self._rank = rank
@@ -430,7 +430,7 @@ class PolicyTrainer(Actor):
     async def push_adapter(self, number: int, *, model: str | None = None) -> WeightManifest:
         """Put this rank's shards of a model's adapter into the store, where they stay until `forget_adapter`."""
         from titanrl.trainer.model import torch_dtype
-        from titanrl.weights.transfer import WeightPublisher
+        from titanrl.weights.transport import WeightPublisher
 
         setup = self._setup
         assert setup.publishes_adapters, "push_adapter: adapters are merged"

@@ -26,7 +26,7 @@ typedef uint16_t Bf16x8 __attribute__((vector_size(16)));
 typedef uint32_t Bits8 __attribute__((vector_size(32)));
 typedef int32_t Ints8 __attribute__((vector_size(32)));
 
-/* A block of rows; the fields match `Rows` in `titanrl.weights.transfer`. */
+/* A block of rows; the fields match `Rows` in `titanrl.weights.transport`. */
 typedef struct {
     char *target;
     const char *source;
