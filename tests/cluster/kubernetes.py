@@ -66,14 +66,18 @@ class Kubernetes:
         self.url = f"{'http' if certificate is None else 'https'}://{address}:{self._server.server_address[1]}"
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
-    def stop(self) -> None:
-        """Kill every process, and stop the server."""
-        assert self._server is not None
+    def clear(self) -> None:
+        """Delete all objects but the permissions, and kill every process."""
         for kind in ("Job", "MonarchMesh", "Pod"):
             for name in self.names(kind):
                 with contextlib.suppress(Refused):  # it went with its owner
                     self.delete(kind, name, grace_s=1)
         self.wait("the end of all pods", lambda: not self.objects("Pod"), 30)
+
+    def stop(self) -> None:
+        """Kill every process, and stop the server."""
+        assert self._server is not None
+        self.clear()
         self._server.shutdown()
         self._server.server_close()
 

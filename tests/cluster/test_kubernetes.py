@@ -47,6 +47,7 @@ class Lab:
         self.cluster = Kubernetes(folder, self.machines)
         self.folder, self.shared = folder, folder / "claims" / "shared"
         self.shared.mkdir(parents=True)
+        self.at_desk: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
         make_certificate(self.folder, API_ADDRESS)
@@ -80,7 +81,10 @@ class Lab:
             "KUBECONFIG": str(self.cluster.kubeconfig("of the desk", self.folder)),
         }
         log = (self.folder / f"{name}.log").open("wb")
-        return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        self.at_desk.append(
+            subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        )
+        return self.at_desk[-1]
 
     def doctor(self, name: str, *overrides: str) -> tuple[int, str]:
         """Run `titanrl doctor` on the machine outside the cluster; return its exit code and output."""
@@ -123,7 +127,7 @@ RESOURCES, VERBS = ["monarchmeshes", "pods"], ["get", "list", "watch", "create",
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+def started_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     if reason := network.missing("ip", "unshare", "openssl", packages="iproute2 util-linux openssl"):
         pytest.skip(f"pods on this machine {reason}")
     lab = Lab(tmp_path_factory.mktemp("kubernetes"))
@@ -132,6 +136,17 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         yield lab
     finally:
         lab.stop()
+
+
+@pytest.fixture
+def lab(started_lab: Lab) -> Iterator[Lab]:
+    """The lab; a failed test leaves no run behind, which would slow down the following ones."""
+    yield started_lab
+    for process in started_lab.at_desk:
+        process.kill()
+        process.wait()
+    started_lab.at_desk.clear()
+    started_lab.cluster.clear()
 
 
 def curve(rows: list[dict[str, Any]]) -> list[tuple[int, float, float, float]]:

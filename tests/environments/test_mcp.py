@@ -152,8 +152,8 @@ async def test_long_results_are_cut_for_the_policy() -> None:
 async def test_failures_of_a_server_fail_the_episode(action: str, error: type[Exception], text: str) -> None:
     started = time.monotonic()
     with pytest.raises(error, match=text):
-        await reply("plain", action, timeout_s=2.0)
-    assert time.monotonic() - started < 20
+        await reply("plain", action, timeout_s=2.0 if action == "hang" else 20.0)
+    assert time.monotonic() - started < 100, "a server that hangs does so for minutes"
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ async def test_failures_of_a_server_fail_the_episode(action: str, error: type[Ex
     ],
 )
 async def test_a_server_that_cannot_be_used_fails_at_the_start(mode: str, error: type[Exception], text: str) -> None:
-    async with environments(mode, timeout_s=2.0) as made:
+    async with environments(mode, timeout_s=2.0 if mode == "mute" else 20.0) as made:
         with pytest.raises(error, match=text):
             await made.start()
 

@@ -121,8 +121,8 @@ async def test_hanging_step_is_killed_in_time(file: str, text: str) -> None:
         began_s = time.monotonic()
         with pytest.raises(EnvironmentTimeout, match=r"step took longer than 0\.3 s, so its process was killed"):
             await environment.step(says(text))
-        assert time.monotonic() - began_s < 5
-        assert wait_until_gone({pid}, 5.0) == set()
+        assert time.monotonic() - began_s < 30
+        assert wait_until_gone({pid}, 30.0) == set()
         await environment.close()
         other, other_pid = await start(pool)
         assert other_pid != pid
@@ -168,7 +168,7 @@ async def test_idle_process_that_dies_is_replaced(file: str) -> None:
         environment, pid = await start(pool)
         await environment.close()
         os.kill(pid, signal.SIGKILL)
-        assert wait_until_gone({pid}, 5.0) == set()
+        assert wait_until_gone({pid}, 30.0) == set()
         other, other_pid = await start(pool)
         await other.close()
         assert other_pid != pid
@@ -239,15 +239,15 @@ def test_children_of_an_environment_process_die_with_it(file: str) -> None:
         async with pool_of(file, step_s=1.0) as pool:
             environment, pid = await start(pool)
             with pytest.raises(EnvironmentTimeout):
-                await environment.step(says("subprocess.Popen(['sleep', '60']); subprocess.run(['sleep', '60'])"))
+                await environment.step(says("subprocess.Popen(['sleep', '61']); subprocess.run(['sleep', '61'])"))
             await environment.close()
         return {pid}
 
     before = descendants(os.getpid())
     asyncio.run(main())
-    assert wait_until_gone(descendants(os.getpid()) - before, 5.0) == set()
+    assert wait_until_gone(descendants(os.getpid()) - before, 30.0) == set()
     sleeping = subprocess.run(["ps", "-eo", "ppid,args"], capture_output=True, text=True, check=True).stdout
-    assert "1 sleep 60" not in sleeping
+    assert ["1", "sleep", "61"] not in map(str.split, sleeping.splitlines())
 
 
 async def test_cancelled_step_kills_the_process(file: str) -> None:
@@ -257,7 +257,7 @@ async def test_cancelled_step_kills_the_process(file: str) -> None:
             async with asyncio.timeout(0.2):
                 await environment.step(says("time.sleep(60)"))
         await environment.close()
-        assert wait_until_gone({pid}, 5.0) == set()
+        assert wait_until_gone({pid}, 30.0) == set()
 
 
 async def test_closed_pool_fails_its_episodes(file: str) -> None:
@@ -269,7 +269,7 @@ async def test_closed_pool_fails_its_episodes(file: str) -> None:
         with pytest.raises(EnvironmentDied):
             await step
         await environment.close()
-        assert wait_until_gone({pid}, 5.0) == set()
+        assert wait_until_gone({pid}, 30.0) == set()
         with pytest.raises(EnvironmentDied, match="is closed"):
             await start(pool)
 
@@ -377,11 +377,11 @@ def test_processes_die_with_their_parent(file: str) -> None:
 
 
 async def test_reply_received_while_the_loop_is_busy_is_in_time(file: str) -> None:
-    async with pool_of(file, step_s=0.5) as pool:
+    async with pool_of(file, step_s=1.0) as pool:
         environment, _ = await start(pool)
         step = asyncio.create_task(environment.step(says("pass")))
         await asyncio.sleep(0.01)
-        time.sleep(1.0)
+        time.sleep(1.5)
         assert isinstance(await step, Done)
         await environment.close()
 

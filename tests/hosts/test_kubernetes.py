@@ -240,7 +240,7 @@ def replying(text: str, *later: bytes) -> Answer:
 async def test_lost_pod_is_reported_with_its_host_name(message: bytes) -> None:
     async with served(replying("serving host-1\n", message)) as held:
         await held.hold()
-        assert await asyncio.wait_for(held.lost.get(), 10) == HOST
+        assert await asyncio.wait_for(held.lost.get(), 60) == HOST
         assert held.leases.lost == {1}
         assert [held.ending.get_nowait() for _ in range(held.ending.qsize())] == [HOST] * bool(message)
 

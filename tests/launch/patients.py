@@ -37,4 +37,4 @@ async def running_patient(
         await asyncio.gather(fleet.stop(stop_s), return_exceptions=may_hang)
         if may_hang:
             await supervisor.reap(2)
-        assert time.monotonic() - closing < stop_s + 4
+        assert time.monotonic() - closing < stop_s + 20, "a process that hangs does so for minutes"

@@ -167,7 +167,7 @@ def test_lines_are_exported_while_the_run_writes_them(
     exporter = Exporter(tmp_path, HttpSink(collector.url), since=50.0, warn=pytest.fail)
     write_run(tmp_path)
     received = threading.Event()
-    for _ in range(500):
+    for _ in range(3000):
         if len(collector.spans) >= 10 and len(collector.points) >= 10:
             break
         received.wait(0.02)

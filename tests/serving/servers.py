@@ -35,16 +35,16 @@ class Server:
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the loop of the endpoint."""
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result(30)
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
 
     def client(self, key: str = "key") -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=30)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
 
     def http(self, key: str = "key") -> httpx.Client:
-        return httpx.Client(base_url=self.url, headers={"authorization": f"Bearer {key}"}, timeout=30, verify=False)
+        return httpx.Client(base_url=self.url, headers={"authorization": f"Bearer {key}"}, timeout=60, verify=False)
 
 
-def until(condition: Callable[[], bool], limit_s: float = 10) -> None:
+def until(condition: Callable[[], bool], limit_s: float = 60) -> None:
     """Wait until a condition holds, which another thread changes."""
     deadline = time.monotonic() + limit_s
     while not condition():
@@ -58,11 +58,11 @@ def serving(app: Endpoint, at: tuple[str, int] | Path = ("127.0.0.1", 0)) -> Ite
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
-    listener = asyncio.run_coroutine_threadsafe(listen(app, at), loop).result(30)
+    listener = asyncio.run_coroutine_threadsafe(listen(app, at), loop).result(60)
     try:
         yield Server(app, loop, listener)
     finally:
-        asyncio.run_coroutine_threadsafe(listener.close(0.5), loop).result(30)
+        asyncio.run_coroutine_threadsafe(listener.close(0.5), loop).result(60)
         loop.call_soon_threadsafe(loop.stop)
         thread.join(30)
         loop.close()

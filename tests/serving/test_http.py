@@ -148,10 +148,11 @@ def running(server: Server) -> float | None:
 def test_slow_body_and_slow_call_have_deadlines() -> None:
     never = asyncio.Event()
     policy = Scripted(pause=lambda: never)
-    with serving(app_of(policy, Limits(body_s=0.2, call_s=0.2))) as server:
-        with socket.create_connection(("127.0.0.1", server.port)) as client:
-            client.sendall(raw_request(b"{", length=99))
-            assert client.recv(100).startswith(b"HTTP/1.1 408")
+    limited = serving(app_of(policy, Limits(body_s=0.2)))
+    with limited as server, socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.sendall(raw_request(b"{", length=99))
+        assert client.recv(100).startswith(b"HTTP/1.1 408")
+    with serving(app_of(policy, Limits(call_s=0.2))) as server:
         response = server.http().post(PATH, json=ASKED)
         assert response.status_code == 504
         assert policy.num_cancelled == 1
@@ -164,6 +165,7 @@ def test_head_of_a_request_has_a_deadline_and_a_size(monkeypatch: pytest.MonkeyP
             with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
                 client.sendall(sent)
                 assert client.recv(100) == b""  # closed
+        monkeypatch.undo()
         with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
             client.sendall(b"GET / HTTP/1.1\r\nA: " + b"a" * 100_000)
             assert client.recv(100).startswith(b"HTTP/1.1 400")
@@ -187,14 +189,14 @@ def test_second_head_of_a_connection_is_limited_and_headers_after_a_body_have_no
 
 
 def test_kept_connection_serves_several_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint, "HEAD_S", 0.3)
+    monkeypatch.setattr(endpoint, "HEAD_S", 1.0)
     with serving(app_of(Scripted())) as server:
         client = http.client.HTTPConnection("127.0.0.1", server.port)
-        for _ in range(3):
+        for _ in range(2):
             client.request("GET", "/health")
             response = client.getresponse()
             assert (response.status, response.read()) == (200, b'{"status":"ok"}')
-            time.sleep(0.4)  # longer than the limit for a head that has begun
+            time.sleep(1.1)  # longer than the limit for a head that has begun
 
 
 def test_wish_for_another_protocol_is_ignored() -> None:
