@@ -167,25 +167,21 @@ class Distill(Run):
         return self._report(batch, aligned, values)
 
     async def take_steps(self, num_steps: int) -> None:
-        """Evaluate the teacher, then train; see `Run.train`."""
+        """Evaluate the teachers with an engine on the held-out prompts of their tasks, then train; see `Run.train`."""
         if self.state.step == 0 and not self.recorder.directory.has_event("teacher"):
-            await self.evaluate_teachers()
+            for name, task in self._learned.items():
+                if task.teacher in self._engines and task.weight:
+                    with self.timer.phase("evaluate"):
+                        result = await self._task.evaluate(self._engines[task.teacher], name=name)
+                    values = {"mean": result.mean, "response_len_mean": result.response_len_mean}
+                    self.recorder.directory.event("teacher", task=result.task, **values)
+                    self.console.note(f"teacher: mean reward {fixed(result.mean)} on held-out {result.task}")
         await super().take_steps(num_steps)
 
     async def evaluate(self, name: str | None = None) -> EvaluationResult:
         """Evaluate the newest weights, and record the result; see `Evaluations.measure`."""
         record = self._record.evaluation
         return await self.evaluations.measure(name, lambda name: self._task.evaluate(self.sampling, name=name, record=record))
-
-    async def evaluate_teachers(self) -> None:
-        """Sample greedy completions of the held-out prompts of each task from its teacher, if it has an engine; score them."""
-        for name, task in self._learned.items():
-            if task.teacher in self._engines and task.weight:
-                with self.timer.phase("evaluate"):
-                    result = await self._task.evaluate(self._engines[task.teacher], name=name)
-                values = {"mean": result.mean, "response_len_mean": result.response_len_mean}
-                self.recorder.directory.event("teacher", task=result.task, **values)
-                self.console.note(f"teacher: mean reward {fixed(result.mean)} on held-out {result.task}")
 
     def roles(self) -> Roles:
         """Return trainer and generators."""

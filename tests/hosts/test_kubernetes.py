@@ -74,8 +74,7 @@ def test_name_that_pods_cannot_reach_is_reported(monkeypatch: pytest.MonkeyPatch
     assert rule.endswith("it resolves to 127.0.1.1")
 
 
-def test_other_kinds_of_hosts_need_nothing() -> None:
-    assert list(broken_by_kubernetes(load_config("quickstart"))) == []
+def test_pods_need_an_image_a_volume_and_a_trusted_network() -> None:
     assert len(list(broken_by_pods(load_config("quickstart", ["hosts.kind=kubernetes"])))) == 3
 
 

@@ -199,8 +199,8 @@ def test_process_whose_event_loop_ends_exits(tmp_path: Path) -> None:
 def test_every_actor_on_another_machine_reports_its_role() -> None:
     async def run() -> None:
         supervisor, ended = Supervisor(), asyncio.Queue[str]()
-        supervisor.watch_remote("rollout_1_0", 17, "far")
-        supervisor.watch_remote("rollout_10_0", 18, "far")
+        supervisor.watch("rollout_1_0", 17, "far")
+        supervisor.watch("rollout_10_0", 18, "far")
         for role in ("rollout_1", "rollout_10"):
             end, probe = partial(ended.put_nowait, role), partial(asyncio.sleep, 0)
             supervisor.replace(role, Replaceable(on_death=lambda cause, end=end: end(), probe=probe, is_up=lambda: True))

@@ -268,7 +268,7 @@ def run_in(path: Path) -> GRPO:
     run._recorder = Recorder(RunDirectory(path), Trackers({}, print), run.console)
     run.checkpoints, run.evaluations = Checkpoints(run), Evaluations(run)
     run.run_dir, run.hooks, run._ending = path, Hooks([]), asyncio.Event()
-    run.steering = Steering.of_new(run)
+    run.steering = Steering(run, [])
     run._session = run._closing = run._kept = run._running = run._left = None
     run._is_idle = asyncio.Event()
     run._is_idle.set()

@@ -17,7 +17,7 @@ from titanrl.metrics.console import Console
 from titanrl.metrics.run_directory import RunDirectory
 from titanrl.metrics.trackers import Hook, Hooks, Recorder, Trackers
 from titanrl.run.checkpoints import FIRST, RunState
-from titanrl.run.steering import CHANGES_FILE, TEMPERATURE, Steering
+from titanrl.run.steering import CHANGES_FILE, TEMPERATURE, Steering, repeated_changes
 
 MIXED = (
     "data.source=jsonl",
@@ -86,10 +86,10 @@ def run_in(path: Path, *overrides: str, config: Config | None = None, resume_ste
     console = Console("off", total_steps=1)
     run = Steps(config, path, Recorder(RunDirectory(path, resume_step=resume_step), Trackers({}, print), console), console)
     if resume_step is None:
-        run.steering = Steering.of_new(run)
+        run.steering = Steering(run, [])
     else:
         run.state = RunState(step=resume_step, version=resume_step, next_index=0)
-        run.steering = Steering.of_resumed(run, path, None)
+        run.steering = Steering(run, repeated_changes(run.config, path, None))
         run.weight = run.config.data.mixture["hard"].weight
     yield run
     run.recorder.close()
@@ -208,7 +208,7 @@ def test_resume_with_another_value_drops_the_changes_of_the_key(tmp_path: Path) 
     # The value that the run was started with is another one only if the user names it.
     with run_in(tmp_path / "run", config=config, resume_step=1) as resumed:
         source = read_source("quickstart", [f"{EVERY}=50"])
-        steering = Steering.of_resumed(resumed, tmp_path / "run", source)
+        steering = Steering(resumed, repeated_changes(resumed.config, tmp_path / "run", source))
         assert {change.key for change in steering._changes} == {LR}
 
 

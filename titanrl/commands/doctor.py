@@ -31,7 +31,7 @@ from titanrl.base.errors import TitanRLError
 from titanrl.config.device import DEVICES, DeviceKind, device_kind, install, install_verifiers, missing_for, packages
 from titanrl.config.dry_run import print_table, table_console
 from titanrl.config.errors import ConfigError
-from titanrl.config.load import Source, explain_rule, read_source, validate
+from titanrl.config.load import explain_rule, read_source, validate
 from titanrl.config.schema import Config
 from titanrl.config.sizes import (
     LIBRARY_BYTES,
@@ -385,7 +385,10 @@ def diagnose(path: Path, overrides: Sequence[str], *, as_json: bool) -> int:
         tell_failure(source, str(error))
         return 2
     try:
-        world = _world(config, source)
+        broken = list(broken_by_hosts(config))
+        world = world_for(config, source, *broken) if config.hosts.kind == "launcher" else None
+        if broken:
+            raise ConfigError(*(explain_rule(rule, source) for rule in broken))
         if world is not None and world.rank:
             return serve(find(world, config.timeouts.start_s), own_host(world))
         device = device_kind(config.device)
@@ -403,15 +406,6 @@ def diagnose(path: Path, overrides: Sequence[str], *, as_json: bool) -> int:
     else:
         print_checkup(checkup)
     return checkup.code
-
-
-def _world(config: Config, source: Source) -> World | None:
-    """Return the launcher's processes if they are the hosts; None for other kinds of hosts."""
-    broken = [*broken_by_hosts(config)]
-    world = world_for(config, source, *broken) if config.hosts.kind == "launcher" else None
-    if broken:
-        raise ConfigError(*(explain_rule(rule, source) for rule in broken))
-    return world
 
 
 async def examine(config: Config, sizes: Sizes, device: DeviceKind, world: World | None, say: Say) -> Checkup:
@@ -709,13 +703,11 @@ def _clocks(hosts: Sequence[Examined]) -> Iterator[Problem]:
 
 
 def _speeds(links: Sequence[Link]) -> Iterator[Problem]:
-    measured = sorted(link.bytes_per_s for link in links if link.bytes_per_s is not None)
-    if not measured:
-        return
-    median = measured[len(measured) // 2]
-    for link in links:
-        if link.bytes_per_s is not None and link.bytes_per_s * SLOW < median:
-            what = f"{gigabytes(int(link.bytes_per_s))}/s to {link.target}, but the median is {gigabytes(int(median))}/s"
+    measured = [(link, link.bytes_per_s) for link in links if link.bytes_per_s is not None]
+    usual = median(speed for _, speed in measured) if measured else 0.0
+    for link, speed in measured:
+        if speed * SLOW < usual:
+            what = f"{gigabytes(int(speed))}/s to {link.target}, but the median is {gigabytes(int(usual))}/s"
             yield Problem(host=link.source, what=what, fix="Check its network", level="warning")
 
 

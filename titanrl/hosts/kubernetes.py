@@ -301,8 +301,6 @@ def _volumes(kubernetes: KubernetesConfig) -> list[Json]:
 
 def broken_by_kubernetes(config: Config) -> Iterator[BrokenRule]:
     """Yield the rules that a run breaks on this machine or in this pod, which will run its controller."""
-    if config.hosts.kind != "kubernetes":
-        return
     yield from broken_by_pods(config)
     if find_spec("kubernetes") is None:
         rule = "kubernetes needs the package kubernetes, which is not installed"

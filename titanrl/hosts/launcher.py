@@ -196,9 +196,8 @@ def world_for(config: Config, source: Source, *others: BrokenRule) -> World:
 
 
 def broken_by_launcher(config: Config) -> Iterator[BrokenRule]:
-    """Yield the rules about launchers that a configuration breaks on any machine."""
-    if config.hosts.kind == "launcher":
-        yield from broken_by_trust(config, "hosts of a launcher")
+    """Return the rules about launchers that a configuration breaks on any machine."""
+    return broken_by_trust(config, "hosts of a launcher")
 
 
 def own_address(world: World) -> str:

@@ -193,8 +193,6 @@ async def _run(*command: str, text: str = "") -> tuple[int, str, str]:
 
 def broken_by_slurm(config: Config) -> Iterator[BrokenRule]:
     """Yield the rules that a run breaks on this machine."""
-    if config.hosts.kind != "slurm":
-        return
     yield from broken_by_remote_hosts(config, "nodes")
     if missing := [command for command in ("sbatch", "squeue", "scancel", "srun") if shutil.which(command) is None]:
         rule = f"slurm requires commands that are not on PATH: {', '.join(missing)}"

@@ -446,10 +446,7 @@ class Fleet:
         await mesh.initialized
         for file in sorted(self._log_dir.glob(f"{role}_*.pid")):
             pid, host = file.read_text().split()
-            if host == socket.gethostname():
-                self._supervisor.watch(file.stem, int(pid))
-            else:
-                self._supervisor.watch_remote(file.stem, int(pid), host)
+            self._supervisor.watch(file.stem, int(pid), None if host == socket.gethostname() else host)
 
 
 class _Announcements:

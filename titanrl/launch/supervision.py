@@ -394,12 +394,16 @@ class Supervisor:
                 await self._act_on_stall(watchdog, stall, report)
                 limit_s *= 2
 
-    def watch(self, name: str, pid: int) -> None:
+    def watch(self, name: str, pid: int, host: str | None = None) -> None:
         """Watch a process of this machine through a pidfd, which reports any kind of exit immediately.
 
-        torchmonarch takes seconds, or only reports an undelivered message after 30 s. A second call does nothing.
+        torchmonarch takes seconds, or only reports an undelivered message after 30 s. A second call does nothing. Only
+        torchmonarch reports the death of a process on another `host`.
         """
-        process = Process(name=name, pid=pid)
+        process = Process(name=name, pid=pid, host=host)
+        if host is not None:
+            self._remote[name] = process
+            return
         if process in self._pidfds.values():
             return
         try:
@@ -421,10 +425,6 @@ class Supervisor:
         pidfd = os.pidfd_open(pid)
         self._helpers[pidfd] = Process(name=name, pid=pid), on_fault
         self._loop.add_reader(pidfd, self._end_helper, pidfd)
-
-    def watch_remote(self, name: str, pid: int, host: str) -> None:
-        """Register a process of another machine. Only torchmonarch reports its death."""
-        self._remote[name] = Process(name=name, pid=pid, host=host)
 
     def replace(self, role: str, replaceable: Replaceable) -> None:
         """Declare that a role's processes are replaced, instead of ending the run, when one of them dies or hangs."""

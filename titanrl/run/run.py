@@ -187,7 +187,7 @@ class Run:
             self._restarts = Restarts(config.faults, self._respawns)
             self._restart: Restart | None = None
             self._kept: Parts | None = None
-            self.steering = Steering.of_new(self) if resume is None else Steering.of_resumed(self, resume, source)
+            self.steering = Steering(self, [] if resume is None else repeated_changes(config, resume, source))
             """Pauses, and changes of the configuration."""
             self.prepare()
             undo.pop_all()

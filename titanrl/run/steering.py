@@ -15,7 +15,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
@@ -77,27 +77,17 @@ class SteeredRun(RunPart, Protocol):
 class Steering:
     """Pauses of a run, and changes of its configuration."""
 
-    def __init__(self, run: SteeredRun, changes: list[Change], state: RunState) -> None:
-        """Take over the changes of an earlier process, and set the configuration after the last step."""
+    def __init__(self, run: SteeredRun, changes: list[Change]) -> None:
+        """Take over the changes of an earlier process (`repeated_changes`), and set the configuration after the last step."""
         self._run, self._base, self._changes = run, run.config, changes
         self._task: asyncio.Task[Any] | None = None
         self._is_pausing = False
         self._paused_at: float | None = None
         self._boundary, self._may_continue = asyncio.Event(), asyncio.Event()  # end the waits in `pause` and `wait`
         self._control: Control | None = None
-        self.restore(state)
+        self.restore(run.state)
 
     # Start, resume and end
-
-    @classmethod
-    def of_new(cls, run: SteeredRun) -> Self:
-        """Return the steering of a new run."""
-        return cls(run, [], run.state)
-
-    @classmethod
-    def of_resumed(cls, run: SteeredRun, folder: Path, source: Source | None) -> Self:
-        """Return the steering of a resumed run; see `repeated_changes`."""
-        return cls(run, repeated_changes(run.config, folder, source), run.state)
 
     def restore(self, state: RunState, *, forgets_later: bool = False) -> None:
         """Set the configuration of a run that continues after a step: with the changes made before it.
