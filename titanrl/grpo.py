@@ -52,7 +52,6 @@ from titanrl.config import Config, ConfigError, Source
 from titanrl.config.errors import BrokenRule
 from titanrl.config.load import explain_rule
 from titanrl.config.sizes import describe_staleness
-from titanrl.data.examples import mean_loss_data
 from titanrl.launch.roles import Roles
 from titanrl.launch.trainer_mesh import PastPolicies, merge_losses
 from titanrl.metrics import steps as metrics_of
@@ -253,10 +252,9 @@ class GRPO(Run):
         if section is None or examples is None:
             return LossSums(sums={}, maxima={})
         update = self.state.step * self.config.trainer.max_optimizer_steps + number - 1
-        batch = examples.batch(update * section.batch_size, section.batch_size, self.config.seed)
-        data, num_tokens = mean_loss_data(batch, section.weight), sum(example.num_trained for example in batch)
+        data, num_tokens = examples.data_of(update, section, self.config.seed)
         output = await self.session.trainer.run_data(data, "cross_entropy", {}, backward=True)
-        loss = output.metrics["loss:sum"] / section.weight  # `mean_loss_data` has multiplied it by the weight
+        loss = output.metrics["loss:sum"] / section.weight  # `data_of` has multiplied it by the weight
         num_placed = sum(len(datum.model_input) for datum in data)
         return LossSums(sums={"loss": loss * num_tokens, "num_tokens": num_tokens, "num_placed": num_placed}, maxima={})
 

@@ -18,7 +18,7 @@ from titanrl.carriers.types import BoolArray, Datum, ForwardBackwardOutput, IntA
 from titanrl.config.data import data_file
 from titanrl.config.errors import BrokenRule, BrokenRules, inline
 from titanrl.config.schema import Config
-from titanrl.config.sections import ExampleSet, TrainOn, WarmStartConfig
+from titanrl.config.sections import ExamplesConfig, ExampleSet, TrainOn, WarmStartConfig
 from titanrl.data.entries import (
     BLANK,
     OPTIONS_COLUMN,
@@ -164,6 +164,11 @@ class Examples:
         number = len(self.training)
         places = (divmod(index, number) for index in range(first, first + size))
         return [self.training[epoch_order(seed, epoch, number)[place]] for epoch, place in places]
+
+    def data_of(self, update: int, options: ExamplesConfig, seed: int) -> tuple[list[Datum], int]:
+        """Return the data of optimizer step `update`, counted from 0, and their number of tokens to train on."""
+        batch = self.batch(update * options.batch_size, options.batch_size, seed)
+        return mean_loss_data(batch, options.weight), sum(example.num_trained for example in batch)
 
     async def heldout_loss(
         self, forward: Callable[[list[Datum]], Awaitable[ForwardBackwardOutput]], config: Config
