@@ -28,7 +28,16 @@ from typing import Any, Literal
 
 from titanrl.base import __version__, terminal
 from titanrl.base.errors import TitanRLError
-from titanrl.config.device import DEVICES, DeviceKind, device_kind, install, install_verifiers, missing_for, packages
+from titanrl.config.device import (
+    DEVICES,
+    DeviceKind,
+    device_kind,
+    install,
+    install_verifiers,
+    missing_for,
+    packages,
+    query_gpus,
+)
 from titanrl.config.dry_run import print_table, table_console
 from titanrl.config.errors import ConfigError
 from titanrl.config.load import explain_rule, read_source, validate
@@ -221,10 +230,7 @@ def check_machine(device: DeviceKind) -> Iterator[Finding]:
     if missing is not None:
         yield Finding(name="device", found=missing, required=device, status="error", fix="name another device, such as cpu")
     else:
-        gpus: list[str] = []
-        if device == "cuda" and shutil.which("nvidia-smi") is not None:
-            command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
-            gpus = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False).stdout.strip().splitlines()
+        gpus = query_gpus("name,memory.total") if device == "cuda" else []
         yield Finding(name="device", found=f"{len(gpus)} x {gpus[0]}" if gpus else device)
     yield Finding(name="cores", found=str(len(os.sched_getaffinity(0))))
     free = re.search(r"^MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"), re.MULTILINE)

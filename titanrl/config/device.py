@@ -10,6 +10,7 @@ import importlib.util
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -76,6 +77,15 @@ def missing_for(kind: DeviceKind) -> str | None:
             return "no NVIDIA driver (/dev/nvidiactl)"
         return f"the installed torch {torch} is a CPU build" if torch and torch.endswith("+cpu") else None
     return None
+
+
+def query_gpus(properties: str) -> list[str]:
+    """Return the properties of each CUDA device of this machine, as nvidia-smi prints them; empty if it cannot."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    command = ["nvidia-smi", f"--query-gpu={properties}", "--format=csv,noheader"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    return [] if found.returncode else found.stdout.strip().splitlines()
 
 
 def num_threads(num_processes: int, *, num_taken: int = 0) -> int:

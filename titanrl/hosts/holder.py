@@ -36,7 +36,6 @@ import secrets
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -46,7 +45,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from titanrl.base.errors import TitanRLError
-from titanrl.config.device import DeviceKind, installed_version, missing_for, packages
+from titanrl.config.device import DeviceKind, installed_version, missing_for, packages, query_gpus
 from titanrl.config.errors import BrokenRule
 from titanrl.config.schema import Config
 from titanrl.config.sizes import host_bytes, host_counts
@@ -745,11 +744,7 @@ def accelerators(device: DeviceKind) -> list[str]:
     """Return the names of the accelerators of this host."""
     if device == "npu":
         return sorted(entry.name for entry in Path("/dev").glob("davinci[0-9]*"))
-    if device != "cuda" or shutil.which("nvidia-smi") is None:
-        return []
-    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    return [] if found.returncode else found.stdout.strip().splitlines()
+    return query_gpus("name") if device == "cuda" else []
 
 
 def memory_limit() -> tuple[int, str]:

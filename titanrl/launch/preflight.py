@@ -38,7 +38,7 @@ from titanrl.carriers import dumps
 from titanrl.carriers.rewards import DENIED, INVALID, Answers, BoundReward, Score, custom_reward
 from titanrl.config import device as devices
 from titanrl.config.data import ENVIRONMENTS, DataConfig, EvaluationSet, JudgeOptions, OverlongOptions, Split, data_file
-from titanrl.config.device import DeviceKind, device_kind, missing_for
+from titanrl.config.device import DeviceKind, device_kind, missing_for, query_gpus
 from titanrl.config.errors import BrokenRule, BrokenRules, ConfigError, inline, rule_of, within
 from titanrl.config.load import Source, did_you_mean, explain_rule
 from titanrl.config.schema import Config, broken_by_positions
@@ -267,12 +267,8 @@ def _broken_by_machine(config: Config) -> Iterator[BrokenRule]:
 
 def _device_bytes(device: DeviceKind) -> int | None:
     """Return the memory of this machine's smallest CUDA device, in bytes; None if unknown."""
-    if device != "cuda" or shutil.which("nvidia-smi") is None:
-        return None
-    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    mebibytes = [int(line) for line in found.stdout.split() if line.isdigit()]
-    return min(mebibytes) << 20 if mebibytes else None
+    sizes = [line.removesuffix(" MiB") for line in (query_gpus("memory.total") if device == "cuda" else [])]
+    return min((int(size) << 20 for size in sizes if size.isdigit()), default=None)
 
 
 def broken_by_packages(config: Config, device: str, *, training: bool = True, sampling: bool = True) -> Iterator[BrokenRule]:
