@@ -15,7 +15,7 @@ import pytest
 
 from tests.engines import Engines
 from tests.trainer.ranks import World
-from tests.workers import common_folder, warm_templates
+from tests.workers import Looped, common_folder, warm_templates
 from titanrl.processes.templates import SHARED
 
 gc.disable()  # until all tests are imported, which creates a million objects and hardly any garbage
@@ -57,10 +57,12 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test that is a coroutine."""
+    """Run a test that is a coroutine, in the event loop of the actors that it is given or in its own."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
-    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}))
+    given = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+    actors = next((value for value in given.values() if isinstance(value, Looped)), None)
+    (actors.do if actors else asyncio.run)(pyfuncitem.obj(**given))
     return True
 
 

@@ -1,5 +1,6 @@
-"""Share a temporary folder and the templates of one `titanrl warm` between the workers of pytest-xdist."""
+"""Share a temporary folder and templates between the workers of pytest-xdist, and actors between the tests of a file."""
 
+import asyncio
 import fcntl
 import itertools
 import os
@@ -7,13 +8,24 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import pytest
 from filelock import FileLock
+
+
+@dataclass
+class Looped:
+    """Actors that tests share, and the event loop that calls them; tests that are coroutines run in it."""
+
+    runner: asyncio.Runner
+
+    def do(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return self.runner.run(asyncio.wait_for(work, 120))
 
 
 def common_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

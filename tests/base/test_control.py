@@ -89,7 +89,6 @@ async def test_other_requests_are_refused_and_the_next_one_is_answered(
     writer.close()
     assert (await steer(tmp_path, "status"))["got"]["action"] == "status"
     control.close()
-    reply = reply
     if problem is None:
         assert reply == b""
     else:

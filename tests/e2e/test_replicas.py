@@ -178,7 +178,6 @@ async def test_thirty_publications_under_drain_succeed_and_idle_fractions_match_
     config = load_config(
         "configs/quickstart.yaml", [*SMALL, *places, *overrides, *decoupled, "warm_start=null", "logging.console=off"]
     )
-
     run = await GRPO(config).start()
     trace = TracedRequests(monkeypatch)
     try:
@@ -189,10 +188,9 @@ async def test_thirty_publications_under_drain_succeed_and_idle_fractions_match_
     events = [json.loads(line) for line in (run.run_dir / "events.jsonl").read_text().splitlines()]
     assert [event["version"] for event in events if event["kind"] == "publication"] == list(range(0, 61, 2))
     assert (run.run_dir / "report.html").exists()
-    steps, busy_s = steps, trace.busy_s
     step_s = sum(step["time/step_s"] for step in steps)
     reported_s = sum(step["time/step_s"] * (1.0 - step["perf/trainer_idle_frac"]) for step in steps)
-    assert reported_s / step_s == pytest.approx(busy_s / step_s, abs=0.05)
+    assert reported_s / step_s == pytest.approx(trace.busy_s / step_s, abs=0.05)
     assert max(step["staleness/max"] for step in steps) <= config.staleness_bound
 
 

@@ -74,7 +74,6 @@ async def test_gymnasium_plays_blackjack_in_its_own_interpreter(tmp_path: Path) 
     venv.create(tmp_path, with_pip=True)
     python = tmp_path / "bin/python"
     subprocess.run([python, "-m", "pip", "install", "-q", "gymnasium==1.4.0"], check=True)
-
     processes = ProcessOptions(num_processes=2, python=python)
     environments = Environments(EXAMPLE, {"name": "Blackjack-v1"}, processes=processes)
     await environments.start()

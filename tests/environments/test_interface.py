@@ -102,7 +102,6 @@ class Returns:
 
 async def test_process_reports_invalid_results_and_keeps_running(tmp_path: Path) -> None:
     (tmp_path / "returns.py").write_text(RETURNS)
-
     pool = EnvironmentPool(f"{tmp_path}/returns.py:Returns", processes=ProcessOptions(num_processes=1))
     try:
         await pool.start()

@@ -126,7 +126,6 @@ async def test_calls_of_a_message_run_in_order() -> None:
     )  # fmt: skip
     assert shop.log == ["tea", "jam"]
     assert environment.counts.succeeded == 5
-    found = found
     prices = [json.dumps({"price": price, "currency": "EUR"}) for price in (2, 6)]
     assert contents(found) == [prices[0], "done", prices[1], "8", "9 to 5"]
     assert isinstance(found, Observation)

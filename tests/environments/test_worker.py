@@ -131,7 +131,6 @@ async def test_hanging_step_is_killed_in_time(file: str, text: str) -> None:
 
 async def test_hanging_reset_and_start_are_killed(file: str, tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text("import time; time.sleep(60)")
-
     async with pool_of(file, num_processes=1, reset_s=1.5) as pool:
         environment = pool.make()
         with pytest.raises(EnvironmentTimeout, match="reset took longer"):
@@ -284,7 +283,6 @@ async def test_closed_pool_fails_its_episodes(file: str) -> None:
 )
 async def test_environment_that_cannot_be_loaded_fails_the_start(source: str, problem: str, tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text(source)
-
     async with pool_of(f"{tmp_path}/broken.py:A") as pool:
         with pytest.raises(EnvironmentFailure, match=problem):
             await pool.start()
@@ -338,7 +336,6 @@ async def test_other_interpreter_needs_only_the_environment_module(file: str, tm
     packages = next((tmp_path / "venv/lib").glob("python*/site-packages"))
     (packages / "only_here.py").write_text("from scripted_base import *")
     (packages / "scripted_base.py").write_text(SCRIPTED)
-
     python = tmp_path / "venv/bin/python"
     async with pool_of("only_here:Scripted", python=python) as pool:
         environment, _ = await start(pool)

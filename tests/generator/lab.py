@@ -1,7 +1,7 @@
 """Shared setup for engine tests: a store, generators of every model implementation, and two versions of weights."""
 
 import asyncio
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.forks import fork, prepare_templates
+from tests.workers import Looped
 from titanrl.carriers.types import Completion, GenerationRequest, SamplingParams
 from titanrl.config import load_config
 from titanrl.config.device import DEVICES
@@ -65,19 +66,15 @@ def titan_names(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 @dataclass
-class Lab:
+class Lab(Looped):
     """A store, one generator per model implementation with and without tensor parallelism, and two versions of weights."""
 
-    runner: asyncio.Runner
     store: WeightStore
     generators: dict[str, Any]
     fleet: Fleet
     models: dict[int, Path]
     publisher: WeightPublisher
     commits: dict[int, Commit] = field(default_factory=dict)
-
-    def do(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return self.runner.run(asyncio.wait_for(work, 120))
 
     async def publish(self, version: int) -> None:
         state = titan_names(load_file(self.models[version] / "model.safetensors"))

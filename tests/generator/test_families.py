@@ -4,7 +4,7 @@ All trainers share one process, and so do all generators: importing vLLM takes m
 """
 
 import asyncio
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import transformers
 
 from tests.forks import fork, prepare_templates
 from tests.models.tiny import FAMILIES, add_changed_weights, change_config, write_model
+from tests.workers import Looped
 from titanrl.carriers.types import AdamParams, Completion, GenerationRequest, SamplingParams, sampled_datum
 from titanrl.config import load_config
 from titanrl.config.device import DEVICES
@@ -72,14 +73,10 @@ class Family:
 
 
 @dataclass
-class Lab:
+class Lab(Looped):
     """All families, and the event loop that calls their actors."""
 
-    runner: asyncio.Runner
     families: dict[str, Family]
-
-    def do(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return self.runner.run(asyncio.wait_for(work, 120))
 
 
 @pytest.fixture(scope="module")

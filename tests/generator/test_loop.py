@@ -330,7 +330,6 @@ async def test_more_streams_get_their_tokens_less_often(
 ) -> None:
     engine, got = ClockedEngine(), Counter[int]()
     monkeypatch.setattr(generator_actor, "time", engine)
-
     loop = EngineLoop(lambda: engine)  # type: ignore[arg-type,return-value]
     groups = [[request] for request in requests(*[120] * num_streams)]
     results = await loop.submit(

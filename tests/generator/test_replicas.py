@@ -5,11 +5,10 @@ They generate in bfloat16, which no other test does: replica 0 with torchtitan's
 
 import asyncio
 import os
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +18,7 @@ from safetensors.torch import load_file
 
 from tests.forks import fork, prepare_templates
 from tests.generator.lab import titan_names
+from tests.workers import Looped
 from titanrl.carriers.types import Completion, GenerationRequest, SamplingParams
 from titanrl.config import load_config
 from titanrl.config.device import DEVICES
@@ -41,10 +41,9 @@ PROMPT = tuple(range(2, 12))
 
 
 @dataclass
-class Pair:
+class Pair(Looped):
     """Two replicas that drain before an update, and a publisher of one model's weights."""
 
-    runner: asyncio.Runner
     folder: Path
     store: WeightStore
     generators: GeneratorMeshes
@@ -52,9 +51,6 @@ class Pair:
     publisher: WeightPublisher
     state: dict[str, torch.Tensor]
     version: int = 0
-
-    def do(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return self.runner.run(asyncio.wait_for(work, 120))
 
     async def generate(self, replica: int, num_tokens: int, count: int = 1) -> list[Completion]:
         sampling = SamplingParams(max_new_tokens=num_tokens, temperature=1.0, seed=None)
@@ -149,15 +145,12 @@ def test_engines_leave_no_rendezvous_file_in_the_temporary_folder(pair: Pair) ->
     assert left == []
 
 
-def test_titan_model_generates_in_bfloat16_on_cpu(pair: Pair) -> None:
-    async def scenario() -> Completion:
-        sync = Sync(pair)
-        await sync.publish()
-        await sync.weights.ready()
-        (completion,) = await pair.generate(0, 32)
-        return completion
-
-    completion: Completion = pair.do(scenario())
+async def test_titan_model_generates_in_bfloat16_on_cpu(pair: Pair) -> None:
+    sync = Sync(pair)
+    await sync.publish()
+    await sync.weights.ready()
+    (completion,) = await pair.generate(0, 32)
+    completion: Completion = completion
     policy = transformers.AutoModelForCausalLM.from_pretrained(pair.folder / "model", dtype=torch.float32)
     with torch.no_grad():
         logits = policy(torch.tensor([[*PROMPT, *completion.token_ids]])).logits[0, len(PROMPT) - 1 : -1]
@@ -165,27 +158,24 @@ def test_titan_model_generates_in_bfloat16_on_cpu(pair: Pair) -> None:
     np.testing.assert_allclose(completion.logprobs, expected.numpy(), atol=0.1)
 
 
-def test_slots_are_freed_and_stats_return_while_a_slow_replica_still_drains(pair: Pair) -> None:
-    async def scenario() -> None:
-        sync = Sync(pair)
-        await sync.publish()
-        await sync.weights.ready()
-        slow = await pair.decoding(1, 800)
-        await pair.generators.take_stats()
-        freed = await sync.publish()
-        await freed.wait()
-        (completion,) = await pair.generate(0, 4)
-        assert set(completion.versions.tolist()) == {pair.version}
-        assert not slow.done(), "the slots were freed after the slow replica, not after the fast one"
-        stats = await pair.generators.take_stats()
-        assert not slow.done(), "the statistics came after the drain"
-        assert stats.wall_s > 0
-        held = asyncio.create_task(pair.generate(1, 4))
-        assert set((await slow)[0].versions.tolist()) == {pair.version - 1}
-        assert set((await held)[0].versions.tolist()) == {pair.version}
-        await sync.weights.ready()
-
-    pair.do(scenario())
+async def test_slots_are_freed_and_stats_return_while_a_slow_replica_still_drains(pair: Pair) -> None:
+    sync = Sync(pair)
+    await sync.publish()
+    await sync.weights.ready()
+    slow = await pair.decoding(1, 800)
+    await pair.generators.take_stats()
+    freed = await sync.publish()
+    await freed.wait()
+    (completion,) = await pair.generate(0, 4)
+    assert set(completion.versions.tolist()) == {pair.version}
+    assert not slow.done(), "the slots were freed after the slow replica, not after the fast one"
+    stats = await pair.generators.take_stats()
+    assert not slow.done(), "the statistics came after the drain"
+    assert stats.wall_s > 0
+    held = asyncio.create_task(pair.generate(1, 4))
+    assert set((await slow)[0].versions.tolist()) == {pair.version - 1}
+    assert set((await held)[0].versions.tolist()) == {pair.version}
+    await sync.weights.ready()
 
 
 def test_thirty_publications_under_drain_cause_no_mismatch(pair: Pair) -> None:

@@ -281,7 +281,6 @@ echo '{{"apiVersion": "client.authentication.k8s.io/v1", "kind": "ExecCredential
     }
     (tmp_path / "config").write_text(json.dumps(content))
     monkeypatch.setattr("kubernetes.aio.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "config"))
-
     api = await Api.open(None, None)
     assert api.namespace == "research"
     tokens = [await api._client.configuration.get_api_key_with_prefix("BearerToken") for _ in range(2)]

@@ -18,7 +18,6 @@ class StoppedStore:
 
 async def test_request_fails_with_the_run_and_at_its_deadline() -> None:
     stopped: Any = StoppedStore()
-
     supervisor = Supervisor()
     with pytest.raises(DeadlineError, match=r"no reply to 'store.delete' within 0.05 s"):
         await delete_watched(stopped, supervisor, 0.05, "key")

@@ -109,7 +109,6 @@ async def test_optimizer_step_follows_the_passes_and_waits_for_the_push() -> Non
 
 async def test_failed_pass_quietly_cancels_queued_optimizer_step() -> None:
     complaints: list[Any] = []
-
     asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
     ranks = Ranks(ValueError("broken"))
     trainer = TrainerMesh(ranks, Supervisor(), TimeoutsConfig())

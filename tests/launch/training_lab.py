@@ -1,13 +1,14 @@
 """A trainer of two ranks for tests of the training client."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tests.forks import fork, prepare_templates
+from tests.workers import Looped
 from titanrl.config import load_config
 from titanrl.config.device import DEVICES
 from titanrl.config.sections import RecipeConfig
@@ -23,17 +24,13 @@ from titanrl.weights.store import IMPORTS, WeightStore, spawn_store
 
 
 @dataclass
-class Lab:
+class Lab(Looped):
     """A trainer of two ranks whose weights are reset for every test."""
 
-    runner: asyncio.Runner
     trainer: TrainerMesh
     client: TrainingClient
     start: Path
     store: WeightStore
-
-    def do(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return self.runner.run(asyncio.wait_for(work, 120))
 
     def ask(self, request: Callable[[], asyncio.Task[Any]]) -> Any:
         async def asked() -> Any:

@@ -47,7 +47,6 @@ async def channels() -> AsyncIterator[tuple[Channel, socket.socket]]:
 
 async def test_request_larger_than_the_socket_buffer_is_sent_completely() -> None:
     request = bytes(range(256)) * (1 << 14)
-
     async with channels() as (channel, peer):
         reply = asyncio.create_task(channel.request(request, 30.0, 100))
         received, loop = b"", asyncio.get_running_loop()

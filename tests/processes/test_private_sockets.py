@@ -156,7 +156,6 @@ def open_to_all(path: Path) -> str:
 @ROOT_ONLY
 async def test_template_refuses_another_user_and_serves_its_own(shared: Path) -> None:
     order = pickle.dumps(Order(environment={}, folder="/", controller=1))
-
     template = Template({}, template_loads.note, shared / "log", shared / "template")
     try:
         assert await template.is_ready()
@@ -237,7 +236,6 @@ async def test_weight_receiver_unpickles_nothing_of_another_user(shared: Path, m
     monkeypatch.setenv(HOST_FOLDER, str(shared))
     message = pickle.dumps(Unpickled(shared / "executed"))
     network: Any = None
-
     transport = HostTransport(network)
     assert transport._lead() is not None
     assert transport._serving is not None

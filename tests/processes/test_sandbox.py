@@ -115,7 +115,6 @@ while True:
 
 async def test_closed_pool_raises_and_leaves_no_process(tmp_path: Path) -> None:
     before = descendants(os.getpid())
-
     pool = SnippetPool(CONFIG, modules=["json"])
     await pool.start()
     # The zygote of `runner` may still be replacing a process that the test before has killed.
@@ -123,6 +122,5 @@ async def test_closed_pool_raises_and_leaves_no_process(tmp_path: Path) -> None:
     await pool.close()
     with pytest.raises(SandboxDied):
         await pool.run("1", max_output_chars=10)
-    started = started
     assert started
     assert wait_until_gone(started, 5.0) == set()

@@ -419,7 +419,6 @@ async def test_stand_in_runs_itself_if_the_template_is_stopped(tmp_path: Path) -
         "TITANRL_PROCESS": "scribe_0",
         "TITANRL_ANNOUNCEMENTS": str(tmp_path / "announcements"),
     }
-
     template = Template(environment, template_loads.use_ending, tmp_path / "template.log")
     assert await template.is_ready()
     os.kill(template.pid, signal.SIGSTOP)
@@ -453,7 +452,6 @@ async def test_stand_in_and_fork_exit_together(end: str, code: int, tmp_path: Pa
         "TITANRL_PROCESS": "scribe_0",
         "TITANRL_ANNOUNCEMENTS": str(tmp_path / "announcements"),
     }
-
     template = Template(environment, template_loads.use_ending, tmp_path / "template.log")
     assert await template.is_ready()
     stand_in = subprocess.Popen([sys.executable, "-c", STAND_IN, template.path], env=environment, stdout=subprocess.PIPE)

@@ -151,7 +151,6 @@ def resumed(simulation: Simulation) -> tuple[Simulation, list[int]]:
 async def test_resumed_run_keeps_ratios_positions_and_level() -> None:
     curriculum = CurriculumConfig(levels=5, window=4, raise_at=0.3, lower_at=0.2)
     simulation = Simulation(mixture_of([3.0, 1.0], curriculum), (1.0, 5.0), (0.5, 0.0), Random(3))
-
     for _ in range(20):
         await simulation.step()
     unfinished = {each.index: each.draw for each in simulation.in_flight}
@@ -164,7 +163,6 @@ async def test_resumed_run_keeps_ratios_positions_and_level() -> None:
     assert other.mixture._num_outstanding == simulation.mixture._num_outstanding
     for _ in range(180):
         await other.step()
-    other = other
     assert abs(other.trained[0] / other.trained.total() - 0.75) <= 0.015
 
 
@@ -238,7 +236,6 @@ async def test_starvation_names_the_task_whose_groups_are_dropped() -> None:
 
 async def test_groups_in_a_checkpoint_of_other_tasks_are_resampled() -> None:
     simulation = Simulation(mixture_of([1.0, 1.0]), (1.0, 1.0), (0.0, 0.0), Random(3))
-
     await simulation.step()
     ready = sorted(simulation.buffer._ready)
     state = simulation.buffer.state()

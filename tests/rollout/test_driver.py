@@ -379,7 +379,6 @@ def test_any_exception_is_a_failure_with_short_readable_text(tokenizer: Tokenize
 async def test_cancelling_an_episode_is_not_a_failure_of_its_environment(tokenizer: Tokenizer) -> None:
     environment = Failing([Done()])
     environment.method, environment.seconds = "reset", 9.0
-
     task = asyncio.create_task(conversation(environment, tokenizer, replace(LIMITS, step_timeout_s=9)).start())
     await asyncio.sleep(0.01)
     task.cancel()

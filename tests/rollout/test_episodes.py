@@ -362,7 +362,6 @@ async def test_built_in_environments_judge_truncated_episodes(tokenizer: Tokeniz
     made = make_environment(environment)
     assert isinstance(made, JudgesTruncated)
     episode = Episode(task_id="sums/0", question="1+1=", entry={}, seed=0)
-
     await made.reset(episode)
     done = await made.judge_truncated(None, "turns")
     assert done is not None

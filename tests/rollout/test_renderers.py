@@ -262,7 +262,6 @@ async def test_conversation_starts_a_segment_only_where_thinking_is_stripped(
         lambda turn, limit: SamplingParams(max_new_tokens=limit, temperature=1.0, seed=0),
         lambda ids, more: "2",  # a stop text, which messages leave out
     )
-
     await talk.start()
     while await talk.requests():
         ids = np.array(sampled(folder, replies[talk.num_turns]))

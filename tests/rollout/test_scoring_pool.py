@@ -106,7 +106,6 @@ async def test_groups_of_a_dead_or_stopped_zygote_are_scored_by_its_replacement(
 ) -> None:
     monkeypatch.setattr("titanrl.processes.sandbox._LOOK_S", 0.2)
     seen: list[tuple[str, float]] = []
-
     before = children(os.getpid())
     pool = ScoringPool([CARELESS], CONFIG, on_respawn=lambda cause, seconds: seen.append((cause, seconds)))
     await pool.start()

@@ -493,7 +493,6 @@ async def test_resume_that_does_not_start_keeps_the_configuration_of_the_run(
     monkeypatch.setattr("titanrl.run.run._import_heavy_packages", lambda: None)
     config = validate(read_source(run_dir / "config.yaml", ["generator.replicas=2"]))
     run = GRPO(config, resume=run_dir, console=Console("off", total_steps=1))
-
     with pytest.raises(type(error)):
         await run.start()
     await run.stop(code=1, cause="out of memory")

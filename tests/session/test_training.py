@@ -174,7 +174,7 @@ def test_custom_loss_has_the_gradient_of_the_built_in_one(lab: Lab, way: str) ->
         np.testing.assert_allclose(one, other, atol=2e-6)
 
 
-def test_step_without_a_gradient_changes_no_weight(lab: Lab) -> None:
+async def test_step_without_a_gradient_changes_no_weight(lab: Lab) -> None:
     decayed = replace(ADAM, weight_decay=0.1)
 
     def without(name: str) -> list[Datum]:
@@ -183,24 +183,21 @@ def test_step_without_a_gradient_changes_no_weight(lab: Lab) -> None:
             replace(datum, loss_fn_inputs={**datum.loss_fn_inputs, **zero}) for datum, zero in zip(DATA, zeros, strict=True)
         ]
 
-    async def scenario() -> None:
-        client = lab.client
-        await client.forward_backward(DATA, "ppo")
-        taken = await client.optim_step(decayed)  # from now on, there is momentum
-        assert not taken.is_empty
-        before = await client.compute_logprobs(DATA)
-        for data in (None, without("weights"), without("advantages")):
-            if data is not None:
-                await client.forward_backward(data, "ppo")
-            update = await client.optim_step(decayed)
-            assert (update.is_empty, update.skipped, update.grad_norm) == (True, False, 0.0)
-            assert all_equal(await client.compute_logprobs(DATA), before)
-        assert update.version == taken.version + 3
-        await client.forward_backward(DATA, "ppo")
-        assert not (await client.optim_step(decayed)).is_empty
-        assert not all_equal(await client.compute_logprobs(DATA), before)
-
-    lab.do(scenario())
+    client = lab.client
+    await client.forward_backward(DATA, "ppo")
+    taken = await client.optim_step(decayed)  # from now on, there is momentum
+    assert not taken.is_empty
+    before = await client.compute_logprobs(DATA)
+    for data in (None, without("weights"), without("advantages")):
+        if data is not None:
+            await client.forward_backward(data, "ppo")
+        update = await client.optim_step(decayed)
+        assert (update.is_empty, update.skipped, update.grad_norm) == (True, False, 0.0)
+        assert all_equal(await client.compute_logprobs(DATA), before)
+    assert update.version == taken.version + 3
+    await client.forward_backward(DATA, "ppo")
+    assert not (await client.optim_step(decayed)).is_empty
+    assert not all_equal(await client.compute_logprobs(DATA), before)
 
 
 @pytest.mark.parametrize(
@@ -226,13 +223,10 @@ def test_step_without_a_gradient_changes_no_weight(lab: Lab) -> None:
         (lambda client: client.load_state(None), "path: must be a path"),
     ],
 )
-def test_wrong_arguments_are_refused_without_damage(lab: Lab, call: Any, message: str) -> None:
-    async def scenario() -> None:
-        with pytest.raises((TypeError, ValueError), match=message):
-            await call(lab.client)
-        assert len(await lab.client.compute_logprobs(DATA)) == len(DATA)
-
-    lab.do(scenario())
+async def test_wrong_arguments_are_refused_without_damage(lab: Lab, call: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        await call(lab.client)
+    assert len(await lab.client.compute_logprobs(DATA)) == len(DATA)
 
 
 def test_gradients_accumulate_until_the_step(lab: Lab) -> None:
@@ -246,108 +240,93 @@ def test_gradients_accumulate_until_the_step(lab: Lab) -> None:
     assert lab.do(norm(DATA, DATA)) == pytest.approx(2 * whole, rel=1e-6)
 
 
-def test_state_is_restored_with_and_without_optimizer(lab: Lab) -> None:
+async def test_state_is_restored_with_and_without_optimizer(lab: Lab) -> None:
     async def step() -> list[np.ndarray]:
         await lab.client.forward_backward(DATA, "ppo")
         await lab.client.optim_step(ADAM)
         return await lab.client.compute_logprobs(DATA)
 
-    async def scenario() -> None:
-        first = await step()
-        path = await lab.client.save_state("one")
-        second = await step()
-        assert await lab.client.load_state_with_optimizer(path) == 1
-        assert all_equal(await lab.client.compute_logprobs(DATA), first)
-        assert all_equal(await step(), second)
-        await lab.client.load_state(path)
-        assert all_equal(await lab.client.compute_logprobs(DATA), first)
-        assert not all_equal(await step(), second)  # the moments start at zero again
-
-    lab.do(scenario())
+    first = await step()
+    path = await lab.client.save_state("one")
+    second = await step()
+    assert await lab.client.load_state_with_optimizer(path) == 1
+    assert all_equal(await lab.client.compute_logprobs(DATA), first)
+    assert all_equal(await step(), second)
+    await lab.client.load_state(path)
+    assert all_equal(await lab.client.compute_logprobs(DATA), first)
+    assert not all_equal(await step(), second)  # the moments start at zero again
 
 
-def test_saving_before_the_first_step_changes_nothing(lab: Lab) -> None:
+async def test_saving_before_the_first_step_changes_nothing(lab: Lab) -> None:
     async def step() -> list[np.ndarray]:
         await lab.client.forward_backward(DATA, "ppo")
         await lab.client.optim_step(ADAM)
         return await lab.client.compute_logprobs(DATA)
 
-    async def scenario() -> None:
-        await lab.trainer.start_over()  # an optimizer without any state
-        plain = await step()
-        await lab.client.load_state_with_optimizer(lab.start)
-        await lab.trainer.start_over()
-        await lab.client.save_state("early")
-        assert all_equal(await step(), plain)
-
-    lab.do(scenario())
+    await lab.trainer.start_over()  # an optimizer without any state
+    plain = await step()
+    await lab.client.load_state_with_optimizer(lab.start)
+    await lab.trainer.start_over()
+    await lab.client.save_state("early")
+    assert all_equal(await step(), plain)
 
 
-def test_logprobs_of_the_moving_average_follow_the_weights(lab: Lab) -> None:
+async def test_logprobs_of_the_moving_average_follow_the_weights(lab: Lab) -> None:
     def distance(some: list[np.ndarray], others: list[np.ndarray]) -> float:
         return max(float(np.abs(one - other).max()) for one, other in zip(some, others, strict=True))
 
-    async def scenario() -> None:
-        start = await lab.client.compute_logprobs(DATA)
-        assert all_equal(await lab.client.compute_logprobs(DATA, at_version="ema"), start)
-        await lab.client.forward_backward(DATA, "ppo")
-        await lab.client.optim_step(ADAM)
-        after, average = await lab.client.compute_logprobs(DATA), await lab.client.compute_logprobs(DATA, at_version="ema")
-        assert 0.0 < distance(average, start) < distance(after, start)
-        assert 0.0 < distance(average, after) < distance(after, start)
-        await lab.client.load_state(await lab.client.save_state("moved"))  # which starts the average again
-        assert all_equal(await lab.client.compute_logprobs(DATA, at_version="ema"), after)
-
-    lab.do(scenario())
+    start = await lab.client.compute_logprobs(DATA)
+    assert all_equal(await lab.client.compute_logprobs(DATA, at_version="ema"), start)
+    await lab.client.forward_backward(DATA, "ppo")
+    await lab.client.optim_step(ADAM)
+    after, average = await lab.client.compute_logprobs(DATA), await lab.client.compute_logprobs(DATA, at_version="ema")
+    assert 0.0 < distance(average, start) < distance(after, start)
+    assert 0.0 < distance(average, after) < distance(after, start)
+    await lab.client.load_state(await lab.client.save_state("moved"))  # which starts the average again
+    assert all_equal(await lab.client.compute_logprobs(DATA, at_version="ema"), after)
 
 
-def test_logprobs_of_a_kept_version_are_reproduced(lab: Lab) -> None:
-    async def scenario() -> None:
-        before = await lab.client.compute_logprobs(DATA)
-        held = await lab.client.keep_weights()
-        await lab.client.forward_backward(DATA, "ppo")
-        await lab.client.optim_step(ADAM)
-        assert not all_equal(await lab.client.compute_logprobs(DATA), before)
-        assert all_equal(await lab.client.compute_logprobs(DATA, held), before)
-
-    lab.do(scenario())
+async def test_logprobs_of_a_kept_version_are_reproduced(lab: Lab) -> None:
+    before = await lab.client.compute_logprobs(DATA)
+    held = await lab.client.keep_weights()
+    await lab.client.forward_backward(DATA, "ppo")
+    await lab.client.optim_step(ADAM)
+    assert not all_equal(await lab.client.compute_logprobs(DATA), before)
+    assert all_equal(await lab.client.compute_logprobs(DATA, held), before)
 
 
-def test_failed_request_cancels_later_ones_until_zero_grad(lab: Lab) -> None:
-    async def scenario() -> None:
-        failing = lab.client.forward_backward_custom(DATA, losses.broken)
-        behind = lab.client.optim_step(ADAM)
-        with pytest.raises(RuntimeError, match="the loss itself is broken"):
-            await failing
-        recovered = lab.client.zero_grad()
-        with pytest.raises(PoisonedError, match="the loss itself is broken"):
-            await behind
-        await recovered
-        for returned, text in (
-            (1.0, "loss: must return a pair of loss and metrics"),
-            ((torch.ones(()), {}), "loss: must return a scalar tensor with gradient"),
-            ((torch.ones(2, requires_grad=True), {}), "loss: must return a scalar tensor with gradient"),
-        ):
-            with pytest.raises(TypeError, match=text):
-                await lab.client.forward_backward_custom(DATA, lambda data, logprobs, it=returned: it)  # type: ignore[misc]
-            await lab.client.zero_grad()
-        for loss, config, text in (
-            ("nonsense", {}, "loss_fn: unknown loss"),
-            ("ppo", {"clip": 0.2}, "loss_fn_config.clip: ppo has no such option"),
-            ("tests.launch.losses:absent", {}, "has no attribute 'absent'"),
-            ("tests.launch.losses:broken", {}, "the loss itself is broken"),
-            (custom_objects.clipped, {"clip": 0.2}, "loss_fn_config.clip=0.2, .* no such option"),
-            (custom_objects.one_sided, {}, r"one_sided raised KeyError: .advantage.|the loss raised on trainer rank 0"),
-        ):
-            with pytest.raises(Exception, match=text):
-                await lab.client.forward_backward(DATA, loss, config)
-            await lab.client.zero_grad()
-        with pytest.raises(ValueError, match=r"data\[0\].loss_fn_inputs: 'logprobs' is missing"):
-            await lab.client.forward_backward(SUPERVISED, "ppo")
+async def test_failed_request_cancels_later_ones_until_zero_grad(lab: Lab) -> None:
+    failing = lab.client.forward_backward_custom(DATA, losses.broken)
+    behind = lab.client.optim_step(ADAM)
+    with pytest.raises(RuntimeError, match="the loss itself is broken"):
+        await failing
+    recovered = lab.client.zero_grad()
+    with pytest.raises(PoisonedError, match="the loss itself is broken"):
+        await behind
+    await recovered
+    for returned, text in (
+        (1.0, "loss: must return a pair of loss and metrics"),
+        ((torch.ones(()), {}), "loss: must return a scalar tensor with gradient"),
+        ((torch.ones(2, requires_grad=True), {}), "loss: must return a scalar tensor with gradient"),
+    ):
+        with pytest.raises(TypeError, match=text):
+            await lab.client.forward_backward_custom(DATA, lambda data, logprobs, it=returned: it)  # type: ignore[misc]
         await lab.client.zero_grad()
-        assert (await lab.client.optim_step(ADAM)).grad_norm == 0.0
-
-    lab.do(scenario())
+    for loss, config, text in (
+        ("nonsense", {}, "loss_fn: unknown loss"),
+        ("ppo", {"clip": 0.2}, "loss_fn_config.clip: ppo has no such option"),
+        ("tests.launch.losses:absent", {}, "has no attribute 'absent'"),
+        ("tests.launch.losses:broken", {}, "the loss itself is broken"),
+        (custom_objects.clipped, {"clip": 0.2}, "loss_fn_config.clip=0.2, .* no such option"),
+        (custom_objects.one_sided, {}, r"one_sided raised KeyError: .advantage.|the loss raised on trainer rank 0"),
+    ):
+        with pytest.raises(Exception, match=text):
+            await lab.client.forward_backward(DATA, loss, config)
+        await lab.client.zero_grad()
+    with pytest.raises(ValueError, match=r"data\[0\].loss_fn_inputs: 'logprobs' is missing"):
+        await lab.client.forward_backward(SUPERVISED, "ppo")
+    await lab.client.zero_grad()
+    assert (await lab.client.optim_step(ADAM)).grad_norm == 0.0
 
 
 def by_hand(output: ForwardBackwardOutput, algorithm: AlgorithmConfig) -> float:
@@ -389,51 +368,41 @@ async def read_weights(lab: Lab, commit: Commit) -> dict[str, torch.Tensor]:
     return targets
 
 
-def test_push_during_the_next_pass_sends_the_current_version(lab: Lab) -> None:
-    async def run() -> tuple[dict[str, torch.Tensor], ...]:
-        await lab.client.forward_backward(DATA, "ppo")
-        version = (await lab.client.optim_step(ADAM)).version
-        alone = await read_weights(lab, Commit(version, tuple(await lab.trainer.push_weights(version))))
-        beside, _ = await asyncio.gather(lab.trainer.push_weights(version), lab.client.forward_backward(DATA, "ppo"))
-        await lab.client.optim_step(ADAM)
-        overlapped = await read_weights(lab, Commit(version, tuple(beside)))
-        later = await read_weights(lab, Commit(version + 1, tuple(await lab.trainer.push_weights(version + 1))))
-        return alone, overlapped, later
-
-    alone, overlapped, later = lab.do(run())
+async def test_push_during_the_next_pass_sends_the_current_version(lab: Lab) -> None:
+    await lab.client.forward_backward(DATA, "ppo")
+    version = (await lab.client.optim_step(ADAM)).version
+    alone = await read_weights(lab, Commit(version, tuple(await lab.trainer.push_weights(version))))
+    beside, _ = await asyncio.gather(lab.trainer.push_weights(version), lab.client.forward_backward(DATA, "ppo"))
+    await lab.client.optim_step(ADAM)
+    overlapped = await read_weights(lab, Commit(version, tuple(beside)))
+    later = await read_weights(lab, Commit(version + 1, tuple(await lab.trainer.push_weights(version + 1))))
     assert all(torch.equal(alone[name], overlapped[name]) for name in alone)
     assert not any(torch.equal(alone[name], later[name]) for name in alone)
 
 
-def test_push_during_a_pass_with_kept_weights_sends_the_live_ones(lab: Lab) -> None:
-    async def run() -> tuple[dict[str, torch.Tensor], ...]:
-        held = await lab.client.keep_weights()
-        await lab.client.forward_backward(DATA, "ppo")
-        version = (await lab.client.optim_step(ADAM)).version
-        alone = await read_weights(lab, Commit(version, tuple(await lab.trainer.push_weights(version))))
-        passes = [lab.client.compute_logprobs(DATA, held) for _ in range(3)]
-        beside, *_ = await asyncio.gather(lab.trainer.push_weights(version), *passes)
-        return alone, await read_weights(lab, Commit(version, tuple(beside)))
-
-    alone, overlapped = lab.do(run())
+async def test_push_during_a_pass_with_kept_weights_sends_the_live_ones(lab: Lab) -> None:
+    held = await lab.client.keep_weights()
+    await lab.client.forward_backward(DATA, "ppo")
+    version = (await lab.client.optim_step(ADAM)).version
+    alone = await read_weights(lab, Commit(version, tuple(await lab.trainer.push_weights(version))))
+    passes = [lab.client.compute_logprobs(DATA, held) for _ in range(3)]
+    beside, *_ = await asyncio.gather(lab.trainer.push_weights(version), *passes)
+    overlapped = await read_weights(lab, Commit(version, tuple(beside)))
     assert all(torch.equal(alone[name], overlapped[name]) for name in alone)
 
 
-def test_busy_time_counts_computing_and_not_waiting(lab: Lab) -> None:
-    async def scenario() -> None:
-        await lab.trainer.optim_step(ADAM)
-        started = time.perf_counter()
-        await lab.trainer.run_data(DATA, "tests.launch.losses:slow", {}, backward=True)
-        limit_s = time.perf_counter() - started
-        await asyncio.sleep(0.5)
-        started = time.perf_counter()
-        update = await lab.trainer.optim_step(ADAM)
-        limit_s += time.perf_counter() - started
-        assert 0.3 <= update.busy_s <= limit_s
-        started = time.perf_counter()
-        assert (await lab.trainer.optim_step(ADAM)).busy_s <= time.perf_counter() - started, "the others are not counted again"
-
-    lab.do(scenario())
+async def test_busy_time_counts_computing_and_not_waiting(lab: Lab) -> None:
+    await lab.trainer.optim_step(ADAM)
+    started = time.perf_counter()
+    await lab.trainer.run_data(DATA, "tests.launch.losses:slow", {}, backward=True)
+    limit_s = time.perf_counter() - started
+    await asyncio.sleep(0.5)
+    started = time.perf_counter()
+    update = await lab.trainer.optim_step(ADAM)
+    limit_s += time.perf_counter() - started
+    assert 0.3 <= update.busy_s <= limit_s
+    started = time.perf_counter()
+    assert (await lab.trainer.optim_step(ADAM)).busy_s <= time.perf_counter() - started, "the others are not counted again"
 
 
 def test_rank_with_another_request_is_named_and_the_trainer_refuses_to_continue(running: Lab) -> None:

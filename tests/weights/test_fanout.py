@@ -5,7 +5,7 @@ import os
 import pickle
 import signal
 import socket
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,6 +18,7 @@ from tests.forks import fork, prepare_templates
 from tests.shared_memory import abandoned
 from tests.trainer.ranks import FORKED
 from tests.weights.processes import HostReader, Pulled, Wire, Writer, read_from_wire
+from tests.workers import Looped
 from titanrl.config import load_config
 from titanrl.hosts.kinds import EmulatedHosts
 from titanrl.launch.assembly import Fleet, start_hosts
@@ -218,16 +219,13 @@ def weights(version: int) -> torch.Tensor:
     return torch.arange(256 * 128, dtype=torch.float32).view(SHAPE) % 251 - version
 
 
-class World:
+class World(Looped):
     """A trainer rank on one emulated host, and readers on two others."""
 
     def __init__(self, log_dir: Path) -> None:
+        super().__init__(asyncio.Runner())
         self._log_dir = log_dir
-        self._runner = asyncio.Runner()
         self._hosts = EmulatedHosts(HOSTS)
-
-    def do(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return self._runner.run(asyncio.wait_for(work, 120))
 
     async def start(self) -> None:
         self._supervisor = Supervisor()
@@ -290,41 +288,32 @@ def received(pulled: list[Pulled]) -> list[int]:
     return [sum(reply.num_received for reply in pulled[first : first + NUM_RANKS]) for first in (0, NUM_RANKS)]
 
 
-def test_eight_ranks_on_two_hosts_receive_each_version_twice(world: World) -> None:
-    async def scenario() -> None:
-        readers = world.readers()
-        for version in (1, 2, 3, 5):
-            commit = await world.publish(version)
-            assert [type(handle) for handle in commit.manifests[0].handles] == [ArenaHandle, RdmaHandle]
-            pulled = await pull(readers, commit)
-            assert len(pulled) == NUM_HOSTS * NUM_RANKS
-            assert_exact(pulled, version)
-            assert received(pulled) == [NUM_BYTES, NUM_BYTES], "each host receives the version once"
-            again = await pull(readers, commit)
-            assert_exact(again, version)
-            assert received(again) == [0, 0]
-
-    world.do(scenario())
-
-
-def test_older_version_can_be_pulled_after_the_newer_one(world: World) -> None:
-    async def scenario() -> None:
-        readers = world.readers()
-        first, second = await world.publish(20), await world.publish(21)
-        for commit in (second, first, second, first):
-            assert_exact(await pull(readers, commit), commit.version)
-
-    world.do(scenario())
-
-
-def test_overwritten_version_is_refused_by_every_rank(world: World) -> None:
-    async def scenario() -> None:
-        readers = world.readers()
-        commit = await world.publish(30)
-        for version in (31, 32):
-            await world.publish(version)
+async def test_eight_ranks_on_two_hosts_receive_each_version_twice(world: World) -> None:
+    readers = world.readers()
+    for version in (1, 2, 3, 5):
+        commit = await world.publish(version)
+        assert [type(handle) for handle in commit.manifests[0].handles] == [ArenaHandle, RdmaHandle]
         pulled = await pull(readers, commit)
-        assert all("version 30 of rank 0 was overwritten while it was read" in reply.error for reply in pulled)
-        assert_exact(await pull(readers, await world.publish(33)), 33)
+        assert len(pulled) == NUM_HOSTS * NUM_RANKS
+        assert_exact(pulled, version)
+        assert received(pulled) == [NUM_BYTES, NUM_BYTES], "each host receives the version once"
+        again = await pull(readers, commit)
+        assert_exact(again, version)
+        assert received(again) == [0, 0]
 
-    world.do(scenario())
+
+async def test_older_version_can_be_pulled_after_the_newer_one(world: World) -> None:
+    readers = world.readers()
+    first, second = await world.publish(20), await world.publish(21)
+    for commit in (second, first, second, first):
+        assert_exact(await pull(readers, commit), commit.version)
+
+
+async def test_overwritten_version_is_refused_by_every_rank(world: World) -> None:
+    readers = world.readers()
+    commit = await world.publish(30)
+    for version in (31, 32):
+        await world.publish(version)
+    pulled = await pull(readers, commit)
+    assert all("version 30 of rank 0 was overwritten while it was read" in reply.error for reply in pulled)
+    assert_exact(await pull(readers, await world.publish(33)), 33)

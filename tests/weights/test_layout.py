@@ -426,7 +426,6 @@ async def test_weights_transposed_in_place_are_published_transposed() -> None:
     store: Any = MemoryStore()
     publisher, reader = WeightPublisher("run", 0, store, torch.float32, ["arena"]), WeightReader("run", store)
     state, target = {"w": torch.tensor([[1.0, 2.0], [3.0, 4.0]])}, {"w": torch.zeros(2, 2)}
-
     await publisher.publish(1, state)
     state["w"].t_()
     manifest = await publisher.publish(2, state)
@@ -439,7 +438,6 @@ async def test_layout_of_another_size_is_refused_and_the_old_one_still_works(num
     store: Any = MemoryStore()
     publisher, reader = WeightPublisher("run", 0, store, torch.float32, ["arena"]), WeightReader("run", store)
     state, target = {"w": torch.ones(100)}, {"w": torch.zeros(100)}
-
     await publisher.publish(1, state)
     with pytest.raises(ValueError, match=r"weights: the size of trainer rank 0's shards must stay 448 bytes during a run"):
         await publisher.publish(2, {"w": torch.ones(numel)})

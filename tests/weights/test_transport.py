@@ -1,7 +1,7 @@
 """torchstore and every transport between real processes."""
 
 import asyncio
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 
 from tests.forks import fork, prepare_templates
 from tests.weights.processes import Reader, Writer
+from tests.workers import Looped
 from titanrl.config import load_config
 from titanrl.config.sections import TransportName
 from titanrl.launch.assembly import Fleet
@@ -31,15 +32,12 @@ def zeros() -> dict[str, torch.Tensor]:
     }
 
 
-class World:
+class World(Looped):
     """A store, a writer and a reader, each in a separate process."""
 
     def __init__(self, log_dir: Path) -> None:
+        super().__init__(asyncio.Runner())
         self._log_dir = log_dir
-        self._runner = asyncio.Runner()
-
-    def do(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return self._runner.run(asyncio.wait_for(work, 120))
 
     async def start(self) -> None:
         self._supervisor = Supervisor()
@@ -91,70 +89,55 @@ def test_every_transport_delivers_cast_parameters_and_uncast_buffers(
     assert_is_state(world.do(world.pull(commit)))
 
 
-def test_reader_uses_the_first_transport_that_reaches_it(world: World) -> None:
-    async def scenario() -> dict[str, torch.Tensor]:
-        commit = await world.publish(4, "arena", "rdma")
-        (manifest,) = commit.manifests
-        arena, rdma = manifest.handles
-        elsewhere = replace(arena, host="another")
-        moved = Commit(4, (replace(manifest, handles=(elsewhere, rdma)),))
-        with pytest.raises(Exception, match=r"no offered transport reaches this host .* \(got \['ArenaHandle'\]\)"):
-            await world.pull(Commit(4, (replace(manifest, handles=(elsewhere,)),)))
-        return await world.pull(moved)
-
-    assert_is_state(world.do(scenario()))
+async def test_reader_uses_the_first_transport_that_reaches_it(world: World) -> None:
+    commit = await world.publish(4, "arena", "rdma")
+    (manifest,) = commit.manifests
+    arena, rdma = manifest.handles
+    elsewhere = replace(arena, host="another")
+    moved = Commit(4, (replace(manifest, handles=(elsewhere, rdma)),))
+    with pytest.raises(Exception, match=r"no offered transport reaches this host .* \(got \['ArenaHandle'\]\)"):
+        await world.pull(Commit(4, (replace(manifest, handles=(elsewhere,)),)))
+    assert_is_state(await world.pull(moved))
 
 
-def test_rdma_read_of_an_overwritten_version_is_refused(world: World) -> None:
-    async def scenario() -> None:
-        commit = await world.publish(5, "rdma")
-        for version in (6, 7):
-            await world.writer.publish_again.call_one(version, STATE, KEEP)
-        await world.pull(commit)
-
+async def test_rdma_read_of_an_overwritten_version_is_refused(world: World) -> None:
+    commit = await world.publish(5, "rdma")
+    for version in (6, 7):
+        await world.writer.publish_again.call_one(version, STATE, KEEP)
     with pytest.raises(
         Exception, match=r"version 5 of rank 0 was overwritten while it was read \(sequence 4, published as 2\)"
     ):
-        world.do(scenario())
+        await world.pull(commit)
 
 
-def test_second_rdma_fetch_does_not_change_the_first(world: World) -> None:
-    async def scenario() -> dict[str, torch.Tensor]:
-        first = await world.publish(21, "rdma")
-        changed = {name: value + 1 for name, value in STATE.items()}
-        second = Commit(22, (await world.writer.publish_again.call_one(22, changed, KEEP),))
-        pulled: dict[str, torch.Tensor] = await world.reader.fetch_two.call_one(first, second, zeros())
-        return pulled
-
-    assert_is_state(world.do(scenario()))
+async def test_second_rdma_fetch_does_not_change_the_first(world: World) -> None:
+    first = await world.publish(21, "rdma")
+    changed = {name: value + 1 for name, value in STATE.items()}
+    second = Commit(22, (await world.writer.publish_again.call_one(22, changed, KEEP),))
+    pulled: dict[str, torch.Tensor] = await world.reader.fetch_two.call_one(first, second, zeros())
+    assert_is_state(pulled)
 
 
-def test_store_keeps_objects_until_they_are_deleted(world: World) -> None:
-    async def scenario() -> None:
-        store = world.store
-        await store.put("run/x", {"a": (1, 2)})
-        assert await store.get("run/x") == {"a": (1, 2)}
-        assert await store.exists("run/x")
-        await store.delete("run/x")
-        assert not await store.exists("run/x")
-        with pytest.raises(KeyError, match="run/x"):
-            await store.get("run/x")
-
-    world.do(scenario())
+async def test_store_keeps_objects_until_they_are_deleted(world: World) -> None:
+    store = world.store
+    await store.put("run/x", {"a": (1, 2)})
+    assert await store.get("run/x") == {"a": (1, 2)}
+    assert await store.exists("run/x")
+    await store.delete("run/x")
+    assert not await store.exists("run/x")
+    with pytest.raises(KeyError, match="run/x"):
+        await store.get("run/x")
 
 
-def test_damaged_and_deleted_bytes_are_refused(world: World) -> None:
-    async def scenario() -> None:
-        commit = await world.publish(11, "store")
-        key = rank_key("run", 11, 0)
-        damaged = (await world.store.get(key)).clone()
-        damaged[3] += 1
-        await world.store.delete(key)
-        await world.store.put(key, damaged)
-        with pytest.raises(Exception, match=r"version 11 of rank 0 does not match its published digest"):
-            await world.pull(commit)
-        await world.store.delete(key)
-        with pytest.raises(Exception, match="run/v11/rank0 is not in the store"):
-            await world.pull(commit)
-
-    world.do(scenario())
+async def test_damaged_and_deleted_bytes_are_refused(world: World) -> None:
+    commit = await world.publish(11, "store")
+    key = rank_key("run", 11, 0)
+    damaged = (await world.store.get(key)).clone()
+    damaged[3] += 1
+    await world.store.delete(key)
+    await world.store.put(key, damaged)
+    with pytest.raises(Exception, match=r"version 11 of rank 0 does not match its published digest"):
+        await world.pull(commit)
+    await world.store.delete(key)
+    with pytest.raises(Exception, match="run/v11/rank0 is not in the store"):
+        await world.pull(commit)
