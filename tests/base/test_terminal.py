@@ -36,7 +36,8 @@ def test_command_continues_after_output_fails(redirection: str, cause: str | Non
 
 
 def test_closed_pipe_does_not_stop_the_command(tmp_path: Path) -> None:
-    program = PRINT + "import time; time.sleep(0.5); print('third'); print('fourth')"
+    until_closed = "import os, stat, time\nwhile stat.S_ISFIFO(os.fstat(1).st_mode):\n print('third')\n time.sleep(0.01)\n"
+    program = PRINT + until_closed + "print('fourth')"
     result = shell(f'set -o pipefail; "$1" -c "{program}" | head -n 1')
     assert result.returncode == 0
     assert result.stdout == "first → line\n"
@@ -80,8 +81,9 @@ def test_deleted_working_directory_exits_with_2(tmp_path: Path) -> None:
 def test_command_says_what_it_waits_for(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(terminal, "QUIET_S", 0.05)
     with terminal.announcing("importing"):
-        time.sleep(0.5)
-    assert capfd.readouterr().err == "importing ...\n"
+        while not (written := capfd.readouterr().err):
+            time.sleep(0.01)
+    assert written + capfd.readouterr().err == "importing ...\n"
     monkeypatch.setattr(terminal, "QUIET_S", 0.5)
     with terminal.announcing("importing"):
         pass

@@ -509,12 +509,14 @@ def test_call_after_the_end_is_gone(tokenizer: Tokenizer, tmp_path: Path) -> Non
 
 
 def test_client_that_hangs_up_is_not_trained_on(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    code = """
-        messages = [{"role": "user", "content": task.question}]
-        try:
-            await asyncio.wait_for(create(model=task.model, messages=messages), 0.2)
-        except asyncio.TimeoutError:
-            pass
+    is_asked, again, replied = tmp_path / "asked", asyncio.Event(), asyncio.Event()
+    code = f"""
+        import pathlib
+        messages = [{{"role": "user", "content": task.question}}]
+        call = asyncio.create_task(create(model=task.model, messages=messages))
+        while not pathlib.Path({str(is_asked)!r}).exists():
+            await asyncio.sleep(0.01)
+        call.cancel()
         await create(model=task.model, messages=messages)
     """
 
@@ -522,8 +524,14 @@ def test_client_that_hangs_up_is_not_trained_on(tokenizer: Tokenizer, tmp_path: 
         async def __call__(
             self, requests: Sequence[GenerationRequest], *, on_tokens: OnTokens | None = None
         ) -> list[Completion]:
-            if not self.record:
-                await asyncio.sleep(0.6)
+            if is_asked.exists():
+                again.set()
+                await replied.wait()
+            else:
+                is_asked.touch()
+                await again.wait()  # the client has hung up
+                await asyncio.sleep(0.2)
+            replied.set()
             return await super().__call__(requests)
 
     group, policy = play(tokenizer, module(tmp_path, code), Slow(tokenizer, ["3", "2"]))

@@ -36,7 +36,7 @@ class Running:
         return tinker.ServiceClient(base_url=self.server.url, api_key=key)
 
     def http(self, key: str = ANN) -> httpx.Client:
-        return httpx.Client(base_url=f"{self.server.url}/api/v1", headers={"x-api-key": key}, timeout=30, verify=False)
+        return httpx.Client(base_url=f"{self.server.url}/api/v1", headers={"x-api-key": key}, timeout=60, verify=False)
 
     def result(self, http: httpx.Client, submitted: httpx.Response) -> Any:
         """Return the JSON result of a request."""
@@ -421,11 +421,11 @@ def test_training_does_not_wait_for_requests_of_replaced_weights(running: Runnin
     sampler = client.save_weights_and_get_sampling_client(kind="inflight").result()
     reply = sampler.sample(prompt_of([1]), 1, types.SamplingParams(max_tokens=1))
     until(lambda: running.host.num_samples == 1)
-    client.save_weights_and_get_sampling_client(kind="inflight").result(timeout=10)
+    client.save_weights_and_get_sampling_client(kind="inflight").result(timeout=60)
     step(client)
     assert (running.host.num_samplers, running.host.pause is not None) == (2, True)
     running.server.loop.call_soon_threadsafe(running.host.pause.set)
-    reply.result(timeout=10)
+    reply.result(timeout=60)
     until(lambda: running.host.num_samplers == 1)
 
 
