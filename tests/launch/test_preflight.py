@@ -83,12 +83,7 @@ def test_dense_model_has_no_experts_to_distribute() -> None:
     ("override", "rule", "fix"),
     [
         ("data.task=chainsum", "reasoning-gym has no such task", "did you mean chain_sum?"),
-        ("data.task_config={min_term: 3}", "unexpected keyword argument 'min_term'", "correct data.task_config"),
-        ("data.task_config={min_terms: 9}", "max_terms must be >= min_terms", "correct data.task_config"),
-        ("data.task_config={seed: 1}", "TitanRL sets this option", "remove it, and set seed"),
         ("data.task_config={min_terms: true}", "the task expects int", "write a value of this type"),
-        ("data.max_prompt_tokens=4", "longer than data.max_prompt_tokens", "raise data.max_prompt_tokens"),
-        ("data.system_prompt=Add.", "the tokenizer has no chat template", "remove it"),
     ],
 )
 def test_invalid_task_is_reported_with_line(override: str, rule: str, fix: str) -> None:
@@ -101,13 +96,8 @@ def test_invalid_task_is_reported_with_line(override: str, rule: str, fix: str) 
 @pytest.mark.parametrize(
     ("line", "rule"),
     [
-        ('{"text": "1 + 2 =", "answer": "3"}', "prompt is missing"),
         ('{"prompt": "1 + 2 =", "answer": true}', "answer must be text or a number, got true"),
-        ('{"prompt": "1 + 2 = \\ud800", "answer": "3"}', "must be valid Unicode, but contains the lone surrogate U+D800"),
-        ("[" * 10_000 + "]" * 10_000, "must not be nested deeper than 100 levels"),
-        ('{"prompt": "1 + 2 =", "answer": ' + "9" * 5000 + "}", "must not have an integer of more than 4,300 digits"),
         ('{"prompt": ["' + "x" * 100_000 + '"], "answer": "3"}', "messages[0] must be an object, got str"),
-        ("{not json}", "must be valid JSON"),
     ],
 )
 def test_invalid_jsonl_is_reported_with_line(line: str, rule: str) -> None:
@@ -250,11 +240,7 @@ def test_process_that_cannot_be_started_is_reported(monkeypatch: pytest.MonkeyPa
     [
         ("def PROMPTS(seed): return {}", "must return a list of prompts, got dict"),
         ("def PROMPTS(seed): return 1 / 0", "the function raised ZeroDivisionError: division by zero"),
-        ("PROMPTS = [{'prompt': 'a', 'answer': '1'}, 'b']", "item 1: must be a mapping with prompt and answer, got str"),
-        ("PROMPTS = [{'prompt': 'a', 'answer': True}]", "item 0: answer must be text or a number, got true"),
         ("PROMPTS = [{'answer': '1'}]", "item 0: prompt is missing"),
-        ("PROMPTS = [{'prompt': 'a'}]", "item 0: answer is missing"),
-        ("PROMPTS = [{'prompt': 'a', 'answer': '1', 'call': lambda: 0}]", "item 0: must be picklable, to be sent to rewards: "),
         ("PROMPTS = [{'prompt': '1 + 1 =', 'answer': '2'}] * 3", "must have a held-out prompt, but has none"),
     ],
 )

@@ -149,23 +149,19 @@ def test_without_py_spy_the_process_writes_its_own_stacks(tmp_path: Path, monkey
     assert "spin_in_python" in (tmp_path / "logs" / "patient_0.log").read_text()
 
 
-def test_run_that_waits_reports_again_after_twice_the_time(tmp_path: Path) -> None:
-    async def scenario() -> Ward:
-        (tmp_path / "logs").mkdir()
-        ward = Ward(tmp_path, on_stall="wait", min_stall_s=0.1)
-        await ward.settle(lambda: asyncio.sleep(0))
+async def test_run_that_waits_reports_again_after_twice_the_time(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    ward = Ward(tmp_path, on_stall="wait", min_stall_s=0.1)
+    await ward.settle(lambda: asyncio.sleep(0))
 
-        async def answer_after_two_reports() -> str:
-            while len(ward.warnings) < 2:
-                await asyncio.sleep(0.01)
-            return "late"
+    async def answer_after_two_reports() -> str:
+        while len(ward.warnings) < 2:
+            await asyncio.sleep(0.01)
+        return "late"
 
-        assert await ward.supervisor.ask("patient.answer", answer_after_two_reports(), 60, PATIENT) == "late"
-        with pytest.raises(DeadlineError, match=r"no reply to 'patient\.hang' for 0\.2 s \(the limit"):
-            await ward.supervisor.ask("patient.hang", asyncio.sleep(60), 0.2)
-        return ward
-
-    ward = asyncio.run(scenario())
+    assert await ward.supervisor.ask("patient.answer", answer_after_two_reports(), 60, PATIENT) == "late"
+    with pytest.raises(DeadlineError, match=r"no reply to 'patient\.hang' for 0\.2 s \(the limit"):
+        await ward.supervisor.ask("patient.hang", asyncio.sleep(60), 0.2)
     *reported, last = (event["seconds"] for event in ward.events)
     assert reported == pytest.approx([reported[0] * (2**number - 1) for number in range(1, len(reported) + 1)])
     assert last == 0.2
@@ -173,20 +169,16 @@ def test_run_that_waits_reports_again_after_twice_the_time(tmp_path: Path) -> No
     assert all("still waiting (faults.on_stall)" in text for text in ward.warnings)
 
 
-def test_progress_is_not_a_stall(tmp_path: Path) -> None:
-    async def scenario() -> Ward:
-        (tmp_path / "logs").mkdir()
-        ward, finished = Ward(tmp_path, min_stall_s=0.1), iter([1, 2, 3, 4, 4])
-        await ward.settle(lambda: asyncio.sleep(0))
+async def test_progress_is_not_a_stall(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    ward, finished = Ward(tmp_path, min_stall_s=0.1), iter([1, 2, 3, 4, 4])
+    await ward.settle(lambda: asyncio.sleep(0))
 
-        async def progress() -> int:
-            return next(finished)
+    async def progress() -> int:
+        return next(finished)
 
-        with pytest.raises(StallError):
-            await ward.supervisor.ask("patient.answer", asyncio.sleep(60), 60, Pace(kind="patient.answer", progress=progress))
-        return ward
-
-    ward = asyncio.run(scenario())
+    with pytest.raises(StallError):
+        await ward.supervisor.ask("patient.answer", asyncio.sleep(60), 60, Pace(kind="patient.answer", progress=progress))
     (event,) = ward.events
     assert event["seconds"] >= 0.5  # five intervals
 
@@ -202,21 +194,18 @@ def test_reply_that_waited_for_a_replacement_raises_no_deadline(tmp_path: Path) 
     assert watchdog.limit("buffer.take_batch", Pace(), 1800.0) == learned < 2 * LIMIT_S
 
 
-def test_breakpoint_in_the_controller_is_not_a_stall(tmp_path: Path) -> None:
-    async def scenario() -> Ward:
-        ward = Ward(tmp_path, min_stall_s=3)
-        await ward.settle(lambda: asyncio.sleep(0))
+async def test_breakpoint_in_the_controller_is_not_a_stall(tmp_path: Path) -> None:
+    ward = Ward(tmp_path, min_stall_s=3)
+    await ward.settle(lambda: asyncio.sleep(0))
 
-        async def answer_after_a_breakpoint() -> str:
-            await asyncio.sleep(0.1)
-            time.sleep(4.5)  # blocks the event loop, as pdb does
-            await asyncio.sleep(0.5)
-            return "answer"
+    async def answer_after_a_breakpoint() -> str:
+        await asyncio.sleep(0.1)
+        time.sleep(4.5)  # blocks the event loop, as pdb does
+        await asyncio.sleep(0.5)
+        return "answer"
 
-        assert await ward.supervisor.ask("patient.answer", answer_after_a_breakpoint(), 60, PATIENT) == "answer"
-        return ward
-
-    assert asyncio.run(scenario()).events == []
+    assert await ward.supervisor.ask("patient.answer", answer_after_a_breakpoint(), 60, PATIENT) == "answer"
+    assert ward.events == []
 
 
 def processes(*names: str) -> list[Process]:

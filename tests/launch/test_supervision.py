@@ -196,26 +196,23 @@ def test_process_whose_event_loop_ends_exits(tmp_path: Path) -> None:
     assert log.endswith("the event loop ended: KeyboardInterrupt; this process exits\n")
 
 
-def test_every_actor_on_another_machine_reports_its_role() -> None:
-    async def run() -> None:
-        supervisor, ended = Supervisor(), asyncio.Queue[str]()
-        supervisor.watch("rollout_1_0", 17, "far")
-        supervisor.watch("rollout_10_0", 18, "far")
-        for role in ("rollout_1", "rollout_10"):
-            end, probe = partial(ended.put_nowait, role), partial(asyncio.sleep, 0)
-            supervisor.replace(role, Replaceable(on_death=lambda cause, end=end: end(), probe=probe, is_up=lambda: True))
+async def test_every_actor_on_another_machine_reports_its_role() -> None:
+    supervisor, ended = Supervisor(), asyncio.Queue[str]()
+    supervisor.watch("rollout_1_0", 17, "far")
+    supervisor.watch("rollout_10_0", 18, "far")
+    for role in ("rollout_1", "rollout_10"):
+        end, probe = partial(ended.put_nowait, role), partial(asyncio.sleep, 0)
+        supervisor.replace(role, Replaceable(on_death=lambda cause, end=end: end(), probe=probe, is_up=lambda: True))
 
-        def report(mesh: str, text: str) -> None:
-            monarch.actor.unhandled_fault_hook(SimpleNamespace(mesh_name=mesh, report=lambda: text))  # type: ignore[arg-type]
+    def report(mesh: str, text: str) -> None:
+        monarch.actor.unhandled_fault_hook(SimpleNamespace(mesh_name=mesh, report=lambda: text))  # type: ignore[arg-type]
 
-        for mesh in ("setup-1a", "interface-1a", "rollout_2-1a", "rollout_10_shard-1a", "rollout_1-1a"):
-            report(mesh, f"{PROCESS_FAILED} failed")
-        assert [await asyncio.wait_for(ended.get(), 10) for _ in range(2)] == ["rollout_10", "rollout_1"]
-        assert ended.empty()
-        assert supervisor.failure is None
-        supervisor.expect_deaths()
-
-    asyncio.run(run())
+    for mesh in ("setup-1a", "interface-1a", "rollout_2-1a", "rollout_10_shard-1a", "rollout_1-1a"):
+        report(mesh, f"{PROCESS_FAILED} failed")
+    assert [await asyncio.wait_for(ended.get(), 10) for _ in range(2)] == ["rollout_10", "rollout_1"]
+    assert ended.empty()
+    assert supervisor.failure is None
+    supervisor.expect_deaths()
 
 
 def has_ended(pid: int) -> bool:
@@ -226,62 +223,56 @@ def has_ended(pid: int) -> bool:
         return True
 
 
-def test_start_over_fails_requests_and_kills_all_but_kept_processes(tmp_path: Path) -> None:
-    async def run() -> None:
-        supervisor = Supervisor()
-        fleet = Fleet(tmp_path, supervisor)
-        patients = {role: fleet.spawn(role, local_host(), 1, {}, ()).spawn(role, Patient) for role in ("kept", "dropped")}
-        pids = {role: await supervisor.ask("pid", patient.pid.call_one(), 60) for role, patient in patients.items()}
-        waiting = [asyncio.create_task(supervisor.ask(f"{role}.hang", patients[role].hang.call_one(), 60)) for role in patients]
+async def test_start_over_fails_requests_and_kills_all_but_kept_processes(tmp_path: Path) -> None:
+    supervisor = Supervisor()
+    fleet = Fleet(tmp_path, supervisor)
+    patients = {role: fleet.spawn(role, local_host(), 1, {}, ()).spawn(role, Patient) for role in ("kept", "dropped")}
+    pids = {role: await supervisor.ask("pid", patient.pid.call_one(), 60) for role, patient in patients.items()}
+    waiting = [asyncio.create_task(supervisor.ask(f"{role}.hang", patients[role].hang.call_one(), 60)) for role in patients]
+    await asyncio.sleep(0)
+    await supervisor.start_over(["kept"])
+    for reply in await asyncio.gather(*waiting, return_exceptions=True):
+        assert isinstance(reply, ActorDiedError)
+        assert "the run restarts (while waiting for: " in str(reply)
+    assert has_ended(pids["dropped"])
+    await fleet.retire_all_but(["kept"])
+    assert supervisor.failure is None
+    assert await supervisor.ask("pid", patients["kept"].pid.call_one(), 60) == pids["kept"]
+    again = fleet.spawn("dropped", local_host(), 1, {}, ()).spawn("dropped", Patient)
+    pid = await supervisor.ask("pid", again.pid.call_one(), 60)
+    for role, doomed in (("dropped", pid), ("kept", pids["kept"])):
+        hanging = asyncio.create_task(supervisor.ask("kept.hang", patients["kept"].hang.call_one(), 60))
         await asyncio.sleep(0)
+        os.kill(doomed, signal.SIGKILL)
+        with pytest.raises(ActorDiedError, match=rf"{role}_0 \(process {doomed}\) exited"):
+            await hanging
         await supervisor.start_over(["kept"])
-        for reply in await asyncio.gather(*waiting, return_exceptions=True):
-            assert isinstance(reply, ActorDiedError)
-            assert "the run restarts (while waiting for: " in str(reply)
-        assert has_ended(pids["dropped"])
-        await fleet.retire_all_but(["kept"])
-        assert supervisor.failure is None
-        assert await supervisor.ask("pid", patients["kept"].pid.call_one(), 60) == pids["kept"]
-        again = fleet.spawn("dropped", local_host(), 1, {}, ()).spawn("dropped", Patient)
-        pid = await supervisor.ask("pid", again.pid.call_one(), 60)
-        for role, doomed in (("dropped", pid), ("kept", pids["kept"])):
-            hanging = asyncio.create_task(supervisor.ask("kept.hang", patients["kept"].hang.call_one(), 60))
-            await asyncio.sleep(0)
-            os.kill(doomed, signal.SIGKILL)
-            with pytest.raises(ActorDiedError, match=rf"{role}_0 \(process {doomed}\) exited"):
-                await hanging
-            await supervisor.start_over(["kept"])
-        supervisor.expect_deaths()
-        await fleet.stop(20)
-
-    asyncio.run(run())
+    supervisor.expect_deaths()
+    await fleet.stop(20)
 
 
-def test_kept_part_that_dies_after_the_failure_is_replaced(tmp_path: Path) -> None:
-    async def run() -> None:
-        supervisor = Supervisor()
-        fleet = Fleet(tmp_path, supervisor)
-        patients = {role: fleet.spawn(role, local_host(), 1, {}, ()).spawn(role, Patient) for role in ("kept", "dropped")}
-        pids = {role: await supervisor.ask("pid", patient.pid.call_one(), 60) for role, patient in patients.items()}
-        causes: list[str] = []
-        probe = patients["kept"].pid.call_one
-        supervisor.replace("kept", Replaceable(on_death=causes.append, probe=probe, is_up=lambda: True))
-        for role in ("dropped", "kept"):  # the first death ends the run, and the second is noticed before it restarts
-            hanging = asyncio.create_task(supervisor.ask("kept.wait", asyncio.Event().wait(), 60))
-            os.kill(pids[role], signal.SIGKILL)
-            with pytest.raises(ActorDiedError, match="dropped_0"):
-                await hanging
-            while any(process.pid == pids[role] for process in supervisor._pidfds.values()):
-                await asyncio.sleep(0.01)
-        assert causes == []
-        await supervisor.start_over(["kept"])
-        assert causes == [f"kept_0 (process {pids['kept']}) exited"]
-        await supervisor.start_over(["kept"])
-        assert len(causes) == 1
-        supervisor.expect_deaths()
-        await fleet.stop(20)
-
-    asyncio.run(run())
+async def test_kept_part_that_dies_after_the_failure_is_replaced(tmp_path: Path) -> None:
+    supervisor = Supervisor()
+    fleet = Fleet(tmp_path, supervisor)
+    patients = {role: fleet.spawn(role, local_host(), 1, {}, ()).spawn(role, Patient) for role in ("kept", "dropped")}
+    pids = {role: await supervisor.ask("pid", patient.pid.call_one(), 60) for role, patient in patients.items()}
+    causes: list[str] = []
+    probe = patients["kept"].pid.call_one
+    supervisor.replace("kept", Replaceable(on_death=causes.append, probe=probe, is_up=lambda: True))
+    for role in ("dropped", "kept"):  # the first death ends the run, and the second is noticed before it restarts
+        hanging = asyncio.create_task(supervisor.ask("kept.wait", asyncio.Event().wait(), 60))
+        os.kill(pids[role], signal.SIGKILL)
+        with pytest.raises(ActorDiedError, match="dropped_0"):
+            await hanging
+        while any(process.pid == pids[role] for process in supervisor._pidfds.values()):
+            await asyncio.sleep(0.01)
+    assert causes == []
+    await supervisor.start_over(["kept"])
+    assert causes == [f"kept_0 (process {pids['kept']}) exited"]
+    await supervisor.start_over(["kept"])
+    assert len(causes) == 1
+    supervisor.expect_deaths()
+    await fleet.stop(20)
 
 
 def test_deadline_and_failed_guarded_call_fail_requests_with_their_cause(tmp_path: Path) -> None:
@@ -297,57 +288,45 @@ def test_deadline_and_failed_guarded_call_fail_requests_with_their_cause(tmp_pat
     with_patient(tmp_path, scenario)
 
 
-def test_long_report_of_a_fault_keeps_its_last_line() -> None:
+async def test_long_report_of_a_fault_keeps_its_last_line() -> None:
     async def fail() -> None:
         raise RuntimeError("Traceback " + "frame " * 500 + "KeyError: 'cause'")
 
-    async def run() -> None:
-        supervisor = Supervisor()
-        supervisor.guard("patient", "rank 1", fail())
-        with pytest.raises(
-            ActorDiedError, match=r"^rank 1 failed: Traceback (frame )+.*\.\.\. .*KeyError: 'cause' .while waiting"
-        ):
-            await supervisor.ask("a reply", asyncio.Event().wait(), 30)
+    supervisor = Supervisor()
+    supervisor.guard("patient", "rank 1", fail())
+    with pytest.raises(ActorDiedError, match=r"^rank 1 failed: Traceback (frame )+.*\.\.\. .*KeyError: 'cause' .while waiting"):
+        await supervisor.ask("a reply", asyncio.Event().wait(), 30)
+    supervisor.expect_deaths()
+
+
+async def test_process_that_does_not_exit_is_killed_and_named() -> None:
+    supervisor = Supervisor()
+    with subprocess.Popen(["sleep", "600"]) as stubborn, subprocess.Popen(["true"]) as willing:
+        supervisor.watch("stubborn_0", stubborn.pid)
+        supervisor.watch("willing_0", willing.pid)
         supervisor.expect_deaths()
-
-    asyncio.run(run())
-
-
-def test_process_that_does_not_exit_is_killed_and_named() -> None:
-    async def run() -> None:
-        supervisor = Supervisor()
-        with subprocess.Popen(["sleep", "600"]) as stubborn, subprocess.Popen(["true"]) as willing:
-            supervisor.watch("stubborn_0", stubborn.pid)
-            supervisor.watch("willing_0", willing.pid)
-            supervisor.expect_deaths()
-            assert await supervisor.reap(1.0) == [f"stubborn_0 (process {stubborn.pid})"]
-            assert stubborn.wait() == -signal.SIGKILL
-            assert await supervisor.reap(1.0) == []
-
-    asyncio.run(run())
+        assert await supervisor.reap(1.0) == [f"stubborn_0 (process {stubborn.pid})"]
+        assert stubborn.wait() == -signal.SIGKILL
+        assert await supervisor.reap(1.0) == []
 
 
-def test_process_killed_during_imports_is_named_immediately(tmp_path: Path) -> None:
+async def test_process_killed_during_imports_is_named_immediately(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "importing")
     (tmp_path / "slow_module.py").write_text(
         f"open({str(tmp_path / 'importing')!r}, 'w').write('x')\nimport time\ntime.sleep(60)\n"
     )
-
-    async def run() -> None:
-        sys.path.append(str(tmp_path))
-        supervisor = Supervisor()
-        fleet = Fleet(tmp_path, supervisor)
-        procs = fleet.spawn("patient", local_host(), 1, {}, ("slow_module",))
-        starting = asyncio.create_task(supervisor.ask("start", procs.spawn("patient", Patient).pid.call_one(), 60))
-        await asyncio.to_thread((tmp_path / "importing").read_text)
-        pid = int((tmp_path / "patient_0.pid").read_text().split()[0])
-        os.kill(pid, signal.SIGKILL)
-        with pytest.raises(ActorDiedError, match=rf"patient_0 \(process {pid}\) exited"):
-            await asyncio.wait_for(starting, 30)
-        supervisor.expect_deaths()
-        await asyncio.gather(fleet.stop(20), return_exceptions=True)
-
-    asyncio.run(run())
+    sys.path.append(str(tmp_path))
+    supervisor = Supervisor()
+    fleet = Fleet(tmp_path, supervisor)
+    procs = fleet.spawn("patient", local_host(), 1, {}, ("slow_module",))
+    starting = asyncio.create_task(supervisor.ask("start", procs.spawn("patient", Patient).pid.call_one(), 60))
+    await asyncio.to_thread((tmp_path / "importing").read_text)
+    pid = int((tmp_path / "patient_0.pid").read_text().split()[0])
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(ActorDiedError, match=rf"patient_0 \(process {pid}\) exited"):
+        await asyncio.wait_for(starting, 30)
+    supervisor.expect_deaths()
+    await asyncio.gather(fleet.stop(20), return_exceptions=True)
 
 
 ORPHANED = """
@@ -436,13 +415,10 @@ def test_processes_survive_a_controller_suspended_for_minutes(tmp_path: Path) ->
         assert process.communicate("continue\n")[0] == pid * 20
 
 
-def test_process_that_exited_before_the_watch_is_dead() -> None:
-    async def run() -> None:
-        ended = subprocess.Popen([sys.executable, "-c", ""])
-        ended.wait()
-        supervisor = Supervisor()
-        supervisor.watch("patient_0", ended.pid)
-        with pytest.raises(ActorDiedError, match="patient_0"):
-            await supervisor.ask("patient.hang", asyncio.sleep(60), 60)
-
-    asyncio.run(run())
+async def test_process_that_exited_before_the_watch_is_dead() -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    supervisor = Supervisor()
+    supervisor.watch("patient_0", ended.pid)
+    with pytest.raises(ActorDiedError, match="patient_0"):
+        await supervisor.ask("patient.hang", asyncio.sleep(60), 60)

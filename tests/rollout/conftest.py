@@ -1,10 +1,19 @@
-"""Scoring pools shared by the tests of a module."""
+"""A tokenizer shared by all tests of the folder, and scoring pools shared by those of a module."""
 
 from collections.abc import Iterator
 
 import pytest
 
 from tests.rollout.scoring import CARELESS, CARELESS_VERIFIER, Bench
+from titanrl.data.tokenizer import Tokenizer, load_tokenizer, write_tokenizer
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """The quick start's tokenizer."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder)
+    return load_tokenizer(folder)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.environments.results import INVALID, INVALID_REWARDS, returned
 from titanrl.carriers.supports import supports_of
 from titanrl.carriers.types import Completion, GenerationRequest, SamplingParams
-from titanrl.data.tokenizer import Tokenizer, load_tokenizer, write_tokenizer
+from titanrl.data.tokenizer import Tokenizer
 from titanrl.environments import Done, Environment, Episode, Limit, Message, Observation, Tool
 from titanrl.rollout.driver import Conversation, EpisodeError, Limits
 from titanrl.rollout.renderers import PlainRenderer
@@ -22,13 +22,6 @@ from titanrl.rollout.renderers import PlainRenderer
 EPISODE = Episode(task_id="sums/0", question="1+1=", entry={"answer": "2"}, seed=5)
 LIMITS = Limits(max_turns=6, max_tokens=400, max_new_tokens=60, step_timeout_s=0.2, episode_timeout_s=0.5)
 ADD = Tool(name="add", parameters={"type": "object", "properties": {"sum": {"type": "string"}}})
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer(folder)
-    return load_tokenizer(folder)
 
 
 def user(text: str) -> Message:

@@ -20,7 +20,7 @@ from titanrl.config import Config
 from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.config.data import DataConfig
 from titanrl.config.sections import RolloutConfig, TrainerConfig
-from titanrl.data.tokenizer import Tokenizer, load_tokenizer, write_tokenizer
+from titanrl.data.tokenizer import Tokenizer
 from titanrl.environments import (
     Done,
     Environments,
@@ -90,13 +90,6 @@ class Policy:
             )
             for _ in requests
         ]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    folder: Path = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer(folder)
-    return load_tokenizer(folder)
 
 
 def play(

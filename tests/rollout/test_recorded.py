@@ -10,18 +10,11 @@ from titanrl.base.files import DamagedError
 from titanrl.carriers.record import parts_of
 from titanrl.carriers.types import Completion, Group, Prompt, Rollout, ScorerFailure, Segment, Turn
 from titanrl.config import load_config
-from titanrl.data.tokenizer import Tokenizer, load_tokenizer, write_tokenizer
+from titanrl.data.tokenizer import Tokenizer
 from titanrl.metrics.reading import RunNotFoundError, RunRecord, open_run
 from titanrl.rollout.group import GroupRecorder
 
 CONFIG = load_config("quickstart", ["logging.loggers=[]"])
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer(folder)
-    return load_tokenizer(folder)
 
 
 def ids(tokenizer: Tokenizer, text: str) -> np.ndarray:  # type: ignore[type-arg]

@@ -15,7 +15,7 @@ from tests.replying import replying
 from tests.serving.policies import Scripted
 from tests.serving.servers import Server, serving
 from titanrl.config.sections import TeacherConfig
-from titanrl.data.tokenizer import Tokenizer, load_tokenizer, write_tokenizer
+from titanrl.data.tokenizer import Tokenizer
 from titanrl.rollout.remote import RemoteTeacher, TeacherError
 from titanrl.serving.app import App
 from titanrl.serving.calls import Callers
@@ -33,13 +33,6 @@ class Served(Scripted):
 
     def token_text(self, token_id: int) -> str:
         return "other" if token_id == self._changed else self._tokenizer.token_text(token_id)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer(folder)
-    return load_tokenizer(folder)
 
 
 @pytest.fixture(scope="module")
