@@ -47,11 +47,11 @@ def test_final_score_has_the_interval_of_the_seeds_or_of_the_evaluation(records:
     found = score(seeds, "eval/sums/mean")
     assert found is not None
     assert found.first == pytest.approx(0.1)
-    assert found.final.value == pytest.approx(0.8)
-    assert found.final.ci95 == pytest.approx(4.303 * stdev((0.8, 0.9, 0.7)) / math.sqrt(3))
+    assert found.final == pytest.approx(0.8)
+    assert found.final_ci95 == pytest.approx(4.303 * stdev((0.8, 0.9, 0.7)) / math.sqrt(3))
     alone = score(fast, "eval/sums/mean")
     assert alone is not None
-    assert alone.final == (0.5, 0.04)
+    assert (alone.final, alone.final_ci95) == (0.5, 0.04)
     assert (alone.best, alone.best_step) == (0.95, 10)
     assert score(fast, "reward/mean") is None
 
@@ -72,10 +72,10 @@ def test_runs_of_equal_seeds_are_different_variants(tmp_path: Path) -> None:
     found = score(seeds, "eval/sums/mean")
     assert found is not None
     assert (found.num_seeds, found.best) == (2, pytest.approx(0.75))
-    assert found.final.ci95 == pytest.approx(12.706 * stdev((0.6, 0.9)) / math.sqrt(2))
+    assert found.final_ci95 == pytest.approx(12.706 * stdev((0.6, 0.9)) / math.sqrt(2))
     alone = score(again, "eval/sums/mean")
     assert alone is not None
-    assert alone.final.value == pytest.approx(0.8)
+    assert alone.final == pytest.approx(0.8)
 
 
 def test_run_without_a_configuration_differs_in_no_key(records: list[RunRecord]) -> None:
@@ -108,8 +108,8 @@ def test_loss_is_best_where_it_is_lowest_and_training_is_a_mean_of_last_steps(tm
     found = score(variant, "loss/train")
     assert found is not None
     assert (found.first, found.best, found.best_step) == (2.0, 1.0, 2)
-    assert found.final.value == pytest.approx(7 / 3)
-    assert found.final.ci95 is None
+    assert found.final == pytest.approx(7 / 3)
+    assert found.final_ci95 is None
 
 
 def test_runs_of_the_same_name_are_told_apart_by_their_parents(tmp_path: Path) -> None:

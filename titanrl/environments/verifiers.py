@@ -243,10 +243,9 @@ class _Host:
         if not secrets.compare_digest(given.encode(), secret.encode()):
             return _refused(401, "wrong key")
         body, rollout = await request.json(), self.current
-        session = request.headers.get("X-Session-ID", "")
-        if rollout is None or not rollout.owns(session):
+        if rollout is None:
             return _refused(410, "the episode has ended")
-        return await rollout.answer(body, session)
+        return await rollout.answer(body, request.headers.get("X-Session-ID", ""))
 
 
 class _Call:
@@ -273,13 +272,11 @@ class _Rollout:
         running = env.run_episode(task, context, on_trace=self._traces.append)
         self._running: asyncio.Task[Any] = asyncio.create_task(running, name="rollout of verifiers")
 
-    def owns(self, session: str) -> bool:
-        """Return True for the session of one of the rollout's traces."""
-        return any(trace.id == session for trace in self._traces)
-
     async def answer(self, body: Mapping[str, Any], session: str) -> Any:
-        """Return the response to a call, once the policy has replied."""
-        (trace,) = (trace for trace in self._traces if trace.id == session)
+        """Return the response to a call in the session of one of the rollout's traces, once the policy has replied."""
+        trace = next((trace for trace in self._traces if trace.id == session), None)
+        if trace is None:
+            return _refused(410, "the episode has ended")
         seat = trace.agent.name
         if not trace.agent.trainable or (self._seat is not None and seat != self._seat[0]):
             return _refused(400, f"only one seat is trained. Set env.{seat}.client to the endpoint of another model.")

@@ -27,8 +27,6 @@ from titanrl.processes.actors import Actor, Gathering, ReplyPort, concurrent_end
 from titanrl.weights.records import Commit, HeldAdapter
 
 if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
-
     from titanrl.generator.engine import Engine, Fill, Finished, HeldPuller, Puller, Sampled
     from titanrl.generator.lockstep import Follower, Leader
     from titanrl.weights.store import WeightSource
@@ -110,9 +108,9 @@ class Generator(Actor):
             self._loop = EngineLoop(self._build_engine if self._setup.config.tp == 1 else self._build_leader)
             await self._loop.call(lambda engine: None)  # returns once the engine is built
         else:
-            from titanrl.generator.lockstep import Follower
+            from titanrl.generator.lockstep import Follower, connect
 
-            self._follower = Follower(self._build_follower)
+            self._follower = Follower(lambda: (self._build_engine(), connect(self._rank, self._setup.config.tp)[0]))
             await asyncio.wrap_future(self._follower.started)
 
     @concurrent_endpoint
@@ -364,13 +362,6 @@ class Generator(Actor):
         engine = self._build_engine()
         self._leader = Leader(engine, connect(0, self._setup.config.tp))
         return self._leader
-
-    def _build_follower(self) -> "tuple[Engine, Connection]":
-        from titanrl.generator.lockstep import connect
-
-        engine = self._build_engine()
-        (leader,) = connect(self._rank, self._setup.config.tp)
-        return engine, leader
 
     async def _fetched(self, fetch: "Coroutine[None, None, Fill]") -> "tuple[Fill, bool]":
         """Return the function that `fetch` returns, which writes weights into the model, and whether the fetch succeeded.

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from vllm import EngineArgs, LLMEngine
 from vllm import SamplingParams as VllmSamplingParams
+from vllm.lora.request import LoRARequest
 
 from titanrl.carriers.supports import ExpertIds, Int32Array, first_recorded, supports_of
 from titanrl.carriers.types import (
@@ -62,7 +63,6 @@ from titanrl.generator.native import (
     POLICY,
     Adapters,
     adapter_args,
-    lora_request,
     prepare_adapters,
     register_loader,
     weight_targets,
@@ -407,7 +407,8 @@ class Engine:
         self._close_window()
         request_id = str(next(self._request_ids))
         params = sampling_params(request.sampling, self._stop_ids)
-        add_request(self._engine, request_id, list(token_ids), params, lora_request(adapter) if adapter else None)
+        named = LoRARequest(f"adapter {adapter}", adapter, "titanrl") if adapter else None  # the prefix cache compares names
+        add_request(self._engine, request_id, list(token_ids), params, named)
         decoding = decoding_of(request.sampling, [*self._stop_ids, *request.sampling.stop_ids]) if self._has_windows else None
         self._running[request_id] = _Running(ticket, request, [(0, version)], decoding)
 

@@ -23,7 +23,6 @@ from vllm.config import ModelConfig
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
-from vllm.lora.request import LoRARequest
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.utils.torch_utils import PIN_MEMORY
@@ -204,11 +203,6 @@ def add_products(
             else:
                 outputs.index_add_(0, tokens, inner @ b_S1OR[slot, 0].t(), alpha=scale)
             start += width
-
-
-def lora_request(adapter: int) -> LoRARequest:
-    """Return vLLM's name of an adapter. The prefix cache distinguishes adapters by it."""
-    return LoRARequest(f"adapter {adapter}", adapter, "titanrl")
 
 
 class Adapters:

@@ -342,11 +342,6 @@ class Exporter:
         )
 
 
-def open_sink(to: str) -> Sink:
-    """Return the sink of `logging.otlp_endpoint`; a file must be writable."""
-    return HttpSink(to) if to.startswith(("http://", "https://")) else FileSink(Path(to).expanduser())
-
-
 def _name_of(span: Span, placed: Placed) -> str:
     name = re.sub(r"[^\w.]+", "_", span.name.removeprefix("wait for "))
     return f"rl.{name}" if placed.is_root else f"rl.{_GROUPS[span.kind]}.{name}"

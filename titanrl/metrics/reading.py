@@ -15,7 +15,7 @@ import os
 import re
 import threading
 import zlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -814,7 +814,12 @@ class RunRecord:
         """
         parts = parts_of(self.path, "spans", process)
         if tail_bytes is not None:
-            parts = [part for newer, part in enumerate(parts) if _bytes_after(parts[newer + 1 :], part.process) < tail_bytes]
+            kept, num_newer = list[Part](), Counter[str]()  # bytes in the newer parts of each process
+            for part in reversed(parts):
+                if num_newer[part.process] < tail_bytes:
+                    kept.append(part)
+                num_newer[part.process] += part.path.stat().st_size if part.path.exists() else 0
+            parts = kept[::-1]
         lines = ((part, line) for part in parts for line in _lines_of(part.path, tail_bytes))
         spans = (span_of(part.process, line) for part, line in lines)
         return sorted((span for span in spans if span is not None), key=lambda span: span.start)
@@ -913,11 +918,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         if row is None:
             raise ValueError(f"{path}, line {number}: not a JSON object. Remove this line to read the others.")
     return [row for row in rows if row is not None]
-
-
-def _bytes_after(parts: Sequence[Part], process: str) -> int:
-    """Return the size of the parts of a process."""
-    return sum(part.path.stat().st_size for part in parts if part.process == process and part.path.exists())
 
 
 def _lines_of(path: Path, tail_bytes: int | None = None) -> list[dict[str, Any]]:

@@ -13,8 +13,8 @@ import json
 import math
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 import yaml
 
 from titanrl.base.errors import TitanRLError
-from titanrl.base.files import COMMIT_FILE, DamagedError, in_shell, replace_text
+from titanrl.base.files import COMMIT_FILE, in_shell, replace_text
 from titanrl.carriers.record import encode
 from titanrl.config.load import parse
 from titanrl.metrics.reading import (
-    Hit,
+    Hits,
     Points,
     Rows,
     RunRecord,
@@ -160,17 +160,14 @@ def _groups(view: RunView) -> tuple[list[Json], int]:
     for segment in record.trained() if len(hits) else ():
         trained[segment.index].append(segment)
 
-    def whole(numbers: range) -> Iterable[Json]:
-        for number in numbers:
-            for hit in readable(hits[number : number + 1]):
-                if hit is not None:
-                    index = hit.group.index
-                    yield whole_group(
-                        record, hit.group, trained.get(index, ()), advantages.get(index, ()), max_tokens=MAX_TOKENS
-                    )
+    def whole(hits: Hits) -> Iterable[Json]:
+        for hit in readable(hits):
+            if hit is not None:
+                index = hit.group.index
+                yield whole_group(record, hit.group, trained.get(index, ()), advantages.get(index, ()), max_tokens=MAX_TOKENS)
 
-    first = list(_within(FIRST_BYTES, whole(range(len(hits)))))
-    newest = list(_within(NEWEST_BYTES, whole(range(len(hits) - 1, len(first) - 1, -1))))
+    first = list(_within(FIRST_BYTES, whole(hits)))
+    newest = list(_within(NEWEST_BYTES, whole(hits[len(first) :][::-1])))
     return [*first, *reversed(newest)], len(hits)
 
 
@@ -317,7 +314,16 @@ def run_html(run: RunRecord, title: str, state: str) -> str:
             text = f"{label}: {last:.4g}" if len(points) == 1 else f"{label}: {first:.4g} \u2192 {last:.4g} ({covered})"
             caption = f"<figcaption>{escaped(text)}</figcaption>"
             curves += f"<figure style='margin:0'>{curve_svg(points, text)}{caption}</figure>"
-    samples = "".join(islice(_samples(run), NUM_SAMPLES))
+    samples = ""
+    for hit in islice((hit for hit in readable(run.search().of_groups()[::-1]) if hit is not None), NUM_SAMPLES):
+        reward = hit.completion.reward
+        score = "no reward" if reward is None else f"reward {reward:.3g}"
+        samples += (
+            f"<details open=''><summary>prompt {hit.group.index}, version {hit.group.version}, {score}</summary>"
+            f"<pre style='white-space:pre-wrap'><span style='opacity:0.6'>"
+            f"{escaped(_shortened(hit.group.rendered or hit.group.prompt))}</span>"
+            f"{escaped(_shortened(hit.completion.text))}</pre></details>"
+        )
     return (
         f'<div class="titanrl"><p><b>{escaped(title)}</b>: {escaped(state)}</p>'
         f'<div style="display:flex;flex-wrap:wrap;gap:12px">{curves or "<p>No step yet.</p>"}</div>'
@@ -345,23 +351,6 @@ def curve_svg(points: Points, label: str) -> str:
     )
 
 
-def _samples(run: RunRecord) -> Iterator[str]:
-    hits: Sequence[Hit] = run.search().of_groups()
-    for number in reversed(range(len(hits))):
-        try:
-            hit = hits[number]
-        except DamagedError:  # deleted since the search, to keep the size limit
-            continue
-        completion, reward = hit.completion, hit.completion.reward
-        score = "no reward" if reward is None else f"reward {reward:.3g}"
-        prompt = _shortened(hit.group.rendered or hit.group.prompt)
-        yield (
-            f"<details open=''><summary>prompt {hit.group.index}, version {hit.group.version}, {score}</summary>"
-            f"<pre style='white-space:pre-wrap'><span style='opacity:0.6'>{escaped(prompt)}</span>"
-            f"{escaped(_shortened(completion.text))}</pre></details>"
-        )
-
-
 def escaped(text: str) -> str:
     """Return a text as HTML without markup, control characters and characters that reorder others."""
     return html.escape("".join(each if each.isprintable() or each in "\n\t" else "\ufffd" for each in text))
@@ -379,16 +368,6 @@ MISSING = "(not set)"
 UNKNOWN = "(no config.yaml)"
 """Value of every key of a run without a configuration."""
 _T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-
-
-class Estimate(NamedTuple):
-    """A value with the half-width of its 95 % confidence interval, None if that is unknown."""
-
-    value: float
-    ci95: float | None
-
-    def __str__(self) -> str:
-        return f"{self.value:.4g}" + ("" if self.ci95 is None else f" \u00b1 {self.ci95:.2g}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -437,9 +416,11 @@ class Score:
 
     first: float
     """First value of an evaluation, or mean of the first steps of training."""
-    final: Estimate
-    """Last value, or mean of the last steps. Over several seeds, the interval is that of their mean (Student's t); of one run,
-    it is that of its evaluation."""
+    final: float
+    """Last value, or mean of the last steps."""
+    final_ci95: float | None
+    """Half-width of the 95 % confidence interval of `final`; None if it is unknown. Over several seeds, the interval is that of
+    their mean (Student's t); of one run, it is that of its evaluation."""
     best: float
     """Highest value, or the lowest of a loss. The best of several noisy evaluations is higher than the policy's true score."""
     best_step: float
@@ -524,14 +505,14 @@ def score(variant: Variant, metric: str) -> Score | None:
     runs = [run for run, _ in found]
     finals = [ends[run.path][1] for run in runs]
     if len(finals) > 1:
-        ci95 = _t_975(len(finals) - 1) * stdev(finals) / math.sqrt(len(finals))
-        final = Estimate(fmean(finals), ci95)
+        ci95: float | None = _t_975(len(finals) - 1) * stdev(finals) / math.sqrt(len(finals))
     else:
-        own = series(runs[0].rows, f"{metric}_ci95") if len(runs) == 1 else []
-        final = Estimate(finals[0], own[-1][1] if own else None)
+        own = series(runs[0].rows, f"{metric}_ci95")
+        ci95 = own[-1][1] if own else None
     return Score(
         first=fmean(ends[run.path][0] for run in runs),
-        final=final,
+        final=fmean(finals),
+        final_ci95=ci95,
         best=fmean(value for _, value in bests.values()),
         best_step=median(step for step, _ in bests.values()),
         num_seeds=len(finals),
@@ -569,8 +550,9 @@ def tables(variants: Sequence[Variant], metrics: Sequence[str]) -> list[Table]:
                 continue
             seeds = f"{summary.num_seeds} seed{'s' if summary.num_seeds > 1 else ''}"
             missing = "" if summary.num_seeds == len(variant.runs) else f" (of {seeds})"
+            final = f"{summary.final:.4g}" + ("" if summary.final_ci95 is None else f" \u00b1 {summary.final_ci95:.2g}")
             best = f"{summary.best:.4g}", f"{summary.best_step:g}"
-            rows.append((variant.name, f"{summary.first:.4g}", f"{summary.final}{missing}", *best))
+            rows.append((variant.name, f"{summary.first:.4g}", f"{final}{missing}", *best))
         found.append(Table(metric, ("run", "first", "final", "best", "at step"), rows))
     costs = []
     for variant in variants:
@@ -595,24 +577,14 @@ def as_dict(variants: Sequence[Variant], metrics: Sequence[str]) -> dict[str, An
     """Return the comparison as JSON values."""
     compared = []
     for variant in variants:
-        scores = {metric: found for metric in metrics if (found := score(variant, metric)) is not None}
+        scores = {metric: asdict(found) for metric in metrics if (found := score(variant, metric)) is not None}
         compared.append(
             {
                 "name": variant.name,
                 "runs": [
                     {"path": str(run.path), "seed": run.config.get(SEED), "steps": run.rows[-1]["step"]} for run in variant.runs
                 ],
-                "scores": {
-                    metric: {
-                        "first": found.first,
-                        "final": found.final.value,
-                        "final_ci95": found.final.ci95,
-                        "best": found.best,
-                        "best_step": found.best_step,
-                        "num_seeds": found.num_seeds,
-                    }
-                    for metric, found in scores.items()
-                },
+                "scores": scores,
             }
         )
     names = [variant.name for variant in variants]

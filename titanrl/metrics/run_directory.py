@@ -249,8 +249,8 @@ class RunDirectory:
             shutil.rmtree(path / FOLDER, ignore_errors=True)
         else:
             rules: dict[Path, Callable[[_Head], bool | None]] = {
-                self.metrics: partial(_is_below, "step", resume_step + 1, ()),
-                self.advantages: partial(_is_below, "step", resume_step + 1, ()),
+                self.metrics: partial(_is_of_step, resume_step),
+                self.advantages: partial(_is_of_step, resume_step),
                 self.events: partial(_is_event_before, resume_step, resume_published, resume_rates),
             }
             for file, keeps in rules.items():
@@ -365,10 +365,9 @@ def _number(value: object) -> float:
     return value if isinstance(value, int) else math.inf
 
 
-def _is_below(key: str, end: int, others: Collection[int], head: _Head) -> bool | None:
-    """Return True if the number under `key` is below `end` and not in `others`; None if there is no such number."""
-    number = getattr(head, key)
-    return number < end and number not in others if isinstance(number, int) else None
+def _is_of_step(last: int, head: _Head) -> bool | None:
+    """Return True for a line of a step up to the last one; None if it has no step."""
+    return head.step <= last if isinstance(head.step, int) else None
 
 
 def _is_event_before(resume_step: int, resume_published: int, resume_rates: int, head: _Head) -> bool | None:

@@ -276,11 +276,21 @@ class _LibraryTokenizer:
 def make_renderer(tokenizer: Tokenizer, name: str, options: Mapping[str, Any]) -> Renderer:
     """Create a renderer by name: `auto`, `plain`, `template`, or a name from the package `renderers`.
 
-    `auto` selects the renderer of the model's family, or `plain` without a chat template. Raise `ValueError` if the renderer
-    cannot be used with the model.
+    `auto` selects the renderer of the model's family (`model_type` in its `config.json`), or `plain` without a chat template.
+    Raise `ValueError` if the renderer cannot be used with the model.
     """
-    if name == "auto":
-        name = _automatic(tokenizer)
+    if name == "auto" and not tokenizer.chat_template:
+        name = "plain"
+    elif name == "auto":
+        model_type = json.loads((tokenizer.path / "config.json").read_text(encoding="utf-8")).get("model_type")
+        family = FAMILIES.get(model_type)
+        if family is None or family.renderer is None:
+            raise ValueError(
+                f"data.environment.renderer: no renderer is known for models of type {model_type} (got auto). "
+                "Name a renderer of the package renderers, or template if the model's chat template writes tool calls as JSON "
+                "in <tool_call> tags, or plain."
+            )
+        name = family.renderer
     if name == "template":
         return TemplateRenderer(tokenizer, options)
     if name == "plain":
@@ -289,21 +299,6 @@ def make_renderer(tokenizer: Tokenizer, name: str, options: Mapping[str, Any]) -
             raise ValueError(f"data.environment.renderer_options: {rule}. Remove them.")
         return PlainRenderer(tokenizer)
     return LibraryRenderer(tokenizer, name, options)
-
-
-def _automatic(tokenizer: Tokenizer) -> str:
-    """Return the name of the renderer for a model, based on the `model_type` in its `config.json`."""
-    if not tokenizer.chat_template:
-        return "plain"
-    model_type = json.loads((tokenizer.path / "config.json").read_text(encoding="utf-8")).get("model_type")
-    family = FAMILIES.get(model_type)
-    if family is None or family.renderer is None:
-        raise ValueError(
-            f"data.environment.renderer: no renderer is known for models of type {model_type} (got auto). "
-            "Name a renderer of the package renderers, or template if the model's chat template writes tool calls as JSON in "
-            "<tool_call> tags, or plain."
-        )
-    return family.renderer
 
 
 def _specs(tools: Sequence[Tool]) -> list[dict[str, Any]] | None:
@@ -353,17 +348,11 @@ def _tagged_call(number: int, text: str, tools: Sequence[Tool]) -> dict[str, Any
     if isinstance(call.get("name"), str):
         arguments = call.get("arguments", {})
         return _tool_call(number, call["name"], arguments if isinstance(arguments, dict) else json.dumps(arguments))
-    if len(tools) == 1 and (name := _only_parameter(tools[0])) is not None:
-        return _tool_call(number, tools[0].name, {name: text})
-    return _tool_call(number, "", text)
-
-
-def _only_parameter(tool: Tool) -> str | None:
-    """Return the parameter of a tool that has only one, or of several only one without a default; None if there is none."""
-    for names in (tool.parameters.get("properties"), tool.parameters.get("required")):
+    for field in ("properties", "required") if len(tools) == 1 else ():
+        names = tools[0].parameters.get(field)
         if isinstance(names, Mapping | list | tuple) and len(names) == 1:
-            return str(next(iter(names)))
-    return None
+            return _tool_call(number, tools[0].name, {str(next(iter(names))): text})
+    return _tool_call(number, "", text)
 
 
 def _library_call(number: int, call: Any) -> dict[str, Any]:

@@ -958,10 +958,11 @@ class Telemetry:
             console.note(f"metrics for Prometheus: {self._server.url}/metrics")
         self._exporter: otlp.Exporter | None = None
         if logging.otlp_endpoint is not None:
-            from titanrl.metrics.otlp import Exporter, open_sink  # needs packages of an extra
+            from titanrl.metrics.otlp import Exporter, FileSink, HttpSink  # needs packages of an extra
 
             try:
-                sink = open_sink(logging.otlp_endpoint)
+                to = logging.otlp_endpoint
+                sink = HttpSink(to) if to.startswith(("http://", "https://")) else FileSink(Path(to).expanduser())
             except OSError as error:
                 raise TitanRLError(f"logging.otlp_endpoint: cannot be written ({error}). Name another file.") from error
             self._exporter = Exporter(run_dir, sink, since=since, warn=console.warn)

@@ -16,6 +16,8 @@ from titanrl.serving.calls import Caller, Event, Exchange, Feed, Piece, Refused,
 from titanrl.serving.http import Endpoint, Headers, Receive, Response, Send, cancel, dump, read_body, unless_disconnected
 from titanrl.serving.protocols import PROTOCOLS, anthropic_error, openai_error
 
+EVENT_STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+"""Headers of a stream of events."""
 Find = Callable[[str], Caller | None]
 """Function from a key, empty if the client sent none, to its caller; it may raise `Refused`."""
 
@@ -151,7 +153,8 @@ class App(Endpoint):
                     if isinstance(new, Exception):
                         raise new
                     if not response.has_started:
-                        await response.start_events(exchange.start())
+                        await response.start_stream(EVENT_STREAM)
+                        await response.send_events(exchange.start())
                     if isinstance(new, Piece):
                         events += exchange.extend(index, new)
                     else:
@@ -197,10 +200,6 @@ class _Response(Response):
     def __init__(self, send: Send, *, is_anthropic: bool) -> None:
         super().__init__(send)
         self._is_anthropic = is_anthropic
-
-    async def start_events(self, events: Iterable[Event]) -> None:
-        await self.start_stream([(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")])
-        await self.send_events(events)
 
     async def send_events(self, events: Iterable[Event], *, is_last: bool = False) -> None:
         lines = []

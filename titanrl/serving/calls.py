@@ -330,14 +330,9 @@ class Feed:
         tag = text.rfind("<", -_MAX_TAG) if self._call.tools else -1
         if tag >= 0 and ">" not in text[tag:]:
             text = text[:tag]
-        held = (_num_held(text, stop) for stop in (*self._call.stop, *self._caller.stop))
+        stops = (*self._call.stop, *self._caller.stop)
+        held = (size for stop in stops for size in range(1, len(stop) + 1) if text.endswith(stop[:size]))  # may start one
         return text[: len(text) - max(held, default=0)]
-
-
-def _num_held(text: str, stop: str) -> int:
-    """Return the length of the longest end of a text that is a start of a stop text."""
-    sizes = range(min(len(text), len(stop)), 0, -1)
-    return next((size for size in sizes if text.endswith(stop[:size])), 0)
 
 
 class Fields:

@@ -740,13 +740,16 @@ class MessagesRequest:
         if max_tokens is None:
             raise wrong("max_tokens", "is required", None)
         tools = [_read_messages_tool(each, f"tools[{index}]") for index, each in enumerate(fields.items("tools"))]
-        choice = fields.nested("tool_choice")
-        refuses_parallel = choice is not None and choice.flag("disable_parallel_tool_use")
-        shown, requires_tool = _chosen(choice, tools)
+        choice = fields.nested("tool_choice") or Fields({"type": "auto"}, "tool_choice")
+        refuses_parallel = choice.flag("disable_parallel_tool_use")
+        kind = choice.needed("type", "auto", "any", "tool", "none")
+        name = choice.needed("name") if kind == "tool" else None
+        choice.done()
+        shown = chosen_tools(tools, name, "tool_choice.name" if name else "tool_choice", is_required=kind == "any")
         call = Call(
             messages=conversation(messages),
-            tools=shown,
-            requires_tool=requires_tool,
+            tools=() if kind == "none" else shown,
+            requires_tool=kind in ("any", "tool"),
             refuses_parallel=refuses_parallel,
             max_tokens=max_tokens,
             temperature=fields.number("temperature", 0, 1e6),
@@ -893,17 +896,6 @@ def _read_messages_tool(value: object, path: str) -> Tool:
     fields.skip("cache_control")
     fields.done()
     return tool
-
-
-def _chosen(choice: Fields | None, tools: Sequence[Tool]) -> tuple[tuple[Tool, ...], bool]:
-    """Return the functions that the policy sees, and whether the client requires a call."""
-    if choice is None:
-        return chosen_tools(tools, None, "tool_choice"), False
-    kind = choice.needed("type", "auto", "any", "tool", "none")
-    name = choice.needed("name") if kind == "tool" else None
-    choice.done()
-    shown = chosen_tools(tools, name, "tool_choice.name" if name else "tool_choice", is_required=kind == "any")
-    return () if kind == "none" else shown, kind in ("any", "tool")
 
 
 def _input_of(call: Any) -> dict[str, Any]:

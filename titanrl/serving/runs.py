@@ -338,7 +338,12 @@ class RunMetrics(Collector):
         yield counter("phase_seconds", "Time of the controller by phase.", self._seconds, "phase")
         yield counter("events", "Events of events.jsonl.", dict.fromkeys(FAULTS, 0) | self._num_events, "kind")
         yield counter("dropped_groups", "Groups that no batch used.", self._num_dropped, "reason")
-        yield gauge("process_up", "1 for each process of the run on this host that is alive, else 0.", self._alive(), "process")
+        alive = {}
+        for file in (self._run_dir / "logs").glob("*.pid"):
+            pid, _, host = file.read_text().partition(" ")
+            if host == HOST and pid.isdecimal():
+                alive[file.stem] = float(process_state(int(pid)) not in ("", "Z", "X"))
+        yield gauge("process_up", "1 for each process of the run on this host that is alive, else 0.", alive, "process")
 
     def _read(self) -> None:
         for row in self._rows.objects(self._forget_rows):
@@ -365,15 +370,6 @@ class RunMetrics(Collector):
             self._head["step_timestamp_seconds"] = float(row.get("time", 0))
             for phase, seconds in phase_seconds(values).items():
                 self._seconds[phase] += seconds
-
-    def _alive(self) -> dict[str, float]:
-        """Return 1 for each process on this host that is alive, else 0."""
-        alive = {}
-        for file in (self._run_dir / "logs").glob("*.pid"):
-            pid, _, host = file.read_text().partition(" ")
-            if host == HOST and pid.isdecimal():
-                alive[file.stem] = float(process_state(int(pid)) not in ("", "Z", "X"))
-        return alive
 
 
 class MetricsEndpoint(Endpoint):

@@ -249,7 +249,8 @@ class Tinker(Endpoint):
             output = await handle.run(asked.data, asked.loss_fn, asked.options, backward=asked.backward)
             return Answer(wire.pass_result(asked, output), wire.PROTOBUF)
 
-        return self._submit(request, message.model_id, message.seq_id, run, wire.digest_of_pass(message))
+        digest = wire.digest(message.SerializeToString(deterministic=True))  # a repeated body may be compressed otherwise
+        return self._submit(request, message.model_id, message.seq_id, run, digest)
 
     async def optim_step(self, request: "_Request") -> object:
         """Queue an optimizer step."""

@@ -182,27 +182,22 @@ class Checkpoints:
         self._incoming.add(target.name)
         try:
             await asyncio.to_thread(shutil.move, state, target)
-            return self._name(model_id, kind, name, target, ttl_s=ttl_s, user_metadata=user_metadata or {})
+            now, old = self.now(), self._read(model_id, kind, name)
+            checkpoint = Checkpoint(
+                model_id=model_id,
+                kind=kind,
+                name=name,
+                state=target.name,
+                size_bytes=sum(file.stat().st_size for file in target.rglob("*") if file.is_file()),
+                saved=now,
+                expires=None if ttl_s is None else now + ttl_s,
+                user_metadata=user_metadata or {},
+            )
+            self._write(checkpoint)
         finally:
             self._incoming.discard(target.name)
-
-    def _name(
-        self, model_id: str, kind: Kind, name: str, target: Path, *, ttl_s: int | None, user_metadata: Mapping[str, str]
-    ) -> Checkpoint:
-        now, old = self.now(), self._read(model_id, kind, name)
-        checkpoint = Checkpoint(
-            model_id=model_id,
-            kind=kind,
-            name=name,
-            state=target.name,
-            size_bytes=sum(file.stat().st_size for file in target.rglob("*") if file.is_file()),
-            saved=now,
-            expires=None if ttl_s is None else now + ttl_s,
-            user_metadata=user_metadata,
-        )
-        self._write(checkpoint)
         if old is not None:
-            shutil.rmtree(target.parent / old.state, ignore_errors=True)
+            shutil.rmtree(states / old.state, ignore_errors=True)
         if (run := self._read_run(model_id)) is not None:
             self.open_run(replace(run, used=now))
         return checkpoint

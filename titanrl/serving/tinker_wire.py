@@ -104,11 +104,6 @@ def read_pass(body: bytes) -> Any:
     return message
 
 
-def digest_of_pass(message: Any) -> bytes:
-    """Return the digest of a pass, which is equal for a repeated request."""
-    return digest(message.SerializeToString(deterministic=True))
-
-
 def digest(body: bytes) -> bytes:
     """Return a short digest of a body."""
     return hashlib.blake2b(body, digest_size=16).digest()
