@@ -302,7 +302,7 @@ class GRPO(Run):
             if merged.sums["num_tokens"] and math.isfinite(entropy):
                 coef = next_entropy_coef(state.entropy_coef, entropy, self.config.algorithm)
                 state = replace(state, entropy_coef=coef, entropy=entropy)
-        self.state = replace(state, step=state.step + 1, version=version, next_index=batch.next_index, counts=counts)
+        self.state = replace(state, step=state.step + 1, version=version, next_index=batch.first_untaken, counts=counts)
         of_examples = trained.examples.sums
         if self.config.examples is not None and self._examples is not None:
             num_used = self.state.step * self.config.trainer.max_optimizer_steps * self.config.examples.batch_size

@@ -300,6 +300,33 @@ async def test_turn_returns_during_a_drain_but_not_while_a_step_hangs() -> None:
         await loop.turn()
 
 
+def test_stats_taken_while_the_engine_counts_repeat_no_tokens() -> None:
+    taken = list[int]()
+
+    class Tokens:
+        """Tokens of which the number is asked for between the reading and the writing of the count."""
+
+        def __len__(self) -> int:
+            taken.append(loop.take_stats().num_tokens)
+            return 3
+
+    class AskingEngine(CountingEngine):
+        def step(self) -> list[Finished]:
+            ended = super().step()
+            for finished in ended:
+                object.__setattr__(finished.completion, "token_ids", Tokens())
+            return ended
+
+    async def scenario() -> None:
+        for first in range(4):
+            await completed(loop, [requests(1, first=first)], [1])
+        await loop.close()
+
+    loop = EngineLoop(AskingEngine)  # type: ignore[arg-type]
+    asyncio.run(scenario())
+    assert sum(taken) + loop.take_stats().num_tokens == 12
+
+
 def test_start_over_does_not_wait_for_draining_requests() -> None:
     async def scenario() -> None:
         engine = CountingEngine()

@@ -40,7 +40,7 @@ async def test_batch_is_in_prompt_order() -> None:
         await groups.commit([record(reservation)])
     batch = await groups.take_batch(3)
     assert batch.records.groups["index"].tolist() == [0, 1, 2]
-    assert batch.next_index == 3
+    assert batch.first_untaken == 3
 
 
 async def test_round_distributes_all_free_slots_evenly() -> None:
@@ -261,13 +261,13 @@ async def test_groups_overtake_a_straggler_only_within_the_window() -> None:
     assert batch.records.groups["index"].tolist() == [0, 3]
 
 
-async def test_next_index_is_the_oldest_prompt_not_yet_in_a_batch() -> None:
+async def test_first_untaken_is_the_oldest_prompt_not_yet_in_a_batch() -> None:
     groups = buffer(4, window=4)
     first, second, third, fourth = await groups.reserve(4)
     await groups.commit([record(second), record(third)])
-    assert (await groups.take_batch(2)).next_index == 0
+    assert (await groups.take_batch(2)).first_untaken == 0
     await groups.commit([record(first), record(fourth)])
-    assert (await groups.take_batch(2)).next_index == 4
+    assert (await groups.take_batch(2)).first_untaken == 4
 
 
 async def test_batch_counts_the_slots_by_state() -> None:
@@ -276,7 +276,7 @@ async def test_batch_counts_the_slots_by_state() -> None:
     await groups.commit([record(reservation) for reservation in reservations[:5]])
     await groups.take_batch(2)
     batch = await groups.take_batch(2)
-    assert (batch.num_in_flight, batch.num_ready, batch.num_held) == (2, 1, 2)
+    assert (batch.num_in_flight, batch.num_ready, batch.num_unreleased) == (2, 1, 2)
 
 
 async def test_buffer_is_full_when_every_slot_holds_a_finished_group() -> None:

@@ -172,12 +172,12 @@ async def test_state_of_a_synchronous_run_excludes_resampled_groups() -> None:
     batch = await simulation.step()
     round_ = await simulation.buffer.reserve_round(1)
     await simulation.buffer.commit([make_record(round_[0].index, (0.0, 1.0), handle=round_[0].handle, task="sums")])
-    state = simulation.buffer.prompts_state((), batch.next_index)
+    state = simulation.buffer.prompts_state((), batch.first_untaken)
     assert state is not None
     assert state["num_trained"] == [4, 4]
     other = mixture_of([1.0, 1.0], curriculum)
     assert other.load_state_dict(pickle.loads(pickle.dumps(state)))
-    draws = [other.draw(index) for index in range(batch.next_index, batch.next_index + 8)]
+    draws = [other.draw(index) for index in range(batch.first_untaken, batch.first_untaken + 8)]
     assert draws == [each.draw for each in round_]
     assert other._num_outstanding == simulation.mixture._num_outstanding
 
@@ -185,7 +185,7 @@ async def test_state_of_a_synchronous_run_excludes_resampled_groups() -> None:
 def test_changed_tasks_keep_counts_by_name_and_drop_past_draws() -> None:
     before = mixture_of([1.0, 1.0])
     draws = [before.draw(index) for index in range(4)]
-    before.train([0, 1, 2])
+    before.count_trained([0, 1, 2])
     state = before.state_dict()
     after = Mixture([MixedTask(name="words"), MixedTask(name="games")])
     assert not after.load_state_dict(state)

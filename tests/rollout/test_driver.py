@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -442,6 +443,21 @@ def test_failure_of_the_environment_has_an_outcome(
     with pytest.raises(EpisodeError, match=text) as caught:
         play(conversation(environment, tokenizer), Policy(tokenizer, ["a"]))
     assert caught.value.outcome == outcome
+
+
+def test_call_after_the_time_of_the_episode_names_its_limit(tokenizer: Tokenizer) -> None:
+    class Slow(Scripted):
+        async def reset(self, episode: Episode) -> Observation:
+            time.sleep(0.05)  # blocks the event loop, so no limit ends it
+            return await super().reset(episode)
+
+        async def step(self, message: Message) -> Observation | Done:
+            await asyncio.sleep(9.0)
+            raise AssertionError("the episode has no time left")
+
+    talk = conversation(Slow([]), tokenizer, replace(LIMITS, episode_timeout_s=0.04))
+    with pytest.raises(EpisodeError, match=r"episode_timeout_s: the calls .* took longer than 0\.04 s together \(in step\)"):
+        play(talk, Policy(tokenizer, ["a"]))
 
 
 def test_latest_environment_metrics_are_kept(tokenizer: Tokenizer) -> None:

@@ -203,6 +203,10 @@ class MixedTask:
 class Mixture:
     """Chooses the prompt of each position, and remembers the choices for positions that may be sampled again.
 
+    The buffer reports what becomes of the group of a position: `draw` when the group is admitted, `observe` when it has
+    finished, `count_trained` when it is put into a batch, `uncount_trained` if that batch is not trained on, and `withdraw` if
+    the group is dropped or will be sampled again.
+
     The choices depend only on the weights, the samplers, and the order of the calls. A run with one task and no curriculum
     takes its prompts in stream order and needs no state.
     """
@@ -242,19 +246,19 @@ class Mixture:
         self._num_outstanding[draw.task] += 1
         return draw
 
-    def release(self, indices: Iterable[int]) -> None:
-        """Release outstanding groups that are dropped or will be sampled again."""
+    def withdraw(self, indices: Iterable[int]) -> None:
+        """Count groups as not outstanding any more: they are dropped, or will be sampled again."""
         for index in indices if self.has_state else ():
             self._num_outstanding[self._draws[index].task] -= 1
 
-    def train(self, indices: Iterable[int]) -> None:
+    def count_trained(self, indices: Iterable[int]) -> None:
         """Count finished groups as trained on, because they have been put into a batch."""
         for index in indices if self.has_state else ():
             task = self._draws[index].task
             self._num_trained[task] += 1
             self._num_outstanding[task] -= 1
 
-    def undo_train(self, indices: Iterable[int], *, is_dropped: bool) -> None:
+    def uncount_trained(self, indices: Iterable[int], *, is_dropped: bool) -> None:
         """Count groups as finished again, or as dropped, because their batch was not trained on."""
         for index in indices if self.has_state else ():
             task = self._draws[index].task
@@ -269,7 +273,7 @@ class Mixture:
         draw = self._draws[index]
         self._outcomes[index] = draw.task, Outcome(draw.level, index, rewards)
 
-    def keep(self, *kept: Iterable[int]) -> None:
+    def forget_others(self, *kept: Iterable[int]) -> None:
         """Forget the choices of all positions except these."""
         if self.has_state:
             indices = set(chain(*kept))
@@ -336,7 +340,7 @@ class Mixture:
             self._outcomes = dict(state["outcomes"])
         return is_level
 
-    def reserve_again(self, indices: Iterable[int]) -> None:
+    def count_restored(self, indices: Iterable[int]) -> None:
         """Count finished groups of a restored state as outstanding."""
         for index in indices if self.has_state else ():
             self._num_outstanding[self._draws[index].task] += 1

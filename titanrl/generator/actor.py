@@ -134,11 +134,13 @@ class Generator(Actor):
         reproducible. Once a group is complete, the engine aborts its remaining requests. The call returns when every group has
         been sent. A cancelled group has no completions.
 
-        Tokens are not sent while they are sampled if `on_update` is `restart`, because an update drops them.
+        Tokens are not sent while they are sampled in a round, whose callers wait for all of it. Neither are they if `on_update`
+        is `restart`, because an update drops them.
         """
         admission = admission or Admission()
         news: asyncio.Queue[tuple[int, asyncio.Future[list[Completion]] | Sampled]] = asyncio.Queue()
         streams = admission.streams and self._setup.config.on_update != "restart"
+        assert not (streams and admission.round_size), "a round streams no tokens"
         tell = asyncio.get_running_loop().call_soon_threadsafe
 
         def on_sampled(index: int, sampled: "Sampled") -> None:
@@ -437,7 +439,8 @@ class EngineLoop:
         self._next_delivery = 0.0
         self.load = EngineLoad(num_requests=0, num_queued=0)
         self._stopped: str | None = None
-        self._num_tokens, self._busy_s, self._since = 0, 0.0, time.perf_counter()
+        self._num_tokens, self._busy_s = 0, 0.0  # since the start; only the thread changes them
+        self._counted = self._num_tokens, self._busy_s, time.perf_counter()  # at the last `take_stats`
         self._thread = threading.Thread(target=self._run, args=(build,), name="engine", daemon=True)
         self._thread.start()
 
@@ -514,10 +517,12 @@ class EngineLoop:
 
     def take_stats(self) -> GenerationStats:
         """Return the work done since the previous call."""
-        now = time.perf_counter()
-        stats = GenerationStats(num_tokens=self._num_tokens, busy_s=self._busy_s, wall_s=now - self._since, num_replicas=1)
-        self._num_tokens, self._busy_s, self._since = 0, 0.0, now
-        return stats
+        num_tokens, busy_s, since = self._counted
+        self._counted = self._num_tokens, self._busy_s, time.perf_counter()
+        now_tokens, now_busy_s, now = self._counted
+        return GenerationStats(
+            num_tokens=now_tokens - num_tokens, busy_s=now_busy_s - busy_s, wall_s=now - since, num_replicas=1
+        )
 
     async def close(self) -> None:
         """Stop after the current step; fail unfinished requests and commands with `EngineStoppedError`."""

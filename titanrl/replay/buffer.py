@@ -329,7 +329,7 @@ class GroupBuffer:
         """Groups discarded before the last batch, and their number by reason, kept in case the batch is returned."""
         self._dynamic_sampling = dynamic_sampling
         self._window = window
-        self._next_index = first_index
+        self._next_index = first_index  # first position that was not admitted
         self._again: deque[int] = deque()  # earlier positions to sample again, ascending; reserved first
         self._in_flight: ByPosition[GroupHandle] = ByPosition()
         self._ready: ByPosition[Finished] = ByPosition()
@@ -567,7 +567,7 @@ class GroupBuffer:
         kept, again = split_by_freshness(state, freshness, self._num_slots)
         has_memory = self._memory is not None and state.memory is not None
         held = state.held if has_memory else [group.without_tokens() for group in state.held]
-        self.mixture.reserve_again(group.record.index for group in kept)
+        self.mixture.count_restored(group.record.index for group in kept)
         moves = {group.record.handle: self._slots.reserve(group.record.handle.shard % num_shards) for group in (*kept, *held)}
         with_tokens = [group.record.handle for group in (*kept, *held) if group.record.has_payload]
         if self._memory is not None and state.memory is not None:
@@ -599,7 +599,7 @@ class GroupBuffer:
         async with self._changed:
             self._oldest_version = before_version
             indices = [self._taken[handle.location].record.index for handle in handles_of(handles)]
-            self.mixture.undo_train(indices, is_dropped=True)
+            self.mixture.uncount_trained(indices, is_dropped=True)
             self._release(handles, None)
             for index in [index for index, group in self._ready.items() if self._is_too_old(group.record)]:
                 self._discard(self._ready.pop(index), "too old")
@@ -629,7 +629,7 @@ class GroupBuffer:
 
     def _sample_again(self, indices: Collection[int]) -> None:
         """Free the slots of positions in flight or ready, and queue the positions before all later ones."""
-        self.mixture.release(index for index in indices if index in self._in_flight or index in self._ready)
+        self.mixture.withdraw(index for index in indices if index in self._in_flight or index in self._ready)
         for index in indices:
             if index in self._in_flight:
                 handle = self._in_flight.pop(index)
@@ -649,7 +649,7 @@ class GroupBuffer:
         for handle in keys:
             group = self._taken.pop(handle.location)
             self._overtakers.discard(group.record.index)
-            self.mixture.undo_train([group.record.index], is_dropped=handle in self._lost)
+            self.mixture.uncount_trained([group.record.index], is_dropped=handle in self._lost)
             if handle in self._lost:
                 lost.append(group.record.index)
                 self._free(handle)
@@ -713,7 +713,7 @@ class GroupBuffer:
     def _discard(self, group: Finished, reason: DropReason) -> None:
         self._discarded.append(group)
         self._drops[reason] += 1
-        self.mixture.release([group.record.index])
+        self.mixture.withdraw([group.record.index])
         self._free(group.record.handle)
 
     def _pick(self, num_groups: int) -> list[int]:
@@ -743,9 +743,9 @@ class GroupBuffer:
         groups = self._ready.take(len(picked))
         self._taken |= {group.record.handle.location: group for group in groups}
         self._discarded_before_batch = discarded, drops = self._discarded, self._drops
-        self.mixture.train(picked)
+        self.mixture.count_trained(picked)
         settled = (group.record.index for group in (*self._taken.values(), *self._discarded))
-        self.mixture.keep(self._in_flight, self._ready, self._again, settled)
+        self.mixture.forget_others(self._in_flight, self._ready, self._again, settled)
         self._discarded, self._drops = [], Counter()
         tried = [group.record for group in (*groups, *discarded)]
         environment: dict[str, dict[str, tuple[float, int]]] = {}
@@ -771,10 +771,10 @@ class GroupBuffer:
             ),
             drops_by_task=Counter(group.record.task for group in discarded),
             environment=environment,
-            next_index=min(oldest_in_flight, self._ready.first(oldest_in_flight)),
+            first_untaken=min(oldest_in_flight, self._ready.first(oldest_in_flight)),
             num_in_flight=len(self._in_flight),
             num_ready=len(self._ready),
-            num_held=self._slots.num_reserved - len(self._in_flight) - len(self._ready) - len(groups),
+            num_unreleased=self._slots.num_reserved - len(self._in_flight) - len(self._ready) - len(groups),
             prompts=self.mixture.metrics(),
         )
 

@@ -98,13 +98,14 @@ class Batch:
     """Groups of the batch, plus groups discarded since the previous batch."""
     num_equal_rewards: int
     """Tried groups whose rewards were all equal, excluding groups without any reward."""
-    next_index: int
-    """First position of the prompt stream that was neither taken nor discarded; a resumed run starts here."""
+    first_untaken: int
+    """First position of the prompt stream that was neither taken nor discarded. A run that resumes without the finished groups
+    (`BufferState.next_index` is later) starts here."""
     num_in_flight: int
     """Groups being generated or scored when the batch was taken."""
     num_ready: int
     """Finished groups that remain for a later batch."""
-    num_held: int
+    num_unreleased: int
     """Slots of earlier batches that are not freed yet, because new requests could still get older weights."""
     num_tried_rollouts: int
     """Rollouts of the tried groups, including those whose reward failed."""

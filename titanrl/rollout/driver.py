@@ -336,7 +336,12 @@ class Limits:
 
 
 class Attempt:
-    """One attempt to play an episode with an environment (`Conversation`) or a user's program (`ProgramEpisode`)."""
+    """One attempt to play an episode with an environment (`Conversation`) or a user's program (`ProgramEpisode`).
+
+    It is played in one of two ways. With `play`, it calls the policy as soon as it can, beside other episodes. In synchronous
+    training and in evaluations, the caller plays many in lockstep instead: after `start`, it repeats `requests` of all, one
+    generation, and `take` of all, so that the generators' batches do not depend on the speed of the environments.
+    """
 
     def __init__(
         self,
@@ -394,11 +399,11 @@ class Attempt:
         raise NotImplementedError
 
     async def take(self, completions: Sequence[Completion]) -> None:
-        """Continue with the completions of the last requests."""
+        """Continue with the completions of the last `requests`, one for each, in order."""
         raise NotImplementedError
 
     async def play(self, generate: GenerateTokens) -> None:
-        """Play the episode from its start to its end; raise `EpisodeError` if it fails."""
+        """Play the whole episode, with its `start`; raise `EpisodeError` if it fails."""
         await self.start()
         while requests := await self.requests():
             await self.take(await generate(requests))
@@ -573,13 +578,16 @@ class Conversation(Attempt):
         self, name: str, call: Callable[[], Awaitable[object]], *, has_limit: bool = True, may_be_none: bool = False
     ) -> Observation | Done | None:
         """Await a method of the environment, within the time limits of a call and of the episode, and check its result."""
-        limit_s = min(self._limits.step_timeout_s, self._remaining_s) if has_limit else None
+        limit_s = min(self._limits.step_timeout_s, max(self._remaining_s, 0.0)) if has_limit else None
         started = asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(limit_s) as limit:
                 return await self._checked(name, call, may_be_none)
         except TimeoutError:
             assert limit.expired()  # `_checked` converts one that the environment raised
+            if self._remaining_s < self._limits.step_timeout_s:
+                rule = "data.environment.episode_timeout_s: the calls of the environment took longer than"
+                raise EpisodeError("timeout", f"{rule} {self._limits.episode_timeout_s:g} s together (in {name})") from None
             raise EpisodeError("timeout", f"{name} of the environment took longer than {limit_s:g} s") from None
         finally:
             seconds = asyncio.get_running_loop().time() - started

@@ -296,7 +296,8 @@ class GeneratorPool:
         admission = Admission(when_drained=when_drained, name=name, streams=streams)
         if places:
             assert len(places) == len(calls), "either all calls of a tick belong to a round, or none"
-            # A group goes to the replica at its prompt index modulo the number of replicas.
+            # A group goes to the replica at its prompt index modulo the number of replicas. A round streams no tokens: its
+            # callers wait for all of its groups anyway.
             size = sum(index % len(self._replicas) == replica.state.index for index in places[0].indices)
             admission = Admission(indices=tuple(place.index for place in places), round_size=size)
         actor = replica.actor

@@ -59,7 +59,7 @@ def batch_metrics(batch: Batch, ages: Sequence[int], version: int, config: Confi
         "buffer/spilled_bytes": float(batch.usage.num_spilled_bytes),
         "buffer/inflight": float(batch.num_in_flight),
         "buffer/ready": float(batch.num_ready),
-        "buffer/waiting": float(batch.num_held),
+        "buffer/waiting": float(batch.num_unreleased),
         "buffer/tried": float(batch.num_tried),
     }
 
@@ -218,7 +218,7 @@ class Generation(Run):
         generated = await self.session.generators.take_stats()
         self._dump.add(batch, self.state)
         counts = self.state.counts.plus(**batch.work)
-        self.state = replace(self.state, step=self.state.step + 1, next_index=batch.next_index, counts=counts)
+        self.state = replace(self.state, step=self.state.step + 1, next_index=batch.first_untaken, counts=counts)
         step_s = time.perf_counter() - started
         speed = metrics_of.speed_metrics(trained_tokens=0, generated=generated, trainer_busy_s=0.0, step_s=step_s)
         del speed["perf/trainer_idle_frac"]
