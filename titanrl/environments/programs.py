@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from titanrl.base.errors import describe_user_error
 from titanrl.base.ownership import open_regular
 from titanrl.base.plugins import import_object
 from titanrl.environments.interface import Done, EnvironmentFailure, checked, parse_object, readable_text, shown
@@ -119,15 +118,6 @@ def checked_function(path: str, options: Mapping[str, object]) -> Callable[..., 
         raise ValueError(f"{KEY}: {rule}. Write it as `{expected}`, or correct the options.") from error
     checked: Callable[..., Awaitable[object]] = function
     return checked
-
-
-async def call_function(function: Callable[..., Awaitable[object]], task: ProgramTask, returns: Returns) -> ProgramResult:
-    """Run an async function on a task, with the options as keyword arguments."""
-    try:
-        value = await function(task, **task.options)
-    except (SystemExit, KeyboardInterrupt) as error:  # it would end the event loop
-        raise EnvironmentFailure(f"{KEY}: it raised {describe_user_error(error)}") from error
-    return result_of(returns, value)
 
 
 def direct_access() -> dict[str, str]:

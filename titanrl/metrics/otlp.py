@@ -17,7 +17,7 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from google.protobuf.json_format import MessageToDict
 from opentelemetry.exporter.otlp.proto.common.metrics_encoder import encode_metrics
@@ -117,19 +117,6 @@ class Traces:
         return (ends[1], ends[2]) if trace else (ends[0], ends[1])
 
 
-class Sink(Protocol):
-    """Destination of spans and metrics."""
-
-    def spans(self, spans: Sequence[ReadableSpan]) -> bool:
-        """Send spans; return False if they were not delivered."""
-
-    def metrics(self, metrics: MetricsData) -> bool:
-        """Send metrics; return False if they were not delivered."""
-
-    def close(self) -> None:
-        """End the connection."""
-
-
 class HttpSink:
     """A collector that takes OTLP over HTTP. The variables `OTEL_EXPORTER_OTLP_*` add headers and certificates."""
 
@@ -139,11 +126,11 @@ class HttpSink:
         self._metrics = OTLPMetricExporter(endpoint=f"{base}/v1/metrics", timeout=TIMEOUT_S)
 
     def spans(self, spans: Sequence[ReadableSpan]) -> bool:
-        """Send spans."""
+        """Send spans; return False if they were not delivered."""
         return self._spans.export(spans) is SpanExportResult.SUCCESS
 
     def metrics(self, metrics: MetricsData) -> bool:
-        """Send metrics."""
+        """Send metrics; return False if they were not delivered."""
         return self._metrics.export(metrics) is MetricExportResult.SUCCESS
 
     def close(self) -> None:
@@ -176,6 +163,10 @@ class FileSink:
         self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
         self._file.flush()
         return True
+
+
+Sink = HttpSink | FileSink
+"""Destination of spans and metrics."""
 
 
 def _keep() -> None:

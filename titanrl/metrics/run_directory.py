@@ -348,14 +348,6 @@ class _Head(BaseModel):
     version: Any = None
 
 
-def _head(line: bytes) -> _Head | None:
-    """Decode the fields of `_Head`; return None for an incomplete line."""
-    try:
-        return _Head.model_validate_json(line)
-    except ValidationError:
-        return None
-
-
 def _index(head: _Head) -> float:
     return _number(head.index)
 
@@ -393,8 +385,13 @@ def _keep_rows(path: Path, keeps: Callable[[_Head], bool | None]) -> int:
     """
     if not path.exists():
         return 0
+    marks: list[bool | None] = []
     with open(path, "rb", opener=open_regular) as file:
-        marks = [False if not line.strip() else None if (head := _head(line)) is None else keeps(head) for line in file]
+        for line in file:
+            try:
+                marks.append(keeps(_Head.model_validate_json(line)) if line.strip() else False)
+            except ValidationError:  # an incomplete line
+                marks.append(None)
         file.seek(max(file.tell() - 1, 0))
         ends_in_mid_line = file.read() not in (b"", b"\n")
     if ends_in_mid_line or not all(marks):

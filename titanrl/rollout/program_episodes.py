@@ -28,9 +28,9 @@ from titanrl.environments.programs import (
     Command,
     ProgramResult,
     ProgramTask,
-    call_function,
     checked_function,
     direct_access,
+    result_of,
 )
 from titanrl.processes.confine import SandboxUnavailable, missing_for_programs
 from titanrl.processes.temporary import TemporaryFolder, private_folder
@@ -109,9 +109,13 @@ class Programs:
         """Run the program on a task, and call `on_start` before; wait while `num_processes` commands run."""
         async with self._slots or nullcontext():
             on_start()
-            if self._folders is None:
-                return await call_function(self._function, task, self.config.returns)
-            return await self._command.run(task)
+            if self._folders is not None:
+                return await self._command.run(task)
+            try:
+                value = await self._function(task, **task.options)
+            except (SystemExit, KeyboardInterrupt) as error:  # it would end the event loop
+                raise EnvironmentFailure(f"{KEY}: it raised {describe_user_error(error)}") from error
+            return result_of(self.config.returns, value)
 
     async def close(self) -> None:
         """Stop listening, and delete the folders of the commands."""

@@ -1,5 +1,7 @@
 """The wire protocols of clients. A class per path reads a body into calls, and writes their replies as JSON or as events.
 
+Each of them is an `Exchange`, which describes the methods.
+
 First OpenAI's: chat completions, completions, and vLLM's token in, token out, in which `return_token_ids` adds token ids and
 `weight_versions`, the policy versions that sampled them, as vLLM names them. Then `/v1/responses`, in the subset that agent
 frameworks use: text, reasoning, function calls, and no stored state. Last Anthropic's `/v1/messages`: text, thinking, tools,
@@ -47,7 +49,7 @@ _NO_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prom
 _END: Event = (None, "[DONE]")
 
 
-class ChatCompletion:
+class _ChatCompletion:
     """A request to `/v1/chat/completions`."""
 
     by_token: bool
@@ -79,7 +81,6 @@ class ChatCompletion:
         self._chunk_head = dump(self._head("chat.completion.chunk", ()))[:-1]
 
     def body(self, replies: Sequence[Reply]) -> object:
-        """Return the JSON response."""
         choices = []
         for index, reply in enumerate(replies):
             message: dict[str, Any] = {"role": "assistant", "content": reply.message["content"], "refusal": None}
@@ -95,12 +96,10 @@ class ChatCompletion:
         return self._head("chat.completion", replies) | {"choices": choices, "usage": _openai_usage(replies)} | prompt
 
     def start(self) -> Iterator[Event]:
-        """Return the first events of a stream."""
         for index in range(len(self.calls)):
             yield self._chunk(index, {"role": "assistant", "content": ""})
 
     def extend(self, index: int, piece: Piece) -> Iterator[Event]:
-        """Return the events of a part of a completion."""
         if piece.text and not (piece.reasoning or self._logprobs or self._returns_ids):  # most events: only the text differs
             choice = f'{{"index":{index},"delta":{{"content":{dump(piece.text)}}},"finish_reason":null,"logprobs":null}}'
             yield None, f'{self._chunk_head},"choices":[{choice}]}}'
@@ -109,7 +108,6 @@ class ChatCompletion:
         yield self._chunk(index, delta | ({"content": piece.text} if piece.text else {}), piece)
 
     def finish(self, index: int, piece: Piece, reply: Reply) -> Iterator[Event]:
-        """Return the events of the last part of a completion."""
         if piece.text or piece.reasoning or (piece.token_ids and (self._logprobs or self._returns_ids)):
             yield from self.extend(index, piece)
         for place, call in enumerate(reply.message.get("tool_calls", ())):
@@ -122,7 +120,6 @@ class ChatCompletion:
         yield None, data | {"system_fingerprint": reply_version(reply)}
 
     def end(self, replies: Sequence[Reply]) -> Iterator[Event]:
-        """Return the last events of a stream."""
         if self._has_usage:
             yield None, self._head("chat.completion.chunk", replies) | {"choices": [], "usage": _openai_usage(replies)}
         yield _END
@@ -155,7 +152,7 @@ class ChatCompletion:
         return {"content": entries, "refusal": None}
 
 
-class TextCompletion:
+class _TextCompletion:
     """A request to `/v1/completions`."""
 
     def __init__(self, fields: Fields, model: str, caller: Caller) -> None:
@@ -179,7 +176,6 @@ class TextCompletion:
         _end(fields)
 
     def body(self, replies: Sequence[Reply]) -> object:
-        """Return the JSON response."""
         choices = []
         for index, reply in enumerate(replies):
             token_ids, logprobs = reply.completion.token_ids.tolist(), reply.completion.logprobs.tolist()
@@ -192,22 +188,18 @@ class TextCompletion:
         return head | {"choices": choices, "usage": _openai_usage(replies, self._num_prompts)}
 
     def start(self) -> Iterable[Event]:
-        """Return the first events of a stream."""
         self._num_chars = [0] * len(self.calls)
         return ()
 
     def extend(self, index: int, piece: Piece) -> Iterator[Event]:
-        """Return the events of a part of a completion."""
         yield None, self._head() | {"choices": [self._choice(index, piece, self._num_chars[index])]}
         self._num_chars[index] += sum(len(self._caller.token_text(token_id)) for token_id in piece.token_ids)
 
     def finish(self, index: int, piece: Piece, reply: Reply) -> Iterator[Event]:
-        """Return the events of the last part of a completion."""
         choice = self._choice(index, piece, self._num_chars[index]) | {"finish_reason": reply.finish_reason}
         yield None, self._head() | {"choices": [choice | self._ids(reply)]}
 
     def end(self, replies: Sequence[Reply]) -> Iterator[Event]:
-        """Return the last events of a stream."""
         if self._has_usage:
             yield None, self._head() | {"choices": [], "usage": _openai_usage(replies, self._num_prompts)}
         yield _END
@@ -252,7 +244,7 @@ class TextCompletion:
         return entries
 
 
-class TokenCompletion:
+class _TokenCompletion:
     """A request to vLLM's `/inference/v1/generate`: tokens in, tokens out."""
 
     by_token = True
@@ -275,7 +267,6 @@ class TokenCompletion:
         fields.done()
 
     def body(self, replies: Sequence[Reply]) -> object:
-        """Return the JSON response."""
         choices = [
             self._choice(index, reply.completion.token_ids.tolist(), reply.completion.logprobs.tolist()) | _token_end(reply)
             for index, reply in enumerate(replies)
@@ -284,20 +275,16 @@ class TokenCompletion:
         return head | {"choices": choices} | self._prompt(replies[0])
 
     def start(self) -> Iterable[Event]:
-        """Return the first events of a stream."""
         return ()
 
     def extend(self, index: int, piece: Piece) -> Iterator[Event]:
-        """Return the events of a part of a completion."""
         yield None, self._head() | {"choices": [self._choice(index, piece.token_ids, piece.logprobs) | {"finish_reason": None}]}
 
     def finish(self, index: int, piece: Piece, reply: Reply) -> Iterator[Event]:
-        """Return the events of the last part of a completion."""
         choice = self._choice(index, piece.token_ids, piece.logprobs) | _token_end(reply)
         yield None, self._head() | {"choices": [choice]} | self._prompt(reply)
 
     def end(self, replies: Sequence[Reply]) -> Iterator[Event]:
-        """Return the last events of a stream."""
         if self._has_usage:
             yield None, self._head() | {"choices": [], "usage": _openai_usage(replies)}
         yield _END
@@ -493,7 +480,7 @@ def _chat_call(call: Any) -> dict[str, Any]:
     return {"id": call["id"], "type": "function", "function": function}
 
 
-class ResponsesRequest:
+class _ResponsesRequest:
     """A request to `/v1/responses`."""
 
     by_token = False
@@ -565,7 +552,6 @@ class ResponsesRequest:
         }
 
     def body(self, replies: Sequence[Reply]) -> dict[str, Any]:
-        """Return the JSON response."""
         (reply,) = replies
         is_complete = reply.finish_reason != "length"
         prompt, sampled = len(reply.prompt_ids), len(reply.completion.token_ids)
@@ -584,7 +570,6 @@ class ResponsesRequest:
         }
 
     def start(self) -> Iterator[Event]:
-        """Return the first events of a stream."""
         self._open_kind: str | None = None  # of the output item that is being sent
         self._output_index, self._sent = 0, {"message": "", "reasoning": ""}  # text sent so far, by kind
         started = self._head | {"status": "in_progress", "metadata": {}, "output": [], "usage": None}
@@ -592,14 +577,12 @@ class ResponsesRequest:
             yield self._event(kind, response=started)
 
     def extend(self, index: int, piece: Piece) -> Iterator[Event]:
-        """Return the events of a part of the completion."""
         if piece.reasoning:
             yield from self._delta("reasoning", piece.reasoning)
         if piece.text:
             yield from self._delta("message", piece.text)
 
     def finish(self, index: int, piece: Piece, reply: Reply) -> Iterator[Event]:
-        """Return the events of the last part of the completion."""
         yield from self.extend(index, piece)
         if not self._sent["message"] and not reply.message.get("tool_calls"):
             yield from self._delta("message", "")  # an empty reply is a message, too
@@ -616,7 +599,6 @@ class ResponsesRequest:
             self._output_index += 1
 
     def end(self, replies: Sequence[Reply]) -> Iterator[Event]:
-        """Return the last events of a stream."""
         response = self.body(replies)
         yield self._event(f"response.{response['status']}", response=response)
 
@@ -723,7 +705,7 @@ _ERROR_KINDS = {
 }
 
 
-class MessagesRequest:
+class _MessagesRequest:
     """A request to `/v1/messages`."""
 
     by_token = False
@@ -767,7 +749,6 @@ class MessagesRequest:
         fields.done()
 
     def body(self, replies: Sequence[Reply]) -> object:
-        """Return the JSON response."""
         (reply,) = replies
         reasoning, content = reply.message.get("reasoning_content"), reply.message["content"]
         blocks = [
@@ -781,7 +762,6 @@ class MessagesRequest:
         return self._head() | {"content": blocks, **self._ending(reply), "usage": _messages_usage(reply)}
 
     def start(self) -> Iterator[Event]:
-        """Return the first events of a stream."""
         self._open_block: str | None = None  # the content block that is being sent
         self._block_index = 0
         usage = {"input_tokens": 0, "output_tokens": 0}  # the last event has the counts
@@ -789,7 +769,6 @@ class MessagesRequest:
         yield _messages_event("message_start", message=message)
 
     def extend(self, index: int, piece: Piece) -> Iterator[Event]:
-        """Return the events of a part of the completion."""
         if piece.reasoning:
             yield from self._opened("thinking", {"type": "thinking", "thinking": "", "signature": ""})
             yield self._delta({"type": "thinking_delta", "thinking": piece.reasoning})
@@ -798,7 +777,6 @@ class MessagesRequest:
             yield self._delta({"type": "text_delta", "text": piece.text})
 
     def finish(self, index: int, piece: Piece, reply: Reply) -> Iterator[Event]:
-        """Return the events of the last part of the completion."""
         yield from self.extend(index, piece)
         for call in reply.message.get("tool_calls", ()):
             block = {"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": {}}
@@ -808,7 +786,6 @@ class MessagesRequest:
         yield _messages_event("message_delta", delta=self._ending(reply), usage=_messages_usage(reply))
 
     def end(self, replies: Sequence[Reply]) -> Iterator[Event]:
-        """Return the last events of a stream."""
         yield _messages_event("message_stop")
 
     def _head(self) -> dict[str, Any]:
@@ -913,10 +890,10 @@ def _messages_event(kind: str, **fields: Any) -> Event:
 
 
 PROTOCOLS: Mapping[str, Callable[[Fields, str, Caller], Exchange]] = {
-    "/v1/chat/completions": ChatCompletion,
-    "/v1/completions": TextCompletion,
-    "/v1/responses": ResponsesRequest,
-    "/v1/messages": MessagesRequest,
-    "/inference/v1/generate": TokenCompletion,
+    "/v1/chat/completions": _ChatCompletion,
+    "/v1/completions": _TextCompletion,
+    "/v1/responses": _ResponsesRequest,
+    "/v1/messages": _MessagesRequest,
+    "/inference/v1/generate": _TokenCompletion,
 }
 """Protocol of each path that takes calls."""
