@@ -39,7 +39,6 @@ def test_table_follows_a_file_and_merges_the_lines_of_a_step(tmp_path: Path) -> 
     table.refresh()
     assert table.points("a") == [(1.0, 1.0), (2.0, 2.0), (3.0, 4.0)]
     assert table.points("c") == [(1.0, 9.0)]
-    assert table.rows("a|c")[0] == {"step": 1.0, "a": 1.0, "c": 9.0}
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "a": 5.0}\n')  # as after a resume
     table.refresh()
     assert table.points("a") == [(1.0, 5.0)]

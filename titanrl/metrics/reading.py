@@ -1026,9 +1026,12 @@ def evaluated_sets(rows: Rows) -> list[str]:
     return [match[1] for name in names if (match := re.fullmatch(r"eval/(.+)/mean", name))]
 
 
-def without_reward(rows: Rows, task: str) -> list[str]:
-    """Return how many completions of the first and the last evaluation have no reward, as `2 of 5`; empty if all have one."""
-    failed, total = (series(rows, f"eval/{task}/{name}") for name in ("num_errors", "num_completions"))
+def without_reward(points: Callable[[str], Points], task: str) -> list[str]:
+    """Return how many completions of the first and the last evaluation have no reward, as `2 of 5`; empty if all have one.
+
+    `points` is a function as for `awaited_by_both`.
+    """
+    failed, total = (points(f"eval/{task}/{name}") for name in ("num_errors", "num_completions"))
     if not any(number for _, number in (*failed[:1], *failed[-1:])):
         return []
     return [f"{failed[at][1]:.0f} of {total[at][1]:.0f}" for at in (0, -1)]

@@ -242,7 +242,7 @@ def learned(rows: Rows) -> str:
     changes = []
     for task, (label, points) in heldout.items():
         if points:
-            failed = without_reward(rows, task)
+            failed = without_reward(partial(series, rows), task)
             without = f" (completions without a reward: {' -> '.join(failed)})" if failed else ""
             changes.append(f"{label} {fixed(points[0][1])} -> {fixed(points[-1][1])}{without}")
     if training:

@@ -40,7 +40,6 @@ from titanrl.metrics.reading import (
     Kind,
     Points,
     RecordedGroup,
-    Rows,
     RunRecord,
     TrainedSegment,
     awaited_by_both,
@@ -232,13 +231,6 @@ class MetricTable:
         """Return the values of a metric with their steps."""
         steps, values = self.values(name)
         return list(zip(steps.tolist(), values.tolist(), strict=True))
-
-    def rows(self, pattern: str) -> Rows:
-        """Return one row per step, with the metrics whose names match a pattern."""
-        names = [name for name in self._columns if name in {"step", "version"} or re.fullmatch(pattern, name)]
-        columns = [self.column(name).tolist() for name in names]
-        found = (zip(names, values, strict=True) for values in zip(*columns, strict=True))
-        return [{name: value for name, value in row if not math.isnan(value)} for row in found]
 
     def newest(self, name: str) -> float | None:
         """Return the newest value of a metric; None without one."""
@@ -764,7 +756,7 @@ def _figures(table: MetricTable) -> list[Json]:
         if len(values):
             first, last, note = _ends(name, steps, values)
             task = tasks.get(name)
-            if task and (failed := without_reward(table.rows(f"eval/{re.escape(task)}/num_.+"), task)):
+            if task and (failed := without_reward(table.points, task)):
                 note += f"; {' and '.join(failed)} completions had no reward and are not in the mean"
             add(label, f"{fixed(first)} \u2192 {fixed(last)}" if len(values) > 1 else fixed(first), note)
     for label, name, unit in (("Step time", "time/step_s", "s"), ("Generation", "perf/gen_tokens_per_s", "tokens/s")):
