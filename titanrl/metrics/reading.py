@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean, median
-from typing import Annotated, Any, BinaryIO, Literal, NamedTuple, Self, TypedDict, TypeVar, Unpack, overload
+from typing import Annotated, Any, BinaryIO, Literal, Self, TypedDict, TypeVar, Unpack, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -66,14 +66,6 @@ class Filters(TypedDict, total=False):
     """Newest policy version that sampled the group."""
     step: Range
     """Step that trained on the group; an evaluation sample has none."""
-
-
-class Found(NamedTuple):
-    """Places of completions in the record."""
-
-    parts: Sequence[Part]
-    rows: npt.NDArray[Any]
-    """For each completion: `part` (index in `parts`); `at`, `size` and `crc32` of the line of its group; `number` in it."""
 
 
 _Int = Annotated[int, Field(ge=-(2**62), le=2**62)]
@@ -216,7 +208,7 @@ class CompletionIndex:
         self._steps = np.zeros(0, _STEP)
         self._is_joined = False
 
-    def find(self, text: str = "", **filters: Unpack[Filters]) -> Found:
+    def find(self, text: str = "", **filters: Unpack[Filters]) -> "Hits":
         """Refresh the index, and find completions for `RunRecord.search`; those of a group follow one another."""
         with self._lock:
             self._refresh()
@@ -227,7 +219,7 @@ class CompletionIndex:
             for name in ("part", "at", "size", "crc32"):
                 rows[name] = lines[name]
             rows["number"] = self._completions["number"][found]
-            return Found(self._parts, rows)
+            return Hits(self._parts, rows)
 
     def values(self) -> dict[str, list[str]]:
         """Refresh the index; return the values that completions have, by condition, and the names of their rewards."""
@@ -667,8 +659,15 @@ class Hit:
 class Hits(Sequence[Hit]):
     """The completions that `RunRecord.search` found. Each is read from its file when it is used."""
 
-    def __init__(self, found: Found) -> None:
-        self._parts, self._rows = found
+    def __init__(self, parts: Sequence[Part], rows: npt.NDArray[Any]) -> None:
+        """Keep the places of completions.
+
+        Args:
+            parts: Parts of the record.
+            rows: For each completion: `part` (index in `parts`); `at`, `size` and `crc32` of the line of its group; `number` in
+                the group.
+        """
+        self._parts, self._rows = parts, rows
 
     def __len__(self) -> int:
         """Return their number."""
@@ -685,7 +684,7 @@ class Hits(Sequence[Hit]):
             DamagedError: Its line is damaged, or the run has deleted or replaced it since the search.
         """
         if isinstance(index, slice):
-            return Hits(Found(self._parts, self._rows[index]))
+            return Hits(self._parts, self._rows[index])
         part_number, at, size, crc32, number = self._rows[index].tolist()
         part = self._parts[part_number]
         try:
@@ -703,7 +702,7 @@ class Hits(Sequence[Hit]):
 
     def of_groups(self) -> "Hits":
         """Return the first one of each group."""
-        return Hits(Found(self._parts, self._rows[self._is_first()]))
+        return Hits(self._parts, self._rows[self._is_first()])
 
     def numbers(self) -> list[list[int]]:
         """Return the positions of the completions in their group, for each group of `of_groups()`."""
@@ -787,7 +786,7 @@ class RunRecord:
             kind: `rollouts` that were sampled for training, or samples of `evaluations`.
             filters: Conditions, which all must be met.
         """
-        return Hits(self._index(kind).find(text, **filters))
+        return self._index(kind).find(text, **filters)
 
     def values_of(self, kind: Kind = "rollouts") -> dict[str, list[str]]:
         """Return the values by which a search can select: `set`, `status`, `task`, `environment`, `outcome` and `parts`."""
