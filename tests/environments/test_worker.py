@@ -114,21 +114,6 @@ async def test_further_episodes_wait_for_a_process(file: str) -> None:
         await other.close()
 
 
-@pytest.mark.parametrize("text", ["import time; time.sleep(60)", "while True: pass"])
-async def test_hanging_step_is_killed_in_time(file: str, text: str) -> None:
-    async with pool_of(file, num_processes=1, step_s=0.3) as pool:
-        environment, pid = await start(pool)
-        began_s = time.monotonic()
-        with pytest.raises(EnvironmentTimeout, match=r"step took longer than 0\.3 s, so its process was killed"):
-            await environment.step(says(text))
-        assert time.monotonic() - began_s < 30
-        assert wait_until_gone({pid}, 30.0) == set()
-        await environment.close()
-        other, other_pid = await start(pool)
-        assert other_pid != pid
-        await other.close()
-
-
 async def test_hanging_reset_and_start_are_killed(file: str, tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text("import time; time.sleep(60)")
     async with pool_of(file, num_processes=1, reset_s=1.5) as pool:
@@ -143,23 +128,37 @@ async def test_hanging_reset_and_start_are_killed(file: str, tmp_path: Path) -> 
             await pool.start()
 
 
+TIMEOUT = r"step took longer than 0\.5 s, so its process was killed"
+
+
 @pytest.mark.parametrize(
-    ("text", "problem"),
+    ("text", "error", "problem"),
     [
-        ("os._exit(3)", "its process died during step .exit code 3."),
-        ("os.kill(os.getpid(), 11)", "its process died during step .SIGSEGV."),
-        ("os.closerange(3, 1000)", "its process died during step"),
+        ("time.sleep(60)", EnvironmentTimeout, TIMEOUT),
+        ("while True: pass", EnvironmentTimeout, TIMEOUT),
+        ("os._exit(3)", EnvironmentDied, "its process died during step .exit code 3."),
+        ("os.kill(os.getpid(), 11)", EnvironmentDied, "its process died during step .SIGSEGV."),
+        ("os.closerange(3, 1000)", EnvironmentDied, "its process died during step"),
+        ("raise KeyError('a')", EnvironmentFailure, "step raised KeyError: 'a'"),
+        ("raise SystemExit(1)", EnvironmentFailure, "step raised SystemExit: 1"),
+        ("self.greeting.x", EnvironmentFailure, "step raised AttributeError"),
     ],
 )
-async def test_dead_process_is_reported_and_replaced(file: str, text: str, problem: str) -> None:
-    async with pool_of(file, num_processes=1, step_s=20.0) as pool:
+async def test_failed_step_replaces_its_process_unless_it_raised(
+    file: str, text: str, error: type[EnvironmentFailure], problem: str
+) -> None:
+    async with pool_of(file, num_processes=1, step_s=0.5 if error is EnvironmentTimeout else 20.0) as pool:
         environment, pid = await start(pool)
-        with pytest.raises(EnvironmentDied, match=problem):
+        began_s = time.monotonic()
+        with pytest.raises(EnvironmentFailure, match=problem) as raised:
             await environment.step(says(text))
+        assert type(raised.value) is error
+        assert time.monotonic() - began_s < 5
         await environment.close()
         other, other_pid = await start(pool)
         await other.close()
-        assert other_pid != pid
+        assert (other_pid == pid) == (error is EnvironmentFailure)
+        assert error is EnvironmentFailure or wait_until_gone({pid}, 5.0) == set()
 
 
 async def test_idle_process_that_dies_is_replaced(file: str) -> None:
@@ -171,26 +170,6 @@ async def test_idle_process_that_dies_is_replaced(file: str) -> None:
         other, other_pid = await start(pool)
         await other.close()
         assert other_pid != pid
-
-
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("raise KeyError('a')", "step raised KeyError: 'a'"),
-        ("raise SystemExit(1)", "step raised SystemExit: 1"),
-        ("self.greeting.x", "step raised AttributeError"),
-    ],
-)
-async def test_exception_fails_the_episode_but_not_the_process(file: str, text: str, problem: str) -> None:
-    async with pool_of(file, num_processes=1) as pool:
-        environment, pid = await start(pool)
-        with pytest.raises(EnvironmentFailure, match=problem) as raised:
-            await environment.step(says(text))
-        assert type(raised.value) is EnvironmentFailure
-        await environment.close()
-        other, other_pid = await start(pool)
-        await other.close()
-        assert other_pid == pid
 
 
 async def test_timeout_that_an_environment_raises_is_a_timeout(file: str) -> None:

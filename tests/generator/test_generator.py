@@ -79,36 +79,30 @@ async def pull_commit(lab: Lab, impl: str, commit: Commit) -> None:
     await lab.generators[impl].pull_weights.call(commit)
 
 
-def test_concurrent_pulls_each_get_a_reply_and_the_last_one_wins(lab: Lab, impl: str) -> None:
-    async def scenario() -> tuple[list[Any], Completion]:
-        broken = Commit(9, lab.commits[1].manifests)
-        pulls = [pull_commit(lab, impl, commit) for commit in (lab.commits[1], broken, lab.commits[2])]
-        replies = await asyncio.gather(*pulls, return_exceptions=True)
-        return replies, (await lab.generate(impl, GREEDY, PROMPTS[:1]))[0]
-
-    replies, completion = lab.do(scenario())
+async def test_concurrent_pulls_each_get_a_reply_and_the_last_one_wins(lab: Lab, impl: str) -> None:
+    broken = Commit(9, lab.commits[1].manifests)
+    pulls = [pull_commit(lab, impl, commit) for commit in (lab.commits[1], broken, lab.commits[2])]
+    replies = await asyncio.gather(*pulls, return_exceptions=True)
+    (completion,) = await lab.generate(impl, GREEDY, PROMPTS[:1])
     assert replies[0] is None
     assert "version 9: the manifests" in str(replies[1])
     assert replies[2] is None
     assert set(completion.versions.tolist()) == {2}
 
 
-def test_new_requests_wait_for_expected_weights(lab: Lab, impl: str) -> None:
-    async def scenario() -> Completion:
-        leader = lab.generators[impl].slice(procs=0)
-        await pull(lab, impl, 1)
-        await leader.expect_weights.call_one(10)
-        generating = asyncio.create_task(lab.generate(impl, GREEDY, PROMPTS[:1]))
-        await leader.stats.call_one()  # sent after the request, so the request has arrived when this returns
-        await lab.publish(10)
-        await pull(lab, impl, 10)
-        await leader.expect_weights.call_one(10)  # already pulled, so it holds nothing
-        return (await generating)[0]
-
+async def test_new_requests_wait_for_expected_weights(lab: Lab, impl: str) -> None:
     lab.models[10] = lab.models[2]
-    assert set(lab.do(scenario()).versions.tolist()) == {10}
-    lab.do(lab.publish(1))
-    lab.do(lab.publish(2))
+    leader = lab.generators[impl].slice(procs=0)
+    await pull(lab, impl, 1)
+    await leader.expect_weights.call_one(10)
+    generating = asyncio.create_task(lab.generate(impl, GREEDY, PROMPTS[:1]))
+    await leader.stats.call_one()  # sent after the request, so the request has arrived when this returns
+    await lab.publish(10)
+    await pull(lab, impl, 10)
+    await leader.expect_weights.call_one(10)  # already pulled, so it holds nothing
+    assert set((await generating)[0].versions.tolist()) == {10}
+    await lab.publish(1)
+    await lab.publish(2)
 
 
 @pytest.mark.parametrize(
@@ -177,16 +171,12 @@ def kept_by(p_V: torch.Tensor, sampling: SamplingParams, *, slack: float) -> set
     ("impl", "limits"),
     [("titan", "top_k"), ("titan", "top_p"), ("titan", "min_p"), *((impl, "all") for impl in ONE_OF_EACH)],
 )
-def test_recorded_supports_match_the_truncation(lab: Lab, impl: str, limits: str) -> None:
+async def test_recorded_supports_match_the_truncation(lab: Lab, impl: str, limits: str) -> None:
     """The exact set lies between the sets of slightly moved bounds, which differ only in tokens at the bound."""
     sampling = TRUNCATED[limits]
-    lab.do(pull(lab, impl, 1))
+    await pull(lab, impl, 1)
     plain = SamplingParams(max_new_tokens=24, temperature=0.7, seed=1)
-
-    async def both() -> tuple[list[Completion], list[Completion]]:
-        return await asyncio.gather(lab.generate(impl, sampling), lab.generate(impl, plain))
-
-    truncated, others = lab.do(both())
+    truncated, others = await asyncio.gather(lab.generate(impl, sampling), lab.generate(impl, plain))
     assert all(completion.supports is None for completion in others)
     policy, num_exact, sizes = reference(lab.models[1]), 0, set()
     for prompt, completion in zip(PROMPTS, truncated, strict=True):
@@ -370,19 +360,15 @@ def test_stop_text_may_be_a_special_token(lab: Lab, impl: str) -> None:
 @pytest.mark.parametrize(
     ("other", "stop"), [("titan", ("never said",)), ("titan-tp2", ())], ids=["by vLLM", "in a window of two ranks"]
 )
-def test_tokens_arrive_while_they_are_sampled(lab: Lab, other: str, stop: tuple[str, ...]) -> None:
+async def test_tokens_arrive_while_they_are_sampled(lab: Lab, other: str, stop: tuple[str, ...]) -> None:
     sampling = SamplingParams(max_new_tokens=100, temperature=1.0, seed=5, stop=stop)
-
-    async def scenario() -> tuple[list[Completion], list[tuple[list[int], list[float]]]]:
-        await pull(lab, other, 1)
-        pieces = list[tuple[list[int], list[float]]]()
-        pool = lab.pool(other)
-        (request,) = requests_of(PROMPTS[:1], sampling)
-        streamed = pool.generate([request], on_tokens=lambda *piece: pieces.append((list(piece[0]), list(piece[1]))))
-        completions = await asyncio.gather(streamed, pool.generate(requests_of(PROMPTS[1:2], sampling)))
-        return completions[0], pieces
-
-    (completion,), pieces = lab.do(scenario())
+    await pull(lab, other, 1)
+    pieces = list[tuple[list[int], list[float]]]()
+    pool = lab.pool(other)
+    (request,) = requests_of(PROMPTS[:1], sampling)
+    streamed = pool.generate([request], on_tokens=lambda *piece: pieces.append((list(piece[0]), list(piece[1]))))
+    completions = await asyncio.gather(streamed, pool.generate(requests_of(PROMPTS[1:2], sampling)))
+    (completion,) = completions[0]
     token_ids = [token for ids, _ in pieces for token in ids]
     assert len(pieces) >= 2
     assert token_ids == completion.token_ids.tolist()[: len(token_ids)]
@@ -390,24 +376,20 @@ def test_tokens_arrive_while_they_are_sampled(lab: Lab, other: str, stop: tuple[
     assert logprobs == completion.logprobs.tolist()[: len(token_ids)]
 
 
-def test_cancelled_call_leaves_the_batch(lab: Lab) -> None:
+async def test_cancelled_call_leaves_the_batch(lab: Lab) -> None:
     long = SamplingParams(max_new_tokens=240, temperature=1.0, seed=5)
     many = 2000  # would take minutes
-
-    async def scenario() -> int:
-        await pull(lab, "titan", 1)
-        pool, started = lab.pool("titan"), asyncio.Event()
-        leader = lab.generators["titan"].slice(procs=0)
-        await ask_actor(leader.stats)
-        one = pool.generate(requests_of(PROMPTS[:1], long), on_tokens=lambda *piece: started.set())
-        calls = [asyncio.create_task(call) for call in (one, pool.generate(requests_of(PROMPTS[:1] * many, long)))]
-        await started.wait()
-        for call in calls:
-            call.cancel()
-        await pool.generate(requests_of(PROMPTS[1:2], replace(long, max_new_tokens=3)), when_drained=True)
-        return (await ask_actor(leader.stats)).num_tokens
-
-    assert lab.do(scenario()) < many * 240 / 2
+    await pull(lab, "titan", 1)
+    pool, started = lab.pool("titan"), asyncio.Event()
+    leader = lab.generators["titan"].slice(procs=0)
+    await ask_actor(leader.stats)
+    one = pool.generate(requests_of(PROMPTS[:1], long), on_tokens=lambda *piece: started.set())
+    calls = [asyncio.create_task(call) for call in (one, pool.generate(requests_of(PROMPTS[:1] * many, long)))]
+    await started.wait()
+    for call in calls:
+        call.cancel()
+    await pool.generate(requests_of(PROMPTS[1:2], replace(long, max_new_tokens=3)), when_drained=True)
+    assert (await ask_actor(leader.stats)).num_tokens < many * 240 / 2
 
 
 def test_only_the_first_completions_to_finish_are_kept(lab: Lab, impl: str) -> None:
@@ -469,55 +451,47 @@ def test_call_that_waits_for_a_drain_decodes_alone(lab: Lab) -> None:
         assert one.logprobs.tobytes() == other.logprobs.tobytes()
 
 
-def test_generator_starts_over_with_the_weights_of_another_trainer(lab: Lab) -> None:
+async def test_generator_starts_over_with_the_weights_of_another_trainer(lab: Lab) -> None:
     impl = "titan-tp2"
-
-    async def scenario() -> None:
-        await pull(lab, impl, 2)
-        before = await lab.generate(impl, GREEDY, PROMPTS[:2])
-        longest = SamplingParams(max_new_tokens=240, temperature=0.0, seed=None)
-        running = asyncio.create_task(lab.generate(impl, longest, PROMPTS[:1] * 2000))  # would take minutes
-        await lab.generate(impl, SamplingParams(max_new_tokens=1, temperature=0.0, seed=None), PROMPTS[2:3])
-        await lab.generators[impl].start_over.call(WeightSource("other", lab.store))
-        with pytest.raises(Exception, match="the run restarts"):
-            await running
-        with pytest.raises(Exception, match="no valid weights: the run restarts"):
-            await lab.generate(impl, GREEDY, PROMPTS[:2])
-        publisher = WeightPublisher("other", 0, lab.store, torch.float32, ["arena"])
-        state = titan_names(load_file(lab.models[2] / "model.safetensors"))
-        await pull_commit(lab, impl, Commit(0, (await publisher.publish(0, state),)))  # an older version than before
-        for one, other in zip(before, await lab.generate(impl, GREEDY, PROMPTS[:2]), strict=True):
-            assert other.logprobs.tobytes() == one.logprobs.tobytes()
-            assert set(other.versions.tolist()) == {0}
-        await lab.generators[impl].start_over.call(WeightSource("lab", lab.store))
-
-    lab.do(scenario())
+    await pull(lab, impl, 2)
+    before = await lab.generate(impl, GREEDY, PROMPTS[:2])
+    longest = SamplingParams(max_new_tokens=240, temperature=0.0, seed=None)
+    running = asyncio.create_task(lab.generate(impl, longest, PROMPTS[:1] * 2000))  # would take minutes
+    await lab.generate(impl, SamplingParams(max_new_tokens=1, temperature=0.0, seed=None), PROMPTS[2:3])
+    await lab.generators[impl].start_over.call(WeightSource("other", lab.store))
+    with pytest.raises(Exception, match="the run restarts"):
+        await running
+    with pytest.raises(Exception, match="no valid weights: the run restarts"):
+        await lab.generate(impl, GREEDY, PROMPTS[:2])
+    publisher = WeightPublisher("other", 0, lab.store, torch.float32, ["arena"])
+    state = titan_names(load_file(lab.models[2] / "model.safetensors"))
+    await pull_commit(lab, impl, Commit(0, (await publisher.publish(0, state),)))  # an older version than before
+    for one, other in zip(before, await lab.generate(impl, GREEDY, PROMPTS[:2]), strict=True):
+        assert other.logprobs.tobytes() == one.logprobs.tobytes()
+        assert set(other.versions.tolist()) == {0}
+    await lab.generators[impl].start_over.call(WeightSource("lab", lab.store))
 
 
-def test_generator_starts_over_during_pulls_from_a_stopped_store(lab: Lab) -> None:
+async def test_generator_starts_over_during_pulls_from_a_stopped_store(lab: Lab) -> None:
     impl = "titan-tp2"
-
-    async def scenario() -> None:
-        await pull(lab, impl, 2)
-        before = await lab.generate(impl, GREEDY, PROMPTS[:2])
-        role = f"stopped-{impl}"
-        store = await spawn_store(await fork(lab.fleet, "store", worker_environment(), *IMPORTS, role=role))
-        pid = int((lab.models[1].parent / f"{role}_0.pid").read_text().split()[0])
-        publisher = WeightPublisher("stopped", 0, store, torch.float32, ["arena"])
-        commit = Commit(0, (await publisher.publish(0, titan_names(load_file(lab.models[2] / "model.safetensors"))),))
-        await lab.generators[impl].start_over.call(WeightSource("stopped", store))
-        os.kill(pid, signal.SIGSTOP)  # the first pull waits for the layout, the second one for the first
-        pulls = [asyncio.ensure_future(resolve(lab.generators[impl].pull_weights.call(commit))) for _ in range(2)]
-        await lab.generators[impl].probe.call()
-        await asyncio.wait_for(resolve(lab.generators[impl].start_over.call(WeightSource("lab", lab.store))), 30)
-        for failed in await asyncio.gather(*pulls, return_exceptions=True):
-            assert "the run restarts" in str(failed)
-        os.kill(pid, signal.SIGCONT)
-        await pull(lab, impl, 2)
-        for one, other in zip(before, await lab.generate(impl, GREEDY, PROMPTS[:2]), strict=True):
-            assert other.logprobs.tobytes() == one.logprobs.tobytes()
-
-    lab.do(scenario())
+    await pull(lab, impl, 2)
+    before = await lab.generate(impl, GREEDY, PROMPTS[:2])
+    role = f"stopped-{impl}"
+    store = await spawn_store(await fork(lab.fleet, "store", worker_environment(), *IMPORTS, role=role))
+    pid = int((lab.models[1].parent / f"{role}_0.pid").read_text().split()[0])
+    publisher = WeightPublisher("stopped", 0, store, torch.float32, ["arena"])
+    commit = Commit(0, (await publisher.publish(0, titan_names(load_file(lab.models[2] / "model.safetensors"))),))
+    await lab.generators[impl].start_over.call(WeightSource("stopped", store))
+    os.kill(pid, signal.SIGSTOP)  # the first pull waits for the layout, the second one for the first
+    pulls = [asyncio.ensure_future(resolve(lab.generators[impl].pull_weights.call(commit))) for _ in range(2)]
+    await lab.generators[impl].probe.call()
+    await asyncio.wait_for(resolve(lab.generators[impl].start_over.call(WeightSource("lab", lab.store))), 30)
+    for failed in await asyncio.gather(*pulls, return_exceptions=True):
+        assert "the run restarts" in str(failed)
+    os.kill(pid, signal.SIGCONT)
+    await pull(lab, impl, 2)
+    for one, other in zip(before, await lab.generate(impl, GREEDY, PROMPTS[:2]), strict=True):
+        assert other.logprobs.tobytes() == one.logprobs.tobytes()
 
 
 @pytest.mark.parametrize("impl", ["native", "titan-tp2"])
@@ -560,13 +534,10 @@ def test_session_continues_at_the_replica_of_its_last_turn(lab: Lab) -> None:
     assert num_tokens == [24, 24]
 
 
-def test_mismatched_weights_are_refused_by_name(lab: Lab, impl: str) -> None:
-    async def scenario() -> None:
-        odd = WeightPublisher("lab", 0, lab.store, torch.float32, ["store"])
-        manifest = await odd.publish(7, {"norm.weight": torch.ones(128)})
-        await pull_commit(lab, impl, Commit(7, (manifest,)))
-
+async def test_mismatched_weights_are_refused_by_name(lab: Lab, impl: str) -> None:
+    odd = WeightPublisher("lab", 0, lab.store, torch.float32, ["store"])
+    manifest = await odd.publish(7, {"norm.weight": torch.ones(128)})
     with pytest.raises(Exception, match=r"tensors not published: .*tok_embeddings"):
-        lab.do(scenario())
+        await pull_commit(lab, impl, Commit(7, (manifest,)))
     with pytest.raises(Exception, match="no valid weights"):
-        lab.do(lab.generate(impl, GREEDY))
+        await lab.generate(impl, GREEDY)

@@ -48,12 +48,6 @@ def test_probabilities_and_weights_follow_the_formula() -> None:
     assert batch.weights.max() <= 1.0
 
 
-def test_alpha_zero_is_uniform() -> None:
-    batch = filled(np.array([1.0, 100.0, 0.01, 5.0]), alpha=0.0).sample(1000)
-    assert set(batch.probabilities) == {0.25}
-    assert set(batch.weights) == {1.0}
-
-
 def test_setting_alpha_recomputes_leaves_from_priorities() -> None:
     replay = filled(np.array([1.0, 3.0]), alpha=0.0, eps=0.0)
     replay.alpha = 1.0
@@ -63,17 +57,6 @@ def test_setting_alpha_recomputes_leaves_from_priorities() -> None:
 def draws(replay: PrioritizedReplay, count: int) -> tuple[list[int], list[float]]:
     batch = replay.sample(count)
     return batch.handles.tolist(), batch.probabilities.tolist()
-
-
-@pytest.mark.parametrize(("ends", "middle"), [((0.4, 1.0), 0.7), ((1.0, 0.0), 0.5), ((0.3, 0.3), 0.3)])
-def test_beta_moves_linearly_over_learner_steps(ends: tuple[float, float], middle: float) -> None:
-    replay = PrioritizedReplay(1, beta=ends, beta_steps=10)
-    found = []
-    for step in (0, 5, 10, 11):
-        for _ in range(4):  # four learners report the same step
-            replay.set_step(step)
-        found.append(replay.beta)
-    assert found == [ends[0], pytest.approx(middle, abs=1e-15), ends[1], ends[1]]
 
 
 def test_oldest_items_are_overwritten() -> None:
