@@ -84,13 +84,14 @@ def test_ctrl_c_is_acknowledged_and_shuts_the_run_down_cleanly(
     start_run: Start, plain_run: Finished, doing: str, overrides: list[str]
 ) -> None:
     before = abandoned()
-    command = start_run(f"interrupted-{doing}", "num_steps=100000", *overrides)
+    close_s = 60  # enough for a busy machine
+    command = start_run(f"interrupted-{doing}", "num_steps=100000", f"timeouts.close_s={close_s}", *overrides)
     command.wait_for_step(3)  # the checkpoint of step 2 is written before this step begins
     interrupted = time.monotonic()
     os.killpg(command.process.pid, signal.SIGINT)  # as a terminal does
-    finished = command.finish(timeout_s=30)
+    finished = command.finish()
     assert finished.code == 130
-    assert time.monotonic() - interrupted < 30
+    assert time.monotonic() - interrupted < close_s
     assert command.leftovers() == []
     assert abandoned() <= before
     assert "interrupted; shutting down; the last" in finished.output
@@ -103,12 +104,12 @@ def test_ctrl_c_is_acknowledged_and_shuts_the_run_down_cleanly(
 
 def test_sigterm_during_start_shuts_down_cleanly_with_143(start_run: Start, plain_run: Finished) -> None:
     command = start_run("terminated", "num_steps=100000")
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while not (command.run_dir / "logs" / "generator_0_0.log").exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)
     command.process.terminate()
-    finished = command.finish(timeout_s=30)
+    finished = command.finish(timeout_s=90)
     assert finished.code == 143, finished.output
     assert "interrupted; shutting down." in finished.output
 
@@ -126,7 +127,7 @@ def test_task_without_signal_ends_with_starvation_error(start_run: Start, plain_
 
 
 def test_dry_run_starts_and_writes_nothing(tmp_path: Path) -> None:
-    started = time.monotonic()
+    before = os.times()
     result = subprocess.run(
         [
             sys.executable,
@@ -140,10 +141,12 @@ def test_dry_run_starts_and_writes_nothing(tmp_path: Path) -> None:
         cwd=REPO,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    assert time.monotonic() - started < 20  # 5 s on a quiet machine; tests share it
+    after = os.times()
+    cpu_s = after.children_user - before.children_user + after.children_system - before.children_system
+    assert cpu_s < 20, "it takes 5 s"
     assert "408" in result.stdout
     assert list(tmp_path.iterdir()) == []

@@ -20,10 +20,10 @@ def test_live_run_admits_no_other_user_and_no_second_controller(start_run: Start
     assert exposed(processes) == set()
     if os.geteuid() == 0:  # only root can start a process of another user
         assert reachable_by_nobody(processes) == set()
-    second = start_run(f"secure-{kind}", resume=True).finish(timeout_s=60)
+    second = start_run(f"secure-{kind}", resume=True).finish(timeout_s=120)
     assert second.code == 2
     assert f"the run is still active in process {command.process.pid} on " in second.output
     command.process.send_signal(signal.SIGHUP)
-    finished = command.finish(timeout_s=30)
+    finished = command.finish(timeout_s=90)
     assert finished.code == 129, finished.output
     assert command.leftovers() == []

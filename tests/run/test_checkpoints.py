@@ -194,7 +194,7 @@ def test_warning_and_event_state_where_the_run_continues() -> None:
     expected = "trainer_0 (process 77) exited; at step 37: continuing from the checkpoint of step 30 (1 of 5 replacements)"
     assert restart.warning("1 of 5 replacements") == expected
     event = restart.event()
-    assert 0.0 <= event.pop("seconds") < 1.0  # type: ignore[operator]
+    assert 0.0 <= event.pop("seconds") < 60.0  # type: ignore[operator]
     assert event == {"part": "trainer", "cause": "trainer_0 (process 77) exited", "step": 37, "from_step": 30}
 
     requested = Restart(fault=None, step=1, from_step=None, started=time.perf_counter())
