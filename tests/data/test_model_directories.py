@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +35,34 @@ def config(directory: Path, **values: Any) -> None:
     (directory / "config.json").write_text(json.dumps(values))
 
 
-def chatml(directory: Path) -> tuple[str, ...]:
-    write_model_dir(directory, byte_level(), eos="<|im_end|>", chat_template=CHATML)
-    return ("<|im_end|>",)
+def written(*ends: str, specials: Sequence[str] = CHATML_TOKENS, bos: str | None = None, **settings: Any) -> Build:
+    """Return a function that writes a byte-level tokenizer; its first end token is the one that the settings name."""
+
+    def write(directory: Path) -> tuple[str, ...]:
+        write_model_dir(directory, byte_level(specials, bos=bos), eos=ends[0], **settings)
+        return ends
+
+    return write
 
 
-def chatml_base(directory: Path) -> tuple[str, ...]:
-    write_model_dir(directory, byte_level(), eos="<|endoftext|>", chat_template=CHATML)
-    return ("<|endoftext|>", "<|im_end|>")
+def llama(*ends: str, **settings: Any) -> Build:
+    return written(*ends, specials=LLAMA, bos_token=LLAMA[0], **settings)
+
+
+WITH_BOS = "{{ bos_token }}{% for m in messages %}{{ m.role }}\n{{ m.content }}<|eot_id|>{% endfor %}"
+WRITTEN: dict[str, Build] = {
+    "chatml": written("<|im_end|>", chat_template=CHATML),
+    "chatml_base": written("<|endoftext|>", "<|im_end|>", chat_template=CHATML),
+    "null_template": written("<|im_end|>", chat_template=None),
+    "eos_is_unk": written(
+        "<|endoftext|>", specials=["<|endoftext|>"], unk_token="<|endoftext|>", bos_token="<|endoftext|>", chat_template=ROLES
+    ),
+    "llama_bos": llama("<|end_of_text|>", bos=LLAMA[0]),
+    "llama_chat": llama("<|end_of_text|>", "<|eot_id|>", bos=LLAMA[0], chat_template=WITH_BOS),  # as the post-processor does
+    "bos_without_template_bos": llama("<|end_of_text|>", bos=LLAMA[0], chat_template=ROLES),
+    "bos_by_option": llama("<|end_of_text|>", add_bos_token=True),
+    "no_bos_by_option": llama("<|end_of_text|>", bos=LLAMA[0], add_bos_token=False),
+}
 
 
 def several_end_tokens(directory: Path) -> tuple[str, ...]:
@@ -73,42 +93,6 @@ def additional_templates(directory: Path) -> tuple[str, ...]:
     return ("<|endoftext|>", "<|im_end|>")
 
 
-def null_template(directory: Path) -> tuple[str, ...]:
-    write_model_dir(directory, byte_level(), eos="<|im_end|>", chat_template=None)
-    return ("<|im_end|>",)
-
-
-def llama_bos(directory: Path) -> tuple[str, ...]:
-    write_model_dir(directory, byte_level(LLAMA, bos=LLAMA[0]), eos="<|end_of_text|>", bos_token=LLAMA[0])
-    return ("<|end_of_text|>",)
-
-
-def llama_chat(directory: Path) -> tuple[str, ...]:
-    """Write a template that emits BOS, as the post-processor does."""
-    template = "{{ bos_token }}{% for m in messages %}{{ m.role }}\n{{ m.content }}<|eot_id|>{% endfor %}"
-    backend = byte_level(LLAMA, bos=LLAMA[0])
-    write_model_dir(directory, backend, eos="<|end_of_text|>", bos_token=LLAMA[0], chat_template=template)
-    return ("<|end_of_text|>", "<|eot_id|>")
-
-
-def bos_without_template_bos(directory: Path) -> tuple[str, ...]:
-    backend = byte_level(LLAMA, bos=LLAMA[0])
-    write_model_dir(directory, backend, eos="<|end_of_text|>", bos_token=LLAMA[0], chat_template=ROLES)
-    return ("<|end_of_text|>",)
-
-
-def bos_by_option(directory: Path) -> tuple[str, ...]:
-    """Write a post-processor only as the option `add_bos_token`."""
-    write_model_dir(directory, byte_level(LLAMA), eos="<|end_of_text|>", bos_token=LLAMA[0], add_bos_token=True)
-    return ("<|end_of_text|>",)
-
-
-def no_bos_by_option(directory: Path) -> tuple[str, ...]:
-    backend = byte_level(LLAMA, bos=LLAMA[0])
-    write_model_dir(directory, backend, eos="<|end_of_text|>", bos_token=LLAMA[0], add_bos_token=False)
-    return ("<|end_of_text|>",)
-
-
 def added_tokens(directory: Path) -> tuple[str, ...]:
     """Write control tokens that only `tokenizer_config.json` has."""
     backend = byte_level(CHATML_TOKENS[:1])
@@ -135,12 +119,6 @@ def stripping_tokens(directory: Path) -> tuple[str, ...]:
     )
     write_model_dir(directory, backend, eos="<|endoftext|>", chat_template=CHATML)
     return ("<|endoftext|>", "<|im_end|>")
-
-
-def eos_is_unk(directory: Path) -> tuple[str, ...]:
-    same = "<|endoftext|>"
-    write_model_dir(directory, byte_level((same,)), eos=same, unk_token=same, bos_token=same, chat_template=ROLES)
-    return (same,)
 
 
 def registered_class(directory: Path) -> tuple[str, ...]:
@@ -226,26 +204,28 @@ def word_level(directory: Path) -> tuple[str, ...]:
     return ("</s>",)
 
 
-KINDS: tuple[Build, ...] = (
-    *(chatml, chatml_base, several_end_tokens, template_file, named_templates, additional_templates, null_template, llama_bos),
-    *(llama_chat, bos_without_template_bos, bos_by_option, no_bos_by_option, added_tokens, added_tokens_file),
-    *(stripping_tokens, eos_is_unk, registered_class, older_files, metaspace, metaspace_class, sentencepiece_model),
-    *(truncating, word_level),
-)
+KINDS: dict[str, Build] = WRITTEN | {
+    build.__name__: build
+    for build in (
+        *(several_end_tokens, template_file, named_templates, additional_templates, added_tokens, added_tokens_file),
+        *(stripping_tokens, registered_class, older_files, metaspace, metaspace_class, sentencepiece_model),
+        *(truncating, word_level),
+    )
+}
 
 
-@pytest.mark.parametrize("build", KINDS, ids=lambda build: build.__name__)
-def test_directory_is_read_as_by_transformers(tmp_path: Path, build: Build) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_directory_is_read_as_by_transformers(tmp_path: Path, kind: str) -> None:
     from transformers import AutoTokenizer
 
-    ends = build(tmp_path)
+    ends = KINDS[kind](tmp_path)
     tokenizer, reference = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
     assert [tokenizer.token_text(token) for token in tokenizer.stop_ids] == list(ends)
     assert tokenizer.chat_template == bool(reference.chat_template)
     encode = make_encoder(DataConfig(max_prompt_tokens=64), tokenizer)
     for text in TEXTS:
         expected = reference(text).input_ids
-        if reference.unk_token_id in expected and build is word_level:
+        if reference.unk_token_id in expected and kind == "word_level":
             with pytest.raises(ValueError, match="no token for some characters"):
                 tokenizer.encode_start(text)
             continue
@@ -263,9 +243,9 @@ def test_directory_is_read_as_by_transformers(tmp_path: Path, build: Build) -> N
             assert encode({"question": text}) == render_chat(tokenizer, messages)
 
 
-@pytest.mark.parametrize("build", [kind for kind in KINDS if kind is not word_level], ids=lambda build: build.__name__)
-def test_special_text_is_text_in_every_directory(tmp_path: Path, build: Build) -> None:
-    build(tmp_path)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "word_level"])
+def test_special_text_is_text_in_every_directory(tmp_path: Path, kind: str) -> None:
+    KINDS[kind](tmp_path)
     tokenizer = load_tokenizer(tmp_path)
     special = [token for token in tokenizer.vocabulary if tokenizer.is_special(tokenizer.vocabulary[token])]
     assert special
@@ -282,7 +262,7 @@ def test_special_text_is_text_in_every_directory(tmp_path: Path, build: Build) -
 
 
 def test_text_with_control_tokens_has_one_bos(tmp_path: Path) -> None:
-    llama_bos(tmp_path)
+    WRITTEN["llama_bos"](tmp_path)
     tokenizer = load_tokenizer(tmp_path)
     (bos,) = tokenizer.start_ids
     assert tokenizer.encode_start(f"{LLAMA[0]}a", control_tokens=True) == [bos, *tokenizer.encode("a")]
