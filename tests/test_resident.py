@@ -39,7 +39,6 @@ def command(tmp_path: Path) -> list[str]:
 def test_peaks_are_reported_by_role(command: list[str], tmp_path: Path) -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
-        assert process.stdout is not None
         sampler = Sampler(process.pid, tmp_path)
         child, _ = process.stdout.readline().split()
         (tmp_path / "logs/trainer_0.pid").write_text(f"{child} 17\n")
@@ -71,7 +70,6 @@ def test_figures_compare_the_peaks_with_the_dry_run(tmp_path: Path) -> None:
     config = load_config("configs/quickstart.yaml", [f"model.path={tmp_path}/model", *full_size.SETTINGS])
     assert model_shape(config) == replace(shape, num_layers=2)
     derived = derive(config, model_shape(config))
-    assert derived.memory is not None
     trainer = derived.memory.trainer.cpu_total + LIBRARY_BYTES["trainer"]
     generator = derived.memory.generator_rank_weights + config.generator.kv_cache_bytes + LIBRARY_BYTES["generator"]
     peaks = {"trainer_0": Peak(private_bytes=trainer), "generator_0_0": Peak(private_bytes=generator // 2), "others": Peak()}

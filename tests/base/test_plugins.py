@@ -41,7 +41,6 @@ def test_name_of_built_in_is_not_a_plugin() -> None:
 
 def test_script_object_loads_with_globals_in_another_process() -> None:
     plugin = plugin_of("data.rewards", add_offset)
-    assert plugin is not None
     assert plugin.name == "add_offset"
     assert in_fresh_process(plugin) == "23"
 
@@ -56,7 +55,6 @@ def test_partial_has_function_name_and_loads_in_another_process() -> None:
         return add_offset(value) * factor
 
     plugin = plugin_of("algorithm.loss", partial(scale, factor=2))
-    assert plugin is not None
     assert plugin.name.endswith("scale")
     assert in_fresh_process(plugin) == "46"
 

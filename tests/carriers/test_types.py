@@ -94,7 +94,6 @@ def test_recorded_experts_take_one_or_two_bytes_each(num_experts: int, size: int
 
 
 def recorded_slice(segment: Segment) -> Segment:
-    assert segment.experts is not None
     return replace(segment, experts=segment.experts[3:7])
 
 
@@ -103,7 +102,6 @@ def test_first_recorded_experts_of_a_token_count() -> None:
         return np.array(values, np.uint8)[:, None, None]
 
     merged = first_recorded([ids(1, 2, 255), ids(3, 4, 5, 6, 255)], 6)
-    assert merged is not None
     assert merged.ravel().tolist() == [1, 2, 5, 6, 255, 255]
     assert has_ids_S(merged).tolist() == [True, True, True, True, False, False]
     assert first_recorded([], 3) is None
@@ -112,7 +110,6 @@ def test_first_recorded_experts_of_a_token_count() -> None:
 def test_segments_without_experts_keep_the_places_of_the_others() -> None:
     known = np.array([[[0, 5]], [[7, 1]]], np.uint8)
     joined = joined_experts([(None, 1), (known, 2), (None, 2)])
-    assert joined is not None
     assert has_ids_S(joined).tolist() == [False, True, True, False, False]
     assert joined[1:3].tolist() == known.tolist()
     assert joined_experts([(None, 3)]) is None

@@ -192,8 +192,6 @@ def test_ctrl_c_cancels_the_reply_and_not_the_session() -> None:
             stderr=subprocess.PIPE,
             text=True,
         )
-        assert command.stdin is not None
-        assert command.stdout is not None
         command.stdin.write("abcd\n")
         command.stdin.flush()
         assert command.stdout.read(3) == "dcb"  # streamed while the policy waits

@@ -66,7 +66,6 @@ def test_override_creates_removes_and_extends_a_section(tmp_path: Path) -> None:
     path = write(tmp_path, "name: a\nnum_steps: 3\nwarm_start:\n")
     assert load_config(path).warm_start is None
     made = load_config(path, ["warm_start.num_steps=500"]).warm_start
-    assert made is not None
     assert made.num_steps == 500
     assert load_config(path, ["warm_start.num_steps=500", "warm_start=null"]).warm_start is None
     assert load_config(path, ["data.task_config={min_terms: 2}", "data.task_config.max_terms=3"]).data.task_config == {
@@ -80,7 +79,6 @@ def test_override_extends_a_function_that_is_written_in_short(tmp_path: Path) ->
     path = write(tmp_path, f"name: a\nnum_steps: 3\n{short}\n")
     data = load_config(path, ["data.rewards.right.weight=2", "data.environment.max_turns=3"]).data
     assert (data.rewards["right"].function, data.rewards["right"].weight) == ("exact", 2.0)
-    assert data.environment is not None
     assert (data.environment.function, data.environment.max_turns) == ("calculator", 3)
 
 
@@ -180,7 +178,6 @@ def test_inputs_are_found_here_or_beside_the_configuration(tmp_path: Path, monke
     def paths() -> list[str]:
         config = load_config(file)
         data = config.evaluation.sets["b"].data
-        assert data is not None
         return [str(path) for path in (config.model.path, config.data.path, data.path)] + [config.data.rewards["own"].function]
 
     assert paths() == ["model", "data.jsonl", "part-*.parquet", f"{here}/own.py:score"]  # none exists
@@ -210,7 +207,6 @@ def test_recorded_paths_do_not_depend_on_the_directory(tmp_path: Path, monkeypat
     paths = (again.data.path, again.rollout.save, again.output_dir, again.cache_dir, again.model.path)
     assert paths == (*(tmp_path / name for name in ("data.jsonl", "dump", "runs", "cache")), None)
     shipped = load_config(write(tmp_path, recorded_config(load_config("sft_quickstart"))))
-    assert shipped.sft is not None
     assert shipped.sft.path.is_file()
 
 

@@ -46,7 +46,6 @@ def test_recipe_model_has_408320_parameters() -> None:
     # 112 * 128 embedding, also the head; 2 blocks of q, k, v, o, two head norms, gate, up, down, two norms; the last norm.
     block = 128 * 128 + 128 * 64 + 128 * 64 + 128 * 128 + 2 * 32 + 3 * 128 * 384 + 2 * 128
     shape = model_shape(make_config())
-    assert shape is not None
     assert shape.num_parameters == 112 * 128 + 2 * block + 128 == 408_320
 
 
@@ -86,7 +85,6 @@ def test_experts_count_in_all_parameters_and_only_the_chosen_ones_in_the_active_
     assert shape.expert_parameters == 128 * 3 * 2048 * 768
     assert shape.active_parameters / 1e9 == pytest.approx(3.3, abs=0.1)  # as its model card says
     tiny = model_shape(make_config(model={"recipe": {"family": "qwen3_moe", "intermediate_size": 64}}))
-    assert tiny is not None
     block = 128 * 128 + 128 * 64 + 128 * 64 + 128 * 128 + 2 * 32 + 8 * (3 * 128 * 64 + 128) + 2 * 128
     assert tiny.num_parameters == 112 * 128 + 2 * block + 128
     assert tiny.num_parameters - tiny.active_parameters == 2 * 6 * 3 * 128 * 64
@@ -142,7 +140,6 @@ def test_sizes_of_the_default_recipe() -> None:
 def test_generator_ranks_share_matrices_and_replicate_norms() -> None:
     sizes = derive(make_config(generator={"replicas": 3, "tp": 2}))
     assert sizes.processes["generator"] == 6
-    assert sizes.memory is not None
     norms = 2 * (2 * 128 + 2 * 32) + 128
     assert sizes.memory.generator_rank_weights == ((408_320 - norms) // 2 + norms) * 4
     assert sizes.memory.replica_weights == 408_320 * 4
@@ -167,7 +164,6 @@ def test_only_sharding_divides_the_state() -> None:
     parallelism = {"dp_replicate": 2, "dp_shard": 2, "tp": 2}
     sizes = derive(make_config(trainer={"parallelism": parallelism, "dtype": "bfloat16"}, generator={"dtype": "bfloat16"}))
     assert sizes.processes["trainer"] == 8
-    assert sizes.memory is not None
     assert sizes.memory.trainer.state == 408_320 * 4 * 2 // 4
     assert sizes.memory.replica_weights == 408_320 * 2
     # Two sequences a row, 32 rows over 4 data-parallel ranks, 16 at once.

@@ -12,8 +12,6 @@ from tests.docs.blocks import ROOT
 @pytest.fixture(scope="module")
 def prose() -> ModuleType:
     spec = importlib.util.spec_from_file_location("check_prose", ROOT / ".ci/check_prose.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

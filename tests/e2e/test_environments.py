@@ -57,7 +57,6 @@ def test_policy_calls_a_tool_and_trains_on_its_sampled_tokens(start_run: Start, 
     for rollout in rollouts:
         assert sum(turn.reward for turn in rollout.turns) == pytest.approx(rollout.reward)
         assert rollout.turns[-1].end == len(rollout.segments[-1].token_ids)
-        assert rollout.token_rewards is not None
         # 1/8 for the first sampled token, and the other rewards for the last one.
         assert rollout.token_rewards.tolist()[:-1] == [0.125, *[0.0] * (len(rollout.token_rewards) - 2)]
         assert rollout.token_rewards.sum() == pytest.approx(rollout.reward)

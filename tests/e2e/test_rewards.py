@@ -37,7 +37,6 @@ def rare(completions, entry, finish_reasons):
 def judge_url() -> Iterator[str]:
     """URL of the rule-based judge, which runs in a separate process."""
     with subprocess.Popen([sys.executable, str(JUDGE / "rule_judge.py"), "0"], stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
         yield server.stdout.readline().split()[-1]
         server.kill()
 

@@ -342,7 +342,6 @@ def test_processes_die_with_their_parent(file: str) -> None:
     """)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, env=environment)
-    assert parent.stdout is not None
     assert parent.stdout.readline() == b"ready\n"
     started = descendants(parent.pid)
     assert len(started) == 1

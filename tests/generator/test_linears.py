@@ -63,7 +63,6 @@ def test_only_large_models_are_packed_and_the_estimate_counts_the_copies() -> No
     assert packed_weights(GeneratorConfig(dtype="float32"), shape) == 2 * weights
     tiny, medium = (model_shape(load_config("configs/quickstart.yaml", changes)) for changes in ([], MEDIUM))
     assert tiny is not None
-    assert medium is not None
     assert packed_weights(GeneratorConfig(dtype="float32"), tiny) == 0
     assert packed_weights(GeneratorConfig(dtype="float32"), medium) == 4 * medium.num_parameters
     assert packed_weights(GeneratorConfig(dtype="bfloat16"), medium) == 0
@@ -73,5 +72,4 @@ def test_only_large_models_are_packed_and_the_estimate_counts_the_copies() -> No
     )
     config = load_config("configs/quickstart.yaml", ["generator.dtype=bfloat16"])
     sizes = derive(config, published_shapes()["Qwen3-0.6B"])
-    assert sizes.memory is not None
     assert sizes.memory.packed_weights == weights

@@ -143,7 +143,6 @@ def test_vllm_has_the_attributes_that_recording_sets() -> None:
     assert {"sample", "forward"} <= vars(Sampler).keys()
     assert "new_sampling_mask" in EngineCoreOutput.__struct_fields__
     package = find_spec("vllm")
-    assert package is not None
     assert package.origin is not None
     for file, switch in (("worker/gpu/sample/sampler.py", "Sampler"), ("core/sched/scheduler.py", "Scheduler")):
         tree = ast.parse((Path(package.origin).parent / "v1" / file).read_text())

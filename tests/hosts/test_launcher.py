@@ -73,7 +73,6 @@ def test_srun_is_understood_without_an_address() -> None:
 
 def test_uneven_tasks_of_srun_count_the_fullest_node() -> None:
     found = world_of(SRUN | {"SLURM_STEP_TASKS_PER_NODE": "1(x2),3", "SLURM_STEP_NUM_TASKS": "5"})
-    assert found is not None
     assert found.local_size == 3
 
 
@@ -253,7 +252,6 @@ class Ranks:
 
     def read_until(self, rank: int, text: str) -> None:
         stdout = self.processes[rank].stdout
-        assert stdout is not None
         assert any(text in line for line in iter(stdout.readline, "")), f"no {text!r} in the output of rank {rank}"
 
 

@@ -66,7 +66,6 @@ def start(cluster: Kubernetes) -> Iterator[Start]:
 
 
 def finish(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
     output = process.stdout.read()  # `communicate` would miss the lines that were read ahead
     process.wait(120)
     return output
@@ -74,7 +73,6 @@ def finish(process: subprocess.Popen[str]) -> str:
 
 def test_lost_pods_are_named_within_seconds_and_all_are_deleted_with_the_run(cluster: Kubernetes, start: Start) -> None:
     process = start("wait2")
-    assert process.stdout is not None
     lines = iter(process.stdout.readline, "")
     begin = "".join(until(lines, "actors: 3"))
     assert "waiting for the pods of MonarchMesh quickstarttrainers" in begin
@@ -106,7 +104,6 @@ def test_pods_of_a_manifest_serve_one_run_after_the_other_until_one_does_not_kee
 ) -> None:
     apply_meshes(cluster)
     first = start("wait")
-    assert first.stdout is not None
     until(iter(first.stdout.readline, ""), "actors: 3")
     for other in (("once",), ("examine", f"output_dir={tmp_path}/runs")):
         assert "serves another run (got quickstart@" in finish(start(*other))

@@ -370,7 +370,6 @@ asyncio.run(run())
 
 def test_suspended_time_does_not_count() -> None:
     with subprocess.Popen([sys.executable, "-c", WAIT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == "waiting\n"
         process.send_signal(signal.SIGSTOP)
         time.sleep(3.5)
@@ -407,7 +406,6 @@ asyncio.run(run())
 def test_processes_survive_a_controller_suspended_for_minutes(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SUSPENDED, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         pid = process.stdout.readline()
         process.send_signal(signal.SIGSTOP)
         time.sleep(130)  # Monarch gives up after 60 s and after 120 s

@@ -26,7 +26,6 @@ def hold(path: Path, name: str) -> "subprocess.Popen[str]":
 
 
 def line(process: "subprocess.Popen[str]") -> str:
-    assert process.stdout is not None
     return process.stdout.readline().strip()
 
 

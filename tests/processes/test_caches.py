@@ -58,7 +58,6 @@ def test_cache_set_to_a_folder_of_another_user_is_refused(name: str, shared: Pat
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_default_cache_taken_by_another_user_is_replaced(name: str, shared: Path, caplog: pytest.LogCaptureFixture) -> None:
     usual = cache_folder(name)
-    assert usual is not None
     assert usual.is_relative_to(shared)
     nobody_does(lambda: usual.mkdir(parents=True))
     assert USER in flaw(usual)

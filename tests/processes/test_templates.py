@@ -307,7 +307,6 @@ def test_tree_ends_with_the_process_that_started_it(stopped: tuple[int, ...], tm
     command = [sys.executable, "-c", OWNER, str(tmp_path)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as owner:
-        assert owner.stdout is not None
         tree = [int(pid) for pid in owner.stdout.readline().split()]
         for index in stopped:
             os.kill(tree[index], signal.SIGSTOP)

@@ -164,7 +164,6 @@ class Resumes(RuleBasedStateMachine):
     @property
     def is_lost(self) -> bool:
         """True if tokens of the batch are lost."""
-        assert self.batch is not None
         groups = self.batch.records.groups
         held = handles_of(groups["handle"][groups["has_payload"].astype(bool)])
         return any(handle not in self.known.tokens for handle in held)
@@ -172,7 +171,6 @@ class Resumes(RuleBasedStateMachine):
     @precondition(lambda self: self.batch is not None and self.is_lost)
     @rule()
     def return_batch(self) -> None:
-        assert self.batch is not None
         self.now(self.buffer.return_batch(self.batch.records.handles))
         self.batch = None
 
@@ -180,7 +178,6 @@ class Resumes(RuleBasedStateMachine):
     @rule(is_skipped=st.sampled_from([False, False, False, True]))
     def train(self, is_skipped: bool) -> None:
         batch, self.batch, known = self.batch, None, self.known
-        assert batch is not None
         indices = batch.records.groups["index"].tolist()
         ages = [versions_behind(known.published, version) for version in batch.records.groups["min_version"].tolist()]
         assert max(ages) <= self.sizes.bound
@@ -219,7 +216,6 @@ class Resumes(RuleBasedStateMachine):
     @precondition(lambda self: self.saved is not None)
     @rule(num_shards=st.integers(1, 3), max_staleness=st.none() | st.integers(0, 2), replay=st.none() | st.booleans())
     def kill_and_resume(self, num_shards: int, max_staleness: int | None, replay: bool | None) -> None:
-        assert self.saved is not None
         self.known = known = deepcopy(self.saved[1])
         staleness = self.sizes.max_staleness if max_staleness is None else max_staleness
         self.sizes = replace(self.sizes, max_staleness=staleness, replay=self.sizes.replay if replay is None else replay)
@@ -289,7 +285,6 @@ async def test_checkpoint_of_an_earlier_version_resumes() -> None:
     drawn = [(await buffer.replay(3, 0.5)).records for _ in range(3)]
     assert [records.groups["index"].tolist() for records in drawn] == [[0, 1], [3, 2], [2, 3]]
     assert drawn[0].turns.rewards.tolist() == [0.0, 1.0, 0.0, 1.0]
-    assert drawn[0].tokens is not None
     assert drawn[0].tokens.positions.tolist() == [1, 1, 1, 1]
     groups = dict(read_groups(shard_file(folder, 0)))
     assert groups.keys() == {handle for handle, _ in restored.moves}

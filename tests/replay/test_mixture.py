@@ -173,7 +173,6 @@ async def test_state_of_a_synchronous_run_excludes_resampled_groups() -> None:
     round_ = await simulation.buffer.reserve_round(1)
     await simulation.buffer.commit([make_record(round_[0].index, (0.0, 1.0), handle=round_[0].handle, task="sums")])
     state = simulation.buffer.prompts_state((), batch.first_untaken)
-    assert state is not None
     assert state["num_trained"] == [4, 4]
     other = mixture_of([1.0, 1.0], curriculum)
     assert other.load_state_dict(pickle.loads(pickle.dumps(state)))

@@ -40,6 +40,5 @@ def test_shortest_correct_answers_of_a_group_are_rewarded() -> None:
 
 def test_configuration_of_the_example_uses_both() -> None:
     config = load_config(FOLDER / "custom_tool.yaml")
-    assert config.data.environment is not None
     assert config.data.environment.function == f"{FOLDER}/custom_tool.py:Abacus"
     assert config.data.rewards["brief"].function == f"{FOLDER}/custom_tool.py:brief"

@@ -178,7 +178,6 @@ def test_supports_stay_aligned_with_their_tokens(tokenizer: Tokenizer) -> None:
     segments = play(conversation(environment, tokenizer), policy).tree.segments()
     assert len(segments) == 2
     for segment in segments:
-        assert segment.supports is not None
         assert len(segment.supports) == len(segment.token_ids)
         assert (segment.supports.counts_S == np.where(segment.mask, 2, 0)).all()
         for place in np.flatnonzero(segment.mask):

@@ -180,7 +180,6 @@ def test_turns_of_a_truncated_segment_have_the_remaining_tokens(tokenizer: Token
     assert [turn.end for turn in group.rollouts[0].turns] == [6, len(whole.token_ids)]
     cut, num_overlong = fit_to_rows(group, TrainerConfig(row_tokens=len(whole.token_ids) - 1, overlong="truncate"))
     record = record_of(cut, GroupHandle(shard=0, location=0, serial=0), has_payload=True, num_overlong=num_overlong)
-    assert record.turns is not None
     assert (num_overlong, record.turns.num_sampled) == (4, (2, 1) * 4)
     assert record.num_sampled == (3,) * 4
 
@@ -357,7 +356,6 @@ async def test_built_in_environments_judge_truncated_episodes(tokenizer: Tokeniz
     episode = Episode(task_id="sums/0", question="1+1=", entry={}, seed=0)
     await made.reset(episode)
     done = await made.judge_truncated(None, "turns")
-    assert done is not None
     assert done.rewards == ({"game": 0.0} if environment == "tic_tac_toe" else {})
 
 
@@ -451,8 +449,6 @@ def test_token_rewards_are_included_in_their_turns(tokenizer: Tokenizer) -> None
     )
     first, second, third, _ = group.rollouts
     assert (first.reward, second.reward, third.token_rewards) == (1.5, 3.5, None)
-    assert first.token_rewards is not None
-    assert second.token_rewards is not None
     assert first.token_rewards.tolist() == [0.5, 1.0]
     assert second.token_rewards.tolist() == [0.5, 0.0, 0.0, 3.0]
     assert [turn.reward for turn in first.turns] == [1.5]

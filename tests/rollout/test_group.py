@@ -94,13 +94,11 @@ def test_supports_are_aligned_with_tokens_and_truncated_with_them() -> None:
     truncated = replace(completion([7, 1]), supports=supports)
     rollouts = rollouts_of(PROMPT, [truncated, completion([7, 1])], scored(1.0, 0.0))
     (segment,), (other,) = (rollout.segments for rollout in rollouts)
-    assert segment.supports is not None
     assert segment.supports.counts_S.tolist() == [0, 0, 2, 1]
     assert segment.supports.ids(3).tolist() == [1]
     assert other.supports is None
     group = Group(prompt=PROMPT, rollouts=rollouts, generate_s=0.0, score_s=0.0)
     cut = fit_to_rows(group, TrainerConfig(row_tokens=3, overlong="truncate"))[0].rollouts[0].segments[0].supports
-    assert cut is not None
     assert (cut.counts_S.tolist(), cut.words_K.tolist()) == ([0, 0, 2], [7, 9])
 
 
@@ -110,7 +108,6 @@ def test_experts_cover_the_prompt_and_are_truncated_with_tokens() -> None:
     assert rollouts[0].segments[0].experts is experts
     group = Group(prompt=PROMPT, rollouts=rollouts, generate_s=0.0, score_s=0.0)
     cut = fit_to_rows(group, TrainerConfig(row_tokens=3, overlong="truncate"))[0].rollouts[0].segments[0].experts
-    assert cut is not None
     assert cut.ravel().tolist() == [1, 2, 3]
 
 

@@ -559,5 +559,4 @@ def test_configuration_errors(section: dict[str, Any], problem: str) -> None:
 def test_command_is_split_like_a_shell_would() -> None:
     section = {"program": "python 'my agent.py' --url http://x:a"}
     config = Config.model_validate({"name": "p", "num_steps": 1, "data": {"environment": section}})
-    assert config.data.environment is not None
     assert config.data.environment.program == ("python", "my agent.py", "--url", "http://x:a")

@@ -159,7 +159,6 @@ def test_conversation_with_a_tool_is_one_sequence(qwen3_dir: Path) -> None:
     message = renderer.parse(completion, [ADD])
     assert message["tool_calls"][0]["function"] == {"name": "add", "arguments": {"sum": "1+1"}}
     added = renderer.extend(turn_end(renderer, prompt, completion), RESULT, [ADD])
-    assert added is not None
     text = "".join(tokenizer.token_text(token) for token in added)
     assert text.startswith("\n<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
     whole = renderer.render([*QUESTION, message, *RESULT], [ADD])
@@ -225,7 +224,6 @@ def test_user_message_is_appended_if_the_template_strips_nothing(qwen3_dir: Path
     renderer = automatic(qwen3_dir)
     end = turn_end(renderer, renderer.render(QUESTION, [ADD]), sampled(qwen3_dir, reply))
     added = renderer.extend(end, MORE, [ADD])
-    assert added is not None
     text = "".join(load_tokenizer(qwen3_dir).token_text(token) for token in added)
     assert text == "\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
 

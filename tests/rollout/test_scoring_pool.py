@@ -187,7 +187,6 @@ def test_all_processes_exit_when_the_parent_is_killed() -> None:
     """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], env=environment, stdout=subprocess.PIPE) as parent:
-        assert parent.stdout is not None
         assert parent.stdout.readline() == b"started\n"
         family = descendants(parent.pid)
         parent.kill()

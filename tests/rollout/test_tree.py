@@ -314,7 +314,6 @@ def test_tokens_keep_the_experts_with_which_the_next_token_was_sampled(renderer:
     second = tree.context([user("a"), message, user("b")])
     reply(tree, renderer, second, with_experts(second, [71, EOS_ID], 5))
     (segment,) = tree.segments()
-    assert segment.experts is not None
     num_first = len(first.token_ids) + 1  # the last token of the first reply was computed only for the second
     expected = [3] * num_first + [5] * (len(segment.token_ids) - num_first - 1) + [255]
     assert segment.experts[:, 0, 0].tolist() == expected

@@ -209,5 +209,4 @@ def test_run_without_a_checkpoint_starts_over_unless_it_had_one(tmp_path: Path) 
         newest_checkpoint(tmp_path, had_one=True)
     write_checkpoint(tmp_path, 2)
     newest = newest_checkpoint(tmp_path, had_one=True)
-    assert newest is not None
     assert newest.state.step == 2

@@ -59,16 +59,11 @@ def test_reply_carries_ids_logprobs_and_versions(server: Server) -> None:
     said = [*"olléh".encode(), END]
     assert choice.message.content == "olléh"
     assert choice.finish_reason == "stop"
-    assert choice.model_extra is not None
     assert choice.model_extra["token_ids"] == said
     assert choice.model_extra["weight_versions"] == [{"version": "3", "start": 0, "end": len(said)}]
-    assert choice.logprobs is not None
-    assert choice.logprobs.content is not None
     assert [entry.logprob for entry in choice.logprobs.content] == [-index / 8 for index in range(len(said))]
     assert [entry.bytes for entry in choice.logprobs.content][2:5] == [[108], None, None]
     assert reply.system_fingerprint == "version-3"
-    assert reply.model_extra is not None
-    assert reply.usage is not None
     assert reply.usage.prompt_tokens == len(reply.model_extra["prompt_token_ids"])
     assert reply.usage.completion_tokens == len(said)
 
@@ -98,7 +93,6 @@ def test_parallel_tool_calls_are_sent_whole_and_never_as_text(server: Server) ->
     plain = client.create(model="policy", messages=ASKED, tools=[ADD, SUBTRACT]).choices[0]  # type: ignore[list-item]
     assert plain.finish_reason == "tool_calls"
     assert plain.message.content == "I <b>add</b>: "
-    assert plain.message.tool_calls is not None
     sent = [
         (call.id, call.function.name, call.function.arguments) for call in plain.message.tool_calls if call.type == "function"
     ]
@@ -188,7 +182,6 @@ def test_history_reaches_the_policy_with_parsed_arguments(server: Server) -> Non
     ]
     server.client().chat.completions.create(model="policy", messages=messages)
     asked = POLICY.calls[-1].messages
-    assert asked is not None
     assert asked[0] == {"role": "system", "content": "one\ntwo"}
     assert [call["function"]["arguments"] for call in asked[2]["tool_calls"]] == [{"a": 1}, "{a"]
     assert asked[3] == {"role": "tool", "content": "2", "tool_call_id": "a"}
@@ -221,9 +214,7 @@ def test_completions_continue_texts_and_tokens(server: Server) -> None:
     client = server.client().completions
     reply = client.create(model="policy", prompt=["abc", "xyz"], n=2, logprobs=0)
     assert [choice.text for choice in reply.choices] == ["cba", "cba", "zyx", "zyx"]
-    assert reply.choices[0].logprobs is not None
     assert reply.choices[0].logprobs.text_offset == [0, 1, 2, 3]
-    assert reply.usage is not None
     assert reply.usage.prompt_tokens == 6
     assert client.create(model="policy", prompt=[97, 98]).choices[0].text == "ba"
     streamed = list(client.create(model="policy", prompt="abc", stream=True, stream_options={"include_usage": True}))
@@ -265,7 +256,6 @@ def test_responses_text_and_tools(server: Server) -> None:
     history: list[Any] = [{"role": "user", "content": "hey"}, *(item.to_dict() for item in first.output), *outputs]
     client.create(model="policy", input=history, tools=tools)
     asked = POLICY.calls[-1].messages
-    assert asked is not None
     assert [message["role"] for message in asked] == ["user", "assistant", "tool", "tool"]
     assert asked[1] == CALLS  # one message, as the policy wrote it
 
@@ -309,7 +299,6 @@ def test_messages_text_tools_and_results(server: Server) -> None:
     history = [asked, {"role": "assistant", "content": reply["content"]}, {"role": "user", "content": results}]
     post_messages(server, body | {"messages": history})
     got = POLICY.calls[-1].messages
-    assert got is not None
     assert [message["role"] for message in got] == ["system", "user", "assistant", "tool", "tool", "user"]
     assert got[2] == CALLS
 

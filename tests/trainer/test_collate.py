@@ -51,7 +51,6 @@ def test_supports_are_at_predicting_position_of_trained_tokens() -> None:
     first, second = PAYLOAD[HANDLE][0], PAYLOAD[HANDLE][1]
     payload = {HANDLE: {0: replace(first, supports=limited), 1: replace(second, supports=with_nan), 2: first}}
     rows = collate([(plan(0, 4, 2.0, 0.5), plan(1, 3, -1.0, 0.25)), (plan(2, 4, 1.0, 1.0),)], payload, 9)
-    assert rows.supports is not None
     assert rows.supports.sizes_N.tolist() == [100, 2, 2, 100, 1, 100, 100, 100, 100] + [100] * 9
     assert rows.supports.ids_I.tolist() == [3, 7, 0, 1, 9]
     assert rows.supports.id_tokens_I.tolist() == [1, 1, 2, 2, 4]
@@ -66,7 +65,6 @@ def test_experts_are_at_their_token_also_after_a_shared_prompt() -> None:
     first, second = PAYLOAD[HANDLE][0], PAYLOAD[HANDLE][1]
     payload = {HANDLE: {0: replace(first, experts=ids(1, 2, 3, 255)), 1: second, 2: replace(first, experts=ids(5, 6, 7, 255))}}
     rows = collate([(plan(0, 4, 2.0, 0.5), plan(1, 3, 1.0, 1.0)), (plan(2, 4, 1.0, 1.0, num_shared=1),)], payload, 9)
-    assert rows.experts_BLYK is not None
     assert rows.experts_BLYK.dtype == torch.uint8
     assert rows.experts_BLYK[:, :, 0, 0].tolist() == [[1, 2, 3, 255, 255, 255, 255, 255, 255], [6, 7, 255] + [255] * 6]
     assert rows.predicts_BL.int().tolist() == [[1, 1, 1, 0, 1, 1, 0, 0, 0], [1, 1, 0, 0, 0, 0, 0, 0, 0]]
@@ -80,7 +78,6 @@ def test_experts_of_data_are_placed_and_checked() -> None:
     data = [sampled_datum([5, 6], [7, 1], [-0.5, -0.25], 1.0, experts=ids(1, 2, 3, 255)), sampled_datum([5], [7], [-0.5], 1.0)]
     locations = [Location(0, 0, slice(0, 3)), Location(1, 0, slice(3, 4))]
     rows = build_rows(data, locations, RowSizes(row_tokens=8, rows_per_microbatch=1, multiple=8))
-    assert rows.experts_BLYK is not None
     assert rows.experts_BLYK.ravel().tolist() == [1, 2, 3, 255, 255, 255, 255, 255]
     assert rows.predicts_BL.int().tolist() == [[1, 1, 1, 1, 0, 0, 0, 0]]
     check_experts(data, 1, 1, 4)

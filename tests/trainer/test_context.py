@@ -42,6 +42,5 @@ def test_targets_and_supports_of_a_rank_are_those_of_its_columns() -> None:
     # Position 6 is the last token of a sequence, so it predicts nothing.
     assert part.targets_BL.tolist() == [[6, 7, 0, 0], [9, 1, 0, 0]]
     assert part.mask_BL.tolist() == [[False, True, False, False], [True, False, False, False]]
-    assert part.supports is not None
     inside_NV = ~part.supports.outside(slice(0, 8), 0, 112)
     assert inside_NV.nonzero().tolist() == [[index, token] for index, token in enumerate([0, 1, 6, 7, 8, 9, 14, 15])]

@@ -109,7 +109,6 @@ def test_all_tokens_but_the_last_have_ids(case: str, impl: str, world: Worlds, f
     completions = sampled(impl, "float32")[case]
     assert len(completions) == NUM
     for segment in segments_of(completions):
-        assert segment.experts is not None
         assert segment.experts.dtype == np.uint8
         assert segment.experts.shape == (len(segment.token_ids), 2, 2)
         assert has_ids_S(segment.experts).tolist() == [True] * (len(segment.token_ids) - 1) + [False]
@@ -142,7 +141,6 @@ def other_experts(segments: Sequence[Segment]) -> list[Segment]:
     """Return segments whose recorded experts no router would choose, the same for a common prefix; some tokens have none."""
     changed = []
     for segment in segments:
-        assert segment.experts is not None
         experts = (segment.experts + 3) % 8
         experts[:, :, 1] = (experts[:, :, 0] + 1 + experts[:, :, 1] % 7) % 8
         experts[-1], experts[10:14] = 255, 255
@@ -197,6 +195,4 @@ def test_gradient_with_replay_equals_that_of_unpacked_rows_on_one_rank(
 
 def with_prefix_of(first: Segment, segment: Segment, num_tokens: int) -> Segment:
     """Return a segment with the experts of another one for their common tokens."""
-    assert first.experts is not None
-    assert segment.experts is not None
     return replace(segment, experts=np.concatenate([first.experts[:num_tokens], segment.experts[num_tokens:]]))

@@ -35,14 +35,11 @@ class Owner:
 
     def __init__(self) -> None:
         self.process = subprocess.Popen([sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self.process.stdout is not None
         host, *numbers = self.process.stdout.readline().strip().split("|")
         pid, started, fd, num_bytes, self.sequence = map(int, numbers)
         self.handle = ArenaHandle(host, pid, started, fd, num_bytes)
 
     def overwrite_half(self) -> None:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
         self.process.stdin.write("\n")
         self.process.stdin.flush()
         assert self.process.stdout.readline() == "half\n"

@@ -72,7 +72,6 @@ def test_streamed_copies_write_the_same_bytes_as_torch(data: st.DataObject) -> N
 def test_pieces_are_no_larger_than_asked_and_rows_stay_together_where_they_fit() -> None:
     columns = torch.zeros(32, 1024, dtype=torch.bfloat16)[:, 512:]
     row = as_rows(torch.zeros(32, 512, dtype=torch.bfloat16), columns)
-    assert row is not None
     whole = list(split(row, 3 * 1024))
     assert [piece.num_rows for piece in whole] == [3] * 10 + [2]
     assert whole[1].target - row.target == 3 * 512 * 2
@@ -124,8 +123,6 @@ def test_long_rows_are_streamed_in_the_fewest_blocks() -> None:
     one = torch.zeros(4, 8, 512, dtype=torch.bfloat16)
     columns = torch.zeros(32, 1024, dtype=torch.bfloat16)[:, 512:]
     whole, strided = as_rows(one, one.clone()), as_rows(one.view(32, 512), columns)
-    assert whole is not None
-    assert strided is not None
     assert (whole.num_rows, whole.length, whole.item) == (1, 4 * 8 * 512, 2)
     assert (strided.num_rows, strided.length, strided.target_stride, strided.source_stride) == (32, 512, 1024, 2048)
     assert as_rows(one[..., :200], one[..., :200]) is None
