@@ -106,6 +106,9 @@ def start_run(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Ite
         if run.process.poll() is None:
             os.killpg(run.process.pid, signal.SIGKILL)
             run.process.wait()
+    if jobs := cluster.jobs():  # of a failed test, which must not fail the following ones
+        cluster.slurm("scancel", *(job.split()[0] for job in jobs))
+        cluster.wait_until_idle()
 
 
 def assert_nothing_left(cluster: Cluster, run: ClusterRun, timeout_s: float = 20) -> None:
