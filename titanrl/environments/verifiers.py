@@ -33,6 +33,7 @@ from titanrl.environments.interface import (
     Message,
     Observation,
     Tool,
+    checked,
     readable_text,
 )
 from titanrl.environments.servers import shared
@@ -109,7 +110,9 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):
                 messages.append(answer)
                 if runner is None or not answer.get("tool_calls"):
                     break
-                observation = await runner.step(_parsed(answer))
+                said = checked(Observation(messages=[answer]))  # parses the arguments of calls
+                assert isinstance(said, Observation)
+                observation = await runner.step(said.messages[0])
                 assert isinstance(observation, Observation)
                 messages += observation.messages
         return ProgramResult(0, "", "")
@@ -403,20 +406,6 @@ def _wire(message: Message) -> dict[str, Any]:
         for index, call in enumerate(message.get("tool_calls") or ())
     ]
     return answer | ({"tool_calls": calls} if calls else {})
-
-
-def _parsed(answer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message with parsed arguments of calls, where they are a JSON object."""
-    calls = []
-    for call in answer.get("tool_calls", ()):
-        arguments: Any = call["function"]["arguments"]
-        try:
-            parsed = json.loads(arguments)
-        except ValueError:
-            parsed = None
-        function = {"name": call["function"]["name"], "arguments": parsed if isinstance(parsed, dict) else arguments}
-        calls.append({"id": call["id"], "type": "function", "function": function})
-    return {"role": "assistant", "content": answer.get("content") or "", "tool_calls": calls}
 
 
 def _plain(message: Mapping[str, Any]) -> Sequence[Any]:
