@@ -206,6 +206,10 @@ async def test_task_offers_prompts_and_scores_samples_in_the_sandbox(lab: Lab) -
     assert await task.rewards(second, right) != [[1.0, 1.0], [1.0, 1.0]]
     (failed, *_), *_ = await task.score(first, [[replace(sample, text="1" * 10) for sample in group] for group in groups])
     assert failed.reward == 0.0
+    with pytest.raises(ValueError, match=r"groups: must be one per prompt, 1 \(got 2\)"):
+        await task.rewards(first[:1], groups)
+    with pytest.raises(TypeError, match=r"prompts\[0\]: must be a prompt of a task \(got str '1 \+ 2 ='\)"):
+        await task.rewards(["1 + 2 ="], groups[:1])  # type: ignore[list-item]
     result = await task.evaluate(session.sampling, num_prompts=3)
     assert (result.task, result.num_prompts, result.num_errors) == ("chain_sum", 3, 0)
     assert result.version == session.training.version
@@ -246,7 +250,7 @@ async def test_greedy_samples_are_equal_and_wrong_prompts_are_refused(lab: Lab) 
     client = lab.session.sampling
     [[one, other]] = await client.sample(PROMPTS[:1], num_samples=2, max_tokens=6, temperature=0.0)
     assert one.tokens.tolist() == other.tokens.tolist()
-    with pytest.raises(ValueError, match=r"prompt: length must be 1 to 58 tokens \(got 500\)"):
+    with pytest.raises(ValueError, match=r"prompt: length must be 1 to 58 tokens \(got 500\)\. Shorten the prompt"):
         await client.sample([[5] * 500])
     with pytest.raises(ValueError, match=r"prompt: length must be 1 to \d+ tokens \(got 0\)"):
         await client.compute_logprobs([[]])

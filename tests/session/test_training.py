@@ -16,6 +16,7 @@ from tests.launch import losses
 from tests.launch.training_lab import Lab, running_lab
 from titanrl.algorithms.contracts import LossInputs, bound_loss, tinker_algorithm
 from titanrl.base.errors import PhaseError, RankError
+from titanrl.base.files import DamagedError
 from titanrl.carriers.tables import SEQUENCE, MicroBatch, RowTable
 from titanrl.carriers.types import AdamParams, Datum, ForwardBackwardOutput
 from titanrl.config.algorithm import LOSSES, AlgorithmConfig
@@ -318,11 +319,19 @@ async def test_failed_request_cancels_later_ones_until_zero_grad(lab: Lab) -> No
         ("tests.launch.losses:absent", {}, "has no attribute 'absent'"),
         ("tests.launch.losses:broken", {}, "the loss itself is broken"),
         (custom_objects.clipped, {"clip": 0.2}, "loss_fn_config.clip=0.2, .* no such option"),
+        (lambda inputs: inputs.logprobs_N, {}, r"loss_fn, without titanrl.policy_loss: wrong signature"),
+        (lambda data, logprobs: logprobs[0].sum(), {}, "loss: must return a pair of loss and metrics"),
         (custom_objects.one_sided, {}, r"one_sided raised KeyError: .advantage.|the loss raised on trainer rank 0"),
     ):
         with pytest.raises(Exception, match=text):
             await lab.client.forward_backward(DATA, loss, config)
         await lab.client.zero_grad()
+    with pytest.raises(ValueError, match=r"at_version: this version is not kept \(got 77; kept: \["):
+        await lab.client.compute_logprobs(DATA, at_version=77)
+    await lab.client.zero_grad()
+    with pytest.raises(DamagedError, match=r"load_state: the folder does not exist \(got absent\)"):
+        await lab.client.load_state("absent")
+    await lab.client.zero_grad()
     with pytest.raises(ValueError, match=r"data\[0\].loss_fn_inputs: 'logprobs' is missing"):
         await lab.client.forward_backward(SUPERVISED, "ppo")
     await lab.client.zero_grad()

@@ -61,7 +61,7 @@ def refused_calls(model_dir: Path, plan: Plan) -> bool:
         assert checks.local_bytes(learner) == live
         assert learner.version_in_use == 1
 
-    with pytest.raises(KeyError, match=r"no snapshot of version 7; there are snapshots of \[0\]"), learner.weights_at(7):
+    with pytest.raises(ValueError, match=r"not kept \(got 7; kept: \[0\]\)"), learner.weights_at(7):
         pass
     untouched()
     with learner.weights_at(0):

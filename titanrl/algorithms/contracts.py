@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 from pydantic import ValidationError
 
+from titanrl.base.arguments import shown
 from titanrl.base.plugins import Plugin, Point, check_call, import_object, unwrapped
 from titanrl.config.algorithm import ADVANTAGE_KEYS, LOSS_KEYS, LOSSES, AlgorithmConfig, LossTraits, Ratio
 from titanrl.config.errors import BrokenRule, BrokenRules
@@ -202,6 +203,23 @@ def check_loss(
             raise BrokenRules(BrokenRule(values, "the loss has no such option", fix))
     arguments = loss_arguments(loss, algorithm) if callable(loss) else ()
     check_call(loss, PolicyLoss.__call__, key=key, name=name, expected=LOSS_EXPECTED, options=arguments)
+
+
+def checked_custom_loss(returned: object) -> "tuple[Tensor, Mapping[str, float]]":
+    """Return what a custom loss returned, a scalar with gradient and metrics.
+
+    Raises:
+        TypeError: It returned something else.
+    """
+    import torch
+
+    fix = "Return (loss, metrics), with a scalar computed from the log-probabilities and a mapping of numbers."
+    if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping)):
+        raise TypeError(f"loss: must return a pair of loss and metrics (got {shown(returned)}). {fix}")
+    value, metrics = returned
+    if not (isinstance(value, torch.Tensor) and value.numel() == 1 and value.requires_grad):
+        raise TypeError(f"loss: must return a scalar tensor with gradient (got {shown(value)}). {fix}")
+    return value, metrics
 
 
 def _check_declared(loss: Any, plugin: Plugin, config: Any) -> None:

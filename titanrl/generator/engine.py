@@ -389,7 +389,8 @@ class Engine:
         adapter, version = self._adapter_of(request, self.version)
         token_ids = request.token_ids  # vLLM's core does not check them; an invalid one would fail all requests
         if not 0 < len(token_ids) < self._max_len:
-            raise ValueError(f"prompt: length must be 1 to {self._max_len - 1} tokens (got {len(token_ids)})")
+            fix = "Shorten the prompt, or raise data.max_prompt_tokens or rollout.max_new_tokens."
+            raise ValueError(f"prompt: length must be 1 to {self._max_len - 1} tokens (got {len(token_ids)}). {fix}")
         low, high = min(token_ids), max(token_ids)
         if low < 0 or high >= self._vocab_size:
             raise ValueError(f"prompt: token ids must be 0 to {self._vocab_size - 1} (got {low} to {high})")

@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Any, TypeVar
 
 from titanrl.algorithms.batch_plan import mean_correction_weight, without_rejected
-from titanrl.base.files import DamagedError, Digests, check_folder, commit_folder
+from titanrl.base.files import DamagedError, Digests, check_folder, commit_folder, why_no_folder
 from titanrl.base.plugins import Plugin
 from titanrl.carriers.tables import MicroBatch
 from titanrl.carriers.types import (
@@ -245,10 +245,13 @@ class TrainerMesh:
 
         Raise `DamagedError` if the state is incomplete, or a file does not match its digest.
         """
+        fix = "Give a path from save_state."
+        if reason := why_no_folder(folder):
+            raise DamagedError(f"load_state: the folder {reason} (got {folder}). {fix}")
         try:
             await asyncio.to_thread(check_folder, folder, needs=(".metadata",))
         except DamagedError as error:
-            raise DamagedError(f"load_state: {error} (got {folder}). Give a path from save_state.") from None
+            raise DamagedError(f"load_state: {error} (got {folder}). {fix}") from None
         self.version = await self._load_state(folder, with_optimizer=with_optimizer, min_version=min_version)
         return self.version
 

@@ -414,7 +414,17 @@ class Task:
         return [list(self._encoders[prompt.task](hinted_entry(prompt.entry, hint))) for prompt in prompts]
 
     async def score(self, prompts: Sequence[Prompt], groups: Sequence[Sequence[Sample]]) -> list[list[Scored]]:
-        """Score the samples of each prompt. A `Scored` has the reward and its parts, or the error of a failed reward."""
+        """Score the samples of each prompt. A `Scored` has the reward and its parts, or the error of a failed reward.
+
+        Raises:
+            TypeError: A prompt is not a prompt of a task.
+            ValueError: The numbers of prompts and groups differ.
+        """
+        for index, prompt in enumerate(prompts):
+            check_type(f"prompts[{index}]", prompt, Prompt, "a prompt of a task", "Use those of task.prompts or task.heldout.")
+        if len(prompts) != len(groups):
+            fix = "Give the groups that were sampled from these prompts, in their order."
+            raise ValueError(f"groups: must be one per prompt, {len(prompts)} (got {len(groups)}). {fix}")
         return await asyncio.gather(
             *(
                 self._tasks[prompt.task].scoring.score(
@@ -437,6 +447,8 @@ class Task:
 
         Raises:
             ScorerError: The reward failed on a sample. `score` returns such errors instead.
+            TypeError: A prompt is not a prompt of a task.
+            ValueError: The numbers of prompts and groups differ.
         """
         scored = await self.score(prompts, groups)
         errors = [score.error for group in scored for score in group if score.reward is None]

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from titanrl.algorithms.contracts import checked_custom_loss
 from titanrl.base.arguments import check_count, check_type, shown
 from titanrl.base.errors import TitanRLError
 from titanrl.base.plugins import Plugin, plugin_of
@@ -247,7 +248,7 @@ class TrainingClient:
 
         forward = await self._trainer.run_data(data, None, {}, backward=False)
         logprobs = [torch.from_numpy(output["logprobs"]).requires_grad_() for output in forward.loss_fn_outputs]
-        value, metrics = _checked_loss(loss(data, logprobs))
+        value, metrics = checked_custom_loss(loss(data, logprobs))
         gradients = torch.autograd.grad(value, logprobs, materialize_grads=True)
         linear = [
             replace(
@@ -321,20 +322,3 @@ def check_name(name: object) -> None:
     check_type("name", name, str, "a text", fix)
     if name != Path(str(name)).name or name in ("", ".", "..") or "\0" in str(name):
         raise ValueError(f"name: must be the name of a folder, without / (got {name!r}). {fix}")
-
-
-def _checked_loss(returned: object) -> "tuple[Tensor, Mapping[str, float]]":
-    """Return what a custom loss returned, a scalar with gradient and metrics.
-
-    Raises:
-        TypeError: It returned something else.
-    """
-    import torch
-
-    fix = "Return (loss, metrics), with a scalar computed from the log-probabilities and a mapping of numbers."
-    if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping)):
-        raise TypeError(f"loss: must return a pair of loss and metrics (got {shown(returned)}). {fix}")
-    value, metrics = returned
-    if not (isinstance(value, torch.Tensor) and value.numel() == 1 and value.requires_grad):
-        raise TypeError(f"loss: must return a scalar tensor with gradient (got {shown(value)}). {fix}")
-    return value, metrics

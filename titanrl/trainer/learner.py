@@ -379,8 +379,7 @@ class Learner:
         stay as they are.
 
         Raises:
-            ValueError: The learner has no moving average.
-            KeyError: The version has no snapshot.
+            ValueError: The learner has no moving average, or the version has no snapshot.
             SnapshotMismatchError: The snapshot does not match the live parameters.
         """
         if not within_batch:

@@ -10,17 +10,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar, get_args
+from typing import Any, Protocol, TypeVar, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from titanrl.algorithms.contracts import bound_loss, custom_algorithm, declared_traits, tinker_algorithm
+from titanrl.algorithms.contracts import bound_loss, checked_custom_loss, custom_algorithm, declared_traits, tinker_algorithm
 from titanrl.algorithms.logprobs import DivergenceName, TeacherTokens, token_supports
 from titanrl.algorithms.losses import LossMetrics
 from titanrl.algorithms.packing import balance, pack, row_costs
-from titanrl.base.plugins import Plugin, plugin_of
+from titanrl.base.plugins import Plugin, check_call, plugin_of
 from titanrl.carriers.supports import ExpertIds, Supports, has_ids_S
 from titanrl.carriers.types import DataResult, Datum, FloatArray
 from titanrl.models.decoder import routers_of
@@ -31,9 +31,13 @@ from titanrl.trainer.model import PolicyModel
 
 T = TypeVar("T")
 
-CustomLoss = Callable[[list[Datum], list[Tensor]], tuple[Tensor, Mapping[str, float]]]
-"""User-defined loss. It takes data and the log-probabilities of their targets, `[S]` each, and returns the loss summed over the
-data and a dict of metrics."""
+
+class CustomLoss(Protocol):
+    """User-defined loss, summed over the data."""
+
+    def __call__(self, data: list[Datum], logprobs: list[Tensor], /) -> tuple[Tensor, Mapping[str, float]]:
+        """Return the loss and a dict of metrics, given data and the log-probabilities of their targets, `[S]` each."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +261,8 @@ def chosen_loss(loss: str | Plugin, config: Mapping[str, Any]) -> ChosenLoss:
     function: Any = None if plugin is None else plugin.load()
     traits = declared_traits(function)
     if plugin is not None and traits is None:
+        key, expected = "loss_fn, without titanrl.policy_loss", "def loss(data, logprobs) -> tuple[Tensor, Mapping[str, float]]"
+        check_call(function, CustomLoss.__call__, key=key, name=plugin.name, expected=expected)
         return ChosenLoss(plugin.name, ("target_tokens",), partial(_custom_objective, function))
     if plugin is None or traits is None:
         algorithm = tinker_algorithm(str(loss), config)
@@ -427,7 +433,8 @@ def _custom_objective(function: CustomLoss, data: Sequence[Datum], locations: Se
         def compute() -> tuple[Tensor, Mapping[str, float]]:
             logprobs_BL = logprobs_N.view(rows.tokens_BL.shape)
             selected = [data[location.index] for location in locations]
-            return function(selected, [logprobs_BL[location.row, location.tokens] for location in locations])
+            logprobs = [logprobs_BL[location.row, location.tokens] for location in locations]
+            return checked_custom_loss(function(selected, logprobs))
 
         loss, metrics = _on_all_ranks(compute if locations else lambda: (logprobs_N.sum() * 0.0, {}))  # all ranks run backward
         sums = {name: torch.tensor(float(value)) for name, value in metrics.items()}

@@ -81,7 +81,7 @@ class Snapshots:
             self._held[version] = self._copy(on_device=self._on_device)
 
     def drop(self, version: int) -> None:
-        """Discard the snapshot of a version; raise `KeyError` if it has none."""
+        """Discard the snapshot of a version; raise `ValueError` if it has none."""
         del self._held[self._known(version)]
 
     @contextmanager
@@ -91,7 +91,7 @@ class Snapshots:
         If given, `parameters` are the trainable parameters of the version, which are combined with the live buffers.
 
         Raises:
-            KeyError: The version has no snapshot.
+            ValueError: The version has no snapshot.
             SnapshotMismatchError: The snapshot does not match the live parameters, which are unchanged.
         """
         held = self._held[self._known(version)] if parameters is None else {}
@@ -106,7 +106,8 @@ class Snapshots:
 
     def _known(self, version: int) -> int:
         if version not in self._held:
-            raise KeyError(f"no snapshot of version {version}; there are snapshots of {list(self.held)}")
+            fix = "Use a version that keep_weights returned."
+            raise ValueError(f"at_version: this version is not kept (got {version}; kept: {list(self.held)}). {fix}")
         return version
 
     def _copy(self, *, on_device: bool) -> Mapping[str, Entry]:
