@@ -14,7 +14,7 @@ from titanrl.algorithms.objective import ObjectiveInputs, lag_metrics, policy_lo
 from titanrl.carriers.tables import BatchPlan, RecordTable, Row
 from titanrl.carriers.types import GroupRecord, LossSums
 from titanrl.config.algorithm import AlgorithmConfig
-from titanrl.metrics.steps import staleness_metrics
+from titanrl.metrics.steps import loss_metrics, staleness_metrics
 
 VOCAB_SIZE, PROMPT_LEN, GROUP_SIZE = 11, 2, 4
 REDUCTIONS = ("sum", "token_mean", "sequence_mean", "sequence_mean_token_sum", "prompt_mean", "constant")
@@ -225,21 +225,26 @@ def test_differences_of_unmasked_tokens_are_summed_by_lag() -> None:
     losses = sums_and_maxima()
     assert [losses.sums[f"lag/{age}"] for age in range(5)] == [2, 1, 0, 0, 2]
     assert [losses.sums[f"lag/{age}/logprob_abs"] for age in range(5)] == pytest.approx([0.1, 0.5, 0.0, 0.0, 1.3])
-    assert losses.maxima["mismatch/numeric/logprob_abs_max"] == pytest.approx(0.1)
-    assert losses.maxima["mismatch/stale/logprob_abs_max"] == pytest.approx(1.0)
 
 
 def test_mismatch_is_split_into_numerics_and_staleness() -> None:
     values = staleness_metrics(sums_and_maxima())
     assert values["staleness/lag_0_frac"] == pytest.approx(0.4)
     assert values["mismatch/numeric/logprob_abs_mean"] == pytest.approx(0.05)
+    assert values["mismatch/numeric/logprob_abs_max"] == pytest.approx(0.1)
     assert values["mismatch/stale/logprob_abs_mean"] == pytest.approx(0.6)
+    assert values["mismatch/stale/logprob_abs_max"] == pytest.approx(1.0)
     assert values["mismatch/stale/logprob_abs_mean_lag_4"] == pytest.approx(0.65)
     assert "mismatch/stale/logprob_abs_mean_lag_2" not in values
 
 
-def test_fresh_batch_has_no_stale_metrics() -> None:
-    fresh = LossSums(sums={"lag/0": 4.0, "lag/0/logprob_abs": 0.4, "lag/1": 0.0, "lag/1/logprob_abs": 0.0}, maxima={})
-    values = staleness_metrics(fresh)
-    assert values["mismatch/numeric/logprob_abs_mean"] == pytest.approx(0.1)
-    assert not any(name.startswith("mismatch/stale") for name in values)
+@pytest.mark.parametrize(("lag", "kind", "other"), [(0, "numeric", "stale"), (1, "stale", "numeric")])
+def test_batch_of_one_lag_has_no_metrics_of_the_other(lag: int, kind: str, other: str) -> None:
+    sums = {"lag/0": 0.0, "lag/0/logprob_abs": 0.0, "lag/1": 0.0, "lag/1/logprob_abs": 0.0}
+    sums |= {f"lag/{lag}": 4.0, f"lag/{lag}/logprob_abs": 0.4}
+    losses = LossSums(sums={**sums, "num_tokens": 4.0}, maxima={"lag/0/logprob_abs": 0.2, "lag/stale/logprob_abs": 0.2})
+    values = staleness_metrics(losses)
+    assert values[f"mismatch/{kind}/logprob_abs_mean"] == pytest.approx(0.1)
+    assert values[f"mismatch/{kind}/logprob_abs_max"] == pytest.approx(0.2)
+    assert not any(name.startswith(f"mismatch/{other}") for name in values)
+    assert loss_metrics(losses) == {}

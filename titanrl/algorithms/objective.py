@@ -276,8 +276,4 @@ def lag_metrics(
     totals_K, largest_K = differences_NK.sum(0), differences_NK.amax(0)
     sums = {f"lag/{age}": counts_K[age] for age in range(OLDEST + 1)}
     sums |= {f"lag/{age}/logprob_abs": totals_K[age] for age in range(OLDEST + 1)}
-    maxima = {
-        "mismatch/numeric/logprob_abs_max": largest_K[0],
-        "mismatch/stale/logprob_abs_max": largest_K[1:].max(),
-    }
-    return sums, maxima
+    return sums, {"lag/0/logprob_abs": largest_K[0], "lag/stale/logprob_abs": largest_K[1:].max()}

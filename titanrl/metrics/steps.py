@@ -114,7 +114,8 @@ def environment_metrics(by_task: Mapping[str, Mapping[str, tuple[float, int]]], 
 def staleness_metrics(losses: LossSums) -> dict[str, float]:
     """Return the log-probability mismatch between generator and trainer, by policy lag.
 
-    At lag 0 the mismatch is due to numerics alone; at higher lags it is also due to staleness.
+    At lag 0 the mismatch is due to numerics alone; at higher lags it is also due to staleness. A batch without such tokens has
+    no value, because 0 would mean that the log-probabilities agree.
     """
     counts = {int(name.removeprefix(LAG)): count for name, count in losses.sums.items() if name.removeprefix(LAG).isdigit()}
     sums = {lag: losses.sums[f"{LAG}{lag}/logprob_abs"] for lag in counts}
@@ -122,8 +123,10 @@ def staleness_metrics(losses: LossSums) -> dict[str, float]:
     values = {f"staleness/lag_{lag}_frac": count / num_tokens for lag, count in counts.items()}
     if counts[0]:
         values["mismatch/numeric/logprob_abs_mean"] = sums[0] / counts[0]
+        values["mismatch/numeric/logprob_abs_max"] = losses.maxima[f"{LAG}0/logprob_abs"]
     if num_stale:
         values["mismatch/stale/logprob_abs_mean"] = (sum(sums.values()) - sums[0]) / num_stale
+        values["mismatch/stale/logprob_abs_max"] = losses.maxima[f"{LAG}stale/logprob_abs"]
     values |= {
         f"mismatch/stale/logprob_abs_mean_lag_{lag}": sums[lag] / count for lag, count in counts.items() if lag and count
     }
@@ -158,7 +161,7 @@ def loss_metrics(losses: LossSums, num_updates: int = 1) -> dict[str, float]:
     if "correction_weight" in values:
         weight, weight_squared = values.pop("correction_weight"), values.pop("correction_weight_squared")
         values["correction/ess"] = weight**2 / weight_squared if weight_squared else 0.0
-    return {**values, **losses.maxima}
+    return {**values, **{name: value for name, value in losses.maxima.items() if not name.startswith(LAG)}}
 
 
 def optimizer_metrics(updates: Sequence[OptimUpdate], learning_rate: float) -> dict[str, float]:
