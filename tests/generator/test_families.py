@@ -103,20 +103,9 @@ def lab(tmp_path_factory: pytest.TempPathFactory, shared_templates: None) -> Ite
         store = await spawn_store(await fork(fleet, "store", worker_environment(), *IMPORTS))
 
         def trainer_of(family: str) -> TrainerMesh:
-            setup = TrainerSetup(
-                run=family,
-                seed=0,
-                config=config.trainer,
-                algorithm=config.algorithm,
-                temperature=1.0,
-                generator_dtype="float32",
-                transports=("arena",),
-                verify="sampled",
-                device=device,
-                checkpoint_dir=folder / "checkpoints" / family,
-                keep_checkpoints=2,
-                store=store,
-            )
+            named = config.model_copy(update={"name": family})
+            run_dir = folder / "runs" / family
+            setup = TrainerSetup(config=named, device=device, run_dir=run_dir, store=store, transports=("arena",))
             return TrainerMesh(trainer_procs.spawn(family, PolicyTrainer, setup), supervisor, config.timeouts)
 
         def generator_of(family: str, impl: str) -> Any:

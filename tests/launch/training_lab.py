@@ -44,8 +44,9 @@ def running_lab(folder: Path) -> Iterator[Lab]:
     """Start a trainer of two ranks in a folder."""
     model = folder / "model"
     create_model(model, RecipeConfig(hidden_size=64, head_dim=32, num_heads=2, num_kv_heads=2, intermediate_size=96), seed=3)
-    config = load_config("configs/quickstart.yaml", ["trainer.parallelism.dp_shard=2", "trainer.rows_per_microbatch=2"])
-    section = config.trainer.model_copy(update={"row_tokens": 32})
+    values = ["name=lab", "trainer.parallelism.dp_shard=2", "trainer.rows_per_microbatch=2", "algorithm.ema_decay=0.5"]
+    config = load_config("configs/quickstart.yaml", values)
+    config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"row_tokens": 32})})
     with asyncio.Runner() as runner:
 
         async def start() -> tuple[Lab, Fleet]:
@@ -59,20 +60,7 @@ def running_lab(folder: Path) -> Iterator[Lab]:
             procs = await fork(fleet, "trainer", environment, *modules, num_procs=2)
             await fleet.join_process_group(procs, one_machine=True)
             store = await spawn_store(await fork(fleet, "store", worker_environment(), *IMPORTS))
-            setup = TrainerSetup(
-                run="lab",
-                seed=0,
-                config=section,
-                algorithm=config.algorithm.model_copy(update={"ema_decay": 0.5}),
-                temperature=1.0,
-                generator_dtype="float32",
-                transports=("arena",),
-                verify="sampled",
-                device=device,
-                checkpoint_dir=folder / "checkpoints",
-                keep_checkpoints=2,
-                store=store,
-            )
+            setup = TrainerSetup(config=config, device=device, run_dir=folder, store=store, transports=("arena",))
             trainer = TrainerMesh(procs.spawn("trainer", PolicyTrainer, setup), supervisor, config.timeouts)
             await trainer.start()
             await trainer.load_model(model)

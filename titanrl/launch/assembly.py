@@ -677,25 +677,15 @@ class Assembly:
             )
             shape = open_model(self.files.model_dir, config.model.family).shape
             trainer.rows_per_microbatch = microbatch_rows(config, shape)
+            section = config.trainer.model_copy(update={"rows_per_microbatch": trainer.rows_per_microbatch})
             setup = TrainerSetup(
-                run=config.name,
-                seed=config.seed,
-                config=config.trainer.model_copy(update={"rows_per_microbatch": trainer.rows_per_microbatch}),
-                algorithm=config.algorithm,
-                temperature=config.rollout.temperature,
-                generator_dtype=config.generator.dtype,
-                transports=transports(config) if roles.generators else (),
-                verify=config.weights.verify,
+                config=config.model_copy(update={"trainer": section}),
                 device=self.device,
-                checkpoint_dir=self.files.run_dir / "checkpoints",
-                keep_checkpoints=config.checkpoint.keep_last,
+                run_dir=self.files.run_dir,
                 store=store,
+                transports=transports(config) if roles.generators else (),
                 export_dtype=export_dtype(config, self.files.model_dir),
-                family=config.model.family,
-                publishes_adapters=config.publishes_adapters,
                 plugins=self.files.plugins,
-                faults=config.faults,
-                record_bytes=config.logging.record_bytes,
             )
             trainer.mesh = trainer_procs.spawn("trainer", PolicyTrainer, setup)
         weights = WeightSync(

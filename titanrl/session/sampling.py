@@ -334,7 +334,7 @@ class SamplingClient:
         sampling = SamplingParams(
             max_new_tokens=max_tokens or rollout.max_new_tokens,
             temperature=rollout.temperature if temperature is None else temperature,
-            seed=None,
+            seed=seed,
             top_p=top_p,
             top_k=top_k,
             min_p=min_p,
@@ -344,18 +344,7 @@ class SamplingClient:
             stop=tuple(value for value in stop if isinstance(value, str)),
         )
         prompt_ids = self._all_token_ids("prompts", prompts)
-        base = seed if seed is not None else int(np.random.default_rng().integers(2**62))
-        # Each request has a different seed, unless decoding is greedy.
-        seeds = [[derive_seed(base, p, n) for n in range(num_samples)] for p in range(len(prompt_ids))]
-        groups = [
-            [
-                GenerationRequest(
-                    token_ids=token_ids, sampling=replace(sampling, seed=seed) if sampling.temperature > 0 else sampling
-                )
-                for seed in group
-            ]
-            for token_ids, group in zip(prompt_ids, seeds, strict=True)
-        ]
+        groups = seeded_requests(prompt_ids, sampling, num_samples)
         completions = await self._sampler.generate(groups, self.version, self._adapter)
         return [
             [
@@ -399,9 +388,7 @@ class SamplingClient:
             ValueError: A sequence is empty or too long.
             VersionGoneError: The client is pinned to a version that is no longer served.
         """
-        found = [completion.prompt_logprobs for completion in await self._read(sequences, 0)]
-        first = np.full(1, np.nan, np.float32)
-        return [first if rest is None else np.concatenate([first, rest.astype(np.float32)]) for rest in found]
+        return [logprobs for logprobs, _ in await self._read(sequences, 0)]
 
     async def compute_top(self, sequences: Sequence[PromptLike], num: int) -> list[TopTokens]:
         """Compute the most likely tokens at each token but the first, given the preceding tokens, at temperature 1.
@@ -418,17 +405,12 @@ class SamplingClient:
             VersionGoneError: The client is pinned to a version that is no longer served.
         """
         check_count("num", num, "Give the number of tokens.")
-        empty = TopTokens(token_ids=np.zeros((0, num), np.int64), logprobs=np.zeros((0, num), np.float32))
-        return [completion.prompt_top or empty for completion in await self._read(sequences, num)]
+        return [top for _, top in await self._read(sequences, num)]
 
-    async def _read(self, sequences: Sequence[PromptLike], num_top: int) -> list[Completion]:
-        """Return a completion of one token for each sequence, with the log-probabilities of its tokens."""
-        sampling = SamplingParams(max_new_tokens=1, temperature=0.0, seed=None, prompt_logprobs=num_top)
-        requests = [
-            [GenerationRequest(token_ids=token_ids, sampling=sampling)]
-            for token_ids in self._all_token_ids("sequences", sequences)
-        ]
-        return [completion for (completion,) in await self._sampler.generate(requests, self.version, self._adapter)]
+    async def _read(self, sequences: Sequence[PromptLike], num_top: int) -> list[tuple[FloatArray, TopTokens]]:
+        requests = [[reading_request(token_ids, num_top)] for token_ids in self._all_token_ids("sequences", sequences)]
+        completions = await self._sampler.generate(requests, self.version, self._adapter)
+        return [read_logprobs(completion, num_top) for (completion,) in completions]
 
     async def release(self) -> None:
         """Free what the generators hold for this client, after its running requests. A second call has no effect.
@@ -452,3 +434,29 @@ class SamplingClient:
             else:
                 found.append(tuple(checked_tokens(f"{name}[{index}]", prompt).tolist()))
         return found
+
+
+def seeded_requests(
+    prompts: Sequence[tuple[int, ...]], sampling: SamplingParams, num_samples: int
+) -> list[list[GenerationRequest]]:
+    """Return the requests for samples of each prompt. Each has a seed of its own, or none if decoding is greedy."""
+    base = int(np.random.default_rng().integers(2**62)) if sampling.seed is None else sampling.seed
+
+    def request(p: int, n: int) -> GenerationRequest:
+        seed = derive_seed(base, p, n) if sampling.temperature > 0 else None
+        return GenerationRequest(token_ids=prompts[p], sampling=replace(sampling, seed=seed))
+
+    return [[request(p, n) for n in range(num_samples)] for p in range(len(prompts))]
+
+
+def reading_request(token_ids: Sequence[int], num_top: int) -> GenerationRequest:
+    """Return the request whose completion has the log-probabilities of a sequence; see `read_logprobs`."""
+    sampling = SamplingParams(max_new_tokens=1, temperature=0.0, seed=None, prompt_logprobs=num_top)
+    return GenerationRequest(token_ids=tuple(token_ids), sampling=sampling)
+
+
+def read_logprobs(completion: Completion, num_top: int) -> tuple[FloatArray, TopTokens]:
+    """Return the log-probability of each token of a sequence, NaN for the first, and the most likely tokens at each other."""
+    first, rest = np.full(1, np.nan, np.float32), completion.prompt_logprobs
+    empty = TopTokens(token_ids=np.zeros((0, num_top), np.int64), logprobs=np.zeros((0, num_top), np.float32))
+    return first if rest is None else np.concatenate([first, rest.astype(np.float32)]), completion.prompt_top or empty

@@ -14,8 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from titanrl.carriers.types import (
     AdamParams,
     Completion,
@@ -24,15 +22,21 @@ from titanrl.carriers.types import (
     ForwardBackwardOutput,
     GenerationRequest,
     OptimUpdate,
-    SamplingParams,
     TopTokens,
 )
 from titanrl.config.sections import LoraConfig
-from titanrl.rollout.group import derive_seed
 from titanrl.serving.calls import Refused, new_id
 from titanrl.serving.tinker_sessions import FullError, Model, ModelSpec, Sampler
 from titanrl.serving.tinker_wire import SampleRequest
-from titanrl.session.sampling import AdapterLimitError, ReleasedError, SamplingClient, VersionGoneError
+from titanrl.session.sampling import (
+    AdapterLimitError,
+    ReleasedError,
+    SamplingClient,
+    VersionGoneError,
+    read_logprobs,
+    reading_request,
+    seeded_requests,
+)
 from titanrl.session.training import TrainingClient
 
 if TYPE_CHECKING:
@@ -166,17 +170,14 @@ class FixedSampler:
 
     async def sample(self, asked: SampleRequest) -> list[Completion]:
         """Return completions. The same seed gives the same ones."""
-        return await self.generate(_requests(asked))
+        (requests,) = seeded_requests([asked.prompt], asked.sampling, asked.num_samples)
+        return await self.generate(requests)
 
     async def logprobs(self, tokens: Sequence[int], num_top: int) -> tuple[FloatArray, TopTokens | None]:
         """Return the log-probability of each token, and the most likely ones."""
-        sampling = SamplingParams(max_new_tokens=1, temperature=0.0, seed=None, prompt_logprobs=num_top)
-        (completion,) = await self.generate([GenerationRequest(token_ids=tuple(tokens), sampling=sampling)])
-        first, rest = np.full(1, np.nan, np.float32), completion.prompt_logprobs
-        if rest is None:  # of a single token
-            none = TopTokens(token_ids=np.zeros((0, num_top), np.int64), logprobs=np.zeros((0, num_top), np.float32))
-            return first, none if num_top else None
-        return np.concatenate([first, rest.astype(np.float32)]), completion.prompt_top
+        (completion,) = await self.generate([reading_request(tokens, num_top)])
+        logprobs, top = read_logprobs(completion, num_top)
+        return logprobs, top if num_top else None
 
     async def release(self) -> None:
         """Do nothing: the next publication replaces a version, and the base stays."""
@@ -332,16 +333,6 @@ class AdapterSampler(FixedSampler):
             client = await asyncio.shield(self._host.client(self))
             with suppress(ReleasedError):  # dropped for another sampler before it was used
                 return await client.generate(requests, is_shared=True)
-
-
-def _requests(asked: SampleRequest) -> list[GenerationRequest]:
-    """Return a request per completion, each with a seed of its own."""
-    sampling = asked.sampling
-    seeds = list[int | None]([None] * asked.num_samples)
-    if sampling.temperature > 0:
-        base = int(np.random.default_rng().integers(2**62)) if sampling.seed is None else sampling.seed
-        seeds = [derive_seed(base, 0, index) for index in range(asked.num_samples)]
-    return [GenerationRequest(token_ids=asked.prompt, sampling=replace(sampling, seed=seed)) for seed in seeds]
 
 
 def _check_spec(spec: ModelSpec, lora: LoraConfig | None) -> None:

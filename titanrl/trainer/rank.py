@@ -30,9 +30,8 @@ from titanrl.carriers.types import (
     RankValues,
     Segment,
 )
-from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.config.device import Device
-from titanrl.config.sections import FaultsConfig, TrainerConfig
+from titanrl.config.schema import Config
 from titanrl.processes.actors import Actor, concurrent_endpoint, current_rank, endpoint
 from titanrl.replay.shards import SHARDS
 from titanrl.weights.records import WeightManifest, adapters_run, base_run, rank_key
@@ -40,7 +39,7 @@ from titanrl.weights.records import WeightManifest, adapters_run, base_run, rank
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from titanrl.config.sections import FileDtype, TransportName, Verify
+    from titanrl.config.sections import FileDtype, TransportName
     from titanrl.trainer.agreement import Agreement, Facts
     from titanrl.trainer.collate import PackedRows
     from titanrl.trainer.learner import Learner
@@ -58,34 +57,18 @@ SHARE = 0.3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSetup:
-    """Settings of a trainer rank, most of them from the configuration."""
+    """Arguments of a trainer rank."""
 
-    run: str
-    """Name of the run, which is the prefix of its weight keys."""
-    seed: int
-    config: TrainerConfig
-    algorithm: AlgorithmConfig
-    temperature: float
-    generator_dtype: str
-    """Dtype of published weights."""
+    config: Config
+    device: Device
+    run_dir: Path
+    """Run directory."""
+    store: "WeightStore"
     transports: "Sequence[TransportName]"
     """Allowed transports of published weights, in order of preference; if empty, weights are never published."""
-    verify: "Verify"
-    """Coverage of the digest of published weights."""
-    device: Device
-    checkpoint_dir: Path
-    keep_checkpoints: int
-    store: "WeightStore"
     export_dtype: "FileDtype" = "float32"
-    publishes_adapters: bool = False
-    """True to publish the base once, and then only LoRA adapters, instead of merged weights."""
-    family: str | None = None
-    """`model.family` of the configuration."""
     plugins: Plugins = field(default_factory=dict)
     """User-defined objects that replace built-in ones."""
-    faults: FaultsConfig = field(default_factory=FaultsConfig)
-    record_bytes: int = 10**9
-    """Size limit of the run's record."""
 
 
 def collective(
@@ -126,21 +109,22 @@ class PolicyTrainer(Actor):
             from torchtitan.config import CommConfig
             from torchtitan.distributed.utils import init_distributed
 
-        limit = share(self._setup.record_bytes, SHARE, self._setup.config.parallelism.world_size)
-        file = RecordFile(self._setup.checkpoint_dir.parent, "trained", f"trainer_{current_rank().rank}", limit)
+        config, run_dir = self._setup.config, self._setup.run_dir
+        limit = share(config.logging.record_bytes, SHARE, config.trainer.parallelism.world_size)
+        file = RecordFile(run_dir, "trained", f"trainer_{current_rank().rank}", limit)
         self._record = BackgroundRecord(file)
         self._closing.append(self._record.flush)
         if self._setup.device.kind == "cpu":
             torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         else:
             torch.get_device_module(self._setup.device.kind).set_device(int(os.environ["LOCAL_RANK"]))
-        init_distributed(CommConfig(), base_folder=str(self._setup.checkpoint_dir.parent / "logs"))
+        init_distributed(CommConfig(), base_folder=str(run_dir / "logs"))
         from titanrl.trainer.agreement import agreement_of
 
         world = torch.distributed.group.WORLD
         assert world is not None
         self._groups = [world]
-        self.agreement: Agreement = agreement_of(self._setup.faults.rank_wait_s, self._groups)
+        self.agreement: Agreement = agreement_of(config.faults.rank_wait_s, self._groups)
         self._closing.append(self.agreement.close)
 
     @endpoint
@@ -159,53 +143,53 @@ class PolicyTrainer(Actor):
             from titanrl.weights.layout import first_holders
             from titanrl.weights.transport import WeightPublisher
 
-            setup, rank = self._setup, current_rank().rank
+            setup, config, rank = self._setup, self._setup.config, current_rank().rank
             self._rank = rank
-            torch.manual_seed(setup.seed)
-            source = open_model(model_dir, setup.family)
-            model = load_model(source, setup.config, setup.device, seed=setup.seed)
+            torch.manual_seed(config.seed)
+            source = open_model(model_dir, config.model.family)
+            model = load_model(source, config.trainer, setup.device, seed=config.seed)
             self._groups += model.groups
             self._model_dir = model_dir
             learner = Learner(
                 model,
-                setup.algorithm,
-                setup.temperature,
+                config.algorithm,
+                config.rollout.temperature,
                 custom_loss=loaded(setup.plugins, "algorithm.loss"),
-                snapshots_on_device=setup.config.snapshots_on_device,
-                publishes_adapters=setup.publishes_adapters,
+                snapshots_on_device=config.trainer.snapshots_on_device,
+                publishes_adapters=config.publishes_adapters,
             )
             self._critic: Critic | None = None
-            if setup.algorithm.has_critic:
-                self._critic = Critic(load_model(source, setup.config, setup.device, is_critic=True), setup.algorithm)
+            if config.algorithm.has_critic:
+                self._critic = Critic(load_model(source, config.trainer, setup.device, is_critic=True), config.algorithm)
                 self._groups += self._critic.learner.model.groups
-            self._adapters = Adapters(learner, source.family.lora_targets["mlp"], seed=setup.seed)
+            self._adapters = Adapters(learner, source.family.lora_targets["mlp"], seed=config.seed)
             self._kept = KeptLogprobs()
             self._held: Mapping[GroupHandle, Mapping[int, Segment]] = {}
-            plan = setup.config.parallelism
-            is_fixed = setup.config.has_fixed_rows(setup.device)
-            self._row_multiple = setup.config.row_tokens if is_fixed else ROW_MULTIPLE * plan.cp * plan.tp
+            plan = config.trainer.parallelism
+            is_fixed = config.trainer.has_fixed_rows(setup.device)
+            self._row_multiple = config.trainer.row_tokens if is_fixed else ROW_MULTIPLE * plan.cp * plan.tp
             learner.check_snapshots(self._row_multiple)  # the shortest possible row: a long one would take seconds
             self._checkpoints = Checkpoints(
                 learner,
-                setup.checkpoint_dir,
-                setup.keep_checkpoints,
+                setup.run_dir / "checkpoints",
+                config.checkpoint.keep_last,
                 in_background=setup.device.kind != "cpu",
                 critic=self._critic,
             )
             self._closing.append(self._checkpoints.close)
-            publish = (setup.store, torch_dtype(setup.generator_dtype), setup.transports, setup.verify)
+            publish = (setup.store, torch_dtype(config.generator.dtype), setup.transports, config.weights.verify)
             names: list[list[str]] = [[]] * torch.distributed.get_world_size()
             torch.distributed.all_gather_object(names, [*learner.base(), *learner.weights()])
             first = first_holders(names)
-            self._publisher = WeightPublisher(setup.run, rank, *publish, first=first)
-            self._base_publisher = WeightPublisher(base_run(setup.run), rank, *publish, num_arenas=1, first=first)
+            self._publisher = WeightPublisher(config.name, rank, *publish, first=first)
+            self._base_publisher = WeightPublisher(base_run(config.name), rank, *publish, num_arenas=1, first=first)
             self._base: WeightManifest | None = None
             self._copies: dict[str, Tensor] = {}
             # Allocate the memory for publishing now. Otherwise page faults would make the first pushes ten times slower.
             if setup.transports:
-                weights = self._adapter(None)[0] if setup.publishes_adapters else learner.weights()
+                weights = self._adapter(None)[0] if config.publishes_adapters else learner.weights()
                 await self._publisher.prepare(weights, learner.buffer_names)
-                if setup.publishes_adapters:
+                if config.publishes_adapters:
                     await self._base_publisher.prepare(learner.base(), learner.buffer_names)
             self._check_replicas(learner)
 
@@ -367,7 +351,7 @@ class PolicyTrainer(Actor):
                     raise
                 if critic is not None:
                     update = replace(update, critic=critic.optim_step(params, completes=completes))
-            every = self._setup.faults.check_replicas_every
+            every = self._setup.config.faults.check_replicas_every
             if every and update.version != before and update.version % every == 0:
                 self._check_replicas(learner)
         return replace(update, busy_s=self._busy_s.pop(model))
@@ -406,7 +390,7 @@ class PolicyTrainer(Actor):
         assert version == own.version, f"push_weights({version}): the weights have version {own.version}"
         async with self._weights_lock:
             with span("push", version=version):
-                if not self._setup.publishes_adapters:
+                if not self._setup.config.publishes_adapters:
                     return await self._publisher.publish(version, own.weights(), own.buffer_names)
                 weights, scale = self._adapter(None)
                 manifest = await self._publisher.publish(version, weights, own.buffer_names)
@@ -432,10 +416,10 @@ class PolicyTrainer(Actor):
         from titanrl.trainer.model import torch_dtype
         from titanrl.weights.transport import WeightPublisher
 
-        setup = self._setup
-        assert setup.publishes_adapters, "push_adapter: adapters are merged"
-        dtype, where = torch_dtype(setup.generator_dtype), adapters_run(setup.run)
-        publisher = WeightPublisher(where, self._rank, setup.store, dtype, ("store",), setup.verify, num_arenas=1)
+        config, store = self._setup.config, self._setup.store
+        assert config.publishes_adapters, "push_adapter: adapters are merged"
+        dtype, where = torch_dtype(config.generator.dtype), adapters_run(config.name)
+        publisher = WeightPublisher(where, self._rank, store, dtype, ("store",), config.weights.verify, num_arenas=1)
         async with self._weights_lock:
             weights, scale = self._adapter(model)
             with span("push adapter", version=number), contextlib.closing(publisher):
@@ -445,7 +429,7 @@ class PolicyTrainer(Actor):
     @concurrent_endpoint
     async def forget_adapter(self, number: int, *, model: str | None = None) -> None:
         """Delete this rank's shards of an adapter from the store."""
-        await self._setup.store.delete(rank_key(adapters_run(self._setup.run), number, self._rank))
+        await self._setup.store.delete(rank_key(adapters_run(self._setup.config.name), number, self._rank))
 
     @endpoint
     @collective
@@ -569,7 +553,7 @@ class PolicyTrainer(Actor):
 
         rows = tuple(microbatch.rows[self._learner.model.dp_rank])
         used = [sum(sequence.num_placed for sequence in row) for row in rows]
-        length = row_length(used, self._setup.config.row_tokens, self._row_multiple)
+        length = row_length(used, self._setup.config.trainer.row_tokens, self._row_multiple)
         packed = collate(rows, await self._fetch(rows), length)
         if proximal_version is not None:
             packed = replace(packed, proximal_BL=self._kept.get(proximal_version, rows, length))
@@ -581,7 +565,7 @@ class PolicyTrainer(Actor):
     def _row_sizes(self) -> "RowSizes":
         from titanrl.trainer.passes import RowSizes
 
-        config = self._setup.config
+        config = self._setup.config.trainer
         return RowSizes(
             row_tokens=config.row_tokens, rows_per_microbatch=config.rows_per_microbatch, multiple=self._row_multiple
         )
@@ -599,7 +583,7 @@ class PolicyTrainer(Actor):
         """Compare the replicated tensors of all ranks, unless `faults.check_replicas_every` is 0. This is a collective."""
         from titanrl.trainer.agreement import check_replicas
 
-        if self._setup.faults.check_replicas_every:
+        if self._setup.config.faults.check_replicas_every:
             check_replicas(learner)
             if self._critic is not None and learner is self._adapters.own:
                 check_replicas(self._critic.learner)
