@@ -28,8 +28,6 @@ class Device:
 
     kind: DeviceKind
     """torch's name of the device type."""
-    backend: str
-    """Process-group backend."""
     visible_devices: str | None
     """Environment variable that selects a process's devices; None if there is nothing to select."""
     attention: Literal["dense", "flex"]
@@ -37,9 +35,9 @@ class Device:
 
 
 DEVICES: dict[DeviceKind, Device] = {
-    "cpu": Device(kind="cpu", backend="gloo", visible_devices=None, attention="dense"),
-    "cuda": Device(kind="cuda", backend="nccl", visible_devices="CUDA_VISIBLE_DEVICES", attention="flex"),
-    "npu": Device(kind="npu", backend="hccl", visible_devices="ASCEND_RT_VISIBLE_DEVICES", attention="dense"),
+    "cpu": Device(kind="cpu", visible_devices=None, attention="dense"),
+    "cuda": Device(kind="cuda", visible_devices="CUDA_VISIBLE_DEVICES", attention="flex"),
+    "npu": Device(kind="npu", visible_devices="ASCEND_RT_VISIBLE_DEVICES", attention="dense"),
 }
 
 

@@ -10,7 +10,7 @@ are zero. So are A and B of layers that are not trained. Both factors are zero t
 keeps them at zero.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer.utils import canonical_fqn
 
 from titanrl.base.files import Digests, uncommit_folder
@@ -32,17 +31,6 @@ from titanrl.weights.layout import local_part
 
 FACTS = "adapter.facts"
 """Name of the tensor in a saved state with version, rank, alpha, and whether attention and MLP layers are trained, float64."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterWeights:
-    """Complete A and B of an adapter, without padding. They are copies."""
-
-    version: int
-    spec: AdapterSpec
-    tensors: Mapping[str, Tensor]
-    """A, `[rank, inputs]`, and B, `[outputs, rank]`, of each trained layer, by torchtitan's name, in the trainer's dtype. The
-    layer adds `spec.scale * B A` to its weight."""
 
 
 @dataclass(slots=True)
@@ -147,18 +135,6 @@ class Adapters:
         model.weights_changed(trained_only=True)
         self.live = name
         return new.learner
-
-    @torch.no_grad()
-    def gathered(self, name: str) -> AdapterWeights:
-        """Return the adapter of a model, without padding, on every rank. This is a collective."""
-        learner, spec = self.use(name), self._held[name].spec
-        learner.require_settled("reading the adapter")
-        tensors = {}
-        for key, value in self._named():
-            full = value.full_tensor() if isinstance(value, DTensor) else value
-            if self._is_trained(spec, key.removesuffix(A).removesuffix(B)):
-                tensors[key] = (full[: spec.rank] if key.endswith(A) else full[:, : spec.rank]).clone()
-        return AdapterWeights(version=learner.version, spec=spec, tensors=tensors)
 
     def save(self, name: str, folder: Path) -> Digests:
         """Save adapter, optimizer state, moving average and version to a folder; return the digests of this rank's files.
