@@ -35,6 +35,7 @@ from titanrl.config.sections import LoraConfig, TrainerConfig
 from titanrl.config.sizes import ModelShape
 from titanrl.trainer.adapters import Adapters
 from titanrl.trainer.learner import Learner
+from titanrl.trainer.model import adapters_of
 
 LORA = TrainerConfig(row_tokens=256, rows_per_microbatch=2, lora=LoraConfig(rank=32))
 SMALLEST = "10M parameters"
@@ -94,7 +95,8 @@ def figures(shape: ModelShape, folder: Path, num_steps: int, num_switches: int) 
     def switch() -> None:
         adapters.use("b" if adapters.live == "a" else "a")
 
-    num_bytes = sum(value.numel() * value.element_size() for value in adapters.gathered("a").tensors.values())
+    tensors = adapters_of(adapters.use("a").model.module.state_dict())
+    num_bytes = sum(value.numel() * value.element_size() for value in tensors.values())
     found = {"adapter_bytes": num_bytes, **summary(alternate({"switch": switch}, num_switches, 5))}
     if not num_steps:
         return found

@@ -367,7 +367,7 @@ class TimedTrainer(Actor):
     """All trainer ranks."""
 
     def __init__(self, machinery: Machinery, setup: TrainerSetup) -> None:
-        self._machinery, self._row_tokens = machinery, setup.config.row_tokens
+        self._machinery, self._row_tokens = machinery, setup.config.trainer.row_tokens
         self._version, self._busy_s = 0, 0.0
 
     @endpoint
