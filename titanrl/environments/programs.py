@@ -181,7 +181,9 @@ class Command:
             await asyncio.shield(_end(child))
             for stream in (output, errors):
                 stream.close()
-            self._append(errors.kept)
+            if self.log is not None and errors.kept:
+                with self.log.open("ab") as file:
+                    file.write(errors.kept[-_LOGGED_BYTES:])
         if max(output.num_bytes, errors.num_bytes) > MAX_OUTPUT_BYTES:
             raise EnvironmentFailure(f"{KEY}: it printed more than {MAX_OUTPUT_BYTES >> 20} MiB, so it was killed. Print less.")
         if code := child.exited.result():
@@ -252,11 +254,6 @@ class Command:
             "port": urlsplit(task.url).port,
             "memory_bytes": self.confined_memory_bytes,
         }
-
-    def _append(self, printed: bytes) -> None:
-        if self.log is not None and printed:
-            with self.log.open("ab") as file:
-                file.write(printed[-_LOGGED_BYTES:])
 
 
 async def _end(child: Child) -> None:

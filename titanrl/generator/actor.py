@@ -461,7 +461,28 @@ class EngineLoop:
 
         `on_sampled` gets the tokens of groups with one request while they are sampled, except the last ones.
         """
-        return await self.call(lambda engine: self._add_groups(engine, groups, num_kept, on_sampled), when_drained=when_drained)
+
+        def add(engine: "Engine | Leader") -> list[Future[list[Completion]]]:
+            before = set(self._waiting)
+            results = list[Future[list[Completion]]]()
+            try:
+                for requests, num_missing in zip(groups, num_kept, strict=True):
+                    group = _Group(Future(), [None] * len(requests), num_missing)
+                    if not requests:  # a group that needs no more turns in this round
+                        group.result.set_result([])
+                    for index, request in enumerate(requests):
+                        ticket = engine.add(request)
+                        self._waiting[ticket] = (group, index)
+                        if on_sampled is not None and len(requests) == 1:
+                            group.on_sampled = partial(on_sampled, len(results))
+                            self._streams[ticket] = group
+                    results.append(group.result)
+            except Exception:  # raised to the caller, after removing the requests that were already added
+                self._abort(engine, self._waiting.keys() - before)
+                raise
+            return results
+
+        return await self.call(add, when_drained=when_drained)
 
     async def cancel(self, result: Future[list[Completion]]) -> None:
         """Cancel the requests of a group, whose future then returns no completions, unless it is done."""
@@ -586,32 +607,6 @@ class EngineLoop:
                 self._next_delivery = time.perf_counter() + max(SAMPLED_S, SAMPLED_EACH_S * len(self._streams))
         self.load = replace(engine.load, admits=self._draining is None)
         self._busy_s += time.perf_counter() - started
-
-    def _add_groups(
-        self,
-        engine: "Engine | Leader",
-        groups: Sequence[Sequence[GenerationRequest]],
-        num_kept: Sequence[int],
-        on_sampled: OnSampled | None,
-    ) -> list[Future[list[Completion]]]:
-        before = set(self._waiting)
-        results = list[Future[list[Completion]]]()
-        try:
-            for requests, num_missing in zip(groups, num_kept, strict=True):
-                group = _Group(Future(), [None] * len(requests), num_missing)
-                if not requests:  # a group that needs no more turns in this round
-                    group.result.set_result([])
-                for index, request in enumerate(requests):
-                    ticket = engine.add(request)
-                    self._waiting[ticket] = (group, index)
-                    if on_sampled is not None and len(requests) == 1:
-                        group.on_sampled = partial(on_sampled, len(results))
-                        self._streams[ticket] = group
-                results.append(group.result)
-        except Exception:  # raised to the caller, after removing the requests that were already added
-            self._abort(engine, self._waiting.keys() - before)
-            raise
-        return results
 
     def _deliver(self, engine: "Engine | Leader", finished: "Finished") -> None:
         """Store a completion in its group; the last one needed resolves the group's future and aborts the spare requests."""

@@ -278,6 +278,7 @@ class Exporter:
         trace = self._id(f"trace {placed.trace}", 16)
         optional = {"rl.step": span.step, "rl.version": span.version}
         is_call = span.process == "controller" and span.name.startswith("wait for ")
+        name = re.sub(r"[^\w.]+", "_", span.name.removeprefix("wait for "))
         attributes: dict[str, str | int | float] = {
             "rl.process": span.process,
             "rl.kind": span.kind,
@@ -286,7 +287,7 @@ class Exporter:
             **{key: value for key, value in optional.items() if value is not None},
         }
         return ReadableSpan(
-            name=_name_of(span, placed),
+            name=f"rl.{name}" if placed.is_root else f"rl.{_GROUPS[span.kind]}.{name}",
             context=_context(trace, own),
             parent=None if placed.is_root else _context(trace, root),
             resource=self._resource(span.process),
@@ -331,11 +332,6 @@ class Exporter:
                 **{key: value for key, value in found.items() if isinstance(value, str | int)},
             }
         )
-
-
-def _name_of(span: Span, placed: Placed) -> str:
-    name = re.sub(r"[^\w.]+", "_", span.name.removeprefix("wait for "))
-    return f"rl.{name}" if placed.is_root else f"rl.{_GROUPS[span.kind]}.{name}"
 
 
 def _context(trace: int, span: int) -> SpanContext:

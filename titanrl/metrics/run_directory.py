@@ -78,10 +78,18 @@ def claim_new_run(wanted: Path) -> RunLock:
     Raise `ConfigError` if the directory exists and another user could change it, or it cannot be locked.
     """
     path = wanted
-    while (lock := _claim_without_run(path)) is None:
+    while True:
+        if not _is_taken(path):
+            if path.is_dir():
+                _check_owner(path)
+            path.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(BlockingIOError):
+                lock = RunLock(path)
+                if not holds_run(path):  # a run may have started and finished in the meantime
+                    return lock
+                lock.release()
         taken = [re.fullmatch(re.escape(wanted.name) + r"-(\d+)", path.name) for path in wanted.parent.iterdir()]
         path = wanted.with_name(f"{wanted.name}-{max([1, *(int(match[1]) for match in taken if match)]) + 1}")
-    return lock
 
 
 def claim_run(run_dir: Path) -> RunLock:
@@ -164,21 +172,6 @@ def _still_active(run_dir: Path) -> ConfigError:
 def holds_run(path: Path) -> bool:
     """Return True if a run was started in a directory."""
     return any((path / name).exists() for name in ("metrics.jsonl", "config.yaml"))
-
-
-def _claim_without_run(path: Path) -> RunLock | None:
-    """Lock a directory; return None if it contains a run, is locked, or is no directory."""
-    if _is_taken(path):
-        return None
-    if path.is_dir():
-        _check_owner(path)
-    path.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(BlockingIOError):
-        lock = RunLock(path)
-        if not holds_run(path):  # a run may have started and finished in the meantime
-            return lock
-        lock.release()
-    return None
 
 
 JOB_SCRIPT = "job.sh"

@@ -26,7 +26,7 @@ from titanrl.base.plugins import Plugins, Point, check_call, import_object
 from titanrl.carriers.record import MAX_QUEUED
 from titanrl.carriers.types import EvaluationResult, StepMetrics
 from titanrl.config.sections import TRACKERS
-from titanrl.metrics.reading import Hit, RunRecord, flat, read_metrics
+from titanrl.metrics.reading import RunRecord, flat, read_metrics
 from titanrl.metrics.steps import evaluation_metrics
 
 if TYPE_CHECKING:  # checks in child processes need only the protocols
@@ -369,7 +369,11 @@ class Recorder:
         if self._trackers.take_samples:
             version = float(result.version), float(result.version)
             hits = self._record.search(kind="evaluations", set=result.task, version=version)
-            self._trackers.log_samples(step, result.task, [_sample(hit) for hit in hits])
+            samples = [
+                (hit.group.prompt, hit.group.answer, hit.completion.text, hit.completion.reward, hit.completion.outcome)
+                for hit in hits
+            ]
+            self._trackers.log_samples(step, result.task, samples)
         self.console.evaluation(result.task, result.version, result.mean, result.failures)
 
     def scorer_errors(self, step: int, count: int, num_completions: int, first_error: str) -> None:
@@ -459,11 +463,6 @@ POINT = Point(
     checked=lambda tracker, plugin, config: check_tracker(tracker, key=plugin.key, name=plugin.name),
     in_controller=True,
 )
-
-
-def _sample(hit: Hit) -> tuple[Any, ...]:
-    group, completion = hit.group, hit.completion
-    return group.prompt, group.answer, completion.text, completion.reward, completion.outcome
 
 
 def _shown(value: Any) -> Any:

@@ -184,10 +184,6 @@ class MetricTable:
             self._changes.append(self._changed if self._is_ordered else 0)
             self._changed = sys.maxsize
 
-    @property
-    def _state(self) -> str:
-        return f"{self._id}:{len(self._changes)}"
-
     def _add(self, row: Mapping[str, Any]) -> None:
         step = row["step"]
         place = self._places.setdefault(step, len(self._places))
@@ -283,7 +279,7 @@ class MetricTable:
             drawn += [(curves[name], kind, part) for kind, part in found if width > 1 or kind == "mean"]
         for (shown, kind, _), listed in zip(drawn, _listed([part for *_, part in drawn]), strict=True):
             shown[kind] = listed
-        return {"axes": axes, "curves": curves, **({} if since is None else {"state": self._state})}
+        return {"axes": axes, "curves": curves, **({} if since is None else {"state": f"{self._id}:{len(self._changes)}"})}
 
 
 def _ends(name: str, steps: _Column, values: _Column) -> tuple[float, float, str]:

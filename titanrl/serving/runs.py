@@ -347,7 +347,14 @@ class RunMetrics(Collector):
 
     def _read(self) -> None:
         for row in self._rows.objects(self._forget_rows):
-            self._add(row)
+            values = {name: float(value) for name, value in row.items() if name not in _HEAD and isinstance(value, int | float)}
+            self._newest |= values
+            if "time/step_s" in values:
+                self._num_steps += 1
+                self._head = {name: float(row.get(name, 0)) for name in ("step", "version")}
+                self._head["step_timestamp_seconds"] = float(row.get("time", 0))
+                for phase, seconds in phase_seconds(values).items():
+                    self._seconds[phase] += seconds
         for event in self._events.objects(self._forget_events):
             self._num_events[str(event.get("kind"))] += 1
             if event.get("kind") == "drop" and isinstance(groups := event.get("groups"), int):
@@ -360,16 +367,6 @@ class RunMetrics(Collector):
     def _forget_events(self) -> None:
         self._num_events.clear()
         self._num_dropped.clear()
-
-    def _add(self, row: Mapping[str, Any]) -> None:
-        values = {name: float(value) for name, value in row.items() if name not in _HEAD and isinstance(value, int | float)}
-        self._newest |= values
-        if "time/step_s" in values:
-            self._num_steps += 1
-            self._head = {name: float(row.get(name, 0)) for name in ("step", "version")}
-            self._head["step_timestamp_seconds"] = float(row.get("time", 0))
-            for phase, seconds in phase_seconds(values).items():
-                self._seconds[phase] += seconds
 
 
 class MetricsEndpoint(Endpoint):
