@@ -444,18 +444,19 @@ def test_failure_of_the_environment_has_an_outcome(
     assert caught.value.outcome == outcome
 
 
-def test_call_after_the_time_of_the_episode_names_its_limit(tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize(("blocked_s", "slept_s"), [(0.0, 9.0), (0.15, 0.0)])
+def test_calls_of_the_environment_share_the_time_of_the_episode(tokenizer: Tokenizer, blocked_s: float, slept_s: float) -> None:
     class Slow(Scripted):
         async def reset(self, episode: Episode) -> Observation:
-            time.sleep(0.05)  # blocks the event loop, so no limit ends it
+            time.sleep(blocked_s)  # blocks the event loop, so no limit ends it
             return await super().reset(episode)
 
         async def step(self, message: Message) -> Observation | Done:
-            await asyncio.sleep(9.0)
+            await asyncio.sleep(slept_s)
             raise AssertionError("the episode has no time left")
 
-    talk = conversation(Slow([]), tokenizer, replace(LIMITS, episode_timeout_s=0.04))
-    with pytest.raises(EpisodeError, match=r"episode_timeout_s: the calls .* took longer than 0\.04 s together \(in step\)"):
+    talk = conversation(Slow([]), tokenizer, replace(LIMITS, episode_timeout_s=0.1))
+    with pytest.raises(EpisodeError, match=r"episode_timeout_s: the calls .* took longer than 0\.1 s together \(in step\)"):
         play(talk, Policy(tokenizer, ["a"]))
 
 

@@ -578,17 +578,20 @@ class Conversation(Attempt):
         self, name: str, call: Callable[[], Awaitable[object]], *, has_limit: bool = True, may_be_none: bool = False
     ) -> Observation | Done | None:
         """Await a method of the environment, within the time limits of a call and of the episode, and check its result."""
-        limit_s = min(self._limits.step_timeout_s, max(self._remaining_s, 0.0)) if has_limit else None
+        total = f"the calls of the environment took longer than {self._limits.episode_timeout_s:g} s together (in {name})"
+        spent = f"data.environment.episode_timeout_s: {total}"
+        if has_limit and self._remaining_s <= 0.0:  # the call before has blocked the event loop, so no limit could end it
+            raise EpisodeError("timeout", spent)
+        limit_s = min(self._limits.step_timeout_s, self._remaining_s) if has_limit else None
         started = asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(limit_s) as limit:
                 return await self._checked(name, call, may_be_none)
         except TimeoutError:
             assert limit.expired()  # `_checked` converts one that the environment raised
-            if self._remaining_s < self._limits.step_timeout_s:
-                rule = "data.environment.episode_timeout_s: the calls of the environment took longer than"
-                raise EpisodeError("timeout", f"{rule} {self._limits.episode_timeout_s:g} s together (in {name})") from None
-            raise EpisodeError("timeout", f"{name} of the environment took longer than {limit_s:g} s") from None
+            is_spent = self._remaining_s < self._limits.step_timeout_s
+            text = spent if is_spent else f"{name} of the environment took longer than {limit_s:g} s"
+            raise EpisodeError("timeout", text) from None
         finally:
             seconds = asyncio.get_running_loop().time() - started
             self.environment_s += seconds
