@@ -49,6 +49,17 @@ def test_values_and_gradients_match_fp64_reference(monkeypatch, temperature: flo
     torch.testing.assert_close(gradient, exact_gradient, atol=2e-6, rtol=0)
 
 
+@pytest.mark.parametrize("temperature", [1.0, 1.7])
+def test_gradients_match_finite_differences(temperature: float) -> None:
+    logits, labels = example(num_tokens=4, vocab_size=5)
+    logits = logits.double().requires_grad_()
+
+    def both(logits: Tensor) -> tuple[Tensor, Tensor]:
+        return logprobs_and_entropy(logits, labels[:4], temperature=temperature)
+
+    assert torch.autograd.gradcheck(both, (logits,))
+
+
 @pytest.mark.parametrize("used", [0, 1])
 def test_either_result_can_be_used_alone(used: int) -> None:
     logits, labels = example()
