@@ -258,7 +258,7 @@ class Agreement:
         return "/".join(map(str, ("agreement", self._name, *parts)))
 
 
-def agreement_of(wait_s: float, groups: Collection[ProcessGroup], name: str = "trainer") -> Agreement:
+def agreement_of(wait_s: float, groups: Collection[ProcessGroup]) -> Agreement:
     """Return the `Agreement` of this rank in the default process group, over the store that the ranks used for rendezvous.
 
     An alarm breaks the process groups in `groups`, including those added after this call.
@@ -274,7 +274,6 @@ def agreement_of(wait_s: float, groups: Collection[ProcessGroup], name: str = "t
         connect,
         wait_s=wait_s,
         interrupt=lambda: break_groups(groups),
-        name=name,
     )
 
 
