@@ -30,6 +30,13 @@ SMALL = (
 SLURM = ("hosts.kind=slurm", "hosts.trusted_network=true")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give runs on the hosts, which share the cores of one machine, more than the usual limit of a test."""
+    for item in items:
+        if item.get_closest_marker("cluster"):
+            item.add_marker(pytest.mark.timeout(1800))
+
+
 @dataclass
 class ClusterRun:
     """A command that runs on the cluster."""
@@ -43,7 +50,7 @@ class ClusterRun:
         metrics = self.run_dir / "metrics.jsonl"
         return [row for row in read_metrics(metrics) if "reward/mean" in row] if metrics.exists() else []
 
-    def wait_for_step(self, step: int, timeout_s: float = 180) -> None:
+    def wait_for_step(self, step: int, timeout_s: float = 600) -> None:
         """Wait until a step has finished."""
         deadline = time.monotonic() + timeout_s
         while not any(row["step"] >= step for row in self.steps()):
@@ -51,7 +58,7 @@ class ClusterRun:
             assert time.monotonic() < deadline, f"no step {step} within {timeout_s} s"
             time.sleep(0.1)
 
-    def finish(self, timeout_s: float = 200) -> tuple[int, str]:
+    def finish(self, timeout_s: float = 600) -> tuple[int, str]:
         """Wait until the command exits; return exit code and output."""
         output, _ = self.process.communicate(timeout=timeout_s)
         return self.process.returncode, output

@@ -19,7 +19,7 @@ from tests.cluster.test_slurm import NAMED_S, TWO_TRAINERS, curve
 from titanrl.metrics.reading import read_metrics
 
 LAUNCHER = ("hosts.kind=launcher", "hosts.trusted_network=true")
-LIMIT_S = 240.0
+LIMIT_S = 600.0
 
 
 @dataclass

@@ -50,7 +50,7 @@ def test_submitted_run_ends_its_job(cluster: Cluster, start_run: Start) -> None:
     run = start_run("submitted", command=("submit",))
     code, output = run.finish()
     assert code == 0, output
-    wait_until(lambda: not cluster.jobs(), 240)
+    wait_until(lambda: not cluster.jobs(), 600)
     log = "".join(file.read_text() for file in Path(run.run_dir, "logs").glob("slurm_[0-9]*.log"))
     assert len(run.steps()) == 4, log
     (end,) = run.events("end")
@@ -86,13 +86,13 @@ def test_requeued_run_resumes(cluster: Cluster, start_run: Start) -> None:
     options = ("hosts.slurm.requeue=true", "checkpoint.on_interrupt=true", "num_steps=400")
     run = start_run("requeued", *options, command=("submit",))
     assert run.finish()[0] == 0
-    wait_until(lambda: len(run.steps()) > 2, 180)
+    wait_until(lambda: len(run.steps()) > 2, 600)
     job = cluster.jobs()[0].split()[0]
     cluster.slurm("scancel", "--batch", "--signal=USR1", job)  # as Slurm does before the time limit
-    wait_until(lambda: bool(run.events("resume")[1:]), 240)  # Slurm delays a requeued job by two minutes
+    wait_until(lambda: bool(run.events("resume")[1:]), 600)  # Slurm delays a requeued job by two minutes
     saved = run.events("resume")[-1]["step"]
     assert saved > 2
-    wait_until(lambda: run.steps()[-1]["step"] > saved, 120)
+    wait_until(lambda: run.steps()[-1]["step"] > saved, 600)
     cluster.slurm("scancel", job)
     assert_nothing_left(cluster, run, timeout_s=60)
 
