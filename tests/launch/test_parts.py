@@ -14,7 +14,7 @@ import pytest
 
 from titanrl.config.sections import FaultsConfig, TimeoutsConfig
 from titanrl.launch.assembly import Fleet, local_host, wait_for_stopped_processes
-from titanrl.launch.generators import RolloutMesh
+from titanrl.launch.generators import GeneratorMeshes, RolloutMesh
 from titanrl.launch.supervision import Pace, Part, PartDiedError, SharedContext, Supervisor, Watchdog
 from titanrl.processes.actors import Actor, concurrent_endpoint
 from titanrl.processes.children import RespawnLimitError, Respawns
@@ -227,3 +227,30 @@ async def test_started_worker_is_connected_to_trainer_and_replicas() -> None:
     await mesh.bring_up(part)
     assert announced == [(1, "shard")]
     assert told == [(0, "new"), (1, None)]
+
+
+async def test_replica_serves_only_with_the_newest_weights_and_the_held_adapters() -> None:
+    """While a replacement starts, a version is published and an adapter is dropped."""
+    told: list[Any] = []
+    meshes = GeneratorMeshes({}, SimpleNamespace(supervisor=None), TimeoutsConfig())  # type: ignore[arg-type]
+
+    async def ask(name: str, call: Callable[[Any], Any], timeout_s: float) -> None:
+        told.append(name)
+        if name == "g.hold_adapter":
+            meshes._newest = 8
+            meshes._held.clear()
+
+    async def catch_up(replica: int) -> None:
+        told.append(meshes._newest)
+        meshes._pulled[replica] = meshes._newest
+
+    async def listen(replica: int, leader: Any) -> None:
+        told.append(leader)
+
+    actors = SimpleNamespace(mesh=SimpleNamespace(size=lambda: 1), leader="leader")
+    part: Any = SimpleNamespace(role="g", ask=ask, actors=actors, mark_started=lambda: None, is_started=True)
+    meshes.parts, meshes._pulled, meshes._newest, meshes._held = [part], [-1], 7, {1: SimpleNamespace(number=1)}  # type: ignore[dict-item]
+    meshes.catch_up = catch_up
+    meshes.listeners.append(listen)
+    await meshes.bring_up(part)
+    assert told == ["g.start", 7, "g.hold_adapter", 8, "g.drop_adapter", "leader"]

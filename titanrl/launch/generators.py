@@ -111,7 +111,7 @@ class GeneratorMeshes:
         await asyncio.gather(*(part.start() for part in self.parts))
 
     async def bring_up(self, part: Part) -> None:
-        """Build the engine of a replica, pull the newest weights into it, and announce it to the listeners."""
+        """Build the engine of a replica, give it the newest weights and the held adapters, and announce it to the listeners."""
         await part.ask(f"{part.role}.start", lambda replica: replica.mesh.start.call(), self.timeouts.start_s)
         mesh = part.actors.mesh
         for rank in range(1, mesh.size()):
@@ -120,18 +120,22 @@ class GeneratorMeshes:
         replica = self.parts.index(part)
         self._pulled[replica] = -1
         part.mark_started()
-        while self.catch_up is not None and self._pulled[replica] < self._newest:  # newer ones may be published during a pull
-            await self.catch_up(replica)
-            if not part.is_started:
-                raise PartDiedError(f"{part.role} died while pulling the newest weights")
         given = set[int]()
-        while missing := self._held.keys() - given:  # more may be held during these requests
-            for number in sorted(missing):
-                if (held := self._held.get(number)) is not None:
-                    give = partial(self._hold, held)
-                    await part.ask(f"{part.role}.hold_adapter", give, self.timeouts.sync_s)
-            given |= missing
-        self._serving.add(replica)
+        while True:  # during each request, a version may be published, and an adapter held or dropped
+            if self.catch_up is not None and self._pulled[replica] < self._newest:
+                await self.catch_up(replica)
+                if not part.is_started:
+                    raise PartDiedError(f"{part.role} died while pulling the newest weights")
+            elif missing := self._held.keys() - given:
+                held = self._held[min(missing)]
+                await part.ask(f"{part.role}.hold_adapter", partial(self._hold, held), self.timeouts.sync_s)
+                given.add(held.number)
+            elif dropped := given - self._held.keys():
+                await part.ask(f"{part.role}.drop_adapter", partial(self._drop, min(dropped)), self.timeouts.sync_s)
+                given.remove(min(dropped))
+            else:
+                break
+        self._serving.add(replica)  # without an await since the last check: `expect_weights` asks only serving replicas
         await self._notify(replica, part.actors.leader)
 
     async def start_over(self, source: "WeightSource | None") -> None:
@@ -193,10 +197,13 @@ class GeneratorMeshes:
     async def drop_adapter(self, number: int) -> None:
         """Forget a held adapter, whose requests have finished."""
         del self._held[number]
-        await self._each("drop_adapter", lambda replica: ask_actor(replica.leader.drop_adapter, number), self.timeouts.sync_s)
+        await self._each("drop_adapter", partial(self._drop, number), self.timeouts.sync_s)
 
     def _hold(self, held: HeldAdapter, replica: Replica) -> Awaitable[object]:
         return ask_ranks(replica.mesh.hold_adapter, held)
+
+    def _drop(self, number: int, replica: Replica) -> Awaitable[object]:
+        return ask_actor(replica.leader.drop_adapter, number)
 
     def take_stats(self) -> "asyncio.Task[GenerationStats]":
         """Request the statistics of all replicas since the last call. A dead replica's work is not included."""
