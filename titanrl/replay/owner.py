@@ -68,7 +68,7 @@ class Server:
 
         `on_end` is called with the number of a session that ended. `on_lost` is called with session, verb and reply if the
         client closed the connection without reading the reply, and also for the last reply on every connection of a session
-        that ends.
+        that ends, before or after `on_end`.
 
         Raises:
             ValueError: The address is not available.
@@ -104,8 +104,8 @@ class Server:
             kind, name = pickle.loads(connection.recv_bytes())
             if kind == "anchor":
                 self._serve_anchor(connection, name)
-            elif name in self._sessions:
-                self._serve_calls(connection, self._sessions[name])
+            elif (session := self._sessions.get(name)) is not None:  # its anchor may close at any time
+                self._serve_calls(connection, session)
         except (EOFError, OSError, AuthenticationError):  # the client has exited, or does not know the key
             pass
         finally:
@@ -297,7 +297,10 @@ NONE = -1  # no reservation, or no session
 
 
 class Rows:
-    """Protection of the storage's rows. The item with handle n is in row n % num_rows. The caller must hold a lock.
+    """Protection of the storage's rows. The caller must hold a lock.
+
+    The item with handle n is in slot n % capacity of the index, and its payload in row n % num_rows. There are `spare` more
+    rows than slots, so an item can be written while the one that it replaces is still read.
 
     A row is reused only after every session that may access it has released it or ended. A writer whose lease expired can
     therefore finish its copy safely, and a reader never sees a row that another writer overwrites.
@@ -320,7 +323,10 @@ class Rows:
         return are_free
 
     def next_free(self, first: int, count: int, within: int) -> Integers | None:
-        """Return the next `count` handles from `first` on with free rows, within a span of `within`, so no two share a slot."""
+        """Return the next `count` handles from `first` on with free rows, within a span of `within`.
+
+        With the capacity as span, no two of them share a slot.
+        """
         handles_B = np.arange(first, first + count)
         if self.are_free(handles_B).all():
             return handles_B
@@ -344,7 +350,7 @@ class Rows:
         return are_written if session is None else are_written & (self._writers[rows_B] == session)
 
     def end_writes(self, handles_B: Integers) -> None:
-        """Record that the writers of reservations have finished."""
+        """Record that the writers of reservations, all of them in `are_written`, have finished."""
         rows_B = handles_B % self._num_rows
         self._handles[rows_B] = self._writers[rows_B] = NONE
         self._pins[rows_B] -= 1
@@ -379,7 +385,7 @@ class Rows:
         return f"writers hold {num_written} rows, readers {num_read}"
 
     def check(self, session: int) -> None:
-        """Refuse a session that has ended."""
+        """Refuse a session that has ended: one of its calls may still be running, and nothing would release what it gets."""
         if session in self._ended:
             raise ReplayClosedError("the session of this client has ended.")
 
@@ -668,7 +674,7 @@ class Owner:
         assert self._restoring is not None, "finish_restore() called before restore()"
         with self._changed:
             state, self._restoring = self._restoring, None
-            # Drop open reservations: their writers belong to an earlier buffer.
+            # Drop open reservations, whose owners are below NO_ITEM: their writers belong to an earlier buffer.
             owners = np.maximum(state["owners"], NO_ITEM)
             self._rows.end_writes(owners[owners >= 0])
             if self._index.next != state["next"]:
