@@ -187,7 +187,10 @@ def first_recorded(parts: Iterable[ExpertIds], num_tokens: int) -> ExpertIds | N
 
 
 def joined_experts(parts: Sequence[tuple[ExpertIds | None, int]]) -> ExpertIds | None:
-    """Join ids, each with its number of tokens; parts without ids get none. Return None if no part has any."""
+    """Join the expert ids of parts of a sequence, each with its number of tokens; parts without ids get the mark for none.
+
+    Return None if no part has ids.
+    """
     known = next((ids for ids, _ in parts if ids is not None), None)
     if known is None:
         return None

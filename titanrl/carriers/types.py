@@ -232,7 +232,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScorerFailure:
-    """A rollout without a reward, because its reward or its environment raised, timed out or crashed."""
+    """A rollout without a reward: reward or environment failed or timed out, or the completion was cancelled or is empty."""
 
     completion: Completion
     """Tokens that the policy sampled."""

@@ -158,7 +158,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titanrl.co
 
 
 def print_report(findings: Sequence[Finding], device: DeviceKind) -> None:
-    """Print a table, the fixes, and the verdict."""
+    """Print a table of what each check found, the fixes, and the verdict."""
     print(f"titanrl {__version__} on {device}, Python {sys.version.split()[0]}, {sys.prefix}\n")
     name_width, found_width = max(len(finding.name) for finding in findings), max(len(finding.found) for finding in findings)
     for finding in findings:

@@ -1,6 +1,10 @@
 """The controller's clients of all that samples: generators, rollout workers, and the replay buffer that holds their groups.
 
-`WeightSync` brings the generators the versions of the trainer's weights.
+`GeneratorMeshes` comes first, then `WeightSync`, which brings the generators the versions of the trainer's weights, then
+`RolloutMesh` and `BufferClient`.
+
+In synchronous training, groups are sampled in *rounds*: the requests of all groups between two publications join each replica's
+batch together, whatever their worker, so a run can be repeated bit for bit (`rollout/pool.py`).
 
 Replicas that die or hang are replaced, and pull the newest weights. Each trainer rank holds the last two versions, each in a
 shared memory segment of its own (an arena) or under keys of torchstore (docs/weights.md). Published adapters refer to their
@@ -83,9 +87,9 @@ class GeneratorMeshes:
         """Called when a replica dies, and again when its replacement serves."""
         self.catch_up: Callable[[int], Awaitable[None]] | None = None
         """Pulls the newest weights into a replica; None if they never change, or if each request pulls its own weights."""
-        self._pulled = [-1] * len(self.parts)
+        self._pulled = [-1] * len(self.parts)  # last version that each replica has pulled; -1 before the first
         self._newest = -1  # version that a replica needs before it may serve
-        self._serving: set[int] = set()
+        self._serving: set[int] = set()  # indices of the replicas that the listeners know; started ones may still pull
         self._held: dict[int, HeldAdapter] = {}
 
     @property
@@ -224,7 +228,7 @@ class GeneratorMeshes:
         await self._each("abandon_round", lambda replica: replica.leader.abandon_round.call_one(), self.timeouts.step_s)
 
     async def close(self) -> None:
-        """Stop the engines."""
+        """Stop the engines. `Parts.close` has `close_s / 2` for the workers and then the generators, half of it for each."""
         await asyncio.gather(*(part.close() for part in self.parts))
         await self._each("close", lambda replica: replica.mesh.close.call(), self.timeouts.close_s / 4)
 
@@ -515,7 +519,7 @@ class RolloutMesh:
         self.parts = [Part(role, shared, spawn, self) for role, spawn in spawns.items()]
         self.supervisor, self.timeouts = shared.supervisor, timeouts
         self._buffer, self._trainer, self._generators = buffer, trainer, generators
-        self._in_rounds = in_rounds  # in synchronous training
+        self._in_rounds = in_rounds
         self._is_running = False
         self._rewinding = asyncio.Lock()
         self.num_rewound = 0
@@ -598,7 +602,7 @@ class RolloutMesh:
             await part.wait_until_up()
 
     async def return_batch(self, handles: Table) -> None:
-        """Return a batch whose tokens are lost to the buffer, so that its groups are sampled again."""
+        """Return to the buffer a batch whose tokens are lost, so that its groups are sampled again."""
         await self.wait_until_up()
         if self._in_rounds:
             await self._rewind(handles)
@@ -644,7 +648,7 @@ class RolloutMesh:
             await self._each("abandon_evaluation", parts=self.parts[:1])
 
     async def release(self) -> None:
-        """Replace no worker any more, and read no more messages."""
+        """Replace no worker any more, and read no more messages. Enough before a restart, which kills the processes."""
         await asyncio.gather(*(part.close() for part in self.parts))
         if self._reading is not None:
             self._reading.cancel()
@@ -664,7 +668,10 @@ class RolloutMesh:
             self._warn(f"{part}: {note.cause}; replaced after {note.seconds:.1f} s, and its groups are scored again")
 
     async def _rewind(self, handles: Table | None = None) -> None:
-        """Sample everything after the last batch again. No round may begin before all actors have dropped the current one."""
+        """Sample everything after the last batch again, and the batch of `handles` if given.
+
+        No round may begin before all actors have dropped the current one.
+        """
         async with self._rewinding:
             self.num_rewound += 1
             await self._buffer.hold_rounds()

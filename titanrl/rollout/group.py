@@ -55,7 +55,7 @@ class GenerateTokens(Protocol):
         """Return the completions of one turn in the same order.
 
         `on_tokens` gets the tokens of the only request while they are sampled, except the last ones. None waits for the whole
-        completion, and so does a turn in a round.
+        completion. So does a turn in a round, in which synchronous training samples all groups together.
         """
 
 
@@ -114,7 +114,10 @@ async def roll_out(
 
 
 def sampling_requests(prompt: Prompt, config: RolloutConfig, seed: int, *, experts: bool = False) -> list[GenerationRequest]:
-    """Return the requests of a training group. Their seeds depend only on the run's seed, the prompt and the position."""
+    """Return the requests of a training group, spare ones included (`rollout.num_spare_completions`).
+
+    Their seeds depend only on the run's seed, the prompt and the position.
+    """
     return [
         GenerationRequest(
             token_ids=prompt.token_ids,
@@ -185,7 +188,7 @@ def rollouts_of(prompt: Prompt, completions: Sequence[Completion], scores: Seque
                         logprobs=logprobs[sequence],
                         versions=versions[sequence],
                         supports=supports,
-                        experts=completion.experts,
+                        experts=completion.experts,  # of the prompt, too
                     ),
                 ),
                 reward=scored.reward,
@@ -272,7 +275,8 @@ def record_of(
 ) -> GroupRecord:
     """Summarize a group with the tokens to train on for the controller, without its tokens; `GroupRecord` describes the fields.
 
-    `whole` is the group as sampled, if some of its tokens are not trained on.
+    Loss tokens are those in the mask with a finite log-probability. `whole` is the group as sampled, if some of its tokens are
+    not trained on.
     """
     rollouts = group.rollouts
     segments = [segment for rollout in rollouts for segment in rollout.segments]
@@ -308,6 +312,7 @@ def record_of(
         tokens=_group_tokens(rollouts, (whole or group).rollouts),
         metrics=summed_metrics([group]),
         truncated=tuple(i for i, rollout in enumerate(rollouts) if rollout.finish_reason == "length"),
+        # With one segment each, rollouts can share only what precedes the first sampled token, which `prompt_len` covers.
         prefixes=common_prefixes(segments) if len(segments) != len(rollouts) else (),
     )
 
@@ -400,6 +405,8 @@ def common_prefixes(segments: Sequence[Segment]) -> tuple[tuple[int, int], ...]:
 
     A sampled token is shared only with segments that have it as context. So segments whose sampled tokens begin early come
     first, then long ones, as far as segments with the most tokens in common stay together.
+
+    Shape suffixes: K segments, sorted by their tokens, O those already in the order.
     """
     sorted_K = sorted(range(len(segments)), key=lambda each: segments[each].token_ids.astype(">i8").tobytes())
     tokens = [segments[each].token_ids for each in sorted_K]
@@ -528,7 +535,7 @@ class GroupRecorder:
         limit, num = config.logging.record_bytes, config.rollout.num_workers
         self._files = {kind: RecordFile(run_dir, kind, process, share(limit, part, num)) for kind, part in SHARES.items()}
         self._tokenizer = tokenizer
-        self._known: set[int] = set()  # tokens whose text this process has recorded
+        self._known: set[int] = set()  # tokens whose text this process has recorded; two threads may record one twice
 
     def rollouts(
         self, group: Group, decode: Callable[[list[int]], str], *, status: str, version: int, environment: str | None = None

@@ -136,7 +136,7 @@ _STATE = TypeAdapter(RunState)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumable:
-    """The newest intact checkpoint of a run."""
+    """The newest intact checkpoint of a run, or the state before its first step, and the data that `Run.check` found."""
 
     state: RunState
     """State to continue from."""

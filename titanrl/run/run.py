@@ -9,6 +9,9 @@ and `evaluate`. The run has its evaluations, checkpoints and restarts as objects
     fault   stop the processes, return to the newest checkpoint, open a session, `begin`, continue to train
     stop    settle the checkpoint in progress, stop the processes, record the end
 
+`state.step` counts the steps taken. `state.version` leaves out those whose optimizer steps were all skipped: it is the version
+of the policy. Evaluations and checkpoints are due after steps, and a run ends at a version.
+
 The last part opens the files and trackers that record the run, and sends its records to other systems.
 """
 
@@ -100,7 +103,8 @@ class Run:
     with_data = False
     """True if the loop uses prompts from the section `data`, which `preflight` then checks."""
     admits_prompts = False
-    """True if the loop admits prompts by the weights of a mixture, and calls `steering.begin_publication`."""
+    """True if weights of a mixture and the temperature can change during the run. The loop then calls
+    `steering.begin_publication` before a publication frees slots."""
 
     @classmethod
     def for_config(cls, config: Config) -> "type[Run]":
@@ -167,12 +171,13 @@ class Run:
             """User-defined callbacks."""
             self.device = resolve_device(config.device)
             self._is_resumed = resume is not None
-            self._resume_step = self.state.step or None  # the first job of `titanrl submit` resumes a run without checkpoints
+            # Step of the checkpoint to load. The first job of `titanrl submit` resumes a run without checkpoints.
+            self._resume_step = self.state.step or None
             self.checkpoints = Checkpoints(self)
             self.evaluations = Evaluations(self)
             self._ending = asyncio.Event()
             self.is_training = False
-            """True while `train` takes steps, during which `end_after_step` has an effect."""
+            """True while `train` takes steps or restarts after a fault, during which `end_after_step` has an effect."""
             self.timer = PhaseTimer(on_change=self.console.current_phase)
             """Seconds of the current step by phase."""
             self._session: Session | None = None
@@ -185,8 +190,8 @@ class Run:
             self._closing: asyncio.Task[None] | None = None
             self._respawns = Respawns(config.faults)
             self._restarts = Restarts(config.faults, self._respawns)
-            self._restart: Restart | None = None
-            self._kept: Parts | None = None
+            self._restart: Restart | None = None  # in progress, from the rollback until the loop has begun
+            self._kept: Parts | None = None  # generators of the closed session, for the next one
             self.steering = Steering(self, [] if resume is None else repeated_changes(config, resume, source))
             """Pauses, and changes of the configuration."""
             self.prepare()
@@ -277,7 +282,10 @@ class Run:
         return {name: eval_set.every_steps for name, eval_set in self.config.evaluation_sets.items()}
 
     async def evaluate(self, name: str | None = None) -> EvaluationResult | float | None:
-        """Evaluate a set with the newest weights, and record the result; see `Evaluations.measure`."""
+        """Evaluate a set with the newest weights, and record the result; see `Evaluations.measure`.
+
+        A supervised loop returns the loss on held-out examples, or None if there are none.
+        """
         raise NotImplementedError
 
     async def sample_beside_training(self, names: Sequence[str], version: int, results: list[EvaluationResult]) -> None:
@@ -357,7 +365,7 @@ class Run:
         Raises:
             TitanRLError: Another task does, or the run has not started.
         """
-        if not self.is_in_step:
+        if not self.is_in_step:  # a step would wait for itself
             await self._settle()
         self._check_alone(verb)
         if self._running is not None:  # as a hook does in its step
@@ -537,8 +545,8 @@ class Run:
     def count_skipped(self, update: OptimUpdate, rewards: DoubleArray | None = None) -> None:
         """Count consecutive optimizer steps in which policy or critic was skipped because of non-finite gradients.
 
-        Raise `NonFiniteGradientError` after more than `algorithm.max_skipped_steps` of them. Its message names huge `rewards`
-        of the batch as the cause.
+        Call it for each optimizer step, before `state.step` counts the batch. Raise `NonFiniteGradientError` after more than
+        `algorithm.max_skipped_steps` of them. Its message names huge `rewards` of the batch as the cause.
         """
         if not (update.skipped or update.critic.get("critic/skipped")):
             if self.state.num_skipped:
@@ -614,7 +622,10 @@ class Run:
         await self._with_restarts()
 
     async def _with_restarts(self, work: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Open a session if there is none, then await `work`. After a fault, roll back and repeat, within `config.faults`."""
+        """Open a session if there is none, then await `work`. After a fault, roll back and repeat, within `config.faults`.
+
+        Once the run is asked to end, no session is opened, so `work` must then send no requests.
+        """
         while True:
             try:
                 if self._session is None and not self.is_ending:
@@ -656,7 +667,7 @@ class Run:
         self._found = newest or self._found
         self.state, self.checkpoints.saved_step = self._found.state, self._found.state.step
         self.steering.restore(self.state, forgets_later=fault is None)
-        self.hooks = Hooks.of(self._plugins)
+        self.hooks = Hooks.of(self._plugins)  # those given as classes forget the lost steps
         self.timer.take()  # discard the timings of the lost step
         self.recorder.close(resumes=True)
         self._open_recorder("restart")
@@ -730,7 +741,8 @@ class Run:
     async def stop(self, *, code: int = 0, cause: str = "") -> None:
         """Stop all processes and close all files, in any state of the run. A second call does nothing.
 
-        The last event of the run has its exit code, and the cause of its end if the code is not 0.
+        The last event of the run has its exit code, and the cause of its end if the code is not 0. `close` then calls
+        `summarize`; the command calls both itself, to limit the time of each.
         """
         self.steering.close()
         with span("stop the processes", "phase"):
@@ -854,7 +866,7 @@ def resumable_with(config: Config, run_dir: Path, source: Source | None) -> Resu
 
 
 def _start_imports(config: Config) -> None:
-    """Start the template that the others are forked from, and import what `Run.start` needs."""
+    """Start the template that those of all roles are forked from, and import what `Run.start` needs."""
     if config.hosts.kind == "local":
         start_early(*needed(config, resolve_device(config.device), Roles())[BASE])
     _import_heavy_packages()
@@ -883,6 +895,7 @@ def open_recorder(config: Config, run_dir: Path, kind: Kind, found: Resumable, c
         resume_index=state.next_index,
         resume_in_flight=state.in_flight,
         resume_rates=state.num_rates,
+        # Distillation, without `published`, records a version in the step that trains it; GRPO publishes the last one again.
         resume_published=state.published[-1] if state.published else state.version + bool(state.step),
         warn=console.warn,
     )

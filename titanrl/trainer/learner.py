@@ -3,7 +3,8 @@
 Gradients accumulate until `optim_step`. Losses are never rescaled here, because the loss weights contain all normalization.
 `Learner` comes first, then the objectives that it computes, its optimizer, the load of the experts, and the critic.
 
-Shape suffixes: B rows, L tokens of a row, N = B * L, K experts of a token, Y layers, E experts.
+Shape suffixes: B rows, L tokens of a row, N = B * L, M selected tokens, V vocabulary entries of this rank, K experts of a
+token, Y layers, E experts.
 """
 
 import copy
@@ -43,7 +44,8 @@ from titanrl.weights.layout import LiveState, local_part
 
 Objective = Callable[..., tuple[Tensor, LossMetrics]]
 """Function of rows, log-probabilities `[N]`, entropies `[N]` and, if the rows have a teacher, the divergences from it, `[N]`.
-It returns the rows' share of the objective, 0-dim, and its metrics."""
+That of a critic gets values `[N]` instead of log-probabilities, and ignores the entropies. It returns the rows' share of the
+objective, 0-dim, and its metrics."""
 NUM_COUNTS = 3
 """Number of the counts of `ExpertLoad` besides those of experts."""
 
@@ -53,16 +55,18 @@ class RowsResult:
     """Log-probabilities and metrics of a pass over some rows."""
 
     logprobs_BL: Tensor
-    """Log-probability of each position's target, without gradient."""
+    """Log-probability of each position's target, or its value by a critic, without gradient."""
     sums: LossSums
 
 
 class Learner:
     """Model, optimizer and policy version of one rank.
 
-    The version is the number of steps, without the skipped ones. A step is one or more optimizer steps on one batch. Methods
-    raise `PhaseError` if they would mix weights or gradients of different versions: while a snapshot replaces the live weights
-    or between the optimizer steps of one batch; those that use other weights or start over, also while gradients are pending.
+    The version is the number of steps, without the skipped ones. A step is one or more optimizer steps on one batch.
+
+    Methods raise `PhaseError` if they would mix weights or gradients of different versions. Passes with gradient and optimizer
+    steps need the live weights, not a snapshot. Reading or keeping weights also needs a version, which they do not have between
+    the optimizer steps of one batch. Changing them in another way also needs that no gradients are pending.
     """
 
     def __init__(
@@ -92,7 +96,8 @@ class Learner:
         self._state = LiveState(model.module)
         self._publishes_adapters = publishes_adapters
         self.base_version = 0
-        """Number of times that loaded weights changed the base of the adapters."""
+        """Number of times that loaded weights changed the base of the adapters, which must then be published again."""
+        # Published weights by name, which `weights_changed` updates; None if those of the model are published.
         self._merged: dict[str, Tensor] | None = None if model.lora is None or publishes_adapters else {}
         self._base_sums = self._sums_of_base() if model.lora is not None else []
         self._begin()
@@ -225,7 +230,7 @@ class Learner:
             raise PhaseError("optim_step: a backward pass since the last step failed; step skipped, all gradients discarded")
         self.model.reshard()
         parameters = [parameter for parameter in self.model.module.parameters() if parameter.requires_grad]
-        if self.num_pending:
+        if self.num_pending:  # without a pass, such as of the policy while a critic warms up, the gradient is 0
             for parameter in parameters:
                 if parameter.grad is None:  # unused in this step: FSDP sets zeros, and all layouts must give the same result
                     parameter.grad = torch.zeros_like(parameter)
@@ -264,7 +269,11 @@ class Learner:
 
     @contextmanager
     def required_pass(self) -> Iterator[None]:
-        """Make the next `optim_step`, which may already be queued, raise if the body raises and leaves gradients incomplete."""
+        """Make the next `optim_step`, which may already be queued, raise if the body raises and leaves gradients incomplete.
+
+        No other rank then waits for this one in `optim_step`, if the body is in a phase of `Agreement`: it fails on all ranks,
+        or no later phase starts.
+        """
         try:
             yield
         except BaseException:  # also after cancellation the gradient is incomplete
@@ -330,12 +339,15 @@ class Learner:
         return adapters_of(tensors) if self._publishes_adapters else tensors
 
     def base(self) -> Mapping[str, Tensor]:
-        """Return the model's own parameters and persistent buffers by name, without adapters; only loading changes them."""
+        """Return the model's own parameters and persistent buffers by name, without adapters.
+
+        If there are adapters, only loading changes these tensors.
+        """
         self.model.reshard()
         return without_adapters(self._state.tensors())
 
     def weights_loaded(self) -> None:
-        """Count a change of the base, and update what is computed from the weights. This is a collective."""
+        """Update what is computed from the weights, and count a change of the base. Call this after loading. A collective."""
         if self.model.lora is not None:
             before, self._base_sums = self._base_sums, self._sums_of_base()
             has_changed = torch.tensor(before != self._base_sums, dtype=torch.int32, device=self.model.device)
@@ -351,9 +363,9 @@ class Learner:
         return [int(shard.contiguous().view(kinds[shard.element_size()]).sum()) for shard in shards]
 
     def weights_changed(self, *, trained_only: bool = False) -> None:
-        """Update what is computed from the weights. Call this after any change of them. This is a collective.
+        """Update what is computed from the parameters. Call this after any change of them. This is a collective.
 
-        `trained_only` states that frozen parameters have not changed.
+        `trained_only` states that frozen parameters have not changed. Changes of buffers (the bias of experts) need no call.
         """
         self.model.weights_changed(trained_only=trained_only)
         if self._merged is None:
@@ -431,7 +443,7 @@ class Learner:
 
     def _score(self, rows: PackedRows) -> tuple[Tensor, ...]:
         """Compute the log-probability of each target, the entropy of each prediction, and with a teacher the divergence from
-        it, `[B, L]` each."""
+        it, `[B, L]` each. Those of a critic are the value of each token, and zeros."""
         part = self._part(rows)
         with self._head.scoring(part.targets_BL, self.temperature, part.supports, part.teacher):
             scores: tuple[Tensor, ...] = self._forward(rows, part)
@@ -570,7 +582,8 @@ class ExpertLoad:
     """Counts of the loss tokens of each expert, and of tokens by recorded experts, since the last optimizer step.
 
     It also gives the routers the experts that a generator recorded, and changes the bias against loaded experts.
-    Nothing is counted for a dense model.
+    Nothing is counted for a dense model. The order of calls is `record` before a forward pass, `add` before its backward pass,
+    and `take` after the optimizer step.
     """
 
     def __init__(self, module: nn.Module, tp_rank: int) -> None:
@@ -705,9 +718,9 @@ def load_metrics(counts_YE: Tensor) -> dict[str, float]:
 class Critic(Stateful):
     """The critic of a rank: a second model with its own optimizer, in the processes of the policy's trainer.
 
-    It is a `Learner` whose model returns values instead of log-probabilities, so passes, optimizer steps and their checks are
-    those of the policy. Its version is the number of steps in which it was trained. The methods are collectives, except those
-    of the state.
+    Its `learner` has a model that returns values instead of log-probabilities, so passes, optimizer steps and their checks are
+    those of the policy. Its version is the number of steps in which it was trained. The methods are collectives, except
+    `state_dict`.
     """
 
     def __init__(self, model: PolicyModel, algorithm: AlgorithmConfig) -> None:
