@@ -111,7 +111,7 @@ class Admission:
     name: str = ""
     """Name of the call, by which its groups can be cancelled; empty if they cannot be."""
     streams: bool = False
-    """True to get the tokens of groups with one request while they are sampled."""
+    """True to get the tokens of groups with one request while they are sampled; never in a round."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
