@@ -122,7 +122,7 @@ class Command:
         self.descendants: set[psutil.Process] = set()
         self.started.append(self)
 
-    def wait_for_step(self, step: int, timeout_s: float = 180) -> None:
+    def wait_for_step(self, step: int, timeout_s: float = 270) -> None:
         """Wait until a step is in `metrics.jsonl`, and record the processes of the run, which must not be exposed."""
         metrics, deadline = self.run_dir / "metrics.jsonl", time.monotonic() + timeout_s
         while not (metrics.exists() and any(row["step"] >= step and "reward/mean" in row for row in read_metrics(metrics))):

@@ -18,6 +18,7 @@ from tests.ports import free_port
 from titanrl.carriers.record import read_lines
 from titanrl.metrics.reading import read_metrics
 
+pytestmark = pytest.mark.timeout(1200)  # runs on a busy machine
 LAUNCHER = ("hosts.kind=launcher", "hosts.trusted_network=true", "device=cpu")
 PLATFORM = "platform"
 """Launcher that only sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, so that exit codes come from the commands."""
@@ -58,7 +59,7 @@ class Launched:
     def restarts(self) -> list[dict[str, Any]]:
         return [event for event in read_lines(self.run_dir / "events.jsonl") if event["kind"] == "restart"]
 
-    def wait_for(self, what: str, is_true: Callable[[], bool], timeout_s: float = 180) -> None:
+    def wait_for(self, what: str, is_true: Callable[[], bool], timeout_s: float = 600) -> None:
         deadline = time.monotonic() + timeout_s
         while not is_true():
             assert all(process.poll() is None for process in self.processes), f"ended before {what}: {self.output()}"
@@ -67,12 +68,12 @@ class Launched:
         for process in self.processes:
             self.descendants |= {psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)}
 
-    def codes(self, timeout_s: float = 240) -> list[int]:
+    def codes(self, timeout_s: float = 600) -> list[int]:
         for process in self.processes:
             process.wait(timeout_s)
         return [process.returncode for process in self.processes]
 
-    def leftovers(self, timeout_s: float = 10) -> list[str]:
+    def leftovers(self, timeout_s: float = 60) -> list[str]:
         _, alive = psutil.wait_procs(self.descendants, timeout=timeout_s)
         return [str(process) for process in alive]
 
@@ -111,8 +112,8 @@ def test_run_by_torchrun_matches_one_machine_and_ends_with_a_lost_host(launch: L
     lost = psutil.Process(run.processes[1].pid)
     for process in [lost, *lost.children(recursive=True)]:
         process.kill()
-    assert run.processes[0].wait(60) == 1
-    assert time.monotonic() - at < 50
+    assert run.processes[0].wait(120) == 1
+    assert time.monotonic() - at < 100
     # Both hosts have one name here, so the controller also sees the host's processes die, and the first of these ends the run.
     (lost_host,) = [event for event in read_lines(run.run_dir / "events.jsonl") if event["kind"] == "host_lost"]
     assert "(rank 1) exited or is unreachable" in lost_host["cause"]
@@ -122,7 +123,7 @@ def test_run_by_torchrun_matches_one_machine_and_ends_with_a_lost_host(launch: L
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs mpirun (apt-get install openmpi-bin)")
 def test_missing_model_ends_all_processes_of_mpirun_with_2(launch: Launch, tmp_path: Path) -> None:
     run = launch("no_model", "mpirun", "warm_start=null", f"model.path={tmp_path}/none")
-    assert run.codes(60) == [2]
+    assert run.codes() == [2]
     assert f"{tmp_path}/none" in run.output()
     assert "Traceback" not in run.output()
 
@@ -139,7 +140,7 @@ def test_run_restarts_on_the_same_hosts_and_obeys_a_signal_to_one_of_them(launch
     assert restart["part"] == "trainer"
     run.wait_for("2 more steps", lambda: len(run.steps()) >= restart["step"] + 2)
     os.killpg(run.processes[1].pid, signal.SIGTERM)
-    assert run.codes(60) == [143, 143], run.output()
+    assert run.codes() == [143, 143], run.output()
     assert "saved step" in run.output()
     steps = [row["step"] for row in run.steps()]
     assert steps == list(range(1, len(steps) + 1))
