@@ -42,6 +42,7 @@ from benchmarks.timed_roles import (
     parts_without_hosts,
 )
 from benchmarks.virtual_actors import MessageCosts, World
+from titanrl.carriers.record import close_timeline
 from titanrl.config import Config, load_config
 from titanrl.grpo import GRPO
 from titanrl.metrics.steps import PhaseTimer
@@ -100,6 +101,7 @@ def simulate(
             world.close()
             if run._recorder is not None:
                 run.recorder.close()
+            close_timeline()  # its thread writes into the folder
             run.console.close()
             run._lock.release()
             if collecting:
