@@ -140,6 +140,18 @@ async def test_draining_command_holds_back_the_commands_behind_it() -> None:
     await loop.close()
 
 
+async def test_cancellation_does_not_wait_for_a_drain() -> None:
+    engine = CountingEngine()
+    loop = EngineLoop(lambda: engine)  # type: ignore[arg-type,return-value]
+    (endless,) = await loop.submit([requests(10**9)], [1])
+    drained = asyncio.create_task(loop.call(set_version(2), when_drained=True))
+    await asyncio.sleep(0)
+    await asyncio.wait_for(loop.cancel(endless), 60)
+    assert await asyncio.wait_for(drained, 60) == 0
+    assert endless.result() == []
+    await loop.close()
+
+
 async def test_draining_command_runs_immediately_without_valid_weights() -> None:
     engine = CountingEngine()
     loop = EngineLoop(lambda: engine)  # type: ignore[arg-type,return-value]

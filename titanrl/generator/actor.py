@@ -417,18 +417,27 @@ class _Command:
     when_drained: bool
     """True if the command waits until no request is running."""
 
+    def answer(self, engine: "Engine | Leader") -> None:
+        """Run the function, unless its caller has cancelled the call, and set its result."""
+        if not self.result.set_running_or_notify_cancel():  # else it cannot be cancelled any more
+            return
+        try:
+            self.result.set_result(self.run(engine))
+        except Exception as error:  # belongs to the caller; the engine continues
+            self.result.set_exception(error)
+
 
 class EngineLoop:
     """Owner of an engine and of the only thread that uses it. Call the methods from an event loop.
 
     Commands run in the order in which they were sent. A command that waits for a drain blocks all later commands, including
-    new requests.
+    new requests, but not `cancel` and `turn`: what it waits for may be what they cancel.
     """
 
     def __init__(self, build: Callable[[], "Engine | Leader"]) -> None:
         """Start the thread, which builds the engine before it runs the first command."""
         self._inbox: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
-        self._turns: queue.SimpleQueue[Future[None]] = queue.SimpleQueue()
+        self._urgent: queue.SimpleQueue[_Command] = queue.SimpleQueue()  # these run also while a command waits for a drain
         self._draining: _Command | None = None  # waits until no request is running
         self._dropping: str | None = None  # reason of `start_over`, until its command runs
         self._closing = False
@@ -493,7 +502,7 @@ class EngineLoop:
                 self._abort(engine, tickets)
                 result.set_result([])
 
-        await self.call(cancel)
+        await self._interject(cancel)
 
     async def call(self, run: Callable[["Engine | Leader"], T], *, when_drained: bool = False) -> T:
         """Run a function on the engine between two steps; `when_drained` first waits until all earlier requests have finished.
@@ -513,12 +522,16 @@ class EngineLoop:
         Raises:
             EngineStoppedError: The thread has stopped.
         """
-        turned: Future[None] = Future()
-        self._turns.put(turned)
+        await self._interject(lambda engine: None)
+
+    async def _interject(self, run: Callable[["Engine | Leader"], None]) -> None:
+        """Run a function after the current step or command, before other commands."""
+        command = _Command(run, Future(), when_drained=False)
+        self._urgent.put(command)
         if self._stopped is not None:
             raise EngineStoppedError(self._stopped)
         self._inbox.put(_Command(lambda engine: None, Future(), when_drained=False))  # wakes the thread
-        await asyncio.wrap_future(turned)
+        await asyncio.wrap_future(command.result)
 
     async def start_over(self, reason: str) -> None:
         """Drop all requests and the weights. Commands sent earlier run first, but no longer wait for requests to drain.
@@ -558,7 +571,7 @@ class EngineLoop:
             engine = self._engine = build()
             while self._run_commands(engine):
                 self._step(engine)
-                self._end_turn()
+                self._run_urgent(engine)
         except Exception as error:  # thread boundary: every pending future gets the cause
             reason = f"the engine failed: {error!r}"
             raise
@@ -576,20 +589,13 @@ class EngineLoop:
             if command.when_drained and engine.can_step and not command.result.cancelled():
                 self._draining = command
                 break
-            if not command.result.set_running_or_notify_cancel():  # else it cannot be cancelled any more
-                continue
-            try:
-                command.result.set_result(command.run(engine))
-            except Exception as error:  # belongs to the caller; the engine continues
-                command.result.set_exception(error)
-            self._end_turn()
+            command.answer(engine)
+            self._run_urgent(engine)
         return not self._closing
 
-    def _end_turn(self) -> None:
-        while not self._turns.empty():
-            turned = self._turns.get()
-            if turned.set_running_or_notify_cancel():
-                turned.set_result(None)
+    def _run_urgent(self, engine: "Engine | Leader") -> None:
+        while not self._urgent.empty():
+            self._urgent.get().answer(engine)
 
     def _step(self, engine: "Engine | Leader") -> None:
         started = time.perf_counter()
@@ -640,11 +646,9 @@ class EngineLoop:
         self._stopped = reason
         self._fail_groups(EngineStoppedError(reason))
         commands = [self._draining]
-        while not self._inbox.empty():
-            commands.append(self._inbox.get())
-        waiting = [command.result for command in commands if command is not None]
-        while not self._turns.empty():
-            waiting.append(self._turns.get())
-        for result in waiting:
-            if result.set_running_or_notify_cancel():
-                result.set_exception(EngineStoppedError(reason))
+        for waiting in (self._inbox, self._urgent):
+            while not waiting.empty():
+                commands.append(waiting.get())
+        for command in commands:
+            if command is not None and command.result.set_running_or_notify_cancel():
+                command.result.set_exception(EngineStoppedError(reason))
