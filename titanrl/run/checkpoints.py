@@ -85,8 +85,14 @@ class Counts:
         return replace(self, **{name: getattr(self, name) + number for name, number in more.items()})
 
     def metrics(self) -> dict[str, float]:
-        """Return the counts as metrics, such as `count/prompts`."""
-        return {f"count/{name}": number for name, number in asdict(self).items()}
+        """Return the counts as metrics."""
+        return {
+            "count/prompts": self.prompts,
+            "count/rollouts": self.rollouts,
+            "count/environment_steps": self.environment_steps,
+            "count/generated_tokens": self.generated_tokens,
+            "count/trained_tokens": self.trained_tokens,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
