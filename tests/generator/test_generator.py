@@ -378,7 +378,7 @@ async def test_tokens_arrive_while_they_are_sampled(lab: Lab, other: str, stop: 
 
 async def test_cancelled_call_leaves_the_batch(lab: Lab) -> None:
     long = SamplingParams(max_new_tokens=240, temperature=1.0, seed=5)
-    many = 2000  # would take minutes
+    many = 2000  # takes half a minute
     await pull(lab, "titan", 1)
     pool, started = lab.pool("titan"), asyncio.Event()
     leader = lab.generators["titan"].slice(procs=0)
@@ -456,7 +456,7 @@ async def test_generator_starts_over_with_the_weights_of_another_trainer(lab: La
     await pull(lab, impl, 2)
     before = await lab.generate(impl, GREEDY, PROMPTS[:2])
     longest = SamplingParams(max_new_tokens=240, temperature=0.0, seed=None)
-    running = asyncio.create_task(lab.generate(impl, longest, PROMPTS[:1] * 2000))  # would take minutes
+    running = asyncio.create_task(lab.generate(impl, longest, PROMPTS[:1] * 2000))  # takes half a minute
     await lab.generate(impl, SamplingParams(max_new_tokens=1, temperature=0.0, seed=None), PROMPTS[2:3])
     await lab.generators[impl].start_over.call(WeightSource("other", lab.store))
     with pytest.raises(Exception, match="the run restarts"):
