@@ -1,7 +1,6 @@
 """Sample the memory of the processes of a running command from /proc."""
 
 import contextlib
-import itertools
 import os
 import signal
 import threading
@@ -14,8 +13,9 @@ from benchmarks.victims import process_of
 
 INTERVAL_S = 0.1
 """Seconds between two samples. The kernel's own peak per process misses nothing, but includes files and shared memory."""
-SAMPLES_PER_SUM = 10
-"""Samples between two sums over all processes, which are expensive: the kernel walks all pages."""
+SUM_GROWTH = 1.02
+"""Growth of the resident memory after which the sum over all processes is taken again. The kernel walks all pages for it, and
+the processes wait meanwhile when they need new ones."""
 
 
 @dataclass(slots=True)
@@ -59,6 +59,7 @@ class Sampler:
         self.memory = Memory()
         self._pid, self._run_dir, self._least = pid, run_dir, least_available_bytes
         self._started = time.monotonic()
+        self._together = Together()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -73,17 +74,15 @@ class Sampler:
         self._thread.join()
 
     def _run(self) -> None:
-        for number in itertools.count():
-            if self._closed.wait(INTERVAL_S):
-                return
-            self.sample(with_sum=number % SAMPLES_PER_SUM == 0)
+        while not self._closed.wait(INTERVAL_S):
+            self.sample()
 
-    def sample(self, *, with_sum: bool) -> None:
-        """Take one sample; with `with_sum`, also of the sum over all processes."""
+    def sample(self) -> None:
+        """Take one sample."""
         names = roles(self._run_dir)
         private: dict[str, int] = {}
-        for pid in descendants(self._pid):
-            status = read_status(pid)
+        statuses = {pid: read_status(pid) for pid in descendants(self._pid)}
+        for pid, status in statuses.items():
             role = names.get(pid, "others")
             anonymous, touched = status.get("RssAnon", 0), status.get("RssShmem", 0)
             private[role] = private.get(role, 0) + anonymous
@@ -93,15 +92,31 @@ class Sampler:
             peak = self.memory.roles[role]
             if num_bytes > peak.private_bytes:
                 peak.private_bytes, peak.at_s = num_bytes, time.monotonic() - self._started
-        if with_sum:
-            together = sum(map(proportional_bytes, descendants(self._pid)))
-            self.memory.together_bytes = max(self.memory.together_bytes, together)
+        self._together.add(statuses)
+        self.memory.together_bytes = self._together.peak_bytes
         available = read_fields(Path("/proc/meminfo"))["MemAvailable"]
         self.memory.least_available_bytes = min(self.memory.least_available_bytes, available)
         if available < self._least:
             for pid in descendants(self._pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+
+
+class Together:
+    """Peak sum over processes of anonymous and shared memory; memory that several of them share is counted once."""
+
+    def __init__(self) -> None:
+        """Start at 0."""
+        self.peak_bytes = 0
+        self._resident = 0
+
+    def add(self, statuses: Mapping[int, Mapping[str, int]]) -> None:
+        """Take the sum over the processes if their resident memory, in their statuses by process id, has grown."""
+        private = sum(status.get("RssAnon", 0) for status in statuses.values())
+        resident = private + max((status.get("RssShmem", 0) for status in statuses.values()), default=0)
+        if resident > SUM_GROWTH * self._resident:
+            self._resident = resident
+            self.peak_bytes = max(self.peak_bytes, sum(map(proportional_bytes, statuses)))
 
 
 def roles(run_dir: Path) -> Mapping[int, str]:

@@ -42,7 +42,7 @@ def test_peaks_are_reported_by_role(command: list[str], tmp_path: Path) -> None:
         sampler = Sampler(process.pid, tmp_path)
         child, _ = process.stdout.readline().split()
         (tmp_path / "logs/trainer_0.pid").write_text(f"{child} 17\n")
-        sampler.sample(with_sum=True)
+        sampler.sample()
         process.stdin.write("\n")
     memory = sampler.memory
     assert memory.roles.keys() == {"trainer_0", "others"}

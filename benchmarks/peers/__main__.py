@@ -266,7 +266,9 @@ def make_run(run: Asked, job: Job, folder: Path, python: Path) -> Run:
     if process.returncode:
         sys.exit(f"{run.system} exited with code {process.returncode}:\n{log.read_text()[-3000:]}")
     rows = read_rows(str(record)) if run.setting is not None else our_rows(read_metrics(run_dir / "metrics.jsonl"))
-    return Run(launched=launched, rows=rows, cpu_s=watch.cpu_s, peak_bytes=watch.peak_bytes, others_share=watch.others_share)
+    return Run(
+        launched=launched, rows=rows, cpu_s=watch.cpu_s, peak_bytes=watch.memory.peak_bytes, others_share=watch.others_share
+    )
 
 
 def overrides(job: Job, folder: Path, max_staleness: int) -> list[str]:

@@ -7,26 +7,23 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from benchmarks.resident import descendants, proportional_bytes, roles
+from benchmarks.resident import Together, descendants, read_status, roles
 
 INTERVAL_S = 0.5
 """Seconds between two samples of CPU time."""
-SAMPLES_PER_SUM = 4
-"""Samples between two sums of memory, which are expensive: the kernel walks all pages."""
 
 
 class Watch:
     """Context manager that samples in a thread.
 
-    Example: `with Watch(process.pid, run_dir) as watch: process.wait(); watch.peak_bytes`
+    Example: `with Watch(process.pid, run_dir) as watch: process.wait(); watch.memory.peak_bytes`
     """
 
     def __init__(self, pid: int, run_dir: Path) -> None:
         """Prepare to sample a command; the pid files in the run directory name the roles."""
         self.cpu_s: list[tuple[float, Mapping[str, float]]] = []
         """Times, and the CPU seconds used until then by role. Processes that have exited count with their last sample."""
-        self.peak_bytes = 0
-        """Peak sum over all processes of anonymous and shared memory; memory that several of them share is counted once."""
+        self.memory = Together()
         self.others_share = 0.0
         """Share of the cores that processes outside the command used. Figures of a run with more than a few percent mislead."""
         self._pid, self._run_dir, self._closed = pid, run_dir, threading.Event()
@@ -59,8 +56,7 @@ class Watch:
             for role, seconds in seen.values():
                 totals[role] = totals.get(role, 0.0) + seconds
             self.cpu_s.append((time.time(), totals))
-            if len(self.cpu_s) % SAMPLES_PER_SUM == 1:
-                self.peak_bytes = max(self.peak_bytes, sum(map(proportional_bytes, pids)))
+            self.memory.add({pid: read_status(pid) for pid in pids})
 
 
 def role_of(pid: int, names: Mapping[int, str], command: int) -> str:
