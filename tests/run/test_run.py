@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import re
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -137,6 +138,7 @@ MOE = "model.recipe.family=qwen3_moe"
         ([LORA], "trainer.lora.alpha=8", "trainer.lora.alpha=8.0", 32.0),
         ([LORA], "trainer.lora.targets=[mlp]", 'trainer.lora.targets=["mlp"]', ["mlp", "attention"]),
         ([MOE], "trainer.expert_bias_rate=0.01", "trainer.expert_bias_rate=0.01", 0.0),
+        ([], "name=other", 'name="other"', "quickstart"),
         ([], "output_dir=elsewhere", 'output_dir="elsewhere"', "runs"),
         (GENERATED, "warm_start={num_steps: 500}", 'warm_start={"num_steps": 500, ', None),
         (WARM, "warm_start.num_steps=500", "warm_start.num_steps=500\n", '{"num_steps": 400}, and it precedes'),
@@ -474,28 +476,37 @@ def test_run_that_cannot_be_prepared_releases_its_directory(is_resumed: bool, mo
     claim_run(run_dir).release()
 
 
-@pytest.mark.parametrize("error", [RuntimeError("out of memory"), asyncio.CancelledError()])
-async def test_resume_that_does_not_start_keeps_the_configuration_of_the_run(
-    error: BaseException, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("starts", [False, True])
+async def test_resume_records_its_settings_only_once_its_processes_run(starts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = write_run(steps=3)
-    (run_dir / "data.json").write_text(json.dumps({"data.path": {"source": "old.jsonl", "digest": "1"}}))
-    files = [run_dir / "config.yaml", run_dir / "data.json"]
-    before, found = [file.read_text() for file in files], []
+    change = {"step": 2, "key": "evaluation.patience", "value": None, "before": None, "configured": None, "time": 1.0}
+    recorded = {"config.yaml": None, "data.json": {"data.path": {"source": "old.jsonl", "digest": "1"}}, CHANGES_FILE: [change]}
+    for name, content in recorded.items():
+        if content is not None:
+            (run_dir / name).write_text(json.dumps(content))
+    before, found = [(run_dir / name).read_text() for name in recorded], []
 
-    async def fail(run: GRPO) -> None:
-        found.extend([load_config(run_dir / "config.yaml").generator.replicas, "old" in files[1].read_text()])
-        raise error
+    async def open_session(run: GRPO) -> None:
+        found.extend((run_dir / name).read_text() for name in recorded)
+        if not starts:
+            raise RuntimeError("out of memory")
+        run._session = cast(Any, object())
 
-    monkeypatch.setattr(GRPO, "_open", fail)
+    monkeypatch.setattr(GRPO, "_open", open_session)
     monkeypatch.setattr("titanrl.run.run._import_heavy_packages", lambda: None)
-    config = validate(read_source(run_dir / "config.yaml", ["generator.replicas=2"]))
-    run = GRPO(config, resume=run_dir, console=Console("off", total_steps=1))
-    with pytest.raises(type(error)):
+    config = validate(source := read_source(run_dir / "config.yaml", ["generator.replicas=2", "evaluation.patience=null"]))
+    run = GRPO(config, resume=run_dir, source=source, console=Console("off", total_steps=1))
+    with nullcontext() if starts else pytest.raises(RuntimeError):
         await run.start()
+    run._session = None
     await run.stop(code=1, cause="out of memory")
-    assert found == [2, False]
-    assert [file.read_text() for file in files] == before
+    after = [(run_dir / name).read_text() for name in recorded]
+    assert found == before
+    if not starts:
+        assert after == before
+        return
+    assert load_config(run_dir / "config.yaml").generator.replicas == 2
+    assert ("old" in after[1], json.loads(after[2])) == (False, [])
 
 
 def test_stop_on_a_full_disk_raises_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -52,6 +52,7 @@ SAVED_WITH: Mapping[str, tuple[str, Callable[[Any, Any], bool]]] = {
     "trainer.lora.rank": (_NEEDS_ADAPTERS, operator.eq),
     "trainer.lora.alpha": ("another alpha would make it another policy", operator.eq),
     "trainer.lora.targets": (_NEEDS_ADAPTERS, lambda before, now: sorted(before) == sorted(now)),
+    "name": ("a resumed run keeps it", operator.eq),
     "output_dir": ("a resumed run stays there", lambda before, now: Path(before or now).absolute() == Path(now).absolute()),
     "warm_start": ("it precedes the first step", lambda before, now: not now or (bool(before) and {**now, **before} == now)),
     "trainer.expert_bias_rate": ("the bias of experts is part of it, or is not", lambda before, now: bool(before) == bool(now)),

@@ -44,7 +44,7 @@ from titanrl.config.load import Source, check_program, config_of_run, explain_ru
 from titanrl.config.schema import Config, Program
 from titanrl.config.sections import LoggingConfig
 from titanrl.config.sizes import notes
-from titanrl.data.entries import RECORD, check_recorded, record_data
+from titanrl.data.entries import check_recorded, record_data
 from titanrl.launch.extensions import plugins_of, with_declared_traits, with_objects
 from titanrl.launch.preflight import broken_by_saved_model, policy_notes, preflight, read_examples
 from titanrl.launch.roles import Roles, needed
@@ -590,17 +590,13 @@ class Run:
                 (self.console.warn if found.is_mostly_left_out else self.console.note)(text)
         for remark in self._found.remarks:
             self.console.warn(remark)
-        files = [self.run_dir / name for name in ("config.yaml", RECORD) if self._is_resumed]
-        before = {file: file.read_text(encoding="utf-8") for file in files if file.exists()}
-        try:
-            self._open_recorder("resume" if self._is_resumed else "start")
-            await self.steering.listen()
-            await self._with_restarts()
-        except BaseException:  # also after an interrupt: the next resume must not continue with values that never started
-            with contextlib.suppress(OSError):
-                for file, text in before.items():
-                    replace_text(file, text, durable=True)
-            raise
+        self._open_recorder("resume" if self._is_resumed else "start")
+        await self.steering.listen()
+        await self._with_restarts()
+        if self._is_resumed and self._session is not None:
+            # Not earlier: however this start ends, the next resume must not continue with values that never started.
+            record_settings(self.steering.base, self.run_dir, self._found)
+            self.steering.record()
         return self
 
     async def restart(self, cause: FaultError | None = None) -> None:
@@ -910,9 +906,9 @@ def open_recorder(config: Config, run_dir: Path, kind: Kind, found: Resumable, c
         folder = checkpoint_dir(directory.checkpoints, step)
         if folder.exists() and not directory.has_event("checkpoint", step=step):  # the run died before it recorded the event
             directory.event("checkpoint", step=step, path=str(folder))
-    replace_text(directory.config, recorded_config(config), durable=True)
+    if kind == "start":
+        record_settings(config, run_dir, found)
     if kind != "restart":  # the restart event is recorded once the processes run
-        record_data(run_dir, found.selections)
         directory.event(kind, step=state.step)
         RecordFile(run_dir, "starts", "controller", config.logging.record_bytes // 100).append((start_of(kind), {}))
     trackers = make_trackers(
@@ -924,6 +920,12 @@ def open_recorder(config: Config, run_dir: Path, kind: Kind, found: Resumable, c
         plugins=plugins,
     )
     return Recorder(directory, trackers, console)
+
+
+def record_settings(config: Config, run_dir: Path, found: Resumable) -> None:
+    """Write the configuration that the run uses from now on, and the digests of its data."""
+    replace_text(run_dir / "config.yaml", recorded_config(config), durable=True)
+    record_data(run_dir, found.selections)
 
 
 def start_of(kind: Kind) -> dict[str, Any]:

@@ -121,7 +121,6 @@ class Steering:
 
         Also tell which changes a resumed run repeats.
         """
-        self._write()
         for change in self._changes:
             self._run.console.note(f"repeating: {change.key} = {inline(change.value)} from step {change.step + 1} on")
         try:
@@ -160,7 +159,7 @@ class Steering:
             values_of = {"value": value, "before": before, "configured": configured}
             changes.append(Change(step=step, key=key, **values_of, by_hook=by_hook, time=round(time.time(), 3)))
         self._changes[self._num_made :] = sorted([*pending, *changes], key=lambda change: change.step)
-        self._write()
+        self.record()
         return max(steps.values(), default=run.state.step)
 
     def _step_before(self, key: str) -> int:
@@ -217,7 +216,7 @@ class Steering:
         self._changes[self._num_made :] = [*made, *later]
         self._num_made += len(made)
         if made != due:
-            self._write()
+            self.record()
         await run.apply_changes({change.key for change in made})
         directory = run.recorder.directory
         for change in made:
@@ -231,7 +230,8 @@ class Steering:
         made = {change.key: change.value for change in self._changes[: self._num_made] if change.step < self._begun}
         return {f"set/{key}": float(value) for key, value in made.items() if isinstance(value, int | float)}
 
-    def _write(self) -> None:
+    def record(self) -> None:
+        """Write all changes, without those that a resumed run does not repeat."""
         path = self._run.run_dir / CHANGES_FILE
         if self._changes or path.exists():
             replace_text(path, _CHANGES.dump_json(self._changes, indent=1).decode() + "\n", durable=True)
