@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -17,10 +16,10 @@ from tests.metrics.test_report import ATTACK, completion, group
 from tests.recorded import record, record_group
 from tests.run.test_explanation import written
 from tests.serving.servers import Server, serving
-from titanrl.base.control import LOCK_FILE, listen
-from titanrl.carriers.record import HOST
+from titanrl.base.control import listen
 from titanrl.commands.runs import explained
 from titanrl.metrics.report import write_report
+from titanrl.metrics.run_directory import RunLock
 from titanrl.serving.runs import Board
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
@@ -183,7 +182,7 @@ def test_page_asks_a_run_for_its_status_only_after_it_was_steered(tmp_path: Path
     run, asked, state = tmp_path / "runs" / "s", list[str](), ["training"]
     make_run(run, 0.01)
     run.joinpath("events.jsonl").write_text(json.dumps({"time": 1.0, "kind": "start", "step": 0}) + "\n")
-    run.joinpath(LOCK_FILE).write_text(f"{os.getpid()} {HOST}")
+    lock = RunLock(run)
 
     def answer(request: Any) -> dict[str, Any]:
         asked.append(request["action"])
@@ -209,6 +208,7 @@ def test_page_asks_a_run_for_its_status_only_after_it_was_steered(tmp_path: Path
         server.loop.call_soon_threadsafe(control.close)
         server.loop.call_soon_threadsafe(board.close)
         watching.result(10)
+    lock.release()
 
 
 def curves(page: Any) -> list[str]:

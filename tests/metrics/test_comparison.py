@@ -124,6 +124,8 @@ def test_keys_that_only_one_run_has_differ(tmp_path: Path) -> None:
     ("config", "lines", "problem"),
     [
         ("a: 1", [], "has no metrics yet"),
+        ("a: 1", [{"step": 1}, {"a": 1}], r"metrics\.jsonl, line 2: not a JSON object with a step"),
+        ("a: 1", [{"step": "1"}, {"step": 2}], r"metrics\.jsonl, line 1: not a JSON object with a step"),
         ("[1]", [{"step": 1}], "must be a mapping"),
         ("{", [{"step": 1}], "cannot be read"),
         ("[" * 5000, [{"step": 1}], "cannot be read"),
@@ -132,6 +134,13 @@ def test_keys_that_only_one_run_has_differ(tmp_path: Path) -> None:
 def test_unusable_run_is_named(tmp_path: Path, config: str, lines: list[dict[str, Any]], problem: str) -> None:
     with pytest.raises(TitanRLError, match=problem):
         read_runs([write_run(tmp_path / "a", config, *lines)])
+
+
+def test_values_that_are_no_finite_numbers_are_left_out(tmp_path: Path) -> None:
+    values = [0.25, "0.5", 10**400, math.inf, None, [1]]
+    lines = [{"step": step, "reward/mean": value} for step, value in enumerate(values, start=1)]
+    found = variants_of(read_runs([write_run(tmp_path / "a", "", *lines)]))
+    assert tables(found, ["reward/mean"])[0].rows == [("a", "0.25", "0.25", "0.25", "1")]
 
 
 def test_command_prints_tables_json_and_a_page(

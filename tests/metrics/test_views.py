@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.foreign import ROOT_ONLY, as_nobody, shared_folder
 from tests.metrics.test_report import DOCS, completion, group
 from tests.recorded import record, record_group
 from titanrl.carriers.record import FOLDER, HOST, encode
+from titanrl.metrics.run_directory import RunLock
 from titanrl.metrics.views import MAX_POINTS, MAX_STATES, MetricTable, RunView, attention, find_runs, unit_of
 
 
@@ -130,8 +132,10 @@ def test_units_are_those_of_the_documentation() -> None:
 def test_state_of_a_run_that_ended(tmp_path: Path, end: dict[str, Any], state: tuple[str, str | None]) -> None:
     found = write_events(tmp_path, {"kind": "start"}, {"kind": "end", **end}).state()
     assert (found["state"], found["signal"], found["cause"]) == (*state, end["cause"])
-    (tmp_path / "run.lock").write_text(f"{os.getpid()} {HOST}\n")
-    assert write_events(tmp_path, {"kind": "resume", "step": 1}).state()["state"] == "running"
+    view, lock = write_events(tmp_path, {"kind": "resume", "step": 1}), RunLock(tmp_path)
+    assert view.state()["state"] == "running"
+    lock.release()
+    assert view.state()["state"] == "failed"  # another process has the id of the killed one
 
 
 @pytest.mark.parametrize(("lock", "state"), [(f"{2**30} {HOST}", "failed"), ("1 another-host", "unknown"), ("", "unknown")])
@@ -301,6 +305,25 @@ def test_runs_are_found_in_a_folder_and_its_folders(tmp_path: Path) -> None:
         write_metrics(tmp_path / name)
     assert list(find_runs(tmp_path)) == ["a", "sweep/b", "sweep/c"]
     assert list(find_runs(tmp_path / "a")) == ["a"]
+
+
+@ROOT_ONLY
+def test_runs_of_other_users_do_not_hide_the_own_ones() -> None:
+    with shared_folder() as folder:
+        for name in ("own", "closed", "secret"):
+            write_metrics(folder / name, {"step": 1})
+            (folder / name / "config.yaml").write_bytes(b"name: a \xff\n")
+        (folder / "closed").chmod(0o700)
+        (folder / "listed").mkdir(mode=0o744)
+        for file in (folder / "secret").iterdir():
+            file.chmod(0o600)
+
+        def look() -> bytes:
+            found = find_runs(folder)
+            return json.dumps({name: RunView(path, name).summary()["step"] for name, path in found.items()}).encode()
+
+        with as_nobody(look) as found:
+            assert json.loads(found.read()) == {"own": 1, "secret": 0}
 
 
 def test_damaged_lines_and_values_do_not_break_a_page(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ The file has the index, the reader, and the time series of metrics with the form
 import json
 import os
 import re
+import sys
 import threading
 import zlib
 from collections import Counter, defaultdict
@@ -728,9 +729,12 @@ class RunRecord:
 
     @property
     def config(self) -> str:
-        """Text of `config.yaml`; empty if it is missing, or a FIFO or link, which could block forever."""
-        file = self.path / "config.yaml"
-        return file.read_text(encoding="utf-8") if file.is_file() and not file.is_symlink() else ""
+        """Text of `config.yaml`; empty if it cannot be read, or is a FIFO or link, which could block forever."""
+        try:
+            with open(self.path / "config.yaml", encoding="utf-8", errors="replace", opener=open_regular) as file:
+                return file.read()
+        except OSError:
+            return ""
 
     def metrics(self) -> Rows:
         """Return the metrics, one row per step.
@@ -905,7 +909,8 @@ def open_run(path: Path | str) -> RunRecord:
 
 def is_run(path: Path) -> bool:
     """Return True for the directory of a run."""
-    return any((path / name).exists() for name in ("config.yaml", "metrics.jsonl", "events.jsonl"))
+    # `Path.exists` raises for a folder of another user that cannot be entered.
+    return any(os.path.exists(path / name) for name in ("config.yaml", "metrics.jsonl", "events.jsonl"))
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -913,9 +918,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     with open(path, "rb", opener=open_regular) as file:
         lines = file.read().splitlines()
     rows = [decode(line) for line in lines]
-    for number, row in enumerate(rows[:-1], start=1):
-        if row is None:
-            raise ValueError(f"{path}, line {number}: not a JSON object. Remove this line to read the others.")
+    for number, row in enumerate(rows, start=1):
+        if number < len(rows) if row is None else not isinstance(row.get("step"), int):
+            raise ValueError(f"{path}, line {number}: not a JSON object with a step. Remove this line to read the others.")
     return [row for row in rows if row is not None]
 
 
@@ -985,8 +990,9 @@ def by_step(lines: Iterable[Mapping[str, Any]]) -> Rows:
 
 
 def series(rows: Rows, name: str) -> Points:
-    """Return the values of one metric, without the steps where it is missing or null."""
-    return [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+    """Return the values of one metric, without the steps where it is missing or no finite number."""
+    found = ((row["step"], row.get(name)) for row in rows)
+    return [(step, value) for step, value in found if isinstance(value, int | float) and abs(value) <= sys.float_info.max]
 
 
 def awaited_by_both(points: Callable[[str], Points]) -> str:

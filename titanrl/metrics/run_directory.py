@@ -162,7 +162,7 @@ def _check_folder(run_dir: Path) -> None:
 
 
 def _still_active(run_dir: Path) -> ConfigError:
-    owner = (run_dir / LOCK_FILE).read_text(encoding="utf-8").split()
+    owner = (run_dir / LOCK_FILE).read_text(encoding="utf-8", errors="replace").split()
     who = f"process {owner[0]} on {owner[1]}" if len(owner) == 2 else "another process"
     return ConfigError(
         f"--resume: the run is still active in {who} (got {run_dir}). Wait until it has finished, or interrupt it."

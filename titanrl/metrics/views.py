@@ -14,6 +14,7 @@ import sys
 import threading
 from bisect import bisect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -367,7 +368,7 @@ class RunView:
             tail: list[Json] = []
             spark: list[float] = []
             if status is not None and status.st_size:
-                with open(path, "rb", opener=open_regular) as file:
+                with suppress(OSError), open(path, "rb", opener=open_regular) as file:  # it may be of another user
                     file.seek(max(status.st_size - TAIL_BYTES, 0))
                     tail = [row for line in file if (row := decode(line)) is not None and isinstance(row.get("step"), int)]
                     for at in np.linspace(0, max(status.st_size - 4096, 0), NUM_SAMPLED).astype(int).tolist():
@@ -617,15 +618,33 @@ def _status(path: Path | os.DirEntry[str]) -> os.stat_result | None:
 
 
 def _is_alive(lock: Path) -> bool | None:
-    """Return whether the process in a lock file exists; None if that is not known, because it is on another host."""
+    """Return whether the process in a lock file has it open; None if that is not known, because it is on another host.
+
+    After a restart of the machine, the process id is that of another process.
+    """
     try:
         with open(lock, encoding="utf-8", errors="replace", opener=open_regular) as file:
             pid, _, host = file.read().strip().partition(" ")
+            own = os.fstat(file.fileno())
     except OSError:
         return None
     if not pid.isdecimal() or host != HOST:
         return None
-    return Path("/proc", pid).exists()
+    try:
+        with os.scandir(f"/proc/{pid}/fd") as entries:
+            return any(found is not None and os.path.samestat(found, own) for found in map(_opened, entries))
+    except FileNotFoundError:
+        return False
+    except OSError:  # a process of another user
+        return True
+
+
+def _opened(entry: os.DirEntry[str]) -> os.stat_result | None:
+    """Return the status of a file that a process has opened; None if it has been closed since."""
+    try:
+        return entry.stat()
+    except OSError:
+        return None
 
 
 def _score(row: Mapping[str, Any]) -> float | None:
@@ -951,7 +970,15 @@ def find_runs(folder: Path) -> dict[str, Path]:
     if is_run(folder):
         return {folder.resolve().name: folder}
     found: dict[str, Path] = {}
-    for path in (path for path in sorted(folder.iterdir()) if path.is_dir()):
-        others = [] if is_run(path) else [other for other in sorted(path.iterdir()) if other.is_dir()]
+    for path in _folders(folder):
+        others = [] if is_run(path) else _folders(path)
         found |= {str(run.relative_to(folder)): run for run in (path, *others) if is_run(run)}
     return found
+
+
+def _folders(folder: Path) -> list[Path]:
+    """Return the folders in a folder, in order; none if it cannot be read."""
+    try:
+        return [folder / name for name in sorted(os.listdir(folder)) if os.path.isdir(folder / name)]
+    except OSError:
+        return []
