@@ -1,8 +1,10 @@
 """The server of `titanrl board`: who gets the data, what it answers, and how soon it tells of changes."""
 
 import asyncio
+import importlib
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -17,7 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.foreign import ROOT_ONLY, as_nobody
+from tests.foreign import ROOT_ONLY, as_nobody, shared_folder
 from tests.metrics.test_report import completion, group
 from tests.processes.test_stacks import waiting
 from tests.recorded import record_group
@@ -212,11 +214,41 @@ def test_stream_of_changes_ends_with_the_server(folder: Path) -> None:
         assert list(lines) == [""]  # whole, where a connection that breaks off raises
 
 
+@ROOT_ONLY
+def test_folder_of_another_user_does_not_end_the_watch() -> None:
+    for name in ("platform", "anyio.to_thread", "anyio._backends._asyncio", "watchfiles"):
+        importlib.import_module(name)  # the other user cannot
+
+    async def warnings(folder: Path) -> bytes:
+        board, found = Board(folder, KEY, explained), list[str]()
+        asyncio.get_running_loop().call_later(0.5, board.close)
+        await board.watch(found.append)
+        return json.dumps(found).encode()
+
+    with shared_folder() as folder:
+        (folder / "closed").mkdir(mode=0o700)
+        with as_nobody(lambda: asyncio.run(warnings(folder))) as found:
+            assert found.read() == b"[]"
+
+
+def test_name_that_is_not_utf8_ends_only_the_notice_of_changes(folder: Path) -> None:
+    with board_command(folder) as (process, url, key):
+        odd = folder / "a" / os.fsdecode(b"\xff.jsonl")
+        for _ in range(100):  # the watch begins after the address was printed
+            odd.touch()
+            if select.select([process.stderr], [], [], 0.2)[0]:
+                break
+            odd.unlink()
+        assert process.stderr.readline().startswith("warning: changes are not noticed any more, reload the page to see them (")
+        assert httpx.post(f"{url}/api/runs", json={}, headers={"x-api-key": key}).status_code == 200
+
+
 @contextmanager
 def board_command(folder: Path) -> Iterator[tuple["subprocess.Popen[str]", str, str]]:
     """Yield a running `titanrl board`, its address and its key."""
     command = [sys.executable, "-m", "titanrl.commands", "board", str(folder)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2], env=os.environ) as process:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=Path(__file__).parents[2], env=os.environ, **pipes) as process:
         url, _, key = process.stdout.readline().split(" at ")[1].strip().partition("/#key=")
         yield process, url, key
         process.send_signal(signal.SIGINT)

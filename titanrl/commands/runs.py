@@ -81,7 +81,7 @@ async def _serve(folder: Path, port: int) -> None:
         print(f"board of {folder} at {listener.url}/#key={page.key}", flush=True)
         tunnel = f"ssh -L {port}:127.0.0.1:{port} {socket.gethostname()}"
         print(f"From another machine: {tunnel}, then open the same address.", flush=True)
-        await page.watch()
+        await page.watch(lambda text: print(f"warning: {text}", file=sys.stderr, flush=True))
     finally:
         page.close()
         await listener.close()

@@ -9,6 +9,7 @@ for a step, and the numbers are those of `metrics.jsonl` and `events.jsonl`.
 
 import asyncio
 import hmac
+import logging
 import os
 import threading
 from collections import Counter, defaultdict
@@ -22,7 +23,7 @@ from prometheus_client.registry import Collector
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
 
 from titanrl.base.control import Action, SteeringError, steer
-from titanrl.base.errors import TitanRLError
+from titanrl.base.errors import TitanRLError, describe
 from titanrl.carriers.record import FOLDER, HOST, encode
 from titanrl.metrics.reading import Filters, Followed, Kind, RunRecord, phase_seconds
 from titanrl.metrics.report import compared, page_file
@@ -43,6 +44,8 @@ from titanrl.serving.http import (
     read_body,
     unless_disconnected,
 )
+
+logger = logging.getLogger(__name__)
 
 Explain = Callable[[RunRecord, int, int], Sequence[Mapping[str, Any]]]
 """Returns the segments of a group, from the record of a run, a step and the index of a prompt."""
@@ -91,16 +94,27 @@ class Board(Endpoint):
         for queue in self._listeners:
             queue.put_nowait(None)
 
-    async def watch(self) -> None:
-        """Report changed runs to the pages, until `close`."""
+    async def watch(self, warn: Callable[[str], None] = logger.warning) -> None:
+        """Report changed runs to the pages, until `close`. If the system cannot report changes, only warn."""
         import watchfiles  # only the board needs it
 
-        async for changes in watchfiles.awatch(
-            self.folder, stop_event=self._stop, debounce=1, step=SETTLE_MS, watch_filter=_is_shown
-        ):
-            names = {self._name_of(Path(folder)) for folder in {os.path.dirname(path) for _, path in changes}}
-            for queue in self._listeners:
-                queue.put_nowait(names)
+        watched = watchfiles.awatch(
+            self.folder,
+            stop_event=self._stop,
+            debounce=1,
+            step=SETTLE_MS,
+            watch_filter=_is_shown,
+            ignore_permission_denied=True,
+        )
+        try:
+            async for changes in watched:
+                names = {self._name_of(Path(folder)) for folder in {os.path.dirname(path) for _, path in changes}}
+                for queue in self._listeners:
+                    queue.put_nowait(names)
+        except (OSError, ExceptionGroup) as error:  # the limit of watches is reached, or a name below is not UTF-8
+            cause = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
+            warn(f"changes are not noticed any more, reload the page to see them ({describe(cause)})")
+            await self._stop.wait()
 
     def _name_of(self, folder: Path) -> str:
         """Return the name of the run to which the files of a folder belong; that of the folder, if none is known."""
