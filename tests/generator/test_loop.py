@@ -190,6 +190,22 @@ async def test_complete_group_aborts_its_spares_only() -> None:
     await loop.close()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("is_cancelled", [False, True], ids=["complete", "cancelled"])
+async def test_group_has_its_result_even_if_the_engine_fails_to_abort_its_spares(is_cancelled: bool) -> None:
+    class Failing(CountingEngine):
+        def abort(self, tickets: Iterable[int]) -> None:
+            raise OSError("the connection to rank 1 is broken")
+
+    loop = EngineLoop(Failing)  # type: ignore[arg-type]
+    (result,) = await loop.submit([requests(2, 1_000_000_000)], [2 if is_cancelled else 1])
+    if is_cancelled:
+        with pytest.raises(OSError, match="broken"):
+            await loop.cancel(result)
+    assert len(await asyncio.wait_for(asyncio.wrap_future(result), 5)) == (0 if is_cancelled else 1)
+    await loop.close()
+
+
 async def test_spare_that_finishes_at_the_step_of_the_last_kept_completion_is_discarded() -> None:
     engine = CountingEngine()
     loop = EngineLoop(lambda: engine)  # type: ignore[arg-type,return-value]

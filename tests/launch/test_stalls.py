@@ -280,6 +280,22 @@ def test_deadline_is_ten_times_the_slowest_reply_within_bounds(
     assert learned(0.2, slowest, 0.1).limit(STEP, Pace(min_s=min_s), hard_s) == pytest.approx(expected, rel=0.05)
 
 
+async def test_failed_requests_teach_no_deadline() -> None:
+    async def refuse() -> None:
+        raise ValueError("refused")
+
+    watchdog = learned()
+    supervisor = Supervisor(watchdog=watchdog)
+    for _ in range(WARM_UP):
+        with pytest.raises(ValueError, match="refused"):
+            await supervisor.ask(STEP, refuse(), 1800)
+    assert watchdog.limit(STEP, Pace(), 1800) == 1800
+    for _ in range(WARM_UP):
+        await supervisor.ask(STEP, asyncio.sleep(0), 1800)
+    assert watchdog.limit(STEP, Pace(), 1800) == 30
+    supervisor.expect_deaths()
+
+
 def test_slow_reply_is_forgotten_after_a_hundred_others() -> None:
     watchdog = learned(60.0, *[0.1] * (WINDOW - 1))
     assert watchdog.limit(STEP, Pace(), 1800) == pytest.approx(600, rel=1e-3)

@@ -288,6 +288,24 @@ def test_deadline_and_failed_guarded_call_fail_requests_with_their_cause(tmp_pat
     with_patient(tmp_path, scenario)
 
 
+async def test_guarded_call_of_killed_processes_does_not_replace_their_successors() -> None:
+    causes: list[str] = []
+    supervisor, late = Supervisor(), asyncio.get_running_loop().create_future()
+
+    async def probe() -> None:
+        pass
+
+    supervisor.replace("kept", Replaceable(on_death=causes.append, probe=probe, is_up=lambda: True))
+    supervisor.guard("kept", "rank 1", asyncio.shield(late))
+    await asyncio.sleep(0)
+    await supervisor.kill("kept")
+    late.set_exception(OSError("undeliverable"))
+    await asyncio.sleep(0.01)
+    assert causes == []
+    assert not supervisor._guards
+    supervisor.expect_deaths()
+
+
 async def test_long_report_of_a_fault_keeps_its_last_line() -> None:
     async def fail() -> None:
         raise RuntimeError("Traceback " + "frame " * 500 + "KeyError: 'cause'")

@@ -499,8 +499,8 @@ class EngineLoop:
         def cancel(engine: "Engine | Leader") -> None:
             tickets = {ticket for ticket, (group, _) in self._waiting.items() if group.result is result}
             if tickets:
-                self._abort(engine, tickets)
                 result.set_result([])
+                self._abort(engine, tickets)
 
         await self._interject(cancel)
 
@@ -623,9 +623,9 @@ class EngineLoop:
         group.completions[index] = finished.completion
         group.num_missing -= 1
         if group.num_missing == 0:
-            if None in group.completions:
-                self._abort(engine, {ticket for ticket, (other, _) in self._waiting.items() if other is group})
             group.result.set_result([completion for completion in group.completions if completion is not None])
+            if None in group.completions:  # last: no group may lose its result if the engine fails here
+                self._abort(engine, {ticket for ticket, (other, _) in self._waiting.items() if other is group})
 
     def _abort(self, engine: "Engine | Leader", tickets: Set[int]) -> None:
         for ticket in tickets:

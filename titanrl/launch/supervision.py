@@ -329,7 +329,8 @@ class Supervisor:
                         raise DeadlineError(f"no reply to '{name}' within {timeout_s:g} s")
                 else:
                     await self._until_done(self._watchdog, task, name, timeout_s, pace, failures)
-                    self._watchdog.note_reply(name, pace, started)
+                    if not task.cancelled() and task.exception() is None:  # a request can fail long before its work is done
+                        self._watchdog.note_reply(name, pace, started)
             try:
                 return task.result()
             except ActorError as error:
@@ -447,7 +448,12 @@ class Supervisor:
             self._handle_death(role, cause)
 
     async def kill(self, role: str) -> None:
-        """Kill the processes of a role on this machine, and wait until they have exited."""
+        """Kill the processes of a role on this machine, and wait until they have exited. Cancel its guarded calls first.
+
+        torchmonarch can report them as failed seconds later, which must not count as the death of the role's next processes.
+        """
+        for task in [task for task, guarded in self._guards.items() if guarded == role]:
+            task.cancel()
         pidfds = [pidfd for pidfd, process in self._pidfds.items() if process.role == role]
         _send(signal.SIGKILL, pidfds)
         await asyncio.gather(*(self._exits[pidfd].wait() for pidfd in pidfds))
@@ -475,11 +481,9 @@ class Supervisor:
         """
         self.fail(ActorDiedError("the run restarts", "session"))
         self._replaceable = {role: part for role, part in self._replaceable.items() if role in kept}
-        for task in [task for task, role in self._guards.items() if role not in kept]:
-            task.cancel()
         self._expected_exits = {pidfd for pidfd, process in self._pidfds.items() if process.role not in kept}
-        dropped = {process.role for process in [*self._pidfds.values(), *self._remote.values()]} - set(kept)
-        await asyncio.gather(*map(self.kill, dropped))
+        roles = {process.role for process in [*self._pidfds.values(), *self._remote.values()]} | {*self._guards.values()}
+        await asyncio.gather(*map(self.kill, roles - set(kept)))
         self._expected_exits = set()  # the kernel reuses the descriptors
         self._failure = self._loop.create_future()
         late, self._late_deaths = self._late_deaths, {}
