@@ -326,8 +326,15 @@ def test_runs_of_other_users_do_not_hide_the_own_ones() -> None:
             assert json.loads(found.read()) == {"own": 1, "secret": 0}
 
 
+def test_name_that_is_not_utf8_has_an_address(tmp_path: Path) -> None:
+    write_metrics(folder := tmp_path / os.fsdecode(b"a\xff"))
+    assert [RunView(folder, folder.name).name, *find_runs(tmp_path), *find_runs(folder)] == [r"a\xff"] * 3
+
+
 def test_damaged_lines_and_values_do_not_break_a_page(tmp_path: Path) -> None:
-    view = write_metrics(tmp_path, {"step": 1, "a": math.inf, "reward/mean": 0.5}, {"step": "x", "a": 1}, {"a": 2})
+    odd = [{"step": "x", "a": 1}, {"a": 2}, {"step": 10**30}]
+    view = write_metrics(tmp_path, {"step": 1, "a": math.inf, "reward/mean": 0.5}, *odd)
+    write_metrics(tmp_path, {"step": 1, "eval/a/mean": "0.5", "reward/mean": 10**400})
     (tmp_path / "metrics.jsonl").open("a").write("{broken\n[1]\n")
     (tmp_path / "events.jsonl").write_text('{"kind": 3}\n{"kind": "fault", "cause": null, "x": Infinity}\n{}\n')
     (tmp_path / "record").mkdir()

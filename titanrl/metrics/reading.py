@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean, median
-from typing import Annotated, Any, BinaryIO, Literal, Self, TypedDict, TypeVar, Unpack, overload
+from typing import Annotated, Any, BinaryIO, Literal, Self, TypedDict, TypeGuard, TypeVar, Unpack, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -919,7 +919,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         lines = file.read().splitlines()
     rows = [decode(line) for line in lines]
     for number, row in enumerate(rows, start=1):
-        if number < len(rows) if row is None else not isinstance(row.get("step"), int):
+        if number < len(rows) if row is None else not is_step(row.get("step")):
             raise ValueError(f"{path}, line {number}: not a JSON object with a step. Remove this line to read the others.")
     return [row for row in rows if row is not None]
 
@@ -966,6 +966,16 @@ def number_of(value: object) -> float:
     return float(value) if isinstance(value, int | float) and abs(value) < 1e15 else 0.0
 
 
+def is_finite(value: object) -> TypeGuard[float]:
+    """Return True for a number that is neither infinite nor NaN, nor an integer beyond all floats."""
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
+
+
+def is_step(value: object) -> bool:
+    """Return True for an integer that may be a step."""
+    return isinstance(value, int) and abs(value) < 2**62
+
+
 def flat(config: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
     """Return a configuration with dotted keys, such as `algorithm.loss`."""
     values: dict[str, Any] = {}
@@ -991,8 +1001,7 @@ def by_step(lines: Iterable[Mapping[str, Any]]) -> Rows:
 
 def series(rows: Rows, name: str) -> Points:
     """Return the values of one metric, without the steps where it is missing or no finite number."""
-    found = ((row["step"], row.get(name)) for row in rows)
-    return [(step, value) for step, value in found if isinstance(value, int | float) and abs(value) <= sys.float_info.max]
+    return [(row["step"], row[name]) for row in rows if is_finite(row.get(name))]
 
 
 def awaited_by_both(points: Callable[[str], Points]) -> str:

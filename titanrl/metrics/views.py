@@ -47,7 +47,9 @@ from titanrl.metrics.reading import (
     ends_of,
     evaluated_sets,
     fixed,
+    is_finite,
     is_run,
+    is_step,
     number_of,
     without_reward,
 )
@@ -177,7 +179,7 @@ class MetricTable:
     def refresh(self) -> None:
         """Read the lines since the last call."""
         for row in self._file.objects(self._reset):
-            if isinstance(row.get("step"), int):
+            if is_step(row.get("step")):
                 self._add(row)
         if len(self._order) != len(self._places):
             self._order = np.argsort(np.array(list(self._places), np.int64), kind="stable")
@@ -196,7 +198,7 @@ class MetricTable:
             self._columns = {name: np.append(old, np.full(self._size, np.nan)) for name, old in self._columns.items()}
             self._size *= 2
         for name, value in row.items():
-            if isinstance(value, int | float) and abs(value) <= sys.float_info.max:  # neither infinite nor NaN
+            if is_finite(value):
                 column = self._columns.get(name)
                 if column is None:
                     column = self._columns[name] = np.full(self._size, np.nan)
@@ -325,7 +327,7 @@ class RunView:
 
     def __init__(self, path: Path, name: str) -> None:
         """Read nothing yet. `name` is how the pages call the run."""
-        self.name, self.record = name, RunRecord(path)
+        self.name, self.record = in_utf8(name), RunRecord(path)
         self.table = MetricTable(path / "metrics.jsonl")
         self._events = Followed(path / "events.jsonl")
         self._event_rows: list[Json] = []
@@ -370,7 +372,7 @@ class RunView:
             if status is not None and status.st_size:
                 with suppress(OSError), open(path, "rb", opener=open_regular) as file:  # it may be of another user
                     file.seek(max(status.st_size - TAIL_BYTES, 0))
-                    tail = [row for line in file if (row := decode(line)) is not None and isinstance(row.get("step"), int)]
+                    tail = [row for line in file if (row := decode(line)) is not None and is_step(row.get("step"))]
                     for at in np.linspace(0, max(status.st_size - 4096, 0), NUM_SAMPLED).astype(int).tolist():
                         file.seek(at)
                         if at:
@@ -379,7 +381,7 @@ class RunView:
                         spark += [] if value is None else [float(f"{value:.4g}")]
             scores = [value for row in tail if (value := _score(row)) is not None]
             held_out = [
-                item for row in tail for item in row.items() if re.fullmatch("eval/.+/mean", item[0]) and item[1] is not None
+                item for row in tail for item in row.items() if re.fullmatch("eval/.+/mean", item[0]) and is_finite(item[1])
             ]
             label, score = held_out[-1] if held_out else ("training", float(np.mean(scores[-5:])) if scores else None)
             return {
@@ -650,7 +652,7 @@ def _opened(entry: os.DirEntry[str]) -> os.stat_result | None:
 def _score(row: Mapping[str, Any]) -> float | None:
     """Return the mean reward, or the loss, of a line."""
     value = row.get("reward/mean", row.get("loss/train"))
-    return float(value) if isinstance(value, int | float) else None
+    return float(value) if is_finite(value) else None
 
 
 # The first page
@@ -968,12 +970,17 @@ def _where(mask: npt.NDArray[np.bool_], values: npt.NDArray[Any]) -> list[float 
 def find_runs(folder: Path) -> dict[str, Path]:
     """Return the run directories at most two levels below a folder, by relative path; or the folder by name if it is one."""
     if is_run(folder):
-        return {folder.resolve().name: folder}
+        return {in_utf8(folder.resolve().name): folder}
     found: dict[str, Path] = {}
     for path in _folders(folder):
         others = [] if is_run(path) else _folders(path)
-        found |= {str(run.relative_to(folder)): run for run in (path, *others) if is_run(run)}
+        found |= {in_utf8(str(run.relative_to(folder))): run for run in (path, *others) if is_run(run)}
     return found
+
+
+def in_utf8(name: str) -> str:
+    """Return the name of a file with escapes for bytes that are not UTF-8, which no address can contain."""
+    return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 def _folders(folder: Path) -> list[Path]:
