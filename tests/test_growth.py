@@ -41,7 +41,7 @@ async def test_buffer_does_not_grow_with_steps() -> None:
             await buffer.commit([make_record(reservation.index, handle=reservation.handle)])
         batch = await buffer.take_batch(2)
         await buffer.release(batch.records.handles)
-        buffer.take_dropped(0)
+        buffer._slots.take_dropped(0)
 
     assert (await growth_of(step)) < 0.5
 

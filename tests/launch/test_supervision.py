@@ -3,6 +3,7 @@
 import asyncio
 import atexit
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from monarch._rust_bindings.monarch_hyperactor.config import reload_config_from_
 from monarch.actor import ActorError, ProcMesh
 
 from tests.launch.patients import running_patient
-from titanrl.base.errors import describe
+from titanrl.base.errors import TitanRLError, describe
 from titanrl.launch.assembly import POLL, Fleet, local_host
 from titanrl.launch.supervision import PROCESS_FAILED, ActorDiedError, DeadlineError, Replaceable, Supervisor
 from titanrl.processes.actors import Actor, RemoteError, StoppedError, concurrent_endpoint, endpoint, is_stop, portable
@@ -304,6 +305,21 @@ async def test_guarded_call_of_killed_processes_does_not_replace_their_successor
     assert causes == []
     assert not supervisor._guards
     supervisor.expect_deaths()
+
+
+async def test_process_that_cannot_be_killed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that waits in the kernel for a broken device."""
+    monkeypatch.setattr("titanrl.launch.supervision.KILL_S", 0.1)
+    monkeypatch.setattr("titanrl.launch.supervision._send", lambda number, pidfds: None)
+    supervisor = Supervisor()
+    with subprocess.Popen(["sleep", "60"]) as process:
+        supervisor.watch("generator_0_0", process.pid)
+        named = f"generator_0_0 (process {process.pid})"
+        with pytest.raises(TitanRLError, match=rf"^{re.escape(named)}: killed, but did not exit within 0\.1 s"):
+            await asyncio.wait_for(supervisor.kill("generator_0"), 5)
+        supervisor.expect_deaths()
+        assert await asyncio.wait_for(supervisor.reap(0.1), 5) == [named]
+        process.kill()
 
 
 async def test_long_report_of_a_fault_keeps_its_last_line() -> None:

@@ -210,4 +210,4 @@ async def test_commit_of_an_abandoned_group_deletes_its_tokens() -> None:
     (reservation,) = await groups.reserve(1)
     await groups.rewind()
     await groups.commit([replace(record(reservation))])
-    assert reservation.handle in groups.take_dropped(0)
+    assert reservation.handle in groups._slots.take_dropped(0)

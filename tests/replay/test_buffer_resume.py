@@ -134,7 +134,7 @@ class Resumes(RuleBasedStateMachine):
         for reservation in self.now(self.buffer.reserve(limit, shard)) or []:
             self.in_flight.append((reservation, self.known.published[-1]))
         for each in range(3):
-            for handle in self.buffer.take_dropped(each):
+            for handle in self.buffer._slots.take_dropped(each):
                 self.known.tokens.pop(handle, None)
 
     @precondition(lambda self: self.in_flight)

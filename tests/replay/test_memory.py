@@ -131,7 +131,7 @@ def replaying_buffer(num_slots: int = 2, first_index: int = 0, **others: Any) ->
 async def step(groups: GroupBuffer, version: int, *, shard: int = 0) -> tuple[list[int], list[int], list[GroupHandle]]:
     """Fill the free slots, then take and train a batch of two with replayed groups; also return the deletable payloads."""
     reservations = await groups.reserve(2, shard)
-    dropped = groups.take_dropped(shard)
+    dropped = groups._slots.take_dropped(shard)
     for reservation in reservations:
         await groups.commit([make_record(reservation.index, handle=reservation.handle, min_version=version)])
     batch = await groups.take_batch(2)
@@ -163,7 +163,7 @@ async def test_every_deleted_payload_is_reported_once_to_its_shard() -> None:
     both = dropped[0] + dropped[1]
     assert len(set(both)) == len(both)
     assert all(handle.shard == shard for shard, handles in dropped.items() for handle in handles)
-    named = len(both) + len(groups.take_dropped(0)) + len(groups.take_dropped(1))
+    named = len(both) + len(groups._slots.take_dropped(0)) + len(groups._slots.take_dropped(1))
     assert named == 24 - 3, "all groups but those in the memory"
 
 
@@ -174,7 +174,7 @@ async def test_messages_about_a_group_are_smaller_than_2_kb(num_tokens: int) -> 
     num_bytes = 0
     for version in range(2):
         reservations = await groups.reserve(8)
-        dropped = groups.take_dropped(0)
+        dropped = groups._slots.take_dropped(0)
         records = [
             make_record(
                 each.index,

@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from titanrl.config import Config
 from titanrl.config.data import EvaluationSet
 from titanrl.metrics.steps import evaluation_metrics
 from titanrl.rollout.group import roll_out
-from titanrl.rollout.open_tasks import IN_FLIGHT, answer_prompts, evaluation_requests, evaluation_result
+from titanrl.rollout.open_tasks import IN_FLIGHT, answer_prompts, evaluation_requests, evaluation_result, open_tasks
 from titanrl.rollout.workers import RolloutWorker
 
 PROMPTS = [Prompt(index=i, task="sums", text=f"{i}", token_ids=(5, i), entry={"answer": str(i)}) for i in range(200)]
@@ -174,3 +175,28 @@ def test_abandoned_evaluation_raises_stopped_error(in_background: bool) -> None:
 
     started = asyncio.Event()
     asyncio.run(asyncio.wait_for(scenario(), 10))
+
+
+async def test_failed_start_closes_the_tasks_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = list[str]()
+
+    class Fake:
+        score = None
+
+        def __init__(self, *args: object) -> None:
+            pass
+
+        async def start(self) -> None:
+            calls.append("start")
+            if len(calls) == 2:
+                raise ValueError("the reward cannot be loaded")
+
+        async def close(self) -> None:
+            calls.append("close")
+
+    monkeypatch.setattr("titanrl.rollout.open_tasks.Scoring", Fake)
+    config = Config.model_validate({"name": "a", "num_steps": 1, "data": {"mixture": {"sums": {}, "others": {}}}})
+    prompts: Any = {name: SimpleNamespace(stream=None) for name in config.data.tasks}
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        await open_tasks(config, None, {}, prompts=prompts)  # type: ignore[arg-type]
+    assert calls == ["start", "start", "close", "close"]

@@ -3,7 +3,9 @@
 import asyncio
 import os
 import shutil
+from functools import partialmethod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,16 @@ from titanrl.environments import Tool
 from titanrl.launch.supervision import ActorDiedError, DeadlineError
 from titanrl.rollout.renderers import PlainRenderer, TemplateRenderer, make_renderer
 from titanrl.serving.calls import Call, Feed, Refused
-from titanrl.session.session import Speaker, StartingModel, Task, new_base, prepare_starting_model, trained_renderer
+from titanrl.session.session import (
+    Session,
+    Speaker,
+    StartingModel,
+    Task,
+    _warm_start,
+    new_base,
+    prepare_starting_model,
+    trained_renderer,
+)
 
 
 def base_in(folder: Path, *overrides: str) -> StartingModel:
@@ -235,3 +246,55 @@ def test_prompts_without_mixture_follow_the_stream(tmp_path: Path) -> None:
     config = Config.model_validate({"name": "a", "num_steps": 1, "seed": 3, "data": SUMS})
     stream = make_stream(config.data, tokenizer, seed=3)
     assert Task(config, tokenizer, {}).prompts(4, start=60) == [stream[index] for index in range(60, 64)]
+
+
+def session_of(**parts: Any) -> Session:
+    """Return a session of parts that are no processes, with a trainer that never replies."""
+    session = object.__new__(Session)
+    console = SimpleNamespace(warn=print)
+    session._parts = SimpleNamespace(**{"generators": None, "evaluator": None, "rollouts": None} | parts)  # type: ignore[assignment]
+    session._setup = SimpleNamespace(console=console, lock=None)  # type: ignore[assignment]
+    session._base, session._training = StartingModel(Path("initial"), Path("base")), object()  # type: ignore[assignment]
+    session.config = load_config("configs/quickstart.yaml")
+    return session
+
+
+async def test_actor_that_fails_to_start_ends_the_start_while_the_policy_is_loaded() -> None:
+    async def fail() -> None:
+        raise ValueError("no engine")
+
+    trainer = SimpleNamespace(start=asyncio.Event().wait)
+    session = session_of(trainer=trainer, generators=SimpleNamespace(start=fail))
+    with pytest.raises(ValueError, match="no engine"):
+        await asyncio.wait_for(session.load(), 5)
+
+
+async def test_session_stops_its_processes_although_a_reward_fails_to_close(capsys: pytest.CaptureFixture[str]) -> None:
+    async def fail() -> None:
+        raise OSError("the sandbox is gone")
+
+    async def close(timeout_s: float) -> list[str]:
+        return [f"closed within {timeout_s:g} s"]
+
+    supervisor = SimpleNamespace(failure=None)
+    session = session_of(close=close, assembly=SimpleNamespace(shared=SimpleNamespace(supervisor=supervisor)))
+    session._tasks = [SimpleNamespace(close=fail)]  # type: ignore[list-item]
+    await session.close()
+    within = session.config.timeouts.close_s
+    assert capsys.readouterr().out == f"while closing: the sandbox is gone\nwhile closing: closed within {within:g} s\n"
+
+
+async def test_failed_warm_start_raises_its_error_itself(tokenizer: Tokenizer) -> None:
+    class Training:
+        def forward_backward(self, data: object, loss: str) -> "asyncio.Task[None]":
+            return asyncio.create_task(self.fail())
+
+        optim_step = partialmethod(forward_backward, loss="")
+
+        async def fail(self) -> None:
+            raise ActorDiedError("trainer_0_0 exited", "trainer")
+
+    config = load_config("configs/quickstart.yaml", LENGTHS)
+    assert config.warm_start is not None
+    with pytest.raises(ActorDiedError):
+        await _warm_start(Training(), config, config.warm_start, tokenizer, SimpleNamespace())  # type: ignore[arg-type]

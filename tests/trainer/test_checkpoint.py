@@ -1,6 +1,8 @@
 """Checkpoints, states and models that cannot be written or read: every rank gets one line with folder and cause."""
 
+import inspect
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -8,8 +10,10 @@ import torch
 
 from tests.trainer import full_disk
 from tests.trainer.ranks import World
+from titanrl.base.errors import StorageError
 from titanrl.base.files import digests_of
 from titanrl.trainer.model import mark, unwritten
+from titanrl.trainer.rank import PolicyTrainer
 
 
 @pytest.mark.parametrize("in_background", [False, True], ids=["waiting", "in background"])
@@ -52,3 +56,16 @@ def test_other_dtypes_and_empty_shards_are_ignored() -> None:
     mark(state)
     assert state["count"] == 3
     assert unwritten(state) == ["scalar"]
+
+
+async def test_trainer_leaves_its_process_group_although_a_checkpoint_cannot_be_written() -> None:
+    def fail() -> None:
+        raise StorageError("the disk is full")
+
+    ended = list[str]()
+    trainer = PolicyTrainer(None)  # type: ignore[arg-type]
+    for end in (partial(ended.append, "process group"), partial(ended.append, "record"), fail):
+        trainer._closing.callback(end)
+    with pytest.raises(StorageError):
+        await inspect.unwrap(vars(PolicyTrainer)["close"]._method)(trainer)
+    assert ended == ["record", "process group"]

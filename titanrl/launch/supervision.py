@@ -216,6 +216,8 @@ PROGRESS_S = PROBE_S = 10.0
 """Limits of the two checks, in seconds."""
 SIGNAL_S = 0.1
 """Longest delay, in seconds, between a timer that expired while this process was suspended and the handling of SIGCONT."""
+KILL_S = 60.0
+"""Longest wait for the exit of killed processes, in seconds. A broken device can keep one in the kernel forever."""
 LATE_S = 3.0
 """Delay of a check, in seconds, from which this process was suspended or in a debugger. A busy machine delays it less."""
 LAST = "the limit of the configuration"
@@ -448,15 +450,19 @@ class Supervisor:
             self._handle_death(role, cause)
 
     async def kill(self, role: str) -> None:
-        """Kill the processes of a role on this machine, and wait until they have exited. Cancel its guarded calls first.
-
-        torchmonarch can report them as failed seconds later, which must not count as the death of the role's next processes.
-        """
+        """Kill the processes of a role on this machine, and wait until they have exited."""
+        # torchmonarch can fail its guarded calls seconds later, which must not count as the death of the next processes.
         for task in [task for task, guarded in self._guards.items() if guarded == role]:
             task.cancel()
         pidfds = [pidfd for pidfd, process in self._pidfds.items() if process.role == role]
         _send(signal.SIGKILL, pidfds)
-        await asyncio.gather(*(self._exits[pidfd].wait() for pidfd in pidfds))
+        try:
+            await asyncio.wait_for(asyncio.gather(*(self._exits[pidfd].wait() for pidfd in pidfds)), KILL_S)
+        except TimeoutError:
+            stuck = ", ".join(str(self._pidfds[pidfd]) for pidfd in pidfds if pidfd in self._pidfds)
+            raise TitanRLError(
+                f"{stuck}: killed, but did not exit within {KILL_S:g} s; the kernel waits for a device"
+            ) from None
         self._remote = {name: process for name, process in self._remote.items() if process.role != role}
 
     def guard(self, role: str, name: str, call: Awaitable[None]) -> None:
@@ -497,7 +503,8 @@ class Supervisor:
                 await asyncio.wait_for(self._all_exited.wait(), timeout_s)
         if killed := [str(process) for process in self._pidfds.values()]:
             _send(signal.SIGKILL, self._pidfds)
-            await self._all_exited.wait()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._all_exited.wait(), KILL_S)
         if not self._failure.done():  # pending requests will never get a reply
             self._failure.set_result(ActorDiedError("the session was closed", "session"))
         return killed

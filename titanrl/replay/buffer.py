@@ -193,6 +193,8 @@ class ReplayMemory:
     def __init__(self, config: ReplayConfig, num_replayed: int, seed: int) -> None:
         """Create an empty memory, from which each batch draws up to `num_replayed` groups."""
         self._config, self._num_replayed = config, num_replayed
+        self.capacity = config.capacity
+        """Maximum number of groups."""
         self._groups: dict[int, Stored] = {}  # by location
         self._in_use: Counter[int] = Counter()  # locations of groups in unreleased batches
         self._lost: set[int] = set()  # locations of such groups whose tokens are lost
@@ -200,11 +202,6 @@ class ReplayMemory:
         self._before_draw = self._rng.bit_generator.state
         self.num_evicted = 0
         """Groups that were removed to make room for newer ones."""
-
-    @property
-    def capacity(self) -> int:
-        """Maximum number of groups."""
-        return self._config.capacity
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -369,10 +366,6 @@ class GroupBuffer:
     def has_died(self, shard: int, life: int) -> bool:
         """Return True if `lose_shard` was called for this worker of a shard, or for a later one."""
         return life <= self._dead.get(shard, -1)
-
-    def take_dropped(self, shard: int) -> list[GroupHandle]:
-        """Return the groups of a shard that were dropped since the last call, so that it can delete their payloads."""
-        return self._slots.take_dropped(shard)
 
     async def commit(self, records: Sequence[GroupRecord], usage: ShardUsage | None = None) -> None:
         """Add finished groups of one shard, and record its memory usage."""
@@ -794,7 +787,7 @@ class BufferActor(GroupBuffer, Actor):
     async def reserve(self, limit: int, shard: int, life: int) -> tuple[list[Reservation], list[GroupHandle]]:
         """Reserve slots as `GroupBuffer.reserve` does. Also return the groups whose payloads the shard may delete."""
         reserved = await super().reserve(limit, shard, life)
-        return reserved, [] if self.has_died(shard, life) else self.take_dropped(shard)
+        return reserved, [] if self.has_died(shard, life) else self._slots.take_dropped(shard)
 
     @concurrent_endpoint
     async def reserve_round(self, shard: int, num_shards: int, life: int) -> tuple[list[Reservation], list[GroupHandle]]:
@@ -808,7 +801,7 @@ class BufferActor(GroupBuffer, Actor):
             if self.has_died(shard, life):
                 return [], []
             reserved = await self._rounds.add({shard: None}, num_shards)
-            return reserved, [] if self.has_died(shard, life) else self.take_dropped(shard)
+            return reserved, [] if self.has_died(shard, life) else self._slots.take_dropped(shard)
 
     @concurrent_endpoint
     async def hold_rounds(self) -> None:

@@ -380,6 +380,7 @@ async def start_episodes(
     """
     environment = config.data.environment
     assert environment is not None
+    renderer = make_renderer(tokenizer, environment.renderer, environment.renderer_options)  # before any process starts
     environments = programs = processes = None
     if environment.program:
         from titanrl.rollout.program_episodes import Programs
@@ -399,7 +400,6 @@ async def start_episodes(
             )
         environments = Environments(environment.function, environment.options, plugins, processes=processes)
         await environments.start()
-    renderer = make_renderer(tokenizer, environment.renderer, environment.renderer_options)
     rollout = config.rollout
 
     def stop_text(ids: Sequence[int], more: Sequence[str | int]) -> str:

@@ -4,6 +4,7 @@ import asyncio
 import math
 import zlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -86,15 +87,21 @@ async def open_tasks(
     machine cannot confine a process, and `ValueError` if prompts, a reward or an environment cannot be used.
     """
     opened: dict[str, OpenTask] = {}
-    for name, data in config.data.tasks.items():
-        section = data.key(name)
-        task_config, task_plugins = config.of_task(data), plugins_of_data(plugins, section)
-        try:
-            leveled = prompts.get(name) or open_prompts(name, data, make_encoder(data, tokenizer), config.seed, task_plugins)
-            scoring, episodes = await _start(task_config, tokenizer, task_plugins, on_respawn, log)
-        except BrokenRules as error:
-            raise within(error, section) from None
-        opened[name] = OpenTask(config=task_config, prompts=leveled, stream=leveled.stream, scoring=scoring, episodes=episodes)
+    async with AsyncExitStack() as undo:
+        for name, data in config.data.tasks.items():
+            section = data.key(name)
+            task_config, task_plugins = config.of_task(data), plugins_of_data(plugins, section)
+            try:
+                leveled = prompts.get(name) or open_prompts(
+                    name, data, make_encoder(data, tokenizer), config.seed, task_plugins
+                )
+                scoring, episodes = await _start(task_config, tokenizer, task_plugins, on_respawn, log)
+            except BrokenRules as error:
+                raise within(error, section) from None
+            task = OpenTask(config=task_config, prompts=leveled, stream=leveled.stream, scoring=scoring, episodes=episodes)
+            opened[name] = task
+            undo.push_async_callback(task.close)
+        undo.pop_all()
     return opened
 
 
@@ -103,10 +110,14 @@ async def _start(
 ) -> tuple[Scoring, Episodes | None]:
     """Start the rewards, and the environment if there is one."""
     scoring = Scoring(config, plugins, on_respawn)
-    await scoring.start()
-    if config.data.environment is None:
-        return scoring, None
-    return scoring, await start_episodes(config, tokenizer, scoring.score, plugins, log)
+    try:
+        await scoring.start()
+        if config.data.environment is None:
+            return scoring, None
+        return scoring, await start_episodes(config, tokenizer, scoring.score, plugins, log)
+    except BaseException:  # including cancellation
+        await scoring.close()
+        raise
 
 
 IN_FLIGHT = 128

@@ -52,12 +52,12 @@ from titanrl.data.mixture import Draw, make_mixture
 from titanrl.data.streams import make_encoder, make_stream, open_prompts
 from titanrl.data.tokenizer import MAX_TOKEN_CHARS, Tokenizer, load_tokenizer
 from titanrl.environments.interface import Message
-from titanrl.launch.assembly import Parts, Rollouts, SessionSetup, assemble
+from titanrl.launch.assembly import Parts, Rollouts, SessionSetup, assemble, failures_of
 from titanrl.launch.extensions import plugins_of, with_declared_traits
 from titanrl.launch.generators import GeneratorMeshes, WeightSync
 from titanrl.launch.preflight import policy_notes, preflight
 from titanrl.launch.roles import Roles, RunFiles
-from titanrl.launch.supervision import DeadlineError
+from titanrl.launch.supervision import DeadlineError, start_request
 from titanrl.launch.trainer_mesh import TrainerMesh
 from titanrl.metrics.console import Console
 from titanrl.metrics.run_directory import claim_new_run
@@ -170,7 +170,6 @@ async def _warm_start(
     if calls_tools is None:
         calls_tools = environment is not None and environment.function == "calculator"
     demonstrate = partial(_tool_demonstration, tokenizer) if calls_tools else None
-    places = asyncio.Semaphore(2)
 
     async def train(step: int, batch: Sequence[Demonstration]) -> None:
         passes = training.forward_backward(mean_loss_data(batch), "cross_entropy")
@@ -183,14 +182,14 @@ async def _warm_start(
         )
         options = AdamParams(learning_rate=rate, beta1=0.9, beta2=0.95, eps=1e-8, max_grad_norm=1.0)
         output, _ = await asyncio.gather(passes, training.optim_step(options))
-        places.release()
         if step % _SHOW_EVERY_STEPS == 0 or step + 1 == settings.num_steps:
             console.progress("warm start", step + 1, settings.num_steps, f"loss {output.metrics['loss:sum']:.3f}")
 
-    async with asyncio.TaskGroup() as running:
-        for step, batch in enumerate(chain_sum_demonstrations(stream, tokenizer, settings, config.seed, demonstrate)):
-            await places.acquire()
-            running.create_task(train(step, batch))
+    queued = asyncio.create_task(asyncio.sleep(0))
+    for step, batch in enumerate(chain_sum_demonstrations(stream, tokenizer, settings, config.seed, demonstrate)):
+        running, queued = queued, start_request(train(step, batch), f"warm start {step}")
+        await running
+    await queued
 
 
 def _tool_demonstration(tokenizer: Tokenizer, prompt: Prompt, short: bool) -> Demonstration:
@@ -666,10 +665,10 @@ class Session:
 
     async def close(self) -> None:
         """Stop all processes. Problems are warnings, or log entries if a reported fault explains them."""
-        for task in self._tasks:
-            await task.close()
+        problems = await failures_of(*(task.close() for task in self._tasks))
+        problems += await self._parts.close(self.config.timeouts.close_s)
         report = self._setup.console.warn if self.fault is None else logger.info
-        for problem in await self._parts.close(self.config.timeouts.close_s):
+        for problem in problems:
             report(f"while closing: {problem}")
         if self._setup.lock is not None:
             self._setup.console.close()
@@ -718,22 +717,23 @@ class Session:
 
     async def load(self) -> None:
         """Start the actors, and load or warm-start the policy. Generators have no weights before the first publication."""
-        parts, base, config = self._parts, self._base, self.config
-        starting = [asyncio.ensure_future(parts.generators.start())] if parts.generators is not None else []
-        if parts.evaluator is not None:
-            starting.append(asyncio.ensure_future(parts.evaluator.start()))
+        parts = self._parts
+        loading = [] if self._training is None else [self._load_policy(self._training)]
+        loading += [mesh.start() for mesh in (parts.generators, parts.evaluator) if mesh is not None]
         if parts.rollouts is not None:
-            starting.append(asyncio.ensure_future(parts.rollouts.workers.start()))
-        if self._training is not None:
-            await self.trainer.start()
-            await self.trainer.load_model(base.base if base.is_ready else base.initial)
-            if not base.is_ready and config.warm_start is not None:
-                await _warm_start(self._training, config, config.warm_start, self.tokenizer, self._setup.console)
-                with new_base(base) as folder:
-                    await self.trainer.export_model(folder, config.trainer.dtype)  # RL continues without rounding
-                await self.trainer.start_over()
-        await asyncio.gather(*starting)
+            loading.append(parts.rollouts.workers.start())
+        await asyncio.gather(*loading)  # raises the first error at once; `close` ends the others
         self._is_loaded = True
+
+    async def _load_policy(self, training: TrainingClient) -> None:
+        base, config = self._base, self.config
+        await self.trainer.start()
+        await self.trainer.load_model(base.base if base.is_ready else base.initial)
+        if not base.is_ready and config.warm_start is not None:
+            await _warm_start(training, config, config.warm_start, self.tokenizer, self._setup.console)
+            with new_base(base) as folder:
+                await self.trainer.export_model(folder, config.trainer.dtype)  # RL continues without rounding
+            await self.trainer.start_over()
 
 
 async def open_session(setup: SessionSetup) -> Session:

@@ -7,7 +7,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from titanrl.trainer.agreement import Agreement, Facts
     from titanrl.trainer.collate import PackedRows
     from titanrl.trainer.learner import Learner
-    from titanrl.trainer.passes import RowSizes
     from titanrl.weights.store import WeightStore
 
 P = ParamSpec("P")
@@ -93,7 +92,7 @@ class PolicyTrainer(Actor):
 
     def __init__(self, setup: TrainerSetup) -> None:
         self._setup = setup
-        self._closing: list[Callable[[], None]] = []
+        self._closing = contextlib.ExitStack()
         self._busy_s: defaultdict[str | None, float] = defaultdict(float)  # by model
         # A push copies the weights while other endpoints run, so endpoints that replace the live weights acquire this lock.
         self._weights_lock = asyncio.Lock()
@@ -113,19 +112,20 @@ class PolicyTrainer(Actor):
         limit = share(config.logging.record_bytes, SHARE, config.trainer.parallelism.world_size)
         file = RecordFile(run_dir, "trained", f"trainer_{current_rank().rank}", limit)
         self._record = BackgroundRecord(file)
-        self._closing.append(self._record.flush)
         if self._setup.device.kind == "cpu":
             torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         else:
             torch.get_device_module(self._setup.device.kind).set_device(int(os.environ["LOCAL_RANK"]))
         init_distributed(CommConfig(), base_folder=str(run_dir / "logs"))
+        self._closing.callback(torch.distributed.destroy_process_group)
         from titanrl.trainer.agreement import agreement_of
 
         world = torch.distributed.group.WORLD
         assert world is not None
         self._groups = [world]
         self.agreement: Agreement = agreement_of(config.faults.rank_wait_s, self._groups)
-        self._closing.append(self.agreement.close)
+        self._closing.callback(self.agreement.close)
+        self._closing.callback(self._record.flush)
 
     @endpoint
     async def load_model(self, model_dir: Path) -> None:
@@ -139,6 +139,7 @@ class PolicyTrainer(Actor):
             from titanrl.trainer.checkpoint import Checkpoints, load_model
             from titanrl.trainer.learner import Critic, Learner
             from titanrl.trainer.model import torch_dtype
+            from titanrl.trainer.passes import RowSizes
             from titanrl.trainer.snapshots import KeptLogprobs
             from titanrl.weights.layout import first_holders
             from titanrl.weights.transport import WeightPublisher
@@ -168,6 +169,11 @@ class PolicyTrainer(Actor):
             plan = config.trainer.parallelism
             is_fixed = config.trainer.has_fixed_rows(setup.device)
             self._row_multiple = config.trainer.row_tokens if is_fixed else ROW_MULTIPLE * plan.cp * plan.tp
+            self._row_sizes = RowSizes(
+                row_tokens=config.trainer.row_tokens,
+                rows_per_microbatch=config.trainer.rows_per_microbatch,
+                multiple=self._row_multiple,
+            )
             learner.check_snapshots(self._row_multiple)  # the shortest possible row: a long one would take seconds
             self._checkpoints = Checkpoints(
                 learner,
@@ -176,7 +182,7 @@ class PolicyTrainer(Actor):
                 in_background=setup.device.kind != "cpu",
                 critic=self._critic,
             )
-            self._closing.append(self._checkpoints.close)
+            self._closing.callback(self._checkpoints.close)
             publish = (setup.store, torch_dtype(config.generator.dtype), setup.transports, config.weights.verify)
             names: list[list[str]] = [[]] * torch.distributed.get_world_size()
             torch.distributed.all_gather_object(names, [*learner.base(), *learner.weights()])
@@ -305,15 +311,14 @@ class PolicyTrainer(Actor):
             learner = self._adapters.use(model)
             planned = plan_pass(learner.model, data, self._row_sizes, loss_fn, loss_fn_config)
             teacher = None if planned.loss is None else planned.loss.teacher
-            if teacher is not None and teacher.at_version is not None:  # replaces the weights, which a push reads
-                async with self._weights_lock:
-                    agree(planned.facts)
-                    learner = self._adapters.use(model)  # a push may have exchanged it during the wait
-                    with learner.required_pass() if backward else nullcontext(), self._computing():
-                        return run_data(learner, planned, backward=backward)
-            agree(planned.facts)
-            with learner.required_pass() if backward else nullcontext(), self._computing():
-                return run_data(learner, planned, backward=backward)
+            turn: AbstractAsyncContextManager[object] = nullcontext()
+            if teacher is not None and teacher.at_version is not None:
+                turn = self._weights_lock  # the pass replaces the weights, which a push reads
+            async with turn:
+                agree(planned.facts)
+                learner = self._adapters.use(model)  # a push may have exchanged it during the wait
+                with learner.required_pass() if backward else nullcontext(), self._computing():
+                    return run_data(learner, planned, backward=backward)
 
     @endpoint
     async def compute_data_logprobs(self, data: Sequence[Datum], at_version: int, *, model: str | None = None) -> DataResult:
@@ -528,13 +533,8 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def close(self) -> None:
-        """Finish pending writes and destroy the process group."""
-        import torch
-
-        for finish in self._closing:
-            finish()
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+        """Finish pending writes and destroy the process group, also if one of them raises."""
+        self._closing.close()
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
@@ -561,15 +561,6 @@ class PolicyTrainer(Actor):
         if reference_version is not None:
             packed = replace(packed, reference_BL=self._kept.get(reference_version, rows, length))
         return rows, packed
-
-    @property
-    def _row_sizes(self) -> "RowSizes":
-        from titanrl.trainer.passes import RowSizes
-
-        config = self._setup.config.trainer
-        return RowSizes(
-            row_tokens=config.row_tokens, rows_per_microbatch=config.rows_per_microbatch, multiple=self._row_multiple
-        )
 
     @property
     def _learner(self) -> "Learner":
