@@ -21,7 +21,16 @@ from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.config.data import DataConfig
 from titanrl.config.sections import RolloutConfig, TrainerConfig
 from titanrl.data.tokenizer import Tokenizer
-from titanrl.environments import Done, Environments, Episode, JudgesTruncated, Limit, Message, Observation, make_environment
+from titanrl.environments import (
+    Done,
+    Environments,
+    Episode,
+    JudgesTruncated,
+    Limit,
+    Message,
+    Observation,
+    make_environment,
+)
 from titanrl.metrics.steps import episode_metrics, evaluation_metrics, part_means
 from titanrl.rollout.episodes import Episodes, start_episodes
 from titanrl.rollout.group import credited_values_differ, fit_to_rows, record_of
@@ -199,6 +208,17 @@ def test_failed_episode_is_retried_and_then_left_out(tokenizer: Tokenizer, in_ro
     assert len(group.rollouts) == 4 - outcomes.total() >= 3
     if group.failures:
         assert group.failures[0].error.startswith("data.environment: step")
+
+
+def test_episode_cannot_change_the_entry_of_others(tokenizer: Tokenizer) -> None:
+    class Consumes(Guess):
+        async def reset(self, episode: Episode) -> Observation:
+            episode.entry.pop("answer")  # type: ignore[attr-defined]
+            return await super().reset(episode)
+
+    group, _ = play(tokenizer, [], in_round=False, game=Consumes)
+    assert len(group.rollouts) == 4
+    assert PROMPT.entry == {"answer": "2"}
 
 
 def test_configured_rewards_apply_if_explicit_or_if_the_environment_returns_none(tokenizer: Tokenizer) -> None:

@@ -42,6 +42,11 @@ def test_filter_receives_texts_rewards_parts_lengths_and_entry() -> None:
     )
 
 
+def test_filter_cannot_change_the_entry_of_later_epochs() -> None:
+    keeps(lambda group: group.entry.clear() is None, GROUP, decode, "own.py:keep")  # type: ignore[attr-defined]
+    assert GROUP.prompt.entry == {"answer": "2"}
+
+
 @pytest.mark.parametrize("kept", [True, False, np.True_, np.False_])
 def test_return_value_of_the_filter_decides(kept: Any) -> None:
     assert keeps(lambda group: kept, GROUP, decode, "own.py:keep") is bool(kept)

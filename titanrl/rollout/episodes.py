@@ -1,6 +1,7 @@
 """Groups of episodes: plays the episodes of a prompt in an environment, retries failed ones, and scores them."""
 
 import asyncio
+import copy
 import math
 import time
 from collections import Counter
@@ -341,7 +342,7 @@ class _Slot:
         episode = Episode(
             task_id=f"{self.prompt.task}/{self._split}/{self.prompt.index}",
             question=self.prompt.text,
-            entry=self.prompt.entry,
+            entry=copy.deepcopy(self.prompt.entry),  # the other episodes and later epochs read it, too
             seed=derive_seed(config.seed if self._split == "training" else -1, self.prompt.index),
         )
         shared = episode, self._episodes.renderer, limits, self._sampling, self._episodes.stop_text

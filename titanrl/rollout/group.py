@@ -3,6 +3,7 @@
 This module does not depend on actors; it receives `generate` and `score` as callables. docs/record.md describes the record.
 """
 
+import copy
 import hashlib
 import math
 import time
@@ -513,7 +514,7 @@ def scored_group(group: Group, decode: Callable[[list[int]], str]) -> ScoredGrou
     return ScoredGroup(
         index=prompt.index,
         task=prompt.task,
-        entry=prompt.entry,
+        entry=copy.deepcopy(prompt.entry),  # which later epochs read, too
         completions=tuple(map(decode, sampled)),
         rewards=tuple(rollout.reward for rollout in rollouts),
         parts=_parts_of(rollouts),
