@@ -304,8 +304,14 @@ def test_custom_advantage_of_equal_rewards_is_trained_on(make_record: RecordMake
         (lambda group: [0.0, 1e39], r"mine:f must return one finite number .* \(got \[0\.0, 1e\+39\]"),
         (lambda group: None, r"mine:f raised TypeError: 'NoneType' object is not iterable \(got the rewards \[1\.0, 0\.0\]\)"),
         (lambda group: [1 / reward for reward in group.rewards], r"mine:f raised ZeroDivisionError"),
+        (
+            lambda group: dict(enumerate(group.rewards)),
+            r"mine:f must return .* \(got \{0: 1\.0, 1: 0\.0\} for",
+        ),
+        (lambda group: {0.5, -0.5}, r"mine:f must return one finite number .* \(got \{-?0\.5, -?0\.5\} for"),
+        (lambda group: "10", r"mine:f must return one finite number .* \(got 10 for"),
     ],
-    ids=["too-few", "nan", "too-large", "none", "raises"],
+    ids=["too-few", "nan", "too-large", "none", "raises", "mapping", "set", "text"],
 )
 def test_error_names_custom_advantage_with_wrong_result(make_record: RecordMaker, advantage: Advantage, problem: str) -> None:
     with pytest.raises(ValueError, match=rf"^algorithm\.advantage: {problem}"):

@@ -147,8 +147,10 @@ def test_additional_values_become_metrics() -> None:
         (lambda inputs: inputs.logprobs_N.mean(), r"got \(\) for it"),
         (lambda inputs: None, r"got NoneType for it"),
         (lambda inputs: (inputs.logprobs_N, {"ratio": inputs.logprobs_N.sum()}), r"got \(\) for ratio"),
+        (lambda inputs: (inputs.logprobs_N.sum(), {"it": inputs.logprobs_N}), r"got \(\) for it"),
+        (lambda inputs: (inputs.logprobs_N, 0.5), r"got tuple for it"),
     ],
-    ids=["mean", "none", "metric"],
+    ids=["mean", "none", "metric", "hidden", "pair"],
 )
 def test_error_names_loss_without_one_value_per_token(loss: Any, found: str) -> None:
     algorithm = custom_algorithm(loss)

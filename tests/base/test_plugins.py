@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+from collections.abc import Awaitable
 from functools import partial
 from pathlib import Path
 
@@ -96,6 +97,28 @@ def test_wrong_signature_shows_the_expected_one(candidate: object) -> None:
 def test_non_callable_value_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"^key: not callable \(got mine, of type int\)"):
         check_call(3, Protocol.__call__, key="key", name="mine", expected="def f()")
+
+
+async def asynchronous(text: str, entry: dict[str, str], *, seed: int) -> float:
+    return 0.0
+
+
+class Asynchronous:
+    async def __call__(self, text: str, entry: dict[str, str], *, seed: int) -> float:
+        return 0.0
+
+
+class AwaitedProtocol:
+    def __call__(self, text: str, entry: dict[str, str], *, seed: int) -> float | Awaitable[float]:
+        return 0.0
+
+
+@pytest.mark.parametrize("candidate", [asynchronous, partial(asynchronous), Asynchronous()])
+def test_async_function_is_rejected_where_nothing_awaits_it(candidate: object) -> None:
+    with pytest.raises(ValueError, match=r"^key: must not be async, .* \(got mine\)\. Write it as `def f\(\)`\.$"):
+        check_call(candidate, Protocol.__call__, key="key", name="mine", expected="def f()")
+    for protocol in (AwaitedProtocol.__call__, Asynchronous.__call__):
+        check_call(candidate, protocol, key="key", name="mine", expected="def f()")
 
 
 @pytest.fixture

@@ -184,6 +184,20 @@ def test_rewards_written_for_trl_are_refused_with_the_conversion(function: objec
 
 
 @pytest.mark.parametrize(
+    "function",
+    [
+        lambda entry, completion: 0.0,
+        lambda prompt, response: 0.0,
+        lambda question, completion, num_tokens=0: 0.0,
+        titanrl.group_reward(lambda entry, completions: [0.0]),
+    ],
+)
+def test_reward_with_its_arguments_in_another_order_is_refused(function: object) -> None:
+    with pytest.raises(ValueError, match=r"^data\.rewards\.x: the first argument is the completion .*Write it as `def reward"):
+        check_reward(function, key="data.rewards.x", name="mine")
+
+
+@pytest.mark.parametrize(
     ("value", "number"),
     [
         (Fraction(1, 4), 0.25),

@@ -8,7 +8,7 @@ import pytest
 
 from titanrl.config.data import CurriculumConfig, DataConfig
 from titanrl.config.errors import BrokenRules
-from titanrl.data.mixture import Outcome, Sampler, SuccessRate, make_sampler
+from titanrl.data.mixture import MixedTask, Mixture, Outcome, Sampler, SuccessRate, make_sampler
 from titanrl.data.streams import gym_levels, make_encoder, open_prompts
 from titanrl.data.tokenizer import Tokenizer
 
@@ -138,6 +138,19 @@ def test_sampler_by_import_path_gets_levels_seed_and_options(tmp_path: Path) -> 
         "    return object()\n"
         "def fails(num_levels, seed):\n"
         "    raise KeyError('no')\n"
+        "class Stateless(SuccessRate):\n"
+        "    def __init__(self, num_levels, seed):\n"
+        "        super().__init__(CurriculumConfig(levels=num_levels), seed)\n"
+        "    def state_dict(self):\n"
+        "        pass\n"
+        "class Waits(Stateless):\n"
+        "    async def choose(self):\n"
+        "        return 0\n"
+        "class Observes(Waits):\n"
+        "    def choose(self):\n"
+        "        return 0\n"
+        "    def observe(self):\n"
+        "        pass\n"
     )
 
     def made(name: str, **options: Any) -> Sampler:
@@ -147,7 +160,26 @@ def test_sampler_by_import_path_gets_levels_seed_and_options(tmp_path: Path) -> 
     assert made("fixed", level=2).choose() == 2
     with pytest.raises(ValueError, match=r"data\.curriculum\.sampler: wrong signature"):
         made("fixed", levels=2)
-    with pytest.raises(ValueError, match="the sampler lacks the methods choose, observe"):
+    with pytest.raises(ValueError, match=r"not callable \(got \S+:nothing\.choose, .* Write it as `def choose\(self\) -> int`"):
         made("nothing")
     with pytest.raises(ValueError, match="creating the sampler raised KeyError"):
         made("fails")
+    for name, problem in {
+        "Stateless": r"state_dict\(\), which must return a mapping .* raised TypeError: .* \(got \S+:Stateless\)",
+        "Waits": r"must not be async, .* \(got \S+:Waits\.choose\)\. Write it as `def choose\(self\) -> int`",
+        "Observes": r"wrong signature: .* \(got \S+:Observes\.observe\(\)\)\. Write it as `def observe\(self, ",
+    }.items():
+        with pytest.raises(ValueError, match=problem):
+            made(name)
+
+
+def test_error_of_a_sampler_names_its_method_and_its_task() -> None:
+    class Fails(SuccessRate):
+        def observe(self, outcome: Outcome) -> None:
+            raise KeyError("level")
+
+    mixture = Mixture([MixedTask(name="sums", sampler=Fails(CurriculumConfig(levels=2), 0), num_levels=2)])
+    mixture.draw(0)
+    mixture.observe(0, (1.0,))
+    with pytest.raises(ValueError, match=r"^curriculum\.sampler: observe\(\) raised KeyError: 'level' \(got sums\)\. Correct"):
+        mixture.draw(1)

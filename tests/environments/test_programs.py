@@ -264,10 +264,17 @@ def test_results_of_functions() -> None:
 
 
 def test_function_must_be_async(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("def play(task): ...\nasync def works(task): ...\nasync def asks(task, mode): ...\n")
+    (tmp_path / "mine.py").write_text(
+        "def play(task): ...\nasync def works(task): ...\nasync def asks(task, mode): ...\n"
+        "class Agent:\n    async def __call__(self, task): ...\nagent = Agent()\n"
+        "import functools\npartly = functools.partial(asks, mode=1)\nlacks = functools.partial(asks)\n"
+    )
     with pytest.raises(ValueError, match="must be an async function"):
         checked_function(f"{tmp_path}/mine.py:play", {})
-    assert checked_function(f"{tmp_path}/mine.py:works", {})
+    for name in ("works", "agent", "partly"):
+        assert checked_function(f"{tmp_path}/mine.py:{name}", {})
+    with pytest.raises(ValueError, match=r"missing a required argument: 'mode' .* Write it as `async def play\(task\)"):
+        checked_function(f"{tmp_path}/mine.py:lacks", {})
     assert checked_function(f"{tmp_path}/mine.py:asks", {"mode": 1})
-    with pytest.raises(ValueError, match=r"unexpected keyword argument 'mode' .* Write it as `async def works\(task, mode\)"):
+    with pytest.raises(ValueError, match=r"unexpected keyword argument 'mode' .* Write it as `async def play\(task, mode\)"):
         checked_function(f"{tmp_path}/mine.py:works", {"mode": 1})

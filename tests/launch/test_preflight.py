@@ -497,6 +497,13 @@ def test_task_data_errors_name_the_task_key() -> None:
     assert "evaluation.num_prompts=200" in data_problem(few)
 
 
+def test_error_of_an_environment_is_reported_at_its_key() -> None:
+    Path("agent.py").write_text("def play(task): ...\n")
+    found = data_problem("data: {environment: {program: 'agent.py:play'}}\n")
+    assert "data.environment.program=" in found
+    assert "rule: must be an async function\n" in found
+
+
 def test_rewards_and_objects_of_a_task_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
     judge = "{function: judge, options: {url: 'http://a/v1', model: m, prompt: '{completion}', key_variable: NO_SUCH_KEY}}"

@@ -45,6 +45,16 @@ class Wrong(Lines):
         pass
 
 
+class WrongSamples(Lines):
+    def log_samples(self, step: int, rows: object) -> None:
+        pass
+
+
+class Asynchronous(Lines):
+    async def log(self, step: int, values: Mapping[str, float]) -> None:  # type: ignore[override]
+        pass
+
+
 class NoArguments:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         pass

@@ -327,6 +327,19 @@ def test_failing_tracker_is_dropped_with_one_warning() -> None:
     ]
 
 
+def test_tracker_cannot_change_what_others_receive() -> None:
+    received: list[Mapping[str, float]] = []
+
+    class Clears(Broken):
+        def log(self, step: int, values: Any) -> None:
+            received.append(dict(values))
+            values.clear()
+
+    values = {"reward/mean": 0.5}
+    Trackers({"first": Clears("nowhere"), "second": Clears("nowhere")}, pytest.fail).log(1, values)
+    assert [*received, values] == [values] * 3
+
+
 def test_tracker_that_cannot_start_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(**_: Any) -> None:
         raise ConnectionError("no account")
@@ -411,13 +424,18 @@ def test_tracker_object_survives_a_restart(tmp_path: Path) -> None:
         (custom_tracker.Mute, r"the tracker has no method log \(got mine\)\. Write it as `def log\(self, step: int, values"),
         (custom_tracker.Wrong, r"wrong signature: too many positional arguments \(got mine\.log\(values"),
         (
+            custom_tracker.WrongSamples,
+            r"wrong signature: .*mine\.log_samples\(step: int, rows.* `def log_samples\(self, step: int, n",
+        ),
+        (custom_tracker.Asynchronous, r"must not be async, .* \(got mine\.log\)\. Write it as `def log\(self"),
+        (
             custom_tracker.NoArguments,
             r"wrong signature: .* Write it as `class MyTracker: def __init__\(self, run_dir",
         ),
         (lambda run_dir: None, r"wrong signature: too many positional arguments"),
         (3, r"the tracker has no method log"),
     ],
-    ids=["no-log", "log", "arguments", "function", "number"],
+    ids=["no-log", "log", "log-samples", "async", "arguments", "function", "number"],
 )
 def test_invalid_tracker_is_rejected(candidate: Any, problem: str) -> None:
     with pytest.raises(ValueError, match=rf"^logging\.loggers\.0: {problem}"):

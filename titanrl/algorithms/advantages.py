@@ -12,7 +12,7 @@ implemented by its authors and in SkyRL.
 
 import math
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import accumulate, chain
@@ -406,9 +406,11 @@ def checked_advantages(
     """
     rewards = list(group.rewards)
     try:
-        returned = list(advantage(group))
-        is_nested = any(np.ndim(value) for value in returned)
-        numbers = [[float(number) for number in value] if is_nested else [float(value)] for value in returned]
+        returned: Any = advantage(group)
+        is_list = not isinstance(returned, Mapping | Set | str)  # whose items are not one advantage each, in order
+        values = list(returned) if is_list else []
+        is_nested = any(np.ndim(value) for value in values)
+        numbers = [[float(number) for number in value] if is_nested else [float(value)] for value in values]
     except Exception as error:  # user-defined code may raise anything
         cause = f"{type(error).__name__}: {error}"
         raise ValueError(f"algorithm.advantage: {name} raised {cause} (got the rewards {rewards}). Correct it.") from error
@@ -421,7 +423,7 @@ def checked_advantages(
     elif counts == list(group.num_tokens):
         unit = "token"
     if unit is None or not all(abs(number) <= MAX_ADVANTAGE for values in numbers for number in values):
-        got = numbers if is_nested else [number for values in numbers for number in values]
+        got = numbers if is_nested else [number for values in numbers for number in values] if is_list else returned
         raise ValueError(
             f"algorithm.advantage: {name} must return one finite number per completion (got {got} for the rewards {rewards}), "
             "or for each completion a list of one number per turn or per token. Correct it."

@@ -119,11 +119,7 @@ class PolicyLoss(Protocol):
     A loss may return a pair of the losses and a dict of additional per-token values for the metrics. The mean of a value `NAME`
     over the tokens is logged as `policy/NAME_mean`, or as `policy/NAME_frac` if it is a bool tensor. Values named `ratio` and
     `clip` replace those of the standard metrics: the importance ratio `ratio_N`, and False for all tokens.
-
-    Example:
-        @titanrl.policy_loss(ratio="proximal", zero_without_advantage=True)
-        def clipped(inputs: LossInputs, *, clip_high: float, floor: float = 0.5) -> torch.Tensor:
-            return -inputs.ratio_N.clamp(floor, 1 + clip_high) * inputs.advantages_N
+    docs/howto/loss.md has an example.
     """
 
     def __call__(self, inputs: LossInputs, /) -> "Tensor | tuple[Tensor, Mapping[str, Tensor]]":

@@ -15,7 +15,15 @@ from torch import Tensor
 
 from titanrl.algorithms.contracts import LossInputs, PolicyLoss, bound_loss
 from titanrl.algorithms.losses import LossMetrics, valid_tokens, weighted_sum
-from titanrl.algorithms.ratios import MAX_LOG_RATIO, Correction, bounded_exp, correct, kl_estimate, log_ratio, weight_sums
+from titanrl.algorithms.ratios import (
+    MAX_LOG_RATIO,
+    Correction,
+    bounded_exp,
+    correct,
+    kl_estimate,
+    log_ratio,
+    weight_sums,
+)
 from titanrl.algorithms.segments import segment_to_go
 from titanrl.config.algorithm import AlgorithmConfig
 
@@ -165,13 +173,14 @@ def _checked(result: object, mask_N: Tensor, name: str) -> tuple[Tensor, Mapping
     """Return the result of a loss as a pair; raise ValueError if a tensor does not have one value per token."""
     loss_N: Any
     values: Mapping[str, Any]
-    loss_N, values = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
-    for what, values_N in {"it": loss_N, **values}.items():
+    is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)
+    loss_N, values = result if is_pair else (result, {})  # type: ignore[misc]
+    for what, values_N in (("it", loss_N), *values.items()):
         found = tuple(values_N.shape) if isinstance(values_N, Tensor) else type(values_N).__name__
         if found != tuple(mask_N.shape):
             raise ValueError(
                 f"algorithm.loss: {name} must return one value per token, {tuple(mask_N.shape)} (got {found} for {what}). "
-                "Return the losses without a sum or mean over tokens."
+                "Return the losses without a sum or mean over tokens, or a pair of them and a mapping of such values."
             )
     return loss_N, values
 

@@ -194,19 +194,27 @@ def unwrapped(value: object) -> object:
     return value
 
 
+def is_async(function: object) -> bool:
+    """Return True for a coroutine function, a partial of one, and an object whose `__call__` is one."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
 def check_call(
     candidate: object, protocol: Callable[..., Any], *, key: str, name: str, expected: str, options: Iterable[str] = ()
 ) -> None:
     """Check that a callable accepts the arguments of a protocol's `__call__`, and additional keyword arguments `options`.
 
     `protocol` is unbound, so its first parameter is `self`. Messages name the key and the candidate, and show the expected
-    signature as code.
+    signature as code. An async function is refused, unless the protocol is async or returns an `Awaitable`.
 
     Raises:
-        ValueError: The candidate is not callable, or does not accept the arguments.
+        ValueError: The candidate is not callable, does not accept the arguments, or is async.
     """
     if not callable(candidate):
         raise ValueError(f"{key}: not callable (got {name}, of type {type(candidate).__name__}). Write it as `{expected}`.")
+    may_be_async = is_async(protocol) or "Awaitable" in str(inspect.signature(protocol).return_annotation)
+    if is_async(candidate) and not may_be_async:
+        raise ValueError(f"{key}: must not be async, because its result is not awaited (got {name}). Write it as `{expected}`.")
     try:
         signature = inspect.signature(candidate)
     except (TypeError, ValueError):

@@ -9,13 +9,13 @@ import inspect
 import json
 import math
 import re
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import update_wrapper
 from typing import Any, Literal, Protocol, SupportsFloat
 
 from titanrl.base.errors import TitanRLError
-from titanrl.base.plugins import Plugin, Point, check_call
+from titanrl.base.plugins import Plugin, Point, check_call, is_async
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,13 +105,7 @@ class GroupReward:
 
 
 def group_reward(function: Callable[..., Any]) -> GroupReward:
-    """Decorate a reward that takes all completions of a prompt and returns one value for each.
-
-    Example:
-        @titanrl.group_reward
-        def shortest(completions, entry):
-            return [float(len(text) == min(map(len, completions))) for text in completions]
-    """
+    """Decorate a reward that takes all completions of a prompt and returns one value for each; see `GroupRewardFunction`."""
     return GroupReward(function)
 
 
@@ -201,12 +195,8 @@ class BoundReward:
         self.name = name
         self.is_group = isinstance(function, GroupReward)
         self.function: Callable[..., Any] = function.function if isinstance(function, GroupReward) else function
+        self.is_async = is_async(self.function)
         self._keywords = frozenset(keywords_of(function))
-
-    @property
-    def is_async(self) -> bool:
-        """True for a coroutine function, or an object whose `__call__` is one."""
-        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(type(self.function).__call__)
 
     @property
     def takes_token_ids(self) -> bool:
@@ -243,7 +233,7 @@ class BoundReward:
 
     def values(self, returned: object, num_completions: int) -> list[object]:
         """Convert the return value of a group call to a list; raise `TypeError` unless it has one value per completion."""
-        if isinstance(returned, str | Mapping) or not isinstance(returned, Iterable):
+        if isinstance(returned, str | Mapping | Set) or not isinstance(returned, Iterable):
             raise TypeError(f"the reward returned {returned!a:.60}. Expected one value per completion: `{GROUP_EXPECTED}`.")
         values = list(returned)
         if len(values) != num_completions:
@@ -276,12 +266,8 @@ def keywords_of(function: Callable[..., Any]) -> list[str]:
         "token_ids",
         *(("raw_completions", "finish_reasons") if is_group else ("raw_completion", "finish_reason")),
     )
-    try:
-        _, _, *parameters = inspect.signature(function).parameters.values()  # follows a group reward's wrapped function
-    except (TypeError, ValueError):  # some builtins have no signature, and some functions too few parameters
-        return []
     kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [parameter.name for parameter in parameters if parameter.name in known and parameter.kind in kinds]
+    return [parameter.name for parameter in _parameters(function)[2:] if parameter.name in known and parameter.kind in kinds]
 
 
 def check_reward(candidate: object, *, key: str, name: str) -> None:
@@ -296,28 +282,32 @@ def check_reward(candidate: object, *, key: str, name: str) -> None:
         ValueError: The candidate is not callable, or does not accept the arguments.
     """
     is_group = isinstance(candidate, GroupReward)
+    expected = GROUP_EXPECTED if is_group else EXPECTED
     if callable(candidate) and (names := _names_of_trl(candidate)):
         raise ValueError(
             f"{key}: the arguments {names} are those of TRL, which passes lists, and columns as keywords (got {name}). "
             "Decorate it with @titanrl.group_reward and write it as `def reward(completions, entry)`: entry has the question, "
             "the answer and the metadata of the one prompt, and the reward returns one number per completion."
         )
+    first, second = [*(parameter.name for parameter in _parameters(candidate)), "", ""][:2]
+    if first in ("entry", "prompt") or second.startswith("completion"):
+        rule = "the first argument is the completion and the second the entry of the prompt"
+        raise ValueError(f"{key}: {rule} (got {name}({first}, {second})). Write it as `{expected}`.")
     check_call(
         candidate.function if isinstance(candidate, GroupReward) else candidate,
         GroupRewardFunction.__call__ if is_group else RewardFunction.__call__,
         key=key,
         name=name,
-        expected=GROUP_EXPECTED if is_group else EXPECTED,
+        expected=expected,
         options=keywords_of(candidate) if callable(candidate) else (),
     )
 
 
 def custom_reward(plugin: Plugin) -> Callable[..., Any]:
     """Load and check a user-defined reward function of any of the signatures that `BoundReward` accepts."""
-    function = plugin.load()
+    function: Callable[..., Any] = plugin.load()
     check_reward(function, key=plugin.key, name=plugin.name)
-    loaded: Callable[..., Any] = function
-    return loaded
+    return function
 
 
 POINT = Point(
@@ -329,12 +319,17 @@ POINT = Point(
 )
 
 
+def _parameters(candidate: object) -> list[inspect.Parameter]:
+    """Return the parameters of a reward; empty if it is not callable, or a builtin without a signature."""
+    try:
+        return list(inspect.signature(candidate).parameters.values())  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return []
+
+
 def _names_of_trl(candidate: Callable[..., Any]) -> str:
     """Return the first arguments of a reward that is written for TRL; empty for another function."""
-    try:
-        parameters = list(inspect.signature(candidate).parameters.values())
-    except (TypeError, ValueError):  # some builtins have no signature
-        return ""
+    parameters = _parameters(candidate)
     names = [parameter.name for parameter in parameters]
     takes_columns = len(names) > 1 and parameters[1].kind is inspect.Parameter.VAR_KEYWORD
     is_trl = names[:2] == ["prompts", "completions"] or (names[:1] == ["completions"] and takes_columns)

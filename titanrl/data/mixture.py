@@ -5,9 +5,12 @@ groups in batches and the outstanding groups (in flight or finished). When a gro
 counts for its task. Neither filters nor failures nor slow tasks therefore change the ratio.
 """
 
+import inspect
 import operator
+import pickle
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
@@ -149,19 +152,24 @@ def make_sampler(config: CurriculumConfig, seed: int, plugin: Plugin | None, *, 
     plugin = plugin or Plugin(key=key, name=config.sampler)
     factory = plugin.load()
     check_call(factory, SamplerFactory.__call__, key=key, name=plugin.name, expected=EXPECTED, options=config.options)
-    try:
+    with _named(key, "creating the sampler", plugin.name):
         sampler: Sampler = factory(config.num_levels, seed, **config.options)
+    for method in METHODS:
+        expected = f"def {method}{inspect.signature(protocol := getattr(Sampler, method))}"
+        check_call(getattr(sampler, method, None), protocol, key=key, name=f"{plugin.name}.{method}", expected=expected)
+    with _named(key, "state_dict(), which must return a mapping to save in checkpoints,", plugin.name):
+        pickle.dumps(dict(sampler.state_dict()))
+    return sampler
+
+
+@contextmanager
+def _named(key: str, call: str, name: str) -> Iterator[None]:
+    """Convert any exception raised in the body, which calls code of the user, to a `ValueError`."""
+    try:
+        yield
     except Exception as error:  # custom code may raise anything
         cause = f"{type(error).__name__}: {error}"
-        raise ValueError(
-            f"{key}: creating the sampler raised {cause} (got {plugin.name}). Correct it, or its options."
-        ) from error
-    missing = [method for method in METHODS if not callable(getattr(sampler, method, None))]
-    if missing:
-        raise ValueError(
-            f"{key}: the sampler lacks the methods {', '.join(missing)} (got {plugin.name}). Implement {', '.join(METHODS)}."
-        )
-    return sampler
+        raise ValueError(f"{key}: {call} raised {cause} (got {name}). Correct it, or its options.") from error
 
 
 POINT = Point(
@@ -169,7 +177,7 @@ POINT = Point(
     argument="sampler",
     protocol=SamplerFactory.__call__,
     expected=EXPECTED,
-    options=lambda sampler, config: config.data.curriculum.options,
+    checked=lambda sampler, plugin, config: make_sampler(config.data.curriculum, config.seed, plugin, key=plugin.key),
 )
 
 
@@ -288,7 +296,8 @@ class Mixture:
                 values |= {f"task/{task.name}/groups_total": float(number), f"task/{task.name}/share": number / max(total, 1)}
         for task in self._tasks:
             if task.sampler is not None:
-                values |= {f"curriculum/{task.name}/{name}": float(value) for name, value in task.sampler.metrics().items()}
+                with _named("curriculum.sampler", "metrics()", task.name):
+                    values |= {f"curriculum/{task.name}/{name}": float(value) for name, value in task.sampler.metrics().items()}
         return values
 
     def state_dict(self, *, untrained: Collection[int] = (), from_index: int | None = None) -> dict[str, Any] | None:
@@ -331,7 +340,8 @@ class Mixture:
                 self._num_before[number] = state.get("num_before", [0] * len(state["names"]))[before]  # not in earlier versions
                 self._next_indices[number] = Counter(state["places"][before])
                 if task.sampler is not None and state["samplers"][before] is not None:
-                    task.sampler.load_state_dict(state["samplers"][before])
+                    with _named("curriculum.sampler", "load_state_dict()", task.name):
+                        task.sampler.load_state_dict(state["samplers"][before])
         if state["names"] != names:
             return False
         is_level = all(draw.level < self._tasks[draw.task].num_levels for draw in state["draws"].values())
@@ -349,13 +359,15 @@ class Mixture:
         for index in sorted(self._outcomes):  # groups finish in any order
             task, outcome = self._outcomes[index]
             if (sampler := self._tasks[task].sampler) is not None:
-                sampler.observe(outcome)
+                with _named("curriculum.sampler", "observe()", self._tasks[task].name):
+                    sampler.observe(outcome)
         self._outcomes.clear()
         number = min(range(len(self._tasks)), key=self._lead)
         chosen = self._tasks[number]
         level = 0
         if chosen.sampler is not None:
-            given: Any = chosen.sampler.choose()
+            with _named("curriculum.sampler", "choose()", chosen.name):
+                given: Any = chosen.sampler.choose()
             try:
                 level = operator.index(given)
             except TypeError:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from titanrl.base.plugins import Plugin, Plugins, Point, check_call, import_object, name_of, plugin_of
+from titanrl.base.plugins import Plugin, Plugins, Point, check_call, import_object, is_async, name_of, plugin_of
 from titanrl.environments.interface import Done, Environment, Episode, JudgesTruncated, Limit, Message, Observation, opening
 
 KEY = "data.environment"
@@ -131,7 +131,7 @@ def check_environment(candidate: object, *, key: str, name: str, options: Mappin
     for method, protocol in protocols.items():
         function, expected = getattr(environment, method), _METHODS.get(method, _JUDGES)
         check_call(function, protocol, key=key, name=f"{name}.{method}", expected=expected)
-        if not inspect.iscoroutinefunction(function):
+        if not is_async(function):
             raise ValueError(f"{key}: {method} is not async (got {name}). Write it as `{expected}`.")
 
 

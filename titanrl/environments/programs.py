@@ -17,7 +17,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from titanrl.base.ownership import open_regular
-from titanrl.base.plugins import import_object
+from titanrl.base.plugins import import_object, is_async
 from titanrl.environments.interface import Done, EnvironmentFailure, checked, parse_object, readable_text, shown
 from titanrl.processes import supervisor
 from titanrl.processes.children import Child, Output
@@ -106,18 +106,17 @@ def result_of(returns: Returns, value: object) -> ProgramResult:
 
 def checked_function(path: str, options: Mapping[str, object]) -> Callable[..., Awaitable[object]]:
     """Import an async function that accepts a task, and options as keyword arguments. Raise `ValueError` if there is none."""
-    function = import_object(path, key=KEY)
-    if not inspect.iscoroutinefunction(function):
+    function: Callable[..., Awaitable[object]] = import_object(path, key=KEY)
+    if not is_async(function):
         raise ValueError(f"{KEY}: must be an async function (got {path}). Write it as `async def play(task): ...`.")
     signature = inspect.signature(function)
     try:
         signature.bind(None, **options)
     except TypeError as error:
-        expected = f"async def {function.__name__}({', '.join(['task', *options])}): ..."
+        expected = f"async def play({', '.join(['task', *options])}): ..."
         rule = f"must accept the task and data.environment.options: {error} (got {path}{signature})"
         raise ValueError(f"{KEY}: {rule}. Write it as `{expected}`, or correct the options.") from error
-    checked: Callable[..., Awaitable[object]] = function
-    return checked
+    return function
 
 
 def direct_access() -> dict[str, str]:

@@ -875,18 +875,17 @@ def _encoder(config: Config, data: DataConfig, *, has_tokenizer: bool) -> Encode
         if (environment := data.environment) is not None:
             try:
                 make_renderer(tokenizer, environment.renderer, environment.renderer_options)
+                if isinstance(environment.program, str):
+                    checked_function(environment.program, environment.options)
+                elif environment.python is None and environment.function in ENVIRONMENTS:  # others are extension points
+                    load_factory(environment.function, environment.options)
             except ValueError as error:
-                key, _, text = str(error).partition(": ")
-                rule, _, fix = text.rstrip(".").rpartition(". ")
-                value = environment.renderer if key.endswith(".renderer") else environment.renderer_options
-                raise BrokenRules(BrokenRule({key: value}, rule, fix[:1].lower() + fix[1:])) from error
-            if isinstance(environment.program, str):
-                checked_function(environment.program, environment.options)
+                keys = ("renderer_options", "renderer", "function" if environment.program is None else "program")
+                name = next((name for name in keys if str(error).startswith(f"data.environment.{name}")), keys[-1])
+                raise BrokenRules(rule_of(str(error), {f"data.environment.{name}": getattr(environment, name)})) from error
             if environment.confined and (missing := missing_for_programs()):
                 rule = f"confinement needs {', '.join(missing)}"
                 raise BrokenRules(BrokenRule({"data.environment.confined": True}, rule, "remove confined"))
-            if environment.python is None and environment.function in ENVIRONMENTS:  # others are extension points
-                load_factory(environment.function, environment.options)
     if data.source != "reasoning_gym" and any(reward.function == "reasoning_gym" for reward in data.rewards.values()):
         make_gym_dataset(data.task, data.task_config, seed=0, size=1)
     return encode

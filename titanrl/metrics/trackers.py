@@ -47,23 +47,12 @@ CLOSE_S = 5.0
 """Seconds for which the end of a run waits for MLflow."""
 
 EXPECTED = "class MyTracker: def __init__(self, run_dir: Path, config: Mapping[str, Any], resume_step: int | None)"
-LOG_EXPECTED = "def log(self, step: int, values: Mapping[str, float]) -> None"
-CLOSE_EXPECTED = "def close(self) -> None"
 
 
 class Tracker(Protocol):
     """A destination for metrics. It runs in the controller; if it raises, it is dropped with a warning and the run continues.
 
-    Example:
-        class Lines:
-            def __init__(self, run_dir: Path, config: Mapping[str, Any], resume_step: int | None) -> None:
-                self.file = (run_dir / "lines.txt").open("a")
-
-            def log(self, step: int, values: Mapping[str, float]) -> None:
-                print(step, values, file=self.file)
-
-            def close(self) -> None:
-                self.file.close()
+    docs/howto/tracker.md has an example.
     """
 
     def log(self, step: int, values: Mapping[str, float], /) -> None:
@@ -304,8 +293,8 @@ class Trackers:
         self._given = frozenset(given)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Record metrics of one step in every tracker."""
-        self._each(lambda tracker: tracker.log(step, values))
+        """Record metrics of one step in every tracker. Each gets a copy, because others read the values, too."""
+        self._each(lambda tracker: tracker.log(step, dict(values)))
 
     @property
     def take_samples(self) -> bool:
@@ -481,11 +470,14 @@ def _is_factory(candidate: Any) -> bool:
 
 
 def _check_methods(tracker: Any, key: str, name: str) -> None:
-    for method, protocol, expected in (("log", Tracker.log, LOG_EXPECTED), ("close", Tracker.close, CLOSE_EXPECTED)):
-        if not callable(getattr(tracker, method, None)):
+    is_bound = not isinstance(tracker, type)
+    samples = [SampleTracker.log_samples] if issubclass(type(tracker) if is_bound else tracker, SampleTracker) else []
+    protocol: Any
+    for protocol in (Tracker.log, Tracker.close, *samples):
+        method, expected = protocol.__name__, f"def {protocol.__name__}{inspect.signature(protocol)}"
+        function = getattr(tracker, method, None)
+        if not callable(function):
             raise ValueError(f"{key}: the tracker has no method {method} (got {name}). Write it as `{expected}`.")
-        function = getattr(tracker, method)
-        is_bound = not isinstance(tracker, type)
         check_call(
             function if is_bound else partial(function, None), protocol, key=key, name=f"{name}.{method}", expected=expected
         )
@@ -519,12 +511,7 @@ class Hook:
 
     `run` is the running `titanrl.GRPO`. `run.state.step` is the number of steps taken, `run.config` is the configuration, and
     `run.set_learning_rate(rate)` sets the learning rate from the next optimizer step on. An exception ends the run.
-
-    Example:
-        class Halve(titanrl.Hook):
-            def after_step(self, run, metrics):
-                if metrics.values["mismatch/kl"] > 0.01:
-                    run.set_learning_rate(0.5 * metrics.values["optim/lr"])
+    docs/howto/hooks.md has an example.
     """
 
     def before_step(self, run: Any) -> Awaitable[None] | None:
