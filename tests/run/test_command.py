@@ -42,6 +42,34 @@ def test_end_in_time_is_not_interrupted(monkeypatch: pytest.MonkeyPatch) -> None
     assert exits.empty()
 
 
+ENDED = """
+import os, signal
+from pathlib import Path
+from titanrl.config import load_config
+from titanrl.run.command import run
+
+class Ended:
+    is_training, num_unsaved_steps, run_dir = False, 0, Path("run")
+
+    def __init__(self, config, *, console, **others):
+        self.config, self.console = config, console
+
+    async def start_and_train(self): ...
+    async def stop(self, **end): ...
+    def summarize(self, **end): os.kill(os.getpid(), signal.SIGINT)
+
+Ended.for_config = lambda config: Ended
+print("exit code", run(Ended, load_config("quickstart", ["logging.console=off"]), None, None))
+"""
+"""A run that gets a signal while it writes its report."""
+
+
+def test_ctrl_c_while_the_report_is_written_ends_the_process_at_once(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", ENDED], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 @pytest.mark.parametrize("flags", [[], ["--dry-run"]])
 def test_ctrl_c_during_the_checks_says_that_nothing_was_started(flags: list[str], tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text("import time\nopen('imported', 'w').close()\ntime.sleep(60)\n")

@@ -249,6 +249,9 @@ async def test_state_is_restored_with_and_without_optimizer(lab: Lab) -> None:
 
     first = await step()
     path = await lab.client.save_state("one")
+    with pytest.raises(ValueError, match=r"^name: there is a state of this name \(got 'one'\)\. Give another name, or over"):
+        lab.client.save_state("one")
+    assert await lab.client.save_state("one", overwrite=True) == path
     second = await step()
     assert await lab.client.load_state_with_optimizer(path) == 1
     assert all_equal(await lab.client.compute_logprobs(DATA), first)

@@ -227,10 +227,9 @@ def broken_by_saved_model(config: Config, recorded: Mapping[str, Any], step: int
     if not differing:
         return
     key = "model.recipe" if config.model.path is None else "model.path"
-    path = None if config.model.path is None else str(config.model.path)
     rule = f"the checkpoint of step {step} was saved with a model of other sizes ({', '.join(differing)})"
     where = "" if model.path is None else f", such as {model.path}"
-    yield BrokenRule({key: path}, rule, f"name a model of these sizes{where}, or start a new run")
+    yield config.broken(key, rule, f"name a model of these sizes{where}, or start a new run")
 
 
 # Machine

@@ -42,7 +42,7 @@ from titanrl.metrics.reading import (
     series,
     without_reward,
 )
-from titanrl.metrics.views import MAX_POINTS, Json, RunView, readable, unit_of, whole_group
+from titanrl.metrics.views import MAX_POINTS, SIGNALS, Json, RunView, readable, unit_of, whole_group
 
 FIRST_BYTES = 1_000_000
 """Size limit for sampled groups from the start of the run, in bytes of JSON."""
@@ -54,8 +54,6 @@ CURVE_BYTES = 2_000_000
 """Size limit for the curves of a run, in bytes of JSON. Above it, they have fewer points."""
 MAX_TOKENS = 400
 """Tokens of a completion in a file."""
-INTERRUPTED, TERMINATED = 130, 143
-"""Exit codes of a run that SIGINT or SIGTERM interrupted."""
 NOTABLE = 0.15
 """Difference between the idle fractions of trainer and generators above which `idle_line` suggests moving devices."""
 CURVES = {
@@ -209,7 +207,7 @@ def conclude(
         problems.append(f"metrics.jsonl cannot be read ({type(error).__name__}: {error})")
     if code != 0:
         # The cause of a failure is printed later, as the last line.
-        reason = f": {cause}" if code in (INTERRUPTED, TERMINATED) else ""
+        reason = f": {cause}" if code in SIGNALS else ""
         sentence = f"Stopped after step {rows[-1]['step'] if rows else 0}{reason}. {sentence}".strip()
     try:
         facts = {"Failed rewards": failed} if failed else {}

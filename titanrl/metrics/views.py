@@ -610,10 +610,10 @@ def _longest(states: Sequence[State]) -> list[State]:
     return [state for state in states if state.seconds > shortest]
 
 
-def _status(path: Path | os.DirEntry[str]) -> os.stat_result | None:
+def _status(path: Path | os.DirEntry[str], *, follow_symlinks: bool = False) -> os.stat_result | None:
     """Return the status of a regular file; None if there is none."""
     try:
-        status = path.stat(follow_symlinks=False)
+        status = path.stat(follow_symlinks=follow_symlinks)
     except OSError:
         return None
     return status if stat.S_ISREG(status.st_mode) else None
@@ -634,19 +634,12 @@ def _is_alive(lock: Path) -> bool | None:
         return None
     try:
         with os.scandir(f"/proc/{pid}/fd") as entries:
-            return any(found is not None and os.path.samestat(found, own) for found in map(_opened, entries))
+            opened = (_status(entry, follow_symlinks=True) for entry in entries)
+            return any(found is not None and os.path.samestat(found, own) for found in opened)
     except FileNotFoundError:
         return False
     except OSError:  # a process of another user
         return True
-
-
-def _opened(entry: os.DirEntry[str]) -> os.stat_result | None:
-    """Return the status of a file that a process has opened; None if it has been closed since."""
-    try:
-        return entry.stat()
-    except OSError:
-        return None
 
 
 def _score(row: Mapping[str, Any]) -> float | None:

@@ -128,6 +128,8 @@ def run(kind: type[Run], config: Config, resume: Path | None, source: Source, *,
             training.since = process_start()
             with console, log_to(training.run_dir / "logs" / "controller_0.log"), temporary_folder():
                 code, cause, watchdog = asyncio.run(train(training, err))
+            if not terminal.is_ending():
+                terminal.exit_on_signals()  # everything is closed, also the event loop, which the first signal needs
             watchdog.cancel()
             watchdog = start_watchdog(code, cause, err, REPORT_LIMIT_S, "writing the report")
             training.summarize(code=code, cause=cause)

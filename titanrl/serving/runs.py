@@ -98,22 +98,20 @@ class Board(Endpoint):
         """Report changed runs to the pages, until `close`. If the system cannot report changes, only warn."""
         import watchfiles  # only the board needs it
 
-        watched = watchfiles.awatch(
-            self.folder,
-            stop_event=self._stop,
-            debounce=1,
-            step=SETTLE_MS,
-            watch_filter=_is_shown,
-            ignore_permission_denied=True,
-        )
         try:
-            async for changes in watched:
+            async for changes in watchfiles.awatch(
+                self.folder,
+                stop_event=self._stop,
+                debounce=1,
+                step=SETTLE_MS,
+                watch_filter=_is_shown,
+                ignore_permission_denied=True,
+            ):
                 names = {self._name_of(Path(folder)) for folder in {os.path.dirname(path) for _, path in changes}}
                 for queue in self._listeners:
                     queue.put_nowait(names)
-        except (OSError, ExceptionGroup) as error:  # the limit of watches is reached, or a name below is not UTF-8
-            cause = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
-            warn(f"changes are not noticed any more, reload the page to see them ({describe(cause)})")
+        except* (OSError, RuntimeError) as errors:  # the limit of watches is reached, or a name below is not UTF-8
+            warn(f"changes are not noticed any more, reload the page to see them ({describe(errors.exceptions[0])})")
             await self._stop.wait()
 
     def _name_of(self, folder: Path) -> str:

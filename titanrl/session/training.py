@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from titanrl.algorithms.contracts import checked_custom_loss
 from titanrl.base.arguments import check_count, check_type, shown
 from titanrl.base.errors import TitanRLError
+from titanrl.base.files import COMMIT_FILE
 from titanrl.base.plugins import Plugin, plugin_of
 from titanrl.carriers.types import AdamParams, Datum, FloatArray, ForwardBackwardOutput, OptimUpdate, check_data
 from titanrl.config.algorithm import AVERAGE
@@ -137,10 +138,17 @@ class TrainingClient:
         """Keep a copy of the current weights; the task returns their version."""
         return self._submit(self._trainer.keep_weights)
 
-    def save_state(self, name: str) -> asyncio.Task[Path]:
-        """Save model and optimizer under a name; the task returns the path for `load_state` or `load_state_with_optimizer`."""
+    def save_state(self, name: str, *, overwrite: bool = False) -> asyncio.Task[Path]:
+        """Save model and optimizer under a name; the task returns the path for `load_state` or `load_state_with_optimizer`.
+
+        Raises:
+            ValueError: There is a state of this name, and `overwrite` is False.
+        """
         check_name(name)
-        return self._submit(lambda: self._written(self._trainer.save_state, self._folder / "states" / name))
+        folder = self._folder / "states" / name
+        if not overwrite and (folder / COMMIT_FILE).exists():
+            raise ValueError(f"name: there is a state of this name (got {name!r}). Give another name, or overwrite=True.")
+        return self._submit(lambda: self._written(self._trainer.save_state, folder))
 
     def load_state(self, path: Path) -> asyncio.Task[int]:
         """Load the weights of a state and reset the optimizer; the task returns the version.
