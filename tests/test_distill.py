@@ -16,16 +16,7 @@ from titanrl.config.data import Distillation
 from titanrl.config.load import check_program
 from titanrl.config.sections import DistillConfig, RecipeConfig
 from titanrl.data.entries import BadRow, hinted_entry
-from titanrl.distill import (
-    Batch,
-    ask_teachers,
-    batch_metrics,
-    discounted,
-    distillation_data,
-    loss_of_step,
-    main,
-    taught_share,
-)
+from titanrl.distill import Batch, ask_teachers, batch_metrics, discounted, distillation_data, loss_of_step, main, taught_share
 from titanrl.launch.preflight import broken_rules
 from titanrl.models.recipe import create_model
 from titanrl.session.sampling import Sample

@@ -28,13 +28,7 @@ from pathlib import Path
 import numpy as np
 
 from titanrl.algorithms.advantages import advantages_by_task, advantages_of
-from titanrl.algorithms.batch_plan import (
-    ReplaySchedule,
-    StepPlan,
-    next_entropy_coef,
-    plan_batch,
-    plan_step,
-)
+from titanrl.algorithms.batch_plan import ReplaySchedule, StepPlan, next_entropy_coef, plan_batch, plan_step
 from titanrl.algorithms.gae import collect_values, critic_advantages, value_metrics
 from titanrl.base.errors import RankError, StoppedError, TitanRLError, TokensLostError
 from titanrl.base.plugins import loaded
@@ -58,15 +52,7 @@ from titanrl.metrics import steps as metrics_of
 from titanrl.replay.groups import Batch, Freshness, TrainedBatch, joined, versions_behind
 from titanrl.run import command
 from titanrl.run.checkpoints import checkpoint_dir, is_due
-from titanrl.run.generation import (
-    Dump,
-    Generation,
-    batch_metrics,
-    check_dump,
-    record_advantages,
-    record_drops,
-    recorded_groups,
-)
+from titanrl.run.generation import Dump, Generation, batch_metrics, check_dump, record_advantages, record_drops, recorded_groups
 from titanrl.run.run import Run
 from titanrl.run.steering import TEMPERATURE
 

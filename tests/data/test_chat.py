@@ -157,6 +157,56 @@ def test_arguments_are_text_for_a_template_that_joins_text(tmp_path: Path) -> No
     assert '<call>f {"day": 1}</call>' in fitted(tokenizer_with(tmp_path, joining), messages)
 
 
+CALLS = "{% for c in m.tool_calls %}<call>{{ c.function.name }} {{ c.function.arguments }}</call>{% endfor %}"
+
+
+def called(tokenizer: Tokenizer, content: str | None = None, number: int = 1) -> str:
+    """Return the text of the message with calls, and without its start and its end."""
+    other = {**CALL, "function": {"name": "g", "arguments": {"town": "None"}}}
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": content, "tool_calls": [CALL, other][:number]},
+    ]
+    return fitted(tokenizer, [*messages, {"role": "tool", "content": "r"}]).split("assistant\n")[1].split(END)[0]
+
+
+@pytest.mark.parametrize("content", [None, "", "I ask."])
+def test_arguments_are_json_where_the_template_shows_them_as_they_are(tmp_path: Path, content: str | None) -> None:
+    tokenizer = tokenizer_with(
+        tmp_path, CHATML.replace("{{ m.content }}", "{{ m.content }}{% if m.tool_calls %}" + CALLS + "{% endif %}")
+    )
+    assert called(tokenizer, content, 2) == (content or "") + '<call>f {"day": 1}</call><call>g {"town": "None"}</call>'
+
+
+def test_calls_without_text_have_null_where_the_template_asks_for_it(tmp_path: Path) -> None:
+    either = "{% if m.content is none %}" + CALLS + "{% else %}{{ m.content }}{% endif %}"
+    tokenizer = tokenizer_with(tmp_path / "either", CHATML.replace("{{ m.content }}", either))
+    assert called(tokenizer, "") == called(tokenizer, None) == '<call>f {"day": 1}</call>'
+    with pytest.raises(BadRow, match=r"ignores messages\[1\]\.tool_calls"):  # although it used those of other rows
+        called(tokenizer, "I ask.")
+    extra = CHATML.replace(
+        "{{ m.content }}",
+        "{% if m.tool_calls %}" + CALLS + "{% endif %}{% if m.content is not none %}[{{ m.content }}]{% endif %}",
+    )
+    assert called(tokenizer_with(tmp_path / "extra", extra), "") == '<call>f {"day": 1}</call>'
+
+
+@pytest.mark.parametrize(
+    ("shown", "number"),
+    [
+        ("[CALLS]{{ m.content }}", 1),
+        ("{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}", 1),
+        ("{{ m.tool_calls[0].function }}", 2),
+    ],
+)
+def test_calls_that_the_template_shows_in_part_are_refused(tmp_path: Path, shown: str, number: int) -> None:
+    tokenizer = tokenizer_with(
+        tmp_path, CHATML.replace("{{ m.content }}", "{% if m.tool_calls %}" + shown + "{% else %}{{ m.content }}{% endif %}")
+    )
+    with pytest.raises(BadRow, match=r"ignores messages\[1\]\.tool_calls"):
+        called(tokenizer, None, number)
+
+
 def test_variables_of_the_template_come_from_configuration_and_row(full: Tokenizer, tmp_path: Path) -> None:
     def end(variables: dict[str, Any], row: dict[str, Any]) -> str:
         rows = [{"prompt": "Rain?", **row}]

@@ -11,6 +11,7 @@ from typing import Any
 
 import datasets
 import pyarrow
+import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 
@@ -18,7 +19,7 @@ from tests.chat import render_chat
 from titanrl.config.data import DataConfig
 from titanrl.config.errors import BrokenRules, ConfigError
 from titanrl.config.load import load_config
-from titanrl.data.entries import BadRow, data_digest, question_of, read_entries, read_messages, read_tools
+from titanrl.data.entries import BadRow, data_digest, data_files, question_of, read_entries, read_messages, read_tools
 from titanrl.data.streams import make_stream, open_stream
 from titanrl.data.tokenizer import Tokenizer
 
@@ -157,6 +158,7 @@ def test_saved_data_set_is_read(tmp_path: Path) -> None:
     ("start", "problem"),
     [
         (gzip.compress(b"{}", mtime=0), "is compressed with gzip. Decompress it"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "is a pointer of Git LFS. Download the file itself"),
         (b"PAR1abc", "is a Parquet file. Name it .parquet, and set data.source to parquet"),
         ('{"a": 1}'.encode("utf-16"), "is encoded as UTF-16. Save it as UTF-8"),
         (b'[{"prompt": "1"}]', "must be a JSON object, got list. Write one JSON object per line, for example with: jq -c"),
@@ -198,6 +200,68 @@ def test_invalid_parquet_file_is_named(tmp_path: Path) -> None:
         entries(DataConfig(source="parquet", path=tmp_path / "a.parquet"))
     with pytest.raises(BrokenRules, match=r"data.path.*file not found"):
         entries(DataConfig(source="parquet", path=tmp_path / "b.parquet"))
+
+
+def column(values: list[Any], kind: pyarrow.DataType) -> pyarrow.Array:
+    return pyarrow.array(values, kind)
+
+
+STRUCT = pyarrow.StructArray.from_arrays([column(["a"], pyarrow.string())] * 2, names=["k", "k"])
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "problem"),
+    [
+        ("prompt", column(["b"], pyarrow.string()), "several columns have the same name: prompt, prompt"),
+        ("x", STRUCT, "must have values that Python can read .*duplicate"),
+        ("x", column([2**60], pyarrow.timestamp("us")), "must have values that Python can read .*OverflowError"),
+        ("x", column([1], pyarrow.timestamp("us", tz="Mars/Base")), "must have values that Python can read .*Mars/Base"),
+        (
+            "x",
+            column([b"\xff"], pyarrow.binary()).view(pyarrow.string()),
+            "must have values that Python can read .*UnicodeDecode",
+        ),
+    ],
+)
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_column_that_cannot_be_read_is_refused(tmp_path: Path, kind: str, name: str, values: Any, problem: str) -> None:
+    file = tmp_path / f"a.{kind}"
+    table = pyarrow.Table.from_arrays([column(["a"], pyarrow.string()), values], names=["prompt", name])
+    if kind == "parquet":
+        pyarrow.parquet.write_table(table, file)
+    else:
+        with pyarrow.ipc.new_file(file, table.schema) as writer:
+            writer.write_table(table)
+    with pytest.raises(BrokenRules, match=f"data.path.*{problem}"):
+        entries(DataConfig(source=kind, path=file))
+
+
+def test_directory_of_several_splits_is_refused(tmp_path: Path) -> None:
+    for name in ("train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001"):
+        written(tmp_path / f"{name}.jsonl", [{"prompt": name, "answer": "1"}])
+    with pytest.raises(
+        BrokenRules, match=r"data.path.*holds files of several splits \(train, test\)\. Name .*/\*train\*\.jsonl, or"
+    ):
+        data_files(tmp_path, "data.path", "jsonl")
+    assert len(data_files(tmp_path / "train*.jsonl", "data.path", "jsonl")) == 2
+    assert len(data_files(tmp_path / "*.jsonl", "data.path", "jsonl")) == 3
+    (tmp_path / "test-00000-of-00001.jsonl").rename(tmp_path / "contest.jsonl")
+    assert len(data_files(tmp_path, "data.path", "jsonl")) == 3
+
+
+@pytest.mark.parametrize("name", ["messages", "conversations"])
+def test_conversation_may_be_json_text(tmp_path: Path, name: str) -> None:
+    row = {name: json.dumps([{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}])}
+    (entry,) = entries(written(tmp_path / "a.jsonl", [row]))
+    assert (entry["question"], entry["answer"]) == ("2 + 2?", "4")
+    with pytest.raises(BrokenRules, match="messages must be valid JSON"):
+        entries(written(tmp_path / "b.jsonl", [{name: "2 + 2?", "answer": "4"}]))
+
+
+def test_key_that_occurs_twice_in_json_text_is_refused() -> None:
+    call = {"name": "f", "arguments": '{"day": 1, "day": 2}'}
+    with pytest.raises(BadRow, match=r'tool_calls\[0\]\.function\.arguments must be valid JSON \(the key "day" occurs'):
+        read_messages([{"role": "assistant", "tool_calls": [call]}])
 
 
 def test_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,9 +394,9 @@ def test_message_that_would_lose_something_is_named(message: Any, problem: str) 
     assert refused.value.problem.startswith(problem)
 
 
-@pytest.mark.parametrize("content", ["Hi", []])
+@pytest.mark.parametrize("content", ["Hi", '"Hi"', "[]", []])
 def test_messages_must_be_a_list(content: Any) -> None:
-    with pytest.raises(BadRow, match="messages must be a non-empty list"):
+    with pytest.raises(BadRow, match=r"messages must be (a non-empty list|valid JSON)"):
         read_messages(content)
 
 

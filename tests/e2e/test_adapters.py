@@ -16,6 +16,7 @@ from titanrl.config import load_config
 from titanrl.metrics.reading import open_run
 from titanrl.session.sampling import AdapterLimitError, ReleasedError, SamplingClient
 from titanrl.session.session import Session
+from titanrl.weights.records import adapters_run, rank_key
 
 LORA = ("trainer.lora={rank: 4, alpha: 8}", "generator.model_impl=native", "algorithm.learning_rate=3e-3")
 
@@ -100,6 +101,22 @@ def test_kept_sampler_gives_identical_tokens_after_saves_and_a_replaced_generato
         await client.release()
         await other.free()
 
+    async def cancelled_publications(session: Session) -> None:
+        """The generators and the store hold nothing of them."""
+        generators, store = session.sampling._sampler._generators, session._parts.assembly._source.store
+        held = dict(generators._held)
+        for _ in range(3):
+            publishing = session.training.publish(keep=True)
+            while generators._held == held and not publishing.done():  # until the request is sent
+                await asyncio.sleep(0)
+            (number,) = generators._held.keys() - held.keys()
+            publishing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await publishing
+            assert generators._held == held
+            assert not await store.exists(rank_key(adapters_run("kept"), number, 0))
+            await session.training.zero_grad()
+
     kept: list[SamplingClient] = []
 
     async def scenario() -> None:
@@ -125,6 +142,10 @@ def test_kept_sampler_gives_identical_tokens_after_saves_and_a_replaced_generato
             assert newest != before
             with pytest.raises(AdapterLimitError, match="held_adapters"):
                 await session.training.publish(keep=True)
+            await kept.pop().release()
+            await cancelled_publications(session)
+            assert await tokens(old) == before
+            kept.append(await session.training.publish(keep=True))
             pid = int((session.run_dir / "logs" / "generator_0_0.pid").read_text().split()[0])
             psutil.Process(pid).kill()
             assert await tokens(old) == before, "the replacement holds the adapter"

@@ -18,6 +18,7 @@ from titanrl.launch.generators import GeneratorMeshes, RolloutMesh
 from titanrl.launch.supervision import Pace, Part, PartDiedError, SharedContext, Supervisor, Watchdog
 from titanrl.processes.actors import Actor, concurrent_endpoint
 from titanrl.processes.children import RespawnLimitError, Respawns
+from titanrl.weights.records import WeightMismatchError
 
 
 class Clerk(Actor):
@@ -229,8 +230,9 @@ async def test_started_worker_is_connected_to_trainer_and_replicas() -> None:
     assert told == [(0, "new"), (1, None)]
 
 
-async def test_replica_serves_only_with_the_newest_weights_and_the_held_adapters() -> None:
-    """While a replacement starts, a version is published and an adapter is dropped."""
+@pytest.mark.parametrize("is_deleted", [False, True])
+async def test_replica_serves_only_with_the_newest_weights_and_the_held_adapters(is_deleted: bool) -> None:
+    """While a replacement starts, a version is published and an adapter is dropped, before or after its bytes were read."""
     told: list[Any] = []
     meshes = GeneratorMeshes({}, SimpleNamespace(supervisor=None), TimeoutsConfig())  # type: ignore[arg-type]
 
@@ -239,6 +241,8 @@ async def test_replica_serves_only_with_the_newest_weights_and_the_held_adapters
         if name == "g.hold_adapter":
             meshes._newest = 8
             meshes._held.clear()
+            if is_deleted:
+                raise WeightMismatchError("not in the store")
 
     async def catch_up(replica: int) -> None:
         told.append(meshes._newest)
@@ -253,4 +257,4 @@ async def test_replica_serves_only_with_the_newest_weights_and_the_held_adapters
     meshes.catch_up = catch_up
     meshes.listeners.append(listen)
     await meshes.bring_up(part)
-    assert told == ["g.start", 7, "g.hold_adapter", 8, "g.drop_adapter", "leader"]
+    assert told == ["g.start", 7, "g.hold_adapter", 8, *([] if is_deleted else ["g.drop_adapter"]), "leader"]

@@ -23,15 +23,7 @@ from titanrl.base.errors import TokensLostError
 from titanrl.base.pickling import MOVED
 from titanrl.carriers.types import GroupHandle
 from titanrl.replay import shards
-from titanrl.replay.shards import (
-    Payloads,
-    ShardDirectory,
-    StorageShard,
-    read_groups,
-    shard_file,
-    shared_payloads,
-    write_groups,
-)
+from titanrl.replay.shards import Payloads, ShardDirectory, StorageShard, read_groups, shard_file, shared_payloads, write_groups
 
 WANTED = [(GroupHandle(shard=1, location=2, serial=3), 0)]
 

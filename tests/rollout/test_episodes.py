@@ -21,16 +21,7 @@ from titanrl.config.algorithm import AlgorithmConfig
 from titanrl.config.data import DataConfig
 from titanrl.config.sections import RolloutConfig, TrainerConfig
 from titanrl.data.tokenizer import Tokenizer
-from titanrl.environments import (
-    Done,
-    Environments,
-    Episode,
-    JudgesTruncated,
-    Limit,
-    Message,
-    Observation,
-    make_environment,
-)
+from titanrl.environments import Done, Environments, Episode, JudgesTruncated, Limit, Message, Observation, make_environment
 from titanrl.metrics.steps import episode_metrics, evaluation_metrics, part_means
 from titanrl.rollout.episodes import Episodes, start_episodes
 from titanrl.rollout.group import credited_values_differ, fit_to_rows, record_of

@@ -41,7 +41,7 @@ def qwen3_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>")
     tokenizer.add_special_tokens({"additional_special_tokens": list(QWEN3[:3])})
     tokenizer.add_tokens(list(QWEN3[3:]))
-    tokenizer.chat_template = "{{ messages }}"
+    tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     return folder
@@ -418,6 +418,30 @@ def test_random_completions_are_parsed_and_rendered_again(qwen3_dir: Path) -> No
             assert isinstance(valid, Observation)
             assert valid.messages[0]["content"] == message["content"]
             renderer.render([*QUESTION, message, *RESULT], [ADD])
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        (TEMPLATE.replace("if tools", "if false"), "the chat template ignores tools"),
+        (
+            TEMPLATE.replace("message.role == 'tool'", "false"),
+            r"the chat template leaves out messages\[\d\], with the role tool",
+        ),
+        (TEMPLATE.replace("not message.tool_calls", "true"), r"ignores messages\[1\].tool_calls|another format than JSON"),
+        (TEMPLATE.replace('"arguments"', '"parameters"').replace('"name": "', '"tool": "'), "tool calls in another format"),
+    ],
+)
+def test_template_that_hides_tools_results_or_calls_is_refused(
+    qwen3_dir: Path, tmp_path: Path, template: str, problem: str
+) -> None:
+    renderer = make_renderer(load_tokenizer(with_template(qwen3_dir, tmp_path, template)), "template", {})
+    prompt = renderer.render(QUESTION, ())
+    end = turn_end(renderer, prompt, sampled(tmp_path, '<tool_call>{"name": "add", "arguments": {"sum": "1+1"}}</tool_call>'))
+    with pytest.raises(ValueError, match=problem):
+        renderer.extend(end, RESULT, [ADD])
+    with pytest.raises(ValueError, match=problem):
+        renderer.render([*end.messages, *RESULT], [ADD])
 
 
 ALTERNATES = (

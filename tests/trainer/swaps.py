@@ -8,12 +8,7 @@ import torch
 from tests.trainer import checks, variants
 from titanrl.base.errors import GatheredParameterError, PhaseError, SnapshotMismatchError
 from titanrl.trainer.learner import Learner
-from titanrl.trainer.snapshots import (
-    changing_tensors,
-    check_recoverable,
-    layout_of,
-    write,
-)
+from titanrl.trainer.snapshots import changing_tensors, check_recoverable, layout_of, write
 
 Plan = dict[str, object]
 

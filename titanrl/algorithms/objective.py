@@ -15,15 +15,7 @@ from torch import Tensor
 
 from titanrl.algorithms.contracts import LossInputs, PolicyLoss, bound_loss
 from titanrl.algorithms.losses import LossMetrics, valid_tokens, weighted_sum
-from titanrl.algorithms.ratios import (
-    MAX_LOG_RATIO,
-    Correction,
-    bounded_exp,
-    correct,
-    kl_estimate,
-    log_ratio,
-    weight_sums,
-)
+from titanrl.algorithms.ratios import MAX_LOG_RATIO, Correction, bounded_exp, correct, kl_estimate, log_ratio, weight_sums
 from titanrl.algorithms.segments import segment_to_go
 from titanrl.config.algorithm import AlgorithmConfig
 

@@ -18,15 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from titanrl.base.pickling import pickle_fast
-from titanrl.carriers.types import (
-    BoolArray,
-    DoubleArray,
-    GroupHandle,
-    GroupRecord,
-    GroupTokens,
-    GroupTurns,
-    IntArray,
-)
+from titanrl.carriers.types import BoolArray, DoubleArray, GroupHandle, GroupRecord, GroupTokens, GroupTurns, IntArray
 
 Table = npt.NDArray[np.void]
 """A structured array with one entry per record and one field per column."""

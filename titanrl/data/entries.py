@@ -36,19 +36,20 @@ _MAX_NESTING = 100
 """Maximum nesting of a line. Entries are pickled, which fails for values nested a few hundred levels deep."""
 _BATCH_ROWS = 1024
 _SPLITS, _STATE = "dataset_dict.json", "state.json"  # written by `save_to_disk`: of several splits, and of one
-_MAGIC = {
+_MAGIC: Mapping[bytes | tuple[bytes, ...], tuple[str, str]] = {
     b"\x1f\x8b": ("is compressed with gzip", "decompress it, for example with gunzip"),
     b"\x28\xb5\x2f\xfd": ("is compressed with zstd", "decompress it, for example with unzstd"),
     b"BZh": ("is compressed with bzip2", "decompress it, for example with bunzip2"),
     b"\xfd7zXZ": ("is compressed with xz", "decompress it, for example with unxz"),
     b"PK\x03\x04": ("is a ZIP archive", "extract it"),
+    b"version https://git-lfs": ("is a pointer of Git LFS", "download the file itself, for example with git lfs pull"),
     b"PAR1": ("is a Parquet file", "name it .parquet, and set data.source to parquet for prompts"),
-    b"ARROW1": ("is an Arrow file", "name it .arrow, and set data.source to arrow for prompts"),
-    b"\xff\xff\xff\xff": ("is an Arrow file", "name it .arrow, and set data.source to arrow for prompts"),
-    b"\xff\xfe": ("is encoded as UTF-16", "save it as UTF-8"),
-    b"\xfe\xff": ("is encoded as UTF-16", "save it as UTF-8"),
+    (b"ARROW1", b"\xff\xff\xff\xff"): ("is an Arrow file", "name it .arrow, and set data.source to arrow for prompts"),
+    (b"\xff\xfe", b"\xfe\xff"): ("is encoded as UTF-16", "save it as UTF-8"),
 }
 """First bytes of files that are often mistaken for JSONL, with the problem and the fix."""
+_SPLIT = re.compile(r"(?:^|[-._ ])(train|val|dev|test|eval)(?:ing|id|idation|uation)?(?=[-._ \d])")
+"""Names of splits in names of files, as Hugging Face datasets finds them."""
 
 
 class BadRow(ValueError):
@@ -135,6 +136,10 @@ def _files_in(folder: Path, key: str, kind: Format) -> list[Path]:
         holds = f", but it holds {found} data" if found != kind else ""
         rule = f"a directory must contain .{kind} files{holds}"
         raise _broken(folder, key, rule, f"set data.source to one of {', '.join(FORMATS)}, or give another path")
+    splits = dict.fromkeys(named[1] for file in files[::-1] if (named := _SPLIT.search(file.name)))
+    if len(splits) > 1:
+        fix = f"name those of one, such as {folder}/*{next(iter(splits))}*.{kind}, or {folder}/*.{kind} to read all"
+        raise _broken(folder, key, f"holds files of several splits ({', '.join(splits)})", fix)
     return files
 
 
@@ -159,7 +164,7 @@ def check_unicode(content: Any) -> None:
 
 def _read_jsonl(path: Path, key: str) -> Iterator[Row]:
     with path.open("rb") as file:
-        start = file.read(6)
+        start = file.read(24)
         for magic, (problem, fix) in _MAGIC.items():
             if start.startswith(magic):
                 raise _broken(path, key, f"must be a JSONL file, but {problem}", fix)
@@ -229,6 +234,9 @@ def _read_table(file: Path, key: str, kind: Format) -> Iterator[Row]:
         what = "a Parquet file" if kind == "parquet" else "an Arrow file"
         source = f"correct {key}" + (" or data.source" if key == "data.path" else "")
         raise _broken(file, key, f"must be {what} ({inline(str(error))})", source) from error
+    except (ValueError, OverflowError, LookupError) as error:  # of values that Python cannot represent
+        rule = f"must have values that Python can read ({inline(f'{type(error).__name__}: {error}')})"
+        raise _broken(file, key, rule, "correct or remove the column") from error
 
 
 def _table_rows(file: Path, kind: Format) -> Iterator[dict[str, Any]]:
@@ -239,7 +247,7 @@ def _table_rows(file: Path, kind: Format) -> Iterator[dict[str, Any]]:
     if kind == "parquet":
         with pyarrow.parquet.ParquetFile(file) as opened:
             for batch in opened.iter_batches(_BATCH_ROWS):
-                yield from batch.to_pylist()
+                yield from _batch_rows(batch)
         return
     with pyarrow.memory_map(str(file)) as mapped:
         is_file = mapped.read(6) == b"ARROW1"
@@ -249,7 +257,14 @@ def _table_rows(file: Path, kind: Format) -> Iterator[dict[str, Any]]:
             batches = map(batches.get_batch, range(batches.num_record_batches))
         for batch in batches:
             for start in range(0, batch.num_rows, _BATCH_ROWS):
-                yield from batch.slice(start, _BATCH_ROWS).to_pylist()
+                yield from _batch_rows(batch.slice(start, _BATCH_ROWS))
+
+
+def _batch_rows(batch: Any) -> Iterator[dict[str, Any]]:
+    names = batch.schema.names
+    if len({*names}) < len(names):
+        raise ValueError(f"several columns have the same name: {', '.join(names)}")
+    yield from batch.to_pylist()
 
 
 def _read_json(file: Path, key: str) -> dict[str, Any]:
@@ -304,13 +319,14 @@ def entry_of(row: Any, config: DataConfig) -> dict[str, Any]:
         asked_name = columns.get("messages") or columns["prompt"]
     else:
         asked_name = next((name for name in PROMPT_COLUMNS if not is_missing(row.get(name))), PROMPT_COLUMNS[0])
+    is_conversation = "messages" in columns or ("prompt" not in columns and asked_name in ("messages", "conversations"))
     answer_name = columns.get("answer", "answer")
     tools_name = columns.get("tools", "tools")
     asked, answer = value_of(row, asked_name), value_of(row, answer_name)
     answer = None if is_missing(answer) else answer
     used = {asked_name, answer_name, tools_name, OPTIONS_COLUMN}
     entry: dict[str, Any] = {"metadata": _metadata({key: value for key, value in row.items() if key not in used})}
-    if is_missing(asked) or isinstance(asked, str):
+    if is_missing(asked) or (isinstance(asked, str) and not is_conversation):
         if is_missing(asked):
             fix = f"fill it in, or set data.columns to the column of the prompts (default: {', '.join(PROMPT_COLUMNS)})"
             raise BadRow(f"{asked_name} is missing", fix)
@@ -573,19 +589,22 @@ _SHAREGPT_ROLES = {
 
 
 def read_messages(content: Any, *, has_fillers: bool = False) -> list[Message]:
-    """Validate and return the messages of a conversation.
+    """Validate and return the messages of a conversation, a list or its JSON text.
 
     - Messages in the ShareGPT format (`from`, `value`) get a role and a content.
     - Text parts (`[{"type": "text", "text": ...}]`) are joined by line breaks, as vLLM does for templates of text models.
-    - A missing content is empty text if the message has tool calls or reasoning.
-    - The arguments of tool calls may be an object or its JSON text. Keys with the value null are dropped.
+    - A missing content is empty text beside tool calls or reasoning. Keys with the value null are dropped.
+    - The arguments of tool calls may be an object or its JSON text.
     - With `has_fillers`, the source fills missing keys of nested objects with null, as Arrow does.
 
     Raises:
         BadRow: A message has no valid role, no text, or invalid tool calls.
     """
+    fix = 'write [{"role": "user", "content": "..."}, ...]'
+    if isinstance(content, str):
+        content = _parsed(content, "messages", fix)
     if not isinstance(content, Sequence) or isinstance(content, str) or not content:
-        raise BadRow("messages must be a non-empty list", 'write [{"role": "user", "content": "..."}, ...]')
+        raise BadRow("messages must be a non-empty list", fix)
     return [_message(message, f"messages[{index}]", has_fillers) for index, message in enumerate(content)]
 
 
@@ -703,7 +722,7 @@ def _calls(calls: Any, place: str, has_fillers: bool) -> list[dict[str, Any]]:
 
 def _parsed(text: str, place: str, fix: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         raise BadRow(f"{place} must be valid JSON ({error})", fix) from None
 

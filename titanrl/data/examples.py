@@ -297,7 +297,19 @@ class _Reader:
         for key, given in {names["tools"]: tools, OPTIONS_COLUMN: options}.items():
             if given:
                 raise BadRow(f"{key} requires a chat template", "remove it, or use a model with a chat template")
-        return prompt, self._texts(self._cut(prompt), self._cut(completion))
+        tokenizer, control_tokens, start = self._tokenizer, self._config.control_tokens, self._cut(prompt)
+        try:
+            prompt_ids = tokenizer.encode_start(start, control_tokens=control_tokens)
+            token_ids = tokenizer.encode_start(start + self._cut(completion), control_tokens=control_tokens)
+            if token_ids[: len(prompt_ids)] != prompt_ids:  # a token would span the end of the prompt
+                token_ids = prompt_ids + tokenizer.encode(self._cut(completion), control_tokens=control_tokens)
+        except ValueError as error:
+            raise BadRow(str(error), "correct the row") from error
+        if token_ids[-1:] != [tokenizer.eos_ids[0]]:
+            token_ids.append(tokenizer.eos_ids[0])
+        first = 0 if self._options.train_on == "all" else len(prompt_ids)
+        mask = np.arange(len(token_ids)) >= first
+        return prompt, Demonstration(token_ids=np.array(token_ids, np.int64), mask=mask)
 
     def _cut(self, text: str) -> str:
         """Return the start of a text, with more tokens than the limit, because those of all of it could exhaust the memory."""
@@ -341,21 +353,6 @@ class _Reader:
         if not text.strip():
             raise BadRow(f"{name} is empty", "fill it in, or delete the row")
         return text
-
-    def _texts(self, prompt: str, completion: str) -> Demonstration:
-        """Tokenize prompt and completion without a chat template, with an end-of-sequence token after the completion."""
-        tokenizer, control_tokens = self._tokenizer, self._config.control_tokens
-        try:
-            prompt_ids = tokenizer.encode_start(prompt, control_tokens=control_tokens)
-            token_ids = tokenizer.encode_start(prompt + completion, control_tokens=control_tokens)
-            if token_ids[: len(prompt_ids)] != prompt_ids:  # a token would span the end of the prompt
-                token_ids = prompt_ids + tokenizer.encode(completion, control_tokens=control_tokens)
-        except ValueError as error:
-            raise BadRow(str(error), "correct the row") from error
-        if token_ids[-1:] != [tokenizer.eos_ids[0]]:
-            token_ids.append(tokenizer.eos_ids[0])
-        first = 0 if self._options.train_on == "all" else len(prompt_ids)
-        return Demonstration(token_ids=np.array(token_ids, np.int64), mask=np.arange(len(token_ids)) >= first)
 
     def _limited(self, example: Demonstration) -> Demonstration | None:
         """Return an example within the length limit, or None if it is left out."""

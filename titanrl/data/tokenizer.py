@@ -66,7 +66,11 @@ class Tokenizer:
                 f"{path}: no end-of-sequence token is defined. Set eos_token_id in generation_config.json or config.json, "
                 "or eos_token in tokenizer_config.json."
             )
-        self._without_row = self._find_ids_without_row()
+        size: Any = _read_json(path / "config.json").get("vocab_size")
+        last = max(backend.get_vocab_size(with_added_tokens=True) - 1, *backend.get_added_tokens_decoder(), 0)
+        is_larger = isinstance(size, int) and last >= size
+        self._without_row = {token_id for token_id in self.vocabulary.values() if token_id >= size} if is_larger else set()
+        """Tokens beyond the embedding of the model in the same directory; usually there is none."""
         self._checked(self.eos_ids[:1])  # the model never samples the others
         self.chat_template: bool = (
             bool(config.get("chat_template") or (path / "chat_template.jinja").is_file())
@@ -371,14 +375,6 @@ class Tokenizer:
         starts, ends = ({text for text in texts if re.search(r"\W", text)} for texts in (starts, ends))
         return frozenset(starts), frozenset(ends), max(map(len, starts | ends), default=0)
 
-    def _find_ids_without_row(self) -> frozenset[int]:
-        """Return the tokens that are beyond the embedding of the model in the same directory; usually there is none."""
-        size = _read_json(self.path / "config.json").get("vocab_size")
-        last = max(self._backend.get_vocab_size(with_added_tokens=True) - 1, *self._backend.get_added_tokens_decoder(), 0)
-        if not isinstance(size, int) or last < size:
-            return frozenset()
-        return frozenset(token_id for token_id in self.vocabulary.values() if token_id >= size)
-
     def _checked(self, ids: Sequence[int]) -> list[int]:
         if self._without_row and (found := self._without_row.intersection(ids)):
             size = min(self._without_row)
@@ -537,8 +533,8 @@ class ChatFormat:
         self.tokenizer = tokenizer
         """Tokenizer with the chat template."""
         self._options, self._control_tokens = options, control_tokens
-        self._known: set[tuple[str, str]] = set()  # role and key of parts that the template is known to use
-        self._calls_as_text = False
+        self._known: set[object] = set()  # parts that the template is known to use
+        self._call_form = 0
 
     def fitted(
         self,
@@ -547,13 +543,14 @@ class ChatFormat:
         options: Mapping[str, Any] | None = None,
         *,
         reply_follows: bool,
+        is_sampled: bool = False,
     ) -> tuple[Chat, str]:
         """Return a conversation as the template takes it, and its text.
 
-        The role `developer` becomes `system`, the key of the reasoning gets the name that the template knows, and the arguments
-        of tool calls become JSON text, if the template does not take them otherwise. `options` are the variables that a row
-        sets. With `reply_follows`, the text ends with the start of the assistant's reply. Raise `BadRow` if the template
-        rejects the conversation, or leaves a part of it out.
+        The role `developer` becomes `system`, and reasoning, arguments and empty text beside calls get the form that the
+        template takes. `options` are the variables that a row sets. With `reply_follows`, the text ends with the start of the
+        assistant's reply. Raise `BadRow` if the template rejects the conversation, or leaves a part of it out. If it
+        `is_sampled`, that may be text of the assistant, or another key than `content` and `tool_calls`.
         """
         if unknown := self.tokenizer.unknown_options(options or {}):
             raise BadRow(f"the chat template has no variable {unknown[0]}", "remove it from chat_template_kwargs")
@@ -562,13 +559,15 @@ class ChatFormat:
         chat = Chat(messages=messages, tools=tools, options={**self._options, **(options or {})})
         chat, text = self._rendered(chat, reply_follows)
         for index, message in enumerate(chat.messages):
-            for key in message:
+            needed = "tool_calls" if message["role"] == "assistant" else "content"
+            for key in message if not is_sampled else message.keys() & {needed}:
                 if key != "role" and key not in _IDENTIFIERS and not self._uses(chat, index, key, text, reply_follows):
                     chat, text = self._renamed(chat, index, key, reply_follows)
-        if tools and ("", "tools") not in self._known:
-            if self._text(replace(chat, tools=None), reply_follows) == text:
+        if tools and "tools" not in self._known:
+            other = {**tools[-1], "function": {**tools[-1]["function"], "name": "zxq"}}
+            if self._text(replace(chat, tools=[*tools[:-1], other]), reply_follows) == text:
                 raise BadRow("the chat template ignores tools", "remove them, or use a model with a template for tools")
-            self._known.add(("", "tools"))
+            self._known.add("tools")
         return chat, text
 
     def text(self, chat: Chat, *, reply_follows: bool) -> str:
@@ -582,17 +581,28 @@ class ChatFormat:
         )
 
     def _rendered(self, chat: Chat, reply_follows: bool) -> tuple[Chat, str]:
-        as_text = _with_call_texts(chat)
-        if self._calls_as_text:
-            chat = as_text
-        try:
-            return chat, self.text(chat, reply_follows=reply_follows)
-        except ValueError as error:
-            if chat is not as_text and (text := self._text(as_text, reply_follows)) is not None:
-                self._calls_as_text = True
-                return as_text, text
-            fix = "correct the template or the messages; data.chat_template: never tokenizes prompts without it"
-            raise BadRow(str(error).removesuffix("."), fix) from error
+        """Return a conversation with tool calls in the form that the template takes, without `None` or dicts of Python."""
+        calls = [call for message in chat.messages for call in message.get("tool_calls") or ()]
+        given = [call["function"]["arguments"] for call in calls]
+        objects = [
+            str(each if self._control_tokens else self.tokenizer.marked(each)) for each in given if isinstance(each, dict)
+        ]
+        forms = [_with_calls(chat, form) for form in range(4 if calls else 1)]
+        found: list[tuple[int, int, str]] = []
+        for form in sorted(range(len(forms)), key=lambda form: form != self._call_form):  # usually the same for all rows
+            if (text := self._text(forms[form], reply_follows)) is not None:
+                found.append((text.count("None") + sum(text.count(each) for each in objects if len(each) > 2), form, text))
+                if calls and found == [(0, self._call_form, text)]:
+                    break
+        if not found:
+            try:
+                self.text(chat, reply_follows=reply_follows)
+            except ValueError as error:
+                fix = "correct the template or the messages; data.chat_template: never tokenizes prompts without it"
+                raise BadRow(str(error).removesuffix("."), fix) from error
+        _, form, text = min(found)
+        self._call_form = form if calls else self._call_form
+        return forms[form], text
 
     def _text(self, chat: Chat, reply_follows: bool) -> str | None:
         """Return the text of a conversation; None if the template rejects it."""
@@ -603,12 +613,20 @@ class ChatFormat:
 
     def _uses(self, chat: Chat, index: int, key: str, text: str, reply_follows: bool) -> bool:
         message = chat.messages[index]
-        part, value, empty = (message["role"], key), message[key], {"content": ""} if key == "content" else {}
-        if key == "content" and (not value.strip() or (part in self._known and value.strip() in text)):
-            return True
+        value, other = message[key], dict[str, Any]()
+        # A template may use a key only in messages with, or without, another one.
+        part = (message["role"], key, *(name for name, more in message.items() if more))
+        if key == "content":
+            other = {key: ""}
+            if not (value or "").strip() or (part in self._known and value.strip() in text):
+                return True
+        elif key == "tool_calls":  # a template may show only that there are calls, or only the first
+            function = {**value[-1]["function"], "arguments": {"zxq": 1}}
+            other, part = {key: [*value[:-1], {**value[-1], "function": function}]}, (*part, len(value) > 1)
         if key != "content" and part in self._known:
             return True
-        without = _replaced(chat, index, {k: v for k, v in message.items() if k != key} | empty)
+        replaced = _replaced(chat, index, {k: v for k, v in message.items() if k != key} | other)
+        without = _with_calls(replaced, self._call_form)
         used = self._text(without, reply_follows) != text
         if not used and message["role"] == "assistant":
             # Some templates leave out the reasoning of earlier turns on purpose. They use it in the last turn.
@@ -641,16 +659,16 @@ def _replaced(chat: Chat, index: int, message: Message) -> Chat:
     return replace(chat, messages=[*chat.messages[:index], message, *chat.messages[index + 1 :]])
 
 
-def _with_call_texts(chat: Chat) -> Chat:
-    """Return a conversation with the arguments of tool calls as JSON text; the same object if there are none."""
-    if not any("tool_calls" in message for message in chat.messages):
-        return chat
+def _with_calls(chat: Chat, form: int) -> Chat:
+    """Return a conversation with null or empty text beside calls (form 2, 3), and arguments as objects or text (form 1, 3)."""
     messages = []
     for message in chat.messages:
         calls = []
-        for call in message.get("tool_calls", ()):
+        for call in message.get("tool_calls") or ():
             given = call["function"]["arguments"]
-            text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-            calls.append({**call, "function": {**call["function"], "arguments": text}})
-        messages.append({**message, "tool_calls": calls} if calls else message)
+            if form in (1, 3) and not isinstance(given, str):
+                given = json.dumps(given, ensure_ascii=False)
+            calls.append({**call, "function": {**call["function"], "arguments": given}})
+        content = message.get("content") or (None if form < 2 else "")
+        messages.append({**message, "content": content, "tool_calls": calls} if calls else message)
     return replace(chat, messages=messages)

@@ -293,7 +293,8 @@ class Generator(Actor):
     @concurrent_endpoint
     async def drop_adapter(self, number: int) -> None:
         """Forget an adapter, whose requests have finished; rank 0 tells the other ranks."""
-        await self._loop.call(lambda engine: engine.drop_adapters([number]))
+        async with self._pulling:  # after `hold_adapter`, if its caller was cancelled
+            await self._loop.call(lambda engine: engine.drop_adapters([number]))
 
     @concurrent_endpoint
     async def start_over(self, source: "WeightSource | None") -> None:

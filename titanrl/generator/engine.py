@@ -59,14 +59,7 @@ from titanrl.generator.compat import (
     support_words,
     temporary_rendezvous,
 )
-from titanrl.generator.native import (
-    POLICY,
-    Adapters,
-    adapter_args,
-    prepare_adapters,
-    register_loader,
-    weight_targets,
-)
+from titanrl.generator.native import POLICY, Adapters, adapter_args, prepare_adapters, register_loader, weight_targets
 from titanrl.models.directory import ModelDirectory
 from titanrl.models.family import CPU_BLOCK_TOKENS
 from titanrl.processes.machine import THREADS

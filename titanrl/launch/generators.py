@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from monarch.actor import Channel, PortReceiver
 
-from titanrl.base.errors import StoppedError
+from titanrl.base.errors import StoppedError, TitanRLError
 from titanrl.carriers.tables import Table
 from titanrl.carriers.types import EvaluationResult, GenerationStats
 from titanrl.config.sections import TimeoutsConfig
@@ -48,7 +48,7 @@ from titanrl.processes.actors import ActorError, ask_actor, ask_ranks, cause_of,
 from titanrl.replay.buffer import RECORDS_FILE, BufferActor, GroupBuffer
 from titanrl.replay.groups import Batch, Freshness, Restored, Saved, StarvationError, TrainedBatch
 from titanrl.rollout.workers import SandboxNote
-from titanrl.weights.records import VERSIONS_HELD, Commit, HeldAdapter, StoreHandle, WeightManifest
+from titanrl.weights.records import VERSIONS_HELD, Commit, HeldAdapter, StoreHandle, WeightManifest, WeightMismatchError
 
 if TYPE_CHECKING:
     from titanrl.weights.store import WeightSource
@@ -132,8 +132,12 @@ class GeneratorMeshes:
                     raise PartDiedError(f"{part.role} died while pulling the newest weights")
             elif missing := self._held.keys() - given:
                 held = self._held[min(missing)]
-                await part.ask(f"{part.role}.hold_adapter", partial(self._hold, held), self.timeouts.sync_s)
-                given.add(held.number)
+                try:
+                    await part.ask(f"{part.role}.hold_adapter", partial(self._hold, held), self.timeouts.sync_s)
+                    given.add(held.number)
+                except WeightMismatchError:
+                    if held.number in self._held:  # otherwise it was dropped meanwhile, and its bytes deleted
+                        raise
             elif dropped := given - self._held.keys():
                 await part.ask(f"{part.role}.drop_adapter", partial(self._drop, min(dropped)), self.timeouts.sync_s)
                 given.remove(min(dropped))
@@ -194,13 +198,14 @@ class GeneratorMeshes:
         self._held[held.number] = held
         try:
             await self._each("hold_adapter", partial(self._hold, held), self.timeouts.sync_s)
-        except BaseException:  # including cancellation: no replacement may need it
-            del self._held[held.number]
+        except BaseException:  # including cancellation: some replicas hold it, and no replacement may need it
+            with contextlib.suppress(TitanRLError):
+                await self.drop_adapter(held.number)
             raise
 
     async def drop_adapter(self, number: int) -> None:
         """Forget a held adapter, whose requests have finished."""
-        del self._held[number]
+        self._held.pop(number, None)  # a restarted run holds none
         await self._each("drop_adapter", partial(self._drop, number), self.timeouts.sync_s)
 
     def _hold(self, held: HeldAdapter, replica: Replica) -> Awaitable[object]:

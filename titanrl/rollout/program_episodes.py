@@ -23,15 +23,7 @@ from titanrl.config.data import EnvironmentConfig
 from titanrl.data.tokenizer import Tokenizer
 from titanrl.environments import EnvironmentFailure, Episode, InvalidReward, Message
 from titanrl.environments.interface import readable_text
-from titanrl.environments.programs import (
-    KEY,
-    Command,
-    ProgramResult,
-    ProgramTask,
-    checked_function,
-    direct_access,
-    result_of,
-)
+from titanrl.environments.programs import KEY, Command, ProgramResult, ProgramTask, checked_function, direct_access, result_of
 from titanrl.processes.confine import SandboxUnavailable, missing_for_programs
 from titanrl.processes.temporary import TemporaryFolder, private_folder
 from titanrl.rollout.driver import Attempt, Context, DoesNotFit, EpisodeError, Limits, NotRenderable, StopText

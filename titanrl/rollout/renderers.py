@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from titanrl.config.device import installed_version
-from titanrl.data.tokenizer import Tokenizer
+from titanrl.data.entries import BadRow
+from titanrl.data.tokenizer import ChatFormat, Tokenizer
 from titanrl.environments import Message, Tool
 from titanrl.environments.interface import NotAnObject, parse_object, readable, readable_text
 from titanrl.models.families import FAMILIES
@@ -95,8 +96,12 @@ class PlainRenderer:
     def _message(self, message: Message) -> list[int]:
         match message["role"]:
             case "assistant":
-                calls = "".join(f"<tool_call>{_call_text(call)}</tool_call>" for call in message.get("tool_calls") or ())
-                return [*self._tokenizer.encode(f"{message.get('content') or ''}{calls}"), self.stop_ids[0]]
+                text = message.get("content") or ""
+                for function in [call["function"] for call in message.get("tool_calls") or ()]:
+                    given = function["arguments"]  # text if it is malformed
+                    call = given if isinstance(given, str) else json.dumps({"name": function["name"], "arguments": given})
+                    text += f"<tool_call>{call}</tool_call>"
+                return [*self._tokenizer.encode(text), self.stop_ids[0]]
             case "tool":
                 return self._tokenizer.encode(f"<tool_response>{message['content']}</tool_response>")
             case _:
@@ -117,7 +122,7 @@ class TemplateRenderer:
         if unknown := tokenizer.unknown_options(options):
             rule = f"the chat template does not use it (got {options[unknown[0]]!r})"
             raise ValueError(f"data.environment.renderer_options.{unknown[0]}: {rule}. Remove it.")
-        self._tokenizer, self._options = tokenizer, dict(options)
+        self._tokenizer, self._format, self._has_readable_calls = tokenizer, ChatFormat(tokenizer, dict(options)), False
         self._mark = f"end{secrets.token_hex(8)}"  # occurs in no message
         end = () if tokenizer.turn_end_id is None else (tokenizer.turn_end_id,)
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys([*end, *tokenizer.eos_ids]))
@@ -149,8 +154,21 @@ class TemplateRenderer:
         return _parse_tags(self._tokenizer.decode_completion(list(completion_ids)), tools, takes_values=False)
 
     def _chat_text(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
+        """Return the text of a conversation. Raise `ValueError` if the policy would miss a part, or could not call tools."""
         functions = [{"type": "function", "function": spec} for spec in _specs(tools) or ()] or None
-        return self._tokenizer.chat_text(messages, reply_follows=True, tools=functions, options=self._options)
+        call = _tool_call(0, tools[0].name if tools else "", {"a": self._mark})
+        asked = {"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}
+        try:
+            _, text = self._format.fitted(messages, functions, reply_follows=True, is_sampled=True)
+            if tools and not self._has_readable_calls:
+                _, written = self._format.fitted(asked, functions, reply_follows=False)
+                calls = [each["function"] for each in _parse_tags(written, ()).get("tool_calls", ())]
+                if call["function"] not in calls:
+                    raise ValueError("the chat template writes tool calls in another format than JSON in <tool_call> tags")
+                self._has_readable_calls = True
+        except BadRow as error:  # its fix is that of a row
+            raise ValueError(error.problem) from error
+        return text
 
 
 class LibraryRenderer:
@@ -369,10 +387,3 @@ def _library_call(number: int, call: Any) -> dict[str, Any]:
 
 def _tool_call(number: int, name: str, arguments: dict[str, Any] | str) -> dict[str, Any]:
     return {"id": f"call_{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def _call_text(call: Mapping[str, Any]) -> str:
-    function = call["function"]
-    if isinstance(function["arguments"], str):
-        return str(function["arguments"])
-    return json.dumps({"name": function["name"], "arguments": function["arguments"]})

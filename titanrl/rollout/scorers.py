@@ -206,7 +206,10 @@ def _number(text: str) -> Number | None:
         return None
     written = _decimal(found["mantissa"], found["power"]) if found["mantissa"] else _fraction(found["fraction"])
     words = [word if len(word) <= 2 else word.lower() for word in (found["unit"] or "").split()]
-    if written is None or not _NO_UNITS.isdisjoint(words) or not _is_unit(found["unit"] or ""):
+    unit = found["unit"] or ""
+    first = re.split(r"[\s/*^-]", unit.strip(), maxsplit=1)[0]
+    is_unit = not first or first in _SYMBOLS_OF_UNITS or (unit[0] == " " and (len(first) > 1 or first in _SHORT_UNITS))
+    if written is None or not _NO_UNITS.isdisjoint(words) or not is_unit:  # it may be a variable, as in `5x`
         return None
     value = -written.value if "-" in f"{found['sign']}{found['inner_sign']}" else written.value
     if words and words[0] in _MULTIPLES:
@@ -249,12 +252,6 @@ def _fraction(text: str) -> Number | None:
         return None
     value = Fraction(top, bottom) + sum(whole)
     return Number(value=value, latex=str(value))
-
-
-def _is_unit(text: str) -> bool:
-    """Return True unless the text after a number may be a variable, as in `5x`."""
-    first = re.split(r"[\s/*^-]", text.strip(), maxsplit=1)[0]
-    return not first or first in _SYMBOLS_OF_UNITS or (text[0] == " " and (len(first) > 1 or first in _SHORT_UNITS))
 
 
 def _unit(text: str) -> str:
@@ -566,9 +563,9 @@ def math_verify(timeout_s: int) -> Scorer:
     The answer is the text in the last `<answer>` tags, or after the last `<answer>` if no tags are closed, and in it the last
     `\\boxed` if there is one. Without tags, it is the last `\\boxed`, the text after the last "answer is", or else what the
     package math-verify finds in the text: LaTeX first, then numbers. `</think>` and all text before it are left out, unless
-    nothing follows it. A text without an answer gets the reward 0. `titanrl.rollout.scorers` compares the notations that it can
-    read, math-verify all others. The reward raises if an expression cannot be compared within `timeout_s`, or if the expected
-    answer is empty or cannot be parsed.
+    nothing follows it. A text without an answer gets the reward 0. If `answer` is a solution with a `\\boxed`, that counts.
+    `titanrl.rollout.scorers` compares the notations that it can read, math-verify all others. The reward raises if expressions
+    cannot be compared within `timeout_s`, or if the expected answer is empty or cannot be parsed.
 
     Raises:
         ImportError: The package is not installed.
@@ -643,7 +640,8 @@ def math_verify(timeout_s: int) -> Scorer:
         return any_equal(expected(right.latex), found)
 
     def score(text: str, entry: Mapping[str, Any]) -> float:
-        right = read(str(entry["answer"]), is_reference=True)
+        given = str(entry["answer"])
+        right = read(last_boxed(given) or given, is_reference=True)
         if not right.text:
             raise ValueError(f"the expected answer must not be empty (got {entry['answer']!a:.60})")
         text = after_thoughts(text)

@@ -17,16 +17,7 @@ from titanrl.carriers.dumps import DumpReader, DumpWriter
 from titanrl.carriers.record import span
 from titanrl.carriers.types import EvaluationResult, Group, GroupRecord, Rejection, Rollout
 from titanrl.config.schema import Config
-from titanrl.processes.actors import (
-    Actor,
-    ActorError,
-    ask_actor,
-    cause_of,
-    concurrent_endpoint,
-    endpoint,
-    is_stop,
-    located,
-)
+from titanrl.processes.actors import Actor, ActorError, ask_actor, cause_of, concurrent_endpoint, endpoint, is_stop, located
 from titanrl.processes.sandbox import log_respawn
 from titanrl.replay.groups import Reservation
 from titanrl.replay.shards import Payloads, shared_payloads

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -148,6 +148,8 @@ class Sampler:
             held = HeldAdapter(number=number, version=version, commit=commit)
             await self._generators.hold_adapter(held)
         except BaseException:  # including cancellation
+            with suppress(BaseException):  # such as of a store that has only the shards of some ranks, or none
+                await forget(number)
             del self._held[number]
             raise
         return number

@@ -434,7 +434,8 @@ class PolicyTrainer(Actor):
     @concurrent_endpoint
     async def forget_adapter(self, number: int, *, model: str | None = None) -> None:
         """Delete this rank's shards of an adapter from the store."""
-        await self._setup.store.delete(rank_key(adapters_run(self._setup.config.name), number, self._rank))
+        async with self._weights_lock:  # after `push_adapter`, if its caller was cancelled
+            await self._setup.store.delete(rank_key(adapters_run(self._setup.config.name), number, self._rank))
 
     @endpoint
     @collective
