@@ -173,6 +173,14 @@ def test_answers_of_gsm8k_need_an_extraction(tokenizer: Tokenizer) -> None:
         make_stream(config.model_copy(update={"answer": AnswerConfig(after="Answer:")}), tokenizer, seed=0)
 
 
+def test_solutions_of_math_need_a_reward_that_reads_their_box(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    config = write_jsonl(tmp_path / "a.jsonl", {"prompt": "1", "answer": "So $x = 3 - 1$, and $\\boxed{2}$."})
+    with pytest.raises(ValueError, match=r"answer is a solution with a \\boxed, .* Use the reward math_verify"):
+        make_stream(config, tokenizer, seed=0)
+    math = config.model_copy(update={"rewards": {"math": RewardConfig(function="math_verify")}})
+    assert make_stream(math, tokenizer, seed=0).num_prompts == 1
+
+
 def test_answers_of_several_lines_are_noted(tmp_path: Path, tokenizer: Tokenizer) -> None:
     stream = make_stream(write_jsonl(tmp_path / "a.jsonl", {"prompt": "1", "answer": "a\nb"}), tokenizer, seed=0)
     assert stream.selection.notes[0].startswith("1 answers have several lines")

@@ -455,6 +455,10 @@ def _answer(value: Any, name: str, entry: dict[str, Any], config: DataConfig) ->
             f"{name} ends with {inline(found[0].strip())}, after a solution that no completion equals",
             'set data.answer to {after: "####"}, which takes the text after the mark',
         )
+    before, box, _ = text.partition("\\boxed")  # in the notation of MATH
+    if is_needed and box and re.search(r"\w", before) and "exact" in [part.function for part in config.reward_parts.values()]:
+        fix = "use the reward math_verify, which reads the box, or a column of short answers"
+        raise BadRow(f"{name} is a solution with a \\boxed, which no completion equals", fix)
     return text
 
 
