@@ -215,6 +215,11 @@ def test_command_prints_who_waits_and_writes_the_trace(tmp_path: Path, capsys: p
     ]
     trace = json.loads((tmp_path / "trace.json").read_text())
     jsonschema.validate(trace, SCHEMA)
+    (tmp_path / "events.jsonl").unlink(missing_ok=True)
+    (tmp_path / "events.jsonl").mkdir()
+    with pytest.raises(SystemExit, match=r"^2$"):
+        timeline([str(tmp_path), "--output", str(tmp_path / "trace.json")])
+    assert capsys.readouterr().err == f"{tmp_path}/events.jsonl: not a regular file. Correct the path or its permissions.\n"
 
 
 @pytest.mark.parametrize(

@@ -146,11 +146,12 @@ def timeline(argv: Sequence[str] | None = None, *, prog: str = "titanrl timeline
         try:
             run = open_run(arguments.run)
             spans, processes = run.spans(), run.processes()
+            events = run.events() if arguments.output is not None else []
             window = window_of(spans, *arguments.steps)
         except (TitanRLError, ValueError) as error:
             raise ConfigError(f"{arguments.run}: {error}") from error
     if arguments.output is not None:
-        trace = trace_of(processes, spans, run.events(), window=window)
+        trace = trace_of(processes, spans, events, window=window)
         try:
             arguments.output.write_text(json.dumps(trace, allow_nan=False, separators=(",", ":")), encoding="utf-8")
         except OSError as error:
