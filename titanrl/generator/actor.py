@@ -93,7 +93,8 @@ class Generator(Actor):
         self._follower: Follower | None = None
         self._rounds = Gathering(self._submit_round)
         self._calls: dict[str, asyncio.Task[Sequence[Future[list[Completion]]]]] = {}
-        self._pulling, self._restarting = asyncio.Lock(), asyncio.Event()
+        self._pulling = asyncio.Lock()  # held from a fetch to its swap: one version or adapter at a time
+        self._restarting = asyncio.Event()
         self._expected = self._attempted = -1  # versions: of `expect_weights`, and of the last pull, even a failed one
         self._up_to_date = asyncio.Event()
         self._up_to_date.set()
@@ -444,7 +445,7 @@ class EngineLoop:
         self._closing = False
         self._engine: Engine | Leader | None = None
         """Kept until the process ends: when it is collected, vLLM visits all objects of the process, which takes seconds."""
-        self._waiting: dict[int, tuple[_Group, int]] = {}  # by ticket of the request: its group, and its index there
+        self._waiting: dict[int, tuple[_Group, int]] = {}  # by the engine's number of a request (ticket): its group and place
         self._streams: dict[int, _Group] = {}  # groups with `on_sampled`, by ticket
         self._next_delivery = 0.0
         self.load = EngineLoad(num_requests=0, num_queued=0)

@@ -1,8 +1,10 @@
 """Supervision of a session: requests with deadlines, detection of dead, stopped and hanging processes, and their replacement.
 
-A learned deadline is a multiple of the slowest recent reply to requests of the same kind. A `Part` is a generator replica, or a
-rollout worker with its storage shard. When one of its processes dies or hangs, the part is respawned while the run continues.
-Requests that were lost can be retried (`Part.until_done`). A client declares each request to its actors in one line (`Verb`).
+A learned deadline is a multiple of the slowest recent reply to requests of the same kind. A *role* is the name of a mesh of
+processes, such as `trainer` or `generator_0`. A `Part` is a generator replica, or a rollout worker with its storage shard. When
+one of its processes dies or hangs, the part is respawned while the run continues. Requests that were lost can be retried
+(`Part.until_done`). A client declares each request to its actors in one line (`Verb`). All of it runs on the controller's event
+loop, except `Supervisor._on_fault`.
 """
 
 import asyncio
@@ -305,12 +307,12 @@ class Supervisor:
         pace: Pace = PACE,
         lost: "asyncio.Future[str] | None" = None,
     ) -> T:
-        """Return the reply to a request. An exception raised by the actor is raised here unchanged.
+        """Return the reply to a request, or raise the actor's exception. Cancelling the wait does not stop the actor's work.
 
         Args:
             name: actor and endpoint, such as `trainer.optim_step`.
             call: the request.
-            timeout_s: longest wait, in seconds.
+            timeout_s: longest wait, in seconds, without the time in which stalls are reported.
             pace: parameters of the shorter deadline that the watchdog learns.
             lost: future that gets the cause of death when the receiver dies; for receivers that are replaced.
 

@@ -79,11 +79,6 @@ class Slots:
         self._reserved: dict[int, GroupHandle] = {}  # by location
         self._dropped: dict[int, list[GroupHandle]] = defaultdict(list)  # by shard
 
-    @property
-    def num_reserved(self) -> int:
-        """Number of reserved slots."""
-        return len(self._reserved)
-
     def room(self) -> int:
         """Return the number of free slots."""
         return max(0, self._num_slots - len(self._reserved))
@@ -767,7 +762,7 @@ class GroupBuffer:
             first_untaken=min(oldest_in_flight, self._ready.first(oldest_in_flight)),
             num_in_flight=len(self._in_flight),
             num_ready=len(self._ready),
-            num_unreleased=self._slots.num_reserved - len(self._in_flight) - len(self._ready) - len(groups),
+            num_unreleased=len(self._taken) - len(groups),
             prompts=self.mixture.metrics(),
         )
 

@@ -29,7 +29,7 @@ from titanrl.carriers.types import (
 from titanrl.config.schema import Config
 from titanrl.data.tokenizer import Tokenizer
 from titanrl.launch.generators import GeneratorMeshes
-from titanrl.launch.supervision import Pace
+from titanrl.launch.supervision import Pace, start_request
 from titanrl.rollout.group import derive_seed
 from titanrl.rollout.pool import GeneratorPool
 from titanrl.weights.records import Commit, HeldAdapter, WeightManifest
@@ -160,6 +160,9 @@ class Sampler:
         if held is None or held.is_released:
             return
         held.is_released = True
+        await asyncio.shield(start_request(self._drop(number, held), f"drop adapter {number}"))  # even if this is cancelled
+
+    async def _drop(self, number: int, held: _Held) -> None:
         await held.unused.wait()
         try:
             await self._generators.drop_adapter(number)

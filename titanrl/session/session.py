@@ -68,9 +68,11 @@ from titanrl.serving.calls import MAX_SEED, Call, Refused, Reply, new_id
 from titanrl.session.sampling import Sample, Sampler, SamplingClient
 from titanrl.session.training import TrainingClient, check_name
 
+logger = logging.getLogger(__name__)
 _RECIPE_REVISION = 2
 """Increased when the recipe or the demonstrations change; cached models of other revisions are not used."""
 _END_BYTES = 1 << 20
+_SHOW_EVERY_STEPS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +157,6 @@ def _cached(kind: str, cache_dir: Path, settings: dict[str, object], seed: int) 
         rule = f"a cached model must have been made by you ({found})"
         raise BrokenRules(BrokenRule({"cache_dir": str(cache_dir)}, rule, "set it to a folder of yours"))
     return folder
-
-
-_SHOW_EVERY_STEPS = 10
 
 
 async def _warm_start(
@@ -484,9 +483,6 @@ class Task:
             await task.close()
 
 
-logger = logging.getLogger(__name__)
-
-
 class Session:
     """Running trainer and generators, and their clients."""
 
@@ -744,7 +740,7 @@ async def open_session(setup: SessionSetup) -> Session:
             f"training: False requires an existing model (got {base.base}, which a warm start would create). "
             "Set model.path, or remove warm_start."
         )
-    model_dir = base.initial if setup.roles.trainer else base.base
+    model_dir = base.initial if setup.roles.trainer else base.base  # with a trainer, the base need not exist yet
     stop_ids = load_tokenizer(base.initial).stop_ids
     files = RunFiles(run_dir=setup.run_dir, model_dir=model_dir, stop_ids=stop_ids, plugins=setup.plugins)
     parts = await assemble(setup, files)

@@ -94,7 +94,8 @@ class PolicyTrainer(Actor):
         self._setup = setup
         self._closing = contextlib.ExitStack()
         self._busy_s: defaultdict[str | None, float] = defaultdict(float)  # by model
-        # A push copies the weights while other endpoints run, so endpoints that replace the live weights acquire this lock.
+        # Held while a push copies the weights, and while other weights replace them for one pass or checkpoint. The controller
+        # sends requests that change the weights, such as `optim_step` and `load_state`, only after the push.
         self._weights_lock = asyncio.Lock()
 
     @endpoint
@@ -165,7 +166,7 @@ class PolicyTrainer(Actor):
                 self._groups += self._critic.learner.model.groups
             self._adapters = Adapters(learner, source.family.lora_targets["mlp"], seed=config.seed)
             self._kept = KeptLogprobs()
-            self._held: Mapping[GroupHandle, Mapping[int, Segment]] = {}
+            self._held: Mapping[GroupHandle, Mapping[int, Segment]] = {}  # rollouts of `hold_rollouts`
             plan = config.trainer.parallelism
             is_fixed = config.trainer.has_fixed_rows(setup.device)
             self._row_multiple = config.trainer.row_tokens if is_fixed else ROW_MULTIPLE * plan.cp * plan.tp
@@ -190,7 +191,7 @@ class PolicyTrainer(Actor):
             self._publisher = WeightPublisher(config.name, rank, *publish, first=first)
             self._base_publisher = WeightPublisher(base_run(config.name), rank, *publish, num_arenas=1, first=first)
             self._base: WeightManifest | None = None
-            self._copies: dict[str, Tensor] = {}
+            self._copies: dict[str, Tensor] = {}  # of the adapter that is being pushed
             # Allocate the memory for publishing now. Otherwise page faults would make the first pushes ten times slower.
             if setup.transports:
                 weights = self._adapter(None)[0] if config.publishes_adapters else learner.weights()
