@@ -100,17 +100,6 @@ def test_objects_of_every_kind_are_scored_together(trusted: bool) -> None:
     assert (first.reward, second.reward) == (1.0 + 1.5 - 1.0 + 2.0 + 0.0 + 1.0, 0.0 + 1.5 - 4.0 + 2.0 + 1.0 + 0.0)
 
 
-@pytest.mark.parametrize("trusted", [False, True])
-def test_reward_cannot_change_the_entry_of_others_and_of_later_epochs(trusted: bool) -> None:
-    def forgets(completion: str, entry: dict[str, Any]) -> float:
-        entry.pop("answer", None)
-        return 0.0
-
-    for _ in range(2):
-        scores = score_with(forgets=Reward(forgets, trusted=trusted), right=Reward(right, trusted=trusted))
-        assert [scored.parts["right"] for scored in scores] == [1.0, 0.0]
-
-
 def test_single_python_reward_is_named_answer() -> None:
     scores = score(Config(name="a", num_steps=1), {"rewards": right})
     assert [scored.parts for scored in scores] == [{"answer": 1.0}, {"answer": 0.0}]
@@ -202,6 +191,17 @@ def test_trusted_reward_may_raise_anything(error: BaseException) -> None:
         (first, _) = score_with(judge=Reward(reward, trusted=True))
         assert first.error.startswith("judge: ")
         assert type(error).__name__ in first.error or type(error) is StopIteration
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_reward_cannot_change_the_entry_of_others_and_of_later_epochs(trusted: bool) -> None:
+    def forgets(completion: str, entry: dict[str, Any]) -> float:
+        entry.pop("answer", None)
+        return 0.0
+
+    for _ in range(2):
+        scores = score_with(forgets=Reward(forgets, trusted=trusted), right=Reward(right, trusted=trusted))
+        assert [scored.parts["right"] for scored in scores] == [1.0, 0.0]
 
 
 # Weights, and the configuration
