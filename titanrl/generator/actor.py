@@ -166,7 +166,7 @@ class Generator(Actor):
 
     @concurrent_endpoint
     async def cancel(self, name: str, index: int) -> None:
-        """Cancel a group of a call when it is in the batch, unless it is done; `name` is that of its `Admission`."""
+        """Cancel the group at an index of a call, named by its `Admission`, when it is in the batch and not done."""
         admitted = self._calls.get(name)
         if admitted is None:
             return

@@ -425,7 +425,8 @@ class Supervisor:
     def attend(self, name: str, pid: int, on_fault: Callable[[str], None]) -> None:
         """Watch a process of this machine that works on no request, and whose death ends nothing, such as a template.
 
-        `on_fault` is called once with the cause, when the process has exited or counts as stopped by a signal.
+        `on_fault` is called once with the cause, when the process has exited or counts as stopped by a signal. Raise
+        `ProcessLookupError` if it has exited already.
         """
         pidfd = os.pidfd_open(pid)
         self._helpers[pidfd] = Process(name=name, pid=pid), on_fault
@@ -452,7 +453,7 @@ class Supervisor:
             self._handle_death(role, cause)
 
     async def kill(self, role: str) -> None:
-        """Kill the processes of a role on this machine, and wait until they have exited."""
+        """Kill the processes of a role on this machine; raise `TitanRLError` if one has not exited after `KILL_S`."""
         # torchmonarch can fail its guarded calls seconds later, which must not count as the death of the next processes.
         for task in [task for task, guarded in self._guards.items() if guarded == role]:
             task.cancel()

@@ -376,7 +376,7 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def drop_weights(self, version: int) -> None:
-        """Drop the snapshot of a version and the log-probabilities computed with it."""
+        """Drop the snapshot of a version and its log-probabilities; raise `ValueError` if there is no such snapshot."""
         self._learner.snapshots.drop(version)
         self._kept.drop(version)
 
@@ -505,7 +505,7 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def export_model(self, target: Path, dtype: "FileDtype | None" = None, *, model: str | None = None) -> None:
-        """Write the policy as a Hugging Face directory, by default in the dtype of exported weights."""
+        """Write the policy as a Hugging Face directory, by default in the dtype of exports. No gradient may be pending."""
         from titanrl.trainer.checkpoint import export_hf
 
         with self.agreement.phase("export_model") as agree:
