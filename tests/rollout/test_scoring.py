@@ -194,14 +194,14 @@ def test_trusted_reward_may_raise_anything(error: BaseException) -> None:
 
 
 @pytest.mark.parametrize("trusted", [False, True])
-def test_reward_cannot_change_the_entry_of_others_and_of_later_epochs(trusted: bool) -> None:
+def test_reward_cannot_change_the_entry_of_other_calls_and_of_later_epochs(trusted: bool) -> None:
     def forgets(completion: str, entry: dict[str, Any]) -> float:
-        entry.pop("answer", None)
-        return 0.0
+        return float(entry.pop("answer", None) is not None)
 
     for _ in range(2):
         scores = score_with(forgets=Reward(forgets, trusted=trusted), right=Reward(right, trusted=trusted))
         assert [scored.parts["right"] for scored in scores] == [1.0, 0.0]
+        assert [scored.parts["forgets"] for scored in scores] == [1.0, 1.0]
 
 
 # Weights, and the configuration

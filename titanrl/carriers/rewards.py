@@ -5,6 +5,7 @@ returns a number, `TokenRewards`, or a mapping of named parts of either type. It
 third-party library.
 """
 
+import copy
 import inspect
 import json
 import math
@@ -211,14 +212,14 @@ class BoundReward:
     def call_one(self, answers: Answers, index: int) -> Any:
         """Call the function for one completion; the result may be awaitable."""
         if not self._keywords:
-            return self.function(answers.completions[index], answers.entry)
+            return self.function(answers.completions[index], copy.deepcopy(answers.entry))  # other calls read it, too
         options: dict[str, object]
         options = {"num_tokens": answers.num_tokens[index], "finish_reason": answers.finish_reasons[index]}
         if self.takes_token_ids:
             options["token_ids"] = list(answers.token_ids[index])
         if self.takes_raw:
             options["raw_completion"] = answers.raw_completions[index]
-        return self.function(answers.completions[index], answers.entry, **self._taken(options))
+        return self.function(answers.completions[index], copy.deepcopy(answers.entry), **self._taken(options))
 
     def call_group(self, answers: Answers) -> Any:
         """Call the function for all completions; the result may be awaitable."""
@@ -229,7 +230,7 @@ class BoundReward:
             "raw_completions": list(answers.raw_completions),
             "token_ids": list(map(list, answers.token_ids)),
         }
-        return self.function(list(answers.completions), answers.entry, **self._taken(options))
+        return self.function(list(answers.completions), copy.deepcopy(answers.entry), **self._taken(options))
 
     def values(self, returned: object, num_completions: int) -> list[object]:
         """Convert the return value of a group call to a list; raise `TypeError` unless it has one value per completion."""

@@ -11,7 +11,6 @@ model output.
 
 import asyncio
 import concurrent.futures
-import copy
 import math
 import threading
 from bisect import bisect_left
@@ -315,7 +314,6 @@ class TrustedReward:
         """Score the answers to one prompt, in order."""
         num = len(answers.completions)
         answers = answers.with_raw() if self._reward.takes_raw else answers
-        answers = replace(answers, entry=copy.deepcopy(answers.entry))  # which later epochs read, too
         if not self._reward.is_group:
             return list(await asyncio.gather(*(self._score_one(answers, index) for index in range(num))))
         try:

@@ -148,7 +148,7 @@ class Sampler:
             held = HeldAdapter(number=number, version=version, commit=commit)
             await self._generators.hold_adapter(held)
         except BaseException:  # including cancellation
-            with suppress(BaseException):  # such as of a store that has only the shards of some ranks, or none
+            with suppress(Exception, asyncio.CancelledError):  # the store may have no shards, or only some
                 await forget(number)
             del self._held[number]
             raise
