@@ -2,7 +2,9 @@
 
    A normal store first reads the cache line that it overwrites, so a copy moves three bytes per byte copied. A non-temporal
    store skips that read and evicts no other data. glibc's memcpy also uses such stores, but only above a machine-dependent size
-   that single tensors do not reach, and it cannot cast. Full lines are streamed; the ends of a row are stored normally. */
+   that single tensors do not reach, and it cannot cast. Full lines are streamed; the ends of a row are stored normally.
+
+   Sources are prefetched one page ahead. The processor's own prefetcher stops at the end of each page, and then waits for memory. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -13,6 +15,7 @@
 #endif
 
 #define LINE 64
+#define AHEAD 4096 /* bytes; 3 to 32 KiB gain the same, 1 KiB gains less */
 
 /* Compiled twice; the loader picks one. Wider vectors than AVX2's do not help, because memory bandwidth is the limit. */
 #if defined(__x86_64__) && defined(__gnu_linux__)
@@ -60,6 +63,7 @@ static void copy_row(char *target, const char *source, size_t size) {
     head = head < size ? head : size;
     memcpy(target, source, head);
     for (target += head, source += head, size -= head; size >= LINE; target += LINE, source += LINE, size -= LINE) {
+        __builtin_prefetch(source + AHEAD); /* never faults, even past the end */
         Bytes16 line[LINE / 16];
         memcpy(line, source, LINE);
         for (int i = 0; i < LINE / 16; i++) stream(target + 16 * i, line[i]);
@@ -82,8 +86,11 @@ static inline Bf16x8 bf16x8(const uint32_t *source) {
 
 AVX2_IF_AVAILABLE static void cast_row(uint16_t *target, const uint32_t *source, size_t length) {
     for (; length && (uintptr_t)target % LINE; length--) *target++ = bf16(*source++);
-    for (; length >= LINE / 2; length -= LINE / 2, target += LINE / 2, source += LINE / 2)
+    for (; length >= LINE / 2; length -= LINE / 2, target += LINE / 2, source += LINE / 2) {
+        __builtin_prefetch((const char *)source + AHEAD);
+        __builtin_prefetch((const char *)source + AHEAD + LINE);
         for (int i = 0; i < LINE / 2; i += 8) stream((char *)(target + i), (Bytes16)bf16x8(source + i));
+    }
     while (length--) *target++ = bf16(*source++);
 }
 
