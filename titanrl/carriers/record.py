@@ -177,8 +177,9 @@ class RecordFile:
 
     def _begin_part(self) -> None:
         parts = parts_of(self._run_dir, self._kind, self._process)
-        num_dropped = _num_dropped(parts[-1]) if parts else 0
-        sizes = [_size(part) for part in parts]
+        earlier = next(read_lines(parts[-1].path), {}).get("dropped") if parts else 0
+        num_dropped = earlier if isinstance(earlier, int) else 0  # of a damaged line
+        sizes = [sum(path.stat().st_size for path in (part.path, part.columns) if path.exists()) for part in parts]
         while len(parts) > 1 and sum(sizes) + self._limit_bytes // NUM_PARTS > self._limit_bytes:
             oldest, _ = parts.pop(1), sizes.pop(1)
             num_dropped += max(oldest.path.read_bytes().count(b"\n") - 1, 0)
@@ -307,17 +308,6 @@ def decode(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) else None
-
-
-def _size(part: Part) -> int:
-    return sum(path.stat().st_size for path in (part.path, part.columns) if path.exists())
-
-
-def _num_dropped(part: Part) -> int:
-    """Return the number of records dropped before a part began, from its first line."""
-    header = next(read_lines(part.path), {})
-    number = header.get("dropped", 0)
-    return number if isinstance(number, int) else 0
 
 
 def share(limit_bytes: int, fraction: float, num_processes: int) -> int:

@@ -73,7 +73,6 @@ class RewardFunction(Protocol):
 
     def __call__(self, completion: str, entry: Mapping[str, Any], /) -> Value | Awaitable[Value]:
         """Return the reward, or its parts."""
-        ...
 
 
 class GroupRewardFunction(Protocol):
@@ -90,7 +89,6 @@ class GroupRewardFunction(Protocol):
 
     def __call__(self, completions: Sequence[str], entry: Mapping[str, Any], /) -> Sequence[Value] | Awaitable[Sequence[Value]]:
         """Return the rewards of the completions."""
-        ...
 
 
 class GroupReward:
@@ -284,13 +282,17 @@ def check_reward(candidate: object, *, key: str, name: str) -> None:
     """
     is_group = isinstance(candidate, GroupReward)
     expected = GROUP_EXPECTED if is_group else EXPECTED
-    if callable(candidate) and (names := _names_of_trl(candidate)):
+    parameters = _parameters(candidate)
+    names = [parameter.name for parameter in parameters]
+    takes_columns = len(names) > 1 and parameters[1].kind is inspect.Parameter.VAR_KEYWORD
+    if names[:2] == ["prompts", "completions"] or (names[:1] == ["completions"] and takes_columns):
+        shown = ", ".join(f"**{one.name}" if one.kind is one.VAR_KEYWORD else one.name for one in parameters[:3])
         raise ValueError(
-            f"{key}: the arguments {names} are those of TRL, which passes lists, and columns as keywords (got {name}). "
+            f"{key}: the arguments {shown} are those of TRL, which passes lists, and columns as keywords (got {name}). "
             "Decorate it with @titanrl.group_reward and write it as `def reward(completions, entry)`: entry has the question, "
             "the answer and the metadata of the one prompt, and the reward returns one number per completion."
         )
-    first, second = [*(parameter.name for parameter in _parameters(candidate)), "", ""][:2]
+    first, second = [*names, "", ""][:2]
     if first in ("entry", "prompt") or second.startswith("completion"):
         rule = "the first argument is the completion and the second the entry of the prompt"
         raise ValueError(f"{key}: {rule} (got {name}({first}, {second})). Write it as `{expected}`.")
@@ -326,15 +328,6 @@ def _parameters(candidate: object) -> list[inspect.Parameter]:
         return list(inspect.signature(candidate).parameters.values())  # type: ignore[arg-type]
     except (TypeError, ValueError):
         return []
-
-
-def _names_of_trl(candidate: Callable[..., Any]) -> str:
-    """Return the first arguments of a reward that is written for TRL; empty for another function."""
-    parameters = _parameters(candidate)
-    names = [parameter.name for parameter in parameters]
-    takes_columns = len(names) > 1 and parameters[1].kind is inspect.Parameter.VAR_KEYWORD
-    is_trl = names[:2] == ["prompts", "completions"] or (names[:1] == ["completions"] and takes_columns)
-    return ", ".join(f"**{one.name}" if one.kind is one.VAR_KEYWORD else one.name for one in parameters[:3]) if is_trl else ""
 
 
 def _checked(value: object) -> float | TokenRewards:

@@ -497,11 +497,9 @@ class RowTable:
     """Spans of all sequences (`num_spans` of each) in sequence order, as a table of `SPAN` or `CRITIC_SPAN`."""
 
     def __len__(self) -> int:
-        """Return the number of rows."""
         return len(self.ends)
 
     def __iter__(self) -> Iterator[Row]:
-        """Yield each row."""
         spans = iter(self.spans.tolist())
         plans = []
         for handle, _, segment, length, advantage, weight, num_shared, num_spans in self.sequences.tolist():
@@ -522,7 +520,6 @@ class RowTable:
             start = end
 
     def __eq__(self, other: object) -> bool:
-        """Return True if all rows are equal."""
         if not isinstance(other, RowTable):
             return NotImplemented
         pairs = ((self.ends, other.ends), (self.sequences, other.sequences), (self.spans, other.spans))
