@@ -19,7 +19,17 @@ from tests.chat import render_chat
 from titanrl.config.data import DataConfig
 from titanrl.config.errors import BrokenRules, ConfigError
 from titanrl.config.load import load_config
-from titanrl.data.entries import BadRow, data_digest, data_files, question_of, read_entries, read_messages, read_tools
+from titanrl.data.entries import (
+    FORMATS,
+    BadRow,
+    data_digest,
+    data_files,
+    entries_of,
+    question_of,
+    read_messages,
+    read_rows,
+    read_tools,
+)
 from titanrl.data.streams import make_stream, open_stream
 from titanrl.data.tokenizer import Tokenizer
 
@@ -46,7 +56,9 @@ def written(path: Path, rows: Sequence[Mapping[str, Any]], **changes: Any) -> Da
 
 
 def entries(config: DataConfig) -> list[dict[str, Any]]:
-    return [entry for _, entry in read_entries(config) if entry is not None]
+    assert config.path is not None
+    rows = read_rows(config.path, "data.path", FORMATS[config.source])
+    return [entry for _, entry in entries_of(rows, config) if entry is not None]
 
 
 @pytest.fixture(params=["rows.jsonl", "rows.parquet"])

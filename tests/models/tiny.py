@@ -9,10 +9,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from titanrl.data.tokenizer import EOS_ID, PAD_ID, VOCAB_SIZE, write_tokenizer
+from titanrl.config.sizes import RECIPE_VOCAB_SIZE
+from titanrl.data.tokenizer import EOS_ID, PAD_ID, write_tokenizer
 
 SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
+    "vocab_size": RECIPE_VOCAB_SIZE,
     "hidden_size": 128,
     "intermediate_size": 96,
     "num_hidden_layers": 2,

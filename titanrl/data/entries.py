@@ -288,21 +288,13 @@ _MARKED = re.compile(r"^\s*#{4}\s*\S.*\Z", re.MULTILINE)
 """Last line of an answer in the notation of GSM8K."""
 
 
-def read_entries(config: DataConfig) -> Iterator[tuple[Row, dict[str, Any] | None]]:
-    """Yield each row of the file `data.path` with its entry; None for a blank line.
+def entries_of(rows: Iterator[Row], config: DataConfig) -> Iterator[tuple[Row, dict[str, Any] | None]]:
+    """Yield rows with their entries; None for a blank line.
 
     An entry has `question`, `answer` and `metadata`. The entry of a conversation also has `messages`, and `reply` if the row
-    ends with the assistant's reply. `tools` and `chat_template_kwargs` are there if the row has them.
-
-    Raises:
-        BrokenRules: The file cannot be read, or a row is invalid.
+    ends with the assistant's reply. `tools` and `chat_template_kwargs` are there if the row has them. Raise `BrokenRules` if a
+    row is invalid.
     """
-    assert config.path is not None
-    return entries_of(read_rows(config.path, "data.path", FORMATS[config.source]), config)
-
-
-def entries_of(rows: Iterator[Row], config: DataConfig) -> Iterator[tuple[Row, dict[str, Any] | None]]:
-    """Yield rows with their entries, as `read_entries` does for those of a file."""
     for row in rows:
         try:
             yield row, None if row.is_blank else entry_of(row.content, config)
@@ -489,13 +481,8 @@ class Prompts(Protocol):
     Example: `[{"prompt": "What is 7 * 8?", "answer": "56", "level": 2}]`
     """
 
-    def __len__(self) -> int:
-        """Return the number of prompts."""
-        ...
-
-    def __getitem__(self, index: int, /) -> Mapping[str, Any]:
-        """Return a prompt."""
-        ...
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
 
 
 class PromptSource(Protocol):
@@ -510,7 +497,6 @@ class PromptSource(Protocol):
 
     def __call__(self, seed: int, /) -> Prompts:
         """Return the prompts."""
-        ...
 
 
 def check_prompt_source(source: object, *, key: str, name: str, options: Mapping[str, Any]) -> None:
@@ -536,7 +522,7 @@ POINT = Point(
 
 
 def read_custom_prompts(plugin: Plugin, seed: int, config: DataConfig) -> Iterator[tuple[Row, dict[str, Any] | None]]:
-    """Yield the prompts of a custom source with their entries, as `read_entries` does for files.
+    """Yield the prompts of a custom source with their entries; see `entries_of`.
 
     `plugin` is the list, or the function that returns it. Raise `ValueError` if the source or one of its prompts is invalid.
     """

@@ -49,23 +49,18 @@ class Sampler(Protocol):
 
     def choose(self) -> int:
         """Return the level of the next prompt, from 0."""
-        ...
 
     def observe(self, outcome: Outcome) -> None:
         """Record the outcome of a group."""
-        ...
 
     def metrics(self) -> Mapping[str, float]:
         """Return metrics to report, by name."""
-        ...
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return the state. It must be picklable."""
-        ...
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
         """Restore a state."""
-        ...
 
 
 class SamplerFactory(Protocol):
@@ -79,7 +74,6 @@ class SamplerFactory(Protocol):
 
     def __call__(self, num_levels: int, seed: int, /) -> Sampler:
         """Return a sampler in its initial state."""
-        ...
 
 
 class SuccessRate:

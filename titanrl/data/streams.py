@@ -29,14 +29,16 @@ from titanrl.config.load import did_you_mean
 from titanrl.data.entries import (
     BLANK,
     DUPLICATE,
+    FORMATS,
     OTHER_ANSWER,
     TOO_LONG,
     BadRow,
     Message,
     Row,
     Selection,
+    entries_of,
     read_custom_prompts,
-    read_entries,
+    read_rows,
     value_of,
 )
 from titanrl.data.gym import create_dataset, import_task
@@ -169,7 +171,8 @@ def open_stream(
     if config.source == "reasoning_gym":
         source = _GymSource(config, selector, seed)
     elif config.path is not None:
-        source = _read(config, selector, read_entries(config), {"data.path": str(config.path)})
+        rows = read_rows(config.path, "data.path", FORMATS[config.source])
+        source = _read(config, selector, entries_of(rows, config), {"data.path": str(config.path)})
     else:
         plugin = plugins.get("data.source") or Plugin(key="data.source", name=config.source)
         source = _read(config, selector, read_custom_prompts(plugin, seed, config), {"data.source": plugin.name})
@@ -512,13 +515,10 @@ def gym_levels(task: str, task_config: Mapping[str, Any], num_levels: int) -> li
     try:
         curriculum = create_curriculum(task)
     except ValueError as error:
-        raise BrokenRules(
-            BrokenRule(values, "reasoning-gym has no curriculum for this task", "set task_configs instead")
-        ) from error
+        raise _broken(values, "reasoning-gym has no curriculum for this task", "set task_configs instead") from error
     most = max(len(attribute.levels) for attribute in curriculum.attributes.values())
     if num_levels > most:
-        rule = f"the curriculum of this task has {most} levels"
-        raise BrokenRules(BrokenRule(values, rule, f"set levels to at most {most}"))
+        raise _broken(values, f"the curriculum of this task has {most} levels", f"set levels to at most {most}")
     options = []
     for level in range(num_levels):
         curriculum.set_global_level(level)

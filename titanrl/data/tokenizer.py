@@ -462,8 +462,6 @@ RECIPE_SETTINGS = {
     "clean_up_tokenization_spaces": False,
 }
 """`tokenizer_config.json`."""
-VOCAB_SIZE = 112
-"""Rows of the embedding: 106 tokens, padded to a multiple of 16."""
 
 
 def write_tokenizer(directory: Path) -> None:
