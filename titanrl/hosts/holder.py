@@ -822,7 +822,7 @@ async def listen(address: str, ports: Mapping[str, int], servers: list[asyncio.S
         try:
             server = await asyncio.start_server(_serve_measurement, address, port, limit=1 << 22)
         except OSError as error:
-            taken[name] = f"{os.strerror(error.errno)}" if error.errno else str(error)
+            taken[name] = _reason(error)
             continue
         servers.append(server)
         open_ports[name] = server.sockets[0].getsockname()[1]

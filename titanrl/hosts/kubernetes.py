@@ -647,11 +647,6 @@ class Api:
         Raises:
             KubernetesError: There are no credentials.
         """
-        if find_spec("kubernetes") is None:
-            raise KubernetesError(
-                "hosts.kind: kubernetes needs the package kubernetes, which is not installed (got kubernetes). "
-                "pip install kubernetes"
-            )
         from kubernetes.aio import client, config
 
         configuration = client.Configuration(retries=RETRIES)

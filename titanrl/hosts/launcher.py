@@ -149,11 +149,6 @@ def drop_variables() -> None:
             del os.environ[name]
 
 
-def num_hosts(config: Config) -> int:
-    """Return the number of processes that a run with `hosts.kind: launcher` needs, one for each host."""
-    return sum(host_counts(config).values())
-
-
 def broken_by_world(config: Config, world: World | None) -> Iterator[BrokenRule]:
     """Yield the rules that a configuration breaks when it runs on these processes."""
     if world is None:
@@ -164,8 +159,9 @@ def broken_by_world(config: Config, world: World | None) -> Iterator[BrokenRule]
             "start the command with torchrun, srun or mpirun (docs/howto/launcher.md), or set hosts.kind to local",
         )
         return
-    needed, hosts = num_hosts(config), config.hosts
-    generators = {"hosts.generator_hosts": hosts.generator_hosts} if "generators" in host_counts(config) else {}
+    hosts, counts = config.hosts, host_counts(config)
+    needed = sum(counts.values())
+    generators = {"hosts.generator_hosts": hosts.generator_hosts} if "generators" in counts else {}
     if world.size != needed:
         yield BrokenRule(
             {"hosts.trainer_hosts": hosts.trainer_hosts, **generators},
