@@ -235,11 +235,9 @@ class Console:
             live.stop()
 
     def __enter__(self) -> Self:
-        """Return the console itself; leaving the context calls `close`."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Close the console."""
         self.close()
 
     # Writing

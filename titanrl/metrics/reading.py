@@ -671,7 +671,6 @@ class Hits(Sequence[Hit]):
         self._parts, self._rows = parts, rows
 
     def __len__(self) -> int:
-        """Return their number."""
         return len(self._rows)
 
     @overload

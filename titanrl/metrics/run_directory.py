@@ -250,7 +250,7 @@ class RunDirectory:
                 if num_odd := _keep_rows(file, keeps):
                     warn(f"{file}: dropped {num_odd} unreadable lines")
             in_flight = frozenset(resume_in_flight)
-            self._keep_records("rollouts", lambda head: _index(head) < resume_index and _index(head) not in in_flight)
+            self._keep_records("rollouts", lambda head: _number(head.index) < resume_index and head.index not in in_flight)
             self._keep_records("evaluations", lambda head: _number(head.version) <= resume_version)
             self._keep_records("trained", lambda head: _number(head.step) <= resume_step)
         self._metrics_file = self.metrics.open("a", encoding="utf-8", buffering=1)
@@ -265,7 +265,7 @@ class RunDirectory:
     def drop_rollouts(self, indices: Collection[int]) -> None:
         """Drop the groups of these prompts from the record. Call this before the rollout workers write to it."""
         if indices:
-            self._keep_records("rollouts", lambda head: _index(head) not in indices)
+            self._keep_records("rollouts", lambda head: _number(head.index) not in indices)
 
     def flush_to_disk(self) -> None:
         """Flush all lines written so far to disk, so that they survive a power failure, as the next checkpoint does."""
@@ -339,10 +339,6 @@ class _Head(BaseModel):
     number: Any = None
     step: Any = None
     version: Any = None
-
-
-def _index(head: _Head) -> float:
-    return _number(head.index)
 
 
 def _number(value: object) -> float:

