@@ -4,12 +4,12 @@
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from titanrl.base import terminal
 from titanrl.base.files import in_shell
 from titanrl.config.errors import inline
-from titanrl.config.load import SectionKeys, is_live, json_schema, sections, shipped_configs, type_text
+from titanrl.config.load import is_live, json_schema, sections, shipped_configs, type_text
 from titanrl.config.sections import FOLDER
 
 _INTRODUCTION = """\
@@ -63,24 +63,17 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def reference_text() -> str:
     """Return the contents of `docs/config.md`: one table per section."""
-    return "\n".join([_INTRODUCTION, *(line for section in sections() for line in _section_lines(section))])
-
-
-def _section_lines(section: SectionKeys) -> Iterator[str]:
-    yield from (
-        f"## {section.path or 'Top level'}",
-        "",
-        section.meaning,
-        "",
-        "| key | type | default | meaning |",
-        "|---|---|---|---|",
-    )
-    for key, node in section.keys.items():
-        default = "required" if "default" not in node else "see below" if "$ref" in node else f"`{inline(node['default'])}`"
-        meaning = f"{node.get('description', '')}{' ' + _LIVE if is_live(node) else ''}"
-        cells = (f"`{key}`", type_text(node), default, meaning)
-        yield f"| {' | '.join(cell.replace('|', chr(92) + '|').replace(chr(10), ' ') for cell in cells)} |"
-    yield ""
+    lines = [_INTRODUCTION]
+    for section in sections():
+        lines += [f"## {section.path or 'Top level'}", "", section.meaning, ""]
+        lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
+        for key, node in section.keys.items():
+            default = "required" if "default" not in node else "see below" if "$ref" in node else f"`{inline(node['default'])}`"
+            meaning = f"{node.get('description', '')}{' ' + _LIVE if is_live(node) else ''}"
+            cells = (f"`{key}`", type_text(node), default, meaning)
+            lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|').replace(chr(10), ' ') for cell in cells)} |")
+        lines.append("")
+    return "\n".join(lines)
 
 
 def configs(argv: Sequence[str] | None = None, *, prog: str = "titanrl configs") -> None:
