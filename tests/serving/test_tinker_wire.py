@@ -202,7 +202,7 @@ def test_repeated_pass_has_the_same_digest(tinker: Any) -> None:
 
 def sampled(**fields: Any) -> wire.SampleRequest:
     prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}
-    return wire.read_sample(Fields({"prompt": prompt, "num_samples": 2, **fields}), VOCAB, 16)
+    return wire.read_sample(Fields({"prompt": prompt, "num_samples": 2, **fields}), VOCAB, 16, max_tokens=10)
 
 
 def test_sampling_options_are_read() -> None:
@@ -241,10 +241,10 @@ def test_sampling_that_is_not_supported_is_named(fields: dict[str, Any], problem
 
 
 def test_completion_gets_the_room_after_the_prompt() -> None:
-    assert wire.with_limit(sampled(), 10).sampling.max_new_tokens == 8
-    assert wire.with_limit(sampled(sampling_params={"max_tokens": 8}), 10).sampling.max_new_tokens == 8
+    assert sampled().sampling.max_new_tokens == 8
+    assert sampled(sampling_params={"max_tokens": 8}).sampling.max_new_tokens == 8
     with pytest.raises(wire.Malformed, match=r"at most 10 tokens \(got 2 \+ 9\)"):
-        wire.with_limit(sampled(sampling_params={"max_tokens": 9}), 10)
+        sampled(sampling_params={"max_tokens": 9})
 
 
 def test_options_of_the_optimizer_are_read() -> None:

@@ -107,17 +107,16 @@ class Board(Endpoint):
                 watch_filter=_is_shown,
                 ignore_permission_denied=True,
             ):
-                names = {self._name_of(Path(folder)) for folder in {os.path.dirname(path) for _, path in changes}}
+                known = {view.record.path: name for name, view in self._views.items()}
+                folders = map(Path, {os.path.dirname(path) for _, path in changes})
+                names = {
+                    next((known[each] for each in (at, *at.parents) if each in known), "") for at in folders
+                }  # "" if unknown
                 for queue in self._listeners:
                     queue.put_nowait(names)
         except* (OSError, RuntimeError) as errors:  # the limit of watches is reached, or a name below is not UTF-8
             warn(f"changes are not noticed any more, reload the page to see them ({describe(errors.exceptions[0])})")
             await self._stop.wait()
-
-    def _name_of(self, folder: Path) -> str:
-        """Return the name of the run to which the files of a folder belong; that of the folder, if none is known."""
-        known = {view.record.path: name for name, view in self._views.items()}
-        return next((known[each] for each in (folder, *folder.parents) if each in known), "")
 
     def authorize(self, key: str) -> bool:
         """Return whether it is the key of this board."""

@@ -377,8 +377,8 @@ class Tinker(Endpoint):
         try:
             fields.only("base_model")
             fields.only("model_path")
-            asked = wire.read_sample(fields, self._host.vocab_size, limits.max_samples_per_user)
-            asked = wire.with_limit(asked, self._host.max_tokens)
+            host = self._host
+            asked = wire.read_sample(fields, host.vocab_size, limits.max_samples_per_user, host.max_tokens)
         except (Refused, wire.Malformed) as error:
             future = self._sessions.futures.open(owner, sampling.session.session_id, len(request.body))
             self._sessions.futures.resolve(future, failure(error))

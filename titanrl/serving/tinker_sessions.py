@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Kind = Literal["weights", "sampler_weights"]
-KINDS: Mapping[str, str] = {"weights": "training", "sampler_weights": "sampler"}
+KINDS: Mapping[Kind, str] = {"weights": "training", "sampler_weights": "sampler"}
 """Type of a checkpoint in Tinker's terms, by the second part of its path."""
 _MODEL_ID = re.compile(r"([A-Za-z0-9_-]{1,64}):train:([0-9]{1,9})")
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
@@ -242,7 +242,7 @@ class Checkpoints:
         found = list[Checkpoint]()
         for kind in KINDS:
             for file in (folder / kind).glob("*.json"):
-                checkpoint = self._read(model_id, "weights" if kind == "weights" else "sampler_weights", file.stem)
+                checkpoint = self._read(model_id, kind, file.stem)
                 if checkpoint is None:
                     file.unlink(missing_ok=True)
                 else:

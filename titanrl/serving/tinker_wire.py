@@ -11,7 +11,7 @@ import hashlib
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -85,7 +85,7 @@ class SampleRequest:
     """Tokens of the prompt, `[P]`."""
     num_samples: int
     sampling: SamplingParams
-    """Sampling options. `max_new_tokens` is 0 if the client set none."""
+    """Sampling options."""
     prompt_logprobs: bool
     """True to also return the log-probability of each prompt token."""
     num_top: int
@@ -207,8 +207,12 @@ def read_adam(fields: Fields) -> AdamParams:
         raise Refused(f"adam_params: {str(error).removeprefix('AdamParams.')}") from None
 
 
-def read_sample(fields: Fields, vocab_size: int, max_samples: int) -> SampleRequest:
-    """Read a request for at most `max_samples` completions, after the caller has taken what names the sampling session."""
+def read_sample(fields: Fields, vocab_size: int, max_samples: int, max_tokens: int) -> SampleRequest:
+    """Read a request for at most `max_samples` completions, after the caller has taken what names the sampling session.
+
+    Prompt and completion together have at most `max_tokens`, which is also the limit of a completion without one. Raise
+    `Refused` if a field is invalid, `Malformed` if the prompt is too long.
+    """
     num_samples = fields.count("num_samples", 1, max_samples)
     prompt = _prompt_of(fields, vocab_size)
     params = fields.nested("sampling_params") or Fields({}, "sampling_params")
@@ -218,7 +222,7 @@ def read_sample(fields: Fields, vocab_size: int, max_samples: int) -> SampleRequ
     top_k = params.count("top_k", -1, vocab_size)
     top_p = params.number("top_p", 0.0, 1.0)
     seed = params.count("seed", -(2**63), 2**64 - 1)
-    max_tokens = params.count("max_tokens", 1, 2**31 - 1)
+    longest = params.count("max_tokens", 1, 2**31 - 1)
     stop, stop_ids = _stop_of(params, vocab_size)
     params.done()
     wanted = fields.flag("prompt_logprobs")
@@ -234,8 +238,11 @@ def read_sample(fields: Fields, vocab_size: int, max_samples: int) -> SampleRequ
     temperature = 1.0 if temperature is None else temperature
     if 0.0 < temperature < 0.01:
         raise wrong("sampling_params.temperature", "must be 0, or at least 0.01", temperature)
+    if (room := max_tokens - len(prompt)) < (longest or 1):
+        length = f"{len(prompt)} + {longest or 1}"
+        raise Malformed(f"prompt: prompt and completion must have at most {max_tokens} tokens (got {length}).")
     sampling = SamplingParams(
-        max_new_tokens=max_tokens or 0,
+        max_new_tokens=longest or room,
         temperature=temperature,
         seed=None if seed is None else seed % MAX_SEED,
         top_p=1.0 if top_p is None else top_p,
@@ -412,12 +419,3 @@ def _from_bytes(data: bytes, dtype: "np.dtype[Any]", name: str) -> Any:
     if len(data) % dtype.itemsize:
         raise Malformed(f"{name}: has {len(data)} bytes, no multiple of {dtype.itemsize}.")
     return np.frombuffer(data, dtype)
-
-
-def with_limit(asked: SampleRequest, max_tokens: int) -> SampleRequest:
-    """Return a request with the longest completion that fits, unless it has a limit; raise `Malformed` if it is too long."""
-    room = max_tokens - len(asked.prompt)
-    if room < max(1, asked.sampling.max_new_tokens):
-        length = f"{len(asked.prompt)} + {max(1, asked.sampling.max_new_tokens)}"
-        raise Malformed(f"prompt: prompt and completion must have at most {max_tokens} tokens (got {length}).")
-    return replace(asked, sampling=replace(asked.sampling, max_new_tokens=asked.sampling.max_new_tokens or room))
