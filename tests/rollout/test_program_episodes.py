@@ -281,11 +281,25 @@ def test_rewritten_history_is_a_branch(tokenizer: Tokenizer, tmp_path: Path) -> 
     assert [turn.reward for turn in rollout.turns] == [0.0, 1.0]
 
 
+CAUGHT = """
+    for ask in (client.embeddings.create(model=task.model, input="a"), create(model="other", messages=[])):
+        try:
+            await ask
+        except openai.NotFoundError:
+            pass
+"""
+
+
 @pytest.mark.parametrize(
     ("code", "outcome", "problem"),
     [
         ("raise RuntimeError('boom')", "environment_error", "RuntimeError: boom (program_0.py:"),
-        ("return 1.0", "environment_error", "made no call"),
+        ("return 1.0", "environment_error", "made no call of the policy"),
+        (
+            CAUGHT + "    return 1.0",
+            "environment_error",
+            "no call of the policy that was answered; the last error was: model: must",
+        ),
         (ASK + "    return 'many'", "reward_error", "finite number"),
         (ASK + "    return {'score': 1}", "environment_error", "must have the key"),
         (ASK + "    return float('nan')", "reward_error", "finite number"),
@@ -309,6 +323,27 @@ def test_failures_are_typed_retried_and_excluded(
     assert outcome != "timeout" or group.counts["environment_ms"] >= 790, "two episodes to their limit"
     assert problem in failure.error
     assert "data.environment: data.environment" not in failure.error
+
+
+def test_errors_that_a_program_catches_are_counted(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    group, _ = play(tokenizer, module(tmp_path, CAUGHT + ASK))
+    assert [(rollout.metrics["calls"], rollout.metrics["refused_calls"]) for rollout in group.rollouts] == [(1, 2)]
+
+
+def test_malformed_calls_in_the_protocol_of_anthropic_do_not_branch(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    code = """
+        messages = [{"role": "user", "content": task.question}]
+        body = {"model": task.model, "max_tokens": 40, "messages": messages, "tools": [{"name": "f", "input_schema": {}}]}
+        async with httpx.AsyncClient(headers={"x-api-key": task.key}) as http:
+            for _ in range(3):
+                said = (await http.post(task.url + "/messages", json=body)).json()["content"]
+                results = [{"type": "tool_result", "tool_use_id": each["id"], "content": "no"} for each in said if "id" in each]
+                messages += [{"role": "assistant", "content": said}, {"role": "user", "content": results}]
+    """
+    texts = ["<tool_call>broken</tool_call>", "<tool_call></tool_call>", "2"]
+    group, policy = play(tokenizer, module(tmp_path, code), texts)
+    assert [(len(rollout.turns), len(rollout.segments)) for rollout in group.rollouts] == [(3, 1)]
+    assert group.rollouts[0].segments[0].mask.sum() == sum(len(completion.token_ids) for _, completion in policy.record)
 
 
 def test_limits_refuse_calls_and_end_the_episode(tokenizer: Tokenizer, tmp_path: Path) -> None:

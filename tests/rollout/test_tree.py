@@ -44,6 +44,11 @@ def user(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
+def calling(arguments: object) -> Message:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
 def sampled(ids: Sequence[int], version: int = 0, rng: random.Random | None = None) -> Completion:
     rng = rng or random.Random(0)
     return Completion(
@@ -347,6 +352,9 @@ def test_text_that_renders_to_the_same_tokens_continues(renderer: Renderer, toke
         ({"role": "user", "content": "a"}, {"role": "system", "content": "a"}, False),
         ({"role": "tool", "content": "a", "tool_call_id": "1"}, {"role": "tool", "content": "a", "tool_call_id": "2"}, False),
         ({"role": "assistant", "content": "a"}, {"role": "assistant", "content": "a", "reasoning_content": "b"}, False),
+        (calling("{"), calling({"arguments": "{"}), True),  # as Anthropic's protocol has it
+        (calling(""), calling({}), True),
+        (calling("{"), calling("["), False),
     ],
 )
 def test_canonical_messages(first: Message, second: Message, equal: bool) -> None:

@@ -19,13 +19,14 @@ class Scripted:
 
     Token `i` of a completion has log-probability `-i / 8` and version 3. Reasoning is sampled before the content, between the
     bytes 2 and 3. At token `i` of a prompt, the tokens 0, 1 and so on are the most likely ones, with log-probabilities -1, -2
-    and so on, and the token itself has `-i / 8`, or that of its rank. It counts its calls, and those cancelled.
+    and so on, and the token itself has `-i / 8`, or that of its rank. It counts its calls, those cancelled, and errors.
     """
 
     stop: tuple[str, ...] = ()
 
     def __init__(self, *replies: Message, pause: "Callable[[], asyncio.Event] | None" = None) -> None:
         self.replies, self.calls, self.num_cancelled = list(replies), list[Call](), 0
+        self.num_refused = 0
         self.pause = pause
         """Returns an event to wait for after the first half of a completion."""
 
@@ -63,6 +64,9 @@ class Scripted:
             ),
             message=message,
         )
+
+    def refused(self, refused: Refused) -> None:
+        self.num_refused += 1
 
     def read(self, call: Call, token_ids: Sequence[int]) -> Message:
         text = bytes(token for token in token_ids if token != END).decode("utf-8", "replace")

@@ -23,7 +23,6 @@ import json
 import math
 from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
@@ -289,8 +288,10 @@ def canonical(message: Message) -> dict[str, Any]:
         for call in message["tool_calls"]:
             arguments = call["function"].get("arguments")
             if isinstance(arguments, str):
-                with suppress(ValueError):  # a malformed call, whose arguments are its text
+                try:
                     arguments = parse_object(arguments)
+                except ValueError:  # a malformed call, whose arguments are its text, in Anthropic's protocol as an object
+                    arguments = arguments and {"arguments": arguments}
             meaning["tool_calls"].append([call.get("id"), call["function"].get("name"), arguments or {}])
     return meaning
 

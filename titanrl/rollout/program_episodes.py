@@ -36,9 +36,10 @@ from titanrl.serving.http import Listener, listen
 
 MODEL = "policy"
 """Name of the policy in calls."""
-OVERRIDDEN, ABANDONED, NONCONFORMING = "overridden_calls", "abandoned_calls", "nonconforming_replies"
-"""Metrics of an episode: calls that asked for other sampling options than those of the run, which decides alone; calls whose
-client hung up before the reply, which are not trained on; and replies in another form than the client required."""
+COUNTED = ("overridden_calls", "refused_calls", "abandoned_calls", "nonconforming_replies")
+"""Metrics of an episode: calls that asked for other sampling options than those of the run, which decides alone; requests that
+got an error; calls whose client hung up before the reply, which are not trained on; and replies in another form than the client
+required."""
 _CALL_S = 86_400.0
 _CLOSE_S = 10.0
 
@@ -158,7 +159,7 @@ class ProgramEpisode(Attempt):
         self._news = asyncio.Event()
         self._num_asked = 0
         self._repeats = Counter[bytes]()  # of equal conversations, whose seeds differ
-        self._num_open = self._num_overridden = self._num_abandoned = self._num_nonconforming = 0
+        self._num_open, self._counts, self._refusal = 0, dict.fromkeys(COUNTED, 0), ""
         self._is_limited = self._is_cut = False
         self._left_s, self._since = limits.episode_timeout_s, 0.0
 
@@ -242,7 +243,7 @@ class ProgramEpisode(Attempt):
         try:
             completion = await waiting.completion
         except asyncio.CancelledError:
-            self._num_abandoned += 1
+            self._counts["abandoned_calls"] += 1
             raise
         finally:
             self._waiting.discard(waiting)
@@ -259,8 +260,13 @@ class ProgramEpisode(Attempt):
             each["id"] = f"call_{self.num_turns}_{number}"  # clients expect different ids in a conversation
         message = self._add(context, completion, parsed, (*call.stop, *call.stop_ids))
         reply = Reply(prompt_ids=context.token_ids, completion=completion, message=message)
-        self._num_nonconforming += reply.differs_in_form(call)
+        self._counts["nonconforming_replies"] += reply.differs_in_form(call)
         return reply
+
+    def refused(self, refused: Refused) -> None:
+        """Count an error that the program got."""
+        self._counts["refused_calls"] += 1
+        self._refusal = f" that was answered; the last error was: {refused}"
 
     def read(self, call: Call, token_ids: Sequence[int]) -> Message:
         """Return the message that the first tokens of a reply are read as."""
@@ -301,7 +307,7 @@ class ProgramEpisode(Attempt):
         wanted = (call.temperature, call.top_p, call.top_k, call.min_p)
         decided = (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
         differs = any(value not in (None, own) for value, own in zip(wanted, decided, strict=True))
-        self._num_overridden += differs or call.seed is not None
+        self._counts["overridden_calls"] += differs or call.seed is not None
         return replace(
             sampling,
             stop=(*sampling.stop, *call.stop),
@@ -346,13 +352,7 @@ class ProgramEpisode(Attempt):
 
     def _finish(self, program: "asyncio.Task[ProgramResult]") -> None:
         """End the episode with what the program returned."""
-        metrics = {
-            "calls": self.num_turns,
-            "segments": len(self.tree.chains()),
-            OVERRIDDEN: self._num_overridden,
-            ABANDONED: self._num_abandoned,
-            NONCONFORMING: self._num_nonconforming,
-        }
+        metrics = {"calls": self.num_turns, "segments": len(self.tree.chains()), **self._counts}
         self._open(0)  # the program has run until now
         error = asyncio.CancelledError() if program.cancelled() else program.exception()
         is_short = self._is_limited or self._is_cut  # agents raise exceptions if a call is refused or a reply is cut
@@ -361,8 +361,7 @@ class ProgramEpisode(Attempt):
             is_ours = isinstance(error, EnvironmentFailure)
             raise EpisodeError(outcome, str(error) if is_ours else f"{KEY}: it raised {describe_user_error(error)}") from error
         if not self.num_turns:
-            limit = " that fits the limits" if self._is_limited else ""
-            raise EpisodeError("environment_error", f"{KEY}: it made no call of the policy{limit}")
+            raise EpisodeError("environment_error", f"{KEY}: it made no call of the policy{self._refusal}")
         self.metrics = metrics
         if error is None:
             result = program.result()

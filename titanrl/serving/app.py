@@ -90,6 +90,8 @@ class App(Endpoint):
 
     async def answer(self, method: str, path: str, key: str, headers: Headers, receive: Receive, response: "_Response") -> None:
         """Answer a request for completions or models."""
+        response.caller = caller = self._find(key)
+        assert caller is not None, "the key was checked"
         if path == "/v1/models":
             await response.send_json({"object": "list", "data": list(map(self._model, self._models))})
         elif path.startswith("/v1/models/"):
@@ -100,8 +102,6 @@ class App(Endpoint):
         elif method != "POST":
             raise Refused(f"method: must be POST (got {method[:20]!r})", status=405)
         else:
-            caller = self._find(key)
-            assert caller is not None, "the key was checked"
             await self._answer(path, caller, headers, receive, response)
 
     async def _answer(self, path: str, caller: Caller, headers: Headers, receive: Receive, response: "_Response") -> None:
@@ -200,6 +200,7 @@ class _Response(Response):
     def __init__(self, send: Send, *, is_anthropic: bool) -> None:
         super().__init__(send)
         self._is_anthropic = is_anthropic
+        self.caller: Caller | None = None
 
     async def send_events(self, events: Iterable[Event], *, is_last: bool = False) -> None:
         lines = []
@@ -211,6 +212,8 @@ class _Response(Response):
 
     async def refuse(self, refused: Refused) -> None:
         """Send a refusal, in a stream that has started as its last event."""
+        if self.caller is not None:
+            self.caller.refused(refused)
         if not self.has_started:
             await super().refuse(refused)
             return

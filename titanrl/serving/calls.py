@@ -151,6 +151,9 @@ class Caller(Protocol):
             Refused: The call cannot be answered.
         """
 
+    def refused(self, refused: Refused) -> None:
+        """Note that the client got an error."""
+
     def read(self, call: Call, token_ids: Sequence[int]) -> Message:
         """Return the message that the first tokens of a completion are read as; see `Reply.message`."""
 

@@ -878,7 +878,7 @@ def _read_messages_tool(value: object, path: str) -> Tool:
 def _input_of(call: Any) -> dict[str, Any]:
     """Return the arguments of a call as an object, the only form in Anthropic's protocol; malformed ones are a text in it."""
     arguments = call["function"]["arguments"]
-    return arguments if isinstance(arguments, dict) else {"arguments": arguments}
+    return arguments if isinstance(arguments, dict) else {"arguments": arguments} if arguments else {}
 
 
 def _messages_usage(reply: Reply) -> dict[str, int]:

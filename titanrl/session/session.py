@@ -238,6 +238,9 @@ class Speaker:
             completion = replace(completion, versions=np.full_like(completion.versions, self._version))
         return Reply(prompt_ids=prompt_ids, completion=completion, message=self._message(call, completion))
 
+    def refused(self, refused: Refused) -> None:
+        """Do nothing: the metrics of the endpoint count errors."""
+
     def read(self, call: Call, token_ids: Sequence[int]) -> Message:
         """Return the message that the first tokens of a completion are read as."""
         parsed = None if call.messages is None else self._renderer.parse(token_ids, call.tools)
