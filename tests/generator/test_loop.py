@@ -1,11 +1,14 @@
 """Commands and groups between decoding steps, with a fake engine."""
 
 import asyncio
+import gc
+import inspect
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,7 +16,7 @@ import pytest
 from titanrl.base.errors import StoppedError
 from titanrl.carriers.types import Completion, EngineLoad, GenerationRequest, SamplingParams
 from titanrl.generator import actor as generator_actor
-from titanrl.generator.actor import EngineLoop, EngineStoppedError
+from titanrl.generator.actor import EngineLoop, EngineStoppedError, Generator
 
 
 class Finished:
@@ -176,6 +179,25 @@ async def test_closed_loop_keeps_its_engine_whose_end_takes_seconds() -> None:
     ended = await loop.call(lambda engine: weakref.finalize(engine, lambda: None))
     await loop.close()
     assert ended.alive
+
+
+async def test_groups_that_fail_together_raise_one_error_and_report_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    generator = object.__new__(Generator)
+    generator._loop = EngineLoop(CountingEngine)  # type: ignore[arg-type]
+    generator._setup = cast("Any", SimpleNamespace(config=SimpleNamespace(on_update="drain")))
+    generator._calls, generator._up_to_date = {}, asyncio.Event()
+    generator._up_to_date.set()
+    generate = inspect.unwrap(Generator.__dict__["generate"]._method)
+    groups = [requests(10**9, first=number) for number in range(3)]
+    call = asyncio.create_task(generate(generator, groups, [1, 1, 1], None))
+    await asyncio.sleep(0.01)
+    await generator._loop.start_over("the run restarts")
+    with pytest.raises(StoppedError, match="the run restarts"):
+        await call
+    del call
+    gc.collect()
+    await generator._loop.close()
+    assert "never retrieved" not in caplog.text
 
 
 async def test_complete_group_aborts_its_spares_only() -> None:

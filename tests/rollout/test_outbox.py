@@ -1,16 +1,20 @@
 """Delivery of finished groups to a fake buffer that records calls."""
 
 import asyncio
+import gc
 import threading
 from collections.abc import Sequence
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
 
 from tests.endpoints import FakeEndpoint
 from tests.records import make_record
 from titanrl.carriers.types import GroupHandle, GroupRecord
 from titanrl.processes.actors import cause_of
 from titanrl.replay.groups import ShardUsage
-from titanrl.rollout.workers import MAX_HELD, Dump, Outbox
+from titanrl.rollout.workers import MAX_HELD, Dump, Outbox, RolloutWorker
 
 
 class FakeBuffer:
@@ -92,6 +96,34 @@ async def test_groups_of_one_tick_share_a_message_and_its_error() -> None:
     buffer.error = None
     await outbox.deliver(make_record(4), ())
     assert buffer.log[-1] == ([4], [4])
+
+
+async def test_failure_of_the_rollouts_is_logged_and_sent_to_the_buffer(caplog: pytest.LogCaptureFixture) -> None:
+    async def fail() -> None:
+        async with asyncio.TaskGroup() as groups:
+            for error in (ValueError("no prompts"), ValueError("no reward")):
+                groups.create_task(raising(error))
+
+    async def raising(error: Exception) -> None:
+        raise error
+
+    reported = list[str]()
+
+    async def report(text: str) -> None:
+        reported.append(text)
+
+    worker = object.__new__(RolloutWorker)
+    worker._run = fail  # type: ignore[method-assign]
+    buffer = SimpleNamespace(fail=SimpleNamespace(call_one=report))
+    worker._setup = cast("Any", SimpleNamespace(config=SimpleNamespace(max_staleness=1), buffer=buffer))
+    task = asyncio.create_task(worker._run_and_report_failure())
+    await asyncio.wait({task})
+    del task
+    gc.collect()
+    assert [text.partition("\n")[0] for text in reported] == ["ValueError: no prompts"]
+    assert "the rollouts failed" in caplog.text
+    assert "ValueError: no reward" in caplog.text
+    assert "never retrieved" not in caplog.text
 
 
 async def test_group_waits_for_older_groups_unless_many_are_queued() -> None:

@@ -1,6 +1,7 @@
 """Methods of the training client, on two real trainer ranks."""
 
 import asyncio
+import gc
 import re
 import time
 from collections.abc import Iterator
@@ -299,15 +300,18 @@ async def test_logprobs_of_a_kept_version_are_reproduced(lab: Lab) -> None:
     assert all_equal(await lab.client.compute_logprobs(DATA, held), before)
 
 
-async def test_failed_request_cancels_later_ones_until_zero_grad(lab: Lab) -> None:
+async def test_failed_request_cancels_later_ones_until_zero_grad(lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
     failing = lab.client.forward_backward_custom(DATA, losses.broken)
     behind = lab.client.optim_step(ADAM)
     with pytest.raises(RuntimeError, match="the loss itself is broken"):
         await failing
+    lab.client.optim_step(ADAM)  # never awaited
     recovered = lab.client.zero_grad()
     with pytest.raises(PoisonedError, match="the loss itself is broken"):
         await behind
     await recovered
+    gc.collect()
+    assert "never retrieved" not in caplog.text
     for returned, text in (
         (1.0, "loss: must return a pair of loss and metrics"),
         ((torch.ones(()), {}), "loss: must return a scalar tensor with gradient"),

@@ -152,6 +152,7 @@ class Generator(Actor):
             self._calls[admission.name] = admitted
         try:
             for index, result in enumerate(map(asyncio.wrap_future, await admitted)):
+                result.add_done_callback(lambda result: result.cancelled() or result.exception())  # only the first is raised
                 result.add_done_callback(lambda result, index=index: news.put_nowait((index, result)))  # type: ignore[misc]
             num_sent = 0
             while num_sent < len(groups):

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import logging
 import math
 import pickle
 import traceback
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 RUN = "roll out"
 """Name of the asyncio task that generates groups until the worker closes."""
@@ -343,12 +345,12 @@ class RolloutWorker(Actor):
         try:
             await (self._run() if self._setup.config.max_staleness else self._run_in_rounds())
         except* Exception as errors:  # top level of a background task: any failure must reach the controller
+            logger.exception("the rollouts failed")
             error: BaseException = errors
             while isinstance(error, BaseExceptionGroup):
                 error = error.exceptions[0]
             first = located(cause_of(error))
             await self._setup.buffer.fail.call_one("".join(traceback.format_exception_only(first)).strip())
-            raise
 
 
 MAX_HELD = 8

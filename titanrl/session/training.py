@@ -242,6 +242,8 @@ class TrainingClient:
             if recovers:  # only now, because requests submitted earlier must still fail
                 self._failure = None
             if self._failure is not None:
+                # Its caller may never await it, because the request that failed has raised already.
+                asyncio.current_task().add_done_callback(lambda task: task.exception())  # type: ignore[union-attr]
                 raise PoisonedError(f"request cancelled: an earlier one failed ({self._failure!r}). Call zero_grad() first.")
             try:
                 return await request()
