@@ -505,6 +505,9 @@ def test_update_discards_cached_prompts(lab: Lab, impl: str) -> None:
             torch.tensor([prompt]), attention_mask=torch.ones(1, 100, dtype=torch.long), max_new_tokens=24, do_sample=False
         )
         assert completions == [output[0, 100:].tolist()] * 2
+    log = (lab.models[1].parent / f"{impl}_0.log").read_text()
+    assert "Using max model len" in log, "messages of vLLM"
+    assert not re.search("set_num_threads|reset prefix cache", log), "messages of each pull"
 
 
 def test_session_continues_at_the_replica_of_its_last_turn(lab: Lab) -> None:

@@ -7,6 +7,7 @@ needed for token ids, and takes a twelfth of the decoding time of a tiny model.
 """
 
 import itertools
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -449,6 +450,9 @@ def build_engine(
         args |= adapter_args(source, lora, 1 + num_held)
     with temporary_rendezvous():
         engine = LLMEngine.from_engine_args(EngineArgs(**args))
+    logging.getLogger("vllm.v1.core.block_pool").setLevel(logging.WARNING)  # it logs each reset of the prefix cache
+    if device.kind == "cpu":  # vLLM's function does nothing either, but warns of it twice in each pull
+        torch.set_num_threads = lambda nthreads: None
     if config.model_impl == "titan" and config.tp == 1:
         from titanrl.generator.titan import speed_up
 
