@@ -270,6 +270,15 @@ async def test_first_untaken_is_the_oldest_prompt_not_yet_in_a_batch() -> None:
     assert (await groups.take_batch(2)).first_untaken == 4
 
 
+async def test_batch_sums_the_counts_of_its_groups_except_the_slowest_time() -> None:
+    groups = buffer(4)
+    times = [{"environment_ms": 30, "slowest_ms": 20}, {"environment_ms": 10}, {"environment_ms": 50, "slowest_ms": 15}]
+    reserved = await groups.reserve(4)
+    await groups.commit([replace(record(one), counts=counts) for one, counts in zip(reserved, [*times, {}], strict=True)])
+    assert (await groups.take_batch(3)).counts == {"environment_ms": 90, "slowest_ms": 20}
+    assert (await groups.take_batch(1)).counts == {}
+
+
 async def test_batch_counts_the_slots_by_state() -> None:
     groups = buffer(8)
     reservations = await groups.reserve(7)

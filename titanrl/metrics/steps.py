@@ -86,6 +86,7 @@ def episode_metrics(counts: Mapping[str, int]) -> dict[str, float]:
         "episode/truncated_frac": counts.get("truncated", 0) / num_episodes,
         "episode/unjudged_frac": counts.get("unjudged", 0) / num_episodes,
         "episode/environment_s_mean": counts.get("environment_ms", 0) / 1000 / num_episodes,
+        "episode/environment_s_max": counts.get("slowest_ms", 0) / 1000,
         "episode/environment_error_frac": counts["environment_error"] / num_episodes,
         "episode/timeout_frac": counts["timeout"] / num_episodes,
         "episode/reward_error_frac": counts["reward_error"] / num_episodes,

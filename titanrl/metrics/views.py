@@ -117,6 +117,7 @@ PANELS = (
     ),
     Panel("Response length", "tokens", {"tokens/response_len_mean": "mean", "tokens/response_len_max": "longest"}),
     Panel("Environment, means over episodes", "", {r"environment/(.+)_mean": r"\1"}),
+    Panel("Time in the environment", "s", {"episode/environment_s_mean": "mean", "episode/environment_s_max": "slowest"}),
     Panel("Entropy", "nats", {"policy/entropy": "entropy"}),
     Panel("Groups without a gradient", "share", {"group/zero_variance_frac": "equal rewards"}),
     Panel(
@@ -144,7 +145,7 @@ _UNITS = (
     (r"perf/.*_per_s", "tokens/s"),
     (r"sync/gb_per_s", "GB/s"),
     (r".*bytes", "bytes"),
-    (r".*_s(_mean)?", "s"),
+    (r".*_s(_mean|_max)?", "s"),
     (r"staleness/(mean|max)", "versions"),
 )
 """Units of metrics by patterns of their names, of which the first that matches counts; docs/metrics.md has all of them."""

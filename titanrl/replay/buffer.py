@@ -743,6 +743,8 @@ class GroupBuffer:
                 earlier = of_task.get(name, (0.0, 0))
                 of_task[name] = earlier[0] + total, earlier[1] + num
         failed = [record for record in tried if record.num_errors]
+        if counts := sum((Counter(record.counts) for record in tried), Counter[str]()):  # else there is no environment
+            counts["slowest_ms"] = max(record.counts.get("slowest_ms", 0) for record in tried)
         return Batch(
             records=RecordTable.join([group.packed for group in groups]),
             num_tried=len(tried),
@@ -752,7 +754,7 @@ class GroupBuffer:
             num_errors=sum(record.num_errors for record in failed),
             first_error=min(failed, key=lambda record: record.index).first_error if failed else "",
             drops=dict(drops),
-            counts=sum((Counter(record.counts) for record in tried), Counter[str]()),
+            counts=counts,
             usage=ShardUsage(
                 num_bytes=sum(usage.num_bytes for usage in self._usage.values()),
                 num_spilled_bytes=sum(usage.num_spilled_bytes for usage in self._usage.values()),

@@ -118,7 +118,7 @@ class Batch:
     drops: Mapping[DropReason, int]
     """Number of groups discarded since the previous batch, by reason."""
     counts: Mapping[str, int]
-    """Episode counts of the tried groups, if an environment was used."""
+    """Episode counts of the tried groups, if an environment was used: sums, except the largest `slowest_ms`."""
     usage: ShardUsage
     environment: Mapping[str, Mapping[str, tuple[float, int]]] = field(default_factory=dict)
     """Values that environments reported for the tried groups, by task and name: their sum, and the number of rollouts."""

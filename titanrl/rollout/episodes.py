@@ -37,11 +37,12 @@ TURNS = "turns"
 TRUNCATED = "truncated"
 """Name of the reward part of an episode that a limit ended and the environment did not judge."""
 COUNTS = (
-    *("episodes", "turns", "malformed_calls", "truncated", "unjudged", "environment_ms"),
+    *("episodes", "turns", "malformed_calls", "truncated", "unjudged", "environment_ms", "slowest_ms"),
     *("environment_error", "timeout", "reward_error", "generation_error"),
 )
 """Names of a group's counts over all attempts: episodes, turns of the policy, malformed tool calls, episodes that a limit
-ended, those of them that the environment did not judge, milliseconds in the environment, and failures by outcome."""
+ended, those of them that the environment did not judge, milliseconds in the environment, those of the slowest completion, and
+failures by outcome."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +151,7 @@ class Episodes:
         errors: list[tuple[_Slot, str, Outcome]]
         counts = sum((slot.counts for slot in slots), Counter[str]())
         counts["reward_error"] += len(pairs) - len(scored)
+        counts["slowest_ms"] = max(slot.counts["environment_ms"] for slot in slots)
         errors = [(slot, score.error, "reward_error") for slot, score in pairs if score.reward is None]
         for slot in slots:
             if slot.error is not None:
