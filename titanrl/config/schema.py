@@ -383,21 +383,15 @@ def _rows(config: Config) -> Iterator[BrokenRule]:
     row_tokens, plan = config.trainer.row_tokens, config.trainer.parallelism
     must_fit = config.sft is None and config.trainer.overlong == "error"
     for name, task in config.data.tasks.items() if must_fit else ():
-        longest, environment, key = config.sequence_tokens(task), task.environment, task.key(name)
+        longest, key, what = config.sequence_tokens(task), task.key(name), "prompt plus completion"
         if longest <= row_tokens:
             continue
-        values: dict[str, object] = {"trainer.row_tokens": row_tokens}
-        if environment is not None:
-            values[f"{key}.environment.max_conversation_tokens"] = environment.max_conversation_tokens
-        else:
-            has_own = isinstance(task, TaskConfig) and task.max_new_tokens is not None
-            values[f"{key}.max_prompt_tokens"] = task.max_prompt_tokens
-            values[f"{key if has_own else 'rollout'}.max_new_tokens"] = task.rollout(config.rollout).max_new_tokens
-        yield BrokenRule(
-            values,
-            f"row_tokens must cover the longest {'prompt plus completion' if environment is None else 'conversation'}",
-            f"set trainer.row_tokens to at least {longest}, or trainer.overlong to truncate or skip",
-        )
+        has_own = isinstance(task, TaskConfig) and task.max_new_tokens is not None
+        keys = f"{key}.max_prompt_tokens {key if has_own else 'rollout'}.max_new_tokens"
+        if task.environment is not None:
+            keys, what = f"{key}.environment.max_conversation_tokens", "conversation"
+        fix = f"set trainer.row_tokens to at least {longest}, or trainer.overlong to truncate or skip"
+        yield config.broken(f"trainer.row_tokens {keys}", f"row_tokens must cover the longest {what}", fix)
     if plan.cp > 1 and row_tokens % (multiple := 2 * plan.cp * plan.tp):
         rule = "row_tokens must be a multiple of 2 x cp x tp, because each context-parallel rank has two parts of a row"
         fix = f"set trainer.row_tokens to {row_tokens + multiple - row_tokens % multiple}"
@@ -461,9 +455,9 @@ def _tasks(config: Config) -> Iterator[BrokenRule]:
             return
         own, group_size = task.algorithm(config.algorithm), task.rollout(config.rollout).group_size
         if own.has_critic != config.algorithm.has_critic:
-            advantages = {f"{key}.advantage": own.advantage, "algorithm.advantage": config.algorithm.advantage}
             rule = "the critic learns from all tasks, so all of them use gae, or none"
-            yield BrokenRule(advantages, rule, f"remove {key}.advantage, or set algorithm.advantage to {own.advantage}")
+            fix = f"remove {key}.advantage, or set algorithm.advantage to {own.advantage}"
+            yield config.broken(f"{key}.advantage algorithm.advantage", rule, fix)
         yield from own.broken_pass_k(f"{key}.")
         is_whole = own.advantage in ("pass_at_k", "gdpo")
         if (own.credit != "rollout" and is_whole) or (own.credit == "state" and own.advantage == "reinforce_pp"):
@@ -530,11 +524,10 @@ def _adapters(config: Config) -> Iterator[BrokenRule]:
     for key in VLLM_LORA_ARGS:
         if key in config.generator.vllm:
             rule = "TitanRL sets this argument for weights.lora: adapters"
-            values = {f"generator.vllm.{key}": config.generator.vllm[key], "weights.lora": config.weights.lora}
-            yield BrokenRule(values, rule, f"remove generator.vllm.{key}")
+            yield config.broken(f"generator.vllm.{key} weights.lora", rule, f"remove generator.vllm.{key}")
     if "quantization" in config.generator.vllm:
-        values = {"generator.vllm.quantization": config.generator.vllm["quantization"], "weights.lora": config.weights.lora}
-        yield BrokenRule(values, "the base of the adapters is not quantized", f"remove generator.vllm.quantization, {merged}")
+        rule, fix = "the base of the adapters is not quantized", f"remove generator.vllm.quantization, {merged}"
+        yield config.broken("generator.vllm.quantization weights.lora", rule, fix)
 
 
 def _recipe(config: Config) -> Iterator[BrokenRule]:
