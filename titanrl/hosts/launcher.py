@@ -159,12 +159,11 @@ def broken_by_world(config: Config, world: World | None) -> Iterator[BrokenRule]
             "start the command with torchrun, srun or mpirun (docs/howto/launcher.md), or set hosts.kind to local",
         )
         return
-    hosts, counts = config.hosts, host_counts(config)
+    counts = host_counts(config)
     needed = sum(counts.values())
-    generators = {"hosts.generator_hosts": hosts.generator_hosts} if "generators" in counts else {}
     if world.size != needed:
-        yield BrokenRule(
-            {"hosts.trainer_hosts": hosts.trainer_hosts, **generators},
+        yield config.broken(
+            " ".join(f"hosts.{group[:-1]}_hosts" for group in counts),
             f"the launcher must start one process for each trainer host and each generator host, {needed} in total, "
             f"but it started {world.size}",
             f"start {needed}, or change the numbers of hosts",
@@ -512,15 +511,10 @@ def _broken_here(config: Config, world: World) -> list[BrokenRule]:
     missing = None if config.device == "auto" else missing_for(config.device)
     if missing is not None:
         rule = f"the device must be usable on every host, but on {name} it is not: {missing}"
-        broken.append(BrokenRule(values={"device": config.device}, rule=rule, fix="set device to that of the hosts"))
+        broken.append(config.broken("device", rule, "set device to that of the hosts"))
     own, addresses = own_address(world), addresses_of(name)
     if own and not is_loopback(own) and all(map(is_loopback, addresses)):
         found = f"resolves to {', '.join(addresses)}" if addresses else "does not resolve"
-        broken.append(
-            BrokenRule(
-                values={"hosts.kind": "launcher"},
-                rule=f"the name of each host must resolve to an address that the others can reach, but {name} {found}",
-                fix="correct /etc/hosts or the name server",
-            )
-        )
+        rule = f"the name of each host must resolve to an address that the others can reach, but {name} {found}"
+        broken.append(config.broken("hosts.kind", rule, "correct /etc/hosts or the name server"))
     return broken
