@@ -307,14 +307,26 @@ class Console:
 
     def _table(self, values: Mapping[str, float]) -> RenderableType:
         """Return the blocks of learning, of the update and of speed, in as many columns as fit."""
-        tables = []
-        for block in self._rows_of_live(values):
+        known, tables = self._known(values), list[Table]()
+        for block in _blocks(known):
+            rows: list[tuple[str, str]] = []
+            for quantity in block:
+                if quantity.label:
+                    rows.append((quantity.label, f"{quantity.text(known)}{quantity.unit}"))
+                if quantity.metric == RECENT_MEAN:
+                    rows.append(("", sparkline(self._curve, ascii_only=self._out.options.ascii_only)))
+                    for task, (first, last) in self._evaluations.items():
+                        rows.append((f"held-out {task}", f"{first:{quantity.spec}} -> {last:{quantity.spec}}"))
+                        if failures := self._failures.get(task):
+                            rows.append((f"  of {task}", failures.partition(";")[0]))
             table = Table.grid(padding=(0, 2, 0, 0))
             table.add_column(style="dim", no_wrap=True)
             table.add_column(overflow="fold")
-            for name, value in block.items():
-                table.add_row(Text(name), Text(value))
+            for row in rows:
+                table.add_row(*map(Text, row))
             tables.append(table)
+        phases = "  ".join(f"{name} {seconds:.2f}" for name, seconds in phase_seconds(values).items())
+        tables[-1].add_row(Text("phases"), Text(phases))
         columns = sum(self._out.width >= width for width in LAYOUT_WIDTHS)
         grids = []
         for start in range(0, len(tables), columns):
@@ -322,23 +334,6 @@ class Console:
             grid.add_row(*tables[start : start + columns])
             grids.append(grid)
         return Group(*grids)
-
-    def _rows_of_live(self, values: Mapping[str, float]) -> list[dict[str, str]]:
-        known = self._known(values)
-        blocks: list[dict[str, str]] = []
-        for block in _blocks(known):
-            blocks.append({})
-            for quantity in block:
-                if quantity.label:
-                    blocks[-1][quantity.label] = f"{quantity.text(known)}{quantity.unit}"
-                if quantity.metric == RECENT_MEAN:
-                    blocks[-1][""] = sparkline(self._curve, ascii_only=self._out.options.ascii_only)
-                    for task, (first, last) in self._evaluations.items():
-                        blocks[-1][f"held-out {task}"] = f"{first:{quantity.spec}} -> {last:{quantity.spec}}"
-                        if failures := self._failures.get(task):
-                            blocks[-1][f"  of {task}"] = failures.partition(";")[0]
-        blocks[-1]["phases"] = "  ".join(f"{name} {seconds:.2f}" for name, seconds in phase_seconds(values).items())
-        return blocks
 
     def _known(self, values: Mapping[str, float]) -> dict[str, float]:
         """Return the metrics of a step with the quantities that the console computes from them and from earlier steps."""
