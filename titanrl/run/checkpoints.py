@@ -12,7 +12,7 @@ import operator
 import re
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -158,12 +158,20 @@ class Resumable:
 
 
 class RunPart(Protocol):
-    """The part of a `titanrl.run.run.Run` that all its objects use."""
+    """The part of a `titanrl.run.run.Run` that its `Checkpoints`, `Evaluations` and `Steering` use."""
 
     config: Config
     state: RunState
     hooks: Hooks
     console: Console
+    device: Device
+    timer: PhaseTimer
+    run_dir: Path
+    admits_prompts: bool
+
+    @property
+    def session(self) -> "Session":
+        """The running processes."""
 
     @property
     def recorder(self) -> Recorder:
@@ -173,25 +181,43 @@ class RunPart(Protocol):
     def is_ending(self) -> bool:
         """True if the run was asked to end."""
 
-    async def unless_ending(self, work: Coroutine[Any, Any, object]) -> bool:
-        """Await work, and cancel it if the run is asked to end; return True if it finished."""
-
-
-class SavedRun(RunPart, Protocol):
-    """The part of a run that `Checkpoints` uses."""
-
-    device: Device
-    timer: PhaseTimer
+    @property
+    def ends_early(self) -> bool:
+        """True if training should stop before its last step."""
 
     @property
-    def session(self) -> "Session":
-        """The running processes."""
+    def is_in_step(self) -> bool:
+        """True in the task of the step in progress."""
+
+    def note(self, **changes: Any) -> None:
+        """Update fields of the state."""
+
+    def alone(self, verb: str) -> AbstractAsyncContextManager[None]:
+        """Refuse a call while another task takes a step, evaluates, saves or exports."""
+
+    async def unless_ending(self, work: Coroutine[Any, Any, object]) -> bool:
+        """Await work, and cancel it if the run is asked to end; return True if it finished."""
 
     async def save_parts(self, folder: Path) -> None:
         """Start writing the trainer's files, and those of the loop, such as the buffer's groups, to a checkpoint's folder."""
 
     async def finish_parts(self) -> None:
         """Wait until the files of the loop are on disk."""
+
+    def evaluation_sets(self) -> Mapping[str, int]:
+        """Return the evaluation sets, and the number of steps after which each is due."""
+
+    async def evaluate(self, name: str | None = None) -> EvaluationResult | float | None:
+        """Evaluate a set with the newest weights, and record the result."""
+
+    async def sample_beside_training(self, names: Sequence[str], version: int, results: list[EvaluationResult]) -> None:
+        """Evaluate sets while training continues, and append each result."""
+
+    async def apply_changes(self, keys: Collection[str]) -> None:
+        """Send changed values to the processes that use them."""
+
+    async def after_pause(self) -> None:
+        """Prepare the next step after a pause."""
 
 
 class Checkpoints:
@@ -201,7 +227,7 @@ class Checkpoints:
     written while training continues; the checkpoint is complete once `commit.json` lists them.
     """
 
-    def __init__(self, run: SavedRun) -> None:
+    def __init__(self, run: RunPart) -> None:
         self._run = run
         self._saving: asyncio.Task[Path] | None = None
         self.saved_step = run.state.step
@@ -498,29 +524,6 @@ class _Background:
     """Number of results recorded before these."""
 
 
-class EvaluatedRun(SavedRun, Protocol):
-    """The part of a run that `Evaluations` uses."""
-
-    @property
-    def ends_early(self) -> bool:
-        """True if training should stop before its last step."""
-
-    def note(self, **changes: Any) -> None:
-        """Update fields of the state."""
-
-    def evaluation_sets(self) -> Mapping[str, int]:
-        """Return the evaluation sets, and the number of steps after which each is due."""
-
-    def alone(self, verb: str) -> AbstractAsyncContextManager[None]:
-        """Refuse a call while another task takes a step, evaluates, saves or exports."""
-
-    async def evaluate(self, name: str | None = None) -> EvaluationResult | float | None:
-        """Evaluate a set with the newest weights, and record the result."""
-
-    async def sample_beside_training(self, names: Sequence[str], version: int, results: list[EvaluationResult]) -> None:
-        """Evaluate sets while training continues, and append each result."""
-
-
 class Evaluations:
     """Evaluates a run when its sets are due, keeps the best policy, and counts the evaluations since it.
 
@@ -528,7 +531,7 @@ class Evaluations:
     (`Run.sample_beside_training`); otherwise training waits for them (`Run.evaluate`).
     """
 
-    def __init__(self, run: EvaluatedRun) -> None:
+    def __init__(self, run: RunPart) -> None:
         """Evaluate nothing yet. The best value and the last evaluated step are in the run's state."""
         self._run = run
         self._background: _Background | None = None

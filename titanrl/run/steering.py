@@ -12,10 +12,10 @@ are the same in every attempt, and no token of the old temperature is left to tr
 
 import asyncio
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
@@ -57,27 +57,10 @@ class Change(BaseModel):
 _CHANGES = TypeAdapter(list[Change])
 
 
-class SteeredRun(RunPart, Protocol):
-    """The part of a run that `Steering` uses."""
-
-    run_dir: Path
-    admits_prompts: bool
-
-    @property
-    def is_in_step(self) -> bool:
-        """True in the task of the step in progress."""
-
-    async def apply_changes(self, keys: Collection[str]) -> None:
-        """Send changed values to the processes that use them."""
-
-    async def after_pause(self) -> None:
-        """Prepare the next step after a pause."""
-
-
 class Steering:
     """Pauses of a run, and changes of its configuration."""
 
-    def __init__(self, run: SteeredRun, changes: list[Change]) -> None:
+    def __init__(self, run: RunPart, changes: list[Change]) -> None:
         """Take over the changes of an earlier process (`repeated_changes`), and set the configuration after the last step."""
         self._run, self._base, self._changes = run, run.config, changes
         self._task: asyncio.Task[Any] | None = None
