@@ -167,20 +167,50 @@ def test_wrong_signature_shows_the_expected_one(function: object, problem: str, 
     assert f"Write it as `{expected}" in str(raised.value)
 
 
+def of_trl(completions: list[str], answer: list[str], level: list[int], scale: float = 2.0, **kwargs: object) -> list[float]:
+    return [scale * level[0] * (text == right) for text, right in zip(completions, answer, strict=True)]
+
+
+def of_verl(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
+    return float(solution_str == ground_truth and data_source == "a" and extra_info == {"index": 3})
+
+
 @pytest.mark.parametrize(
-    "function",
+    ("function", "passed"),
     [
-        lambda prompts, completions, **kwargs: [1.0],
-        lambda completions, **kwargs: [1.0],
-        lambda prompts, completions, answer: [1.0],
-        titanrl.group_reward(lambda prompts, completions, **kwargs: [1.0]),
-        titanrl.group_reward(lambda completions, **kwargs: [1.0]),
+        (
+            lambda prompts, completions, **kwargs: [1.0],
+            'prompts=[entry["question"]] * len(completions), completions=completions',
+        ),
+        (lambda completions, **kwargs: [1.0], "completions=completions"),
+        (
+            lambda completions, prompts, **kwargs: [1.0],
+            'completions=completions, prompts=[entry["question"]] * len(completions)',
+        ),
+        (of_trl, 'completions=completions, answer=[entry["answer"]] * len(completions), level=[entry["metadata"]["level"]]'),
+        (titanrl.group_reward(of_trl), 'completions=completions, answer=[entry["answer"]] * len(completions), level='),
+        (
+            of_verl,
+            'data_source=entry["metadata"]["data_source"], solution_str=completion, ground_truth=entry["answer"], extra_info=',
+        ),
     ],
 )
-def test_rewards_written_for_trl_are_refused_with_the_conversion(function: object) -> None:
-    with pytest.raises(ValueError, match=r"^data\.rewards\.x: the arguments .*completions.* are those of TRL") as raised:
+def test_rewards_written_for_other_libraries_are_refused_with_the_conversion(function: Any, passed: str) -> None:
+    with pytest.raises(
+        ValueError, match=r"^data\.rewards\.x: these are the arguments of TRL or verl, .*\(got mine\)\."
+    ) as raised:
         check_reward(function, key="data.rewards.x", name="mine")
-    assert "Decorate it with @titanrl.group_reward and write it as `def reward(completions, entry)`" in str(raised.value)
+    conversion = str(raised.value).rpartition(", `")[2].removesuffix("`.")
+    assert passed in conversion
+    if "lambda>" in conversion:
+        return
+    converted = eval(conversion, {"titanrl": titanrl, "of_trl": of_trl, "of_verl": of_verl})
+    check_reward(converted, key="data.rewards.x", name="mine")
+    metadata = {"level": 3, "data_source": "a", "extra_info": {"index": 3}}
+    if isinstance(converted, GroupReward):
+        assert converted(["4", "5"], {"question": "2 + 2 =", "answer": "4", "metadata": metadata}) == [6.0, 0.0]
+    else:
+        assert converted("4", {"question": "2 + 2 =", "answer": "4", "metadata": metadata}) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -188,6 +218,7 @@ def test_rewards_written_for_trl_are_refused_with_the_conversion(function: objec
     [
         lambda entry, completion: 0.0,
         lambda prompt, response: 0.0,
+        lambda completion, answer: 0.0,
         lambda question, completion, num_tokens=0: 0.0,
         titanrl.group_reward(lambda entry, completions: [0.0]),
     ],

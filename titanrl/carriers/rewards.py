@@ -16,7 +16,7 @@ from functools import update_wrapper
 from typing import Any, Literal, Protocol, SupportsFloat
 
 from titanrl.base.errors import TitanRLError
-from titanrl.base.plugins import Plugin, Point, check_call, is_async
+from titanrl.base.plugins import Plugin, Point, check_call, is_async, name_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +56,8 @@ PART_NAME = re.compile(r"[A-Za-z_][\w.-]{0,63}", re.ASCII)
 """Pattern of part names."""
 
 EXPECTED = "def reward(completion: str, entry: Mapping[str, Any]) -> float"
+_ANSWERS = ("answer", "answers", "ground_truth", "label", "labels", "solution", "solutions", "target", "targets")
+"""Names of the reference answer in rewards that are written for other libraries, which pass columns instead of an entry."""
 GROUP_EXPECTED = "def reward(completions: Sequence[str], entry: Mapping[str, Any]) -> Sequence[float]"
 
 
@@ -242,9 +244,8 @@ class BoundReward:
     def parts(self, value: object) -> dict[str, float | TokenRewards]:
         """Return a value by part name: the name of this reward, or `name/part` for each part of a mapping.
 
-        Raises:
-            TypeError: The value is not a finite number, not `TokenRewards` of finite numbers, and not a mapping of names to
-                either.
+        Raise `TypeError` if the value is not a finite number, not `TokenRewards` of finite numbers, and not a mapping of names
+        to either.
         """
         if isinstance(value, float) or not isinstance(value, Mapping):  # the fast check covers the usual type
             return {self.name: _checked(value)}
@@ -282,19 +283,12 @@ def check_reward(candidate: object, *, key: str, name: str) -> None:
     """
     is_group = isinstance(candidate, GroupReward)
     expected = GROUP_EXPECTED if is_group else EXPECTED
-    parameters = _parameters(candidate)
-    names = [parameter.name for parameter in parameters]
-    takes_columns = len(names) > 1 and parameters[1].kind is inspect.Parameter.VAR_KEYWORD
-    if names[:2] == ["prompts", "completions"] or (names[:1] == ["completions"] and takes_columns):
-        shown = ", ".join(f"**{one.name}" if one.kind is one.VAR_KEYWORD else one.name for one in parameters[:3])
-        raise ValueError(
-            f"{key}: the arguments {shown} are those of TRL, which passes lists, and columns as keywords (got {name}). "
-            "Decorate it with @titanrl.group_reward and write it as `def reward(completions, entry)`: entry has the question, "
-            "the answer and the metadata of the one prompt, and the reward returns one number per completion."
-        )
-    first, second = [*names, "", ""][:2]
-    if first in ("entry", "prompt") or second.startswith("completion"):
-        rule = "the first argument is the completion and the second the entry of the prompt"
+    if conversion := _conversion(candidate):
+        rule = "these are the arguments of TRL or verl, which pass columns; here, entry has those of one prompt"
+        raise ValueError(f"{key}: {rule} (got {name}). Convert it in one line, `{conversion}`.")
+    first, second = [*(parameter.name for parameter in _parameters(candidate)), "", ""][:2]
+    if first in ("entry", "prompt") or second.startswith("completion") or second in _ANSWERS:
+        rule = 'the first argument is the completion and the second the entry of the prompt, with entry["answer"]'
         raise ValueError(f"{key}: {rule} (got {name}({first}, {second})). Write it as `{expected}`.")
     check_call(
         candidate.function if isinstance(candidate, GroupReward) else candidate,
@@ -328,6 +322,24 @@ def _parameters(candidate: object) -> list[inspect.Parameter]:
         return list(inspect.signature(candidate).parameters.values())  # type: ignore[arg-type]
     except (TypeError, ValueError):
         return []
+
+
+def _conversion(candidate: Any) -> str:
+    """Return the code that converts a reward that is written for TRL or verl; empty for another function."""
+    parameters = {parameter.name: parameter for parameter in _parameters(candidate)}
+    names, is_verl = [*parameters], parameters.keys() >= {"solution_str", "ground_truth"}
+    takes_columns = names[1:2] and (names[1] in _ANSWERS or parameters[names[1]].kind is inspect.Parameter.VAR_KEYWORD)
+    if not (is_verl or {*names[:2]} == {"prompts", "completions"} or (names[0:1] == ["completions"] and takes_columns)):
+        return ""
+    passed = []
+    for name, parameter in parameters.items():
+        if name == "extra_info" or (parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD):
+            column = {"prompts": "question", **dict.fromkeys(_ANSWERS, "answer")}.get(name)
+            value = f'entry["metadata"]["{name}"]' if column is None else f'entry["{column}"]'
+            value = value if is_verl else f"[{value}] * len(completions)"
+            passed.append(f"{name}=" + {"completions": "completions", "solution_str": "completion"}.get(name, value))
+    function, mark = name_of(candidate), "" if is_verl else "titanrl.group_reward"
+    return f"{mark}(lambda completion{'' if is_verl else 's'}, entry: {function}({', '.join(passed)}))"
 
 
 def _checked(value: object) -> float | TokenRewards:
