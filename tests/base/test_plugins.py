@@ -68,6 +68,21 @@ def test_file_is_imported_once_with_modules_in_its_folder(tmp_path: Path) -> Non
     assert import_object(f"{path}:calls", key="key") is import_object(f"{path}:calls", key="key")
 
 
+@pytest.mark.parametrize("importing", ["import {0}", "def scale(x):\n    from {0} import FACTOR"])
+def test_helper_that_another_folder_hides_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, importing: str) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    helper, between = f"helper_{tmp_path.name}", f"between_{tmp_path.name}"
+    for name, own in {"first": f"import json, {helper}\n", "second": f"import json, {between}\n"}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{helper}.py").write_text("FACTOR = 5\n")
+        (tmp_path / name / "own.py").write_text(own)
+    (tmp_path / "second" / f"{between}.py").write_text(importing.format(helper))
+    import_object(f"{tmp_path}/first/own.py:json", key="data.rewards")
+    hidden = rf"`import {helper}` finds .*/first/{helper}\.py instead of .*/second/{helper}\.py; rename one of the two"
+    with pytest.raises(ValueError, match=hidden):
+        import_object(f"{tmp_path}/second/own.py:json", key="data.rewards")
+
+
 def test_missing_file_is_reported_by_name() -> None:
     with pytest.raises(ValueError, match=r"^data\.rewards: no such file \(got 'none\.py:f'\)\. Correct its path,"):
         import_object("none.py:f", key="data.rewards")

@@ -4,6 +4,7 @@ A `Plugin` can be sent to other processes. An import path is imported where it i
 unless its module belongs to an installed package, so functions defined in a script or a notebook cell also work.
 """
 
+import ast
 import gc
 import hashlib
 import importlib
@@ -45,10 +46,8 @@ def loading() -> Iterator[None]:
 def import_object(path: str, *, key: str) -> Any:
     """Import the object at `package.module:name` or `file.py:name`; messages name the configuration key.
 
-    A file is executed once per process, and can import modules in its folder, as a script can.
-
-    Raises:
-        ValueError: The module cannot be imported, or has no such attribute.
+    A file is executed once per process, and can import modules in its folder, as a script can. Raise `ValueError` if the module
+    cannot be imported, or has no such attribute.
     """
     module, _, name = path.rpartition(":")
     if not (module and name):
@@ -81,11 +80,31 @@ def _import_file(file: Path) -> ModuleType:
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))
     try:
+        _check_helpers(file)
         spec.loader.exec_module(module)
     except BaseException:  # the next import must not find a partially executed module
         del sys.modules[name]
         raise
     return module
+
+
+def _check_helpers(file: Path) -> None:
+    """Raise `ImportError` if a file would import another module than the one of this name in its folder.
+
+    A process has one module of a name, so a second plugin with a `utils.py` beside it would silently use that of the first.
+    """
+    helpers = [file]
+    for source in helpers:  # grows by the helpers that each of them imports
+        for node in ast.walk(ast.parse(source.read_bytes(), source)):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module and not node.level else []
+            for name in {name.partition(".")[0] for name in names} - {"titanrl", *sys.stdlib_module_names}:
+                places = [file.parent / name / "__init__.py", file.parent / f"{name}.py"]
+                for own in [place.resolve() for place in places if place.is_file()][:1]:
+                    found = None if own in helpers else importlib.util.find_spec(name)
+                    if found is not None and Path(str(found.origin)).resolve() != own:
+                        raise ImportError(f"`import {name}` finds {found.origin} instead of {own}; rename one of the two")
+                    helpers += [] if found is None else [own]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,10 +224,8 @@ def check_call(
     """Check that a callable accepts the arguments of a protocol's `__call__`, and additional keyword arguments `options`.
 
     `protocol` is unbound, so its first parameter is `self`. Messages name the key and the candidate, and show the expected
-    signature as code. An async function is refused, unless the protocol is async or returns an `Awaitable`.
-
-    Raises:
-        ValueError: The candidate is not callable, does not accept the arguments, or is async.
+    signature as code. An async function is refused, unless the protocol is async or returns an `Awaitable`. Raise `ValueError`
+    if the candidate is not callable, does not accept the arguments, or is async.
     """
     if not callable(candidate):
         raise ValueError(f"{key}: not callable (got {name}, of type {type(candidate).__name__}). Write it as `{expected}`.")
