@@ -16,6 +16,7 @@ from titanrl.algorithms.contracts import (
     LossInputs,
     bound_loss,
     check_loss,
+    checked_custom_loss,
     declared_traits,
     option_names,
     policy_loss,
@@ -158,6 +159,21 @@ def test_error_names_loss_without_one_value_per_token(loss: Any, found: str) -> 
         ValueError, match=rf"^algorithm\.loss: \S*own\.py:loss must return one value per token, .* \({found}\)\. "
     ):
         objective(example(), algorithm, bound_loss(algorithm, loss))
+
+
+@pytest.mark.parametrize("value", ["my/value", "kl ref", "", 3])
+def test_name_of_a_value_must_be_part_of_a_metric(value: Any) -> None:
+    algorithm = custom_algorithm(lambda inputs: inputs.logprobs_N)
+    bound = bound_loss(algorithm, lambda inputs: (inputs.logprobs_N, {value: inputs.logprobs_N}))
+    with pytest.raises(ValueError, match=rf"^algorithm\.loss: \S*own\.py:loss must name .* \(got '{value}'\)\. Rename it"):
+        objective(example(), algorithm, bound)
+
+
+def test_metrics_of_a_custom_loss_do_not_replace_those_of_the_session() -> None:
+    loss = torch.ones(1, requires_grad=True)
+    assert checked_custom_loss((loss, {"right": 1.0})) == (loss, {"right": 1.0})
+    with pytest.raises(TypeError, match=r"metrics of the session's own names \(got num_tokens\)"):
+        checked_custom_loss((loss, {"num_tokens": 1.0}))
 
 
 def test_error_names_loss_without_gradient() -> None:

@@ -222,10 +222,8 @@ def group_advantages(
     """Compute the advantages of one group with a built-in estimator, `[G]`.
 
     The result of the REINFORCE++ estimators is not standardized yet; `standardized` does that over the batch. Groups of one
-    completion and groups of equal rewards have advantages of exactly 0, except with `reinforce_pp`.
-
-    Raises:
-        ValueError: A reward is not finite, a reward is negative with `maxrl`, or an advantage does not fit float32.
+    completion and groups of equal rewards have advantages of exactly 0, except with `reinforce_pp`. Raise `ValueError` if a
+    reward is not finite, a reward is negative with `maxrl`, or an advantage does not fit float32.
     """
     if not all(map(math.isfinite, rewards_G)):
         i, reward = next((i, reward) for i, reward in enumerate(rewards_G) if not math.isfinite(reward))
@@ -367,11 +365,8 @@ def gdpo(group: GroupRewards, *, std_ddof: int = 0, eps: float = EPS) -> tuple[f
     """Return the sum over reward components of weight * (r_i - mean) / (std + eps), with mean and std of that component.
 
     A completion that lacks a component contributes 0 for it and is excluded from its mean and std. Rewards without components
-    are treated as one component of weight 1. `decoupled_advantages` normalizes the sums over the batch.
-    Source: GDPO (arXiv:2601.05242).
-
-    Raises:
-        ValueError: The weights are so large that a sum is not finite.
+    are treated as one component of weight 1. `decoupled_advantages` normalizes the sums over the batch. Source: GDPO
+    (arXiv:2601.05242). Raise `ValueError` if the weights are so large that a sum is not finite.
     """
     sums = [0.0] * len(group.rewards)
     for part, values in (group.parts or {"": group.rewards}).items():
@@ -399,10 +394,8 @@ def checked_advantages(
 ) -> tuple[Unit, list[list[float]]]:
     """Call a user-defined advantage for one group and check the result; `name` is for error messages.
 
-    Return the granularity of the advantages, and those of each completion: one, or one per turn or token.
-
-    Raises:
-        ValueError: The function raised, or did not return one finite number per completion, turn or token.
+    Return the granularity of the advantages, and those of each completion: one, or one per turn or token. Raise `ValueError` if
+    the function raised, or did not return one finite number per completion, turn or token.
     """
     rewards = list(group.rewards)
     try:

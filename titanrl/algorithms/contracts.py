@@ -186,10 +186,8 @@ def check_loss(
 ) -> None:
     """Check that a user-defined object is a policy loss and takes the options in `algorithm.loss_options`.
 
-    `name`, its import path or name, and the two configuration keys are for error messages.
-
-    Raises:
-        ValueError: The object is not callable or does not accept the arguments.
+    `name`, its import path or name, and the two configuration keys are for error messages. Raise `ValueError` if the object is
+    not callable or does not accept the arguments.
     """
     options = option_names(loss) if callable(loss) else None
     for option, value in algorithm.loss_options.items():
@@ -204,8 +202,7 @@ def check_loss(
 def checked_custom_loss(returned: object) -> "tuple[Tensor, Mapping[str, float]]":
     """Return what a custom loss returned, a scalar with gradient and metrics.
 
-    Raises:
-        TypeError: It returned something else.
+    Raise `TypeError` if it returned something else.
     """
     import torch
 
@@ -215,6 +212,8 @@ def checked_custom_loss(returned: object) -> "tuple[Tensor, Mapping[str, float]]
     value, metrics = returned
     if not (isinstance(value, torch.Tensor) and value.numel() == 1 and value.requires_grad):
         raise TypeError(f"loss: must return a scalar tensor with gradient (got {shown(value)}). {fix}")
+    if own := sorted({"loss/policy", "loss:sum", "num_tokens"} & metrics.keys()):
+        raise TypeError(f"loss: must not return metrics of the session's own names (got {own[0]}). Rename it.")
     return value, metrics
 
 
@@ -334,9 +333,7 @@ def tinker_algorithm(loss_fn: str, loss_fn_config: Mapping[str, Any]) -> Algorit
     """Return the configuration with which `policy_loss` computes a built-in loss, with the importance ratio to the sampler.
 
     The options are the keys of `algorithm` that the loss takes. Where Tinker has a name for a key, the option has that name.
-
-    Raises:
-        ValueError: The loss or an option is unknown, or a value is invalid.
+    Raise `ValueError` if the loss or an option is unknown, or a value is invalid.
     """
     if loss_fn not in LOSSES:
         names = ", ".join(sorted([*LOSSES, "cross_entropy"]))
@@ -379,10 +376,8 @@ def custom_algorithm(
 ) -> AlgorithmConfig:
     """Return the configuration with which `policy_loss` computes a user-defined loss.
 
-    Options that are keys of `algorithm` set these keys. The others become `algorithm.loss_options`.
-
-    Raises:
-        ValueError: The loss does not take one of the options.
+    Options that are keys of `algorithm` set these keys. The others become `algorithm.loss_options`. Raise `ValueError` if the
+    loss does not take one of the options.
     """
     keys = {key: value for key, value in loss_fn_config.items() if key in LOSS_KEYS}
     options = {key: value for key, value in loss_fn_config.items() if key not in LOSS_KEYS}

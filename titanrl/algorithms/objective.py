@@ -17,6 +17,7 @@ from titanrl.algorithms.contracts import LossInputs, PolicyLoss, bound_loss
 from titanrl.algorithms.losses import LossMetrics, valid_tokens, weighted_sum
 from titanrl.algorithms.ratios import MAX_LOG_RATIO, Correction, bounded_exp, correct, kl_estimate, log_ratio, weight_sums
 from titanrl.algorithms.segments import segment_to_go
+from titanrl.carriers.rewards import PART_NAME
 from titanrl.config.algorithm import AlgorithmConfig
 
 OLDEST = 4
@@ -59,10 +60,8 @@ def policy_loss(
     The objective is sum of w * (rho * loss + kl.coef * KL - entropy_coef * entropy) over the tokens that the correction keeps,
     where rho is the correction weight. Gradients must be summed over micro-batches and ranks, not averaged.
 
-    `loss` has its options bound, see `bound_loss`; None selects the built-in loss `algorithm.loss`.
-
-    Raises:
-        ValueError: The loss raised, did not return one value per token, or does not depend on the log-probabilities.
+    `loss` has its options bound, see `bound_loss`; None selects the built-in loss `algorithm.loss`. Raise `ValueError` if the
+    loss raised, did not return one value per token, or does not depend on the log-probabilities.
     """
     tokens = token_terms(inputs, algorithm, loss)
     kept_N = tokens.correction.kept_N
@@ -167,6 +166,9 @@ def _checked(result: object, mask_N: Tensor, name: str) -> tuple[Tensor, Mapping
     values: Mapping[str, Any]
     is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)
     loss_N, values = result if is_pair else (result, {})  # type: ignore[misc]
+    if wrong := [value for value in map(str, values) if PART_NAME.fullmatch(value) is None]:
+        rule = "must name its values with letters, digits, _, . and -, because these are parts of metrics"
+        raise ValueError(f"algorithm.loss: {name} {rule} (got {wrong[0]!r:.60}). Rename it.")
     for what, values_N in (("it", loss_N), *values.items()):
         found = tuple(values_N.shape) if isinstance(values_N, Tensor) else type(values_N).__name__
         if found != tuple(mask_N.shape):

@@ -22,10 +22,8 @@ value is for a hidden size of 1024."""
 def pack(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
     """Pack sequences into rows of at most `row_tokens` tokens with best-fit decreasing. Ties are broken by index.
 
-    Return the rows as lists of indices into `lengths`. Their number is at most 11/9 of the optimum, plus one.
-
-    Raises:
-        ValueError: A sequence is longer than a row.
+    Return the rows as lists of indices into `lengths`. Their number is at most 11/9 of the optimum, plus one. Raise
+    `ValueError` if a sequence is longer than a row.
     """
     lengths_S = np.asarray(lengths, np.int64)
     _check_fit(lengths_S, row_tokens)
@@ -72,10 +70,7 @@ def pack_sharing(
 
     Groups are packed in order of decreasing total length. Each sequence goes where it adds the fewest tokens to a row of its
     group that has space for them, otherwise into the fullest row with space for all of its tokens. `groups_S` are small
-    integers from 0.
-
-    Raises:
-        ValueError: A sequence is longer than a row.
+    integers from 0. Raise `ValueError` if a sequence is longer than a row.
     """
     _check_fit(lengths_S, row_tokens)
     totals_S = np.bincount(groups_S, weights=lengths_S)[groups_S]
