@@ -61,6 +61,16 @@ def test_weights_are_powers_of_probabilities_and_at_most_one() -> None:
     assert max(weights) == 1.0
 
 
+def test_group_without_advantage_does_not_reduce_the_weights_of_the_others() -> None:
+    replay, other = memory(num_replayed=2), memory(num_replayed=2)
+    for each, priorities in ((replay, [1.0, 4.0, 0.0]), (other, [1.0, 4.0])):
+        each.add(group(i, priority) for i, priority in enumerate(priorities))
+    indices, weights = drawn_from(replay, beta=1.0)  # the third has a probability of 2e-7
+    assert sorted(indices) == [0, 1]
+    assert dict(zip(indices, weights, strict=True)) == pytest.approx({0: 1.0, 1: 0.25}, rel=1e-5)
+    assert dict(zip(indices, weights, strict=True)) == dict(zip(*drawn_from(other, beta=1.0), strict=True))
+
+
 def test_draws_depend_on_contents_and_seed_but_not_on_shards() -> None:
     def sequence(num_shards: int, seed: int) -> list[list[int]]:
         replay = memory(seed=seed)

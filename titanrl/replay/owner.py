@@ -68,10 +68,7 @@ class Server:
 
         `on_end` is called with the number of a session that ended. `on_lost` is called with session, verb and reply if the
         client closed the connection without reading the reply, and also for the last reply on every connection of a session
-        that ends, before or after `on_end`.
-
-        Raises:
-            ValueError: The address is not available.
+        that ends, before or after `on_end`. Raise `ValueError` if the address is not available.
         """
         self._key, self._verbs, self._on_end, self._on_lost = key, verbs, on_end, on_lost
         self._sessions: dict[str, int] = {}

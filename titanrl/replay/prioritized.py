@@ -385,10 +385,12 @@ class ReplayIndex:
         """Draw up to `limit` different items, one after another, each in proportion to its leaf among the remaining ones.
 
         Returns:
-            Their handles, and their importance weights, in which P_i is the probability of the first draw.
+            Their handles, and their importance weights, in which P_i is the probability of the first draw. Items with priority
+            0, which are hardly ever drawn, have weight 1, and do not reduce the weights of the others.
         """
         with self.changed:
-            tree, leaves, minimum = self._tree, self._tree[:].copy(), self._tree.minimum
+            tree, leaves = self._tree, self._tree[:].copy()
+            minimum = min(leaves[(self._priorities > 0.0) & (leaves > 0.0)].tolist(), default=tree.minimum)
             weights = (np.maximum(leaves, minimum) / minimum) ** -self.beta
             slots = []
             for uniform in self._rng.random(min(limit, int(np.count_nonzero(leaves)))):
@@ -634,8 +636,7 @@ class PrioritizedReplay(ReplayIndex):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace contents, settings, counters and the state of the random number generator.
 
-        Raises:
-            ValueError: The capacities differ.
+        Raise `ValueError` if the capacities differ.
         """
         with self.changed:
             self.check_state(state)

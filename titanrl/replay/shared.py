@@ -207,9 +207,7 @@ class SharedReplay:
 
         If a writer dies or its lease expires, its indices are handed out again. An index is done once its handle was committed
         and the commit was not stale. While other writers hold all remaining indices, wait. If all are done, return no indices.
-
-        Raises:
-            EmptyReplayError: Other writers still held all remaining indices after `timeout_s`.
+        Raise `EmptyReplayError` if other writers still held all remaining indices after `timeout_s`.
         """
         indices, handles = self._link.call("take_work", limit, lease_s, timeout_s, wait_s=timeout_s)
         self._reservations().update(handles.tolist())
@@ -288,10 +286,8 @@ class SharedReplay:
     def load_state_dict(self, state: Mapping[str, Any], *, timeout_s: float = REPLY_S) -> None:
         """Replace contents, settings, counters and the state of the random number generator. Open reservations end.
 
-        Call this before other processes write, because earlier handles may refer to different items afterwards.
-
-        Raises:
-            ValueError: The capacities differ, or another process wrote in the meantime.
+        Call this before other processes write, because earlier handles may refer to different items afterwards. Raise
+        `ValueError` if the capacities differ, or another process wrote in the meantime.
         """
         metadata = {name: value for name, value in state.items() if name != "payload"}
         payload = Columns(len(state["owners"]))
