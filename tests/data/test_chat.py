@@ -17,7 +17,7 @@ from titanrl.config.schema import Config
 from titanrl.data.entries import BadRow, read_messages
 from titanrl.data.examples import read_examples
 from titanrl.data.streams import make_stream
-from titanrl.data.tokenizer import ChatFormat, Tokenizer, load_tokenizer
+from titanrl.data.tokenizer import ChatFormat, Tokenizer, load_tokenizer, writes_date
 
 CASE = Path(__file__).with_name("cases") / "tool_history.jsonl"
 START, END = "<|im_start|>", "<|im_end|>\n"
@@ -220,6 +220,19 @@ def test_variables_of_the_template_come_from_configuration_and_row(full: Tokeniz
         end({"enable_thinkin": False}, {})
     with pytest.raises(BrokenRules, match=r"rows\.jsonl:1: the chat template has no variable thinks"):
         end({}, {"chat_template_kwargs": {"thinks": True}})
+
+
+def test_date_of_a_template_is_the_same_on_every_day(tmp_path: Path) -> None:
+    dated = "{{ strftime_now('%d %b %Y') }}, {{ strftime_now('%H:%M') }} " + CHATML
+    tokenizer = tokenizer_with(tmp_path / "model", dated)
+    rows, path = [{"prompt": "Rain?", "answer": "Yes"}], tmp_path / "rows.jsonl"
+    assert rl_text(tokenizer, rows, path).startswith("26 Jul 2024, 00:00 <|im_start|>")
+    own = {"chat_template_kwargs": {"strftime_now": "2026-01-31T12:30"}}
+    assert rl_text(tokenizer, rows, path, **own).startswith("31 Jan 2026, 12:30 <|im_start|>")
+    with pytest.raises(BrokenRules, match=r"strftime_now must be a date \(got 'today'\)\. Write it as 2024-07-26\."):
+        rl_text(tokenizer, rows, path, chat_template_kwargs={"strftime_now": "today"})
+    assert writes_date(tmp_path / "model")
+    assert not writes_date(tokenizer_with(tmp_path / "plain", CHATML).path)
 
 
 def test_tools_and_variables_need_a_template(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -7,6 +7,7 @@ A template ignores keys, roles and tools that it does not know, without an error
 without: a part that does not change the rendered text has not reached the model, and the conversation is refused.
 """
 
+import datetime
 import json
 import re
 import secrets
@@ -32,6 +33,8 @@ MAX_TOKEN_CHARS = 512
 """Upper bound on the length of a token in characters. The longest tokens of known vocabularies have 256."""
 STOP_MARGIN = 8
 """Tokens that are decoded in addition to the longest stop text, because the first ones may be parts of a character."""
+TEMPLATE_DATE = "2024-07-26"
+"""Date that chat templates get as today's, so that prompts do not change from day to day. Known templates default to it."""
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model", "spiece.model", "tekken.json", "tiktoken.model")
 """Files of which a directory with a tokenizer has at least one."""
 
@@ -43,10 +46,8 @@ class Tokenizer:
         """Read the special tokens from the configuration files in the directory.
 
         Truncation and padding that the file of `backend` sets are disabled. `renderer` is transformers' tokenizer of the same
-        directory; None loads it when a chat template is rendered.
-
-        Raises:
-            ValueError: No file defines an end-of-sequence token, or the model of the directory does not have it.
+        directory; None loads it when a chat template is rendered. Raise `ValueError` if no file defines an end-of-sequence
+        token, or the model of the directory does not have it.
         """
         self.path = path
         """Hugging Face directory of the tokenizer."""
@@ -113,10 +114,8 @@ class Tokenizer:
     def encode(self, text: str, *, control_tokens: bool = False) -> list[int]:
         """Return the token ids of a text, without adding special tokens.
 
-        With `control_tokens`, the text of a special token becomes the token. Never set it for text of other people.
-
-        Raises:
-            ValueError: The tokenizer has no token for some characters of the text, or the model has not all of its tokens.
+        With `control_tokens`, the text of a special token becomes the token. Never set it for text of other people. Raise
+        `ValueError` if the tokenizer has no token for some characters of the text, or the model has not all of its tokens.
         """
         encoding = self._encoding(text)
         if self._unk_id not in encoding.ids and (control_tokens or self._special_ids.isdisjoint(encoding.ids)):
@@ -191,8 +190,8 @@ class Tokenizer:
     def encode_chat(self, text: str) -> list[int]:
         """Return the token ids of a text from `chat_text`, or of its start.
 
-        Raises:
-            ValueError: The tokenizer has no token for some characters of the text, or the model has not all of its tokens.
+        Raise `ValueError` if the tokenizer has no token for some characters of the text, or the model has not all of its
+        tokens.
         """
         encoding = self._encoding(text)
         if self._unk_id not in encoding.ids and self._nonce not in text:
@@ -213,10 +212,9 @@ class Tokenizer:
         The text of special tokens in messages and tools is replaced by marks, which `encode_chat` encodes as that text; with
         `control_tokens`, it becomes the token. The same text always has the same mark, so the texts of a conversation and of
         its start can be compared. With `reply_follows`, the text ends with the start of the assistant's reply. `tools` are the
-        JSON schemas of functions, and `options` other variables of the template, such as `enable_thinking`.
-
-        Raises:
-            ValueError: The template rejects the conversation, or an option cannot be set.
+        JSON schemas of functions, and `options` other variables of the template, such as `enable_thinking`; `strftime_now` is
+        the date that its function of this name formats, `TEMPLATE_DATE` by default. Raise `ValueError` if the template rejects
+        the conversation, or an option cannot be set.
         """
         import jinja2
 
@@ -224,9 +222,14 @@ class Tokenizer:
             raise ValueError(f"{reserved[0]} is not an option of a chat template. Remove it.")
         content: tuple[Any, Any] = ([dict(message) for message in messages], None if tools is None else list(tools))
         conversation, functions = content if control_tokens else self.marked(content)
+        day = str(options.get("strftime_now", TEMPLATE_DATE))
+        try:
+            variables = {**options, "strftime_now": datetime.datetime.fromisoformat(day).strftime}
+        except ValueError:
+            raise ValueError(f"strftime_now must be a date (got {day!r}). Write it as {TEMPLATE_DATE}.") from None
         try:
             text = self._template_renderer.apply_chat_template(
-                conversation, tools=functions, tokenize=False, add_generation_prompt=reply_follows, **options
+                conversation, tools=functions, tokenize=False, add_generation_prompt=reply_follows, **variables
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:  # a template's operations raise any of them
             raise ValueError(f"the chat template rejects the conversation: {error}") from error
@@ -395,8 +398,7 @@ class Tokenizer:
 def load_tokenizer(path: Path) -> Tokenizer:
     """Load the tokenizer of a Hugging Face directory as transformers does, without network access.
 
-    Raises:
-        ValueError: The directory has no tokenizer that the `tokenizers` library supports.
+    Raise `ValueError` if the directory has no tokenizer that the `tokenizers` library supports.
     """
     if not _has_tokenizer(path):
         raise ValueError(f"{path}: no tokenizer found. Use a directory with tokenizer.json, or with vocab.json and merges.txt.")
@@ -405,6 +407,12 @@ def load_tokenizer(path: Path) -> Tokenizer:
         return Tokenizer(path, tokenizers.Tokenizer.from_file(str(path / "tokenizer.json")))
     renderer = _load_with_transformers(path)
     return Tokenizer(path, renderer.backend_tokenizer, renderer)
+
+
+def writes_date(path: Path) -> bool:
+    """Return True if the chat template in a directory writes the date. Other variables of it are not looked at."""
+    files = (path / name for name in ("chat_template.jinja", "tokenizer_config.json"))
+    return any("strftime_now" in file.read_text(encoding="utf-8") for file in files if file.is_file())
 
 
 def export_stop_ids(directory: Path) -> None:
@@ -530,7 +538,7 @@ class ChatFormat:
             raise BrokenRules(BrokenRule(values, rule, fix))
         self.tokenizer = tokenizer
         """Tokenizer with the chat template."""
-        self._options, self._control_tokens = options, control_tokens
+        self._options, self.control_tokens = options, control_tokens
         self._known: set[object] = set()  # parts that the template is known to use
         self._call_form = 0
 
@@ -575,7 +583,7 @@ class ChatFormat:
             reply_follows=reply_follows,
             tools=chat.tools,
             options=chat.options,
-            control_tokens=self._control_tokens,
+            control_tokens=self.control_tokens,
         )
 
     def _rendered(self, chat: Chat, reply_follows: bool) -> tuple[Chat, str]:
@@ -583,7 +591,7 @@ class ChatFormat:
         calls = [call for message in chat.messages for call in message.get("tool_calls") or ()]
         given = [call["function"]["arguments"] for call in calls]
         objects = [
-            str(each if self._control_tokens else self.tokenizer.marked(each)) for each in given if isinstance(each, dict)
+            str(each if self.control_tokens else self.tokenizer.marked(each)) for each in given if isinstance(each, dict)
         ]
         forms = [_with_calls(chat, form) for form in range(4 if calls else 1)]
         found: list[tuple[int, int, str]] = []

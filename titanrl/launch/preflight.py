@@ -10,6 +10,7 @@ This module, which the child processes import, does not import torch or vLLM.
 
 import ast
 import asyncio
+import datetime
 import importlib.util
 import os
 import pickle
@@ -47,7 +48,7 @@ from titanrl.config.sizes import ModelShape, cpu_bytes, derive, gigabytes, host_
 from titanrl.data import examples
 from titanrl.data.entries import FORMATS, Selection, data_digest
 from titanrl.data.streams import Encode, PromptStream, make_encoder, make_gym_dataset, open_prompts, open_stream
-from titanrl.data.tokenizer import Tokenizer, load_tokenizer, write_tokenizer
+from titanrl.data.tokenizer import TEMPLATE_DATE, Tokenizer, load_tokenizer, write_tokenizer, writes_date
 from titanrl.environments.factories import load_factory
 from titanrl.environments.programs import checked_function
 from titanrl.hosts.kinds import broken_by_hosts
@@ -96,11 +97,9 @@ def preflight(
 
     Warnings are printed to stderr. With the source, messages name lines and overrides. The requirements of a trainer
     (`training`), of generators (`sampling`) and of prompts (`rollouts`) can be left out. A resumed run continues in `run_dir`.
-    `meanwhile` is called while child processes check data and user-defined objects, which by default are those named
-    in the configuration. Return the rows of the prompts by use.
-
-    Raises:
-        ConfigError: The run cannot start. The error lists all reasons.
+    `meanwhile` is called while child processes check data and user-defined objects, which by default are those named in the
+    configuration. Return the rows of the prompts by use. Raise `ConfigError` if the run cannot start. The error lists all
+    reasons.
     """
     secure_caches()  # before packages are imported, also by the children
     plugins = plugins_of(config, {}) if plugins is None else plugins
@@ -598,9 +597,12 @@ def _broken_by_weights(model: ModelDirectory, key: str) -> Iterator[BrokenRule]:
 
 
 def policy_notes(config: Config) -> Iterator[str]:
-    """Yield remarks on weights in `model.path` that are not used. Call this after `preflight`."""
+    """Yield remarks on the date in chats, and on weights in `model.path` that are not used. Call this after `preflight`."""
     if config.model.path is not None:
         yield from open_model(config.model.path, config.model.family).notes()
+        if writes_date(config.model.path) and "strftime_now" not in config.data.chat_template_kwargs:
+            own = f"data.chat_template_kwargs: {{strftime_now: {datetime.date.today()}}} sets another"
+            yield f"the chat template writes a date, which is {TEMPLATE_DATE} on every day; {own}"
 
 
 # Data and user-defined objects, in child processes
