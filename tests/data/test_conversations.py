@@ -13,9 +13,10 @@ from tokenizers import models, pre_tokenizers
 
 from tests.chat import render_chat
 from tests.data.conftest import REPLY, TURNS, with_template
+from titanrl.config.schema import Config
 from titanrl.config.sections import TrainOn
 from titanrl.data.entries import BadRow
-from titanrl.data.examples import render_conversation
+from titanrl.data.examples import read_examples, render_conversation
 from titanrl.data.tokenizer import ALPHABET, EOS_ID, ChatFormat, Tokenizer, load_tokenizer
 
 # Like the templates of models that think: the thoughts of earlier messages are left out.
@@ -76,9 +77,36 @@ def test_template_that_changes_earlier_messages_requires_train_on_last(tmp_path:
     messages = conversation("1+2", "1,2;3", "4+5", "4,5;9")
     with pytest.raises(BadRow, match=r"does not extend the conversation verbatim at messages\[1\]") as refused:
         render_conversation(ChatFormat(tokenizer), messages, "assistant")
-    assert refused.value.fix == "set sft.train_on to last"
+    assert refused.value.fix == "set sft.train_on to last, or write a row per reply, which ends with it"
     assert trained(tokenizer, messages, "last") == ["4,5;9<eos>"]
     assert "[assistant] 3<eos>" in "".join(trained(tokenizer, messages, "all"))
+
+
+THINKING = TURNS.replace("m.content", "m.content.split('</think>')[-1]") + REPLY.replace("] ", "] <think>")
+
+
+@pytest.mark.parametrize("contents", [["1+2", "3"], ["1+2", "<think>1,2</think>3"], ["1", "2", "1+2", "<think>1,2</think>3"]])
+def test_template_that_begins_another_reply_needs_texts(tmp_path: Path, contents: list[str]) -> None:
+    # As of DeepSeek-R1: prompts end with <think>, which messages of the assistant lose.
+    with pytest.raises(BadRow, match="does not extend the conversation verbatim") as refused:
+        render_conversation(ChatFormat(with_template(tmp_path, THINKING)), conversation(*contents), "assistant")
+    assert "with data.chat_template: never and data.control_tokens: true" in refused.value.fix
+    row = {"prompt": "[user] 1+2<eos> [assistant] <think>", "completion": "1,2</think>3"}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    data = {"chat_template": "never", "control_tokens": True}
+    config = Config.model_validate({"name": "a", "num_steps": 1, "sft": {"path": tmp_path / "a.jsonl"}, "data": data})
+    tokenizer = load_tokenizer(tmp_path)
+    (example,) = read_examples(config, tokenizer).training
+    assert example.token_ids.tolist() == tokenizer.encode_chat("[user] 1+2<eos> [assistant] <think>1,2</think>3<eos>")
+    assert "".join(map(tokenizer.token_text, example.token_ids[example.mask].tolist())) == "1,2</think>3<eos>"
+
+
+@pytest.mark.parametrize("train_on", ["assistant", "last"])
+def test_reply_that_loses_its_reasoning_is_refused(tmp_path: Path, train_on: TrainOn) -> None:
+    tokenizer = with_template(tmp_path, THINKING.replace("<think>", ""))
+    assert trained(tokenizer, conversation("1+2", "3"), train_on) == ["3<eos>"]
+    with pytest.raises(BadRow, match=r"leaves out a part of messages\[1\], such as the reasoning before </think>"):
+        render_conversation(ChatFormat(tokenizer), conversation("1+2", "<think>1,2</think>3"), train_on)
 
 
 @pytest.mark.parametrize(

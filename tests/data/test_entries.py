@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pyarrow
 import pyarrow.ipc
 import pyarrow.parquet
@@ -29,6 +30,7 @@ from titanrl.data.entries import (
     read_messages,
     read_rows,
     read_tools,
+    scalar_text,
 )
 from titanrl.data.streams import make_stream, open_stream
 from titanrl.data.tokenizer import Tokenizer
@@ -104,6 +106,42 @@ def test_list_of_messages_may_be_the_prompt(file: Path) -> None:
     assert (entry["question"], entry["messages"], entry["answer"]) == ("2 + 2?", [user("2 + 2?")], "4")
     (entry,) = entries(written(file, [{"chat": [user("2 + 2?")]}], columns={"messages": "chat"}, rewards=OWN))
     assert (entry["question"], entry["answer"]) == ("2 + 2?", None)
+
+
+@pytest.mark.parametrize("messages", [[user("2 + 2?")], [{"from": "human", "value": "2 + 2?"}]])
+def test_prompt_may_be_the_json_text_of_messages(file: Path, messages: Any) -> None:
+    (entry,) = entries(written(file, [{"prompt": json.dumps(messages, indent=1), "answer": "4"}]))
+    assert (entry["question"], entry["messages"], entry["answer"]) == ("2 + 2?", [user("2 + 2?")], "4")
+    with pytest.raises(BrokenRules, match=r"prompt looks like a list of messages, which must be valid JSON .*with json\.dumps"):
+        entries(written(file, [{"prompt": str(messages), "answer": "4"}]))
+
+
+@pytest.mark.parametrize(
+    "text", ['[{"role": "engineer", "age": 3}]', '[{"content": 1}]', '[{"role": "user"}] has a role', "[{1: 2}]"]
+)
+def test_text_that_only_resembles_messages_stays_text(file: Path, text: str) -> None:
+    (entry,) = entries(written(file, [{"prompt": text, "answer": "4"}]))
+    assert (entry["question"], "messages" in entry) == (text, False)
+
+
+def test_floats_of_32_bits_have_their_shortest_notation(tmp_path: Path) -> None:
+    narrow = pyarrow.float32()
+    point = pyarrow.struct([("x", narrow), ("ys", pyarrow.list_(pyarrow.struct([("y", narrow)])))])
+    table = pyarrow.table(
+        {
+            "prompt": ["1 =", "2 ="],
+            "answer": pyarrow.array([0.1, None], narrow),
+            "point": pyarrow.array([{"x": 1e-30, "ys": [{"y": 3.3}, None]}, None], point),
+            "weights": pyarrow.array([None, [0.2, float("nan"), float("-inf")]], pyarrow.large_list(narrow)),
+        }
+    )
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    config = DataConfig.model_validate({"source": "parquet", "path": tmp_path / "a.parquet", "rewards": OWN})
+    first, second = entries(config)
+    assert (first["answer"], second["answer"]) == ("0.1", None)
+    assert first["metadata"] == {"point": {"x": 1e-30, "ys": [{"y": 3.3}, None]}, "weights": None}
+    assert (second["metadata"]["point"], str(second["metadata"]["weights"])) == (None, "[0.2, nan, -inf]")
+    assert scalar_text(np.float32(0.1)) == "0.1"  # of a source in Python
 
 
 @pytest.mark.parametrize(

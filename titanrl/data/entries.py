@@ -261,10 +261,29 @@ def _table_rows(file: Path, kind: Format) -> Iterator[dict[str, Any]]:
 
 
 def _batch_rows(batch: Any) -> Iterator[dict[str, Any]]:
+    import pyarrow
+
     names = batch.schema.names
     if len({*names}) < len(names):
         raise ValueError(f"several columns have the same name: {', '.join(names)}")
+    for index, column in enumerate(batch.columns):
+        as_text = _with_floats(column.type, pyarrow.string())
+        if as_text != column.type:  # the text has the fewest digits; as a wider float, 0.1 would be 0.10000000149011612
+            wide = column.cast(as_text).cast(_with_floats(column.type, pyarrow.float64()))
+            batch = batch.set_column(index, names[index], wide)
     yield from batch.to_pylist()
+
+
+def _with_floats(kind: Any, other: Any) -> Any:
+    """Return an Arrow type with `other` in place of floats of 32 bits, also in lists and structs."""
+    from pyarrow import large_list, list_, struct, types
+
+    if types.is_struct(kind):
+        return struct([field.with_type(_with_floats(field.type, other)) for field in kind])
+    if types.is_list(kind) or types.is_large_list(kind):
+        item = kind.value_field.with_type(_with_floats(kind.value_type, other))
+        return list_(item) if types.is_list(kind) else large_list(item)
+    return other if types.is_float32(kind) else kind
 
 
 def _read_json(file: Path, key: str) -> dict[str, Any]:
@@ -286,14 +305,15 @@ OPTIONS_COLUMN = "chat_template_kwargs"
 EXPECTED = "def prompts(seed: int) -> Sequence[Mapping[str, Any]]"
 _MARKED = re.compile(r"^\s*#{4}\s*\S.*\Z", re.MULTILINE)
 """Last line of an answer in the notation of GSM8K."""
+_LISTED = re.compile(r"\s*\[\s*\{\s*[\"'](?:role|content|from|value)[\"']\s*:.*\}\s*\]\s*", re.DOTALL)
+"""List of messages as text, in JSON or in the notation of Python."""
 
 
 def entries_of(rows: Iterator[Row], config: DataConfig) -> Iterator[tuple[Row, dict[str, Any] | None]]:
-    """Yield rows with their entries; None for a blank line.
+    """Yield each row with its entry; None for a blank line. Raise `BrokenRules` if a row is invalid.
 
     An entry has `question`, `answer` and `metadata`. The entry of a conversation also has `messages`, and `reply` if the row
-    ends with the assistant's reply. `tools` and `chat_template_kwargs` are there if the row has them. Raise `BrokenRules` if a
-    row is invalid.
+    ends with the assistant's reply. `tools` and `chat_template_kwargs` are there if the row has them.
     """
     for row in rows:
         try:
@@ -315,7 +335,7 @@ def entry_of(row: Any, config: DataConfig) -> dict[str, Any]:
     answer_name = columns.get("answer", "answer")
     tools_name = columns.get("tools", "tools")
     asked, answer = value_of(row, asked_name), value_of(row, answer_name)
-    answer = None if is_missing(answer) else answer
+    asked, answer = asked if is_conversation else parsed_messages(asked, asked_name), None if is_missing(answer) else answer
     used = {asked_name, answer_name, tools_name, OPTIONS_COLUMN}
     entry: dict[str, Any] = {"metadata": _metadata({key: value for key, value in row.items() if key not in used})}
     if is_missing(asked) or (isinstance(asked, str) and not is_conversation):
@@ -345,10 +365,8 @@ def entry_of(row: Any, config: DataConfig) -> dict[str, Any]:
 def hinted_entry(entry: Mapping[str, Any], hint: str) -> dict[str, Any]:
     """Return an entry whose question, or last message, is `hint` with names in braces replaced by columns of the entry.
 
-    The columns are `question` (of a conversation its last message), `answer` and those of the metadata.
-
-    Raises:
-        BadRow: The entry has no column of a name, or it is empty.
+    The columns are `question` (of a conversation its last message), `answer` and those of the metadata. Raise `BadRow` if the
+    entry has no column of a name, or it is empty.
     """
     messages = entry.get("messages")
     question = messages[-1]["content"] if messages else entry["question"]
@@ -457,7 +475,7 @@ def _answer(value: Any, name: str, entry: dict[str, Any], config: DataConfig) ->
 def scalar_text(value: Any) -> str | None:
     """Return text, a number or a date as text; None for other values. Booleans have no notation that a model should use."""
     if isinstance(value, np.generic):
-        value = value.item()
+        value = float(str(value)) if isinstance(value, np.floating) else value.item()  # the shortest text of a float32
     if isinstance(value, str):
         return value
     if isinstance(value, bool):
@@ -522,7 +540,7 @@ POINT = Point(
 
 
 def read_custom_prompts(plugin: Plugin, seed: int, config: DataConfig) -> Iterator[tuple[Row, dict[str, Any] | None]]:
-    """Yield the prompts of a custom source with their entries; see `entries_of`.
+    """Yield the prompts of a custom source with their entries, as `entries_of` does.
 
     `plugin` is the list, or the function that returns it. Raise `ValueError` if the source or one of its prompts is invalid.
     """
@@ -587,8 +605,7 @@ def read_messages(content: Any, *, has_fillers: bool = False) -> list[Message]:
     - The arguments of tool calls may be an object or its JSON text.
     - With `has_fillers`, the source fills missing keys of nested objects with null, as Arrow does.
 
-    Raises:
-        BadRow: A message has no valid role, no text, or invalid tool calls.
+    Raise `BadRow` if a message has no valid role, no text, or invalid tool calls.
     """
     fix = 'write [{"role": "user", "content": "..."}, ...]'
     if isinstance(content, str):
@@ -598,13 +615,23 @@ def read_messages(content: Any, *, has_fillers: bool = False) -> list[Message]:
     return [_message(message, f"messages[{index}]", has_fillers) for index, message in enumerate(content)]
 
 
+def parsed_messages(value: Any, name: str) -> Any:
+    """Return the messages that a column holds as JSON text, as of tables that pandas wrote; any other value as it is.
+
+    Raise `BadRow` if it holds them in the notation of Python.
+    """
+    if not isinstance(value, str) or _LISTED.fullmatch(value) is None:
+        return value
+    messages = _parsed(value, f"{name} looks like a list of messages, which", "write it with json.dumps, not with str")
+    roles = [message.get("role", message.get("from")) if isinstance(message, Mapping) else None for message in messages]
+    return messages if all(role in (*ROLES, *_SHAREGPT_ROLES) for role in roles) else value
+
+
 def read_tools(content: Any, *, has_fillers: bool = False) -> list[Mapping[str, Any]] | None:
     """Validate and return the tools of a row, as JSON schemas of functions; None if there are none.
 
-    A list, or its JSON text, of `{"type": "function", "function": {...}}`, or of functions without this wrapper.
-
-    Raises:
-        BadRow: The value is not such a list.
+    A list, or its JSON text, of `{"type": "function", "function": {...}}`, or of functions without this wrapper. Raise `BadRow`
+    if the value is not such a list.
     """
     fix = 'write [{"type": "function", "function": {"name": ..., "parameters": {...}}}], or rename the column'
     if isinstance(content, str) and content.strip():

@@ -28,6 +28,7 @@ from titanrl.data.entries import (
     data_digest,
     format_of,
     is_missing,
+    parsed_messages,
     read_messages,
     read_options,
     read_rows,
@@ -102,6 +103,12 @@ def render_conversation(
         raise BadRow(str(error), "correct the messages, or use a model whose template and tokenizer support them") from error
 
 
+_TEXTS = (
+    "write prompt and completion as the texts that the model reads and generates, with data.chat_template: never and "
+    "data.control_tokens: true, or correct the template in a copy of the model"
+)
+
+
 def _with_replies(template: ChatFormat, chat: Chat, text: str, replies: Sequence[int], section: str) -> Demonstration:
     """Tokenize a conversation that ends with an assistant message, and mark the given assistant messages."""
     tokenizer = template.tokenizer
@@ -111,10 +118,20 @@ def _with_replies(template: ChatFormat, chat: Chat, text: str, replies: Sequence
         prompt = template.text(chat.start(index), reply_follows=True)
         reply = template.text(chat.start(index + 1), reply_follows=False).rstrip()  # drop a newline after the turn
         if not (reply.startswith(prompt) and text.startswith(reply)):
+            if len(replies) > 1:
+                _with_replies(template, chat, text, replies[-1:], section)  # raises if the last one has the same problem
             raise BadRow(
                 f"the chat template does not extend the conversation verbatim at messages[{index}], so the model would "
                 "generate this message from another prompt than the text before it",
-                f"set {section}.train_on to last" if len(replies) > 1 else "use a model with another chat template",
+                f"set {section}.train_on to last, or write a row per reply, which ends with it" if len(replies) > 1 else _TEXTS,
+            )
+        content = chat.messages[index]["content"] or ""
+        parts = (
+            (content if template.control_tokens else tokenizer.marked(content)).replace("</think>", "<think>").split("<think>")
+        )
+        if any(part.strip() not in reply[len(prompt) :] for part in parts):
+            raise BadRow(
+                f"the chat template leaves out a part of messages[{index}], such as the reasoning before </think>", _TEXTS
             )
         start, end = (_num_tokens(tokenizer, part, text, token_ids, index) for part in (prompt, reply))
         mask[start:end] = True
@@ -124,7 +141,7 @@ def _with_replies(template: ChatFormat, chat: Chat, text: str, replies: Sequence
                 "learn to stop",
                 "add the id of the token to eos_token_id in the model's generation_config.json"
                 if tokenizer.is_special(token_ids[end - 1])
-                else "use a model with another chat template",
+                else _TEXTS,
             )
     return Demonstration(token_ids=np.array(token_ids, np.int64), mask=mask)
 
@@ -287,9 +304,9 @@ class _Reader:
         if is_chat:
             messages = read_messages(value_of(row, names["messages"]), has_fillers=has_fillers)
             return _question(messages), self._conversation(messages, tools, options)
-        asked, reply = value_of(row, names["prompt"]), value_of(row, names["completion"])
+        asked, reply = (parsed_messages(value_of(row, names[key]), names[key]) for key in ("prompt", "completion"))
         is_rendered = self._config.chat_template == "auto" and self._tokenizer.chat_template
-        if is_rendered or any(isinstance(value, Sequence) and not isinstance(value, str) for value in (asked, reply)):
+        if is_rendered or any(isinstance(value, list | tuple) for value in (asked, reply)):
             turns = self._turns(asked, names["prompt"], "user")
             whole = [*turns, *self._turns(reply, names["completion"], "assistant")]
             return _question(turns), self._conversation(whole, tools, options, num_prompt=len(turns))
@@ -339,7 +356,7 @@ class _Reader:
         )
 
     def _turns(self, value: Any, name: str, role: str) -> list[Message]:
-        if isinstance(value, Sequence) and not isinstance(value, str):
+        if isinstance(value, list | tuple):
             return read_messages(value, has_fillers=self._kind != "jsonl")
         return [{"role": role, "content": self._text(value, name)}]
 

@@ -108,10 +108,8 @@ class PromptStream:
     ) -> list[Prompt]:
         """Return the first `num` prompts for an evaluation, or those that the source has, or that the time limit allows.
 
-        They are distinct, and the same for every seed. `key` is the section of the evaluation set, for error messages.
-
-        Raises:
-            ValueError: The source has no such prompt.
+        They are distinct, and the same for every seed. `key` is the section of the evaluation set, for error messages. Raise
+        `ValueError` if the source has no such prompt.
         """
         started = time.monotonic()
         prompts: list[Prompt] = []
@@ -161,10 +159,8 @@ def open_stream(
     """Open the prompts of the section `data`, whose questions `encode` tokenizes.
 
     The items of reasoning-gym's word_ladder depend on the environment variable PYTHONHASHSEED. Set it in all processes whose
-    streams must agree. Prompts only for evaluation are not `is_trained_on`: no training prompt is required.
-
-    Raises:
-        ValueError: The task, one of its options, the file or the custom source is invalid.
+    streams must agree. Prompts only for evaluation are not `is_trained_on`: no training prompt is required. Raise `ValueError`
+    if the task, one of its options, the file or the custom source is invalid.
     """
     selector = _Selector(config, encode)
     source: _GymSource | _ListSource
@@ -184,8 +180,7 @@ def open_stream(
 def make_gym_dataset(task: str, task_config: dict[str, Any], seed: int, size: int) -> "ProceduralDataset":
     """Create a reasoning-gym dataset, which can also score answers.
 
-    Raises:
-        ValueError: The task is unknown, its options are invalid, or reasoning-gym is not installed.
+    Raise `ValueError` if the task is unknown, its options are invalid, or reasoning-gym is not installed.
     """
     try:
         import_task(task)
@@ -413,10 +408,8 @@ def make_encoder(config: DataConfig, tokenizer: Tokenizer) -> Encode:
     """Return the function that tokenizes questions and conversations.
 
     With a chat template, a question becomes a user message; otherwise it is tokenized unchanged, after the tokens that the
-    tokenizer puts before a text.
-
-    Raises:
-        ValueError: A system prompt or a variable of the chat template is set, but there is no template that uses it.
+    tokenizer puts before a text. Raise `ValueError` if a system prompt or a variable of the chat template is set, but there is
+    no template that uses it.
     """
     if config.environment is not None:
         encode_row = make_encoder(config.model_copy(update={"environment": None}), tokenizer)
@@ -503,10 +496,8 @@ def open_prompts(
 def gym_levels(task: str, task_config: Mapping[str, Any], num_levels: int) -> list[dict[str, Any]]:
     """Return the options of a reasoning-gym task at the first levels of the curriculum that reasoning-gym defines for it.
 
-    All attributes of the task rise together. Options in `task_config` are not changed.
-
-    Raises:
-        ValueError: The task has no curriculum, or fewer levels.
+    All attributes of the task rise together. Options in `task_config` are not changed. Raise `ValueError` if the task has no
+    curriculum, or fewer levels.
     """
     make_gym_dataset(task, dict(task_config), seed=0, size=1)  # raises a specific error for an invalid task
     from reasoning_gym.factory import create_curriculum
