@@ -2,10 +2,8 @@
 
 import argparse
 import asyncio
-import signal
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from titanrl.base import terminal
 from titanrl.base.files import in_shell
@@ -33,20 +31,12 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titanrl.co
     with refusing():
         config = load_config(arguments.config, arguments.overrides)
         secure_caches()
-    sys.exit(asyncio.run(serve(config)))
+    _, code = asyncio.run(terminal.until_signal(serve(config)))
+    sys.exit(code or 1)
 
 
-async def serve(config: Config) -> int:
-    """Serve templates until a signal arrives. Return the exit code: 128 + signal, or 1 if no template can be used."""
-    ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-
-    def end(number: int) -> None:
-        if not ended.done():
-            ended.set_result(128 + number)
-
-    for number in terminal.ENDING:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # SIGHUP under nohup
-            asyncio.get_running_loop().add_signal_handler(number, end, number)
+async def serve(config: Config) -> None:
+    """Serve templates until the task is cancelled; return if none of them can be used."""
     folder = private_folder()
     templates: dict[str, Template] = {}
     for kind, (environment, load) in needed(config, resolve_device(config.device), Roles(rollouts=True)).items():
@@ -54,21 +44,16 @@ async def serve(config: Config) -> int:
         templates[kind] = Template(environment, load, folder.path / f"{kind}.log", path, None if base is None else base.path)
     imports = asyncio.gather(*(template.is_ready() for template in templates.values()))
     try:
-        waiting: set[asyncio.Future[Any]] = {imports, ended}
         with terminal.announcing("importing the packages"):
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        if ended.done():
-            return ended.result()
-        are_ready = imports.result()
+            are_ready = await asyncio.shield(imports)
         for (kind, template), is_ready in zip(templates.items(), are_ready, strict=True):
             if not is_ready:
                 print(f"{kind}: {template.log.read_text(errors='replace').strip()}", file=sys.stderr)
-        if not any(are_ready):
-            return 1
-        print("Ready. Start runs in this directory, in a shell with this variable:")
-        print(f"\n  export {SHARED}={in_shell(folder.path)}\n")
-        print("Ctrl-C ends this command, and the processes of runs that use it.", flush=True)
-        return await ended
+        if any(are_ready):
+            print("Ready. Start runs in this directory, in a shell with this variable:")
+            print(f"\n  export {SHARED}={in_shell(folder.path)}\n")
+            print("Ctrl-C ends this command, and the processes of runs that use it.", flush=True)
+            await asyncio.Event().wait()
     finally:
         for template in templates.values():
             template.close()
