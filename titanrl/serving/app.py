@@ -38,19 +38,6 @@ class Limits:
     """Time limit of a call with its response, in seconds."""
 
 
-class Metrics:
-    """Metrics of an endpoint for completions."""
-
-    def __init__(self, registry: prometheus.CollectorRegistry) -> None:
-        self.running = prometheus.Gauge("titanrl_calls_running", "Completions that clients wait for.", registry=registry)
-        self.seconds = prometheus.Histogram("titanrl_call_seconds", "Time of a call with its response.", registry=registry)
-        self.prompt_tokens = prometheus.Counter("titanrl_prompt_tokens", "Tokens of prompts.", registry=registry)
-        self.tokens = prometheus.Counter("titanrl_completion_tokens", "Sampled tokens.", registry=registry)
-        self.nonconforming = prometheus.Counter(
-            "titanrl_nonconforming_replies", "Replies in another form than the client required.", registry=registry
-        )
-
-
 class App(Endpoint):
     """The endpoint for completions."""
 
@@ -69,7 +56,13 @@ class App(Endpoint):
         """
         super().__init__(check=check, hosts=hosts)
         self._find, self._models, self._limits = find, tuple(models), limits or Limits()
-        self._since, self.metrics = int(time.time()), Metrics(self.registry)
+        self._since, to = int(time.time()), self.registry
+        self._running = prometheus.Gauge("titanrl_calls_running", "Completions that clients wait for.", registry=to)
+        self._seconds = prometheus.Histogram("titanrl_call_seconds", "Time of a call with its response.", registry=to)
+        self._prompt_tokens = prometheus.Counter("titanrl_prompt_tokens", "Tokens of prompts.", registry=to)
+        self._tokens = prometheus.Counter("titanrl_completion_tokens", "Sampled tokens.", registry=to)
+        text = "Replies in another form than the client required."
+        self._nonconforming = prometheus.Counter("titanrl_nonconforming_replies", text, registry=to)
         self._num_running: Counter[int] = Counter()  # calls by caller
 
     def response(self, path: str, send: Send) -> "_Response":
@@ -82,7 +75,7 @@ class App(Endpoint):
 
     def observe(self, label: str, seconds: float) -> None:
         """Record the time of a call."""
-        self.metrics.seconds.observe(seconds)
+        self._seconds.observe(seconds)
 
     def authorize(self, key: str) -> bool:
         """Return whether the key has a caller; raise `Refused` if the caller has ended."""
@@ -120,9 +113,9 @@ class App(Endpoint):
                 raise Refused(
                     f"the call took longer than {self._limits.call_s:g} s. Ask for fewer tokens.", status=504
                 ) from None
-        self.metrics.prompt_tokens.inc(sum(len(reply.prompt_ids) for reply in replies))
-        self.metrics.tokens.inc(sum(len(reply.completion.token_ids) for reply in replies))
-        self.metrics.nonconforming.inc(sum(map(Reply.differs_in_form, replies, exchange.calls)))
+        self._prompt_tokens.inc(sum(len(reply.prompt_ids) for reply in replies))
+        self._tokens.inc(sum(len(reply.completion.token_ids) for reply in replies))
+        self._nonconforming.inc(sum(map(Reply.differs_in_form, replies, exchange.calls)))
 
     async def _stream(self, exchange: Exchange, caller: Caller, response: "_Response") -> list[Reply]:
         """Send events while the completions are sampled. A refusal before the first event has its own HTTP status."""
@@ -175,12 +168,12 @@ class App(Endpoint):
             text = f"too many calls at once: {limits.max_calls_per_key} per key, {limits.max_calls} in all. Retry later."
             raise Refused(text, status=429)
         self._num_running[key] += num
-        self.metrics.running.inc(num)
+        self._running.inc(num)
         try:
             yield
         finally:
             self._num_running[key] -= num
-            self.metrics.running.dec(num)
+            self._running.dec(num)
             if not self._num_running[key]:
                 del self._num_running[key]
 

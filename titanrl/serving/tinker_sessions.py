@@ -346,11 +346,9 @@ class Order(Generic[T]):
         first, self.next = self.next, min(self._held)
         return first, self.next - 1
 
-    def drain(self) -> list[T]:
-        """Remove and return all items."""
-        items = [self._held[seq_id] for seq_id in sorted(self._held)]
+    def clear(self) -> None:
+        """Remove all items."""
         self._held.clear()
-        return items
 
 
 @dataclass(frozen=True, slots=True)
@@ -784,7 +782,7 @@ class Sessions:
             session.timer.cancel()
         for model in session.models.values():
             model.has_ended = True
-            model.order.drain()
+            model.order.clear()
             model.news.set()
             if model.making_room is not None:
                 model.making_room.cancel()

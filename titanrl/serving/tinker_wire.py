@@ -124,10 +124,10 @@ def pass_of(message: Any, vocab_size: int) -> Pass:
         raise Malformed("data: must not be empty. Send at least one datum.")
     data, widths, num_left = list[Datum](), list[int | None](), MAX_VALUES
     for index, each in enumerate(message.data):
-        columns = _data_of(each, f"data[{index}]", loss_fn, vocab_size, num_left)
-        num_left -= columns.num_values
-        widths.append(None if columns.is_flat else len(columns.data))
-        data += columns.data
+        columns, width, num_values = _data_of(each, f"data[{index}]", loss_fn, vocab_size, num_left)
+        num_left -= num_values
+        widths.append(width)
+        data += columns
     return Pass(data=tuple(data), widths=tuple(widths), loss_fn=loss_fn, options=options, backward=not message.forward_only)
 
 
@@ -292,17 +292,11 @@ def _prompt_of(fields: Fields, vocab_size: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-@dataclass(frozen=True, slots=True)
-class _Columns:
-    """A datum of a client, as data with one target per token."""
+def _data_of(message: Any, name: str, loss_fn: str, vocab_size: int, num_left: int) -> tuple[list[Datum], int | None, int]:
+    """Return a datum as data with one target per token, the number of its targets per token, and its number of values.
 
-    data: list[Datum]
-    is_flat: bool
-    num_values: int
-
-
-def _data_of(message: Any, name: str, loss_fn: str, vocab_size: int, num_left: int) -> _Columns:
-    """Return a datum with one target per token, or one per column of its targets, with at most `num_left` values."""
+    There is no number of targets if they are `[T]`. A datum may have at most `num_left` values.
+    """
     tokens = _tokens_of(message.model_input, f"{name}.model_input")
     num_left -= len(tokens)
     if num_left < 0:
@@ -330,7 +324,7 @@ def _data_of(message: Any, name: str, loss_fn: str, vocab_size: int, num_left: i
     if targets.ndim == 1:
         if wide := [key for key, array in inputs.items() if array.ndim != 1]:
             raise Malformed(f"{name}.loss_fn_inputs[{wide[0]!r}]: must have the shape of target_tokens, {targets.shape}.")
-        return _Columns([Datum(model_input=tokens, loss_fn_inputs=_typed(inputs))], True, num_values)
+        return [Datum(model_input=tokens, loss_fn_inputs=_typed(inputs))], None, num_values
     if loss_fn != "cross_entropy":
         raise Malformed(f"{name}.loss_fn_inputs['target_tokens']: only cross_entropy takes [T, K] (got {targets.shape}).")
     weights = inputs.get("weights", np.ones(targets.shape, np.float32))
@@ -338,7 +332,7 @@ def _data_of(message: Any, name: str, loss_fn: str, vocab_size: int, num_left: i
         rule = f"weights must have the shape of target_tokens, [T, 1 to {MAX_TARGETS}]"
         raise Malformed(f"{name}.loss_fn_inputs: {rule} (got {weights.shape} and {targets.shape}).")
     columns = [{"target_tokens": targets[:, k], "weights": weights[:, k]} for k in range(targets.shape[1])]
-    return _Columns([Datum(model_input=tokens, loss_fn_inputs=_typed(column)) for column in columns], False, num_values)
+    return [Datum(model_input=tokens, loss_fn_inputs=_typed(column)) for column in columns], len(columns), num_values
 
 
 def _typed(inputs: Mapping[str, Any]) -> dict[str, IntArray | FloatArray]:
