@@ -116,6 +116,13 @@ def test_runs_and_sessions_are_listed(running: Running) -> None:
     assert [run.training_run_id for run in rest.list_training_runs().result().training_runs] == [model_id]
     (session_id,) = rest.list_sessions().result().sessions
     assert rest.get_session(session_id).result().training_run_ids == [model_id]
+    other = service.create_lora_training_client(base_model="base/number", rank=0).result().get_info().model_id
+    pages = [rest.list_training_runs(limit=1, offset=offset).result() for offset in range(3)]
+    assert [[run.training_run_id for run in page.training_runs] for page in pages] == [[other], [model_id], []]
+    assert (pages[1].cursor.offset, pages[1].cursor.limit, pages[1].cursor.total_count) == (1, 1, 2)
+    assert rest.list_sessions(offset=1).result().sessions == []
+    with pytest.raises(tinker.BadRequestError, match="offset: must be an integer"):
+        rest.list_user_checkpoints(offset=-1).result()
     with running.http() as http:
         assert http.get("/healthz").json() == {"status": "ok"}
         assert http.post("/telemetry", json={"events": []}).json() == {"status": "accepted"}
@@ -278,12 +285,13 @@ def test_repeated_and_disordered_requests_run_once_in_order(running: Running) ->
         assert "must be at most" in far["error"]
 
 
-def test_missing_request_is_given_up(tmp_path: Path) -> None:
-    host = NumberHost(tmp_path / "new")
-    with serving(start(tmp_path, TinkerLimits(gap_s=0.2), host)) as server, Running(server, host).http() as http:
+def test_missing_request_is_shown_and_given_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    host, limits = NumberHost(tmp_path / "new"), TinkerLimits(gap_s=0.3, shown_gap_s=0.02)
+    with serving(start(tmp_path, limits, host)) as server, Running(server, host).http() as http:
         model_id = new_model(http)
         submitted = http.post("/optim_step", json={"model_id": model_id, "seq_id": 2, "adam_params": {}})
         assert "metrics" in Running(server, host).result(http, submitted)
+        assert f"{model_id}: request 1 has not arrived" in caplog.text
         late = http.post("/optim_step", json={"model_id": model_id, "seq_id": 1, "adam_params": {}})
         assert "has already been used" in Running(server, host).result(http, late)["error"]
 
@@ -407,6 +415,14 @@ def test_limits_of_sampling_are_status_429(tmp_path: Path) -> None:
         assert host.calls == ["cancelled"]
         http.post("/create_session", json={})
         assert http.post("/create_session", json={}).status_code == 429
+
+
+def test_silent_session_makes_room(tmp_path: Path) -> None:
+    limits = TinkerLimits(max_sessions=1, silent_s=0.5)
+    with serving(start(tmp_path, limits)) as server, Running(server, NumberHost(tmp_path)).http() as http:
+        assert http.post("/create_session", json={}).status_code == 200
+        assert http.post("/create_session", json={}).status_code == 429
+        until(lambda: http.post("/create_session", json={}).status_code == 200)
 
 
 async def pause(host: NumberHost) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import prometheus_client as prometheus
 
 from titanrl.serving.calls import Caller, Event, Exchange, Feed, Piece, Refused, Reply, load_json
-from titanrl.serving.http import Endpoint, Headers, Receive, Response, Send, cancel, dump, read_body, unless_disconnected
+from titanrl.serving.http import Endpoint, Headers, Receive, Response, Scope, Send, cancel, dump, read_body, unless_disconnected
 from titanrl.serving.protocols import PROTOCOLS, anthropic_error, openai_error
 
 EVENT_STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
@@ -81,8 +81,9 @@ class App(Endpoint):
         """Return whether the key has a caller; raise `Refused` if the caller has ended."""
         return self._find(key) is not None
 
-    async def answer(self, method: str, path: str, key: str, headers: Headers, receive: Receive, response: "_Response") -> None:
+    async def answer(self, scope: Scope, key: str, headers: Headers, receive: Receive, response: "_Response") -> None:
         """Answer a request for completions or models."""
+        method, path = scope["method"], scope["path"]
         response.caller = caller = self._find(key)
         assert caller is not None, "the key was checked"
         if path == "/v1/models":

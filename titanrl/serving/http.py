@@ -141,12 +141,12 @@ class Endpoint:
         """Return whether a key may use the endpoint; it may raise `Refused`."""
         raise NotImplementedError
 
-    async def answer(self, method: str, path: str, key: str, headers: Headers, receive: Receive, response: Any) -> None:
+    async def answer(self, scope: Scope, key: str, headers: Headers, receive: Receive, response: Any) -> None:
         """Answer a request of a client that may use the endpoint."""
         raise NotImplementedError
 
     async def _respond(self, scope: Scope, receive: Receive, response: Response) -> None:
-        method, path, headers = scope["method"], scope["path"], dict(scope["headers"])
+        path, headers = scope["path"], dict(scope["headers"])
         host = headers.get(b"host", b"").decode("latin-1")
         host = host.partition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]  # without the port
         if self._hosts is not None and host not in self._hosts:
@@ -164,7 +164,7 @@ class Endpoint:
             text = prometheus.generate_latest(self.registry)
             await response.send(text, [(b"content-type", prometheus.CONTENT_TYPE_LATEST.encode())])
         else:
-            await self.answer(method, path, key, headers, receive, response)
+            await self.answer(scope, key, headers, receive, response)
 
 
 async def read_body(

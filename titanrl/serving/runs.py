@@ -129,8 +129,9 @@ class Board(Endpoint):
         else:
             await super()._respond(scope, receive, response)
 
-    async def answer(self, method: str, path: str, key: str, headers: Headers, receive: Receive, response: Response) -> None:
+    async def answer(self, scope: Scope, key: str, headers: Headers, receive: Receive, response: Response) -> None:
         """Answer a request for data: JSON in, JSON out."""
+        method, path = scope["method"], scope["path"]
         origin = headers.get(b"origin", b"http://" + headers[b"host"])
         if origin != b"http://" + headers[b"host"]:
             raise Refused(f"origin: must be that of the board (got {origin[:80].decode('latin-1')!r})", status=403)
@@ -396,7 +397,7 @@ class MetricsEndpoint(Endpoint):
         """Return True: metrics are numbers, without prompts or completions."""
         return True
 
-    async def answer(self, method: str, path: str, key: str, headers: Headers, receive: Receive, response: Any) -> None:
+    async def answer(self, scope: Scope, key: str, headers: Headers, receive: Receive, response: Any) -> None:
         """Refuse other paths."""
         raise Refused("not found. This endpoint has /metrics and /health.", status=404)
 

@@ -9,15 +9,17 @@ import hashlib
 import logging
 import math
 import re
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
+from urllib.parse import parse_qsl
 
 import prometheus_client as prometheus
 
 from titanrl.serving import tinker_wire as wire
 from titanrl.serving.calls import Fields, Refused, load_json, wrong
-from titanrl.serving.http import JSON, Endpoint, Headers, Receive, Response, dump, read_body, unless_disconnected
+from titanrl.serving.http import JSON, Endpoint, Headers, Receive, Response, Scope, dump, read_body, unless_disconnected
 from titanrl.serving.tinker_sessions import (
     Answer,
     Checkpoints,
@@ -35,6 +37,7 @@ from titanrl.serving.tinker_sessions import (
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 HOLD_S = 30.0
 """Time that a poll waits for a result, in seconds. The client gives up after 45 s."""
 
@@ -93,8 +96,9 @@ class Tinker(Endpoint):
         """Return whether the key has a user."""
         return self._users.find(key) is not None
 
-    async def answer(self, method: str, path: str, key: str, headers: Headers, receive: Receive, response: Response) -> None:
+    async def answer(self, scope: Scope, key: str, headers: Headers, receive: Receive, response: Response) -> None:
         """Answer a request of the client."""
+        method, path = scope["method"], scope["path"]
         owner = self._users.find(key)
         assert owner is not None, "the key was checked"
         found = [(verb, match, handle) for verb, name, handle in ROUTES if (match := re.fullmatch(name, path))]
@@ -112,7 +116,8 @@ class Tinker(Endpoint):
             kinds = (wire.PROTOBUF,) if is_pass else (JSON,)
             limit = limits.max_pass_bytes if is_pass else limits.max_json_bytes
             body = await read_body(headers, receive, limit=limit, limit_s=limits.body_s, kinds=kinds)
-        request = _Request(owner, match.groups(), body, headers, receive, response)
+        query = dict(parse_qsl(scope["query_string"].decode("latin-1")))
+        request = _Request(owner, match.groups(), query, body, headers, receive, response)
         result = await handle(self, request)
         if result is not None:
             await response.send_json(result)
@@ -141,7 +146,8 @@ class Tinker(Endpoint):
 
     async def list_sessions(self, request: "_Request") -> object:
         """Return the open sessions of the user."""
-        return {"sessions": [each.session_id for each in self._sessions.open.values() if each.owner == request.owner]}
+        found = [each.session_id for each in self._sessions.open.values() if each.owner == request.owner]
+        return {"sessions": request.page(found)[0]}
 
     async def get_session(self, request: "_Request") -> object:
         """Return what a session holds."""
@@ -438,8 +444,8 @@ class Tinker(Endpoint):
 
     async def list_runs(self, request: "_Request") -> object:
         """Return the models of the user."""
-        runs = self._checkpoints.runs(request.owner)
-        return {"training_runs": [self._run(run) for run in runs], "cursor": _all(len(runs))}
+        runs, cursor = request.page(self._checkpoints.runs(request.owner))
+        return {"training_runs": [self._run(run) for run in runs], "cursor": cursor}
 
     async def get_run(self, request: "_Request") -> object:
         """Return a model of the user."""
@@ -453,8 +459,8 @@ class Tinker(Endpoint):
 
     async def list_checkpoints(self, request: "_Request") -> object:
         """Return the checkpoints of the user, or of one model."""
-        found = self._checkpoints.all_of(request.owner, *request.ids)
-        return {"checkpoints": [each.wire() for each in found], "cursor": _all(len(found))}
+        found, cursor = request.page(self._checkpoints.all_of(request.owner, *request.ids))
+        return {"checkpoints": [each.wire() for each in found], "cursor": cursor}
 
     async def delete_checkpoint(self, request: "_Request") -> None:
         """Delete a checkpoint."""
@@ -480,6 +486,7 @@ class _Request:
     owner: str
     ids: tuple[str, ...]
     """Parts of the path that differ."""
+    query: Mapping[str, str]
     body: bytes
     headers: Headers
     receive: Receive
@@ -489,6 +496,16 @@ class _Request:
     def fields(self) -> Fields:
         """Read the body as JSON; an empty one has no fields."""
         return load_json(self.body or b"{}")
+
+    def page(self, found: Sequence[T]) -> tuple[Sequence[T], dict[str, int]]:
+        """Return the part of a list that the query asks for, by default all of it, and its cursor."""
+        cursor = {"offset": 0, "limit": len(found)}
+        for name in cursor.keys() & self.query.keys():
+            if not re.fullmatch("[0-9]{1,9}", self.query[name]):
+                raise wrong(name, "must be an integer from 0 to 999999999", self.query[name])
+            cursor[name] = int(self.query[name])
+        page = found[cursor["offset"] : cursor["offset"] + cursor["limit"]]
+        return page, cursor | {"total_count": len(found)}
 
 
 _ID = r"([A-Za-z0-9_:.-]{1,160})"
@@ -577,8 +594,3 @@ def _decompressed(body: bytes, limit: int) -> bytes:
     if len(found) > limit:
         raise Refused(f"body: must have at most {limit} bytes when decompressed. Send less.", status=413)
     return found
-
-
-def _all(count: int) -> dict[str, int]:
-    """Return the cursor of a complete list."""
-    return {"offset": 0, "limit": count, "total_count": count}

@@ -47,6 +47,7 @@ KINDS: Mapping[Kind, str] = {"weights": "training", "sampler_weights": "sampler"
 """Type of a checkpoint in Tinker's terms, by the second part of its path."""
 _MODEL_ID = re.compile(r"([A-Za-z0-9_-]{1,64}):train:([0-9]{1,9})")
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
+_PATH = re.compile(rf"tinker://({_MODEL_ID.pattern})/({'|'.join(KINDS)})/({_NAME.pattern})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,20 +205,18 @@ class Checkpoints:
 
     def find(self, path: str, owner: str, *kinds: Kind) -> tuple[Run, Checkpoint, Path]:
         """Return a checkpoint of a user with its model and the folder of its state; raise `Refused` if there is none."""
-        parts = path.removeprefix("tinker://").split("/")
-        is_path = (
-            path.startswith("tinker://") and len(parts) == 3 and _MODEL_ID.fullmatch(parts[0]) and _NAME.fullmatch(parts[2])
-        )
-        if not is_path or parts[1] not in KINDS:
+        match = _PATH.fullmatch(path)
+        if match is None:
             rule = "path: must be tinker://MODEL_ID/weights/NAME or tinker://MODEL_ID/sampler_weights/NAME"
             raise Refused(f"{rule} (got {path[:120]!r})")
-        kind: Kind = "weights" if parts[1] == "weights" else "sampler_weights"
+        model_id, name = match[1], match[5]
+        kind: Kind = "weights" if match[4] == "weights" else "sampler_weights"
         if kinds and kind not in kinds:
             raise Refused(f"path: must be a checkpoint in {' or '.join(kinds)} (got {path[:200]!r})")
-        run, checkpoint = self._read_run(parts[0]), self._read(parts[0], kind, parts[2])
+        run, checkpoint = self._read_run(model_id), self._read(model_id, kind, name)
         if run is None or run.owner != owner or checkpoint is None:
             raise Refused(f"path: you have no such checkpoint (got {path[:200]!r})", status=404)
-        return run, checkpoint, self._folder(parts[0]) / "states" / checkpoint.state
+        return run, checkpoint, self._folder(model_id) / "states" / checkpoint.state
 
     def all_of(self, owner: str, model_id: str | None = None) -> list[Checkpoint]:
         """Return the checkpoints of a user or of one of the user's models, the newest first."""
@@ -451,9 +450,8 @@ class Futures:
         """Return a future of a user; raise `Refused` if there is none."""
         future = self._futures.get(request_id)
         if future is None or future.owner != owner:
-            raise Refused(
-                "request_id: there is no such request, or its result was read and has been dropped since.", status=404
-            )
+            rule = "there is no such request, its result was read and has been dropped since, or its session has ended"
+            raise Refused(f"request_id: {rule}, for example because the server was restarted", status=404)
         return future
 
     def read(self, future: Future) -> None:
@@ -605,6 +603,8 @@ class TinkerLimits:
     """Time without a sign of life after which a session ends, in seconds. The client sends one every 10 s."""
     gap_s: float = 3600.0
     """Time that requests wait for one with a lower sequence id, in seconds."""
+    shown_gap_s: float = 60.0
+    """Time after which the log says so, in seconds."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -748,10 +748,13 @@ class Sessions:
         self._running: dict[str, asyncio.Task[None]] = {}  # of requests for completions, by request
 
     def add(self, owner: str, user_metadata: Mapping[str, str], display_name: str | None) -> OpenSession:
-        """Open a session; raise `Refused` if the user has too many."""
-        if sum(session.owner == owner for session in self.open.values()) >= self._limits.max_sessions:
-            raise Refused(f"you have {self._limits.max_sessions} sessions. Close one, or wait until it ends.", status=429)
-        loop = asyncio.get_running_loop()
+        """Open a session; raise `Refused` if the user has too many, none of which is silent."""
+        loop, own = asyncio.get_running_loop(), [session for session in self.open.values() if session.owner == owner]
+        if len(own) >= self._limits.max_sessions:
+            longest = min(own, key=lambda session: session.seen_at)
+            if loop.time() < longest.seen_at + self._limits.silent_s:
+                raise Refused(f"you have {self._limits.max_sessions} sessions. Close one, or wait until it ends.", status=429)
+            self.end(longest)
         session = OpenSession(
             session_id=new_id("session_"),
             owner=owner,
@@ -983,10 +986,13 @@ class Sessions:
     async def _work(self, model: OpenModel) -> None:
         """Run the requests of a model in order, until its session ends."""
         gap_ends: float | None = None
+        warning: asyncio.TimerHandle | None = None
         while not model.has_ended:
             job = model.order.take()
             if job is not None:
                 gap_ends = None
+                if warning is not None:
+                    warning.cancel()
                 answer = await self._outcome(job.action)
                 if model.handle is not None and answer.is_failure:
                     await self._quietly(model.handle.recover())
@@ -994,7 +1000,10 @@ class Sessions:
                 continue
             model.news.clear()
             if model.order.has_gap and gap_ends is None:  # later arrivals do not extend the wait for the missing request
-                gap_ends = asyncio.get_running_loop().time() + self._limits.gap_s
+                loop, rule = asyncio.get_running_loop(), "request %d has not arrived. Those after it wait for up to %g s"
+                gap_ends = loop.time() + self._limits.gap_s
+                arguments = model.model_id, model.order.next, self._limits.gap_s
+                warning = loop.call_later(self._limits.shown_gap_s, logger.warning, f"%s: {rule}", *arguments)
             try:
                 async with asyncio.timeout_at(gap_ends):
                     await model.news.wait()
@@ -1006,6 +1015,8 @@ class Sessions:
                 logger.warning(
                     "%s: requests %d to %d did not arrive within %g s", model.model_id, first, last, self._limits.gap_s
                 )
+        if warning is not None:
+            warning.cancel()
         if model.following is not None:
             await self._quietly(model.following.release())
         if model.handle is not None:
