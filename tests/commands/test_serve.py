@@ -1,5 +1,6 @@
 """The arguments of `titanrl serve`: keys, addresses and policies."""
 
+import socket
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -55,6 +56,12 @@ def test_own_machine_needs_no_keys(host: str) -> None:
 def test_address_must_be_valid() -> None:
     with pytest.raises(ConfigError, match="--host: must be an IP address"):
         serve.check_address("example.com", None, has_keys=True)
+
+
+def test_address_in_use_is_refused_before_the_start() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(ConfigError, match=r"--port: .*Address already in use"):
+        serve.check_free("127.0.0.1", other.getsockname()[1])
+    serve.check_free("127.0.0.1", 0)
 
 
 def test_model_is_served_with_lengths_that_fit(tmp_path: Path) -> None:

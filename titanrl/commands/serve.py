@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -89,6 +90,8 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titanrl.co
         with refusing():
             keys = read_keys(arguments.keys) if arguments.keys is not None else {}
             check_address(arguments.host, arguments.unix, has_keys=bool(keys))
+            if arguments.unix is None:
+                check_free(arguments.host, arguments.port)
             if arguments.tinker:
                 check_tinker(keys, arguments.keys)
             find = partial(find_policy, arguments.policy, arguments.step, scratch=scratch, tinker=arguments.tinker)
@@ -176,6 +179,15 @@ def check_address(host: str, unix: Path | None, *, has_keys: bool) -> None:
             f"--host: an address that other machines can reach requires keys (got {host}). Give a file of keys with --keys, or "
             "use 127.0.0.1."
         )
+
+
+def check_free(host: str, port: int) -> None:
+    """Raise `ConfigError` if nothing can listen at an address, before the processes are started."""
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        where, fix = f"{host} port {port}", "Stop what uses it, or choose another address with --host and --port."
+        raise ConfigError(f"--port: nothing can listen at {where} ({os.strerror(error.errno or 0)}). {fix}") from None
 
 
 def find_policy(policy: Path, step: int | None, overrides: Sequence[str], scratch: Path, *, tinker: bool = False) -> Served:
