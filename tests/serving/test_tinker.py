@@ -286,7 +286,7 @@ def test_repeated_and_disordered_requests_run_once_in_order(running: Running) ->
 
 
 def test_missing_request_is_shown_and_given_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    host, limits = NumberHost(tmp_path / "new"), TinkerLimits(gap_s=0.3, shown_gap_s=0.02)
+    host, limits = NumberHost(tmp_path / "new"), TinkerLimits(gap_s=0.3)
     with serving(start(tmp_path, limits, host)) as server, Running(server, host).http() as http:
         model_id = new_model(http)
         submitted = http.post("/optim_step", json={"model_id": model_id, "seq_id": 2, "adam_params": {}})

@@ -79,7 +79,7 @@ def test_replaced_deleted_and_expired_states_are_removed(root: Path, tmp_path: P
     checkpoints.open_run(run_of())
     add(checkpoints, "weights", "a", state_in(tmp_path))
     with pytest.raises(Refused, match="the checkpoint exists"):
-        checkpoints.check_free(MODEL, "weights", "a")
+        checkpoints.check_name(MODEL, "weights", "a")
     path = add(checkpoints, "weights", "a", state_in(tmp_path, "newer")).path
     states = root / "session_1/0/states"
     (state,) = states.iterdir()
@@ -87,7 +87,7 @@ def test_replaced_deleted_and_expired_states_are_removed(root: Path, tmp_path: P
     checkpoints.delete(path, "ann")
     assert list(states.iterdir()) == []
     add(checkpoints, "weights", "b", state_in(tmp_path), ttl_s=10)
-    checkpoints.check_free(MODEL, "weights", "c")
+    checkpoints.check_name(MODEL, "weights", "c")
     clock.time += 11
     with pytest.raises(Refused, match="no such checkpoint"):
         checkpoints.find("tinker://session_1:train:0/weights/b", "ann")
@@ -148,4 +148,4 @@ def test_path_must_have_three_valid_parts(root: Path, path: str) -> None:
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "ä", "x" * 129, ".hidden"])
 def test_names_stay_in_their_folder(root: Path, name: str) -> None:
     with pytest.raises(Refused, match="path: must have up to 128"):
-        Checkpoints(root, Clock()).check_name(name)
+        Checkpoints(root, Clock()).check_name(MODEL, "weights", name)

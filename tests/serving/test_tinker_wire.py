@@ -207,7 +207,7 @@ def sampled(**fields: Any) -> wire.SampleRequest:
 
 def test_sampling_options_are_read() -> None:
     params = {"max_tokens": 3, "seed": -1, "stop": ["a", "b"], "temperature": 0.5, "top_k": -1, "top_p": 0.9}
-    asked = sampled(sampling_params=params, prompt_logprobs=True, record_stability_info=True, type="sample")
+    asked = sampled(sampling_params=params, prompt_logprobs=True, record_stability_info=True)
     assert (asked.prompt, asked.num_samples, asked.prompt_logprobs) == ((1, 2), 2, True)
     sampling = asked.sampling
     assert (sampling.max_new_tokens, sampling.seed, sampling.stop) == (3, 2**63 - 2, ("a", "b"))

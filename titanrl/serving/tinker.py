@@ -130,7 +130,7 @@ class Tinker(Endpoint):
         """Open a session."""
         fields = request.fields
         metadata, display_name = _metadata(fields), fields.text("display_name")
-        fields.skip("tags", "sdk_version", "project_id", "type")
+        fields.skip("tags", "sdk_version", "project_id")
         fields.done()
         session = self._sessions.add(request.owner, metadata, display_name)
         return {"type": "create_session", "session_id": session.session_id, "info_message": self._host.notice or None}
@@ -177,7 +177,6 @@ class Tinker(Endpoint):
             lora.skip("train_unembed")  # `Host.notice` says so
             lora.done()
             metadata = _metadata(fields)
-            fields.skip("type")
             fields.done()
             return NewModel(spec=spec, user_metadata=metadata)
 
@@ -202,7 +201,6 @@ class Tinker(Endpoint):
             _check_optimizer(fields)
             with_optimizer, metadata = fields.flag("optimizer"), _metadata(fields)
             fields.only("weights_access_token")
-            fields.skip("type")
             fields.done()
             reply["path"] = run_path
             metadata = metadata or dict(run.user_metadata)
@@ -263,7 +261,6 @@ class Tinker(Endpoint):
         fields = request.fields
 
         async def step(model: OpenModel) -> Answer:
-            fields.skip("type")
             update = await model.live().optim_step(wire.read_adam(fields))
             if update.skipped:  # the reply has it, too, but the official client prints nothing
                 logger.warning("%s: optimizer step skipped, because its gradient norm is %s", model.model_id, update.grad_norm)
@@ -285,11 +282,8 @@ class Tinker(Endpoint):
         async def save(model: OpenModel) -> Answer:
             name, handle = fields.text("path") or f"{seq_id:06d}", model.live()
             overwrite, ttl_s, metadata = fields.flag("overwrite"), _ttl(fields), _metadata(fields)
-            fields.skip("type")
             fields.done()
-            self._checkpoints.check_name(name)
-            if not overwrite:
-                self._checkpoints.check_free(model_id, "weights", name)
+            self._checkpoints.check_name(model_id, "weights", name, may_exist=overwrite)
             state = await handle.save()
             saved = await self._checkpoints.add(model_id, "weights", name, state, ttl_s=ttl_s, user_metadata=metadata)
             return json_answer({"path": saved.path, "type": "save_weights"})
@@ -304,14 +298,12 @@ class Tinker(Endpoint):
         async def save(model: OpenModel) -> Answer:
             name, number = fields.text("path"), fields.count("sampling_session_seq_id", 0, 2**62)
             kind, ttl_s, metadata = fields.text("kind", "snapshot", "inflight"), _ttl(fields), _metadata(fields)
-            fields.skip("type")
             fields.done()
             handle = model.live()
             if name is None and number is None:
                 raise wrong("path", "is required, unless there is a sampling_session_seq_id", None)
             if name is not None:
-                self._checkpoints.check_name(name)
-                self._checkpoints.check_free(model_id, "sampler_weights", name)
+                self._checkpoints.check_name(model_id, "sampler_weights", name)
                 state = await handle.save()
                 saved = await self._checkpoints.add(
                     model_id, "sampler_weights", name, state, ttl_s=ttl_s, user_metadata=metadata
@@ -339,7 +331,7 @@ class Tinker(Endpoint):
     async def _load(self, model: OpenModel, fields: Fields) -> Answer:
         path, with_optimizer = fields.needed("path"), fields.flag("optimizer")
         fields.only("weights_access_token")
-        fields.skip("type", "optimizer_config")
+        fields.skip("optimizer_config")
         fields.done()
         run, _, state = self._checkpoints.find(path, model.session.owner, "weights")
         if run.spec.rank != model.run.spec.rank:
@@ -355,7 +347,6 @@ class Tinker(Endpoint):
         session = self._sessions.session(fields.needed("session_id"), request.owner)
         number = _needed_count(fields, "sampling_session_seq_id")
         path, base = fields.text("model_path"), fields.text("base_model")
-        fields.skip("type")
         fields.done()
         if base is not None:
             self._check_base(base)
@@ -494,8 +485,10 @@ class _Request:
 
     @property
     def fields(self) -> Fields:
-        """Read the body as JSON; an empty one has no fields."""
-        return load_json(self.body or b"{}")
+        """Read the body as JSON; an empty one has no fields. The name of the request, which some have, repeats the path."""
+        fields = load_json(self.body or b"{}")
+        fields.skip("type")
+        return fields
 
     def page(self, found: Sequence[T]) -> tuple[Sequence[T], dict[str, int]]:
         """Return the part of a list that the query asks for, by default all of it, and its cursor."""

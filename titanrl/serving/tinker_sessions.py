@@ -151,17 +151,13 @@ class Checkpoints:
         found = (self._read_run(f"{folder.parent.name}:train:{folder.name}") for folder in self._run_folders())
         return sorted((run for run in found if run is not None and run.owner == owner), key=lambda run: -run.used)
 
-    def check_name(self, name: str) -> None:
-        """Raise `Refused` if the name of a checkpoint is invalid, before anything is written."""
+    def check_name(self, model_id: str, kind: Kind, name: str, *, may_exist: bool = False) -> None:
+        """Raise `Refused` if the name of a checkpoint is invalid or taken, before anything is written."""
         if not _NAME.fullmatch(name):
             raise Refused(f"path: must have up to 128 letters, digits and ._-, and not start with a dot (got {name[:80]!r})")
-
-    def check_free(self, model_id: str, kind: Kind, name: str) -> None:
-        """Raise `Refused` if a name is taken."""
-        if self._read(model_id, kind, name) is not None:
-            raise Refused(
-                f"path: the checkpoint exists (got tinker://{model_id}/{kind}/{name}). Use overwrite, or another name."
-            )
+        if not may_exist and self._read(model_id, kind, name) is not None:
+            path = f"tinker://{model_id}/{kind}/{name}"
+            raise Refused(f"path: the checkpoint exists (got {path}). Use overwrite, or another name.")
 
     async def add(
         self,
@@ -602,9 +598,7 @@ class TinkerLimits:
     idle_s: float = 300.0
     """Time without a sign of life after which a session ends, in seconds. The client sends one every 10 s."""
     gap_s: float = 3600.0
-    """Time that requests wait for one with a lower sequence id, in seconds."""
-    shown_gap_s: float = 60.0
-    """Time after which the log says so, in seconds."""
+    """Time that requests wait for one with a lower sequence id, in seconds. After a sixtieth of it, the log says so."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -1003,7 +997,7 @@ class Sessions:
                 loop, rule = asyncio.get_running_loop(), "request %d has not arrived. Those after it wait for up to %g s"
                 gap_ends = loop.time() + self._limits.gap_s
                 arguments = model.model_id, model.order.next, self._limits.gap_s
-                warning = loop.call_later(self._limits.shown_gap_s, logger.warning, f"%s: {rule}", *arguments)
+                warning = loop.call_later(self._limits.gap_s / 60, logger.warning, f"%s: {rule}", *arguments)
             try:
                 async with asyncio.timeout_at(gap_ends):
                     await model.news.wait()

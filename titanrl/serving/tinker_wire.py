@@ -231,7 +231,7 @@ def read_sample(fields: Fields, vocab_size: int, max_samples: int, max_tokens: i
         fields.only(name, 0)
     fields.only("target_prompt_logprobs")
     fields.only("prompt_logprobs_last_n")
-    fields.skip("record_stability_info", "type")  # no loss here needs it
+    fields.skip("record_stability_info")  # no loss here needs it
     fields.done()
     if top_p is not None and top_p <= 0.0:
         raise wrong("sampling_params.top_p", "must be greater than 0", top_p)
