@@ -10,6 +10,7 @@ processes that use it import the modules of `IMPORTS` when they start.
 """
 
 import secrets
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,40 +25,35 @@ IMPORTS = ("titanrl.weights.store", "torchstore.client")
 """Modules for `set_up_process` in the processes of the store and its clients."""
 
 
+def _repeated(name: str) -> Any:
+    """Return an async endpoint that runs the one of this name of torchstore's actor, which the actor has as `_own`."""
+
+    async def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        value = getattr(type(self._own), name)._method(self._own, *args, **kwargs)
+        return await value if isinstance(value, Awaitable) else value
+
+    return endpoint(run)
+
+
 class StoreController(Actor):
     """torchstore's key index, with async endpoints only."""
 
     def __init__(self) -> None:
         from torchstore.controller import Controller
 
-        self._index, self._class = Controller(), Controller
+        self._own = Controller()
 
     @endpoint
     async def init(self, volumes: Any) -> None:
         """Register the mesh of the only storage volume."""
         from torchstore.strategy import SingletonStrategy
 
-        await self._class.init._method(self._index, SingletonStrategy(), 1, volumes)
+        await type(self._own).init._method(self._own, SingletonStrategy(), 1, volumes)
 
-    @endpoint
-    async def get_controller_strategy(self) -> Any:
-        """Return what a client needs to find the volume of a key."""
-        return self._class.get_controller_strategy._method(self._index)
-
-    @endpoint
-    async def locate_volumes(self, key: str) -> Any:
-        """Return the volumes that hold a key."""
-        return self._class.locate_volumes._method(self._index, key)
-
-    @endpoint
-    async def notify_put(self, key: str, request: Any, storage_volume_id: str) -> None:
-        """Record that a volume now holds a key."""
-        self._class.notify_put._method(self._index, key, request, storage_volume_id)
-
-    @endpoint
-    async def notify_delete(self, key: str, storage_volume_id: str) -> None:
-        """Record that a volume no longer holds a key."""
-        self._class.notify_delete._method(self._index, key, storage_volume_id)
+    get_controller_strategy = _repeated("get_controller_strategy")
+    locate_volumes = _repeated("locate_volumes")
+    notify_put = _repeated("notify_put")
+    notify_delete = _repeated("notify_delete")
 
 
 class StoreVolume(Actor):
@@ -67,32 +63,13 @@ class StoreVolume(Actor):
         from torchstore.storage_volume import StorageVolume
         from torchstore.strategy import SingletonStrategy
 
-        self._volume, self._class = StorageVolume(SingletonStrategy.get_volume_id), StorageVolume
+        self._own = StorageVolume(SingletonStrategy.get_volume_id)
 
-    @endpoint
-    async def get_id(self) -> str:
-        """Return the id of the volume."""
-        return str(await self._class.get_id._method(self._volume))
-
-    @endpoint
-    async def put(self, key: str, transport_buffer: Any, request: Any) -> None:
-        """Store the value that the buffer transports."""
-        await self._class.put._method(self._volume, key, transport_buffer, request)
-
-    @endpoint
-    async def get(self, key: str, transport_buffer: Any, request: Any) -> Any:
-        """Return the buffer with the value."""
-        return await self._class.get._method(self._volume, key, transport_buffer, request)
-
-    @endpoint
-    async def get_meta(self, key: str, request: Any = None) -> Any:
-        """Return the shape and dtype of a tensor."""
-        return await self._class.get_meta._method(self._volume, key, request)
-
-    @endpoint
-    async def delete(self, key: str) -> None:
-        """Delete a value."""
-        await self._class.delete._method(self._volume, key)
+    get_id = _repeated("get_id")
+    put = _repeated("put")
+    get = _repeated("get")
+    get_meta = _repeated("get_meta")
+    delete = _repeated("delete")
 
 
 @dataclass(eq=False)

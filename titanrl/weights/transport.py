@@ -179,7 +179,6 @@ class MappedArena:
 
 
 def _open_arena(handle: ArenaHandle) -> int:
-    """Open an arena through its owner's file descriptor."""
     try:
         if process_start(str(handle.pid)) != handle.started:
             raise ProcessLookupError
@@ -483,7 +482,6 @@ class HostTransport:
         return self._receiver
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one request from another process on this host."""
         assert self._receiver is not None, "the server starts after the receiver"
         with contextlib.suppress(ConnectionError, EOFError):  # the other process has exited
             _check_peer(writer)
@@ -616,11 +614,17 @@ class Copies:
 
 def as_rows(target: torch.Tensor, source: torch.Tensor) -> Rows | None:
     """Describe a copy for `_stream`; return None for copies left to torch: on a device, with other casts, of short
-    rows, of rows that are not contiguous, or of more than two dimensions after `merged_dims`."""
+    rows, of rows that are not contiguous, or of more than two dimensions after merging those contiguous in both tensors."""
     is_cast = (target.dtype, source.dtype) == (torch.bfloat16, torch.float32)
     if not (target.is_cpu and source.is_cpu and (is_cast or target.dtype == source.dtype)):
         return None
-    *outer, (length, *strides) = merged_dims(target, source)
+    dims: list[tuple[int, int, int]] = []  # merged: size, target stride and source stride, in elements
+    for size, to, of in zip(target.shape, target.stride(), source.stride(), strict=True):
+        if dims and dims[-1][1:] == (size * to, size * of):
+            dims[-1] = (dims[-1][0] * size, to, of)
+        elif size != 1:
+            dims.append((size, to, of))
+    *outer, (length, *strides) = dims or [(1, 1, 1)]
     if len(outer) > 1 or strides != [1, 1] or length * target.itemsize < _SHORTEST_ROW_BYTES:
         return None
     num_rows, target_stride, source_stride = outer[0] if outer else (1, 0, 0)
@@ -633,18 +637,6 @@ def as_rows(target: torch.Tensor, source: torch.Tensor) -> Rows | None:
         source_stride=source_stride * source.itemsize,
         item=0 if is_cast else target.itemsize,
     )
-
-
-def merged_dims(target: torch.Tensor, source: torch.Tensor) -> list[tuple[int, int, int]]:
-    """Merge the dimensions that are contiguous in both tensors; return (size, target stride, source stride) of each
-    result, with strides in elements."""
-    dims: list[tuple[int, int, int]] = []
-    for size, to, of in zip(target.shape, target.stride(), source.stride(), strict=True):
-        if dims and dims[-1][1:] == (size * to, size * of):
-            dims[-1] = (dims[-1][0] * size, to, of)
-        elif size != 1:
-            dims.append((size, to, of))
-    return dims or [(1, 1, 1)]
 
 
 def split(row: Rows, most_bytes: int) -> Iterator[Rows]:
