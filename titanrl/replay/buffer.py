@@ -266,20 +266,19 @@ class ReplayMemory:
         self._lost |= {location for location, group in self._groups.items() if group.handle.shard == shard}
         return self.add(())
 
-    def begin_use(self, handles: Iterable[GroupHandle]) -> None:
-        """Mark groups as used by unreleased batches, as after a resume. Ignore handles that are not in the memory."""
-        self._in_use.update(handle.location for handle in handles if handle in self)
-
     def state_dict(self) -> dict[str, Any]:
         """Return everything that determines the next draws."""
         kept = [group for location, group in self._groups.items() if location not in self._lost]
         return {"groups": kept, "rng": self._rng.bit_generator.state, "num_evicted": self.num_evicted}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace the contents with a state from `state_dict` that has at most `capacity` groups."""
+    def load_state_dict(self, state: Mapping[str, Any], batches: Iterable[GroupHandle] = ()) -> None:
+        """Replace the contents with a state from `state_dict` that has at most `capacity` groups.
+
+        Groups among `batches`, the groups of unreleased batches, are in use.
+        """
         self._groups = {group.handle.location: group for group in state["groups"]}
         assert len(self._groups) <= self.capacity, "more groups than fit"
-        self._in_use.clear()
+        self._in_use = Counter(handle.location for handle in batches if handle in self)
         self._lost.clear()
         self._rng.bit_generator.state, self.num_evicted = state["rng"], state["num_evicted"]
 
@@ -553,20 +552,19 @@ class GroupBuffer:
     def restore(self, state: BufferState, freshness: Freshness, num_shards: int) -> Restored:
         """Restore a state, for shards 0 to `num_shards - 1`. Call this after restoring the mixture, before any reservation."""
         kept, again = split_by_freshness(state, freshness, self._num_slots)
-        has_memory = self._memory is not None and state.memory is not None
-        held = state.held if has_memory else [group.without_tokens() for group in state.held]
+        memory = None if self._memory is None else state.memory
+        held = state.held if memory is not None else [group.without_tokens() for group in state.held]
         self.mixture.count_restored(group.record.index for group in kept)
         moves = {group.record.handle: self._slots.reserve(group.record.handle.shard % num_shards) for group in (*kept, *held)}
         with_tokens = [group.record.handle for group in (*kept, *held) if group.record.has_payload]
-        if self._memory is not None and state.memory is not None:
-            stored = state.memory["groups"][-self._memory.capacity :]
-            moves |= {group.handle: self._slots.claim(group.handle.shard % num_shards) for group in stored}
-            moved = [replace(each, handle=moves[each.handle], record=each.record.at(moves[each.handle])) for each in stored]
-            self._memory.load_state_dict({**state.memory, "groups": moved})
-            with_tokens += [group.handle for group in stored]
+        stored = [] if self._memory is None or memory is None else memory["groups"][-self._memory.capacity :]
+        moves |= {group.handle: self._slots.claim(group.handle.shard % num_shards) for group in stored}
+        with_tokens += [group.handle for group in stored]
         trained = [moved_batch(batch, moves) for batch in state.trained]
-        if self._memory is not None:
-            self._memory.begin_use(handle for handles, _ in trained for handle in handles_of(handles))
+        if self._memory is not None and memory is not None:
+            moved = [replace(each, handle=moves[each.handle], record=each.record.at(moves[each.handle])) for each in stored]
+            batches = (handle for handles, _ in trained for handle in handles_of(handles))
+            self._memory.load_state_dict({**memory, "groups": moved}, batches)
         self._next_index, self._again, self._has_scored = state.next_index, deque(again), state.has_scored
         self._ready = ByPosition((group.record.index, group.at(moves[group.record.handle])) for group in kept)
         self._taken = {moves[group.record.handle].location: group.at(moves[group.record.handle]) for group in held}

@@ -105,21 +105,16 @@ class Payloads:
                     location, size = next(iter(self._in_memory.items()))
                     stored = self._groups[location]
                 handle, parts = stored
-                spilled = (handle, _in_file(parts, size, self._folder))
+                with tempfile.TemporaryFile(dir=self._folder) as file:
+                    file.writelines(parts)
+                    file.flush()
+                    view = memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ))
+                ends = list(accumulate(map(len, parts)))
+                spilled = handle, tuple(view[start:end] for start, end in zip([0, *ends], ends, strict=False))
                 with self._lock:
                     if self._groups.get(location) is stored:  # else it was dropped or replaced
                         self._forget(location)
                         self._groups[location], self._in_files[location] = spilled, size
-
-
-def _in_file(parts: Parts, size: int, folder: Path) -> Parts:
-    """Write parts to an unnamed file in a folder, and return views of its content."""
-    with tempfile.TemporaryFile(dir=folder) as file:
-        file.writelines(parts)
-        file.flush()
-        view = memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ))
-    ends = list(accumulate(map(len, parts)))
-    return tuple(view[start:end] for start, end in zip([0, *ends], ends, strict=False))
 
 
 _shared: dict[int, Payloads] = {}
