@@ -415,7 +415,6 @@ class WeightSync:
         return metrics
 
     async def _push_and_commit(self, version: int) -> _Pushed:
-        """Push and commit a version, then start the pulls."""
         overwritten, self._held = self._held[: 1 - VERSIONS_HELD], self._held[1 - VERSIONS_HELD :]  # no new readers
         for commit in overwritten:
             await self._leases.wait_unused(commit.version)

@@ -39,7 +39,7 @@ from titanrl.carriers import dumps
 from titanrl.carriers.rewards import DENIED, INVALID, Answers, BoundReward, Score, custom_reward
 from titanrl.config import device as devices
 from titanrl.config.data import ENVIRONMENTS, DataConfig, EvaluationSet, JudgeOptions, OverlongOptions, Split, data_file
-from titanrl.config.device import DeviceKind, device_kind, missing_for, query_gpus
+from titanrl.config.device import device_kind, missing_for, query_gpus
 from titanrl.config.errors import BrokenRule, BrokenRules, ConfigError, inline, rule_of, within
 from titanrl.config.load import Source, did_you_mean, explain_rule
 from titanrl.config.schema import Config, broken_by_positions
@@ -162,7 +162,17 @@ def broken_rules(
         except OSError as error:
             rule = f"this machine must be able to listen at it, but {error.strerror}"
             yield config.broken("logging.metrics_port logging.metrics_host", rule, "choose a free port, or null")
-    yield from _broken_by_folders(config, run_dir)
+    yield from dumps.broken_rules(config.rollout)
+    yield from _broken_by_replay(config)
+    folders = {"output_dir": run_dir or config.output_dir}
+    if config.model.path is None or config.warm_start is not None:
+        folders["cache_dir"] = config.cache_dir
+    for key, folder in folders.items():
+        if why := why_not_writable(folder):
+            rule = f"must be a writable directory, but {why}"
+            yield BrokenRule({key: str(folder)}, rule, f"correct {key}, or the permissions of the directory")
+        else:
+            yield from _broken_by_space(config, key, folder)
 
 
 def read_examples(config: Config, source: Source | None = None) -> examples.Examples:
@@ -187,7 +197,8 @@ def dry_run(config: Config, source: Source | None, check: Callable[[], Checked])
 
     device = device_kind(config.device)
     console = table_console()
-    device_bytes = _device_bytes(device)
+    sizes = [line.removesuffix(" MiB") for line in (query_gpus("memory.total") if device == "cuda" else [])]
+    device_bytes = min((int(size) << 20 for size in sizes if size.isdigit()), default=None)  # of the smallest device
     print_dry_run(config, console, source, shape=model_shape(config), device=device, device_bytes=device_bytes)
     with terminal.announcing("checking the model, the data and the rewards"):
         remark, selections, numbers = check()
@@ -263,12 +274,6 @@ def _broken_by_machine(config: Config) -> Iterator[BrokenRule]:
             yield config.broken(keys, rule, fix)
 
 
-def _device_bytes(device: DeviceKind) -> int | None:
-    """Return the memory of this machine's smallest CUDA device, in bytes; None if unknown."""
-    sizes = [line.removesuffix(" MiB") for line in (query_gpus("memory.total") if device == "cuda" else [])]
-    return min((int(size) << 20 for size in sizes if size.isdigit()), default=None)
-
-
 def broken_by_packages(config: Config, device: str, *, training: bool = True, sampling: bool = True) -> Iterator[BrokenRule]:
     """Yield the rules that missing or mismatched packages break for a run on this device type."""
     if wrong := devices.problems(device, sampling=sampling and config.num_generator_ranks > 0):
@@ -286,20 +291,6 @@ def broken_by_packages(config: Config, device: str, *, training: bool = True, sa
         if devices.installed_version(package) is None:
             fix = "pip install 'titanrl[otel]', or set logging.otlp_endpoint to null"
             yield config.broken("logging.otlp_endpoint", f"the package {package} must be installed", fix)
-
-
-def _broken_by_folders(config: Config, run_dir: Path | None) -> Iterator[BrokenRule]:
-    yield from dumps.broken_rules(config.rollout)
-    yield from _broken_by_replay(config)
-    folders = {"output_dir": run_dir or config.output_dir}
-    if config.model.path is None or config.warm_start is not None:
-        folders["cache_dir"] = config.cache_dir
-    for key, folder in folders.items():
-        if why := why_not_writable(folder):
-            rule = f"must be a writable directory, but {why}"
-            yield BrokenRule({key: str(folder)}, rule, f"correct {key}, or the permissions of the directory")
-        else:
-            yield from _broken_by_space(config, key, folder)
 
 
 def _broken_by_space(config: Config, key: str, folder: Path) -> Iterator[BrokenRule]:
@@ -659,10 +650,18 @@ class RunningCheck:
         try:
             output = self._output()
         except subprocess.TimeoutExpired:
-            late = self._late()
+            used_s = self._cpu_s()
+            if used_s > self._limit_s / 2:
+                fix = "it computes for too long: make the module, the task or its options load faster"
+            elif _is_busy():
+                load = f"{os.getloadavg()[0]:.0f} on {os.cpu_count()} cores"
+                fix = f"the machine is busy (load {load}): try again when it is idle"
+            else:
+                fix = "it waits, perhaps for the network, a lock or another process: do this later than at import"
             self._process.kill()
             self._process.communicate()
-            return (late,)
+            took = f"longer than {self._limit_s:g} s (it used {used_s:.0f} s of CPU time)"
+            return (BrokenRule(self._values, f"the check timed out: loading it must not take {took}", fix),)
         finally:
             self._errors.seek(0)
             last_lines = self._errors.read().decode(errors="replace").strip().splitlines()[-1:]
@@ -691,19 +690,6 @@ class RunningCheck:
                 raise
         waited_s, self._limit_s = self._limit_s, BUSY_FACTOR * self._limit_s
         return self._process.communicate(timeout=self._limit_s - waited_s)[0]
-
-    def _late(self) -> BrokenRule:
-        """Return the rule that a check broke by taking too long, with advice that depends on what it did."""
-        used_s = self._cpu_s()
-        if used_s > self._limit_s / 2:
-            fix = "it computes for too long: make the module, the task or its options load faster"
-        elif _is_busy():
-            fix = f"the machine is busy (load {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores): try again when it is idle"
-        else:
-            fix = "it waits, perhaps for the network, a lock or another process: do this later than at import"
-        took = f"longer than {self._limit_s:g} s (it used {used_s:.0f} s of CPU time)"
-        rule = f"the check timed out: loading it must not take {took}"
-        return BrokenRule(self._values, rule, fix)
 
     def _cpu_s(self) -> float:
         line = Path(f"/proc/{self._process.pid}/stat").read_bytes().rpartition(b")")[2]  # a name may contain spaces

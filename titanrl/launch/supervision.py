@@ -580,7 +580,12 @@ class Supervisor:
                 report.is_shown = True
                 watchdog.warn(f"{report.text}; still waiting (faults.on_stall)")
             return
-        hung = await self._hung_roles(stall) if watchdog.config.on_stall == "respawn" else set()
+        hung: list[str] = []  # replaceable roles that are stopped, or that do not reply to a probe
+        if watchdog.config.on_stall == "respawn":
+            hung = [*({process.role for process in stall.suspects} & self._replaceable.keys())]
+            if not stall.are_stopped:
+                replies = await asyncio.gather(*(responds(self._replaceable[role].probe()) for role in hung))
+                hung = [role for role, reply in zip(hung, replies, strict=True) if not reply]
         helpers = {process for process, _ in self._helpers.values()}
         if not set(stall.suspects) <= {*self._pidfds.values(), *self._remote.values(), *helpers}:
             return  # a suspect was replaced in the meantime, and its replacement may complete the request
@@ -588,15 +593,6 @@ class Supervisor:
             self.fail(StallError(report.text, stall.actor))
         for role in hung:
             self._handle_death(role, report.text)
-
-    async def _hung_roles(self, stall: Stall) -> set[str]:
-        """Return the replaceable roles that hang: the stopped ones, or the ones that do not reply to a probe."""
-        roles = {process.role for process in stall.suspects}
-        if stall.are_stopped:
-            return roles & self._replaceable.keys()
-        probed = list(roles & self._replaceable.keys())
-        replies = await asyncio.gather(*(responds(self._replaceable[role].probe()) for role in probed))
-        return {role for role, reply in zip(probed, replies, strict=True) if not reply}
 
     def _on_exit(self, pidfd: int) -> None:
         self._loop.remove_reader(pidfd)

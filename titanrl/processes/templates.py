@@ -31,7 +31,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -477,7 +477,15 @@ class _Forker:
             end_with_parent(template)
             if not is_confirmed(connection):
                 os._exit(0)
-            self._leave(connection, descriptors[:3])
+            self._listener.close()  # the template's descriptors
+            for other in {other.pid: other for other in self._forks.values()}.values():
+                os.close(other.pidfd)
+                other.connection.close()
+            self._epoll.close()
+            connection.close()
+            for number, stream in enumerate(descriptors[:3]):  # the standard streams are the stand-in's
+                os.dup2(stream, number)
+                os.close(stream)
             os.chdir(order.folder)
             listener, state = descriptors[3:] or (-1, -1)
             return order, (listener, state)
@@ -503,15 +511,3 @@ class _Forker:
     def _forget(self, descriptor: int) -> None:
         self._epoll.unregister(descriptor)
         del self._forks[descriptor]
-
-    def _leave(self, connection: socket.socket, streams: Sequence[int]) -> None:
-        """Close the template's descriptors in a fork, and replace its standard streams with the stand-in's."""
-        self._listener.close()
-        for fork in {fork.pid: fork for fork in self._forks.values()}.values():
-            os.close(fork.pidfd)
-            fork.connection.close()
-        self._epoll.close()
-        connection.close()
-        for number, stream in enumerate(streams):
-            os.dup2(stream, number)
-            os.close(stream)

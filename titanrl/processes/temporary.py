@@ -144,13 +144,19 @@ def _replace_bind(library: Path, replacement: "ctypes._FuncPointer") -> None:
     offsets = import_slots(library, "bind")
     if not offsets:
         raise OpenSocketsError(f"{library.name} does not import the function bind")
-    maps = memory_maps()
-    base = next((start for start, _, _, path in maps if path == str(library.resolve())), None)
+    maps: list[tuple[int, int, int, str]] = []  # start, end, protection and file of each mapping
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
+        addresses, rights, *others = line.split(maxsplit=5)
+        start, _, end = addresses.partition("-")
+        bits = {"r": mmap.PROT_READ, "w": mmap.PROT_WRITE, "x": mmap.PROT_EXEC}
+        protection = sum(bits.get(right, 0) for right in rights)
+        maps.append((int(start, 16), int(end, 16), protection, others[3] if len(others) > 3 else ""))
+    base = next((first for first, _, _, path in maps if path == str(library.resolve())), None)
     if base is None:
         raise OpenSocketsError(f"{library.name} is not loaded")
     for slot in (base + offset for offset in offsets):
         page = slot & -mmap.PAGESIZE
-        protection = next(protection for start, end, protection, _ in maps if start <= slot < end)
+        protection = next(protection for first, last, protection, _ in maps if first <= slot < last)
         _protect(page, mmap.PROT_READ | mmap.PROT_WRITE)
         ctypes.c_void_p.from_address(slot).value = ctypes.cast(replacement, ctypes.c_void_p).value
         _protect(page, protection)
@@ -192,18 +198,6 @@ def import_slots(library: Path, symbol: str) -> list[int]:
                 if data[name : data.find(b"\0", name)] == symbol.encode():
                     found.append(offset)
     return found
-
-
-def memory_maps() -> list[tuple[int, int, int, str]]:
-    """Return start, end, protection and file of each memory mapping of this process, in address order."""
-    maps = []
-    for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
-        addresses, rights, *others = line.split(maxsplit=5)
-        start, _, end = addresses.partition("-")
-        bits = {"r": mmap.PROT_READ, "w": mmap.PROT_WRITE, "x": mmap.PROT_EXEC}
-        protection = sum(bits.get(right, 0) for right in rights)
-        maps.append((int(start, 16), int(end, 16), protection, others[3] if len(others) > 3 else ""))
-    return maps
 
 
 def _protect(page: int, protection: int) -> None:
