@@ -7,7 +7,7 @@ Shape suffixes: B rows, L tokens of a row, N = B * L, S tokens of a sequence, T 
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
@@ -74,25 +74,24 @@ class PackedRows:
 
     def columns(self, *parts: slice) -> Self:
         """Return the rows with only some columns, as input of a model. Sequences are cut, so `sequence_N` is not defined."""
-        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name, value in values.items():
+        changed: dict[str, Any] = {}
+        for name in self.__slots__:
+            value = getattr(self, name)
             if isinstance(value, torch.Tensor):
-                values[name] = torch.cat([value[:, part] for part in parts], dim=1)
+                changed[name] = torch.cat([value[:, part] for part in parts], dim=1)
             elif isinstance(value, TokenSupports | TeacherTokens):
-                values[name] = value.columns(len(self.tokens_BL), *parts)
-        return type(self)(**values)
+                changed[name] = value.columns(len(self.tokens_BL), *parts)
+        return replace(self, **changed)
 
     def to(self, device: torch.device) -> Self:
         """Copy all tensors to a device; return `self` if they are already on it."""
         if self.tokens_BL.device == device:
             return self
-        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        on_device = {
-            name: value.to(device, non_blocking=True)
-            for name, value in values.items()
-            if isinstance(value, torch.Tensor | TokenSupports | TeacherTokens)
-        }
-        return type(self)(**values | on_device)
+        values: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor | TokenSupports | TeacherTokens):
+                values[name] = value.to(device, non_blocking=True)
+        return replace(self, **values)
 
 
 def row_length(used: Iterable[int], row_tokens: int, multiple: int) -> int:

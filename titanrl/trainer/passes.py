@@ -427,8 +427,6 @@ def _input(datum: Datum, name: str, default: float) -> Tensor:
 
 
 def _custom_objective(function: CustomLoss, data: Sequence[Datum], locations: Sequence[Location]) -> Objective:
-    """Wrap a `CustomLoss` as the objective of one micro-batch."""
-
     def objective(rows: PackedRows, logprobs_N: Tensor, entropy_N: Tensor) -> tuple[Tensor, LossMetrics]:
         def compute() -> tuple[Tensor, Mapping[str, float]]:
             logprobs_BL = logprobs_N.view(rows.tokens_BL.shape)
