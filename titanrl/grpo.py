@@ -275,7 +275,6 @@ class GRPO(Run):
         await workers.return_batch(batch.all_records.handles)
 
     def _report(self, batch: Batch, plan: StepPlan, trained: Trained, params: AdamParams, step_s: float) -> StepMetrics:
-        """Count the step, and record its metrics and groups."""
         self._dump.add(batch, self.state)
         losses, updates, state = trained.losses, trained.updates, self.state
         num_trained = (int(loss.sums["num_tokens"]) for loss, update in zip(losses, updates, strict=True) if not update.skipped)

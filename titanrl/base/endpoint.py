@@ -91,7 +91,6 @@ class Endpoint:
         await self._client.aclose()
 
     async def _attempt(self, body: Mapping[str, Any]) -> str:
-        """Make one attempt."""
         try:
             async with asyncio.timeout(self._timeout_s), self._client.stream("POST", self._url, json=body) as reply:
                 status, received = reply.status_code, bytearray()

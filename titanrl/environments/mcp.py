@@ -186,7 +186,6 @@ class _Server(ABC):
             ) from error
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Call a tool; see `McpTools.call`."""
         try:
             result = await self.request("tools/call", {"name": name, "arguments": dict(arguments)})
         except _RpcError as error:

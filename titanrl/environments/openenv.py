@@ -351,7 +351,6 @@ class _Server:
         return value
 
     async def connect(self) -> ClientConnection:
-        """Open a session."""
         try:
             if self._path is not None:
                 return await unix_connect(

@@ -350,7 +350,6 @@ class Engine:
         return load_tokenizer(self._model_dir)  # loaded on first use, because only stop texts need it
 
     def _take_routes(self) -> None:
-        """Give the recorded experts to their requests."""
         for request_id, start, experts in () if self._routes is None else self._routes.take():
             running = self._running.get(request_id)
             if running is not None and running.request.sampling.experts:

@@ -124,9 +124,7 @@ class Leader:
 
     def update_weights(self, version: int, fill: Fill) -> None:
         """Call `Engine.update_weights` on all ranks; raise if it fails on any rank."""
-        swap = Swap(version, None)
-        self._send(swap)
-        swap_together(self._engine, swap, fill)
+        self._swap(Swap(version, None), fill)
 
     @property
     def held_adapters(self) -> frozenset[int]:
@@ -135,9 +133,7 @@ class Leader:
 
     def hold_adapter(self, adapter: int, version: int, fill: Fill) -> None:
         """Call `Engine.hold_adapter` on all ranks; raise if it fails on any rank."""
-        swap = Swap(version, adapter)
-        self._send(swap)
-        swap_together(self._engine, swap, fill)
+        self._swap(Swap(version, adapter), fill)
 
     def drop_adapters(self, adapters: Iterable[int]) -> None:
         """Call `Engine.drop_adapters`."""
@@ -149,6 +145,10 @@ class Leader:
         """Close the connections, which stops the other ranks. Call this after the engine's thread has exited."""
         for other in self._others:
             other.close()
+
+    def _swap(self, swap: Swap, fill: Fill) -> None:
+        self._send(swap)
+        swap_together(self._engine, swap, fill)
 
     def _send(self, swap: Swap | None) -> None:
         turn = Turn(tuple(self._changes), self._engine.num_running, swap)

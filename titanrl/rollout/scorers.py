@@ -166,7 +166,13 @@ def _read(text: str, *, is_reference: bool, depth: int = 0) -> Answer:
 
 
 def _read_value(text: str, *, is_reference: bool, depth: int) -> Answer:
-    cleaned = unwrapped(_cleaned(text))
+    # Plain notation in place of the spaces, text commands, fractions and signs of LaTeX
+    cleaned = _SPACE.sub(" ", _NO_WIDTH.sub("", text).replace("{,}", ","))
+    cleaned = _FRACTION.sub(r"\1 \2\3/\4\5", _TEXT.sub(r" \1 ", cleaned))
+    cleaned = _DEGREE.sub(" degree ", cleaned)
+    for command, sign in _SIGNS.items():
+        cleaned = cleaned.replace(command, sign)
+    cleaned = unwrapped(" ".join(cleaned.split()).replace(" ^", "^"))
     if (found := _CHOICE.fullmatch(cleaned)) is not None:
         return Answer(text, Choice((found[1] or found[2] or found[3]).upper(), is_marked=len(cleaned) > 1))
     if (moment := _moment(cleaned)) is not None:
@@ -187,16 +193,6 @@ def _read_value(text: str, *, is_reference: bool, depth: int) -> Answer:
     num_letters = sum(map(str.isalpha, cleaned))
     is_text = num_letters > 1 and _TEXT_ONLY.fullmatch(cleaned) is not None and _FUNCTIONS.isdisjoint(words)
     return Answer(text, Words(" ".join(words)) if is_text else None)
-
-
-def _cleaned(text: str) -> str:
-    """Return an answer with plain notation in place of the spaces, text commands, fractions and signs of LaTeX."""
-    text = _SPACE.sub(" ", _NO_WIDTH.sub("", text).replace("{,}", ","))
-    text = _FRACTION.sub(r"\1 \2\3/\4\5", _TEXT.sub(r" \1 ", text))
-    text = _DEGREE.sub(" degree ", text)
-    for command, sign in _SIGNS.items():
-        text = text.replace(command, sign)
-    return " ".join(text.split()).replace(" ^", "^")
 
 
 def _number(text: str) -> Number | None:

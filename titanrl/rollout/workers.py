@@ -216,7 +216,6 @@ class RolloutWorker(Actor):
             await opened.close()
 
     def _start_task(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
-        """Start a background task that `close` cancels."""
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
