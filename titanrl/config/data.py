@@ -460,13 +460,8 @@ class McpOptions(Section):
     key_variable: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")] | None = None
     """Environment variable with the key that is sent to a URL; null sends none."""
 
-    @property
-    def is_url(self) -> bool:
-        """True for the URL of a server."""
-        return _is_url(self.mcp)
-
     def _broken_rules(self) -> Iterator[BrokenRule]:
-        if self.is_url:
+        if is_url(self.mcp):
             yield from broken_by_url("mcp", self.mcp, "http://host:8000/mcp", FOR_KEYS)
             if "{folder}" in self.mcp:
                 yield self.broken("mcp", "only a command can use {folder}", "remove it")
@@ -512,13 +507,8 @@ class OpenEnvOptions(Section):
     timeout_s: Seconds = 60.0
     """Time limit in seconds for `reset`, including the start of a server, and for `step`."""
 
-    @property
-    def is_url(self) -> bool:
-        """True for the URL of a server."""
-        return _is_url(self.openenv)
-
     def _broken_rules(self) -> Iterator[BrokenRule]:
-        if self.is_url:
+        if is_url(self.openenv):
             yield from broken_by_url("openenv", self.openenv, "http://host:8000", "remove them")
             if self.python is not None:
                 yield self.broken("python openenv", "the server at a URL is not started", "remove python")
@@ -552,7 +542,8 @@ class VerifiersOptions(Section):
                 yield self.broken(key, f"{reserved} is set by verifiers", f"remove {reserved}")
 
 
-def _is_url(text: str) -> bool:
+def is_url(text: str) -> bool:
+    """Return True for the URL of a server, and not a command or a package that starts one."""
     return re.match(r"(https?|wss?)://", text) is not None
 
 

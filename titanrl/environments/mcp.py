@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from titanrl.config.data import McpOptions
+from titanrl.config.data import McpOptions, is_url
 from titanrl.environments.interface import (
     EnvironmentDied,
     EnvironmentFailure,
@@ -62,7 +62,7 @@ class McpTools(ListedTools):
 
     def __init__(self, options: McpOptions, prefix: str = "") -> None:
         """Keep the options, if the program exists. The policy sees the names of the tools after the prefix."""
-        program = "" if options.is_url else shlex.split(options.mcp)[0]
+        program = "" if is_url(options.mcp) else shlex.split(options.mcp)[0]
         if program and shutil.which(program) is None:
             fix = "Install it, or write the path of the program, such as /opt/tools/bin/mcp-server-git."
             raise ValueError(f"{_KEY}: no such program on this machine (got {program!r}). {fix}")
@@ -116,7 +116,7 @@ class McpTools(ListedTools):
             await server.close()
 
     def _new_server(self) -> "_Server":
-        return _Http(self._options) if self._options.is_url else _Stdio(self._options)
+        return _Http(self._options) if is_url(self._options.mcp) else _Stdio(self._options)
 
     async def _listed(self) -> Sequence[Tool]:
         server = await opened(self._new_server())

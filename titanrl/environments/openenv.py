@@ -22,7 +22,7 @@ from websockets.exceptions import ConnectionClosed, WebSocketException
 
 from titanrl.base.endpoint import certificates
 from titanrl.carriers.rewards import PART_NAME
-from titanrl.config.data import OpenEnvOptions
+from titanrl.config.data import OpenEnvOptions, is_url
 from titanrl.environments.interface import (
     Done,
     Environment,
@@ -94,7 +94,7 @@ class OpenEnv:
     def __init__(self, options: OpenEnvOptions) -> None:
         """Keep the options; raise `ValueError` if the interpreter or the package does not exist."""
         package = re.split(r"[.:]", options.openenv)[0]
-        if not options.is_url and options.python is None and importlib.util.find_spec(package) is None:
+        if not is_url(options.openenv) and options.python is None and importlib.util.find_spec(package) is None:
             rule, fix = "no such package", "Install it, or set options.python to an interpreter that has it."
             raise ValueError(f"{_KEY}: {rule} (got {options.openenv!r}). {fix}")
         if options.python is not None and shutil.which(options.python) is None:
@@ -306,7 +306,7 @@ class _Server:
 
     async def open(self) -> None:
         """Start a local server, wait until it serves, and read its schema."""
-        if not self._options.is_url:
+        if not is_url(self._options.openenv):
             self._start()
         base = "http://localhost" if self._path else self._url("http")
         transport = httpx.AsyncHTTPTransport(uds=self._path, verify=certificates()) if self._path else None
