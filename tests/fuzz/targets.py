@@ -260,7 +260,7 @@ def _whole_run(parent: Path) -> Path:
         for name in ("__0_0.distcp", "__1_0.distcp", ".metadata"):
             (folder / name).write_bytes(Random(name).randbytes(3000) + bytes([step]))
         state = RunState(step=step, version=step, next_index=8 * step)
-        complete_checkpoint(directory.checkpoints, state, digests_of(folder, folder.glob("__*")))
+        complete_checkpoint(directory.checkpoints, state, digests_of(folder, folder.glob("__*")), "name: a\n")
     return run_dir
 
 

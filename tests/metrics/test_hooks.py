@@ -131,7 +131,7 @@ def test_step_uses_the_learning_rate_that_was_set(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints" / "step-3"
     folder.mkdir(parents=True)
     (folder / ".metadata").touch()
-    complete_checkpoint(folder.parent, state, {})
+    complete_checkpoint(folder.parent, state, {}, "")
     assert resumable(tmp_path).state == state
 
 

@@ -39,7 +39,7 @@ def write_checkpoint(run_dir: Path, step: int) -> Path:
     folder.mkdir(parents=True)
     (folder / "__0_0.distcp").write_bytes(bytes(range(256)) * step)
     (folder / ".metadata").write_bytes(b"tensors")
-    complete_checkpoint(run_dir / "checkpoints", state_of(step), digests_of(folder, [folder / "__0_0.distcp"]))
+    complete_checkpoint(run_dir / "checkpoints", state_of(step), digests_of(folder, [folder / "__0_0.distcp"]), "")
     return folder
 
 
@@ -57,7 +57,7 @@ def test_state_survives_a_round_trip(tmp_path: Path) -> None:
     )
     folder = write_checkpoint(tmp_path, 5)
     uncommit_folder(folder)
-    complete_checkpoint(folder.parent, state, {})
+    complete_checkpoint(folder.parent, state, {}, "")
     assert resumable(tmp_path).state == state
     assert state.counts.metrics() == {
         "count/prompts": 42,

@@ -16,11 +16,11 @@ import pytest
 from tests.recorded import record, recorded
 from titanrl import ConfigError, grpo
 from titanrl.base.errors import TitanRLError
-from titanrl.base.files import commit_folder
+from titanrl.base.files import commit_folder, uncommit_folder
 from titanrl.carriers.record import read_lines
 from titanrl.carriers.types import EvaluationResult, OptimUpdate, StepMetrics
 from titanrl.config import load_config
-from titanrl.config.load import dump, read_source, validate
+from titanrl.config.load import dump, read_source, recorded_config, validate
 from titanrl.config.sections import RecipeConfig
 from titanrl.grpo import GRPO
 from titanrl.metrics.console import Console
@@ -28,7 +28,7 @@ from titanrl.metrics.reading import read_metrics
 from titanrl.metrics.run_directory import LOCK_FILE, RunDirectory, RunLock, check_idle, claim_new_run, claim_run
 from titanrl.metrics.trackers import Hooks, Recorder, Trackers
 from titanrl.models.recipe import create_model
-from titanrl.run.checkpoints import FIRST, Checkpoints, Evaluations, Resumable, RunState
+from titanrl.run.checkpoints import FIRST, Checkpoints, Evaluations, Resumable, RunState, complete_checkpoint
 from titanrl.run.run import NonFiniteGradientError, open_recorder
 from titanrl.run.steering import CHANGES_FILE, Steering
 from titanrl.sft import SFT
@@ -187,6 +187,27 @@ def test_resume_accepts_what_fits_the_checkpoint(saved: list[str], changed: str)
     run_dir = write_run(3, *saved)
     config = validate(read_source(run_dir / "config.yaml", [changed]))
     assert GRPO.check(config, resume=run_dir).state.step == 3
+
+
+def test_settings_edited_by_hand_are_compared_with_those_of_the_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = write_run(3)
+    config, folder = run_dir / "config.yaml", run_dir / "checkpoints" / "step-3"
+    original = recorded_config(load_config(config))
+    uncommit_folder(folder)
+    complete_checkpoint(folder.parent, RunState(step=3, version=3, next_index=24), {}, original)
+    config.write_text(original)
+    assert "continuing after step 3. The dry run" in dry_run(run_dir, capsys)[1]
+    config.write_text(original.replace("clip_high: 0.2", "clip_high: 0.3").replace("seed: 0\n", "seed: 7\n"))
+    code, out, _ = dry_run(run_dir, capsys)
+    assert code == 0
+    differ = "settings differ from those that the checkpoint of step 3 was saved with"
+    assert f"{differ}: algorithm.clip_high is 0.3 instead of 0.2, seed is 7 instead of 0. The dry run" in out
+    source = read_source(config, ["algorithm.clip_high=0.4"])
+    found = GRPO.check(validate(source), resume=run_dir, source=source)
+    assert found.remarks == (f"{differ}: seed is 7 instead of 0",)
+    config.write_text(original.replace("optimizer: adamw", "optimizer: muon"))
+    code, _, err = dry_run(run_dir, capsys)
+    assert (code, 'the checkpoint of step 3 was saved with "adamw"' in err) == (2, True)
 
 
 def test_resume_refuses_a_model_of_other_sizes(tmp_path: Path) -> None:

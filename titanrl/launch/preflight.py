@@ -223,7 +223,7 @@ def dry_run(config: Config, source: Source | None, check: Callable[[], Checked])
 def broken_by_saved_model(config: Config, recorded: Mapping[str, Any], step: int) -> Iterator[BrokenRule]:
     """Yield a broken rule if a checkpoint's model has other sizes. A model that moved, or has other weights, is accepted.
 
-    `recorded` are the values of the run's `config.yaml`, and `step` is that of the checkpoint.
+    `recorded` are the values with which the checkpoint of `step` was saved.
     """
     try:
         model = ModelConfig.model_validate(recorded.get("model"), strict=False)

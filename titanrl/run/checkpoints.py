@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from titanrl.session.session import Session
 
 STATE_FILE = "controller.json"
+SETTINGS_FILE = "settings.yaml"
+"""Copy of the run's `config.yaml` in a checkpoint. The one in the run directory may be edited."""
 MAX_VALUE = 200
 """Maximum length of a recorded value in a message."""
 _NEEDS_ADAPTERS = "adapters are loaded into adapters of the same kind"
@@ -186,6 +188,10 @@ class RunPart(Protocol):
         """True if training should stop before its last step."""
 
     @property
+    def settings(self) -> str:
+        """Text of `config.yaml`."""
+
+    @property
     def is_in_step(self) -> bool:
         """True in the task of the step in progress."""
 
@@ -262,7 +268,7 @@ class Checkpoints:
         await self._run.finish_parts()
         directory = self._run.recorder.directory
         await asyncio.to_thread(directory.flush_to_disk)
-        await asyncio.to_thread(complete_checkpoint, directory.checkpoints, state, digests)
+        await asyncio.to_thread(complete_checkpoint, directory.checkpoints, state, digests, self._run.settings)
         self.saved_step = state.step
         return checkpoint_dir(directory.checkpoints, state.step)
 
@@ -293,12 +299,14 @@ class Checkpoints:
             await asyncio.gather(saving, return_exceptions=True)
 
 
-def complete_checkpoint(checkpoints: Path, state: RunState, digests: Digests) -> None:
+def complete_checkpoint(checkpoints: Path, state: RunState, digests: Digests, settings: str) -> None:
     """Write the controller's state and the list of files with digests, which completes a checkpoint; see `titanrl.base.files`.
 
-    `digests` are those of the trainer's files, which are on disk; the digests of other files are computed here.
+    `digests` are those of the trainer's files, which are on disk; the digests of other files are computed here. `settings` is
+    the text of `config.yaml`.
     """
     folder = checkpoint_dir(checkpoints, state.step)
+    replace_text(folder / SETTINGS_FILE, settings, durable=True)
     replace_text(folder / STATE_FILE, json.dumps(asdict(state)), durable=True)
     commit_folder(folder, digests)
 
@@ -342,7 +350,7 @@ def resumable(run_dir: Path, step: int | None = None) -> Resumable:
 def broken_by_checkpoint(config: Config, recorded: Mapping[str, Any], step: int) -> Iterator[BrokenRule]:
     """Yield the keys with which a run cannot continue its checkpoint: the saved state would not fit, or mean another policy.
 
-    `recorded` are the values of the run's `config.yaml`, with which its checkpoints were saved.
+    `recorded` are the values with which it was saved.
     """
     values = config.model_dump(mode="json")
     for key, (what, fits) in SAVED_WITH.items():

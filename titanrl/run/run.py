@@ -39,8 +39,8 @@ from titanrl.base.plugins import Plugins, loading
 from titanrl.carriers.record import HOST, RecordFile, close_timeline, open_timeline, span, span_bytes
 from titanrl.carriers.types import DoubleArray, EvaluationResult, OptimUpdate, StepMetrics
 from titanrl.config.device import resolve_device
-from titanrl.config.errors import BrokenRules, ConfigError
-from titanrl.config.load import Source, check_program, config_of_run, explain_rule, read_source, recorded_config
+from titanrl.config.errors import BrokenRules, ConfigError, inline
+from titanrl.config.load import Source, check_program, config_of_run, explain_rule, parse, read_source, recorded_config
 from titanrl.config.schema import Config, Program
 from titanrl.config.sections import LoggingConfig
 from titanrl.config.sizes import notes
@@ -49,7 +49,7 @@ from titanrl.launch.extensions import plugins_of, with_declared_traits, with_obj
 from titanrl.launch.preflight import broken_by_saved_model, policy_notes, preflight, read_examples
 from titanrl.launch.roles import Roles, needed
 from titanrl.metrics.console import Console
-from titanrl.metrics.reading import RunRecord
+from titanrl.metrics.reading import RunRecord, flat
 from titanrl.metrics.report import conclude, relative, run_html
 from titanrl.metrics.run_directory import RunDirectory, RunLock, claim_new_run, claim_run
 from titanrl.metrics.steps import PhaseTimer
@@ -58,6 +58,7 @@ from titanrl.processes.children import Respawns
 from titanrl.processes.templates import BASE, close_early, start_early
 from titanrl.run.checkpoints import (
     FIRST,
+    SETTINGS_FILE,
     Checkpoints,
     Evaluations,
     Restart,
@@ -246,6 +247,7 @@ class Run:
             found = replace(found, examples=(examples := read_examples(config, source)))
             selections = (*selections, *examples.selections)
         remarks = [] if resume is None else check_recorded(resume, selections, accepts_changes=accepts_changed_data)
+        remarks = [*found.remarks, *remarks]
         if resume is not None:
             repeated_changes(config, resume, source)
         return replace(found, selections=selections, remarks=tuple(remarks))
@@ -845,6 +847,11 @@ class Run:
     def _shown(self) -> RunRecord:
         return RunRecord(self.run_dir)
 
+    @cached_property
+    def settings(self) -> str:
+        """Text of `config.yaml`, which each checkpoint keeps, too."""
+        return recorded_config(self.steering.base)
+
     @property
     def num_unsaved_steps(self) -> int:
         """Steps taken since the last checkpoint."""
@@ -852,13 +859,29 @@ class Run:
 
 
 def resumable_with(config: Config, run_dir: Path, source: Source | None) -> Resumable:
-    """Return what `resumable` does; raise `ConfigError` also if the configuration does not fit the checkpoint."""
+    """Return what `resumable` does, with a remark on settings that differ from those of the checkpoint, except of overrides.
+
+    Raise `ConfigError` also if the configuration does not fit the checkpoint.
+    """
     found = resumable(run_dir)
-    if found.state.step:
-        found_with = config, read_source(config_of_run(run_dir)).values, found.state.step
-        if broken := [*broken_by_checkpoint(*found_with), *broken_by_saved_model(*found_with)]:
-            raise ConfigError(*(explain_rule(rule, source) for rule in broken))
-    return found
+    if not found.state.step:
+        return found
+    settings = checkpoint_dir(run_dir / "checkpoints", found.state.step) / SETTINGS_FILE
+    saved = read_source(settings if settings.exists() else config_of_run(run_dir)).values  # earlier versions wrote none
+    found_with = config, saved, found.state.step
+    if broken := [*broken_by_checkpoint(*found_with), *broken_by_saved_model(*found_with)]:
+        raise ConfigError(*(explain_rule(rule, source) for rule in broken))
+    named = [".".join(override.path) for override in source.overrides] if source is not None else []
+    before, now = flat(saved) if settings.exists() else {}, flat(parse(recorded_config(config))[0])
+    changed = [
+        f"{key} is {inline(now[key])} instead of {inline(value)}" if key in now else f"{key} is no longer {inline(value)}"
+        for key, value in sorted(before.items())
+        if (key not in now or now[key] != value) and not any(f"{key}.".startswith(f"{name}.") for name in named)
+    ]
+    if not changed:
+        return found
+    text = f"settings differ from those that the checkpoint of step {found.state.step} was saved with"
+    return replace(found, remarks=(f"{text}: {', '.join(changed)}",))
 
 
 def _start_imports(config: Config) -> None:
