@@ -68,19 +68,23 @@ def test_file_is_imported_once_with_modules_in_its_folder(tmp_path: Path) -> Non
     assert import_object(f"{path}:calls", key="key") is import_object(f"{path}:calls", key="key")
 
 
-@pytest.mark.parametrize("importing", ["import {0}", "def scale(x):\n    from {0} import FACTOR"])
-def test_helper_that_another_folder_hides_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, importing: str) -> None:
+@pytest.mark.parametrize("helper", ["beside_{0}.py", "beside_{0}/__init__.py"])
+def test_helper_that_another_folder_hides_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, helper: str) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
-    helper, between = f"helper_{tmp_path.name}", f"between_{tmp_path.name}"
-    for name, own in {"first": f"import json, {helper}\n", "second": f"import json, {between}\n"}.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / f"{helper}.py").write_text("FACTOR = 5\n")
-        (tmp_path / name / "own.py").write_text(own)
-    (tmp_path / "second" / f"{between}.py").write_text(importing.format(helper))
+    helper, name = helper.format(tmp_path.name), f"beside_{tmp_path.name}"
+    for folder, content in {"first": "FACTOR = 5\n", "same": "FACTOR = 5\n", "other": "FACTOR = 6\n"}.items():
+        (tmp_path / folder / helper).parent.mkdir(parents=True)
+        (tmp_path / folder / helper).write_text(content)
+        (tmp_path / folder / f"between_{name}.py").write_text(f"def scale(x):\n    import {name}\n")
+        (tmp_path / folder / "own.py").write_text(f"import json, between_{name}\n")
     import_object(f"{tmp_path}/first/own.py:json", key="data.rewards")
-    hidden = rf"`import {helper}` finds .*/first/{helper}\.py instead of .*/second/{helper}\.py; rename one of the two"
-    with pytest.raises(ValueError, match=hidden):
-        import_object(f"{tmp_path}/second/own.py:json", key="data.rewards")
+    for folder in ("other",) if helper.endswith(f"{name}.py") else ("same", "other"):  # the modules of a package may differ
+        with pytest.raises(
+            ValueError, match=rf"`import {name}` finds .*/first/.* instead of .*/{folder}/.*; rename one of the two"
+        ):
+            import_object(f"{tmp_path}/{folder}/own.py:json", key="data.rewards")
+    if helper.endswith(f"{name}.py"):
+        import_object(f"{tmp_path}/same/own.py:json", key="data.rewards")
 
 
 def test_missing_file_is_reported_by_name() -> None:

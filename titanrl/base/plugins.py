@@ -102,8 +102,10 @@ def _check_helpers(file: Path) -> None:
                 places = [file.parent / name / "__init__.py", file.parent / f"{name}.py"]
                 for own in [place.resolve() for place in places if place.is_file()][:1]:
                     found = None if own in helpers else importlib.util.find_spec(name)
-                    if found is not None and Path(str(found.origin)).resolve() != own:
-                        raise ImportError(f"`import {name}` finds {found.origin} instead of {own}; rename one of the two")
+                    origin = own if found is None else Path(str(found.origin)).resolve()
+                    is_copy = own.name != "__init__.py" and origin.is_file() and origin.read_bytes() == own.read_bytes()
+                    if origin != own and not is_copy:
+                        raise ImportError(f"`import {name}` finds {origin} instead of {own}; rename one of the two")
                     helpers += [] if found is None else [own]
 
 
