@@ -163,7 +163,7 @@ class Agreement:
             raise (error or RankError(self._alarm))
         number = self.num_phases
         self._store.set(self._key(number, self._rank), json.dumps(post))
-        text, is_fatal, has_lost_tokens = self._set_verdict(post) if self._rank == 0 else self._await_verdict(post)
+        text, is_fatal, has_lost_tokens = self._verdict(post["phase"])
         if is_fatal:
             self._alarm = text
         else:
@@ -175,26 +175,22 @@ class Agreement:
             failure.has_lost_tokens = has_lost_tokens
             raise (error or failure) from None
 
-    def _set_verdict(self, post: Post) -> Verdict:
-        """Compare the posts of all ranks on rank 0; write and return the verdict."""
-        number = self.num_phases
-        values = self._read([self._key(number, rank) for rank in range(self._size)], NUM_WAITS, post["phase"])
+    def _verdict(self, phase: str) -> Verdict:
+        """Return the verdict: rank 0 compares the posts of all ranks and writes it, the others wait for it one wait longer."""
+        number, decides = self.num_phases, self._rank == 0
+        keys = [self._key(number, rank) for rank in range(self._size)] if decides else [self._key(number, "verdict")]
+        values = self._read(keys, NUM_WAITS if decides else NUM_WAITS + 1, phase)
         if values is None:
-            return self._raise_alarm(self._describe_late(post["phase"])), True, False
+            return self._raise_alarm(self._describe_late(phase)), True, False
+        if not decides:
+            text, is_fatal, has_lost_tokens = json.loads(values[0])
+            return text, is_fatal, has_lost_tokens
         posts = [json.loads(value) for value in values] if len(set(values)) > 1 else []
         text = disagreement(posts) if posts else ""
         is_fatal = bool(text) and (len({each["phase"] for each in posts}) > 1 or not any("error" in each for each in posts))
         verdict = text, is_fatal, any(each.get("has_lost_tokens") for each in posts)
         self._store.set(self._key(number, "verdict"), json.dumps(verdict))
         return verdict
-
-    def _await_verdict(self, post: Post) -> Verdict:
-        """Wait for the verdict of rank 0, for one wait longer than rank 0 waits for the posts."""
-        values = self._read([self._key(self.num_phases, "verdict")], NUM_WAITS + 1, post["phase"])
-        if values is None:
-            return self._raise_alarm(self._describe_late(post["phase"])), True, False
-        text, is_fatal, has_lost_tokens = json.loads(values[0])
-        return text, is_fatal, has_lost_tokens
 
     def _read(self, keys: list[str], num_waits: int, phase: str) -> list[bytes] | None:
         """Wait for keys and return their values; return None after an alarm or after `num_waits` waits."""
