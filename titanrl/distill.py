@@ -301,14 +301,13 @@ class Distill(Run):
 
 def recorded_group(prompt: Prompt, samples: "Sequence[Sample]", scores: Sequence[Scored]) -> Group:
     """Return the samples of a prompt as a group, those without a reward as failures."""
-    pairs = [
-        (Completion(token_ids=s.tokens, logprobs=s.logprobs, versions=s.versions, finish_reason=s.finish_reason), score)
-        for s, score in zip(samples, scores, strict=True)
+    completions = [
+        Completion(token_ids=s.tokens, logprobs=s.logprobs, versions=s.versions, finish_reason=s.finish_reason) for s in samples
     ]
-    scored = [(completion, score) for completion, score in pairs if score.reward is not None]
+    pairs = zip(completions, scores, strict=True)
     return Group(
         prompt=prompt,
-        rollouts=rollouts_of(prompt, [completion for completion, _ in scored], [score for _, score in scored]),
+        rollouts=rollouts_of(prompt, completions, scores),
         failures=tuple(ScorerFailure(completion=each, error=score.error) for each, score in pairs if score.reward is None),
         generate_s=0.0,
         score_s=0.0,

@@ -99,16 +99,14 @@ async def roll_out(
     )
     with span("score"):
         scores = await score(answers) if completions else ()
-    pairs = list(zip(completions, scores, strict=True))
-    scored = [(completion, score) for completion, score in pairs if score.reward is not None]
-    failed = [(completion, score.error) for completion, score in pairs if score.reward is None]
+    failed = [(completion, score) for completion, score in zip(completions, scores, strict=True) if score.reward is None]
     return Group(
         prompt=prompt,
-        rollouts=rollouts_of(prompt, [completion for completion, _ in scored], [score for _, score in scored]),
+        rollouts=rollouts_of(prompt, completions, scores),
         generate_s=generated - started,
         score_s=time.perf_counter() - generated,
         failures=(
-            *(ScorerFailure(completion=completion, error=error) for completion, error in failed),
+            *(ScorerFailure(completion=completion, error=score.error) for completion, score in failed),
             *(ScorerFailure(completion=completion, error=_UNUSABLE, outcome="generation_error") for completion in unusable),
         ),
     )
@@ -157,25 +155,26 @@ def derive_seed(*parts: int) -> int:
 
 
 def rollouts_of(prompt: Prompt, completions: Sequence[Completion], scores: Sequence[Scored]) -> tuple[Rollout, ...]:
-    """Combine the prompt and each completion into a rollout with one segment.
+    """Combine the prompt and each completion that has a reward into a rollout with one segment.
 
     For speed, the arrays of all segments are slices of arrays that cover the group.
     """
-    if not completions:
+    kept = [(completion, scored) for completion, scored in zip(completions, scores, strict=True) if scored.reward is not None]
+    if not kept:
         return ()
     num_prompt = len(prompt.token_ids)
 
     def after_prompt(before: npt.NDArray[Any], columns: Iterable[npt.NDArray[Any]]) -> npt.NDArray[Any]:
         return np.concatenate([piece for values in columns for piece in (before, values)])
 
-    lengths = [len(completion.token_ids) for completion in completions]
-    token_ids = after_prompt(np.array(prompt.token_ids, np.int64), (completion.token_ids for completion in completions))
-    logprobs = after_prompt(np.zeros(num_prompt, np.float32), (completion.logprobs for completion in completions))
-    versions = after_prompt(np.full(num_prompt, -1), (completion.versions for completion in completions))
+    lengths = [len(completion.token_ids) for completion, _ in kept]
+    token_ids = after_prompt(np.array(prompt.token_ids, np.int64), (completion.token_ids for completion, _ in kept))
+    logprobs = after_prompt(np.zeros(num_prompt, np.float32), (completion.logprobs for completion, _ in kept))
+    versions = after_prompt(np.full(num_prompt, -1), (completion.versions for completion, _ in kept))
     sampled = np.ones(max(lengths), np.bool_)
     mask = after_prompt(np.zeros(num_prompt, np.bool_), (sampled[:length] for length in lengths))
     rollouts, end = [], 0
-    for completion, length, scored in zip(completions, lengths, scores, strict=True):
+    for (completion, scored), length in zip(kept, lengths, strict=True):
         assert scored.reward is not None
         sequence, supports = slice(end, end := end + num_prompt + length), completion.supports
         if supports is not None:
