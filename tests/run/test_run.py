@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import re
+import resource
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from titanrl.config.sections import RecipeConfig
 from titanrl.grpo import GRPO
 from titanrl.metrics.console import Console
 from titanrl.metrics.reading import read_metrics
-from titanrl.metrics.run_directory import LOCK_FILE, RunDirectory, RunLock, check_idle, claim_new_run, claim_run
+from titanrl.metrics.run_directory import LOCK_FILE, RunDirectory, RunLock, check_idle, check_new_run, claim_new_run, claim_run
 from titanrl.metrics.trackers import Hooks, Recorder, Trackers
 from titanrl.models.recipe import create_model
 from titanrl.run.checkpoints import FIRST, Checkpoints, Evaluations, Resumable, RunState, complete_checkpoint
@@ -268,6 +269,53 @@ def test_dry_run_refuses_a_lock_that_is_no_file(capsys: pytest.CaptureFixture[st
     with pytest.raises(ConfigError, match="in the directory of a run must be a regular file") as raised:
         claim_new_run(Path("runs/quickstart"))
     assert capsys.readouterr().err.endswith(f"{raised.value}\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("metrics.jsonl", "must be a regular file that can be written, but it is a directory"),
+        ("events.jsonl", "must be a regular file that can be written, but it is a directory"),
+        ("report.html", "must be a regular file that can be written, but it is a directory"),
+        ("checkpoints", "must be a directory that can be written, but it is not a directory"),
+        ("record", "must be a directory that can be written, but it does not exist"),
+    ],
+)
+def test_dry_run_and_start_refuse_other_things_in_place_of_a_runs_files(
+    name: str, problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = write_run(steps=0)
+    path, refused = run_dir / name, rf"^output_dir: {name} in the directory of a run {problem} \(got {run_dir / name}\)"
+    match name:
+        case "checkpoints":
+            path.touch()
+        case "record":
+            path.symlink_to("nowhere")
+        case _:
+            path.mkdir()
+    for check in (claim_run, check_idle):
+        with pytest.raises(ConfigError, match=refused):
+            check(run_dir)
+    (run_dir / "config.yaml").unlink()
+    if name == "metrics.jsonl":  # it counts as the file of a run, so that a new one gets another directory
+        claim_new_run(run_dir).release()
+        return
+    with pytest.raises(ConfigError, match=refused) as raised:
+        claim_new_run(run_dir)
+    with pytest.raises(SystemExit, match=r"^2$"):
+        grpo.main(["--config", "quickstart", *QUICK, "--dry-run"])
+    assert capsys.readouterr().err.endswith(f"{raised.value}\n")
+
+
+def test_directory_in_which_nothing_can_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limit[1]))  # as on a full disk, a folder can be created, but no file written
+    try:
+        with pytest.raises(ConfigError, match=rf"must be writable, but {tmp_path}/run is not \(File too large\)"):
+            check_new_run(tmp_path / "run")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
 
 
 @pytest.mark.parametrize("config", ["quickstart", {"name": "a"}, None])

@@ -86,12 +86,13 @@ def why_no_file(path: Path) -> str | None:
 def why_not_writable(folder: Path) -> str | None:
     """Return why a folder cannot be created, or nothing can be created in it; None if both are possible.
 
-    Permissions alone do not tell: a file system can be read-only, full, or, as /proc, without new files. So a temporary folder
-    is created where the first missing folder would be, and deleted again.
+    Permissions alone do not tell: a file system can be read-only, full, or, as /proc, without new files. So a temporary file is
+    written where the first missing folder would be, and deleted again.
     """
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
     try:
-        os.rmdir(tempfile.mkdtemp(prefix=".titanrl-", dir=existing))
+        with tempfile.TemporaryFile(prefix=".titanrl-", dir=existing, buffering=0) as file:
+            file.write(b"\0")
     except OSError as error:
         return f"{existing} is not ({os.strerror(error.errno or 0)})"
     return None

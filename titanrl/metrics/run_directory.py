@@ -37,6 +37,8 @@ from titanrl.carriers.record import FOLDER, encode, encode_line, parts_of, read_
 from titanrl.carriers.types import StepMetrics
 from titanrl.config.errors import ConfigError
 
+_FILES = ("metrics.jsonl", "events.jsonl", "advantages.jsonl", "config.yaml", "data.json", "changes.json", "report.html")
+_FOLDERS = ("logs", "checkpoints", FOLDER)
 _NOT_A_FILE = (errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
@@ -81,7 +83,7 @@ def claim_new_run(wanted: Path) -> RunLock:
     while True:
         if not _is_taken(path):
             if path.is_dir():
-                _check_owner(path)
+                _check_reused(path)
             path.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(BlockingIOError):
                 lock = RunLock(path)
@@ -120,7 +122,7 @@ def check_idle(run_dir: Path) -> None:
 def check_new_run(wanted: Path) -> None:
     """Raise `ConfigError` if `claim_new_run` could not lock a directory, without creating or writing anything."""
     if not _is_taken(wanted) and wanted.is_dir():
-        _check_owner(wanted)
+        _check_reused(wanted)
         with contextlib.suppress(FileNotFoundError):
             os.close(_open_lock(wanted, os.O_RDONLY))
 
@@ -143,12 +145,31 @@ def _is_taken(path: Path) -> bool:
     return holds_run(path) or (os.path.lexists(path) and not path.is_dir())
 
 
-def _check_owner(run_dir: Path) -> None:
+def _check_reused(run_dir: Path) -> None:
+    """Check an existing directory without a run, in which a new run is to start."""
     if not is_only_user() and (found := own_flaw(run_dir)):
         raise ConfigError(
             f"output_dir: other users must not be able to replace the files of a run ({found}). Choose another output_dir or "
             f"name, or set {ALLOW}=1 if you are the only user of this machine or container."
         )
+    if why := why_not_writable(run_dir):
+        raise ConfigError(f"output_dir: the directory of a run must be writable, but {why} (got {run_dir}). Correct it.")
+    _check_entries(run_dir)
+
+
+def _check_entries(run_dir: Path) -> None:
+    """Check that nothing else has the name of a file or folder that a run writes to, and that existing ones can be written."""
+    for name in (*_FILES, *_FOLDERS):
+        path = run_dir / name
+        why = why_no_folder(path) if name in _FOLDERS else why_no_file(path)
+        if why is None and not name.endswith((".yaml", ".json", ".html")) and not os.access(path, os.W_OK):
+            why = "cannot be written"  # the others are replaced
+        if why is not None and os.path.lexists(path):
+            kind = "directory" if name in _FOLDERS else "regular file"
+            raise ConfigError(
+                f"output_dir: {name} in the directory of a run must be a {kind} that can be written, but it {why} "
+                f"(got {path}). Correct or remove it, or choose another output_dir or name."
+            )
 
 
 def _check_folder(run_dir: Path) -> None:
@@ -159,6 +180,7 @@ def _check_folder(run_dir: Path) -> None:
             f"--resume: a run continues in its directory, which must be writable, but {why} (got {run_dir}). "
             "Correct the permissions, or copy the directory."
         )
+    _check_entries(run_dir)
 
 
 def _still_active(run_dir: Path) -> ConfigError:
