@@ -243,13 +243,6 @@ def centred(group: GroupRewards) -> list[float]:
     return [reward - mean for reward in group.rewards]
 
 
-def test_copy_of_built_in_advantage_gives_same_plan(make_record: RecordMaker) -> None:
-    records = [make_record(0, rewards=[1.0, 0.0, 0.25], num_sampled=[3, 5, 4]), make_record(1, rewards=[0.5, 0.5])]
-    own, built_in = plan(records, custom_advantage=centred), plan(records)
-    assert own == built_in
-    assert own.advantages_N.tolist() == built_in.advantages_N.tolist()
-
-
 def test_custom_advantage_receives_parts_lengths_and_options(make_record: RecordMaker) -> None:
     seen: list[GroupRewards] = []
 

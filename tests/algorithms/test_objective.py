@@ -189,26 +189,6 @@ def test_gradient_does_not_depend_on_rows_micro_batches_or_ranks(
     torch.testing.assert_close(gradient(layout, payload, table, reference_table, name), one_by_one, atol=2e-7, rtol=0)
 
 
-def test_group_order_does_not_change_gradient_bitwise(batch: Batch, table: Tensor, reference_table: Tensor) -> None:
-    records, payload = batch
-    forth, back = plan(records), plan(records[::-1])
-    assert torch.equal(gradient(back, payload, table, reference_table), gradient(forth, payload, table, reference_table))
-
-
-@pytest.mark.parametrize("name", ["ppo", "ppo, divergence, entropy"])
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_doubled_batch_changes_only_gradient_of_sum(
-    batch: Batch, make_record: RecordMaker, table: Tensor, reference_table: Tensor, reduction: str, name: str
-) -> None:
-    records, payload = batch
-    factor = 2 if reduction == "sum" else 1
-    again = [make_record(r.index + 6, r.rewards, r.num_sampled, prompt_len=PROMPT_LEN) for r in records]
-    twice = payload | {(index + 6, rollout): value for (index, rollout), value in payload.items()}
-    once = gradient(plan(records, reduction, name), payload, table, reference_table, name)
-    doubled = gradient(plan(records + again, reduction, name), twice, table, reference_table, name)
-    torch.testing.assert_close(doubled, factor * once, atol=1e-6, rtol=1e-5)
-
-
 def sums_and_maxima() -> LossSums:
     logprobs = torch.tensor([-1.0, -1.0, -2.0, -3.0, -1.0, -9.0], requires_grad=True)
     generator = torch.tensor([-1.1, -1.0, -2.5, -4.0, -1.3, 0.0])

@@ -11,8 +11,9 @@ from titanrl.rollout.group import num_equal
 
 
 def test_error_names_sequence_longer_than_row() -> None:
-    with pytest.raises(ValueError, match=r"trainer\.row_tokens: sequence 1 has 11 tokens \(got 10\)"):
-        pack([3, 11], row_tokens=10)
+    for place in (pack, lambda lengths, row_tokens: share(lengths, [0, 0], [2, 2], row_tokens)):
+        with pytest.raises(ValueError, match=r"trainer\.row_tokens: sequence 1 has 11 tokens \(got 10\)"):
+            place([3, 11], row_tokens=10)
 
 
 @given(st.lists(st.integers(1, 64), max_size=200), st.integers(64, 200))
@@ -89,11 +90,6 @@ def test_rows_hold_all_tokens_of_their_sequences(groups: list[list[list[int]]], 
         for index in row:
             assert [last[position] for position in range(stored[index])] == tokens[index][: stored[index]]
             last |= dict(enumerate(tokens[index]))
-
-
-def test_error_names_sequence_longer_than_row_with_shared_prompts() -> None:
-    with pytest.raises(ValueError, match=r"trainer\.row_tokens: sequence 1 has 11 tokens \(got 10\)"):
-        share([3, 11], groups=[0, 0], num_shared=[2, 2], row_tokens=10)
 
 
 @given(

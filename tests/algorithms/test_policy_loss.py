@@ -15,7 +15,7 @@ from titanrl.algorithms.objective import ObjectiveInputs, measure_correction, po
 from titanrl.carriers.tables import SEQUENCE as SEQUENCE_COLUMNS
 from titanrl.carriers.tables import MicroBatch, RowTable
 from titanrl.carriers.types import MeasuredCorrection
-from titanrl.config.algorithm import CORRECTION_PRESETS, AlgorithmConfig, Reduction
+from titanrl.config.algorithm import AlgorithmConfig, Reduction
 
 REDUCTIONS: tuple[Reduction, ...] = ("sum", "token_mean", "sequence_mean", "sequence_mean_token_sum", "prompt_mean", "constant")
 
@@ -133,7 +133,7 @@ def test_decoupled_ppo_with_all_terms_matches_definition() -> None:
     assert sum(metrics.sums[f"loss/{term}"].item() for term in ("policy", "kl", "entropy")) == pytest.approx(total.item())
 
 
-@pytest.mark.parametrize("name", ["ppo", "gspo", "dro", "sapo", "importance_sampling", "decoupled", "everything"])
+@pytest.mark.parametrize("name", ["gspo", "decoupled", "everything"])  # test_losses has the others
 def test_gradients_match_finite_differences(name: str) -> None:
     settings = ALGORITHMS[name]
     if "kl" in settings:
@@ -314,13 +314,6 @@ def test_terms_without_their_inputs_raise() -> None:
         policy_loss(inputs, AlgorithmConfig(kl={"coef": 0.1}))
     with pytest.raises(AssertionError, match="entropy"):
         policy_loss(inputs, AlgorithmConfig(entropy_coef=0.1))
-
-
-@pytest.mark.parametrize("preset", CORRECTION_PRESETS)
-def test_every_preset_works_with_decoupled_ppo(preset: str) -> None:
-    loss, metrics = policy_loss(example(drift=0.05), AlgorithmConfig(proximal="step_start", correction={"preset": preset}))
-    assert loss.isfinite()
-    assert 0 <= metrics.sums["correction/reject_frac"] < metrics.sums["num_tokens"]
 
 
 # Metrics

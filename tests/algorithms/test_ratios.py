@@ -168,12 +168,6 @@ def test_expected_gradients_of_k1_and_k3() -> None:
     torch.testing.assert_close(gradient(expectation(logits, "k3"), logits), gradient(other_way_round, logits))
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_gradients_match_finite_differences(estimator: KLEstimator) -> None:
-    logp = LOGITS.log_softmax(0).requires_grad_()
-    assert torch.autograd.gradcheck(lambda logp: kl_estimate(logp, REFERENCE, estimator, mask=ALL_VOCABULARY), (logp,))
-
-
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_masked_and_huge_log_ratios_stay_finite(estimator: KLEstimator) -> None:
     logp = torch.tensor([-1.0, -1.0, -500.0], requires_grad=True)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.algorithms.test_logprobs import objective
 from tests.trainer.ranks import World
 from titanrl.algorithms import logprobs as logprobs_module
 from titanrl.algorithms.logprobs import TokenSupports, logprobs_and_entropy, token_supports
@@ -31,12 +32,6 @@ def reference(logits_NV: Tensor, labels_N: Tensor, inside_NV: Tensor, temperatur
     logp_NV = (logits_NV.double() / temperature).masked_fill(~inside_NV, -math.inf).log_softmax(-1)
     summands_NV = logp_NV.exp() * logp_NV.masked_fill(~inside_NV, 0.0)
     return logp_NV.gather(-1, labels_N[:, None])[:, 0], -summands_NV.sum(-1)
-
-
-def objective(logprobs_N: Tensor, entropy_N: Tensor) -> Tensor:
-    """Compute a function that is nonlinear in both results."""
-    weights_N = torch.linspace(-1, 1, len(logprobs_N), dtype=logprobs_N.dtype)
-    return (weights_N * logprobs_N.exp()).sum() - 0.3 * (weights_N * entropy_N**2).sum()
 
 
 def example(num_tokens: int = 12, vocab_size: int = 137, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -97,16 +92,6 @@ def test_random_supports_match_dense_fp64_reference(seed: int, num_tokens: int, 
     torch.testing.assert_close(gradient, exact_gradient, atol=1e-12, rtol=1e-12)
 
 
-def test_gradients_match_finite_differences() -> None:
-    logits, labels, inside = example(num_tokens=4, vocab_size=40)
-    logits, supports = logits.double().requires_grad_(), supports_from(inside)
-
-    def both(logits: Tensor) -> tuple[Tensor, Tensor]:
-        return logprobs_and_entropy(logits, labels, temperature=1.7, supports=supports)
-
-    assert torch.autograd.gradcheck(both, (logits,))
-
-
 def test_full_supports_are_bitwise_equal_to_none() -> None:
     logits, labels, inside = example()
     logits.requires_grad_()
@@ -163,25 +148,26 @@ def test_ranks_mask_their_vocabulary_shard(start: int, end: int) -> None:
     assert torch.equal(outside_NV[:, :known], ~inside_NV[:, start:end])
 
 
-def run_rank() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def run_rank(is_truncated: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Run one of two ranks: the first holds 70 of the 137 vocabulary entries, the second 67."""
     logits, labels, inside = example()
     start, end = [0, 70, 137][dist.get_rank() :][:2]
-    shard = logits[:, start:end].contiguous().requires_grad_()
+    shard, supports = logits[:, start:end].contiguous().requires_grad_(), supports_from(inside) if is_truncated else None
     logprobs, entropy = logprobs_and_entropy(
-        shard, labels, group=dist.group.WORLD, vocab_start=start, temperature=1.3, supports=supports_from(inside)
+        shard, labels, group=dist.group.WORLD, vocab_start=start, temperature=1.3, supports=supports
     )
     objective(logprobs, entropy).backward()
     assert shard.grad is not None
     return logprobs.detach(), entropy.detach(), shard.grad
 
 
-def test_vocabulary_sharded_unevenly_gives_same_result(world: Callable[[int], World]) -> None:
-    ranks = world(2).run(run_rank)
+@pytest.mark.parametrize("is_truncated", [False, True])
+def test_vocabulary_sharded_unevenly_gives_same_result(world: Callable[[int], World], is_truncated: bool) -> None:
+    ranks = world(2).run(run_rank, is_truncated)
     logits, labels, inside = example()
     assert not inside[:, :70].any(-1).all(), "the first rank holds nothing of some supports"
     logits.requires_grad_()
-    logprobs, entropy = reference(logits, labels, inside, 1.3)
+    logprobs, entropy = reference(logits, labels, inside if is_truncated else torch.ones_like(inside), 1.3)
     objective(logprobs, entropy).backward()
     assert torch.equal(ranks[0][0], ranks[1][0])
     assert torch.equal(ranks[0][1], ranks[1][1])
