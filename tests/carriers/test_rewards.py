@@ -109,26 +109,9 @@ def test_async_functions_and_objects_are_recognized() -> None:
     assert flags == [True, True, True, True, False]
 
 
-@pytest.mark.parametrize(
-    ("value", "parts"),
-    [
-        (1, {"judge": 1.0}),
-        (True, {"judge": 1.0}),
-        (np.float32(0.5), {"judge": 0.5}),
-        ({"style": 0.5, "facts": 1}, {"judge/style": 0.5, "judge/facts": 1.0}),
-    ],
-)
-def test_value_becomes_parts(value: object, parts: dict[str, float]) -> None:
-    assert BoundReward("judge", plain).parts(value) == parts
-
-
-@pytest.mark.parametrize(
-    "value",
-    ["1.5", None, float("nan"), float("inf"), [1.0], 1j, {}, {"style": "good"}, {"a b": 1.0}, {1: 1.0}, {"x": float("nan")}],
-)
-def test_invalid_value_is_an_error(value: object) -> None:
-    with pytest.raises(TypeError, match=r"^the reward returned .*Expected "):
-        BoundReward("judge", plain).parts(value)
+def test_mapping_becomes_parts() -> None:
+    parts = BoundReward("judge", plain).parts({"style": 0.5, "facts": 1})
+    assert parts == {"judge/style": 0.5, "judge/facts": 1.0}
 
 
 @pytest.mark.parametrize("returned", [[1.0, 2.0], (1.0, 2.0), np.array([1.0, 2.0]), iter([1.0, 2.0])])
@@ -249,9 +232,21 @@ def test_numbers_of_every_type_become_floats(value: Any, number: float) -> None:
 
 
 def test_other_values_are_type_errors() -> None:
-    values = [10**400, -(10**5000), Decimal("NaN"), np.float32("inf"), 1j, b"1", np.array([1.0, 2.0]), "1", [1.0], None]
-    for value in values:  # not parameters, because a name of the test could not show the second one
-        with pytest.raises(TypeError, match=r"^the reward returned "):
+    numbers = [
+        10**400,
+        -(10**5000),
+        Decimal("NaN"),
+        np.float32("inf"),
+        float("nan"),
+        1j,
+        b"1",
+        np.array([1.0, 2.0]),
+        "1",
+        [1.0],
+    ]
+    mappings = [{}, {"style": "good"}, {"a b": 1.0}, {1: 1.0}, {"x": float("nan")}]
+    for value in (*numbers, None, *mappings):  # not parameters, because a name of the test could not show the second one
+        with pytest.raises(TypeError, match=r"^the reward returned .*Expected "):
             BoundReward("x", plain).parts(value)
 
 

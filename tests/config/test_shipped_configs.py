@@ -6,7 +6,7 @@ import pytest
 
 from tests.config.test_dry_run import dry_run_text
 from titanrl.config import load_config, read_source
-from titanrl.config.__main__ import main, reference_text
+from titanrl.config.__main__ import reference_text
 from titanrl.config.algorithm import (
     ADVANTAGES,
     ALGORITHM_PRESETS,
@@ -52,13 +52,6 @@ def test_quickstart_is_the_measured_recipe() -> None:
     assert (config.algorithm.learning_rate, config.algorithm.num_warmup_steps) == (5e-5, 5)
     # Two sequences of at most 58 tokens fit a row of 128, so 32 rows, 16 at once.
     assert derive(config, model_shape(config)).max_microbatches == 2
-
-
-@pytest.mark.parametrize(("what", "path"), [("schema", "configs/schema.json"), ("docs", "docs/config.md")])
-def test_generated_file_is_up_to_date(what: str, path: str, capsys: pytest.CaptureFixture[str]) -> None:
-    main([what])
-    text = (ROOT / path).read_text(encoding="utf-8")
-    assert text == capsys.readouterr().out, f"run: python -m titanrl.config {what} > {path}"
 
 
 def test_every_choice_of_the_objective_is_documented() -> None:

@@ -109,23 +109,6 @@ def test_forks_share_loaded_modules_but_not_environments(tmp_path: Path) -> None
     with_fleet(tmp_path, work)
 
 
-def test_dead_fork_is_detected_and_can_be_replaced(tmp_path: Path) -> None:
-    async def work(fleet: Fleet, supervisor: Supervisor) -> None:
-        fleet.prepare("scribe", {}, template_loads.note)
-        scribe = await spawn(fleet, "scribe_0")
-        first = await supervisor.ask("scribe.look", scribe.look.call_one(), 60)
-        os.kill(first["pid"], signal.SIGKILL)
-        with pytest.raises(ActorDiedError, match=rf"scribe_0_0 \(process {first['pid']}\) exited"):
-            await supervisor.ask("scribe.wait", asyncio.Event().wait(), 30)
-        await supervisor.start_over([])
-        await fleet.retire_all_but([])
-        second = await supervisor.ask("scribe.look", (await spawn(fleet, "scribe_0")).look.call_one(), 60)
-        assert second["parent"] == first["parent"]
-        assert second["pid"] != first["pid"]
-
-    with_fleet(tmp_path, work)
-
-
 def test_killed_template_kills_its_forks_and_is_replaced(tmp_path: Path) -> None:
     async def work(fleet: Fleet, supervisor: Supervisor) -> None:
         fleet.prepare("scribe", {}, template_loads.note)

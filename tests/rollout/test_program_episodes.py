@@ -266,21 +266,6 @@ def test_reply_without_a_required_call_succeeds_and_is_counted(tokenizer: Tokeni
     assert (group.rollouts[0].metrics["calls"], group.rollouts[0].metrics["nonconforming_replies"]) == (4, 2)
 
 
-def test_rewritten_history_is_a_branch(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    code = (
-        ASK
-        + """
-    summary = [{"role": "user", "content": "before: " + reply.choices[0].message.content}]
-    await create(model=task.model, messages=summary)
-    """
-    )
-    group, _ = play(tokenizer, module(tmp_path, code), ["thinking", "2"])
-    (rollout,) = group.rollouts
-    assert (len(rollout.segments), rollout.reward) == (2, 1.0)
-    assert [turn.segment for turn in rollout.turns] == [0, 1]
-    assert [turn.reward for turn in rollout.turns] == [0.0, 1.0]
-
-
 CAUGHT = """
     for ask in (client.embeddings.create(model=task.model, input="a"), create(model="other", messages=[])):
         try:
@@ -400,34 +385,6 @@ def test_the_run_decides_how_it_samples(tokenizer: Tokenizer, tmp_path: Path) ->
     assert (group.rollouts[0].metrics["overridden_calls"], group.rollouts[0].reward) == (1, 1.0)
 
 
-HOSTILE = """
-    url = task.url + "/chat/completions"
-    body = {"model": task.model, "messages": [{"role": "user", "content": "a"}]}
-    codes = []
-    async with httpx.AsyncClient() as http:
-        for key in ("wrong", task.key[:-1], "", task.key):
-            headers = {"Authorization": "Bearer " + key} if key else {}
-            codes.append((await http.post(url, json=body, headers=headers)).status_code)
-        # A connection whose writing half is closed after the request, and one that closes in the middle of a body.
-        for text in (b"", b"POST /v1/chat/completions HTTP/1.1\\r\\nContent-Length: 99\\r\\n\\r\\n{"):
-            host, _, port = task.url.removeprefix("http://").removesuffix("/v1").rpartition(":")
-            reader, writer = await asyncio.open_connection(host, int(port))
-            writer.write(text)
-            writer.write_eof()
-            await reader.read()
-            writer.close()
-    return " ".join(map(str, codes))
-"""
-
-
-def test_wrong_keys_and_half_closed_connections(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    group, policy = play(tokenizer, module(tmp_path, HOSTILE), ["2"], returns="answer")
-    assert [failure.error for failure in group.failures] == []
-    assert len(policy.record) == 1
-    assert group.rollouts[0].reward == 0.0  # the answer is the list of codes
-    assert group.rollouts[0].metrics["calls"] == 1
-
-
 AT_ONCE = """
 import concurrent.futures, http.client, json, os, pathlib, socket, sys, time, urllib.parse
 
@@ -525,22 +482,6 @@ def memory(name: str) -> int:
     """Return a figure of this process's memory, in bytes."""
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:"))
     return int(line.split()[1]) << 10
-
-
-def test_call_after_the_end_is_gone(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    path = tmp_path / "kept"
-    code = ASK + f"    open({str(path)!r}, 'w').write(task.url + ' ' + task.key)"
-    codes = []
-
-    async def call() -> None:
-        url, key = path.read_text().split()
-        body = {"model": "policy", "messages": [{"role": "user", "content": "a"}]}
-        async with httpx.AsyncClient() as http:
-            reply = await http.post(f"{url}/chat/completions", json=body, headers={"Authorization": f"Bearer {key}"})
-        codes.append(reply.status_code)
-
-    play(tokenizer, module(tmp_path, code), after=call)
-    assert codes == [410]
 
 
 def test_client_that_hangs_up_is_not_trained_on(tokenizer: Tokenizer, tmp_path: Path) -> None:

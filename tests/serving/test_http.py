@@ -51,14 +51,6 @@ def test_wrong_key_is_refused_before_the_body_is_read(headers: dict[str, str]) -
     assert len(policy.calls) == 1
 
 
-def test_call_after_the_end_is_gone() -> None:
-    callers = callers_of(Scripted())
-    with serving(App(callers.find, ["policy"])) as server:
-        assert server.http().post(PATH, json=ASKED).status_code == 200
-        callers.close("key")
-        assert server.http().post(PATH, json=ASKED).status_code == 410
-
-
 @pytest.mark.parametrize("is_chunked", [False, True])
 def test_large_body_is_refused_without_reading_it_whole(is_chunked: bool) -> None:
     with serving(app_of(Scripted())) as server:

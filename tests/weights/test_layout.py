@@ -1,6 +1,5 @@
 """Boxes and bytes of state dicts: random shardings compared with torch and numpy, and real DTensors on four ranks."""
 
-import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -461,30 +460,6 @@ def block(shape: tuple[int, ...], box: Box, dtype: str = FLOAT) -> Target:
 
 def everything(shape: tuple[int, ...], dtype: str = FLOAT) -> Target:
     return block(shape, whole(shape), dtype)
-
-
-@st.composite
-def tilings(draw: st.DrawFn) -> tuple[tuple[int, int], list[Box], Box]:
-    """Draw a matrix split at random rows and columns, and a random block of it."""
-    shape = (draw(st.integers(1, 9)), draw(st.integers(1, 9)))
-    cuts = [sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=3))}) for size in shape]
-    spans = [list(itertools.pairwise(cut)) for cut in cuts]
-    boxes = [Box((r0, c0), (r1 - r0, c1 - c0)) for r0, r1 in spans[0] for c0, c1 in spans[1]]
-    low = [draw(st.integers(0, size - 1)) for size in shape]
-    size = tuple(draw(st.integers(1, length - start)) for length, start in zip(shape, low, strict=True))
-    return shape, boxes, Box(tuple(low), size)
-
-
-@settings(deadline=None)  # the machine may be busy
-@given(tilings())
-def test_copies_rebuild_any_block_from_any_tiling(case: tuple[tuple[int, int], list[Box], Box]) -> None:
-    shape, boxes, wanted = case
-    value = np.arange(np.prod(shape)).reshape(shape)
-    shards = [value[box.slices_within(whole(shape))] for box in boxes]
-    target = np.full(wanted.shape, -1)
-    for copy in plan_copies(layouts("w", shape, boxes), {"w": block(shape, wanted)}):
-        target[copy.destination] = shards[copy.rank][copy.source]
-    np.testing.assert_array_equal(target, value[wanted.slices_within(whole(shape))])
 
 
 def test_missing_and_unexpected_tensors_are_named() -> None:
