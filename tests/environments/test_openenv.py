@@ -44,9 +44,9 @@ async def environments(openenv: str = PACKAGE, **options: Any) -> AsyncIterator[
 
 
 @asynccontextmanager
-async def started(**options: Any) -> AsyncIterator[Environment]:
-    """Yield an environment after its reset."""
-    async with environments(**options) as made:
+async def started(openenv: str = "", **options: Any) -> AsyncIterator[Environment]:
+    """Yield an environment after its reset; without an address, that of a server in this process, which starts at once."""
+    async with served() as address, environments(openenv or f"http://{address}", **options) as made:
         environment = made.make()
         await environment.reset(episode())
         yield environment
@@ -70,8 +70,8 @@ async def served() -> AsyncIterator[str]:
     await serving
 
 
-async def reply(text: str, **options: Any) -> Observation | Done:
-    async with started(**options) as environment:
+async def reply(text: str, openenv: str = "", **options: Any) -> Observation | Done:
+    async with started(openenv, **options) as environment:
         return await environment.step(says(text))
 
 
@@ -161,7 +161,7 @@ async def test_actions_that_are_calls_of_tools_are_calls_of_the_policy(monkeypat
     ("text", "error", "problem"),
     [
         ("raise", EnvironmentFailure, "step failed on the server: .*the wall is in the way"),
-        ("hang", EnvironmentTimeout, "step took longer than 3 s"),
+        ("hang", EnvironmentTimeout, "step took longer than 1 s"),
         ("crash", EnvironmentDied, r"step failed: .*\(exit code 3\)"),
         ("garbage", EnvironmentFailure, "the reply to step is no JSON"),
         ("shape", EnvironmentFailure, "the reply to step is not one of OpenEnv"),
@@ -173,7 +173,7 @@ async def test_actions_that_are_calls_of_tools_are_calls_of_the_policy(monkeypat
 )
 async def test_failures_of_a_server_fail_the_episode(text: str, error: type[Exception], problem: str) -> None:
     with pytest.raises(error, match=problem):
-        await reply(text, timeout_s=3.0 if text == "hang" else 30.0)
+        await reply(text, PACKAGE if text in ("hang", "crash") else "", timeout_s=1.0 if text == "hang" else 30.0)
 
 
 async def test_errors_are_shown_where_the_options_say_so() -> None:
@@ -254,7 +254,7 @@ async def test_a_local_server_is_shared_replaced_after_its_death_and_stopped_at_
 async def test_a_server_at_a_url_is_used_and_not_stopped() -> None:
     async with served() as address:
         for scheme in ("http", "ws"):
-            assert isinstance(await reply("end", openenv=f"{scheme}://{address}/"), Done)
+            assert isinstance(await reply("end", f"{scheme}://{address}/"), Done)
 
 
 @pytest.mark.parametrize(

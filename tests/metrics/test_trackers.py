@@ -151,14 +151,13 @@ needs_mlflow = pytest.mark.skipif(not HAS_MLFLOW, reason="needs the packages mlf
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Function that returns the directory of a run of 12 steps in a tracker, which was killed, resumed and extended."""
+    """Function that returns the directory of a run of 12 steps in a tracker, which was killed and resumed."""
 
     @functools.cache
     def written(name: str) -> Path:
         run_dir = tmp_path_factory.mktemp(name) / "quickstart"
         write(name, run_dir, 1, 7, "kill")
-        write(name, run_dir, 5, 9)  # from a checkpoint behind what was logged
-        write(name, run_dir, 10, 12)  # from the end: the run is extended
+        write(name, run_dir, 5, 12)  # from a checkpoint behind what was logged
         return run_dir
 
     return written

@@ -56,7 +56,7 @@ def assert_close(found: list[np.ndarray], expected: list[np.ndarray], atol: floa
         np.testing.assert_allclose(one, other, atol=atol, rtol=0)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "model"), [*((layout, "tied") for layout in LAYOUTS), ("cp", "untied")], indirect=["model"])
 def test_logprobs_match_transformers(layout: str, world: Worlds, model: Path) -> None:
     size, plan = LAYOUTS[layout]
     for found in world(size).run(variants.logprobs_one_by_one, model, {"parallelism": plan}):
