@@ -312,6 +312,18 @@ def test_missing_incomplete_or_short_teacher_is_rejected(teacher: Path) -> None:
     assert "but it has no weights" in incomplete
 
 
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ("num_retries: 0", "the teacher cannot be reached"),
+        ("key_variable: NO_SUCH_VARIABLE", "the environment variable must hold the API key"),
+    ],
+)
+def test_unusable_endpoint_of_a_teacher_is_rejected(options: str, problem: str) -> None:
+    config = load_config("distill_quickstart", [f"distill.teacher={{url: 'http://127.0.0.1:9/v1', {options}}}"])
+    assert [rule for rule in broken_rules(config) if problem in str(rule)]
+
+
 def test_dry_run_shows_teacher_keys(teacher: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(teacher.parent)  # a long path would be shortened
     with pytest.raises(SystemExit, match=r"^0$"):

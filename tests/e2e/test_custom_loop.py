@@ -39,6 +39,8 @@ def test_ages_stay_bounded_when_the_caller_publishes_between_steps(plain_run: Fi
             after = [await run.step() for _ in range(2)]
             assert [metrics.version for metrics in before] == [1, 2, 3]
             assert [metrics.version for metrics in after] == [7, 8]
+            # Only the first step of an interval has the weights of the interval's start, with which the ratio compares.
+            assert [metrics.values["policy/ratio_max"] == 1.0 for metrics in before] == [True, False, True]
             assert max(metrics.values["staleness/max"] for metrics in before + after) <= config.staleness_bound
             assert all(metrics.values.get("mismatch/numeric/logprob_abs_max", 0.0) < 1e-4 for metrics in after)
             assert all(1.0 < metrics.values["tokens/support_size_mean"] <= 20.0 for metrics in after)

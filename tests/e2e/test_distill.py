@@ -115,20 +115,6 @@ def test_tasks_with_teachers_in_an_engine_and_by_url_and_one_without(plain_run: 
     assert [event["task"] for event in run.events() if event["kind"] == "teacher"] == ["a"]
 
 
-@pytest.mark.parametrize(
-    ("teacher", "problem"),
-    [
-        ("url: 'http://127.0.0.1:9/v1', num_retries: 0", "the teacher cannot be reached"),
-        ("url: '{url}', key_variable: NO_SUCH_VARIABLE", "the environment variable must hold the API key"),
-    ],
-)
-def test_unusable_teacher_is_refused_before_the_start(teacher: str, problem: str, url: str, tmp_path: Path) -> None:
-    given = f"distill.teacher={{{teacher.replace('{url}', url)}}}"
-    refused = distill(tmp_path, "--config", "distill_quickstart", given, f"output_dir={tmp_path}", "--dry-run")
-    assert refused.code == 2
-    assert problem in refused.output
-
-
 @pytest.mark.slow
 def test_hints_raise_the_held_out_score_of_a_policy_that_does_not_see_them(tmp_path: Path) -> None:
     """The largest of three digits: with the digit as a hint, the policy copies it; without, it names any of the three."""

@@ -46,13 +46,13 @@ def test_policy_calls_a_tool_and_trains_on_its_sampled_tokens(start_run: Start, 
         "algorithm.token_discount=0.9",
         "logging.rollouts_per_step=8",
         "rollout.top_p=0.95",
-        "num_steps=3",
+        "num_steps=2",
     ).finish()
     assert run.code == 0, run.output
-    assert [step["group/too_small_frac"] for step in run.steps] == [0.0] * 3
+    assert [step["group/too_small_frac"] for step in run.steps] == [0.0] * 2
     saved = DumpReader(tmp_path / "dump")
     rollouts = [rollout for place in range(saved.num_groups) for rollout in saved.group(place).rollouts]
-    assert len(rollouts) == 3 * 64
+    assert len(rollouts) == 2 * 64
     assert max(len(rollout.turns) for rollout in rollouts) > 1
     for rollout in rollouts:
         assert sum(turn.reward for turn in rollout.turns) == pytest.approx(rollout.reward)
@@ -77,7 +77,7 @@ def test_policy_calls_a_tool_and_trains_on_its_sampled_tokens(start_run: Start, 
         assert 1.0 <= step["episode/turns_mean"] <= 3.0
     turns = sum(message["role"] == "assistant" for messages in conversations for message in messages)
     assert run.steps[-1]["count/environment_steps"] == turns
-    assert run.steps[-1]["count/rollouts"] == len(conversations) == 3 * 64
+    assert run.steps[-1]["count/rollouts"] == len(conversations) == 2 * 64
 
 
 def check_against_transformers(run: Finished, rollouts: Sequence[Rollout]) -> None:
@@ -106,7 +106,7 @@ def test_environment_failures_are_retried_counted_and_never_trained_on(
         f"data.environment={{function: {ENVIRONMENT}:Flaky, options: {{log: {log}}}, step_timeout_s: 0.5, retries: 1}}",
         "data.rewards={answer: reasoning_gym}",
         "logging.rollouts_per_step=8",
-        "num_steps=3",
+        "num_steps=2",
     ).finish()
     assert run.code == 0, run.output
     noted = [line.split() for line in log.read_text().splitlines()]
@@ -118,7 +118,7 @@ def test_environment_failures_are_retried_counted_and_never_trained_on(
     assert sum(step["episode/count"] for step in run.steps) == injected.total()
     completions = [completion for group in trained_groups(run) for completion in group["completions"]]
     assert sum(completion["reward"] is not None for completion in completions) == injected["ok"]
-    assert len(completions) == 3 * 64 > injected["ok"]
+    assert len(completions) == 2 * 64 > injected["ok"]
     assert any(event["kind"] == "scorer_error" for event in run.events())
     assert "have no reward and are excluded" in run.output
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import REPO, Finished, Start
-from tests.e2e.test_async import check_overlap
 from titanrl.metrics.reading import read_metrics
 
 KILLER = f"hooks=[{REPO}/tests/e2e/killer.py:Killer]"
@@ -36,17 +36,35 @@ def of_kind(run: Finished, kind: str) -> list[dict[str, object]]:
     return [event for event in run.events() if event["kind"] == kind]
 
 
+def check_overlap(finished: Finished, bound: int) -> None:
+    """Check that generation overlapped with training, and that no token was older than the bound."""
+    slots = f"B={8 * (bound + 1)} slots, window W=1, P=8 groups per publication"
+    assert f"{slots}: no token older than (B + W - 2) // P = {bound}" in finished.output
+    assert "idle     trainer" in finished.output
+    assert [row["version"] for row in finished.steps] == list(range(1, 9))
+    assert {row["staleness/max"] for row in finished.steps} <= set(range(bound + 1))
+    stale = [row for row in finished.steps if row["staleness/lag_0_frac"] < 1]
+    assert stale
+    for row in finished.steps:
+        assert row.get("mismatch/numeric/logprob_abs_max", 0.0) < 1e-4
+        assert sum(row[key] for key in row if re.fullmatch(r"staleness/lag_\d+_frac", key)) == pytest.approx(1.0)
+    assert max(row["mismatch/stale/logprob_abs_max"] for row in stale) > 1e-4
+    assert max(row["replay/groups"] for row in finished.steps) >= 1
+    assert all(row.get("replay/age_max", 0) <= 5 for row in finished.steps)
+
+
 def test_asynchronous_run_evaluates_each_version_in_the_background(
     start_run: Start, plain_run: Finished, tmp_path: Path
 ) -> None:
+    """With a bound of 3, the trainer publishes a version while a generator drains for the previous one."""
     best = "evaluation.best_metric=eval/chain_sum/mean"
     kill = "evaluator:before_step:4"
-    asynchronous = ("max_staleness=1", "num_steps=8", "rollout.num_workers=2", "generator.on_update=continue")
-    spare = "rollout.num_spare_completions=1"
-    overrides = (*plain_run.as_start, *asynchronous, spare, *EVERY_STEP, own_set(tmp_path), best, KILLER)
+    asynchronous = ("max_staleness=3", "num_steps=8", "rollout.num_workers=2", "generator.on_update=drain")
+    more = ("rollout.num_spare_completions=1", "replay={fraction: 0.5, max_age: 5}")
+    overrides = (*plain_run.as_start, *asynchronous, *more, *EVERY_STEP, own_set(tmp_path), best, KILLER)
     run = start_run("background", *overrides, kill=kill).finish()
     assert run.code == 0, run.output
-    check_overlap(run, bound=1)
+    check_overlap(run, bound=3)
     steps = evaluated(run, "chain_sum")
     assert all(step == version for step, version in steps.items())  # pinned to the version of their step
     without = [*of_kind(run, "evaluation_skipped"), *of_kind(run, "evaluation_lost")]

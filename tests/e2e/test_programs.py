@@ -5,8 +5,6 @@ import pytest
 from tests.e2e.conftest import REPO, Finished, Start
 from tests.e2e.test_agents import check_first_version
 from titanrl.carriers.dumps import DumpReader
-from titanrl.config import load_config
-from titanrl.session.session import prepare_starting_model
 
 TWICE = '''
 import openai
@@ -31,11 +29,9 @@ def test_program_trains_on_the_tokens_of_the_engine(
 ) -> None:
     folder = tmp_path_factory.mktemp("program")
     (folder / "twice.py").write_text(TWICE)
-    base = prepare_starting_model(load_config(plain_run.run_dir / "config.yaml")).base
     run = start_run(
         f"program_{max_staleness}",
-        "warm_start=null",
-        f"model.path={base}",
+        *plain_run.as_start,
         f"data.environment={{program: '{folder}/twice.py:play', renderer: plain, max_turns: 3}}",
         "trainer.row_tokens=256",
         "rollout.groups_per_step=2",
@@ -52,7 +48,7 @@ def test_program_trains_on_the_tokens_of_the_engine(
     for rollout in rollouts[:16]:
         assert (len(rollout.segments), len(rollout.turns)) == (2, 3)
         assert rollout.turns[-1].reward == rollout.reward
-    check_first_version(base, rollouts[:16], at_least=2 * 16)
+    check_first_version(plain_run.run_dir / "checkpoints/final", rollouts[:16], at_least=2 * 16)
     for step in run.steps:
         assert step["mismatch/logprob_abs_max"] < 1e-4 or max_staleness, "the trainer sees the tokens that were sampled"
         assert (step["environment/calls_mean"], step["environment/segments_mean"]) == (3.0, 2.0)

@@ -9,25 +9,6 @@ import pytest
 from tests.e2e.conftest import REPO, Finished, Start
 
 
-@pytest.mark.slow  # tests/launch/test_stalls.py stops and hangs real processes
-@pytest.mark.parametrize("role", ["trainer", "generator_0", "rollout_0", "store"])
-def test_stopped_process_ends_the_run_and_is_named(start_run: Start, plain_run: Finished, role: str) -> None:
-    command = start_run(f"stopped-{role}", "num_steps=100000", "faults.on_stall=abort")
-    command.wait_for_step(1)
-    stopped = time.monotonic()
-    command.process_of(role).suspend()
-    finished = command.finish(timeout_s=90)
-    assert finished.code == 1
-    assert time.monotonic() - stopped < 60
-    last = finished.output.splitlines()[-1]
-    assert f"StallError: {role} rank 0 was stopped by a signal" in last
-    (event,) = [event for event in finished.events() if event["kind"] == "stall"]
-    assert event["ranks"] == [f"{role}_0"]
-    assert event["file"] in last
-    assert "Thread" in (finished.run_dir / "logs" / "stall_1.txt").read_text()
-    assert command.leftovers() == []
-
-
 @pytest.mark.slow
 def test_interrupt_shuts_down_cleanly_with_a_stopped_process(start_run: Start, plain_run: Finished) -> None:
     command = start_run("interrupted-stopped", "num_steps=100000")
