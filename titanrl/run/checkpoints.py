@@ -551,13 +551,13 @@ class Evaluations:
         ended_early = run.ends_early
         if self._background is not None:
             await run.unless_ending(self._take_results(wait=is_last))
-        is_last = is_last or run.ends_early
-        due = self._due(is_last=is_last)
-        must_run = due and run.state.step != run.state.evaluated_step and not run.is_ending
+        is_last, step = is_last or run.ends_early, run.state.step  # if training has ended early, all sets are due
+        due = [name for name, every in run.evaluation_sets().items() if is_last or step == 0 or is_due(step, every)]
+        must_run = due and step != run.state.evaluated_step and not run.is_ending
         if must_run and await run.unless_ending(self._evaluate_all(due, is_last=is_last)):
-            run.note(evaluated_step=run.state.step)
+            run.note(evaluated_step=step)
         if run.ends_early and not ended_early:
-            step, best = run.state.step, run.state.best_step
+            best = run.state.best_step
             run.recorder.directory.event("early_stop", step=step, best_step=best)
             run.console.note(f"training ends early after step {step}: the best evaluation was after step {best}")
             rest = [name for name in run.evaluation_sets() if name not in due]
@@ -586,11 +586,6 @@ class Evaluations:
             background, self._background = self._background, None
             background.sampling.cancel()
             await asyncio.gather(background.sampling, return_exceptions=True)
-
-    def _due(self, *, is_last: bool) -> list[str]:
-        """Return the sets due after this step. If training has ended early, all sets are due."""
-        step = self._run.state.step
-        return [name for name, every in self._run.evaluation_sets().items() if is_last or step == 0 or is_due(step, every)]
 
     async def _evaluate_all(self, names: Sequence[str], *, is_last: bool) -> None:
         run = self._run
