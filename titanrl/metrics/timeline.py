@@ -133,7 +133,12 @@ def states_of(spans: Iterable[Span], window: Window) -> list[State]:
         if open_:
             _, _, end, name, kind = open_[0]
             until = min(until, end)
-        _append(states, State(now, until, kind, name))  # type: ignore[arg-type]
+        state = State(now, until, kind, name)  # type: ignore[arg-type]
+        is_short = kind == "unknown" and state.seconds < _GAP_S
+        if states and (is_short or states[-1][2:] == state[2:]):
+            states[-1] = states[-1]._replace(end=until)
+        else:
+            states.append(state)
         now = until
     return states
 
@@ -218,16 +223,6 @@ def trace_of(
             flow = {"name": "version", "cat": "weights", "id": number, "args": {"version": version}}
             traced += [flow | {"ph": "s"} | ends[version], flow | {"ph": "f", "bp": "e"} | pull]
     return {"traceEvents": traced, "displayTimeUnit": "ms", "otherData": {"start": window.start, "end": window.end}}
-
-
-def _append(states: list[State], state: State) -> None:
-    """Append a state, or extend the last one by it if they are equal or it is a gap that is too short to be one."""
-    last = states[-1] if states else None
-    is_short = state.kind == "unknown" and state.seconds < _GAP_S
-    if last is not None and (is_short or last[2:] == state[2:]):
-        states[-1] = last._replace(end=state.end)
-    else:
-        states.append(state)
 
 
 def _complete(span: Span, place: Mapping[str, int], window: Window) -> dict[str, Any]:
