@@ -553,13 +553,18 @@ class _ResponsesRequest:
 
     def body(self, replies: Sequence[Reply]) -> dict[str, Any]:
         (reply,) = replies
-        is_complete = reply.finish_reason != "length"
+        message, is_complete = reply.message, reply.finish_reason != "length"
+        reasoning, calls = message.get("reasoning_content"), message.get("tool_calls", ())
         prompt, sampled = len(reply.prompt_ids), len(reply.completion.token_ids)
         return self._head | {
             "status": "completed" if is_complete else "incomplete",
             "incomplete_details": None if is_complete else {"reason": "max_output_tokens"},
             "metadata": {"policy_version": reply_version(reply).removeprefix("version-")},
-            "output": self._output(reply),
+            "output": [
+                *([self._item("reasoning", reasoning)] if reasoning else ()),
+                *([self._item("message", message["content"])] if message["content"] or not calls else ()),
+                *map(_response_call, calls),
+            ],
             "usage": {
                 "input_tokens": prompt,
                 "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
@@ -630,15 +635,6 @@ class _ResponsesRequest:
     def _part(self) -> dict[str, Any]:
         item_id = self._message_id if self._open_kind == "message" else self._reasoning_id
         return {"item_id": item_id, "output_index": self._output_index, "content_index": 0}
-
-    def _output(self, reply: Reply) -> list[dict[str, Any]]:
-        message = reply.message
-        reasoning, calls = message.get("reasoning_content"), message.get("tool_calls", ())
-        return [
-            *([self._item("reasoning", reasoning)] if reasoning else ()),
-            *([self._item("message", message["content"])] if message["content"] or not calls else ()),
-            *(_response_call(call) for call in calls),
-        ]
 
     def _item(self, kind: str, text: str | None) -> dict[str, Any]:
         if kind == "reasoning":
