@@ -19,6 +19,8 @@ from titanrl.config import Config
 from titanrl.config.errors import ConfigError
 from titanrl.data.tokenizer import EOS_ID, Tokenizer, load_tokenizer
 from titanrl.rollout.episodes import Episodes, start_episodes
+from titanrl.serving.app import Limits
+from titanrl.serving.http import listen
 
 PROMPT = Prompt(index=3, task="sums", text="1+1=", token_ids=(7, 8), entry={"question": "1+1=", "answer": "2", "metadata": {}})
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 1}}</tool_call>'
@@ -308,6 +310,15 @@ def test_failures_are_typed_retried_and_excluded(
     assert outcome != "timeout" or group.counts["environment_ms"] >= 790, "two episodes to their limit"
     assert problem in failure.error
     assert "data.environment: data.environment" not in failure.error
+
+
+def test_number_of_episodes_does_not_limit_their_calls(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(listen.__kwdefaults__, "max_connections", 2)
+    monkeypatch.setitem(Limits.__init__.__kwdefaults__, "max_calls", 2)
+    group, policy = play(tokenizer, module(tmp_path, ASK), num=4, in_round=True)
+    assert ([failure.error for failure in group.failures], policy.sizes[0]) == ([], 4)
 
 
 def test_errors_that_a_program_catches_are_counted(tokenizer: Tokenizer, tmp_path: Path) -> None:

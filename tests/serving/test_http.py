@@ -209,12 +209,24 @@ def test_wish_for_another_protocol_is_ignored() -> None:
 
 
 def test_connections_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint, "MAX_CONNECTIONS", 2)
+    monkeypatch.setitem(endpoint.listen.__kwdefaults__, "max_connections", 2)
     with serving(app_of(Scripted())) as server:
         clients = [socket.create_connection(("127.0.0.1", server.port), timeout=10) for _ in range(3)]
         assert clients[2].recv(1) == b""  # closed
         clients[0].close()
         until(lambda: httpx_ok(server))
+
+
+def test_connections_wait_while_the_endpoint_is_busy() -> None:
+    async def connect() -> None:
+        listener = await endpoint.listen(app_of(Scripted()), ("127.0.0.1", 0))
+        address = "127.0.0.1", int(listener.url.rpartition(":")[2])
+        clients = [socket.create_connection(address, timeout=5) for _ in range(300)]  # the event loop accepts none of them
+        for client in clients:
+            client.close()
+        await listener.close()
+
+    asyncio.run(connect())
 
 
 def httpx_ok(server: Server) -> bool:

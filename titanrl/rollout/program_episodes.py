@@ -7,6 +7,8 @@ program decides when to call the policy, with which messages, and when the episo
 
 import asyncio
 import os
+import resource
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -40,7 +42,7 @@ COUNTED = ("overridden_calls", "refused_calls", "abandoned_calls", "nonconformin
 """Metrics of an episode: calls that asked for other sampling options than those of the run, which decides alone; requests that
 got an error; calls whose client hung up before the reply, which are not trained on; and replies in another form than the client
 required."""
-_CALL_S = 86_400.0
+_CALL_S, _MAX_FILES = 86_400.0, 1 << 16
 _CLOSE_S = 10.0
 
 
@@ -88,9 +90,11 @@ class Programs:
         )
 
     async def start(self) -> None:
-        """Listen on a free port of the loopback interface."""
-        app = App(self.callers.find, [MODEL], EndpointLimits(call_s=_CALL_S))
-        self._listener = await listen(app, ("127.0.0.1", 0))
+        """Listen on a free port of the loopback interface, for as many calls as there are episodes."""
+        current, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # each call has a connection
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(current, min(most, _MAX_FILES)), most))
+        app = App(self.callers.find, [MODEL], EndpointLimits(max_calls=sys.maxsize, call_s=_CALL_S))
+        self._listener = await listen(app, ("127.0.0.1", 0), max_connections=sys.maxsize)
 
     @property
     def url(self) -> str:

@@ -248,6 +248,8 @@ Application = Callable[[Any, Any, Any], Awaitable[None]]
 
 MAX_CONNECTIONS = 1024
 """Connections that are open at the same time; others are closed at once."""
+MAX_BACKLOG = 4096
+"""Largest number of connections that wait until they are accepted. The kernel resets others."""
 HEAD_S = 60.0
 """Time limit for the head of a request, in seconds, from the connection or from its first byte."""
 MAX_HEAD_BYTES = 1 << 16
@@ -259,13 +261,14 @@ IDLE_S = 75.0
 class _Connection(HttpToolsProtocol):
     """A connection with a deadline and a size limit for the head of each request."""
 
+    max_connections = MAX_CONNECTIONS
     _head: asyncio.TimerHandle | None = None
     _is_in_head = True
     _is_repeated = False  # the head that is parsed
     _num_bytes = 0  # of the head, without the part that arrived with what is before it
 
     def connection_made(self, transport: Any) -> None:
-        if len(self.connections) >= MAX_CONNECTIONS:
+        if len(self.connections) >= self.max_connections:
             transport.abort()
             return
         super().connection_made(transport)
@@ -360,7 +363,7 @@ class Listener:
             self._path.unlink(missing_ok=True)
 
 
-async def listen(app: Application, at: tuple[str, int] | Path) -> Listener:
+async def listen(app: Application, at: tuple[str, int] | Path, *, max_connections: int = MAX_CONNECTIONS) -> Listener:
     """Serve an application on an address and port (0 selects a free one), or on a Unix socket, on the running event loop.
 
     A Unix socket must be in a folder that only this user can enter.
@@ -383,17 +386,20 @@ async def listen(app: Application, at: tuple[str, int] | Path) -> Listener:
     )
     config.load()
     state, loop = ServerState(), asyncio.get_running_loop()
+    backlog = min(max_connections, MAX_BACKLOG)
 
     def connect() -> asyncio.Protocol:
-        return _Connection(config=config, server_state=state, app_state={}, _loop=loop)
+        connection = _Connection(config=config, server_state=state, app_state={}, _loop=loop)
+        connection.max_connections = max_connections
+        return connection
 
     if isinstance(at, Path):
         mode = at.parent.stat()
         if mode.st_uid != os.getuid() or stat.S_IMODE(mode.st_mode) & 0o077:
             raise ValueError(f"{at.parent}: only you may have access to the folder of a Unix socket. Run chmod 700 on it.")
-        server = await loop.create_unix_server(connect, str(at))
+        server = await loop.create_unix_server(connect, str(at), backlog=backlog)
         return Listener(server, state, f"unix:{at}", at)
     family = socket.AF_INET6 if ":" in at[0] else socket.AF_INET
-    server = await loop.create_server(connect, at[0], at[1], family=family)
+    server = await loop.create_server(connect, at[0], at[1], family=family, backlog=backlog)
     port = server.sockets[0].getsockname()[1]
     return Listener(server, state, f"http://{f'[{at[0]}]' if ':' in at[0] else at[0]}:{port}", None)
