@@ -117,6 +117,17 @@ def test_dry_run_notes_unused_weights_of_policy_and_teacher(capsys: pytest.Captu
     assert list(policy_notes(load_config("quickstart"))) == []
 
 
+def test_date_that_the_chat_template_writes_is_noted() -> None:
+    model = write_model()
+    (model / "chat_template.jinja").write_text("{{ strftime_now('%Y') }}")
+    (note,) = policy_notes(load_config("quickstart", [f"model.path={model}", "warm_start=null"]))
+    assert note.startswith(
+        "the chat template writes a date, which is 2024-07-26 on every day; data.chat_template_kwargs: {strftime_now: "
+    )
+    own = "data.chat_template_kwargs={strftime_now: 2026-01-31}"
+    assert list(policy_notes(load_config("quickstart", [f"model.path={model}", "warm_start=null", own]))) == []
+
+
 def test_rules_on_the_size_of_the_model() -> None:
     model = write_model()
     heads, positions = problems(f"model: {{path: {model}}}\ntrainer: {{row_tokens: 516, parallelism: {{tp: 4}}}}")

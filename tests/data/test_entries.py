@@ -124,6 +124,13 @@ def test_text_that_only_resembles_messages_stays_text(file: Path, text: str) -> 
     assert (entry["question"], "messages" in entry) == (text, False)
 
 
+def test_placeholder_of_an_image_is_refused(file: Path) -> None:
+    row = {"messages": [user("<image>\nWhat is it?"), assistant("A cat")], "images": [{"bytes": "a", "path": "b"}]}
+    assert entries(written(file, [row | {"images": None}]))[0]["question"] == "<image>\nWhat is it?"  # it may be text, of HTML
+    with pytest.raises(BrokenRules, match="the text has the placeholder <image>, but only text reaches the model"):
+        entries(written(file, [row]))
+
+
 def test_floats_of_32_bits_have_their_shortest_notation(tmp_path: Path) -> None:
     narrow = pyarrow.float32()
     point = pyarrow.struct([("x", narrow), ("ys", pyarrow.list_(pyarrow.struct([("y", narrow)])))])

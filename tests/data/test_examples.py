@@ -62,6 +62,14 @@ def test_prompt_and_completion_are_rendered_as_a_chat(tmp_path: Path, chat: Toke
     assert texts(read_examples(config_of(path, {"chat_template": "never"}), chat).training, chat) == [("1+2=", "3<eos>")]
 
 
+def test_prompt_and_completion_may_be_the_json_text_of_messages(tmp_path: Path, chat: Tokenizer) -> None:
+    asked, reply = [{"role": "user", "content": "1+2="}], [{"role": "assistant", "content": "3"}]
+    path = write(tmp_path / "a.jsonl", {"prompt": json.dumps(asked), "completion": json.dumps(reply)})
+    assert texts(read_examples(config_of(path), chat).training, chat) == [("[user] 1+2=<eos> [assistant] ", "3<eos>")]
+    write(path, {"prompt": asked, "completion": str(reply)})
+    assert "completion looks like a list of messages, which must be valid JSON" in problem(path, chat)
+
+
 def test_split_matches_the_split_of_prompts(tmp_path: Path, chat: Tokenizer) -> None:
     questions = [f"{i}+1=" for i in range(60)]
     conversations = [
@@ -141,6 +149,7 @@ def test_huge_example_is_cut_before_tokenization(tmp_path: Path, tokenizer: Toke
         ('{"text": "1"}', "prompt is missing"),
         ('{"prompt": "1", "completion": true}', "completion must be a string, got true"),
         ('{"prompt": " ", "completion": "2"}', "prompt is empty"),
+        ('{"prompt": "<image> 1?", "completion": "2", "image": "a.png"}', "the text has the placeholder <image>"),
         ('{"prompt": "caf\\u00e9", "completion": "2"}', "no token for some characters"),
         ('{"messages": [{"role": "user"}]}', "messages[0].content must be a string"),
         ('{"messages": [{"role": "user", "content": "Hi"}]}', "messages require a chat template, but the tokenizer has none"),

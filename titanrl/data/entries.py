@@ -358,8 +358,16 @@ def entry_of(row: Any, config: DataConfig) -> dict[str, Any]:
     if options := read_options(row.get(OPTIONS_COLUMN)):
         entry[OPTIONS_COLUMN] = options
     entry["answer"] = _answer(answer, answer_name, entry, config)
+    check_media(row, entry["question"])
     check_unicode({key: value for key, value in entry.items() if key != "metadata"})
     return entry
+
+
+def check_media(row: Mapping[str, Any], text: str) -> None:
+    """Raise `BadRow` if a text has the placeholder of an image, video or sound of its row, which the model does not get."""
+    for name in ("image", "video", "audio"):
+        if f"<{name}>" in text and not all(is_missing(row.get(column)) for column in (name, f"{name}s")):
+            raise BadRow(f"the text has the placeholder <{name}>, but only text reaches the model", "leave out the row")
 
 
 def hinted_entry(entry: Mapping[str, Any], hint: str) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from titanrl.data.entries import (
     BadRow,
     Message,
     Selection,
+    check_media,
     data_digest,
     format_of,
     is_missing,
@@ -268,6 +269,7 @@ class _Reader:
                 continue
             try:
                 text, example = self._converted(row.content)
+                check_media(row.content, text)
                 kept = self._limited(example)
             except BadRow as error:
                 raise row.broken(error) from error
