@@ -528,6 +528,23 @@ def test_client_that_hangs_up_is_not_trained_on(tokenizer: Tokenizer, tmp_path: 
     assert group.rollouts[0].sampled.token_ids.tolist() == [*tokenizer.encode("2"), EOS_ID]
 
 
+def test_program_that_waits_for_no_reply_is_told_so(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    code = """
+        try:
+            await create(model=task.model, messages=[{"role": "user", "content": "a"}], timeout=0.5)
+        except openai.APITimeoutError:
+            pass
+    """
+
+    class Never(Policy):
+        async def __call__(self, *_: Any, **options: Any) -> list[Completion]:
+            return await asyncio.Future()
+
+    group, _ = play(tokenizer, module(tmp_path, code), Never(tokenizer, []))
+    (failure,) = group.failures
+    assert "it made no call of the policy for whose reply it waited" in failure.error
+
+
 @pytest.mark.parametrize(
     ("section", "problem"),
     [

@@ -365,7 +365,8 @@ class ProgramEpisode(Attempt):
             is_ours = isinstance(error, EnvironmentFailure)
             raise EpisodeError(outcome, str(error) if is_ours else f"{KEY}: it raised {describe_user_error(error)}") from error
         if not self.num_turns:
-            raise EpisodeError("environment_error", f"{KEY}: it made no call of the policy{self._refusal}")
+            which = self._refusal or (" for whose reply it waited" if self._num_asked else "")
+            raise EpisodeError("environment_error", f"{KEY}: it made no call of the policy{which}")
         self.metrics = metrics
         if error is None:
             result = program.result()
