@@ -13,6 +13,7 @@ PARAMETERS = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.re
 KEYS = {f"{section.path}.{key}".lstrip(".") for section in sections() for key in section.keys}
 SECTIONS = {section.path for section in sections() if section.path}
 METRICS = (ROOT / "docs/metrics.md").read_text()
+SOURCE = "\n".join(path.read_text() for path in (ROOT / "titanrl").rglob("*.py"))
 USERS = re.compile(r"reward/[a-z_]+(/[a-z_]+)?")
 """Metrics of rewards, which users name."""
 METHODS = {"weights.publish", "weights.pushed"}
@@ -41,9 +42,8 @@ def test_named_metrics_are_in_the_reference(page: Path) -> None:
 
 @PARAMETERS
 def test_named_exceptions_exist(page: Path) -> None:
-    source = "\n".join(path.read_text() for path in (ROOT / "titanrl").rglob("*.py"))
     named = set(re.findall(r"`([A-Z]\w*(?:Error|Died|Unavailable))`", page.read_text()))
-    assert {name for name in named if not re.search(rf"\b{name}\b", source)} == set()
+    assert {name for name in named if not re.search(rf"\b{name}\b", SOURCE)} == set()
 
 
 def test_page_of_the_built_in_rewards_has_every_reward_and_option() -> None:
