@@ -61,7 +61,7 @@ from titanrl.processes.sandbox import SandboxDied
 from titanrl.processes.temporary import TemporaryFolder, delete_all
 from titanrl.processes.variables import broken_by_cores, broken_by_templates, secure_caches
 from titanrl.rollout.renderers import make_renderer
-from titanrl.rollout.scoring import ScoringPool, TrustedReward, in_thread, reward_specs, weighted
+from titanrl.rollout.scoring import ScoringPool, TrustedReward, in_thread, reward_plugin, reward_specs, weighted
 
 OTEL = ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http")
 """Packages of `logging.otlp_endpoint`."""
@@ -941,9 +941,8 @@ async def _scores(config: Config, plugins: Plugins, answers: Answers, limit_s: f
     scores: dict[str, list[Score]] = {}
     for name, reward in config.data.reward_parts.items():
         if reward.trusted:
-            key = f"data.rewards.{name}"
             try:
-                loading = in_thread(partial(custom_reward, plugins.get(key) or Plugin(key=key, name=reward.function)))
+                loading = in_thread(partial(custom_reward, reward_plugin(name, reward, plugins)))
                 function = await asyncio.wait_for(loading, CHECK_LIMIT_S)
             except Exception:  # importing a module may raise anything
                 continue

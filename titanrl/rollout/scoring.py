@@ -84,7 +84,7 @@ class Scoring:
             await self._pool.start()
         for name, reward in self._rewards.items():
             if reward.trusted:
-                function = custom_reward(_plugin(name, reward, self._plugins))
+                function = custom_reward(reward_plugin(name, reward, self._plugins))
                 self._parts[name] = TrustedReward(BoundReward(name, function), self._timeout_s).score
             elif reward.function == "judge":
                 from titanrl.rollout.remote import Judge  # httpx is missing until `titanrl doctor --install`
@@ -128,7 +128,7 @@ def reward_specs(config: Config, plugins: Plugins) -> list[RewardSpec]:
         bounds = (-1.0, 0.0) if function in PENALTIES else (0.0, 1.0)
         if is_custom:
             factory = f"{custom_reward.__module__}:{custom_reward.__name__}"
-            kwargs, bounds = {"plugin": _plugin(name, reward, plugins)}, (-math.inf, math.inf)
+            kwargs, bounds = {"plugin": reward_plugin(name, reward, plugins)}, (-math.inf, math.inf)
         elif function == "reasoning_gym":
             kwargs = {"task": config.data.task, "config": config.data.task_config}
         elif function in REWARD_OPTIONS:
@@ -139,7 +139,8 @@ def reward_specs(config: Config, plugins: Plugins) -> list[RewardSpec]:
     return specs
 
 
-def _plugin(name: str, reward: RewardConfig, plugins: Plugins) -> Plugin:
+def reward_plugin(name: str, reward: RewardConfig, plugins: Plugins) -> Plugin:
+    """Return the plugin of a user-defined reward by its name."""
     key = f"data.rewards.{name}"
     return plugins.get(key) or Plugin(key=key, name=reward.function)
 
