@@ -47,7 +47,7 @@ class Prompt:
     """Name of the task, as used in metric names."""
     text: str
     """The question, before the chat template is applied."""
-    token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...] = field(repr=False)
     """Input tokens of the generator, `[P]`."""
     entry: Mapping[str, Any]
     """Data for the rewards: `question`, `answer`, `metadata`."""
@@ -615,6 +615,12 @@ class StepMetrics:
     values: Mapping[str, float]
     """Values by metric name; docs/metrics.md lists the names."""
 
+    def __repr__(self) -> str:
+        main = ("reward/mean", "loss/train", "policy/kl_teacher", "time/step_s")
+        shown = [f"{name}={self.values[name]:.4g}" for name in main if name in self.values]
+        text = ", ".join([*shown, f"{len(self.values) - len(shown)} more values"])
+        return f"<StepMetrics step={self.step} version={self.version}: {text}>"
+
 
 T = TypeVar("T")
 
@@ -660,7 +666,7 @@ class DataResult:
 class ForwardBackwardOutput:
     """Result of a forward or forward-backward pass."""
 
-    loss_fn_outputs: tuple[Mapping[str, FloatArray], ...]
+    loss_fn_outputs: tuple[Mapping[str, FloatArray], ...] = field(repr=False)
     """Outputs of each datum, in input order: `logprobs` of its targets, `[S]`."""
     metrics: Mapping[str, float]
     """Metrics; the suffix of a name is the reduction, as in `loss:sum`."""

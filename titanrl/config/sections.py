@@ -171,6 +171,11 @@ class Section(BaseModel):
         """Return those of the keys whose values are not the defaults."""
         return [key for key in keys if getattr(self, key) != type(self).model_fields[key].get_default()]
 
+    def __repr__(self) -> str:
+        """Show only the keys that differ from their defaults, as `--dry-run` does."""
+        shown = (f"{key}={getattr(self, key)!r}" for key in self.changed(*type(self).model_fields))
+        return f"{type(self).__name__}({', '.join(shown)})"
+
     def value_of(self, key: str) -> Any:
         """Return the value at a dotted key, such as `kl.reference`; sections become mappings."""
         value: Any = self

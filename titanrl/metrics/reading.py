@@ -407,6 +407,8 @@ Points = list[tuple[float, float]]
 
 TYPES = ("<i4", "<f4", "<f8", "|b1")
 """Types of columns."""
+REPR_BYTES = 1 << 16
+"""Last bytes of the metrics that the representation of a run reads."""
 TOKEN_COLUMNS = frozenset({"token_ids", "mask", "logprobs", "versions"})
 """Columns that every group has."""
 
@@ -725,6 +727,11 @@ class RunRecord:
         """Open a run directory; see `open_run`."""
         self.path = path
         self._indices: dict[Kind, CompletionIndex] = {}
+
+    def __repr__(self) -> str:
+        lines = _lines_of(self.path / "metrics.jsonl", REPR_BYTES)
+        steps = [line["step"] for line in lines if is_step(line.get("step"))]
+        return f"<RunRecord of {self.path}, {f'step {steps[-1]}' if steps else 'no step yet'}>"
 
     @property
     def config(self) -> str:

@@ -59,21 +59,21 @@ class Sample:
     Example: `Sample(prompt=[5, 6], tokens=[7, 1], logprobs=[-0.1, -0.7], versions=[4, 4], text="9", finish_reason="stop")`
     """
 
-    prompt: IntArray
+    prompt: IntArray = field(repr=False)
     """Prompt tokens, `[P]`."""
-    tokens: IntArray
+    tokens: IntArray = field(repr=False)
     """Sampled tokens, including the end-of-sequence token if it was sampled, `[T]`."""
-    logprobs: FloatArray
+    logprobs: FloatArray = field(repr=False)
     """Log-probability of each token under the sampling distribution, in nats, `[T]`."""
-    versions: IntArray
+    versions: IntArray = field(repr=False)
     """Policy version that sampled each token, `[T]`."""
     text: str
     """Text of the completion, without special tokens and without the stop text that ended it."""
     finish_reason: FinishReason
     """`stop`: ended by the policy or a stop text; `length`: truncated at the limit; `abort`: cancelled."""
-    supports: Supports | None = None
+    supports: Supports | None = field(default=None, repr=False)
     """Support of each token's distribution, if sampling was truncated, `[T]`."""
-    experts: ExpertIds | None = None
+    experts: ExpertIds | None = field(default=None, repr=False)
     """Experts of the tokens of prompt and completion, with `trainer.routing: compared` or `replayed`, `[P + T, layers, experts
     of a token]`."""
 
@@ -275,6 +275,10 @@ class SamplingClient:
         self._sampler, self._adapter = sampler, adapter
         self.version = version
         """Policy version that samples every token; None uses the newest version at the time."""
+
+    def __repr__(self) -> str:
+        of = "the newest version" if self.version is None else f"version {self.version}"
+        return f"<SamplingClient of {of} of {self._sampler.config.name}>"
 
     @property
     def tokenizer(self) -> Tokenizer:

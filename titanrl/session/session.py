@@ -501,6 +501,11 @@ class Session:
         weights = None if parts.trainer is None or parts.generators is None else parts.weights
         self._training = None if parts.trainer is None else TrainingClient(parts.trainer, self.run_dir, weights, self._sampler)
 
+    def __repr__(self) -> str:
+        clients = {"training": self._training, "sampling": self._sampler}
+        usable = " and ".join(name for name, client in clients.items() if client is not None)
+        return f"<Session for {usable} in {self.run_dir}{'' if self.fault is None else f', failed: {self.fault}'}>"
+
     @property
     def model(self) -> ModelDirectory:
         """Hugging Face directory of the policy, before a warm start."""
