@@ -12,7 +12,7 @@ import pytest
 
 from tests.ports import free_port
 from titanrl.config.errors import BrokenRules, ConfigError
-from titanrl.config.load import load_config, read_source
+from titanrl.config.load import explain_rule, load_config, read_source
 from titanrl.config.schema import Config
 from titanrl.hosts.holder import is_loopback
 from titanrl.hosts.launcher import (
@@ -22,6 +22,7 @@ from titanrl.hosts.launcher import (
     drop_variables,
     first_node,
     own_address,
+    run_launched,
     world_for,
     world_of,
 )
@@ -165,6 +166,25 @@ def test_wrong_processes_are_reported_with_the_other_rules(
     assert "can execute code as you" in about_trust
 
 
+def test_wrong_processes_are_reported_after_what_the_checks_find(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    config, source = configured("hosts.trusted_network=false"), read_source("quickstart")
+    trust = [explain_rule(rule, source) for rule in broken_by_launcher(config)]
+
+    def check() -> None:
+        raise ConfigError("model.path: no such model", *trust)
+
+    with pytest.raises(ConfigError) as raised:
+        run_launched(config, source, lambda: 0, check)
+    about_model, about_trust, about_world = raised.value.messages
+    assert (about_model, about_trust) == ("model.path: no such model", *trust)
+    assert "requires a program" in about_world
+    with pytest.raises(ConfigError, match="requires a program") as raised:
+        run_launched(config, source, lambda: 0, lambda: None)
+    assert len(raised.value.messages) == 2
+
+
 def test_several_processes_per_host_are_allowed_on_cpu() -> None:
     assert list(broken_by_world(configured(), world(2, local_size=2))) == []
 
@@ -213,7 +233,7 @@ except ConfigError as error:
     tell_failure(source, str(error))
     sys.exit(2)
 try:
-    code = run_launched(config, source, controller)
+    code = run_launched(config, source, controller, lambda: None)
 except ConfigError as error:
     print(error)
     code = 2

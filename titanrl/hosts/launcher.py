@@ -457,9 +457,20 @@ class LauncherHosts(LeasedHosts):
 # The command
 
 
-def run_launched(config: Config, source: Source, controller: Callable[[], int]) -> int:
-    """Run the controller on rank 0, and a host on every other rank; return the exit code."""
-    world = world_for(config, source, *broken_by_launcher(config))
+def run_launched(config: Config, source: Source, controller: Callable[[], int], check: Callable[[], object]) -> int:
+    """Run the controller on rank 0, and a host on every other rank; return the exit code.
+
+    If the launcher's processes are wrong, `check` is called, whose `ConfigError` is part of the refusal: otherwise a user would
+    learn only from the next start what is wrong with the model or the data.
+    """
+    try:
+        world = world_for(config, source, *broken_by_launcher(config))
+    except ConfigError as error:
+        try:
+            check()
+        except ConfigError as other:  # has the rules about launchers, too
+            raise ConfigError(*dict.fromkeys((*other.messages, *error.messages))) from None
+        raise
     problems = [explain_rule(rule, source) for rule in _broken_here(config, world)]
     try:
         if not world.rank:

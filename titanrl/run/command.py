@@ -66,13 +66,14 @@ def main(kind: type[Run], argv: Sequence[str] | None = None, *, prog: str = "tit
     arguments = parse_run(argv, prog=prog, purpose=kind.purpose)
     with refusing():
         config, source = read(kind, arguments)
+        accepts = arguments.accept_changed_data
+        checks = partial(check, kind.for_config(config), config, arguments.resume, source, accepts)
         if arguments.dry_run:
-            accepts = arguments.accept_changed_data
-            dry_run(config, source, partial(check, kind.for_config(config), config, arguments.resume, source, accepts))
+            dry_run(config, source, checks)
             sys.exit(0)
-    start = partial(run, kind, config, arguments.resume, source, accepts_changed_data=arguments.accept_changed_data)
+    start = partial(run, kind, config, arguments.resume, source, accepts_changed_data=accepts)
     try:
-        code = run_launched(config, source, start) if config.hosts.kind == "launcher" else start()
+        code = run_launched(config, source, start, checks) if config.hosts.kind == "launcher" else start()
     except ConfigError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
