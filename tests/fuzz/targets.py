@@ -126,7 +126,8 @@ def checkpoints(rng: Random, folder: Path) -> int:
     except OSError as error:  # such as a folder in place of a file
         return 1 if str(run_dir) in str(error) else refused("")
     set_aside(run_dir / "checkpoints", found.state.step)
-    written = directory.metrics.is_file()  # not so if it became a link to /dev/null
+    # A link to /dev/null keeps nothing, and one to a missing file lets appending make that file; neither is read.
+    written = directory.metrics.is_file() and not directory.metrics.is_symlink()
     steps = [row["step"] for row in read_metrics(directory.metrics)] if written else [found.state.step + 1]
     if max(steps) != found.state.step + 1 or any(index >= found.state.next_index for index in recorded(run_dir, "rollouts")):
         raise Failed("lines of later steps remain")
