@@ -18,6 +18,12 @@ import asyncio, socket, titanrl
 def right(completion, entry): return {"right": float(entry["answer"] in completion), "long": len(completion) / 100}
 def steps(completion, entry): return titanrl.TokenRewards(steps=[(3, 1)], tokens=[0.5] * len(completion))
 def raises(completion, entry): return entry["metadata"]["level"]
+def optional(completion, entry):
+    try:
+        return float(len(open("/etc/passwd").read()))
+    except OSError:
+        return 0.0
+
 def text(completion, entry): return "1.0"
 def nothing(completion, entry): return None
 def undefined(completion, entry): return float("nan")
@@ -27,6 +33,9 @@ def network(completion, entry): return 1.0 if socket.create_connection(("127.0.0
 async def waits(completion, entry):
     await asyncio.sleep(0.001)
     return 1.0
+
+@titanrl.group_reward
+def optionals(completions, entry): return [optional(completion, entry) for completion in completions]
 
 @titanrl.group_reward
 def short(completions, entry): return [1.0]
@@ -79,6 +88,17 @@ def test_exception_on_a_sample_is_only_a_warning(tmp_path: Path) -> None:
         "data.rewards.raises: the reward failed for the sample completion '<answer>4</answer>' "
         "(KeyError: 'level' (own_rewards.py:6)). If it fails on real completions, they have no reward."
     ]
+
+
+def test_reward_that_goes_on_without_a_denied_file_is_a_warning(tmp_path: Path) -> None:
+    broken, warnings = tried(tmp_path, ["right", "optional", "optionals"])
+    assert broken == {}
+    assert warnings == [
+        f"data.rewards.{name}: it tried to read /etc/passwd, which the sandbox denies, and went on without it. Read it when "
+        f"the module is imported, or set data.rewards.{name}.trusted to true, unless its rewards do not depend on it."
+        for name in ("optional", "optionals")
+    ]
+    assert tried(tmp_path, ["optional"], trusted=True) == ({}, [])
 
 
 def test_trusted_rewards_are_tried_with_an_event_loop(tmp_path: Path) -> None:

@@ -463,7 +463,8 @@ class Score:
     status: Status
     """`ok`; `error`: the reward raised or returned no valid score; `timeout`: it took too long; `crash`: its process died."""
     detail: str = ""
-    """Error message in printable ASCII; empty if the status is `ok`. Do not trust it: a completion can forge it."""
+    """Error message in printable ASCII; if the status is `ok`, a file that the sandbox denied to the reward, or empty. Do not
+    trust it: a completion can forge it."""
     token_rewards: Mapping[str, TokenRewards] = field(default_factory=dict)
     """Token rewards by part. Their sum is the reward of the part."""
 
@@ -514,7 +515,7 @@ def parse_scores(reply: bytes, spec: RewardSpec, num_tokens: Sequence[int]) -> l
 def _parse_result(encoded: bytes, spec: RewardSpec) -> Score:
     match result := json.loads(encoded):
         case {"parts": dict(parts)} if "tokens" not in result and spec.allows(parts):
-            return Score(parts=parts, status="ok")
+            return Score(parts=parts, status="ok", detail=ascii(result.get("denied", ""))[1:-1])
         case {"parts": dict(parts), "tokens": dict(tokens)} if spec.allows_tokens(tokens):
             by_token = {
                 part: TokenRewards(whole=whole, tokens=own, steps=[(end, reward) for end, reward in steps])
@@ -522,7 +523,7 @@ def _parse_result(encoded: bytes, spec: RewardSpec) -> Score:
             }
             score = Score.of(parts | by_token)
             if spec.allows(score.parts):  # sums recomputed here, because those in the reply cannot be trusted
-                return score
+                return replace(score, detail=ascii(result.get("denied", ""))[1:-1])
         case {"error": str(detail)}:
             return Score(parts={}, status="error", detail=repr(detail)[1:-1])
     low, high = spec.bounds

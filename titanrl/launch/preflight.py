@@ -903,6 +903,10 @@ def try_rewards(config: Config, plugins: Plugins, entry: Mapping[str, Any], sect
         scored = [weighted({name: score}, {name: reward}, answers, index) for index, score in enumerate(of_reward)]
         errors = [(index, one.error.removeprefix(f"{name}: ")) for index, one in enumerate(scored) if one.reward is None]
         if not errors:
+            if denied := next((score.detail for score in of_reward if score.detail), ""):
+                rule = f"it tried to read {denied}, {DENIED}, and went on without it"
+                fix = f"Read it when the module is imported, or set data.rewards.{name}.trusted to true"
+                warnings.append(f"{key}: {rule}. {fix}, unless its rewards do not depend on it.")
             continue
         index, error = errors[0]
         sample = f"for the sample completion {answers.completions[index]!r:.60}"

@@ -213,12 +213,13 @@ def _score_group(loaded: _Loaded, answers: Answers) -> list[dict[str, Any]]:
     returned = _attempt(loaded, lambda: {"values": reward.values(_awaited(reward.call_group(answers)), num)})
     if "error" in returned:
         return [returned] * num
-    return [_attempt(loaded, lambda value=value: encoded_score(reward.parts(value))) for value in returned["values"]]  # type: ignore[misc]
+    values = returned.pop("values")  # what was denied to the call concerns each of them
+    return [_attempt(loaded, lambda value=value: encoded_score(reward.parts(value))) | returned for value in values]  # type: ignore[misc]
 
 
 def _attempt(loaded: _Loaded, call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Return the result of a call, or the message of its exception."""
-    _network.was_tried = _network.made_socket = False
+    _network.was_tried, _network.made_socket, _network.denied = False, False, ""
     try:
         result = call()
     except BaseException as error:  # includes SystemExit: a reward may eval an answer that calls exit()
@@ -227,7 +228,7 @@ def _attempt(loaded: _Loaded, call: Callable[[], dict[str, Any]]) -> dict[str, A
         return {"error": f"{text} ({needs})" if needs else text}
     if _network.was_tried and loaded.spec.is_custom:  # the reward caught the exception, so its value would be wrong
         return {"error": _needs(loaded.reward, None)}
-    return result
+    return result | {"denied": _network.denied[:_MAX_DETAIL_CHARS]} if _network.denied and loaded.spec.is_custom else result
 
 
 def _awaited(value: Any) -> Any:
@@ -243,19 +244,32 @@ def _awaited(value: Any) -> Any:
 
 
 class _Network:
-    """Detects attempts to use the network, even if the reward catches the resulting exception."""
+    """Detects attempts to use the network or to read a denied file, even if the reward catches the resulting exception."""
 
     def __init__(self) -> None:
         self.was_tried = False
         """True after an attempt to resolve a name or to connect."""
         self.made_socket = False
         """True after an attempt to create a socket. Some libraries do this on import without needing the network."""
+        self.denied = ""
+        """The last file that could not be read for lack of permission. Some libraries try files that they do not need."""
+        self._is_probing = False
 
-    def note(self, event: str, _: tuple[Any, ...]) -> None:
+    def note(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event in ("socket.getaddrinfo", "socket.gethostbyname", "socket.connect", "socket.sendto"):
             self.was_tried = True
         elif event == "socket.__new__":
             self.made_socket = True
+        elif event == "open" and isinstance(arguments[0], str) and not (self._is_probing or arguments[2] & os.O_ACCMODE):
+            self._is_probing = True  # opening the file is another event
+            try:
+                os.close(os.open(arguments[0], os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+            except PermissionError:
+                self.denied = arguments[0]
+            except (OSError, ValueError):  # the reward gets the same error
+                pass
+            finally:
+                self._is_probing = False
 
 
 _network = _Network()
