@@ -161,7 +161,7 @@ async def test_actions_that_are_calls_of_tools_are_calls_of_the_policy(monkeypat
     ("text", "error", "problem"),
     [
         ("raise", EnvironmentFailure, "step failed on the server: .*the wall is in the way"),
-        ("hang", EnvironmentTimeout, "step took longer than 1 s"),
+        ("hang", EnvironmentTimeout, "step took longer than 3 s"),
         ("crash", EnvironmentDied, r"step failed: .*\(exit code 3\)"),
         ("garbage", EnvironmentFailure, "the reply to step is no JSON"),
         ("shape", EnvironmentFailure, "the reply to step is not one of OpenEnv"),
@@ -173,7 +173,7 @@ async def test_actions_that_are_calls_of_tools_are_calls_of_the_policy(monkeypat
 )
 async def test_failures_of_a_server_fail_the_episode(text: str, error: type[Exception], problem: str) -> None:
     with pytest.raises(error, match=problem):
-        await reply(text, PACKAGE if text in ("hang", "crash") else "", timeout_s=1.0 if text == "hang" else 30.0)
+        await reply(text, PACKAGE if text in ("hang", "crash") else "", timeout_s=3.0 if text == "hang" else 30.0)
 
 
 async def test_errors_are_shown_where_the_options_say_so() -> None:
