@@ -117,7 +117,7 @@ def test_sigterm_during_start_shuts_down_cleanly_with_143(start_run: Start, plai
 def test_task_without_signal_ends_with_starvation_error(start_run: Start, plain_run: Finished, tmp_path: Path) -> None:
     (tmp_path / "same_reward.py").write_text("def score(text, entry):\n    return 0.5\n")
     reward = f"data.rewards={{answer: '{tmp_path}/same_reward.py:score'}}"
-    finished = start_run("starved", *plain_run.as_start, reward, "rollout.starvation_timeout_s=1").finish()
+    finished = start_run("starved", *plain_run.as_start, reward, "rollout.starvation_timeout_s=3").finish()
     assert finished.code == 1
     last = finished.output.splitlines()[-1]
     assert "StarvationError" in last
