@@ -289,11 +289,19 @@ async def http_server(as_events: bool = False) -> AsyncIterator[tuple[str, list[
     import uvicorn
     from starlette.applications import Starlette
     from starlette.requests import Request
-    from starlette.responses import JSONResponse, Response
+    from starlette.responses import JSONResponse, Response, StreamingResponse
     from starlette.routing import Route
 
     seen: list[dict[str, Any]] = []
     counts: dict[str, int] = {}
+    answers: asyncio.Queue[Any] = asyncio.Queue()
+
+    async def ask(number: int) -> AsyncIterator[str]:
+        for each in ({"id": "s1", "method": "ping"}, {"id": "s2", "method": "sampling/createMessage", "params": {}}):
+            yield f"data: {json.dumps({'jsonrpc': '2.0', **each})}\n\n"
+        text = json.dumps(sorted([await answers.get(), await answers.get()], key=lambda each: str(each["id"])))
+        result = {"content": [{"type": "text", "text": text}]}
+        yield f"data: {json.dumps({'jsonrpc': '2.0', 'id': number, 'result': result})}\n\n"
 
     async def answer(request: Request) -> Response:
         seen.append({"method": request.method, **request.headers})
@@ -305,7 +313,9 @@ async def http_server(as_events: bool = False) -> AsyncIterator[tuple[str, list[
             return Response("go away", status_code=401)
         message = await request.json()
         number, headers = message.get("id"), {}
-        if number is None:
+        if "method" not in message:
+            await answers.put(message)
+        if number is None or "method" not in message:
             return Response(status_code=202)
         value: Any = {"tools": [{"name": "act", "inputSchema": {"type": "object", "properties": {"do": {}}}}]}
         if message["method"] == "initialize":
@@ -327,6 +337,8 @@ async def http_server(as_events: bool = False) -> AsyncIterator[tuple[str, list[
                     return Response(b"x" * (MAX_REPLY_BYTES + 1), media_type="application/json")
                 case "forget":
                     counts.clear()
+                case "asks":
+                    return StreamingResponse(ask(number), media_type="text/event-stream")
             value = {"content": [{"type": "text", "text": str(counts.get(session))}]}
         reply = {"jsonrpc": "2.0", "id": number, "result": value}
         if as_events:
@@ -377,6 +389,14 @@ async def test_failures_of_an_http_server_fail_the_episode(action: str, error: t
     async with http_server() as (url, _), environments(mcp=url, timeout_s=1.0) as made:
         with pytest.raises(error, match=text):
             await replies(made, action)
+
+
+async def test_requests_of_an_http_server_are_refused() -> None:
+    async with http_server() as (url, _), environments(mcp=url, timeout_s=5.0) as made:
+        (text,) = await replies(made, "asks")
+        pong, refusal = json.loads(text)
+        assert pong == {"jsonrpc": "2.0", "id": "s1", "result": {}}
+        assert refusal["error"] == {"code": -32601, "message": "this client does not support sampling/createMessage"}
 
 
 async def test_lost_sessions_wrong_keys_and_unreachable_servers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

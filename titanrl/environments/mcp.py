@@ -357,9 +357,8 @@ class _Stdio(_Server):
         """Process a message; return False if it is none, or not expected."""
         match message:
             case {"method": str(method), "id": int() | str() as number}:
-                error = {"code": -32601, "message": f"this client does not support {method:.80}"}
                 with suppress(EnvironmentFailure):
-                    self._send({"jsonrpc": "2.0", "id": number} | ({"result": {}} if method == "ping" else {"error": error}))
+                    self._send(_answer_to(method, number))
                 return method == "ping"
             case {"method": str(method)}:
                 self.num_changes += method == "notifications/tools/list_changed"
@@ -368,6 +367,12 @@ class _Stdio(_Server):
                 _settle(self._pending[number], rest)
                 return True
         return False
+
+
+def _answer_to(method: str, number: int | str) -> dict[str, Any]:
+    """Return the answer to a request of a server, of which this client supports only pings."""
+    error = {"code": -32601, "message": f"this client does not support {method:.80}"}
+    return {"jsonrpc": "2.0", "id": number} | ({"result": {}} if method == "ping" else {"error": error})
 
 
 def _settle(reply: "asyncio.Future[object]", message: Mapping[Any, Any]) -> None:
@@ -399,6 +404,7 @@ class _Http(_Server):
         self._client = httpx.AsyncClient(headers=headers, timeout=None, verify=certificates())
         self._errors = httpx.HTTPError
         self._session: str | None = None
+        self._answers: set[asyncio.Task[None]] = set()  # to requests of the server
 
     async def request(self, method: str, params: Mapping[str, Any]) -> object:
         number = next(self._ids)
@@ -452,7 +458,7 @@ class _Http(_Server):
             raise self._failed(EnvironmentTimeout(f"{_KEY}: {method} took longer than {limit_s:g} s")) from None
         except self._errors as error:
             raise self._failed(EnvironmentDied(f"{_KEY}: {type(error).__name__}: {error} (got {self._options.mcp})")) from error
-        if response.status_code >= 400:
+        if response.status_code >= 400 and "method" in message:  # a server may take no answers to its requests
             text = f"HTTP status {response.status_code} ({bytes(received[:200]).decode(errors='replace')!a})"
             fix = " Set key_variable to the variable with the key." if response.status_code in (401, 403) else ""
             raise self._failed(EnvironmentFailure(f"{_KEY}: the server replied to {method} with {text}.{fix}"))
@@ -479,6 +485,10 @@ class _Http(_Server):
                 _settle(reply, rest)
             case {"method": str(method)}:
                 self.num_changes += method == "notifications/tools/list_changed"
-                self.num_stray += "id" in message
+                if isinstance(asked := message.get("id"), int | str) and len(self._answers) < _MAX_STRAY:
+                    self.num_stray += method != "ping"
+                    answer = asyncio.create_task(self._post(method, _answer_to(method, asked), None, None))
+                    answer.add_done_callback(lambda answer: answer.cancelled() or answer.exception())  # `failure` has it
+                    self._answers.add(answer)
             case _:
                 self.num_stray += 1
