@@ -44,24 +44,43 @@ def test_wrong_keys_are_refused(tmp_path: Path, text: str, mode: int, problem: s
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1"])
 def test_address_beyond_this_machine_requires_keys(host: str) -> None:
     with pytest.raises(ConfigError, match=r"--host: .*requires keys"):
-        serve.check_address(host, None, has_keys=False)
-    serve.check_address(host, None, has_keys=True)
+        serve.check_host(host, has_keys=False)
+    serve.check_host(host, has_keys=True)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "127.1.2.3"])
 def test_own_machine_needs_no_keys(host: str) -> None:
-    serve.check_address(host, None, has_keys=False)
+    serve.check_host(host, has_keys=False)
 
 
 def test_address_must_be_valid() -> None:
     with pytest.raises(ConfigError, match="--host: must be an IP address"):
-        serve.check_address("example.com", None, has_keys=True)
+        serve.check_host("example.com", has_keys=True)
 
 
 def test_address_in_use_is_refused_before_the_start() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(ConfigError, match=r"--port: .*Address already in use"):
-        serve.check_free("127.0.0.1", other.getsockname()[1])
-    serve.check_free("127.0.0.1", 0)
+    with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(ConfigError, match=r"--port: .*address already in use"):
+        serve.check_free(other.getsockname())
+    serve.check_free(("127.0.0.1", 0))
+
+
+def test_unix_socket_of_a_running_server_stays_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "policy"
+    tmp_path.chmod(0o700)
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(path))
+        other.listen()
+        with pytest.raises(ConfigError, match=r"--unix: .*Address already in use"):
+            serve.check_free(path)
+        assert path.exists()
+    serve.check_free(path)  # the other server is gone
+    tmp_path.chmod(0o755)
+    with pytest.raises(ConfigError, match=r"--unix: .*only you may have access"):
+        serve.check_free(path)
+    tmp_path.chmod(0o700)
+    for place, problem in {tmp_path / "none" / "policy": "No such file", tmp_path / ("a" * 120): "too long"}.items():
+        with pytest.raises(ConfigError, match=f"--unix: .*{problem}"):
+            serve.check_free(place)
 
 
 def test_model_is_served_with_lengths_that_fit(tmp_path: Path) -> None:

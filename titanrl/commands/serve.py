@@ -6,6 +6,7 @@ with generators. With `--tinker`, the session also has a trainer, and clients of
 """
 
 import argparse
+import asyncio
 import contextlib
 import io
 import json
@@ -14,7 +15,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -47,6 +47,7 @@ from titanrl.run import command
 from titanrl.run.checkpoints import checkpoint_dir, newest_version, resumable
 from titanrl.run.command import CLOSE_LIMIT_S
 from titanrl.serving.calls import read_keys
+from titanrl.serving.http import LOCAL, listen
 
 if TYPE_CHECKING:
     import httpx
@@ -89,9 +90,9 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titanrl.co
     try:
         with refusing():
             keys = read_keys(arguments.keys) if arguments.keys is not None else {}
-            check_address(arguments.host, arguments.unix, has_keys=bool(keys))
             if arguments.unix is None:
-                check_free(arguments.host, arguments.port)
+                check_host(arguments.host, has_keys=bool(keys))
+            check_free(arguments.at)
             if arguments.tinker:
                 check_tinker(keys, arguments.keys)
             find = partial(find_policy, arguments.policy, arguments.step, scratch=scratch, tinker=arguments.tinker)
@@ -154,6 +155,7 @@ def parse(argv: Sequence[str] | None, *, prog: str) -> argparse.Namespace:
         parser.error(f"--max-calls: must be at least 1 (got {arguments.max_calls}). Give one such as 256.")
     if arguments.checkpoints is not None and not arguments.tinker:
         parser.error("--checkpoints: only clients of Tinker save any. Add --tinker, or remove the option.")
+    arguments.at = arguments.unix or ("127.0.0.1" if arguments.host == "localhost" else arguments.host, arguments.port)
     return arguments
 
 
@@ -166,10 +168,8 @@ def check_tinker(keys: Collection[str], file: Path | None) -> None:
         raise ConfigError(f"--keys: {rule} (got another in {file}). Make one with `echo tml-$(openssl rand -hex 24)`.")
 
 
-def check_address(host: str, unix: Path | None, *, has_keys: bool) -> None:
-    """Raise `ConfigError` if an endpoint without keys has an invalid address, or one that other machines can reach."""
-    if unix is not None:
-        return
+def check_host(host: str, *, has_keys: bool) -> None:
+    """Raise `ConfigError` if a host is not valid, or other machines can reach it and there are no keys."""
     try:
         is_local = host == "localhost" or ip_address(host).is_loopback
     except ValueError:
@@ -181,13 +181,17 @@ def check_address(host: str, unix: Path | None, *, has_keys: bool) -> None:
         )
 
 
-def check_free(host: str, port: int) -> None:
+def check_free(at: tuple[str, int] | Path) -> None:
     """Raise `ConfigError` if nothing can listen at an address, before the processes are started."""
+
+    async def listen_once() -> None:
+        await (await listen(lambda scope, receive, send: asyncio.sleep(0), at)).close()
+
     try:
-        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
-    except OSError as error:
-        where, fix = f"{host} port {port}", "Stop what uses it, or choose another address with --host and --port."
-        raise ConfigError(f"--port: nothing can listen at {where} ({os.strerror(error.errno or 0)}). {fix}") from None
+        asyncio.run(listen_once())
+    except (ValueError, OSError) as error:
+        key = "--unix" if isinstance(at, Path) else "--port"
+        raise ConfigError(f"{key}: nothing can listen there ({error}). Stop what uses it, or choose another address.") from None
 
 
 def find_policy(policy: Path, step: int | None, overrides: Sequence[str], scratch: Path, *, tinker: bool = False) -> Served:
@@ -277,13 +281,11 @@ async def serve(served: Served, keys: Collection[str], arguments: argparse.Names
     """Start the generators, listen, and wait until the task is cancelled, or a process that is not replaced fails."""
     from titanrl.serving.app import App, Limits
     from titanrl.serving.calls import Callers
-    from titanrl.serving.http import LOCAL, listen
     from titanrl.session.session import connect  # imports torch
 
-    at = arguments.unix or ("127.0.0.1" if arguments.host == "localhost" else arguments.host, arguments.port)
     hosts = None if keys or arguments.unix is not None else {*LOCAL, arguments.host}
     if served.checkpoints is not None:
-        await serve_tinker(served, served.checkpoints, keys, at, hosts, arguments.max_calls, console)
+        await serve_tinker(served, served.checkpoints, keys, arguments.at, hosts, arguments.max_calls, console)
         return
     async with connect(served.config, training=served.state is not None, console=console) as session:
         version: int | None = served.version
@@ -306,7 +308,7 @@ async def serve(served: Served, keys: Collection[str], arguments: argparse.Names
             check=lambda: "" if session.fault is None else f"the policy cannot be sampled: {session.fault}",
             hosts=hosts,
         )
-        listener = await listen(app, at)
+        listener = await listen(app, arguments.at)
         try:
             where = listener.url if arguments.unix is not None else f"{listener.url}/v1"
             print(f"serving {name} (version {served.version}) at {where}", flush=True)
@@ -326,7 +328,6 @@ async def serve_tinker(
 ) -> None:
     """Start trainer and generators, listen for clients of Tinker, and wait until the task is cancelled."""
     from titanrl.metrics.run_directory import RunLock
-    from titanrl.serving.http import listen
     from titanrl.serving.tinker import Tinker, Users
     from titanrl.serving.tinker_sessions import Checkpoints, TinkerLimits
     from titanrl.session.session import connect  # imports torch

@@ -7,11 +7,11 @@ of the process and polls ten times per second. `tests/serving/test_http.py` fail
 """
 
 import asyncio
+import errno
 import json
 import logging
 import os
 import socket
-import stat
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +23,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from titanrl.base.ownership import is_private
 from titanrl.serving.calls import Refused
 
 T = TypeVar("T")
@@ -366,11 +367,7 @@ class Listener:
 async def listen(app: Application, at: tuple[str, int] | Path, *, max_connections: int = MAX_CONNECTIONS) -> Listener:
     """Serve an application on an address and port (0 selects a free one), or on a Unix socket, on the running event loop.
 
-    A Unix socket must be in a folder that only this user can enter.
-
-    Raises:
-        OSError: The address cannot be used.
-        ValueError: Other users can enter the folder of the Unix socket.
+    Raise `OSError` if the address cannot be used, and `ValueError` if other users can enter the folder of the Unix socket.
     """
     config = uvicorn.Config(
         app,
@@ -394,12 +391,14 @@ async def listen(app: Application, at: tuple[str, int] | Path, *, max_connection
         return connection
 
     if isinstance(at, Path):
-        mode = at.parent.stat()
-        if mode.st_uid != os.getuid() or stat.S_IMODE(mode.st_mode) & 0o077:
+        if not is_private(at.parent.resolve(strict=True)):
             raise ValueError(f"{at.parent}: only you may have access to the folder of a Unix socket. Run chmod 700 on it.")
+        with socket.socket(socket.AF_UNIX) as other:
+            other.setblocking(False)
+            if other.connect_ex(str(at)) in (0, errno.EAGAIN):  # asyncio would replace the socket of a running server
+                raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE), str(at))
         server = await loop.create_unix_server(connect, str(at), backlog=backlog)
         return Listener(server, state, f"unix:{at}", at)
-    family = socket.AF_INET6 if ":" in at[0] else socket.AF_INET
-    server = await loop.create_server(connect, at[0], at[1], family=family, backlog=backlog)
+    server = await loop.create_server(connect, *at, backlog=backlog)
     port = server.sockets[0].getsockname()[1]
     return Listener(server, state, f"http://{f'[{at[0]}]' if ':' in at[0] else at[0]}:{port}", None)
