@@ -488,7 +488,8 @@ class _Http(_Server):
                 if isinstance(asked := message.get("id"), int | str) and len(self._answers) < _MAX_STRAY:
                     self.num_stray += method != "ping"
                     answer = asyncio.create_task(self._post(method, _answer_to(method, asked), None, None))
-                    answer.add_done_callback(lambda answer: answer.cancelled() or answer.exception())  # `failure` has it
                     self._answers.add(answer)
+                    answer.add_done_callback(self._answers.discard)
+                    answer.add_done_callback(lambda answer: answer.cancelled() or answer.exception())  # `failure` has it
             case _:
                 self.num_stray += 1

@@ -109,9 +109,8 @@ class Board(Endpoint):
             ):
                 known = {view.record.path: name for name, view in self._views.items()}
                 folders = map(Path, {os.path.dirname(path) for _, path in changes})
-                names = {
-                    next((known[each] for each in (at, *at.parents) if each in known), "") for at in folders
-                }  # "" if unknown
+                # The name of a run is empty if no run is known there
+                names = {next((known[each] for each in (at, *at.parents) if each in known), "") for at in folders}
                 for queue in self._listeners:
                     queue.put_nowait(names)
         except* (OSError, RuntimeError) as errors:  # the limit of watches is reached, or a name below is not UTF-8
