@@ -50,11 +50,15 @@ def size_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def comparison_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the comparison as a Markdown table."""
-    lines = ["| generators | step, real | simulated | tokens/s, real | simulated | difference |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| generators | step, real | simulated | difference | tokens/s, real | simulated | difference |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for row in rows:
         real, simulated = row["real"], row["simulated"]
         lines.append(
-            f"| {row['replicas']} | {real['step_s']:.3f} s | {simulated['step_s']:.3f} s | {real['tokens_per_s']:,.0f} "
-            f"| {simulated['tokens_per_s']:,.0f} | {simulated['step_s'] / real['step_s'] - 1:+.0%} |"
+            f"| {row['replicas']} | {real['step_s']:.3f} s | {simulated['step_s']:.3f} s "
+            f"| {simulated['step_s'] / real['step_s'] - 1:+.0%} | {real['tokens_per_s']:,.0f} "
+            f"| {simulated['tokens_per_s']:,.0f} | {simulated['tokens_per_s'] / real['tokens_per_s'] - 1:+.0%} |"
         )
     return "\n".join(lines)
