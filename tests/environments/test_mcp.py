@@ -297,8 +297,8 @@ async def http_server(as_events: bool = False) -> AsyncIterator[tuple[str, list[
     answers: asyncio.Queue[Any] = asyncio.Queue()
 
     async def ask(number: int) -> AsyncIterator[str]:
-        for each in ({"id": "s1", "method": "ping"}, {"id": "s2", "method": "sampling/createMessage", "params": {}}):
-            yield f"data: {json.dumps({'jsonrpc': '2.0', **each})}\n\n"
+        for asked, method in (("s1", "ping"), ("s2", "sampling/createMessage"), (None, "ping")):
+            yield f"data: {json.dumps({'jsonrpc': '2.0', 'id': asked, 'method': method})}\n\n"
         text = json.dumps(sorted([await answers.get(), await answers.get()], key=lambda each: str(each["id"])))
         result = {"content": [{"type": "text", "text": text}]}
         yield f"data: {json.dumps({'jsonrpc': '2.0', 'id': number, 'result': result})}\n\n"
@@ -393,8 +393,12 @@ async def test_failures_of_an_http_server_fail_the_episode(action: str, error: t
 
 async def test_requests_of_an_http_server_are_refused() -> None:
     async with http_server() as (url, _), environments(mcp=url, timeout_s=5.0) as made:
-        (text,) = await replies(made, "asks")
-        pong, refusal = json.loads(text)
+        environment = made.make()
+        await environment.reset(episode())
+        observation = await environment.step(calls(("act", {"do": "asks"})))
+        await environment.close()
+        assert observation.metrics["mcp_stray_lines"] == 2.0  # all but the ping that can be answered
+        pong, refusal = json.loads(str(observation.messages[0]["content"]))
         assert pong == {"jsonrpc": "2.0", "id": "s1", "result": {}}
         assert refusal["error"] == {"code": -32601, "message": "this client does not support sampling/createMessage"}
 

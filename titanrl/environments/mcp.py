@@ -185,6 +185,31 @@ class _Server(ABC):
                 f"{_KEY}: the server replied to the handshake with the error {error.code}: {error}"
             ) from error
 
+    @abstractmethod
+    def _answer(self, method: str, number: int | str) -> bool:
+        """Answer a request of the server; return False if too many answers wait."""
+
+    def _take(self, text: bytes | bytearray, pending: "Mapping[int, asyncio.Future[object]]") -> None:
+        """Process a message; `pending` has the replies to open requests."""
+        try:
+            message = json.loads(text)
+        except (ValueError, RecursionError):
+            message = None
+        match message:
+            case {"method": str(method), "id": asked}:
+                is_answered = isinstance(asked, int | str) and self._answer(method, asked)
+                self.num_stray += not (is_answered and method == "ping")
+            case {"method": str(method)}:
+                self.num_changes += method == "notifications/tools/list_changed"
+                self.num_stray += not method.startswith("notifications/")
+            case {"id": int(number), **rest} if number in pending and ("result" in rest or "error" in rest):
+                if not pending[number].done() and rest.get("error") is not None:
+                    pending[number].set_exception(_RpcError(rest["error"]))
+                elif not pending[number].done():
+                    pending[number].set_result(rest.get("result"))
+            case _:
+                self.num_stray += 1
+
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         try:
             result = await self.request("tools/call", {"name": name, "arguments": dict(arguments)})
@@ -343,45 +368,21 @@ class _Stdio(_Server):
             except (asyncio.IncompleteReadError, ConnectionError):
                 await process.exited()
                 return self._fail(EnvironmentDied(f"{_KEY}: the server ended{process.account}"))
-            try:
-                message = json.loads(line)
-            except (ValueError, RecursionError):
-                message = None
-            if not self._take(message):
-                self.num_stray += 1
-                if self.num_stray > _MAX_STRAY:
-                    rule = f"the server wrote more than {_MAX_STRAY} lines that are no message (the last is {shown(line)})"
-                    return self._fail(EnvironmentFailure(f"{_KEY}: {rule}, so it was killed"))
+            self._take(line, self._pending)
+            if self.num_stray > _MAX_STRAY:
+                rule = f"the server wrote more than {_MAX_STRAY} lines that are no message (the last is {shown(line)})"
+                return self._fail(EnvironmentFailure(f"{_KEY}: {rule}, so it was killed"))
 
-    def _take(self, message: object) -> bool:
-        """Process a message; return False if it is none, or not expected."""
-        match message:
-            case {"method": str(method), "id": int() | str() as number}:
-                with suppress(EnvironmentFailure):
-                    self._send(_answer_to(method, number))
-                return method == "ping"
-            case {"method": str(method)}:
-                self.num_changes += method == "notifications/tools/list_changed"
-                return method.startswith("notifications/")
-            case {"id": int(number), **rest} if number in self._pending and ("result" in rest or "error" in rest):
-                _settle(self._pending[number], rest)
-                return True
-        return False
+    def _answer(self, method: str, number: int | str) -> bool:
+        with suppress(EnvironmentFailure):
+            self._send(_answer_to(method, number))
+        return True
 
 
 def _answer_to(method: str, number: int | str) -> dict[str, Any]:
     """Return the answer to a request of a server, of which this client supports only pings."""
     error = {"code": -32601, "message": f"this client does not support {method:.80}"}
     return {"jsonrpc": "2.0", "id": number} | ({"result": {}} if method == "ping" else {"error": error})
-
-
-def _settle(reply: "asyncio.Future[object]", message: Mapping[Any, Any]) -> None:
-    if reply.done():
-        return
-    if message.get("error") is not None:
-        reply.set_exception(_RpcError(message["error"]))
-    else:
-        reply.set_result(message.get("result"))
 
 
 async def _parent() -> TemporaryFolder:
@@ -410,13 +411,13 @@ class _Http(_Server):
         number = next(self._ids)
         message = {"jsonrpc": "2.0", "id": number, "method": method, "params": params}
         reply: asyncio.Future[object] = asyncio.get_running_loop().create_future()
-        await self._post(method, message, number, reply)
+        await self._post(method, message, {number: reply})
         if not reply.done():
             raise self._failed(EnvironmentFailure(f"{_KEY}: the server did not reply to {method}"))
         return reply.result()
 
     async def notify(self, method: str) -> None:
-        await self._post(method, {"jsonrpc": "2.0", "method": method}, None, None)
+        await self._post(method, {"jsonrpc": "2.0", "method": method}, {})
 
     async def close(self) -> None:
         if self._session is not None and self.failure is None:
@@ -433,10 +434,8 @@ class _Http(_Server):
         self.failure = failure
         return failure
 
-    async def _post(
-        self, method: str, message: Mapping[str, Any], number: int | None, reply: "asyncio.Future[object] | None"
-    ) -> None:
-        """Send a message, and settle the reply with the one to the request `number`, as soon as it has arrived."""
+    async def _post(self, method: str, message: Mapping[str, Any], pending: "Mapping[int, asyncio.Future[object]]") -> None:
+        """Send a message. `pending` is `{number: reply}` if it is a request, whose reply is settled as soon as it arrives."""
         limit_s, received = self._options.timeout_s, bytearray()
         try:
             async with (
@@ -450,9 +449,9 @@ class _Http(_Server):
                     if len(received) > MAX_REPLY_BYTES:
                         rule = f"the reply to {method} has more than {MAX_REPLY_BYTES >> 20} MiB"
                         raise self._failed(EnvironmentFailure(f"{_KEY}: {rule}"))
-                    if is_stream and reply is not None and b"\n" in chunk:
-                        received = self._take_events(received, number, reply)
-                        if reply.done():
+                    if is_stream and pending and b"\n" in chunk:
+                        received = self._take_events(received, pending)
+                        if all(reply.done() for reply in pending.values()):
                             return
         except TimeoutError:
             raise self._failed(EnvironmentTimeout(f"{_KEY}: {method} took longer than {limit_s:g} s")) from None
@@ -462,34 +461,24 @@ class _Http(_Server):
             text = f"HTTP status {response.status_code} ({bytes(received[:200]).decode(errors='replace')!a})"
             fix = " Set key_variable to the variable with the key." if response.status_code in (401, 403) else ""
             raise self._failed(EnvironmentFailure(f"{_KEY}: the server replied to {method} with {text}.{fix}"))
-        if reply is not None and is_stream:
-            self._take_events(received + b"\n", number, reply)
-        elif reply is not None:
-            self._take(received, number, reply)
+        if pending and is_stream:
+            self._take_events(received + b"\n", pending)
+        elif pending:
+            self._take(received, pending)
 
-    def _take_events(self, received: bytearray, number: int | None, reply: "asyncio.Future[object]") -> bytearray:
+    def _take_events(self, received: bytearray, pending: "Mapping[int, asyncio.Future[object]]") -> bytearray:
         """Process complete lines of an event stream, and return the rest. Servers write a message as one line."""
         *lines, rest = received.split(b"\n")
         for line in lines:
             if line.startswith(b"data:") and line[5:].strip():
-                self._take(line[5:].strip(), number, reply)
+                self._take(line[5:].strip(), pending)
         return bytearray(rest)
 
-    def _take(self, text: bytes | bytearray, number: int | None, reply: "asyncio.Future[object]") -> None:
-        try:
-            message = json.loads(text)
-        except (ValueError, RecursionError):
-            message = None
-        match message:
-            case {"id": int(answered), **rest} if answered == number and ("result" in rest or "error" in rest):
-                _settle(reply, rest)
-            case {"method": str(method)}:
-                self.num_changes += method == "notifications/tools/list_changed"
-                if isinstance(asked := message.get("id"), int | str) and len(self._answers) < _MAX_STRAY:
-                    self.num_stray += method != "ping"
-                    answer = asyncio.create_task(self._post(method, _answer_to(method, asked), None, None))
-                    self._answers.add(answer)
-                    answer.add_done_callback(self._answers.discard)
-                    answer.add_done_callback(lambda answer: answer.cancelled() or answer.exception())  # `failure` has it
-            case _:
-                self.num_stray += 1
+    def _answer(self, method: str, number: int | str) -> bool:
+        if len(self._answers) < _MAX_STRAY:
+            answer = asyncio.create_task(self._post(method, _answer_to(method, number), {}))
+            self._answers.add(answer)
+            answer.add_done_callback(self._answers.discard)
+            answer.add_done_callback(lambda answer: answer.cancelled() or answer.exception())  # `failure` has it
+            return True
+        return False
