@@ -59,7 +59,7 @@ def test_address_must_be_valid() -> None:
 
 
 def test_address_in_use_is_refused_before_the_start() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(ConfigError, match=r"--port: .*address already in use"):
+    with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(ConfigError, match=r"--port: .*Address already in use"):
         serve.check_free(other.getsockname())
     serve.check_free(("127.0.0.1", 0))
 
@@ -74,6 +74,7 @@ def test_unix_socket_of_a_running_server_stays_its_own(tmp_path: Path) -> None:
             serve.check_free(path)
         assert path.exists()
     serve.check_free(path)  # the other server is gone
+    assert not path.exists()
     tmp_path.chmod(0o755)
     with pytest.raises(ConfigError, match=r"--unix: .*only you may have access"):
         serve.check_free(path)

@@ -198,14 +198,16 @@ def test_settings_edited_by_hand_are_compared_with_those_of_the_checkpoint(capsy
     complete_checkpoint(folder.parent, RunState(step=3, version=3, next_index=24), {}, original)
     config.write_text(original)
     assert "continuing after step 3. The dry run" in dry_run(run_dir, capsys)[1]
-    config.write_text(original.replace("clip_high: 0.2", "clip_high: 0.3").replace("seed: 0\n", "seed: 7\n"))
+    edited = original.replace("clip_high: 0.2", "clip_high: 0.3").replace("seed: 0\n", "seed: 7\n")
+    config.write_text(edited.replace("  vllm: {}\n", "  vllm:\n    block_size: 16\n"))
     code, out, _ = dry_run(run_dir, capsys)
     assert code == 0
     differ = "settings differ from those that the checkpoint of step 3 was saved with"
-    assert f"{differ}: algorithm.clip_high is 0.3 instead of 0.2, seed is 7 instead of 0. The dry run" in out
+    added = "generator.vllm.block_size is 16 instead of null"
+    assert f"{differ}: algorithm.clip_high is 0.3 instead of 0.2, {added}, seed is 7 instead of 0. The dry run" in out
     source = read_source(config, ["algorithm.clip_high=0.4"])
     found = GRPO.check(validate(source), resume=run_dir, source=source)
-    assert found.remarks == (f"{differ}: seed is 7 instead of 0",)
+    assert found.remarks == (f"{differ}: {added}, seed is 7 instead of 0",)
     config.write_text(original.replace("optimizer: adamw", "optimizer: muon"))
     code, _, err = dry_run(run_dir, capsys)
     assert (code, 'the checkpoint of step 3 was saved with "adamw"' in err) == (2, True)

@@ -100,6 +100,26 @@ def is_private(folder: Path) -> bool:
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not stat.S_IMODE(status.st_mode) & 0o077
 
 
+def bind(at: tuple[str, int] | Path) -> socket.socket:
+    """Bind a socket to an address and port, or to a path in a private folder, where it replaces one that is not listening.
+
+    Raise `OSError` if the address cannot be used, and `ValueError` if other users can enter the folder.
+    """
+    if not isinstance(at, Path):
+        return socket.create_server(at, family=socket.AF_INET6 if ":" in at[0] else socket.AF_INET)
+    if not is_private(at.parent.resolve(strict=True)):
+        raise ValueError(f"{at.parent}: only you may have access to the folder of a Unix socket. Run chmod 700 on it.")
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.setblocking(False)
+        if bound.connect_ex(str(at)) in (0, errno.EAGAIN):
+            raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE), str(at))
+        if at.is_socket():
+            at.unlink()
+        bound.setblocking(True)
+        bound.bind(str(at))
+        return socket.socket(fileno=bound.detach())
+
+
 def protect_monarch_log(parent: Path = Path("/tmp")) -> None:
     """Keep other users from choosing the file to which torchmonarch 0.7.0 appends its log.
 

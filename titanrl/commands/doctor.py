@@ -28,6 +28,7 @@ from typing import Any, Literal
 
 from titanrl.base import __version__, terminal
 from titanrl.base.errors import TitanRLError
+from titanrl.base.ownership import bind
 from titanrl.config.device import (
     DEVICES,
     DeviceKind,
@@ -494,7 +495,7 @@ async def _started(
         raise CheckupError(
             f"MASTER_ADDR: must be the host of rank 0 (got {world.address!r}, which is unknown here). Correct it."
         )
-    listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+    listener = bind((address, 0))
     await probes.leases.serve(listener)
     controller = Controller(f"{address}:{listener.getsockname()[1]}", probes.leases.token)
     store = None if world is None else publish(world, controller, address, start_s)

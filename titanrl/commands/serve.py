@@ -6,7 +6,6 @@ with generators. With `--tinker`, the session also has a trainer, and clients of
 """
 
 import argparse
-import asyncio
 import contextlib
 import io
 import json
@@ -32,6 +31,7 @@ import yaml
 from titanrl.base import terminal
 from titanrl.base.errors import TitanRLError
 from titanrl.base.files import why_no_file, why_no_folder
+from titanrl.base.ownership import bind
 from titanrl.config import Config, ConfigError, Source
 from titanrl.config.device import installed_version
 from titanrl.config.errors import BrokenRule, refusing
@@ -47,7 +47,6 @@ from titanrl.run import command
 from titanrl.run.checkpoints import checkpoint_dir, newest_version, resumable
 from titanrl.run.command import CLOSE_LIMIT_S
 from titanrl.serving.calls import read_keys
-from titanrl.serving.http import LOCAL, listen
 
 if TYPE_CHECKING:
     import httpx
@@ -183,15 +182,13 @@ def check_host(host: str, *, has_keys: bool) -> None:
 
 def check_free(at: tuple[str, int] | Path) -> None:
     """Raise `ConfigError` if nothing can listen at an address, before the processes are started."""
-
-    async def listen_once() -> None:
-        await (await listen(lambda scope, receive, send: asyncio.sleep(0), at)).close()
-
     try:
-        asyncio.run(listen_once())
+        bind(at).close()
     except (ValueError, OSError) as error:
         key = "--unix" if isinstance(at, Path) else "--port"
         raise ConfigError(f"{key}: nothing can listen there ({error}). Stop what uses it, or choose another address.") from None
+    if isinstance(at, Path):
+        at.unlink()
 
 
 def find_policy(policy: Path, step: int | None, overrides: Sequence[str], scratch: Path, *, tinker: bool = False) -> Served:
@@ -281,6 +278,7 @@ async def serve(served: Served, keys: Collection[str], arguments: argparse.Names
     """Start the generators, listen, and wait until the task is cancelled, or a process that is not replaced fails."""
     from titanrl.serving.app import App, Limits
     from titanrl.serving.calls import Callers
+    from titanrl.serving.http import LOCAL, listen
     from titanrl.session.session import connect  # imports torch
 
     hosts = None if keys or arguments.unix is not None else {*LOCAL, arguments.host}
@@ -328,6 +326,7 @@ async def serve_tinker(
 ) -> None:
     """Start trainer and generators, listen for clients of Tinker, and wait until the task is cancelled."""
     from titanrl.metrics.run_directory import RunLock
+    from titanrl.serving.http import listen
     from titanrl.serving.tinker import Tinker, Users
     from titanrl.serving.tinker_sessions import Checkpoints, TinkerLimits
     from titanrl.session.session import connect  # imports torch

@@ -45,6 +45,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from titanrl.base.errors import TitanRLError
+from titanrl.base.ownership import bind
 from titanrl.config.device import DeviceKind, installed_version, missing_for, packages, query_gpus
 from titanrl.config.errors import BrokenRule
 from titanrl.config.schema import Config
@@ -569,8 +570,7 @@ class Session:
             self._folder = TemporaryFolder("/tmp")  # the path of a socket must be short
             address = f"ipc://{self._folder.path}/host"
         elif not address:
-            family = socket.AF_INET6 if ":" in self._own_address else socket.AF_INET
-            with socket.create_server((self._own_address, 0), family=family) as free:
+            with bind((self._own_address, 0)) as free:
                 address = tcp(self._own_address, free.getsockname()[1])
         self._worker = await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", MONARCH_HOST, f"{identity}@{address}", str(os.getpid())),

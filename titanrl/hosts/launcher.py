@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Self, TypeVar
 
+from titanrl.base.ownership import bind
 from titanrl.config.device import missing_for, resolve_device
 from titanrl.config.errors import BrokenRule, BrokenRules, ConfigError
 from titanrl.config.load import Source, explain_rule
@@ -255,9 +256,8 @@ def _own_store(world: World, own_address: str) -> "TCPStore":
     """Start a store on the interface of rank 0's address. By default, torch's stores listen on all interfaces."""
     from torch.distributed import TCPStore
 
-    family = socket.AF_INET6 if ":" in own_address else socket.AF_INET
     try:
-        listener = socket.create_server((own_address, world.port), family=family)
+        listener = bind((own_address, world.port))
     except OSError as error:
         raise LauncherError(
             f"MASTER_ADDR, MASTER_PORT: rank 0 cannot listen at {own_address}:{world.port} (got {error.strerror}). "
@@ -316,8 +316,8 @@ class Crew:
             )
         self.address = address
         """Address at which the other hosts can reach this one."""
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._listener = socket.create_server((address, 0), family=family, backlog=world.size + 16)
+        self._listener = bind((address, 0))
+        self._listener.listen(world.size + 16)
         self._leases = Leases(world.size, self._on_lost, self._on_lost, self._on_line)
         self.controller = Controller(f"{address}:{self._listener.getsockname()[1]}", self._leases.token)
         """Address and secret with which the hosts connect."""

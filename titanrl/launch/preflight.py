@@ -16,7 +16,6 @@ import os
 import pickle
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -34,6 +33,7 @@ from pydantic import ValidationError
 
 from titanrl.base import terminal
 from titanrl.base.files import why_not_writable
+from titanrl.base.ownership import bind
 from titanrl.base.plugins import Plugin, Plugins, plugins_of_data, plugins_within
 from titanrl.carriers import dumps
 from titanrl.carriers.rewards import DENIED, INVALID, Answers, BoundReward, Score, custom_reward
@@ -158,7 +158,7 @@ def broken_rules(
     host, port = config.logging.metrics_host, config.logging.metrics_port
     if training and port is not None and config.hosts.kind == "local":  # `titanrl submit` checks on another machine
         try:
-            socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+            bind((host, port)).close()
         except OSError as error:
             rule = f"this machine must be able to listen at it, but {error.strerror}"
             yield config.broken("logging.metrics_port logging.metrics_host", rule, "choose a free port, or null")
@@ -591,7 +591,8 @@ def policy_notes(config: Config) -> Iterator[str]:
     """Yield remarks on the date in chats, and on weights in `model.path` that are not used. Call this after `preflight`."""
     if config.model.path is not None:
         yield from open_model(config.model.path, config.model.family).notes()
-        if writes_date(config.model.path) and "strftime_now" not in config.data.chat_template_kwargs:
+        data = config.data
+        if data.chat_template != "never" and "strftime_now" not in data.chat_template_kwargs and writes_date(config.model.path):
             own = f"data.chat_template_kwargs: {{strftime_now: {datetime.date.today()}}} sets another"
             yield f"the chat template writes a date, which is {TEMPLATE_DATE} on every day; {own}"
 

@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from titanrl.base.ownership import is_own_peer
+from titanrl.base.ownership import bind, is_own_peer
 from titanrl.replay.batches import (
     EmptyReplayError,
     Integers,
@@ -74,11 +74,8 @@ class Server:
         self._sessions: dict[str, int] = {}
         self._num_sessions = 0
         self._lock = threading.Lock()
-        self._listener = socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET)
         try:
-            if isinstance(address, tuple):
-                self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._listener.bind(address)
+            self._listener = bind(Path(address) if isinstance(address, str) else address)
         except OSError as error:
             raise ValueError(f"address: cannot listen (got {address}: {error.strerror}). Use another one.") from None
         self._listener.listen(128)

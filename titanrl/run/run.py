@@ -874,9 +874,11 @@ def resumable_with(config: Config, run_dir: Path, source: Source | None) -> Resu
     named = [".".join(override.path) for override in source.overrides] if source is not None else []
     before, now = flat(saved) if settings.exists() else {}, flat(parse(recorded_config(config))[0])
     changed = [
-        f"{key} is {inline(now[key])} instead of {inline(value)}" if key in now else f"{key} is no longer {inline(value)}"
-        for key, value in sorted(before.items())
-        if (key not in now or now[key] != value) and not any(f"{key}.".startswith(f"{name}.") for name in named)
+        f"{key} is {inline(value)} instead of {inline(saved_value)}"
+        for key in sorted(before.keys() | now.keys() if before else ())
+        if (value := now.get(key)) != (saved_value := before.get(key))
+        and {} not in (value, saved_value)  # then the keys within it differ
+        and not any(f"{key}.".startswith(f"{name}.") for name in named)
     ]
     if not changed:
         return found

@@ -7,11 +7,8 @@ of the process and polls ten times per second. `tests/serving/test_http.py` fail
 """
 
 import asyncio
-import errno
 import json
 import logging
-import os
-import socket
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -23,7 +20,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from titanrl.base.ownership import is_private
+from titanrl.base.ownership import bind
 from titanrl.serving.calls import Refused
 
 T = TypeVar("T")
@@ -391,14 +388,8 @@ async def listen(app: Application, at: tuple[str, int] | Path, *, max_connection
         return connection
 
     if isinstance(at, Path):
-        if not is_private(at.parent.resolve(strict=True)):
-            raise ValueError(f"{at.parent}: only you may have access to the folder of a Unix socket. Run chmod 700 on it.")
-        with socket.socket(socket.AF_UNIX) as other:
-            other.setblocking(False)
-            if other.connect_ex(str(at)) in (0, errno.EAGAIN):  # asyncio would replace the socket of a running server
-                raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE), str(at))
-        server = await loop.create_unix_server(connect, str(at), backlog=backlog)
+        server = await loop.create_unix_server(connect, sock=bind(at), backlog=backlog)
         return Listener(server, state, f"unix:{at}", at)
-    server = await loop.create_server(connect, *at, backlog=backlog)
+    server = await loop.create_server(connect, sock=bind(at), backlog=backlog)
     port = server.sockets[0].getsockname()[1]
     return Listener(server, state, f"http://{f'[{at[0]}]' if ':' in at[0] else at[0]}:{port}", None)
