@@ -36,10 +36,12 @@ class Verbs:
         self.lost.set()
 
 
-@pytest.fixture(params=["unix", "tcp"])
+@pytest.fixture(params=["unix", "127.0.0.1", "::1"])
 def verbs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Verbs:
-    if request.param == "tcp":
-        return Verbs(("127.0.0.1", 0))
+    if request.param == "::1" and not Path("/proc/net/if_inet6").exists():
+        pytest.skip("this machine has no IPv6")
+    if request.param != "unix":
+        return Verbs((request.param, 0))
     return Verbs(str(Path(tmp_path_factory.mktemp("s")) / "s"))
 
 

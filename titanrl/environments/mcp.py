@@ -197,8 +197,7 @@ class _Server(ABC):
             message = None
         match message:
             case {"method": str(method), "id": asked}:
-                is_answered = isinstance(asked, int | str) and self._answer(method, asked)
-                self.num_stray += not (is_answered and method == "ping")
+                self.num_stray += not (isinstance(asked, int | str) and self._answer(method, asked) and method == "ping")
             case {"method": str(method)}:
                 self.num_changes += method == "notifications/tools/list_changed"
                 self.num_stray += not method.startswith("notifications/")

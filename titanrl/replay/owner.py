@@ -235,7 +235,8 @@ class Link:
             return self._anchor
 
     def _connect(self, kind: str) -> Connection:
-        with socket.socket(socket.AF_UNIX if isinstance(self._address, str) else socket.AF_INET) as client:
+        ip = socket.AF_INET6 if ":" in self._address[0] else socket.AF_INET
+        with socket.socket(socket.AF_UNIX if isinstance(self._address, str) else ip) as client:
             client.settimeout(self._reply_s)
             client.connect(self._address)
             if client.family == socket.AF_UNIX and not is_own_peer(client):
@@ -282,7 +283,7 @@ os.register_at_fork(after_in_child=_reset_links)
 
 
 def _connection(client: socket.socket) -> Connection:
-    if client.family == socket.AF_INET:
+    if client.family != socket.AF_UNIX:
         client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return Connection(client.detach())
 
