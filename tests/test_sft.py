@@ -156,6 +156,27 @@ def test_muon_gives_the_curve_of_a_plain_loop_and_refuses_adamw_at_resume(folder
         SFT(load_config(run_dir / "config.yaml", ["algorithm.optimizer=adamw", "algorithm.muon_momentum=0.95"]), resume=run_dir)
 
 
+def test_steps_beyond_the_schedule_are_announced(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async def train() -> None:
+        run = SFT(config_in(folder, "name=beyond", "num_steps=5"))
+        await run.start()
+        try:
+            for wrong in ("3", 1.5):
+                with pytest.raises(TypeError, match="num_steps: must be an integer >= 0"):
+                    await run.train(wrong)  # type: ignore[arg-type]
+            with pytest.raises(ValueError, match="name: no such evaluation set"):
+                await run.evaluate("nope")
+            await run.train(5)
+            assert "learning rate is 0" not in capsys.readouterr().err
+            await run.train(6)
+        finally:
+            await run.close()
+
+    asyncio.run(asyncio.wait_for(train(), 120))
+    warning = "the learning rate is 0 from step 6 on, because lr_decay is linear and num_steps was 5: load the configuration"
+    assert warning in " ".join(capsys.readouterr().err.split())
+
+
 def test_every_fine_tuning_metric_is_documented(tuned: Path) -> None:
     rows = read_metrics(tuned / "metrics.jsonl")
     assert {"loss/train", "loss/eval", "perf/train_tokens_per_s", "optim/lr", "grad/norm"} <= {

@@ -11,7 +11,7 @@ import pytest
 from tests.size import PACKAGE, figures
 
 CEILINGS = {
-    "lines": 68_400,
+    "lines": 68_460,
     "modules": 180,
     "small modules": 2,
     "modules with a shared name": 4,

@@ -61,6 +61,8 @@ class SFT(Run):
         Args:
             name: Only `"loss"` exists.
         """
+        if name not in (None, "loss"):
+            raise ValueError(f'name: no such evaluation set (got {name!r}). Give "loss" or None.')
         async with self.alone("evaluate"):
             with self.timer.phase("evaluate"):
                 loss = await self.examples.heldout_loss(partial(self.training.forward, loss_fn="cross_entropy"), self.config)

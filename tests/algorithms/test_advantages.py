@@ -30,6 +30,11 @@ def test_grpo_adds_epsilon_to_standard_deviation() -> None:
     assert group_advantages([1.0, 0.0], "grpo", eps=0.5) == (0.5, -0.5)
 
 
+def test_unknown_method_is_named() -> None:
+    with pytest.raises(ValueError, match=r"method: no such estimator \(got 'mean'\). Choose one of grpo"):
+        group_advantages([1.0, 0.0], "mean")
+
+
 def test_std_ddof_1_divides_by_sample_standard_deviation() -> None:
     # mean 1, sample variance (1 + 1) / 1 = 2
     assert group_advantages([0.0, 2.0], "grpo", std_ddof=1, eps=0.0) == pytest.approx(

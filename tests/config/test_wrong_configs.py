@@ -109,6 +109,9 @@ def test_wrong_type(tmp_path: Path) -> None:
     assert "generator.vllm has the key 1\n  rule: its keys must be strings" in complaint(
         tmp_path, GOOD + "generator: {vllm: {1: 2}}\n"
     )
+    assert 'data.columns has the key "promt"\n  rule: its keys must be among prompt' in complaint(
+        tmp_path, GOOD + "data: {columns: {promt: q}}\n"
+    )
 
 
 def test_value_out_of_range(tmp_path: Path) -> None:

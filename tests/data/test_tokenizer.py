@@ -65,6 +65,21 @@ def test_end_of_sequence_tokens_come_from_all_files_in_order(directory: Path) ->
     assert load_tokenizer(directory).eos_ids == (9, 7, 1)
 
 
+@pytest.mark.parametrize("ids", ["<eos>", [1, -1], [1, [2]], True, 1.5], ids=str)
+def test_ends_must_be_token_ids(ids: object, directory: Path) -> None:
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    with pytest.raises(ValueError, match="eos_token_id must be a token id or a list of them"):
+        load_tokenizer(directory)
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "tokenizer_config.json", "config.json"])
+@pytest.mark.parametrize("text", ["{bad", "[]", "[" * 100_000], ids=["no JSON", "no object", "deep"])
+def test_broken_file_is_named(name: str, text: str, directory: Path) -> None:
+    (directory / name).write_text(text)
+    with pytest.raises(ValueError, match=name):
+        load_tokenizer(directory)
+
+
 def test_tokenizer_without_end_of_sequence_is_rejected(directory: Path) -> None:
     edit_config(directory, eos_token=None)
     with pytest.raises(ValueError, match=r"Set eos_token_id in generation_config\.json"):

@@ -210,6 +210,13 @@ async def test_task_offers_prompts_and_scores_samples_in_the_sandbox(lab: Lab) -
         await task.rewards(first[:1], groups)
     with pytest.raises(TypeError, match=r"prompts\[0\]: must be a prompt of a task \(got str '1 \+ 2 ='\)"):
         await task.rewards(["1 + 2 ="], groups[:1])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match=r"groups\[0\]: must be a list of samples"):
+        await task.rewards(first, groups[0])  # type: ignore[arg-type]
+    for call in (lambda: task.prompts(-1), lambda: task.heldout(0), lambda: task.prompts("2")):  # type: ignore[arg-type]
+        with pytest.raises((TypeError, ValueError), match="num: must be an integer"):
+            call()
+    with pytest.raises(ValueError, match="num_prompts: must be an integer >= 1"):
+        await task.evaluate(session.sampling, 0)
     result = await task.evaluate(session.sampling, num_prompts=3)
     assert (result.task, result.num_prompts, result.num_errors) == ("chain_sum", 3, 0)
     assert result.version == session.training.version
@@ -254,6 +261,16 @@ async def test_greedy_samples_are_equal_and_wrong_prompts_are_refused(lab: Lab) 
         await client.sample([[5] * 500])
     with pytest.raises(ValueError, match=r"prompt: length must be 1 to \d+ tokens \(got 0\)"):
         await client.compute_logprobs([[]])
+    vocab_size = lab.session.model.shape.vocab_size
+    with pytest.raises(ValueError, match=f"num: must be at most {vocab_size}, the size of the vocabulary"):
+        await client.compute_top(PROMPTS[:1], vocab_size + 1)
+    assert len((await client.compute_top(PROMPTS[:1], vocab_size))[0].token_ids[0]) == vocab_size  # the engine still runs
+    for wrong in ({"top_p": 0.0}, {"stop": [""]}, {"stop": [-1]}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            await client.sample(PROMPTS[:1], **wrong)  # type: ignore[arg-type]
+    for temperature in (0.0, -1.0, 3.0):
+        with pytest.raises(ValueError, match="temperature: must be a finite number"):
+            await lab.session.use_temperature(temperature)
 
 
 async def test_session_without_trainer_serves_the_model_and_says_what_is_missing(lab: Lab, tmp_path: Path) -> None:

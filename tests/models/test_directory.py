@@ -47,6 +47,7 @@ def test_missing_key_value_heads_default_as_in_transformers(family: str, heads: 
         ("qwen3", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
         ("qwen3", {"attention_bias": True}),
         ("qwen3", {"use_sliding_window": True}),
+        ("qwen3", {"is_causal": False}),
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}),
         ("qwen3", {"hidden_act": "gelu"}),
         ("qwen3", {"quantization_config": {"quant_method": "awq"}}),
@@ -78,6 +79,14 @@ def test_error_names_unsupported_option(family: str, change: dict[str, Any], tmp
             "rope_scaling: must contain the numbers low_freq_factor, high_freq_factor",
         ),
         ("llama", {"rope_scaling": "llama3"}, "rope_scaling: must be an object"),
+        *(
+            (
+                "llama",
+                {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": value}},
+                "rope_scaling: must contain the numbers original_max_position_embeddings",
+            )
+            for value in ("64", 0, float("inf"))
+        ),
         ("mistral", {"sliding_window": 511}, "sliding_window: must be null, or at least max_position_embeddings, 512"),
         ("mistral", {"max_position_embeddings": 8192}, r"sliding_window: .* max_position_embeddings, 8192 \(got 4096\)"),
         ("qwen2", {"head_dim": 64}, "head_dim: must be hidden_size / num_attention_heads = 32"),

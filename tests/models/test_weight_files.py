@@ -124,6 +124,12 @@ def beside_index(model: Path) -> None:
     (shard(model) / "copy").rename(model / "model.safetensors")
 
 
+def named_single(model: Path) -> None:
+    known = json.loads((shard(model) / INDEX).read_text())["weight_map"]
+    (model / SHARDS[0]).rename(model / "model.safetensors")
+    write_index(model, {name: "model.safetensors" if file == SHARDS[0] else file for name, file in known.items()})
+
+
 def repeated(model: Path) -> None:
     weights = load_file(shard(model) / SHARDS[0])
     save_file(weights | {"extra": torch.zeros(2)}, model / "third.safetensors")
@@ -167,6 +173,7 @@ CHOICES: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "name in another shard": (indexed(**{EMBEDDING: SHARDS[1]}), f"{SHARDS[1]} must contain {EMBEDDING}", "Correct the"),
     "repeated name": (repeated, "must store every tensor once, but .* is in .* and third", "Correct the index"),
     "index and single file": (beside_index, "must have one set of weights, but model.safetensors lies beside", "Move model"),
+    "single file in the index": (named_single, "must have one set of weights, but model.safetensors lies beside", "Move model"),
     "broken index": (index_text("{"), f"{INDEX} must be an index of weight files", "Download the model again"),
     "deep index": (index_text("[" * 100_000), f"{INDEX} must be an index of weight files", "Download the model again"),
     "empty index": (index_text('{"weight_map": {}}'), "weight_map is not an object with entries", "Download the model again"),

@@ -259,7 +259,10 @@ def test_weight_reader_asks_no_receiver_of_another_user(shared: Path, monkeypatc
 
 @ROOT_ONLY
 def test_replay_buffer_and_its_clients_refuse_another_user(shared: Path) -> None:
+    mode = shared.stat().st_mode
+    shared.chmod(0o700)  # a server refuses other folders
     Server(str(shared / "server"), b"key", {"add": lambda session, a, b: a + b})
+    shared.chmod(mode)
     assert nobody_sends(open_to_all(shared / "server"), b"hello") == b""
     link = Link(str(shared / "server"), b"key", "server", 20.0)
     assert link.call("add", 1, 2) == 3

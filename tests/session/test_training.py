@@ -116,6 +116,39 @@ def test_requests_submitted_together_equal_awaited_ones(lab: Lab) -> None:
     assert all_equal(lab.do(together()), lab.do(one_by_one()))
 
 
+async def test_requests_keep_their_order_and_stop_when_a_waiting_one_is_cancelled(lab: Lab) -> None:
+    before, ended = await lab.client.compute_logprobs(DATA), list[str]()
+    requests = {
+        "running": lab.client.forward_backward(DATA, "ppo"),
+        "earlier": lab.client.forward_backward(DATA, "ppo"),
+        "cancelled": lab.client.forward_backward(DATA, "ppo"),
+        "step": lab.client.optim_step(ADAM),
+    }
+    for name, request in requests.items():
+        request.add_done_callback(lambda request, name=name: ended.append(name))  # type: ignore[misc]
+    await asyncio.sleep(0)
+    requests["cancelled"].cancel()
+    with pytest.raises(PoisonedError, match="CancelledError"):
+        await requests["step"]
+    assert ended == ["cancelled", "running", "earlier", "step"]
+    assert not any(request.cancelled() or request.exception() for request in (requests["running"], requests["earlier"]))
+    await lab.client.zero_grad()
+    lab.client.forward_backward(DATA, "ppo").cancel()  # before it starts
+    with pytest.raises(PoisonedError):
+        await lab.client.optim_step(ADAM)
+    lab.client.recover()
+    assert (await lab.client.optim_step(ADAM)).is_empty
+    assert all_equal(await lab.client.compute_logprobs(DATA), before)
+
+
+async def test_data_are_those_of_the_call(lab: Lab) -> None:
+    data, options = list(DATA), {"clip_low_threshold": 0.8}
+    request, reading = lab.client.forward_backward(data, "ppo", options), lab.client.compute_logprobs(data)
+    data.clear()
+    options["clip_low_threshold"] = -1.0
+    assert len((await request).loss_fn_outputs) == len(await reading) == len(DATA)
+
+
 def test_trainer_refuses_a_step_queued_behind_a_failed_pass(lab: Lab) -> None:
     nowhere = RowTable(np.array([((0, 0, 0), 0, 0, 8, 1.0, 1.0, 0, 0)], SEQUENCE), np.array([1]))  # this trainer has no shards
     before = logprobs(lab)
@@ -342,6 +375,12 @@ async def test_failed_request_cancels_later_ones_until_zero_grad(lab: Lab, caplo
     with pytest.raises(ValueError, match=r"data\[0\].loss_fn_inputs: 'logprobs' is missing"):
         await lab.client.forward_backward(SUPERVISED, "ppo")
     await lab.client.zero_grad()
+    inputs = SUPERVISED[0].loss_fn_inputs
+    masked = replace(SUPERVISED[0], loss_fn_inputs={**inputs, "mask": np.zeros(len(SUPERVISED[0].model_input))})
+    with pytest.raises(ValueError, match=r"data\[0\].loss_fn_inputs: loss 'cross_entropy' has no such input \(got 'mask'\)"):
+        await lab.client.forward_backward([masked], "cross_entropy")
+    await lab.client.zero_grad()
+    assert (await lab.client.forward([masked], lambda data, logprobs: (logprobs[0].sum(), {}))).loss_fn_outputs
     assert (await lab.client.optim_step(ADAM)).grad_norm == 0.0
 
 

@@ -89,6 +89,9 @@ def test_adapter_of_other_targets_is_refused(exported: Path, world: Worlds, unti
         ({"peft_type": "IA3"}, "its adapter_config.json must have the peft_type LORA"),
         ({"use_dora": True}, "its option use_dora is not supported"),
         ({"bias": "all"}, "its option bias is not supported"),
+        ({"init_lora_weights": "pissa"}, "its option init_lora_weights is not supported (got 'pissa')"),
+        ({"alora_invocation_tokens": [5, 6]}, "its option alora_invocation_tokens is not supported"),
+        ({"of_a_later_peft": {"a": 1}}, "its option of_a_later_peft is not supported"),
         (None, "its adapter_model.safetensors must be a file that can be read, but it does not exist"),
     ],
     ids=lambda value: str(value)[:20],
@@ -96,7 +99,11 @@ def test_adapter_of_other_targets_is_refused(exported: Path, world: Worlds, unti
 def test_broken_rules_of_a_directory(change: dict[str, Any] | None, rule: str, exported: Path, tmp_path: Path) -> None:
     folder = tmp_path / "adapter"
     shutil.copytree(exported / "adapter", folder)
-    assert list(broken_by_adapter(LoraConfig(rank=4, alpha=8.0, path=folder))) == []
+    written = json.loads((folder / "adapter_config.json").read_text())
+    harmless = {"init_lora_weights": "gaussian", "use_dora": False, "layers_to_transform": None, "peft_version": "0.21.2"}
+    for more in ({}, harmless):
+        (folder / "adapter_config.json").write_text(json.dumps(written | more))
+        assert list(broken_by_adapter(LoraConfig(rank=4, alpha=8.0, path=folder))) == []
     if change is None:
         (folder / "adapter_model.safetensors").unlink()
     else:

@@ -228,6 +228,8 @@ def group_advantages(
     if not all(map(math.isfinite, rewards_G)):
         i, reward = next((i, reward) for i, reward in enumerate(rewards_G) if not math.isfinite(reward))
         raise ValueError(f"rewards[{i}]: not a finite number (got {reward}). Make the reward return finite numbers.")
+    if method not in ADVANTAGES:
+        raise ValueError(f"method: no such estimator (got {method!r}). Choose one of {', '.join(ADVANTAGES)}.")
     traits = ADVANTAGES[method].traits
     # The rounded mean of equal rewards can leave a residue such as 1e-17, which grpo would multiply by 1 / eps.
     if not traits.keeps_equal_rewards and len(set(rewards_G)) <= 1:

@@ -210,7 +210,7 @@ def checked_custom_loss(returned: object) -> "tuple[Tensor, Mapping[str, float]]
     if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping)):
         raise TypeError(f"loss: must return a pair of loss and metrics (got {shown(returned)}). {fix}")
     value, metrics = returned
-    if not (isinstance(value, torch.Tensor) and value.numel() == 1 and value.requires_grad):
+    if not (isinstance(value, torch.Tensor) and value.numel() == 1 and (value.requires_grad or not torch.is_grad_enabled())):
         raise TypeError(f"loss: must return a scalar tensor with gradient (got {shown(value)}). {fix}")
     if own := sorted({"loss/policy", "loss:sum", "num_tokens"} & metrics.keys()):
         raise TypeError(f"loss: must not return metrics of the session's own names (got {own[0]}). Rename it.")

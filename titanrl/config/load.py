@@ -586,7 +586,11 @@ def _explain_value(details: ErrorDetails, source: Source) -> str:
         return message(source.nearest(path), f"{dotted(path)} is missing", "this key is required", fix)
     if path[-1] == "[key]":  # where pydantic reports a key of a free-form mapping
         what, rule = f"{dotted(path[:-2])} has the key {inline(value)}", "its keys must be strings"
-        return message(source.nearest(path[:-2]), what, rule, "put the key in quotes")
+        fix = "put the key in quotes"
+        if details["type"] == "literal_error":
+            names = re.findall(r"'(.*?)'", details["ctx"]["expected"])
+            rule, fix = f"its keys must be among {', '.join(names)}", did_you_mean(str(value), names) or "choose one of them"
+        return message(source.nearest(path[:-2]), what, rule, fix)
     if details["type"] == "missing":  # a list that is too short is reported as a whole
         path = path[:-1]
     if node_at(path) is None:  # one part is the type that the value could have

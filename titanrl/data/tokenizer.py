@@ -59,8 +59,11 @@ class Tokenizer:
         self._unk_id = self._id_of(config.get("unk_token")) if renderer is None else renderer.unk_token_id
         given = [_read_json(path / file).get("eos_token_id") for file in ("generation_config.json", "config.json")]
         listed = [ids if isinstance(ids, list) else [ids] for ids in (*given, self._id_of(config.get("eos_token")))]
-        ids_of_ends = dict.fromkeys(token_id for ids in listed for token_id in ids if token_id is not None)
-        self.eos_ids: tuple[int, ...] = tuple(ids_of_ends)
+        found = [token_id for ids in listed for token_id in ids if token_id is not None]
+        if wrong := [token_id for token_id in found if not (type(token_id) is int and token_id >= 0)]:
+            rule = "eos_token_id must be a token id or a list of them"
+            raise ValueError(f"{path}: {rule} (got {wrong[0]!r:.100}). Correct generation_config.json or config.json.")
+        self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys(found))
         """Token ids that end a text; the first one is appended to demonstrations."""
         if not self.eos_ids:
             raise ValueError(
@@ -444,7 +447,12 @@ def _load_with_transformers(path: Path) -> "PreTrainedTokenizerFast":
 
 def _read_json(file: Path) -> dict[str, Any]:
     """Return the contents of a JSON file; empty if it does not exist."""
-    content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{file}: it is not valid JSON: {error}. Correct it, or download the model again.") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{file}: must be a JSON object (got {content!r:.100}). Correct it, or download the model again.")
     return content
 
 
@@ -483,7 +491,7 @@ def is_recipe(directory: Path) -> bool:
     file, settings = directory / "tokenizer.json", directory / "tokenizer_config.json"
     if not (file.is_file() and settings.is_file()) or file.stat().st_size != len(_recipe_json().encode()):
         return False
-    changed = json.loads(settings.read_text(encoding="utf-8")).keys() - RECIPE_SETTINGS.keys() - {"chat_template"}
+    changed = _read_json(settings).keys() - RECIPE_SETTINGS.keys() - {"chat_template"}
     return not changed and file.read_text(encoding="utf-8") == _recipe_json()
 
 

@@ -387,6 +387,8 @@ class Engine:
         low, high = min(token_ids), max(token_ids)
         if low < 0 or high >= self._vocab_size:
             raise ValueError(f"prompt: token ids must be 0 to {self._vocab_size - 1} (got {low} to {high})")
+        if (request.sampling.prompt_logprobs or 0) > self._vocab_size:
+            raise ValueError(f"num: must be at most {self._vocab_size}, the size of the vocabulary. Ask for fewer tokens.")
         if request.sampling.supports and self._recording is None:
             self._recording = SupportRecording(self._engine, self._vocab_size)
         if request.sampling.experts and self._routes is None:

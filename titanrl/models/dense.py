@@ -4,6 +4,7 @@ A block has grouped-query attention, rotary embedding, RMSNorm before attention 
 QK norm, in biases, and in the defaults of transformers. Importing this module does not import torch.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ OPTIONS: Mapping[str, Any] = {
     "mlp_bias": False,
     "use_sliding_window": False,
     "quantization_config": None,
+    "is_causal": True,
 }
 """Supported value of each option in config.json. A missing or null option is also supported."""
 ROPE_TYPES = ("default", "llama3")
@@ -224,7 +226,7 @@ def _rope_problems(hf: HFConfig) -> list[str]:
             f"partial_rotary_factor: not supported (got {factor!r:.200}). Use a checkpoint that rotates all head dimensions."
         ]
     if rope["rope_type"] == "llama3":
-        missing = [name for name in ROPE_FACTORS if not _is_positive(rope.get(name))]
+        missing = [name for name in (*ROPE_FACTORS, "original_max_position_embeddings") if not _is_positive(rope.get(name))]
         if missing:
             return [f"{key}: must contain the numbers {', '.join(missing)} (got {rope!r:.200}). Add them to config.json."]
     return []
@@ -244,4 +246,4 @@ def rope_parameters(hf: HFConfig) -> dict[str, Any]:
 
 def _is_positive(value: object) -> bool:
     """Return True if a value of config.json is a number above 0."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf

@@ -376,7 +376,7 @@ def read_weight_files(path: Path, named: object = None) -> WeightFiles:
         raise BrokenRules(_without_weights(path))
     if weight_map is not None:
         files = set(weight_map.values())
-        if named is None and (path / SINGLE).is_file() and SINGLE not in files:
+        if named is None and (path / SINGLE).is_file() and files != {SINGLE}:
             raise _broken(
                 path,
                 f"must have one set of weights, but {SINGLE} lies beside {INDEX}, which names other files: transformers loads "
@@ -587,12 +587,14 @@ ADAPTER_PREFIX = "base_model.model."
 """Begin of the names of all tensors; the names of transformers follow."""
 ADAPTER_ENDS = {".lora_a.weight": ".lora_A.weight", ".lora_b.weight": ".lora_B.weight"}
 """Ends of the names of torchtitan and of peft."""
-UNSUPPORTED = (
-    *("use_dora", "use_rslora", "use_qalora", "lora_bias", "fan_in_fan_out", "modules_to_save", "rank_pattern"),
-    *("alpha_pattern", "layers_to_transform", "layer_replication", "megatron_config", "trainable_token_indices"),
-    "target_parameters",
+IGNORED = (
+    *("peft_type", "task_type", "base_model_name_or_path", "r", "lora_alpha", "lora_dropout", "target_modules", "revision"),
+    *("auto_mapping", "peft_version", "inference_mode", "exclude_modules", "layers_pattern", "megatron_core", "loftq_config"),
+    *("eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "runtime_config", "ensure_weight_tying"),
 )
-"""Options of peft that must be off or empty, because the trainer's adapters have nothing that corresponds to them."""
+"""Options of peft that do not change what its tensors mean. All others must be off or empty."""
+PLAIN = (True, "gaussian", "orthogonal", "eva")
+"""Values of `init_lora_weights` that leave the base as it is; peft changes it again when it loads other adapters."""
 
 
 def adapter_config(lora: LoraConfig, alpha: float, modules: Sequence[str], base: Path | None) -> dict[str, Any]:
@@ -633,6 +635,7 @@ def broken_by_adapter(lora: LoraConfig) -> Iterator[BrokenRule]:
         if found.get(theirs) != value:
             rule = f"its {theirs} must be trainer.lora.{ours}, but it is {found.get(theirs)!r:.100}"
             yield BrokenRule(values | {f"trainer.lora.{ours}": value}, rule, f"set trainer.lora.{ours} to it")
-    used = [name for name in UNSUPPORTED if found.get(name)] + (["bias"] if found.get("bias", "none") != "none" else [])
+    harmless = {"bias": ("none",), "init_lora_weights": PLAIN}
+    used = [name for name, value in found.items() if value and name not in IGNORED and value not in harmless.get(name, ())]
     if used:
         yield BrokenRule(values, f"its option {used[0]} is not supported (got {found[used[0]]!r:.100})", "use another adapter")

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 
-from titanrl.base.arguments import check_number, check_type
+from titanrl.base.arguments import check_count, check_number, check_type
 from titanrl.base.errors import FaultError, TitanRLError, describe
 from titanrl.base.files import DamagedError, replace_text
 from titanrl.base.plugins import Plugins, loading
@@ -411,6 +411,13 @@ class Run:
 
     async def take_steps(self, num_steps: int) -> None:
         """Train as `train` does, but raise faults instead of restarting."""
+        check_count("num_steps", num_steps, "Give the version to reach.", least=0)
+        decay = (self.config.sft or self.config.algorithm).lr_decay
+        if num_steps > self.config.num_steps and decay != "constant" and self.state.learning_rate is None:
+            self.console.warn(
+                f"the learning rate is 0 from step {self.config.num_steps + 1} on, because lr_decay is {decay} and num_steps "
+                f"was {self.config.num_steps}: load the configuration with num_steps={num_steps}, or call set_learning_rate"
+            )
         await self._settle()
         self.is_training = True
         if self.state.version >= num_steps:

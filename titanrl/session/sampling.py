@@ -328,7 +328,7 @@ class SamplingClient:
             check_count("max_tokens", max_tokens, "None uses rollout.max_new_tokens.")
         if temperature is not None:
             check_number("temperature", temperature, "0 decodes greedily; None uses rollout.temperature.", least=0.0)
-        check_number("top_p", top_p, "1 disables it.", least=0.0, most=1.0)
+        check_number("top_p", top_p, "1 disables it.", above=0.0, most=1.0)
         check_count("top_k", top_k, "0 disables it.", least=0)
         check_number("min_p", min_p, "0 disables it.", least=0.0, below=1.0)
         if seed is not None:
@@ -337,6 +337,8 @@ class SamplingClient:
         stop = rollout.stop if stop is None else check_list("stop", stop, "texts and token ids", 'Use ["\\n"].')
         for index, value in enumerate(stop):
             check_type(f"stop[{index}]", value, (str, int), "a text or a token id", 'Use ["\\n"].')
+            if value == "" or (isinstance(value, int) and value < 0):
+                raise ValueError(f"stop[{index}]: must not be empty or negative (got {value!r}). Remove it.")
         decode = partial(
             self.tokenizer.decode_completion, stop=stop, keep_stop=rollout.keep_stop if keep_stop is None else keep_stop
         )

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from titanrl.base.arguments import check_count, check_number, check_type
+from titanrl.base.arguments import check_count, check_list, check_number, check_type
 from titanrl.base.errors import FaultError, TitanRLError
 from titanrl.base.files import replace_text
 from titanrl.base.ownership import is_only_user, own_flaw
@@ -384,6 +384,7 @@ class Task:
         With `data.mixture`, the tasks alternate in the ratio of their weights. A curriculum stays at its first level, because
         it receives no rewards.
         """
+        check_count("num", num, "Give the number of prompts.", least=0)
         streams = list(self._prompts.values())
         while self._mixture.has_state and len(self._draws) < start + num:
             self._draws.append(self._mixture.draw(len(self._draws)))
@@ -396,6 +397,7 @@ class Task:
         Raises:
             ValueError: There are none, or fewer than `num`, or there is no such task.
         """
+        check_count("num", num, "Give the number of prompts.")
         name = next(iter(self._prompts)) if task is None else task
         if name not in self._prompts:
             raise ValueError(f"task: no such task (got {name!r}). Choose one of {', '.join(self._prompts)}.")
@@ -423,9 +425,11 @@ class Task:
         """
         for index, prompt in enumerate(prompts):
             check_type(f"prompts[{index}]", prompt, Prompt, "a prompt of a task", "Use those of task.prompts or task.heldout.")
+        fix = "Give the groups that were sampled from these prompts, in their order."
         if len(prompts) != len(groups):
-            fix = "Give the groups that were sampled from these prompts, in their order."
             raise ValueError(f"groups: must be one per prompt, {len(prompts)} (got {len(groups)}). {fix}")
+        for index, group in enumerate(groups):
+            check_list(f"groups[{index}]", group, "samples", fix)
         return await asyncio.gather(
             *(
                 self._tasks[prompt.task].scoring.score(
@@ -477,6 +481,8 @@ class Task:
             ScorerError: The reward failed on every completion.
             ValueError: There is no such set, or its data cannot be used.
         """
+        if num_prompts is not None:
+            check_count("num_prompts", num_prompts, "None uses that of the set.")
         return await self._sets.evaluate(name, client.generate, num_prompts, record=record)
 
     async def close(self) -> None:
@@ -585,7 +591,12 @@ class Session:
         return SamplingClient(self._sampler)
 
     async def use_temperature(self, temperature: float) -> None:
-        """Divide the trainer's logits by another temperature, which is also the default of `sampling`."""
+        """Divide the trainer's logits by another temperature, which is also the default of `sampling`.
+
+        Raises:
+            ValueError: It is not 0.01 to 2, the values of `rollout.temperature`.
+        """
+        check_number("temperature", temperature, "Give one such as 1.0.", least=0.01, most=2.0)
         await self.trainer.use_temperature(temperature)
         if self._sampler is not None:
             rollout = self._sampler.config.rollout.model_copy(update={"temperature": temperature})

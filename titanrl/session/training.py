@@ -54,6 +54,7 @@ class TrainingClient:
         self._trainer = trainer
         self._folder = folder
         self._weights, self._sampler = weights, sampler
+        self._order = asyncio.Lock()  # the first to wait is the first to run
         self._last: asyncio.Task[Any] | None = None
         self._failure: BaseException | None = None
         self._is_freed = False
@@ -67,7 +68,7 @@ class TrainingClient:
         self, data: Sequence[Datum], loss_fn: "LossFunction", loss_fn_config: Mapping[str, Any] | None = None
     ) -> asyncio.Task[ForwardBackwardOutput]:
         """Compute the loss and its metrics without a gradient; the arguments are those of `forward_backward`."""
-        loss, options = _checked_pass(data, loss_fn, loss_fn_config)
+        data, loss, options = _checked_pass(data, loss_fn, loss_fn_config)
         return self._submit(lambda: self._trainer.run_data(data, loss, options, backward=False))
 
     def forward_backward(
@@ -86,7 +87,7 @@ class TrainingClient:
             TypeError: An argument has another type. Like `ValueError`, it is raised before anything is sent.
             ValueError: An array of a datum has another length than the input.
         """
-        loss, options = _checked_pass(data, loss_fn, loss_fn_config)
+        data, loss, options = _checked_pass(data, loss_fn, loss_fn_config)
         return self._submit(lambda: self._trainer.run_data(data, loss, options, backward=True))
 
     def forward_backward_custom(self, data: Sequence[Datum], loss: "CustomLoss") -> asyncio.Task[ForwardBackwardOutput]:
@@ -95,7 +96,7 @@ class TrainingClient:
         A first pass computes the log-probabilities. With C, the gradient of the loss with respect to them, a second pass runs
         the linear loss sum(C * logprobs), which has the same gradient and is reported as `surrogate_loss:sum`.
         """
-        check_data(data)
+        data = _copied(data)
         if not callable(loss):
             raise TypeError(f"loss: must be a function of data and log-probabilities (got {shown(loss)}). Pass the function.")
         return self._submit(lambda: self._custom(data, loss))
@@ -110,7 +111,7 @@ class TrainingClient:
             at_version: version kept by `keep_weights`, or `ema` for the moving average that `algorithm.ema_decay` maintains;
                 None uses the current weights.
         """
-        check_data(data)
+        data = _copied(data)
         if at_version is not None and at_version != "ema":
             check_count("at_version", at_version, 'Give a version from keep_weights, "ema" or None.', least=0)
 
@@ -192,7 +193,7 @@ class TrainingClient:
 
         If a pass failed after it had added to the gradient, the next optimizer step fails, and discards the gradient.
         """
-        self._failure = None
+        self._failure = self._last = None
 
     def zero_grad(self) -> asyncio.Task[None]:
         """Discard the accumulated gradient. After a failed request, this makes the client accept requests again."""
@@ -234,11 +235,11 @@ class TrainingClient:
         recovers: bool,
         frees: bool,
     ) -> T:
-        if previous is not None:
-            await asyncio.wait({previous})
-        async with turn:
+        async with self._order, turn:
             if not frees:
                 self._check_not_freed()
+            if previous is not None and previous.cancelled():  # perhaps before it ran
+                self._failure = asyncio.CancelledError()
             if recovers:  # only now, because requests submitted earlier must still fail
                 self._failure = None
             if self._failure is not None:
@@ -316,14 +317,20 @@ async def _nothing() -> None:
 
 def _checked_pass(
     data: object, loss_fn: "LossFunction", loss_fn_config: Mapping[str, Any] | None
-) -> tuple[str | Plugin, Mapping[str, Any]]:
-    """Check the arguments of a pass; return its loss, and the options of the loss."""
-    check_data(data)
+) -> tuple[Sequence[Datum], str | Plugin, Mapping[str, Any]]:
+    """Check the arguments of a pass; return its data, its loss, and the options of the loss."""
+    data = _copied(data)
     if not (isinstance(loss_fn, str) or callable(loss_fn)):
         raise TypeError(f"loss_fn: must be the name of a loss or a function (got {shown(loss_fn)}). Use a name such as ppo.")
     options = {} if loss_fn_config is None else loss_fn_config
     check_type("loss_fn_config", options, Mapping, "a mapping of option names to values", 'Use {"clip_low": 0.2} or None.')
-    return plugin_of("loss_fn", loss_fn) or str(loss_fn), options
+    return data, plugin_of("loss_fn", loss_fn) or str(loss_fn), dict(options)
+
+
+def _copied(data: object) -> Sequence[Datum]:
+    """Check data, and return those of now: the caller may change the list before the request runs."""
+    check_data(data)
+    return tuple(data)  # type: ignore[arg-type]
 
 
 def check_name(name: object) -> None:

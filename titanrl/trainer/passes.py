@@ -73,6 +73,10 @@ class Teacher:
     """Version of the weights; None uses those being trained."""
 
 
+INPUTS = frozenset({"target_tokens", "weights", "logprobs", "advantages"})
+"""Keys of `loss_fn_inputs` that losses use, except undecorated functions."""
+
+
 @dataclass(frozen=True, slots=True)
 class ChosenLoss:
     """Loss of a pass over data."""
@@ -84,6 +88,8 @@ class ChosenLoss:
     """Function that builds the objective of a micro-batch from all data and the locations of its data."""
     teacher: Teacher | None = None
     """Teacher, if the loss is a divergence."""
+    takes_all: bool = False
+    """True if a function receives the data, and may use any input."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,7 +269,7 @@ def chosen_loss(loss: str | Plugin, config: Mapping[str, Any]) -> ChosenLoss:
     if plugin is not None and traits is None:
         key, expected = "loss_fn, without titanrl.policy_loss", "def loss(data, logprobs) -> tuple[Tensor, Mapping[str, float]]"
         check_call(function, CustomLoss.__call__, key=key, name=plugin.name, expected=expected)
-        return ChosenLoss(plugin.name, ("target_tokens",), partial(_custom_objective, function))
+        return ChosenLoss(plugin.name, ("target_tokens",), partial(_custom_objective, function), takes_all=True)
     if plugin is None or traits is None:
         algorithm = tinker_algorithm(str(loss), config)
     else:
@@ -295,7 +301,8 @@ def check_data(data: Sequence[Datum], sizes: RowSizes, loss: ChosenLoss | None) 
     The client has checked what does not depend on the model and the loss.
 
     Raises:
-        ValueError: A datum is empty, longer than a row, or lacks an input of the loss, or the teacher's tokens do not fit.
+        ValueError: A datum is empty, longer than a row, lacks an input of the loss or has one of an unknown name, or the
+            teacher's tokens do not fit.
     """
     needed = ("target_tokens",) if loss is None else loss.inputs
     for index, datum in enumerate(data):
@@ -304,6 +311,9 @@ def check_data(data: Sequence[Datum], sizes: RowSizes, loss: ChosenLoss | None) 
             fix = f"Cut it to 1 to {sizes.row_tokens} tokens, or change trainer.row_tokens."
             raise ValueError(f"data[{index}].model_input: does not fit a row (got {length} tokens). {fix}")
         inputs = f"data[{index}].loss_fn_inputs"
+        if loss is not None and not loss.takes_all and (unknown := sorted(datum.loss_fn_inputs.keys() - INPUTS)):
+            fix = f"Give those that the loss uses, among {', '.join(sorted(INPUTS))}."
+            raise ValueError(f"{inputs}: loss {loss.name!r} has no such input (got {unknown[0]!r}). {fix}")
         for name in needed:
             if name not in datum.loss_fn_inputs:
                 names = sorted(datum.loss_fn_inputs)
