@@ -131,6 +131,12 @@ def test_export_in_bfloat16_rounds_trained_weights_to_nearest(world: Worlds, tin
     assert not torch.equal(exact, rounded.float())
 
 
+def test_export_names_weights_that_float16_cannot_hold(world: Worlds, tiny_model: Path, tmp_path: Path) -> None:
+    found = world(2).run(variants.warnings_of_export, tiny_model, {"parallelism": FSDP}, tmp_path / "out")
+    text = "export: model.norm.weight: values beyond float16 are infinite now; see checkpoint.export_dtype"
+    assert found == [[text], []], "only the rank that holds the value says so"
+
+
 @pytest.mark.parametrize("section", [{}, {"dtype": "bfloat16"}, {"lora": LORA}], ids=["float32", "bfloat16", "lora"])
 @pytest.mark.parametrize(("layout", "model"), [("one rank", "tied"), ("fsdp x tp", "untied")], indirect=["model"])
 def test_loading_without_random_init_gives_same_tensors(layout: str, section: dict, world: Worlds, model: Path) -> None:

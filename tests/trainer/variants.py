@@ -1,5 +1,7 @@
 """Functions on models, checkpoints and losses that tests run on all ranks; see `checks`."""
 
+import logging.handlers
+import queue
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -111,6 +113,18 @@ def scores(learner: Learner) -> list[np.ndarray]:
             found[sequence.handle.location] = logprobs_BL[index, start : start + sequence.length - 1]
             start += sequence.length
     return [found[location] for location in range(len(plans))]
+
+
+def warnings_of_export(model_dir: Path, trainer: dict, target: Path) -> list[str]:
+    """Set a weight on the first rank beyond float16, export the model and return the warnings."""
+    learner = checks.make_learner(model_dir, **trainer)
+    with torch.no_grad():
+        local_part(learner.model.module.norm.weight)[0] = 7e4 if dist.get_rank() == 0 else 1.0
+    found = logging.handlers.QueueHandler(queue.SimpleQueue())
+    found.setLevel(logging.WARNING)
+    logging.getLogger("titanrl.trainer.checkpoint").addHandler(found)
+    export_hf(learner.model, model_dir, target, "float16")
+    return [found.queue.get().getMessage() for _ in range(found.queue.qsize())]
 
 
 def export(

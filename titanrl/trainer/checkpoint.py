@@ -293,6 +293,10 @@ def export_hf(model: PolicyModel, model_dir: Path, target: Path, dtype: FileDtyp
     with storage_errors(what, target):
         writer = HuggingFaceStorageWriter(path=str(partial), save_distributed=True, enable_consolidation=True)
         weights = {name: value.to(torch_dtype(dtype)) for name, value in model.adapter.to_hf(model.weights()).items()}
+        if infinite := [name for name, value in weights.items() if dtype == "float16" and local_part(value).isinf().any()]:
+            logger.warning(
+                "export: %s: values beyond float16 are infinite now; see checkpoint.export_dtype", ", ".join(infinite)
+            )
         dcp.save(weights, storage_writer=writer)
         if model.lora is not None:
             names, state = peft_names(model), adapters_of(model.module.state_dict())
