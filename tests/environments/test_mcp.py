@@ -297,7 +297,12 @@ async def http_server(as_events: bool = False) -> AsyncIterator[tuple[str, list[
     answers: asyncio.Queue[Any] = asyncio.Queue()
 
     async def ask(number: int) -> AsyncIterator[str]:
-        for asked, method in (("s1", "ping"), ("s2", "sampling/createMessage"), (None, "ping")):
+        for asked, method in (
+            ("s1", "ping"),
+            ("s2", "sampling/createMessage"),
+            (None, "ping"),
+            (None, "notifications/message"),
+        ):
             yield f"data: {json.dumps({'jsonrpc': '2.0', 'id': asked, 'method': method})}\n\n"
         text = json.dumps(sorted([await answers.get(), await answers.get()], key=lambda each: str(each["id"])))
         result = {"content": [{"type": "text", "text": text}]}

@@ -196,7 +196,7 @@ class _Server(ABC):
         except (ValueError, RecursionError):
             message = None
         match message:
-            case {"method": str(method), "id": asked}:
+            case {"method": str(method), "id": asked} if asked is not None:
                 self.num_stray += not (isinstance(asked, int | str) and self._answer(method, asked) and method == "ping")
             case {"method": str(method)}:
                 self.num_changes += method == "notifications/tools/list_changed"

@@ -594,7 +594,7 @@ IGNORED = (
 )
 """Options of peft that do not change what its tensors mean. All others must be off or empty."""
 PLAIN = (True, "gaussian", "orthogonal", "eva")
-"""Values of `init_lora_weights` that leave the base as it is; peft changes it again when it loads other adapters."""
+"""Values of `init_lora_weights` that leave the base as it is. With others, peft changes the base when it loads the adapter."""
 
 
 def adapter_config(lora: LoraConfig, alpha: float, modules: Sequence[str], base: Path | None) -> dict[str, Any]:
