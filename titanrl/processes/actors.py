@@ -34,6 +34,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, TextIO, TypeVar
 
+import cloudpickle
 import monarch.actor
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError as SupervisionError
 from monarch.actor import Actor as Actor
@@ -104,9 +105,14 @@ class ReplyPort:
 
     port: Any
     """Port of the asking event loop."""
+    pickled: bytes
+    """The same, pickled once for all requests: torchmonarch pickles the code of a function with each port."""
     inbox: str
     """Name of the port."""
     number: int
+
+    def __reduce__(self) -> tuple[Callable[[bytes, str, int], "ReplyPort"], tuple[bytes, str, int]]:
+        return _received, (self.pickled, self.inbox, self.number)
 
     def send(self, value: object) -> None:
         """Send a reply, after those of `send_soon`."""
@@ -120,6 +126,10 @@ class ReplyPort:
         if not values:
             loop.call_soon(_send_pending, loop, self.inbox)
         values.append((self.number, value))
+
+
+def _received(pickled: bytes, inbox: str, number: int) -> ReplyPort:
+    return ReplyPort(pickle.loads(pickled), pickled, inbox, number)
 
 
 _pending: dict[tuple[asyncio.AbstractEventLoop, str], tuple[Any, list[tuple[int, object]]]] = {}
@@ -193,6 +203,7 @@ class _Inbox:
 
     def __init__(self) -> None:
         self._port, self._receiver = Channel[Any].open()
+        self._pickled = cloudpickle.dumps(self._port)
         self._name = secrets.token_hex(8)
         self._handlers: dict[int, Callable[[Any], None]] = {}
         self._numbers = itertools.count()
@@ -213,7 +224,7 @@ class _Inbox:
         """Return an address whose replies go to a function until `close`."""
         number = next(self._numbers)
         self._handlers[number] = handler
-        return ReplyPort(self._port, self._name, number)
+        return ReplyPort(self._port, self._pickled, self._name, number)
 
     def close(self, replies: ReplyPort) -> None:
         """Ignore later replies to an address."""
