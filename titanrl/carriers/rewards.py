@@ -5,10 +5,10 @@ returns a number, `TokenRewards`, or a mapping of named parts of either type. It
 third-party library.
 """
 
-import copy
 import inspect
 import json
 import math
+import pickle
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -212,14 +212,14 @@ class BoundReward:
     def call_one(self, answers: Answers, index: int) -> Any:
         """Call the function for one completion; the result may be awaitable."""
         if not self._keywords:
-            return self.function(answers.completions[index], copy.deepcopy(answers.entry))  # other calls read it, too
+            return self.function(answers.completions[index], _copied(answers.entry))
         options: dict[str, object]
         options = {"num_tokens": answers.num_tokens[index], "finish_reason": answers.finish_reasons[index]}
         if self.takes_token_ids:
             options["token_ids"] = list(answers.token_ids[index])
         if self.takes_raw:
             options["raw_completion"] = answers.raw_completions[index]
-        return self.function(answers.completions[index], copy.deepcopy(answers.entry), **self._taken(options))
+        return self.function(answers.completions[index], _copied(answers.entry), **self._taken(options))
 
     def call_group(self, answers: Answers) -> Any:
         """Call the function for all completions; the result may be awaitable."""
@@ -230,7 +230,7 @@ class BoundReward:
             "raw_completions": list(answers.raw_completions),
             "token_ids": list(map(list, answers.token_ids)),
         }
-        return self.function(list(answers.completions), copy.deepcopy(answers.entry), **self._taken(options))
+        return self.function(list(answers.completions), _copied(answers.entry), **self._taken(options))
 
     def values(self, returned: object, num_completions: int) -> list[object]:
         """Convert the return value of a group call to a list; raise `TypeError` unless it has one value per completion."""
@@ -256,6 +256,11 @@ class BoundReward:
 
     def _taken(self, options: Mapping[str, object]) -> dict[str, object]:
         return {key: value for key, value in options.items() if key in self._keywords}
+
+
+def _copied(entry: Mapping[str, Any]) -> Any:
+    # Other calls read the entry, too. `copy.deepcopy` raises an audit event for every value, which calls the sandbox's hook.
+    return pickle.loads(pickle.dumps(entry, pickle.HIGHEST_PROTOCOL))
 
 
 def keywords_of(function: Callable[..., Any]) -> list[str]:
