@@ -1,6 +1,7 @@
 """Distillation without processes: its data and metrics, and the checks of its configuration."""
 
 import asyncio
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,11 +14,22 @@ from titanrl import ConfigError, load_config
 from titanrl.carriers.rewards import Scored
 from titanrl.carriers.types import FinishReason, FloatArray, Prompt, TopTokens
 from titanrl.config.data import Distillation
+from titanrl.config.errors import BrokenRules
 from titanrl.config.load import check_program
 from titanrl.config.sections import DistillConfig, RecipeConfig
 from titanrl.data.entries import BadRow, hinted_entry
-from titanrl.distill import Batch, ask_teachers, batch_metrics, discounted, distillation_data, loss_of_step, main, taught_share
-from titanrl.launch.preflight import broken_rules
+from titanrl.distill import (
+    Batch,
+    ask_teachers,
+    batch_metrics,
+    discounted,
+    distillation_data,
+    loss_of_step,
+    main,
+    mean_advantage,
+    taught_share,
+)
+from titanrl.launch.preflight import broken_rules, check_data
 from titanrl.models.recipe import create_model
 from titanrl.session.sampling import Sample
 
@@ -141,6 +153,16 @@ def test_divergence_of_each_task_has_its_weight_beside_the_rewards() -> None:
     assert "policy/kl_teacher" not in metrics
 
 
+def test_recorded_advantage_is_that_of_the_reward_whatever_the_weight_of_the_divergence() -> None:
+    samples = [sample([-1.0, -2.0]), sample([-1.0])]
+    half = Distillation("distill.teacher", 0.5, 1.0)
+    for distill, found in ((distill_config(**SELF), None), (distill_config(), floats(0.0, 0.0))):
+        batch = batch_of(samples, [found, None if found is None else found[:1]], [1.0, 0.0], task=half)
+        first, _ = distillation_data(batch, distill)
+        assert first is not None
+        assert mean_advantage(first, 2, half.weight) == 0.5
+
+
 def test_teacher_reads_its_own_prompt_and_the_same_completion() -> None:
     samples = [sample([-0.1, -0.7, -0.2]), sample([-2.0]), sample([-1.0])]
     batch = batch_of(samples, [None] * 3, [1.0, 0.0, 0.0], teacher_prompts=[(1, 2, 3), (4,), None])
@@ -232,6 +254,12 @@ def test_each_command_rejects_configurations_of_others() -> None:
         ("algorithm.loss=cispo", "remove algorithm.loss"),
         ("algorithm.kl={coef: 0.1}", "remove algorithm.kl"),
         ("rollout.top_p=0.9", "remove rollout.top_p"),
+        ("rollout.group_filter=some.module:keeps", "remove rollout.group_filter"),
+        ("rollout.min_group_size=2", "remove rollout.min_group_size"),
+        ("rollout.num_workers=2", "remove rollout.num_workers"),
+        ("trainer.overlong=truncate", "remove trainer.overlong"),
+        ("trainer.share_prompts=true", "remove trainer.share_prompts"),
+        ("distill.teacher={path: x, vllm: {tensor_parallel_size: 2}}", "remove it, and set tp"),
         ("distill.discount=1.0", "must be a number"),
         ("distill.teacher={tp: 2}", "set exactly one of path, url and policy"),
         ("distill.teacher={path: x, url: 'http://a/v1'}", "set exactly one of path, url and policy"),
@@ -310,6 +338,45 @@ def test_missing_incomplete_or_short_teacher_is_rejected(teacher: Path) -> None:
     (teacher / "model.safetensors").unlink()
     (incomplete,) = teacher_problems(f"{TEACHER}={teacher}")
     assert "but it has no weights" in incomplete
+
+
+@pytest.mark.parametrize(
+    ("option", "key", "problem"),
+    [
+        ("tp=3", "tp", "tp must divide the teacher's 4 query heads, 2 key-value heads"),
+        ("kv_cache_bytes=1000", "kv_cache_bytes", "too small for one sequence of"),
+        ("vllm={nonsense: 1}", "vllm.nonsense", "no such vLLM option"),
+        ("vllm={max_num_batched_tokens: many}", "vllm.max_num_batched_tokens", "vLLM expects"),
+    ],
+)
+def test_options_of_a_teachers_engine_are_checked_like_the_generators(
+    teacher: Path, option: str, key: str, problem: str
+) -> None:
+    config = load_config("distill_quickstart", [f"{TEACHER}={teacher}", f"distill.teacher.{option}"])
+    (found,) = (rule for rule in broken_rules(config) if f"distill.teacher.{key}" in rule.values)
+    assert problem in str(found)
+
+
+def test_head_size_of_a_teacher_needs_a_kernel(teacher: Path) -> None:
+    edit(teacher / "config.json", '"head_dim": 32', '"head_dim": 24')
+    problems = teacher_problems(f"{TEACHER}={teacher}")
+    assert any("vLLM has no CPU attention kernel for this head size (got 24)" in problem for problem in problems)
+
+
+def test_hint_is_checked_for_every_prompt_before_the_start(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n} + 1 =", "answer": str(n + 1), "clue": "add one" if n % 5 else None} for n in range(40)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = load_config(
+        "distill_quickstart",
+        [
+            *("data.source=jsonl", f"data.path={tmp_path / 'sums.jsonl'}", "warm_start=null", "data.heldout_fraction=0.05"),
+            "distill={teacher: {policy: current}, loss: jsd, hint: '{clue}: {question}'}",
+        ],
+    )
+    with pytest.raises(BrokenRules, match=r"the prompt \"\d*[05] \+ 1 =\" must not be empty in column 'clue'"):
+        check_data(config, {})
+    with pytest.raises(BrokenRules, match="has no value for 'nosuch'"):
+        check_data(config.model_copy(update={"distill": distill_config(**SELF | {"hint": "{nosuch}"})}), {})
 
 
 @pytest.mark.parametrize(

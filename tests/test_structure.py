@@ -11,15 +11,15 @@ import pytest
 from tests.size import PACKAGE, figures
 
 CEILINGS = {
-    "lines": 68_464,
+    "lines": 68_580,
     "modules": 180,
     "small modules": 2,
     "modules with a shared name": 4,
     "rooms": 24,
-    "arrows": 149,
+    "arrows": 148,
     "floors": 12,
     "modules reached by the loop": 86,
-    "functions with one mention": 0.351,
+    "functions with one mention": 0.34,
 }
 """Largest figures of `tests.size`. Lower them with the code. A change that needs a higher one says why in its message."""
 

@@ -37,10 +37,7 @@ from titanrl.carriers.types import (
 )
 from titanrl.config.algorithm import INITIAL
 from titanrl.config.data import Distillation
-from titanrl.config.errors import BrokenRule, ConfigError
-from titanrl.config.load import explain_rule
 from titanrl.config.sections import DistillConfig
-from titanrl.data.entries import BadRow
 from titanrl.launch.roles import Roles
 from titanrl.metrics import steps as metrics_of
 from titanrl.metrics.reading import fixed
@@ -131,12 +128,12 @@ class Distill(Run):
                 await self.training.publish()
                 self.recorder.directory.event("publication", version=update.version)
         samples = list(chain(*batch.groups))
-        num_tokens = sum(len(sample.tokens) for sample in samples)
+        num_tokens, pairs = sum(len(sample.tokens) for sample in samples), zip(samples, aligned, strict=True)
         counts = self.state.counts.plus(
             prompts=len(batch.prompts),
             rollouts=len(samples),
             generated_tokens=num_tokens,
-            trained_tokens=0 if update.skipped else num_tokens,
+            trained_tokens=0 if update.skipped else sum(len(each.tokens) for each, datum in pairs if datum is not None),
         )
         self.state = replace(
             self.state,
@@ -193,7 +190,7 @@ class Distill(Run):
         if self._distill.teacher.policy == "initial":  # before a checkpoint replaces the weights
             await self.training.keep_weights()
         await self.load_checkpoint()
-        self._task, _, _ = await asyncio.gather(self._open_task(), self._start_teachers(), self.training.publish())
+        self._task, _, _ = await asyncio.gather(self.session.task(), self._start_teachers(), self.training.publish())
 
     async def _start_teachers(self) -> None:
         """Start the engines of teachers, and the clients of those behind endpoints."""
@@ -216,18 +213,6 @@ class Distill(Run):
         for teacher in remote.values():
             await teacher.close()
         await super()._close_session(keeps_generators=keeps_generators)
-
-    async def _open_task(self) -> "Task":
-        """Open prompts and rewards, and check the hint on the first prompt of each task."""
-        task = await self.session.task()
-        if (hint := self._distill.hint) is not None:
-            first = {prompt.task: prompt for prompt in reversed(task.prompts(8 * len(self.config.data.tasks)))}
-            try:
-                task.hinted(list(first.values()), hint)
-            except BadRow as error:
-                rule = BrokenRule(values={"distill.hint": hint}, rule=f"a prompt {error.problem}", fix=error.fix)
-                raise ConfigError(explain_rule(rule, None)) from error
-        return task
 
     # Details of a step
 
@@ -281,9 +266,10 @@ class Distill(Run):
         # The first groups of a step, and the mean advantage of each of their completions.
         rollout = self.config.rollout
         decode = partial(self.session.tokenizer.decode_completion, stop=rollout.stop, keep_stop=rollout.keep_stop)
+        weights = [task.weight for task, group in zip(batch.tasks, batch.groups, strict=True) for _ in group]
         means = iter(
-            0.0 if datum is None else float(datum.loss_fn_inputs["advantages"][len(sample.prompt) - 1 :].mean())
-            for datum, sample in zip(data, chain(*batch.groups), strict=True)
+            0.0 if datum is None else mean_advantage(datum, len(sample.prompt), weight)
+            for datum, sample, weight in zip(data, chain(*batch.groups), weights, strict=True)
         )
         shown = list(zip(batch.prompts, batch.groups, batch.scores, strict=True))[: self.config.logging.rollouts_per_step]
         rows = []
@@ -379,6 +365,12 @@ def distillation_data(batch: Batch, distill: DistillConfig) -> "list[Datum | Non
             tokens = np.concatenate([np.asarray(prompt, np.int64), sample.tokens[:-1]]) if found is None else None
             data.append(replace(datum, teacher_input=tokens, teacher_top=found))
     return data
+
+
+def mean_advantage(datum: "Datum", prompt_len: int, weight: float) -> float:
+    """Return the mean advantage of a sample's tokens, by which data with a divergence of this weight have it divided."""
+    mean = float(datum.loss_fn_inputs["advantages"][prompt_len - 1 :].mean())
+    return mean if datum.teacher_input is None and datum.teacher_top is None else weight * mean
 
 
 def reward_advantages(scores: Sequence[Scored], weight: float) -> list[float]:

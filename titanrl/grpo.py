@@ -231,18 +231,25 @@ class GRPO(Run):
     async def _train_on_examples(self, number: int) -> LossSums:
         """Add the gradient of the loss on the next examples to that of an optimizer step; return the sums of loss and tokens.
 
-        The step and the `number` of the optimizer step on its batch, from 1 on, select the examples. A resumed run therefore
-        continues with the same ones.
+        The `number` of the optimizer step on its batch, from 1 on, selects the examples.
         """
         section, examples = self.config.examples, self._examples
         if section is None or examples is None:
             return LossSums(sums={}, maxima={})
-        update = self.state.step * self.config.trainer.max_optimizer_steps + number - 1
-        data, num_tokens = examples.data_of(update, section, self.config.seed)
+        first = self._first_example + (number - 1) * section.batch_size
+        data, num_tokens = examples.data_of(first, section, self.config.seed)
         output = await self.session.trainer.run_data(data, "cross_entropy", {}, backward=True)
         loss = output.metrics["loss:sum"] / section.weight  # `data_of` has multiplied it by the weight
         num_placed = sum(len(datum.model_input) for datum in data)
         return LossSums(sums={"loss": loss * num_tokens, "num_tokens": num_tokens, "num_placed": num_placed}, maxima={})
+
+    @property
+    def _first_example(self) -> int:
+        """First position in the examples that no step has passed. Earlier versions did not record it."""
+        state, section = self.state, self.config.examples
+        if state.next_example is not None or section is None:
+            return state.next_example or 0
+        return state.step * self.config.trainer.max_optimizer_steps * section.batch_size
 
     async def _heldout_loss(self) -> dict[str, float]:
         """Return the loss on held-out examples after the optimizer steps, as a metric; empty unless an evaluation is due."""
@@ -287,10 +294,12 @@ class GRPO(Run):
             if merged.sums["num_tokens"] and math.isfinite(entropy):
                 coef = next_entropy_coef(state.entropy_coef, entropy, self.config.algorithm)
                 state = replace(state, entropy_coef=coef, entropy=entropy)
+        if self.config.examples is not None:
+            num_used = self._first_example + self.config.trainer.max_optimizer_steps * self.config.examples.batch_size
+            state = replace(state, next_example=num_used)
         self.state = replace(state, step=state.step + 1, version=version, next_index=batch.first_untaken, counts=counts)
         of_examples = trained.examples.sums
         if self.config.examples is not None and self._examples is not None:
-            num_used = self.state.step * self.config.trainer.max_optimizer_steps * self.config.examples.batch_size
             of_losses["examples/loss"] = of_examples["loss"] / of_examples["num_tokens"]
             of_losses["examples/tokens"] = of_examples["num_tokens"]
             of_losses["examples/epoch"] = num_used / len(self._examples.training)

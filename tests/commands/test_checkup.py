@@ -144,6 +144,16 @@ def test_one_machine_needs_everything() -> None:
     assert alone.memory > sum(LIBRARY_BYTES[role] for role in ("trainer", "generator", "controller"))
 
 
+def test_one_machine_needs_accelerators_for_teachers_and_the_background_evaluator() -> None:
+    for name, options, num in (
+        ("distill_quickstart", ["distill.teacher.tp=2"], 4),
+        ("quickstart", ["max_staleness=1", "evaluation.background=true"], 3),
+    ):
+        config = load_config(name, options)
+        (alone,) = needs_of(config, derive(config, model_shape(config)), "cuda")
+        assert alone.devices == num
+
+
 def test_roles_of_a_launcher_are_spread() -> None:
     first, second, third = needs("hosts.kind=launcher", "hosts.trainer_hosts=2", "trainer.parallelism.dp_shard=2")
     assert (first.roles, second.roles, third.roles) == ("controller, trainer", "trainer", "rollout, generators")

@@ -9,7 +9,7 @@ import pytest
 
 from tests.docs.blocks import all_blocks, shell_lines
 from titanrl.carriers.types import EvaluationResult
-from titanrl.commands import evaluate
+from titanrl.commands import evaluate, serve
 from titanrl.config import ConfigError
 
 RESULT = EvaluationResult(
@@ -120,3 +120,16 @@ def test_commands_in_docs_have_valid_arguments() -> None:
     assert len(commands) > 1
     for line in commands:
         assert evaluate.parse(shlex.split(line)[2:], prog="titanrl evaluate").model.parts[0] == "runs"
+
+
+def test_policy_of_a_distillation_run_is_sampled_from_without_what_only_distillation_may_have(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    made_model(run / "checkpoints" / "final")
+    (run / "config.yaml").write_text(
+        "name: a\nnum_steps: 3\ndistill: {teacher: {path: t}, teachers: {coder: {path: c}}}\nrollout: {group_size: 1}\n"
+        "data: {mixture: {a: {task: chain_sum, teacher: coder, distill_weight: 0.5, reward_weight: 1.0}, b: {}}}\n"
+    )
+    _, config, _ = evaluate.evaluated_model(run, None, [])
+    assert config.distill is None
+    assert evaluate.chosen_sets(config, []) == ["a", "b"]
+    assert serve.find_policy(run, None, [], tmp_path).config.data.mixture.keys() == {"a", "b"}

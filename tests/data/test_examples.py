@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titanrl.config import Config
+from titanrl.config import Config, load_config
 from titanrl.config.data import data_file
 from titanrl.config.errors import BrokenRules
 from titanrl.config.sections import FOLDER
 from titanrl.data.examples import Demonstration, Examples, mean_loss_data, read_examples
 from titanrl.data.streams import is_heldout
 from titanrl.data.tokenizer import Tokenizer
+from titanrl.grpo import GRPO
+from titanrl.run.checkpoints import FIRST
 
 
 def write(path: Path, *lines: object) -> Path:
@@ -212,3 +215,12 @@ def test_order_changes_with_seed_and_epoch() -> None:
 
     assert order(0, 0) != order(30, 0)
     assert order(0, 0) != order(0, 1)
+
+
+def test_next_examples_follow_those_of_the_last_step_whatever_the_batch_size_was() -> None:
+    run = object.__new__(GRPO)  # only its position is asked for
+    run.config = load_config("quickstart", ["examples={path: x, batch_size: 16}"])
+    run.state = replace(FIRST, step=3, next_example=12)  # three steps with batches of 4
+    assert run._first_example == 12
+    run.state = replace(run.state, next_example=None)  # of an earlier version
+    assert run._first_example == 48

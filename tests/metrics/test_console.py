@@ -105,6 +105,18 @@ def test_plain_mode_shows_losses_of_fine_tuning(capsys: pytest.CaptureFixture[st
     assert len(row) == len(header)
 
 
+def test_first_step_of_distillation_without_a_taught_task_prints_the_header_of_distillation(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    console = Console("plain", total_steps=100, clock=Clock())
+    taught = {"tokens/teacher_too_long_frac": 0.0}
+    console.step(StepMetrics(step=1, version=1, values=taught))
+    console.step(StepMetrics(step=2, version=2, values={**taught, "policy/kl_teacher": 0.305}))
+    console.step(StepMetrics(step=10, version=10, values={**taught, "policy/kl_teacher": 0.305}))
+    header, *_, row = capsys.readouterr().out.splitlines()
+    assert row.index("0.305") + len("0.305") == header.index("kl_teacher") + len("kl_teacher")
+
+
 def test_live_mode_shows_losses_of_fine_tuning() -> None:
     out = terminal(140)
     with Console("live", total_steps=100, out=out, clock=Clock()) as console:

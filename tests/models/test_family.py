@@ -35,5 +35,5 @@ def test_error_for_too_small_kv_cache_states_required_size(config: dict[str, Any
     assert vllm_problems(config, **CPU | {"kv_cache_bytes": needed}) == []
     (problem,) = vllm_problems(config, **CPU | {"kv_cache_bytes": needed - 1})
     assert problem == (
-        f"generator.kv_cache_bytes: too small for one sequence of 256 tokens (got {needed - 1}). Set it to at least {needed}."
+        f"kv_cache_bytes: too small for one sequence of 256 tokens (got {needed - 1}). Set it to at least {needed}."
     )

@@ -82,11 +82,15 @@ def test_vocabulary_is_compared_token_by_token(server: Server, tokenizer: Tokeni
     (tmp_path / "same").write_text("a key of sixteen")
     (tmp_path / "other").write_text("another vocabulary")
     for longest in (2, 20, 500):
-        ask(server.url, partial(RemoteTeacher.check, tokenizer=tokenizer, longest=longest), key_file=tmp_path / "same")
+        ask(
+            server.url,
+            partial(RemoteTeacher.check, tokenizer=tokenizer, longest=longest, num_top=3),
+            key_file=tmp_path / "same",
+        )
     with pytest.raises(
         TeacherError, match=r"distill.teacher.url: .*vocabulary of the policy.* 1 of 1\d\d compared .* such as 40"
     ):
-        ask(server.url, lambda teacher: teacher.check(tokenizer, 20), key_file=tmp_path / "other")
+        ask(server.url, lambda teacher: teacher.check(tokenizer, 20, 0), key_file=tmp_path / "other")
 
 
 def test_refusal_of_a_request_names_the_teacher_and_what_it_must_serve(server: Server, tmp_path: Path) -> None:

@@ -172,6 +172,13 @@ def test_resume_refuses_what_the_checkpoint_was_not_saved_with(
     assert {path: found for path, found in files(run_dir).items() if path.name != LOCK_FILE} == unchanged
 
 
+def test_resume_without_the_warm_start_that_made_the_reference_policy_is_refused() -> None:
+    run_dir = write_run(3, *WARM, "algorithm.kl.coef=0.1")
+    config = validate(read_source(run_dir / "config.yaml", ["warm_start=null"]))
+    with pytest.raises(ConfigError, match=r"which made the weights that algorithm\.kl\.reference names"):
+        GRPO.check(config, resume=run_dir)
+
+
 @pytest.mark.parametrize(
     ("saved", "changed"),
     [
@@ -180,6 +187,7 @@ def test_resume_refuses_what_the_checkpoint_was_not_saved_with(
         (["algorithm.optimizer=muon"], "algorithm.muon_momentum=0.9"),
         (["algorithm.ema_decay=0.9"], "algorithm.ema_decay=null"),
         (WARM, "warm_start=null"),
+        ([*WARM, "algorithm.kl={coef: 0.1, reference: ema}", "algorithm.ema_decay=0.9"], "warm_start=null"),
         ([], "output_dir=./runs"),
         ([MOE, "trainer.expert_bias_rate=0.01"], "trainer.expert_bias_rate=0.02"),
     ],

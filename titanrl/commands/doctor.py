@@ -571,6 +571,7 @@ def needs_of(config: Config, sizes: Sizes, device: DeviceKind) -> list[Needs]:
     if memory is not None:
         published = memory.published if generators else 0
         total = cpu_bytes(config, memory, memory.trainer.cpu_total) if on_cpu else total
+    generators += sizes.processes.get("teacher", 0) + sizes.processes.get("evaluator", 0)
     devices = 0 if on_cpu else max(trainers, generators) if hosts.share_devices else trainers + generators
     count = 1 if hosts.kind == "local" else sum(host_counts(config).values())
     return [Needs(roles="all", memory=total, shared_memory=published, devices=devices)] * count

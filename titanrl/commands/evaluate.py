@@ -20,7 +20,7 @@ from titanrl.carriers.types import EvaluationResult
 from titanrl.config import Config, ConfigError, Source
 from titanrl.config.dry_run import print_table, table_console
 from titanrl.config.errors import BrokenRule, refusing
-from titanrl.config.load import read_source, validate
+from titanrl.config.load import read_policy_source, validate
 from titanrl.config.sections import ConsoleMode
 from titanrl.launch.preflight import preflight
 from titanrl.metrics.console import Console
@@ -84,8 +84,8 @@ def evaluated_model(folder: Path, config_file: Path | None, overrides: Sequence[
         raise ConfigError(str(replace(found, values={"--model": str(folder)})))
     if config_file is None and not is_run:
         raise ConfigError("--config: required, unless --model is a run directory. Give the file with the evaluation sets.")
-    fixed = (f"model.path={json.dumps(str(model.absolute()))}", "warm_start=null", "distill=null")
-    source = read_source(config_file or folder / "config.yaml", [*overrides, *fixed])
+    fixed = (f"model.path={json.dumps(str(model.absolute()))}", "warm_start=null")
+    source = read_policy_source(config_file or folder / "config.yaml", [*overrides, *fixed])
     config = validate(source)
     if config.sft is not None:
         option = "--model" if config_file is None else "--config"

@@ -35,7 +35,7 @@ from titanrl.base.ownership import bind
 from titanrl.config import Config, ConfigError, Source
 from titanrl.config.device import installed_version
 from titanrl.config.errors import BrokenRule, refusing
-from titanrl.config.load import read_source, validate
+from titanrl.config.load import read_policy_source, validate
 from titanrl.launch.preflight import preflight
 from titanrl.metrics.console import Console
 from titanrl.metrics.reading import RunRecord
@@ -205,8 +205,8 @@ def find_policy(policy: Path, step: int | None, overrides: Sequence[str], scratc
         if why_no_folder(policy):
             if step is not None:
                 raise ConfigError(f"--step: only a run has steps (got {step}, and {policy} is none). Remove the option.")
-            parts = ("distill=null", "sft=null", f"output_dir={json.dumps(str(scratch))}")
-            return _served(read_source(policy, [*overrides, *parts]))
+            parts = ("sft=null", f"output_dir={json.dumps(str(scratch))}")
+            return _served(read_policy_source(policy, [*overrides, *parts]))
     if found := why_no_folder(policy):
         raise ConfigError(f"POLICY: it {found} (got {policy}). Give the directory of a run or a model.")
     policy = policy.resolve()
@@ -236,17 +236,17 @@ def find_policy(policy: Path, step: int | None, overrides: Sequence[str], scratc
     }
     file = scratch / "model.yaml"
     file.write_text(yaml.safe_dump(settings), encoding="utf-8")
-    return replace(_served(read_source(file, [*overrides, *_fixed(policy, scratch)])), name=policy.name)
+    return replace(_served(read_policy_source(file, [*overrides, *_fixed(policy, scratch)])), name=policy.name)
 
 
 def _of_run(run_dir: Path, step: int | None, overrides: Sequence[str], scratch: Path) -> Served:
     """Return the policy of a run: its exported model, or a checkpoint."""
     checkpoints = run_dir / "checkpoints"
     if step is None and not why_no_file(checkpoints / "final" / "config.json"):
-        source = read_source(run_dir / "config.yaml", [*overrides, *_fixed(checkpoints / "final", scratch)])
+        source = read_policy_source(run_dir / "config.yaml", [*overrides, *_fixed(checkpoints / "final", scratch)])
         return _served(source, version=newest_version(run_dir) or 0)
     state, version = _checkpoint(run_dir, step)
-    source = read_source(run_dir / "config.yaml", [*overrides, *_fixed(None, scratch)])
+    source = read_policy_source(run_dir / "config.yaml", [*overrides, *_fixed(None, scratch)])
     return _served(source, state=state, version=version, is_newest=step is None)
 
 
@@ -271,7 +271,7 @@ def _fixed(model: Path | None, scratch: Path) -> tuple[str, ...]:
     """Return the overrides without which the policy would be another one, or would be trained."""
     path = () if model is None else (f"model.path={json.dumps(str(model))}",)
     longer = "trainer.overlong=truncate"  # nothing is trained, so that conversations may be longer than a row
-    return (*path, longer, "warm_start=null", "distill=null", "sft=null", f"output_dir={json.dumps(str(scratch))}")
+    return (*path, longer, "warm_start=null", "sft=null", f"output_dir={json.dumps(str(scratch))}")
 
 
 async def serve(served: Served, keys: Collection[str], arguments: argparse.Namespace, console: Console) -> None:
@@ -409,7 +409,9 @@ def chat(argv: Sequence[str] | None = None, *, prog: str) -> None:
             if run_dir is not None:
                 if system is None:  # the server has checked the configuration
                     system = (
-                        read_source(run_dir / "config.yaml", arguments.overrides).values.get("data", {}).get("system_prompt")
+                        read_policy_source(run_dir / "config.yaml", arguments.overrides)
+                        .values.get("data", {})
+                        .get("system_prompt")
                     )
                 example = RunRecord(run_dir).first_group()
                 if example is not None:  # a fine-tuning has none

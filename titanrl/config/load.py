@@ -104,6 +104,26 @@ def read_source(path: str | Path, overrides: Sequence[str] = ()) -> Source:
     return with_overrides(path, values, parse_overrides(overrides), node)
 
 
+def read_policy_source(path: str | Path, overrides: Sequence[str] = ()) -> Source:
+    """Read a configuration like `read_source`, of a distillation run without what only distillation may have.
+
+    Its policy can then be sampled from like that of any other run.
+    """
+    values = read_source(path, overrides).values
+    if values.get("distill") is None:
+        return read_source(path, overrides)
+    undone, rollout, data = ["distill=null"], values.get("rollout"), values.get("data")
+    if isinstance(rollout, Mapping) and rollout.get("group_size") == 1:
+        undone.append("rollout.group_size=2")
+    mixture = data.get("mixture") if isinstance(data, Mapping) else None
+    for name, task in mixture.items() if isinstance(mixture, Mapping) else ():
+        given = task if isinstance(task, Mapping) else {}
+        for key, default in {"teacher": "null", "distill_weight": "1.0", "reward_weight": "null"}.items():
+            if key in given:
+                undone.append(f"data.mixture.{name}.{key}={default}")
+    return read_source(path, [*overrides, *undone])
+
+
 def with_overrides(path: Path, values: dict[str, Any], overrides: Sequence[Override], node: yaml.Node | None = None) -> Source:
     """Return the source of values with overrides. Messages name `path` as their file, with the lines that `node` has."""
     for override in overrides:

@@ -64,6 +64,7 @@ USED_BY_SFT = {
     "algorithm": ("max_skipped_steps", "optimizer", "muon_momentum"),
     "data": ("chat_template", "chat_template_kwargs", "system_prompt", "control_tokens"),
     "generator": (),
+    "replay": (),
     "rollout": ("max_new_tokens",),  # by `titanrl serve`
     "sandbox": (),
     "weights": (),
@@ -71,7 +72,11 @@ USED_BY_SFT = {
 """Keys that fine-tuning uses, in the sections for reinforcement learning. Setting any other key of these sections is an
 error."""
 UNUSED_BY_DISTILLATION = {
-    "rollout": ("top_p", "top_k", "min_p", "dynamic_sampling", "window", "num_spare_completions"),
+    "rollout": (
+        *("top_p", "top_k", "min_p", "dynamic_sampling", "window", "num_spare_completions", "group_filter", "min_group_size"),
+        *("num_workers", "starvation_timeout_s"),
+    ),
+    "trainer": ("overlong", "share_prompts"),
     "replay": ("fraction",),
     "algorithm": (
         *("preset", "advantage", "std_ddof", "pass_k", "loss", "loss_options", "proximal", *LOSS_KEYS),
@@ -753,6 +758,12 @@ def _sft(config: Config) -> Iterator[BrokenRule]:
             if key not in used:
                 fix = f"set sft.{key} instead" if key in SFTConfig.model_fields else f"remove {name}.{key}"
                 yield config.broken(f"{name}.{key}", "supervised fine-tuning does not use this key", fix)
+    unused = [
+        *(f"trainer.{key}" for key in config.trainer.changed("overlong", "share_prompts")),
+        *config.changed("max_staleness"),
+    ]
+    for key in unused:
+        yield config.broken(key, "supervised fine-tuning does not use this key", f"remove {key}")
 
 
 def _examples(config: Config) -> Iterator[BrokenRule]:
@@ -787,7 +798,9 @@ def _distillation(config: Config) -> Iterator[BrokenRule]:
     for name, keys in UNUSED_BY_DISTILLATION.items():
         section: Section = getattr(config, name)
         for key in section.changed(*keys):
-            rule = "distillation does not use this key, because its advantages come from the teacher's log-probabilities"
+            rule = "distillation does not use this key"
+            if name != "trainer":
+                rule += ", because its advantages come from the teacher's log-probabilities"
             yield BrokenRule({f"{name}.{key}": getattr(section, key)}, rule, f"remove {name}.{key}")
     for key, value, needed in (
         ("rollout.temperature", config.rollout.temperature, 1.0),

@@ -628,10 +628,14 @@ class GeneratorConfig(Section):
         return self.replicas * self.tp
 
     def _broken_rules(self) -> Iterator[BrokenRule]:
-        for key in ("tensor_parallel_size", "distributed_executor_backend", "pipeline_parallel_size", "data_parallel_size"):
-            if key in self.vllm:
-                rule = "TitanRL sets this argument: it starts one process per tensor-parallel rank"
-                yield self.broken(f"vllm.{key}", rule, f"remove generator.vllm.{key}, and set generator.tp")
+        yield from _broken_by_arguments(self)
+
+
+def _broken_by_arguments(section: "GeneratorConfig | TeacherConfig") -> Iterator[BrokenRule]:
+    for key in ("tensor_parallel_size", "distributed_executor_backend", "pipeline_parallel_size", "data_parallel_size"):
+        if key in section.vllm:
+            rule = "TitanRL sets this argument: it starts one process per tensor-parallel rank"
+            yield section.broken(f"vllm.{key}", rule, "remove it, and set tp")
 
 
 class WeightsConfig(Section):
@@ -1108,6 +1112,7 @@ class TeacherConfig(Section):
         for key in self.changed(*_OF_ENGINE, *_OF_ENDPOINT):
             if key not in kinds[given[0]]:
                 yield self.broken(f"{key} {given[0]}", f"a teacher by {given[0]} does not use this key", f"remove {key}")
+        yield from _broken_by_arguments(self)
         if self.url is not None:
             yield from broken_by_url("url", self.url, "http://host:8000/v1", FOR_KEYS)
         if self.key_variable is not None and self.key_file is not None:

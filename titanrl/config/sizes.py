@@ -469,6 +469,8 @@ def cpu_bytes(config: "Config", memory: Memory, trainer_rank_bytes: int) -> int:
     published = memory.published + received
     weights = generator.num_ranks * (memory.generator_rank_weights + memory.packed_weights)
     generators = weights + generator.replicas * generator.kv_cache_bytes
+    if config.distill is not None:  # without the weights of teachers, whose sizes are in their files
+        generators += sum(each.kv_cache_bytes for each in config.distill.by_key.values() if each.path is not None)
     return libraries + config.num_trainer_ranks * trainer_rank_bytes + published + generators
 
 

@@ -183,9 +183,9 @@ class Examples:
         places = (divmod(index, number) for index in range(first, first + size))
         return [self.training[epoch_order(seed, epoch, number)[place]] for epoch, place in places]
 
-    def data_of(self, update: int, options: ExamplesConfig, seed: int) -> tuple[list[Datum], int]:
-        """Return the data of optimizer step `update`, counted from 0, and their number of tokens to train on."""
-        batch = self.batch(update * options.batch_size, options.batch_size, seed)
+    def data_of(self, first: int, options: ExamplesConfig, seed: int) -> tuple[list[Datum], int]:
+        """Return the data of an optimizer step, from index `first` on, and their number of tokens to train on."""
+        batch = self.batch(first, options.batch_size, seed)
         return mean_loss_data(batch, options.weight), sum(example.num_trained for example in batch)
 
     async def heldout_loss(

@@ -43,10 +43,10 @@ from titanrl.config.device import device_kind, missing_for, query_gpus
 from titanrl.config.errors import BrokenRule, BrokenRules, ConfigError, inline, rule_of, within
 from titanrl.config.load import Source, did_you_mean, explain_rule
 from titanrl.config.schema import Config, broken_by_positions
-from titanrl.config.sections import SMALLEST_PACKAGES, TRACKERS, ModelConfig, TeacherConfig
+from titanrl.config.sections import SMALLEST_PACKAGES, TRACKERS, GeneratorConfig, ModelConfig, TeacherConfig
 from titanrl.config.sizes import ModelShape, cpu_bytes, derive, gigabytes, host_bytes, model_values
 from titanrl.data import examples
-from titanrl.data.entries import FORMATS, Selection, data_digest
+from titanrl.data.entries import FORMATS, BadRow, Selection, data_digest, hinted_entry
 from titanrl.data.streams import Encode, PromptStream, make_encoder, make_gym_dataset, open_prompts, open_stream
 from titanrl.data.tokenizer import TEMPLATE_DATE, Tokenizer, load_tokenizer, write_tokenizer, writes_date
 from titanrl.environments.factories import load_factory
@@ -141,12 +141,12 @@ def broken_rules(
     yield from _broken_by_model(config, sampling=sampling)
     for key, teacher in {} if config.distill is None else config.distill.by_key.items():
         if teacher.path is not None:
-            yield from _broken_by_teacher(config, key, teacher.path)
+            yield from _broken_by_teacher(config, key, teacher, teacher.path)
         elif teacher.url is not None:
             yield from _broken_by_endpoint(config, key, teacher)
     yield from broken_by_templates()
     if sampling:
-        yield from _broken_by_engine_args(config)
+        yield from _broken_by_engine_args("generator", config.generator.vllm)
     yield from broken_by_packages(config, device_kind(config.device), training=training, sampling=sampling)
     yield from _broken_by_rewards(config)
     has_turns = any(task.environment is not None for task in config.data.tasks.values())
@@ -331,9 +331,9 @@ def _broken_by_replay(config: Config) -> Iterator[BrokenRule]:
         yield config.broken("rollout.replay model.path", rule, "set model to the dump's model")
 
 
-def _broken_by_engine_args(config: Config) -> Iterator[BrokenRule]:
-    """Check `generator.vllm` against the options in vLLM's source code, because importing vLLM takes many seconds."""
-    spec = importlib.util.find_spec("vllm") if config.generator.vllm else None
+def _broken_by_engine_args(section: str, given: Mapping[str, Any]) -> Iterator[BrokenRule]:
+    """Check the key `vllm` of a section against the options in vLLM's source code, because importing vLLM takes long."""
+    spec = importlib.util.find_spec("vllm") if given else None
     if spec is None or spec.origin is None:
         return
     tree = ast.parse((Path(spec.origin).parent / "engine" / "arg_utils.py").read_text(encoding="utf-8"))
@@ -344,19 +344,19 @@ def _broken_by_engine_args(config: Config) -> Iterator[BrokenRule]:
         for field in node.body
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
     }
-    for key, value in config.generator.vllm.items():
+    for key, value in given.items():
         if key in options:
             kinds = set(options[key].split(" | "))
             matching = {kind for kind, types in SCALARS.items() if type(value) in types}  # a boolean is not a number
             if kinds <= SCALARS.keys() and not kinds & matching:
                 yield BrokenRule(
-                    {f"generator.vllm.{key}": value},
+                    {f"{section}.vllm.{key}": value},
                     f"vLLM expects {options[key]}",
                     "correct the value; vllm.EngineArgs documents the options",
                 )
             continue
         fix = did_you_mean(key, options) or "remove it; vllm.EngineArgs documents the options"
-        yield BrokenRule({f"generator.vllm.{key}": config.generator.vllm[key]}, "no such vLLM option", fix)
+        yield BrokenRule({f"{section}.vllm.{key}": value}, "no such vLLM option", fix)
 
 
 def _broken_by_rewards(config: Config) -> Iterator[BrokenRule]:
@@ -411,10 +411,10 @@ def _broken_by_model(config: Config, *, sampling: bool) -> Iterator[BrokenRule]:
     if path is None:  # rules on sizes of the recipe are part of the configuration
         if sampling:
             yield from _broken_by_vocabulary(config, model.shape)
-            yield from _broken_by_vllm(config, model.hf)
+            yield from _broken_by_vllm(config, model.hf, "generator", config.generator, model_values(config))
         return
     shape_rules = [*_broken_by_shape(config, model.shape), *(_broken_by_vocabulary(config, model.shape) if sampling else ())]
-    yield from shape_rules or (_broken_by_vllm(config, model.hf) if sampling else ())
+    yield from shape_rules or (_broken_by_vllm(config, model.hf, "generator", config.generator, values) if sampling else ())
     yield from _broken_by_weights(model, "model.path")
     if not any(path.glob("tokenizer*")):
         yield BrokenRule({"model.path": str(path)}, "must contain the tokenizer (tokenizer*)", "complete the download")
@@ -475,22 +475,30 @@ def _broken_by_experts(config: Config, shape: ModelShape, model: str) -> Iterato
         yield config.broken(keys, rule, "set generator.model_impl to titan")
 
 
-def _broken_by_vllm(config: Config, hf_config: Mapping[str, Any]) -> Iterator[BrokenRule]:
-    generator = config.generator
+def _broken_by_vllm(
+    config: Config,
+    hf_config: Mapping[str, Any],
+    section: str,
+    engine: GeneratorConfig | TeacherConfig,
+    values: Mapping[str, object],
+) -> Iterator[BrokenRule]:
+    """Yield the reasons why vLLM cannot serve a model with the options of a section. `values` name the model."""
     if not config.num_generator_ranks:
         return
     problems = vllm_problems(
         hf_config,
         device=device_kind(config.device),
-        dtype=generator.dtype,
-        tp=generator.tp,
-        kv_cache_bytes=generator.kv_cache_bytes,
+        dtype=engine.dtype,
+        tp=engine.tp,
+        kv_cache_bytes=engine.kv_cache_bytes,
         max_len=config.max_sampled_tokens,
     )
     for problem in problems:
-        is_key = problem.startswith("generator.kv_cache_bytes:")
-        values = {"generator.kv_cache_bytes": generator.kv_cache_bytes} if is_key else model_values(config)
-        yield rule_of(problem, values, prefix="" if is_key else "config.json: ")
+        of_cache = problem.removeprefix("kv_cache_bytes: ")
+        if of_cache != problem:
+            yield rule_of(of_cache, {f"{section}.kv_cache_bytes": engine.kv_cache_bytes})
+        else:
+            yield rule_of(problem, values, prefix="config.json: ")
 
 
 def _broken_by_vocabulary(config: Config, shape: ModelShape) -> Iterator[BrokenRule]:
@@ -536,7 +544,8 @@ def _broken_by_endpoint(config: Config, key: str, teacher: TeacherConfig) -> Ite
     async def check() -> None:
         remote = RemoteTeacher(teacher, key=key)
         try:
-            await remote.check(policy_tokenizer(config), config.max_sequence_tokens)
+            num_top = config.distill.top_k if config.distill is not None and config.distill.reads_top else 0
+            await remote.check(policy_tokenizer(config), config.max_sequence_tokens, num_top)
         finally:
             await remote.close()
 
@@ -547,7 +556,7 @@ def _broken_by_endpoint(config: Config, key: str, teacher: TeacherConfig) -> Ite
         yield rule_of(str(error), {f"{key}.url": teacher.url})
 
 
-def _broken_by_teacher(config: Config, key: str, path: Path) -> Iterator[BrokenRule]:
+def _broken_by_teacher(config: Config, key: str, engine: TeacherConfig, path: Path) -> Iterator[BrokenRule]:
     values = {f"{key}.path": str(path)}
     model = read_model(path, None)
     if isinstance(model, BrokenRule):
@@ -556,6 +565,14 @@ def _broken_by_teacher(config: Config, key: str, path: Path) -> Iterator[BrokenR
     for problem in model.problems:
         yield rule_of(problem, values, prefix="config.json: ")
     yield from _broken_by_weights(model, f"{key}.path")
+    yield from _broken_by_engine_args(key, engine.vllm)
+    shape, tp = model.shape, engine.tp
+    if not model.problems and (shape.num_heads % tp or shape.num_kv_heads % tp or shape.intermediate_size % tp):
+        rule = f"tp must divide the teacher's {shape.num_heads} query heads, {shape.num_kv_heads} key-value heads and "
+        rule += f"intermediate size {shape.intermediate_size}"
+        yield BrokenRule({f"{key}.tp": tp, **values}, rule, f"set {key}.tp to 1, or to a common divisor")
+    elif not model.problems:
+        yield from _broken_by_vllm(config, model.hf, key, engine, values)
     if model.shape.max_positions < config.max_sequence_tokens:
         yield BrokenRule(
             {"rollout.max_new_tokens": config.rollout.max_new_tokens, **values},
@@ -771,10 +788,25 @@ def check_data(config: Config, plugins: Plugins, name: str | None = None, *, has
         for eval_set in config.evaluation_sets.values():
             if eval_set.task == name:
                 notes += _few_prompts(eval_set, stream)
+        _check_hint(config, data, stream, encode)
         found = _selection(data, stream, section, notes)
     except BrokenRules as error:
         raise within(error, section) from None
     return [found, *try_rewards(config.of_task(data), of_task, stream[0].entry, section)]
+
+
+def _check_hint(config: Config, data: DataConfig, stream: PromptStream, encode: Encode) -> None:
+    """Raise `BrokenRules` unless `distill.hint` fits every prompt to train on; of a generated task, the first one."""
+    if config.distill is None or (hint := config.distill.hint) is None or not data.distillation(config.distill).weight:
+        return
+    for number, prompt in enumerate([stream[0]] if data.source == "reasoning_gym" else stream.training_prompts()):
+        try:
+            hinted = hinted_entry(prompt.entry, hint)
+            if number == 0:
+                encode(hinted)
+        except BadRow as error:
+            rule = f"the prompt {inline(prompt.text)} {error.problem}"
+            raise BrokenRules(BrokenRule({"distill.hint": hint}, rule, error.fix)) from error
 
 
 def check_set(config: Config, plugins: Plugins, eval_set: EvaluationSet, *, has_tokenizer: bool = True) -> list[Finding]:

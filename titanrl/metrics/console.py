@@ -32,6 +32,7 @@ HEADER_EVERY_ROWS = 20
 LOSS = "loss/train"
 """Metric that identifies a step of supervised fine-tuning."""
 KL_TEACHER = "policy/kl_teacher"
+TEACHER_TOO_LONG = "tokens/teacher_too_long_frac"  # of every step of distillation
 """Metric that identifies a step of distillation."""
 SPARKLINE_STEPS = 24
 """Number of most recent steps in the sparkline."""
@@ -357,7 +358,7 @@ def resolve(mode: ConsoleMode) -> Literal["live", "plain", "off"]:
 
 def _blocks(values: Mapping[str, float]) -> Iterable[Iterable[Quantity]]:
     """Return the quantities of a step: learning, update, speed."""
-    return FINE_TUNING if LOSS in values else DISTILLATION if KL_TEACHER in values else REINFORCEMENT
+    return FINE_TUNING if LOSS in values else DISTILLATION if TEACHER_TOO_LONG in values else REINFORCEMENT
 
 
 def _default_console(*, live: bool, stderr: bool) -> rich.console.Console:

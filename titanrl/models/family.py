@@ -127,7 +127,7 @@ def vllm_problems(
     needed_bytes = tp * num_blocks * CPU_BLOCK_TOKENS * values_per_token * bytes_per_value
     if kv_cache_bytes < needed_bytes:
         problems.append(
-            f"generator.kv_cache_bytes: too small for one sequence of {max_len} tokens (got {kv_cache_bytes}). "
+            f"kv_cache_bytes: too small for one sequence of {max_len} tokens (got {kv_cache_bytes}). "
             f"Set it to at least {needed_bytes}."
         )
     return problems

@@ -206,8 +206,9 @@ class RemoteTeacher:
             found.append(TopTokens(token_ids=token_ids, logprobs=logprobs))
         return found
 
-    async def check(self, tokenizer: Tokenizer, longest: int) -> None:
-        """Check that the endpoint accepts sequences of `longest` tokens, and has the vocabulary of a tokenizer.
+    async def check(self, tokenizer: Tokenizer, longest: int, num_top: int) -> None:
+        """Check that the endpoint accepts sequences of `longest` tokens, returns the `num_top` most likely tokens, and has the
+        vocabulary of a tokenizer.
 
         It compares the texts of up to `MAX_PROBED` tokens, except those that are part of a character.
         """
@@ -216,6 +217,8 @@ class RemoteTeacher:
         following = cycle(token_ids)
         num = -(-len(token_ids) // max(longest - 1, 1))
         sequences = [[token_ids[0], *islice(following, max(longest - 1, 1))] for _ in range(num)]
+        if num_top:
+            await self.compute_top([sequences[0][:2]], num_top)
         texts = dict[int, str]()
         for tokens, entries in zip(sequences, await self._entries(sequences, 0), strict=True):
             texts |= {
@@ -267,6 +270,8 @@ class RemoteTeacher:
                 text = await self._endpoint.post({**model, "prompt": [int(token) for token in tokens], **options})
         except EndpointError as error:
             fix = f"It must serve prompts of {len(tokens)} tokens of the policy's vocabulary, and sample one more token."
+            if num_top:
+                fix += f" It must return the {num_top} most likely tokens (distill.top_k)."
             raise TeacherError(f"{self._key}.url: {error} (got {self._url}). {fix}") from None
         try:
             (choice,) = json.loads(text)["choices"]

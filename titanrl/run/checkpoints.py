@@ -110,6 +110,8 @@ class RunState:
     next_index: int
     """First position in the prompts, or in the examples, that no batch has passed. In a checkpoint with groups, the first
     position that was not admitted."""
+    next_example: int | None = None
+    """First position in the examples of `examples` that no step has passed; None before the first step with them."""
     learning_rate: float | None = None
     """Learning rate that overrides the schedule; None follows the schedule."""
     num_rates: int = 0
@@ -365,6 +367,19 @@ def broken_by_checkpoint(config: Config, recorded: Mapping[str, Any], step: int)
             rule = f"the checkpoint of step {step} was saved with {shown}, and {what}"
             fix = f"restore these values of {key}" if isinstance(before, Mapping) else f"set {key} to {shown}"
             yield BrokenRule(values_now, rule, f"{fix}, or start a new run from an exported model (model.path)")
+    yield from _broken_by_reference(config, recorded, step)
+
+
+def _broken_by_reference(config: Config, recorded: Mapping[str, Any], step: int) -> Iterator[BrokenRule]:
+    """Yield a rule if the weights before the first step are still used, but would be those from before the warm start."""
+    users = {
+        "distill.teacher.policy": config.distill is not None and config.distill.teacher.policy == "initial",
+        "algorithm.kl.reference": config.algorithm.kl.coef > 0 and config.algorithm.kl.reference == "initial",
+    }
+    used = [key for key, is_used in users.items() if is_used]
+    if used and config.warm_start is None and recorded.get("warm_start") is not None:
+        rule = f"the checkpoint of step {step} was saved with a warm start, which made the weights that {used[0]} names"
+        yield config.broken(f"warm_start {used[0]}", rule, "leave warm_start as it was")
 
 
 def _has_critic(advantage: str) -> bool:
