@@ -10,7 +10,17 @@ import pytest
 from pyarrow import parquet
 
 from titanrl import GRPO
-from titanrl.carriers.dumps import COLUMNS, DumpBatches, DumpError, DumpInfo, DumpReader, DumpWriter, broken_rules, fingerprint
+from titanrl.carriers.dumps import (
+    COLUMNS,
+    DumpBatches,
+    DumpError,
+    DumpInfo,
+    DumpReader,
+    DumpWriter,
+    _json,
+    broken_rules,
+    fingerprint,
+)
 from titanrl.carriers.supports import supports_of
 from titanrl.carriers.types import Completion, Group, Prompt, Rollout, ScorerFailure, Segment, Turn
 from titanrl.config import Config, ConfigError
@@ -187,6 +197,9 @@ def test_invalid_dump_is_rejected_for_replay(tmp_path: Path) -> None:
     assert "which have 2 groups each. Set rollout.groups_per_step to 2." in problems(tmp_path, groups_per_step=4)
     (tmp_path / "dump.json").write_text(json.dumps({"format": 7}))
     assert "the dump must have format 1, not 7" in problems(tmp_path)
+    for content in ("[]", '{"format": 1}'):
+        (tmp_path / "dump.json").write_text(content)
+        assert "rollout.replay" in problems(tmp_path)
     (tmp_path / "dump.json").write_text("{")
     assert "dump.json cannot be read" in problems(tmp_path)
 
@@ -219,3 +232,34 @@ def test_preflight_rejects_folder_without_dump(tmp_path: Path) -> None:
     config = rollout_config(replay=tmp_path).model_copy(update={"output_dir": tmp_path, "cache_dir": tmp_path})
     with pytest.raises(ConfigError, match=r"rollout.replay.*\n.*no dump.json"):
         preflight(config, rollouts=False, sampling=False)
+
+
+@pytest.mark.parametrize("line", ['{"step": \n', '{"step": 1}\n', '{"groups": 3}\n', "[]\n"])
+def test_damaged_list_of_batches_is_reported_with_its_line(tmp_path: Path, line: str) -> None:
+    dump(tmp_path, [[0, 1]])
+    with (tmp_path / "batches.jsonl").open("a") as file:
+        file.write(line)
+    assert "line 2 of batches.jsonl is damaged" in problems(tmp_path)
+
+
+def test_groups_without_rollouts_are_reported_before_the_start(tmp_path: Path) -> None:
+    dump(tmp_path, [[0, 1], [2, 3]])
+    first, second = sorted((tmp_path / "rollouts").iterdir())
+    (tmp_path / "rollouts" / "notes.parquet").write_bytes(b"of another program")
+    second.unlink()
+    assert "lists groups without rollouts: 2 of 4, such as 2" in problems(tmp_path)
+    first.write_bytes(first.read_bytes()[:100])
+    assert "cannot be read" in problems(tmp_path)
+
+
+def test_columns_that_earlier_versions_did_not_write_may_be_missing(tmp_path: Path) -> None:
+    dump(tmp_path, [[0, 1]])
+    (path,) = (tmp_path / "rollouts").iterdir()
+    parquet.write_table(parquet.read_table(path).drop_columns(["experts", "experts_shape"]), path)
+    assert problems(tmp_path) == ""
+    assert DumpReader(tmp_path).group(1).rollouts[0].segments[0].experts is None
+
+
+def test_keys_that_json_lacks_become_text() -> None:
+    value = {"a": [{(1, 2): 1.5}], 3: {np.int64(4): b"c"}}
+    assert json.loads(_json(value)) == {"a": [{"(1, 2)": 1.5}], "3": {"4": "b'c'"}}

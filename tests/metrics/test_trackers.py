@@ -25,7 +25,15 @@ from titanrl.carriers.types import EvaluationResult, StepMetrics
 from titanrl.metrics.console import Console
 from titanrl.metrics.reading import read_metrics
 from titanrl.metrics.run_directory import RunDirectory
-from titanrl.metrics.trackers import SAMPLE_COLUMNS, MlflowTracker, Recorder, Trackers, check_tracker, make_trackers
+from titanrl.metrics.trackers import (
+    SAMPLE_COLUMNS,
+    MlflowTracker,
+    Recorder,
+    Trackers,
+    WandbTracker,
+    check_tracker,
+    make_trackers,
+)
 
 WRITE = """
 import asyncio, os, signal, sys, time
@@ -515,3 +523,18 @@ def test_training_warns_once_of_failed_rewards(tmp_path: Path, capsys: pytest.Ca
         counts = [(row["count"], row["completions"]) for row in read_lines(directory.events)]
     assert counts == [(1, 8), (2, 8)]
     assert capsys.readouterr().err.count("1 of 8 completions have no reward and are excluded (first error: boom)") == 1
+
+
+def test_wandb_gets_an_evaluation_that_ended_after_later_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    (run_dir := tmp_path / "run").mkdir()
+    tracker = WandbTracker(run_dir, {}, None)
+    for step in range(1, 6):
+        tracker.log(step, {"reward/mean": step / 10})
+        if step == 4:  # of an evaluation beside training
+            tracker.log(2, {"eval/sums/mean": 0.5})
+    tracker.log(5, {"eval/sums/mean": 0.75})
+    tracker.close()
+    assert wandb_points(run_dir, "eval/sums/mean") == [(4, 0.5), (5, 0.75)]
+    assert wandb_points(run_dir, "evaluated_step") == [(4, 2), (5, 5)]
+    assert wandb_points(run_dir, "reward/mean") == [(step, step / 10) for step in range(1, 6)]

@@ -29,7 +29,7 @@ def unscored(reservation: Reservation, error: str = "ZeroDivisionError: division
     return replace(record(reservation, ()), num_errors=2, first_error=error, min_version=-1, max_version=-1)
 
 
-def buffer(num_slots: int = 2, *, dynamic_sampling: bool = False, window: int = 1) -> GroupBuffer:
+def buffer(num_slots: int = 2, *, dynamic_sampling: bool | None = False, window: int = 1) -> GroupBuffer:
     return GroupBuffer(num_slots=num_slots, dynamic_sampling=dynamic_sampling, window=window)
 
 
@@ -157,6 +157,16 @@ async def test_batch_without_any_signal_is_replaced() -> None:
     batch = await taking
     assert batch.records.groups["index"].tolist() == [2, 3]
     assert (batch.num_tried, batch.num_equal_rewards) == (4, 2)
+
+
+async def test_batches_of_a_dump_keep_groups_without_signal() -> None:
+    groups = buffer(4, dynamic_sampling=None)
+    for reservation in await groups.reserve(4):
+        await groups.commit([record(reservation, (0.0, 1.0) if reservation.index == 0 else (1.0, 1.0))])
+    for first, payloads in ((0, [1, 0]), (2, [0, 0])):
+        batch = await groups.take_batch(2)
+        assert batch.records.groups["index"].tolist() == [first, first + 1]
+        assert batch.records.groups["has_payload"].tolist() == payloads
 
 
 async def test_starvation_message_counts_tried_groups_and_their_rewards() -> None:

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from tests.records import make_record
 from titanrl.config.data import CurriculumConfig
-from titanrl.data.mixture import Draw, MixedTask, Mixture, SuccessRate
+from titanrl.data.mixture import Draw, MixedTask, Mixture, Outcome, SuccessRate
 from titanrl.replay.buffer import GroupBuffer
 from titanrl.replay.groups import Batch, Freshness, Reservation
 
-NAMES = ("sums", "words")
+NAMES = ("sums", "words", "games")
 
 
 def mixture_of(weights: Sequence[float], curriculum: CurriculumConfig | None = None) -> Mixture:
@@ -189,8 +189,26 @@ def test_changed_tasks_keep_counts_by_name_and_drop_past_draws() -> None:
     after = Mixture([MixedTask(name="words"), MixedTask(name="games")])
     assert not after.load_state_dict(state)
     assert after._num_trained == [1, 0]
-    assert after.draw(3) == Draw(stream_index=0, task=1)
+    assert after.draw(3) == Draw(stream_index=2, task=0)
     assert draws[3] == Draw(stream_index=1, task=1)
+
+
+@pytest.mark.parametrize("weights", [[3.0, 1.0], [1.0, 1.0, 1.0]], ids=["another weight", "a new task"])
+def test_ratio_of_changed_tasks_counts_from_the_resume_on(weights: list[float]) -> None:
+    before = mixture_of([1.0, 1.0])
+    for index in range(40):
+        before.draw(index)
+    before.count_trained(range(40))
+    after = mixture_of(weights)
+    after.load_state_dict(before.state_dict())
+    counts = Counter(after.draw(index).task for index in range(40, 40 + 4 * len(weights)))
+    assert [counts[number] / counts[1] for number in range(len(weights))] == weights
+
+
+def test_level_is_solved_by_a_reward_that_rounding_made_smaller() -> None:
+    sampler = SuccessRate(CurriculumConfig(levels=2, window=1), seed=0)
+    sampler.observe(Outcome(index=0, level=0, rewards=(0.7 + 0.2 + 0.1,)))
+    assert (0.7 + 0.2 + 0.1 < 1.0, sampler.metrics()["level"]) == (True, 1.0)
 
 
 async def test_returned_or_discarded_batch_is_not_counted_as_trained() -> None:

@@ -349,3 +349,11 @@ def test_math_verify_raises_outside_of_the_main_thread(verify_math) -> None:
     assert verify_math(r"\boxed{\sqrt{8}}", entry) == 1.0
     with ThreadPoolExecutor(1) as thread, pytest.raises(RuntimeError, match="only in the main thread"):
         thread.submit(verify_math, r"\boxed{\sqrt{8}}", entry).result()
+
+
+def test_answers_of_a_level_are_scored_with_its_options() -> None:
+    score = reasoning_gym("puzzle24", {"min_value": 1, "max_value": 5}, [{}, {"max_value": 10}])
+    entry = {"answer": "24", "metadata": {"numbers": [9, 8, 1, 6]}}
+    answer = "<answer>9 + 8 + 1 + 6</answer>"
+    assert score(answer, {**entry, "level": 1}) == 1.0
+    assert score(answer, entry) < 1.0  # of an evaluation: the options of the task, whose numbers are smaller

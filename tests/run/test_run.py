@@ -394,6 +394,22 @@ def test_skipped_steps_of_the_critic_end_the_run_too(tmp_path: Path) -> None:
     asyncio.run(run.stop())
 
 
+def test_each_evaluation_is_compared_once_and_another_metric_starts_over(tmp_path: Path) -> None:
+    run = run_in(tmp_path / "run")
+    run.config = load_config("quickstart", ["evaluation.best_metric=eval/chain_sum/mean", "evaluation.patience=1"])
+    run.state = RunState(step=2, version=2, next_index=0, best_value=0.5, best_step=1, best_metric="eval/chain_sum/mean")
+    worse = EvaluationResult(task="chain_sum", version=2, mean=0.4, num_prompts=10, response_len_mean=1.0)
+    for _ in range(2):  # an interrupt between two sets, after which both are evaluated again
+        asyncio.run(run.evaluations._compare(2, worse))
+        assert (run.state.num_without_better, super(GRPO, run).ends_early) == (1, True)
+    run.state = replace(run.state, best_metric="eval/chain_sum/pass@8")  # of the run before it was resumed
+    assert not super(GRPO, run).ends_early
+    failed = replace(worse, num_errors=10, first_error="boom")  # not compared, but the earlier best value is no longer used
+    asyncio.run(run.evaluations._compare(4, failed))
+    assert (run.state.best_value, run.state.best_step, run.state.num_without_better) == (None, -1, 0)
+    asyncio.run(run.stop())
+
+
 @pytest.mark.parametrize(
     ("num_errors", "max_error_frac", "is_compared"), [(0, 0.0, True), (1, 0.0, False), (1, 0.1, True), (2, 0.1, False)]
 )

@@ -165,6 +165,11 @@ class DumpReader:
         """Number of groups in all batches."""
         return len(self._order)
 
+    @property
+    def missing(self) -> list[int]:
+        """Prompt indices of the groups that are listed but have no rollouts. Reads all files."""
+        return [index for index in self._order if index not in self._files]
+
     def group(self, position: int) -> Group:
         """Return the group at a position in training order, from 0, which is also the index of its prompt."""
         index = self._order[position]
@@ -176,12 +181,10 @@ class DumpReader:
     @cached_property
     def _files(self) -> dict[int, Path]:
         """File of each group by prompt index; the newest one if a group was sampled again after a fault."""
-        from pyarrow import parquet
-
         newest: dict[int, tuple[int, Path]] = {}
-        for path in sorted((self.folder / ROLLOUTS).glob("*.parquet")):
+        for path in sorted((self.folder / ROLLOUTS).glob("[0-9]*-[0-9]*.parquet")):
             sampled_at = int(path.stem.split("-")[1])
-            for index in set(parquet.read_table(path, columns=["index"])["index"].to_pylist()):
+            for index in set(_table(path, ["index"])["index"].to_pylist()):
                 newest[index] = max(newest.get(index, (0, path)), (sampled_at, path))
         return {index: path for index, (_, path) in newest.items()}
 
@@ -194,10 +197,11 @@ def read_info(folder: Path) -> DumpInfo:
         raise DumpError(f"rollout.replay: no {META} (got {folder}). Give a folder that rollout.save has written.") from None
     except (OSError, ValueError) as error:
         raise DumpError(f"rollout.replay: {META} cannot be read: {error} (got {folder}). Restore the file.") from error
-    if metadata.get("format") != FORMAT:
-        raise DumpError(
-            f"rollout.replay: the dump must have format {FORMAT}, not {metadata.get('format')} (got {folder}). Save it again."
-        )
+    if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
+        found = metadata.get("format") if isinstance(metadata, dict) else None
+        raise DumpError(f"rollout.replay: the dump must have format {FORMAT}, not {found} (got {folder}). Save it again.")
+    if missing := [name for name in DumpInfo.__slots__ if name not in metadata]:
+        raise DumpError(f"rollout.replay: {META} lacks {', '.join(missing)} (got {folder}). Restore the file.")
     return DumpInfo(**{name: metadata[name] for name in DumpInfo.__slots__})
 
 
@@ -220,6 +224,14 @@ def broken_rules(rollout: RolloutConfig) -> Iterator[BrokenRule]:
         yield BrokenRule({"rollout.groups_per_step": rollout.groups_per_step, **values}, rule, fix)
     if not reader.num_steps:
         yield BrokenRule(values, "the dump has no batches", "give the dump of a run that has taken a step")
+    try:
+        missing = reader.missing
+    except DumpError as error:
+        yield rule_of(str(error), values)
+        return
+    if missing:
+        rule = f"the dump lists groups without rollouts: {len(missing)} of {reader.num_groups}, such as {missing[0]}"
+        yield BrokenRule(values, rule, "copy all files")
 
 
 def holds_dump(folder: Path) -> bool:
@@ -231,26 +243,38 @@ def _batches(folder: Path) -> Iterator[dict[str, Any]]:
     """Yield the parsed lines of `batches.jsonl`, except an incomplete last line of a killed process."""
     path = folder / BATCHES
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    for line in lines:
-        if line.endswith(b"\n"):
-            yield json.loads(line)
+    for number, line in enumerate(lines, 1):
+        if not line.endswith(b"\n"):
+            continue
+        try:
+            batch = json.loads(line)
+            batch["groups"][:0]  # it must be a list
+        except (ValueError, LookupError, TypeError) as error:
+            text = f"rollout.replay: line {number} of {BATCHES} is damaged (got {folder}). Restore the file."
+            raise DumpError(text) from error
+        yield batch
 
 
 @lru_cache(maxsize=16)
 def _read(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a file. Results are cached, because the groups of a file are usually read consecutively."""
+    table = _table(path)
+    found = [name for name in TOKEN_COLUMNS if name in table.column_names]  # dumps of earlier versions have fewer
+    rows: list[dict[str, Any]] = table.drop_columns(found).to_pylist()
+    for name in found:
+        for row, tokens in zip(rows, table[name], strict=True):
+            row[name] = tokens.values.to_numpy(zero_copy_only=False)
+    return rows
+
+
+def _table(path: Path, columns: Sequence[str] | None = None) -> "pyarrow.Table":
     import pyarrow
     from pyarrow import parquet
 
     try:
-        table = parquet.read_table(path)
+        return parquet.read_table(path, columns=columns)
     except (pyarrow.ArrowException, OSError) as error:
         raise DumpError(f"rollout.replay: {path} cannot be read: {error}. Restore the file.") from error
-    rows: list[dict[str, Any]] = table.drop_columns(list(TOKEN_COLUMNS)).to_pylist()
-    for name in TOKEN_COLUMNS:
-        for row, tokens in zip(rows, table[name], strict=True):
-            row[name] = tokens.values.to_numpy(zero_copy_only=False)
-    return rows
 
 
 COLUMNS = {
@@ -452,8 +476,17 @@ def _text(text: str) -> str:
 
 
 def _json(value: object) -> str:
-    """Encode a value as JSON; types that JSON does not support become strings."""
-    return json.dumps(value, default=_plain)
+    """Encode a value as JSON; types that JSON does not support, also of keys, become strings."""
+    try:
+        return json.dumps(value, default=_plain)
+    except TypeError:  # a key
+        return json.dumps(_with_text_keys(value), default=_plain)
+
+
+def _with_text_keys(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {str(key): _with_text_keys(each) for key, each in value.items()}
+    return [_with_text_keys(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _plain(value: object) -> Any:

@@ -55,6 +55,10 @@ class Prompt:
     """Data for the rewards: `question`, `answer`, `metadata`."""
 
 
+TOLERANCE = 1e-9
+"""Bound on the rounding error of a weighted sum of rewards, and of a mean of them."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Sampling options of one completion."""

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from titanrl.base.plugins import Plugin, Plugins, Point, check_call
+from titanrl.carriers.types import TOLERANCE
 from titanrl.config.data import SAMPLERS, CurriculumConfig, TaskConfig
 from titanrl.config.schema import Config
 
@@ -102,7 +103,7 @@ class SuccessRate:
         config = self._config
         if outcome.level != self._level:
             return
-        self._rates.append(sum(reward >= config.solved_from for reward in outcome.rewards) / len(outcome.rewards))
+        self._rates.append(sum(reward >= config.solved_from - TOLERANCE for reward in outcome.rewards) / len(outcome.rewards))
         if len(self._rates) < config.window:
             return
         if self._rate >= config.raise_at and self._level + 1 < config.num_levels:
@@ -308,6 +309,7 @@ class Mixture:
         outcomes = {index: known for index, known in self._outcomes.items() if from_index is None or index < from_index}
         return {
             "names": [task.name for task in self._tasks],
+            "weights": [task.weight for task in self._tasks],
             "num_trained": num_trained,
             "num_before": self._num_before,
             "places": [dict(indices) for indices in self._next_indices],
@@ -336,6 +338,9 @@ class Mixture:
                 if task.sampler is not None and state["samplers"][before] is not None:
                     with _named("curriculum.sampler", "load_state_dict()", task.name):
                         task.sampler.load_state_dict(state["samplers"][before])
+        weights = [task.weight for task in self._tasks]
+        if state["names"] != names or state.get("weights", weights) != weights:  # not in earlier versions
+            self._num_before = list(self._num_trained)  # as in `reweigh`
         if state["names"] != names:
             return False
         is_level = all(draw.level < self._tasks[draw.task].num_levels for draw in state["draws"].values())

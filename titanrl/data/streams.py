@@ -468,10 +468,13 @@ class LeveledPrompts:
     """Prompts of the task without levels, including the held-out ones."""
     levels: Sequence[PromptStream]
     """Training prompts by level."""
+    has_options: bool = False
+    """True if the levels are options of a reasoning-gym task, with which it also scores. The entry then has its `level`."""
 
     def prompt(self, index: int, level: int, place: int) -> Prompt:
         """Return the training prompt at a place in a level. Its index in the run determines its sampling seeds."""
-        return replace(self.levels[level][place], index=index, task=self.name)
+        prompt = replace(self.levels[level][place], index=index, task=self.name)
+        return replace(prompt, entry={**prompt.entry, "level": level}) if self.has_options else prompt
 
 
 def open_prompts(
@@ -487,10 +490,18 @@ def open_prompts(
     elif curriculum.field is not None:
         levels = stream.split(_groups(stream.training_prompts(), curriculum, curriculum.field))
     else:
-        changes = curriculum.task_configs or gym_levels(config.task, config.task_config, curriculum.num_levels)
-        of_levels = [config.model_copy(update={"task_config": {**config.task_config, **change}}) for change in changes]
+        of_levels = [config.model_copy(update={"task_config": options}) for options in level_options(config)]
         levels = [open_stream(of_level, encode, seed) for of_level in of_levels]
-    return LeveledPrompts(name, stream, levels)
+    return LeveledPrompts(name, stream, levels, has_options=curriculum is not None and curriculum.field is None)
+
+
+def level_options(config: DataConfig) -> list[dict[str, Any]]:
+    """Return the options of a reasoning-gym task at each level of its curriculum; none without levels that have options."""
+    curriculum = config.curriculum
+    if curriculum is None or curriculum.field is not None:
+        return []
+    changes = curriculum.task_configs or gym_levels(config.task, config.task_config, curriculum.num_levels)
+    return [{**config.task_config, **change} for change in changes]
 
 
 def gym_levels(task: str, task_config: Mapping[str, Any], num_levels: int) -> list[dict[str, Any]]:

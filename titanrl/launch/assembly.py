@@ -732,7 +732,7 @@ class Assembly:
             BufferActor,
             partial(make_mixture, config, self.files.plugins),
             num_slots=config.num_slots,
-            dynamic_sampling=rollout.dynamic_sampling,
+            dynamic_sampling=None if rollout.replay is not None else rollout.dynamic_sampling,
             window=1 if rollout.replay is not None else config.window_groups,
             first_index=first_index,
             memory=ReplayMemory(config.replay, num_replayed, config.seed) if config.replay.fraction else None,

@@ -8,7 +8,7 @@ import numpy as np
 
 from titanrl.carriers.record import span
 from titanrl.carriers.tables import RecordTable
-from titanrl.carriers.types import EvaluationResult, GenerationStats, LossSums, OptimUpdate
+from titanrl.carriers.types import TOLERANCE, EvaluationResult, GenerationStats, LossSums, OptimUpdate
 from titanrl.config.data import DataConfig
 
 LAG = "lag/"
@@ -236,7 +236,7 @@ def task_metrics(records: RecordTable, tasks: Mapping[str, DataConfig], dropped:
             solved_from = 1.0 if task.curriculum is None else task.curriculum.solved_from
             values |= {
                 f"task/{name}/reward_mean": mean(own.rewards.tolist()),
-                f"task/{name}/solved_frac": float(np.mean(own.rewards >= solved_from)),
+                f"task/{name}/solved_frac": float(np.mean(own.rewards >= solved_from - TOLERANCE)),
                 **{f"task/{name}/reward/{part}": value for part, value in part_means(own).items()},
                 f"task/{name}/response_len_mean": mean(own.num_sampled_by_rollout.tolist()),
                 f"task/{name}/truncated_frac": int(own.groups["num_truncated"].sum()) / len(own.rewards),

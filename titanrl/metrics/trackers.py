@@ -39,6 +39,8 @@ PROJECT = "titanrl"
 FLUSH_S = 1.0
 """Interval in seconds at which metrics are flushed to disk, which limits what a killed run loses."""
 
+EVALUATED_STEP = "evaluated_step"
+"""Step of an evaluation in W&B, which is their horizontal axis there."""
 SAMPLE_COLUMNS = ("prompt", "answer", "completion", "reward", "outcome")
 """Columns of the samples of an evaluation."""
 MLFLOW_PARAMS, MLFLOW_METRICS, MLFLOW_CHARS = 100, 1000, 500
@@ -139,6 +141,8 @@ class RunTracker:
             # Otherwise wandb would capture the live display, which garbles the output of both.
             settings = module.Settings(console="off", quiet=True, x_transaction_log_flush_interval=FLUSH_S)
             self._run = module.init(**options, id=state["id"], resume="allow", dir=str(run_dir), settings=settings)
+            for names in ("eval/*", "samples/*"):  # evaluations beside training end after later steps, which W&B must not drop
+                self._run.define_metric(names, step_metric=EVALUATED_STEP)
         else:
             self._run = module.init(**options, resume="must" if is_known else "never", embed=False)
             if is_known and self._run.id != state["id"]:
@@ -150,7 +154,7 @@ class RunTracker:
         """Record the metrics of a step, unless an earlier attempt already recorded this step."""
         if step < self._first_step:
             return
-        self._run.log(dict(values), step=step)
+        self._log(step, values)
         if step > self._step:
             # W&B writes a step when the next one begins; trackio writes it immediately.
             self._save(self._step if self._is_wandb else step)
@@ -160,13 +164,21 @@ class RunTracker:
         """Record samples as a table, unless an earlier attempt already recorded this step."""
         if step >= self._first_step:
             table = self._table(columns=list(SAMPLE_COLUMNS), data=[list(map(_shown, row)) for row in rows])
-            self._run.log({f"samples/{name}": table}, step=step)
+            self._log(step, {f"samples/{name}": table})
 
     def close(self) -> None:
         """Upload or write the buffered metrics, and finish the run."""
         # The finish() of the module looks up the run in a context variable, which is not set in other asyncio tasks.
         self._run.finish()
         self._save(self._step)
+
+    def _log(self, step: int, values: Mapping[str, Any]) -> None:
+        if not self._is_wandb:
+            self._run.log(dict(values), step=step)
+        elif any(name.startswith(("eval/", "samples/")) for name in values):
+            self._run.log({**values, EVALUATED_STEP: step}, step=max(step, self._step), commit=False)
+        else:
+            self._run.log(dict(values), step=step)
 
     def _save(self, step: int) -> None:
         replace_text(self._state_file, json.dumps({"id": self._run.id, "step": step}))

@@ -293,7 +293,7 @@ class GroupBuffer:
         self,
         *,
         num_slots: int,
-        dynamic_sampling: bool,
+        dynamic_sampling: bool | None,
         window: int = 1,
         first_index: int = 0,
         memory: ReplayMemory | None = None,
@@ -303,7 +303,8 @@ class GroupBuffer:
 
         Args:
             num_slots: Maximum number of groups that are in flight, finished or not yet released.
-            dynamic_sampling: Discard groups without a signal and free their slots immediately for other prompts.
+            dynamic_sampling: Discard groups without a signal and free their slots immediately for other prompts. None keeps
+                them, also in a batch without others: those of a dump.
             window: W, the limit on reordering: at most W - 1 younger groups may overtake a group in flight. 1 preserves
                 prompt order.
             first_index: First position of the prompt stream; greater than 0 after a resume.
@@ -716,7 +717,7 @@ class GroupBuffer:
             if self._ready.num_before(oldest_in_flight) + num_overtaking < num_groups:
                 return []
             picked = list(islice(self._ready, num_groups))
-            if any(self._ready[index].record.has_payload for index in picked):
+            if self._dynamic_sampling is None or any(self._ready[index].record.has_payload for index in picked):
                 return picked
             for group in self._ready.take(num_groups):
                 self._discard(group, "no signal")

@@ -15,7 +15,7 @@ import numpy as np
 
 from titanrl.base.plugins import Plugins, plugins_of_data, plugins_within
 from titanrl.carriers.rewards import scorer_failed
-from titanrl.carriers.types import EvaluationResult, GenerationRequest, Group, Prompt, SamplingParams
+from titanrl.carriers.types import TOLERANCE, EvaluationResult, GenerationRequest, Group, Prompt, SamplingParams
 from titanrl.config.data import EvaluationSet
 from titanrl.config.errors import BrokenRules, within
 from titanrl.config.schema import Config
@@ -29,8 +29,6 @@ from titanrl.rollout.scoring import Scoring
 
 Z_95 = 1.959964
 """Critical value of a two-sided 95 % interval of the normal distribution."""
-TOLERANCE = 1e-9
-"""Bound on the rounding error of a weighted sum of rewards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -504,18 +504,20 @@ _UNSURE = re.compile(  # "3 or 4" or "not 3" at the end
 _WORD = re.compile(r"(?<![\\a-z])(?!(?:sin|cos|tan|cot|sec|csc|log|exp|sqrt|max|min|lim|mod|inf|arc\w+)\b)[a-z]{3,}")
 
 
-def reasoning_gym(task: str, config: Mapping[str, Any]) -> Scorer:
+def reasoning_gym(task: str, config: Mapping[str, Any], levels: Sequence[Mapping[str, Any]] = ()) -> Scorer:
     """Return the reward that a reasoning-gym task defines, limited to 0 to 1, for the text in the last `<answer>` tags.
 
     Without tags, the reward is 0. If the expected answer is a number, an answer such as `1,234`, `1.234,5` or `**18**` is also
-    scored as a plain number, because several tasks compare texts.
+    scored as a plain number, because several tasks compare texts. The options are `config`, or those of the `level` in the
+    entry, because several tasks score with their options.
 
     Raises:
         Exception: The task is unknown, or rejects its options.
     """
-    dataset = create_dataset(task, config, seed=0, size=1)
+    datasets = [create_dataset(task, options, seed=0, size=1) for options in (*levels, config)]
 
     def score(text: str, entry: Mapping[str, Any]) -> float:
+        dataset = datasets[entry.get("level", -1)]
         answer = last_answer(text)
         if answer is None:
             return 0.0

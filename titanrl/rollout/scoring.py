@@ -38,6 +38,7 @@ from titanrl.carriers.rewards import (
 from titanrl.carriers.types import DoubleArray, Segment, Turn
 from titanrl.config.data import PENALTIES, REWARD_OPTIONS, REWARDS, JudgeOptions, RewardConfig
 from titanrl.config.schema import Config
+from titanrl.data.streams import level_options
 from titanrl.processes.sandbox import FORK_DEADLINE_S, OnRespawn, SandboxDied, SandboxPool, log_respawn
 from titanrl.processes.zygote import END, GROUP, RAW, STARTED, TOKENS, Request
 
@@ -130,7 +131,7 @@ def reward_specs(config: Config, plugins: Plugins) -> list[RewardSpec]:
             factory = f"{custom_reward.__module__}:{custom_reward.__name__}"
             kwargs, bounds = {"plugin": reward_plugin(name, reward, plugins)}, (-math.inf, math.inf)
         elif function == "reasoning_gym":
-            kwargs = {"task": config.data.task, "config": config.data.task_config}
+            kwargs = {"task": config.data.task, "config": config.data.task_config, "levels": level_options(config.data)}
         elif function in REWARD_OPTIONS:
             kwargs = REWARD_OPTIONS[function].model_validate(reward.options).model_dump()
         if function == "overlong":

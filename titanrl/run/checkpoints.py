@@ -22,7 +22,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from titanrl.base.errors import FaultError, StoppedError
 from titanrl.base.files import DamagedError, Digests, check_folder, commit_folder, replace_text, uncommit_folder
-from titanrl.carriers.types import EvaluationResult
+from titanrl.carriers.types import TOLERANCE, EvaluationResult
 from titanrl.config.algorithm import ADVANTAGES
 from titanrl.config.device import Device
 from titanrl.config.errors import BrokenRule, ConfigError, inline
@@ -130,6 +130,10 @@ class RunState:
     """Consecutive optimizer steps that were skipped."""
     evaluated_step: int = -1
     """Last step after which the policy was evaluated; -1 if it never was."""
+    compared_step: int = -1
+    """Last step whose evaluation was compared with the best one; -1 if none was."""
+    best_metric: str | None = None
+    """Metric that was compared; None if none was, or in checkpoints of earlier versions."""
     best_value: float | None = None
     """Best value of `evaluation.best_metric` so far; None if there is none."""
     best_step: int = -1
@@ -513,8 +517,6 @@ def _first_fault(error: BaseException | None) -> FaultError | None:
 
 BEST = "best"
 """Folder of the exported model with the best evaluation, in the checkpoint folder."""
-TOLERANCE = 1e-9
-"""Bound on the rounding error of a mean of rewards."""
 
 
 def is_due(step: int, every: int) -> bool:
@@ -679,6 +681,11 @@ class Evaluations:
         The policy was evaluated after `step`, and has already been exported if `has_candidate`.
         """
         run, evaluation = self._run, self._run.config.evaluation
+        if run.state.best_metric not in (None, evaluation.best_metric):  # the run was resumed with another one
+            run.note(best_value=None, best_step=-1, num_without_better=0)
+        elif step <= run.state.compared_step:  # an interrupt between two sets, after which both are evaluated again
+            return
+        run.note(compared_step=step, best_metric=evaluation.best_metric)
         if result.num_errors > evaluation.max_error_frac * result.num_completions:
             failed = {"count": result.num_errors, "completions": result.num_completions}
             run.recorder.directory.event("not_compared", step=step, set=result.task, **failed)

@@ -225,7 +225,9 @@ class Interrupt:
         if not self.saves:
             return
         steps = self._training.num_unsaved_steps
-        if is_saved and not steps:
+        if not self._training.state.step:
+            self._training.console.warn("no checkpoint was saved: the run has taken no step")
+        elif is_saved and not steps:
             self._training.console.warn(f"saved step {self._training.state.step}; --resume continues after it")
         else:
             reason = f"step and checkpoint took more than {save_limit_s(self._training.config):g} s"

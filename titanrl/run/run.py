@@ -310,7 +310,8 @@ class Run:
     def ends_early(self) -> bool:
         """True if training should stop before its last step: the last `evaluation.patience` evaluations were no better."""
         patience = self.config.evaluation.patience
-        return patience is not None and self.state.num_without_better >= patience
+        is_same = self.state.best_metric in (None, self.config.evaluation.best_metric)  # else resumed with another one
+        return patience is not None and is_same and self.state.num_without_better >= patience
 
     # Steps
 
