@@ -168,7 +168,7 @@ async def test_served_policy_is_a_teacher_with_the_log_probabilities_of_the_engi
     try:
         found = await teacher.compute_logprobs(sequences)
         tops = await teacher.compute_top(sequences, 5)
-        await teacher.check(session.tokenizer, 30)
+        await teacher.check(session.tokenizer, 30, 5)
     finally:
         await teacher.close()
         await listener.close()

@@ -242,7 +242,7 @@ def specs_of(data: DataConfig) -> list[RewardSpec]:
 def test_prompt_source_selects_the_default_reward() -> None:
     (gym,) = specs_of(DataConfig(task="countdown", task_config={"min_numbers": 2}))
     assert (gym.name, gym.factory, gym.bounds) == ("answer", "titanrl.rollout.scorers:reasoning_gym", (0.0, 1.0))
-    assert gym.kwargs == {"task": "countdown", "config": {"min_numbers": 2}}
+    assert gym.kwargs == {"task": "countdown", "config": {"min_numbers": 2}, "levels": []}
     (exact,) = specs_of(DataConfig(source="jsonl", path=Path("prompts.jsonl")))
     assert (exact.name, exact.factory, exact.is_custom) == ("answer", "titanrl.rollout.scorers:exact", False)
     (own,) = specs_of(DataConfig(rewards={"short": RewardConfig(function="a.b:c")}))
