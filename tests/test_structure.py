@@ -54,6 +54,13 @@ def test_only_models_and_shipped_configs_name_a_model_family() -> None:
     assert {path.relative_to(PACKAGE).parts[0] for path in paths if named.search(path.read_text())} == {"models"}
 
 
+@pytest.mark.parametrize("module", ["titanrl.rollout.group", "titanrl.replay.shared", "titanrl.grpo"])
+def test_parts_of_numpy_that_threads_use_are_loaded_with_the_modules(module: str) -> None:
+    # numpy 2.3 loads them at the first use; two threads that are first at the same time end in a RecursionError.
+    code = f"import sys, {module}; sys.exit(not {{'numpy.ma', 'numpy.random'}} <= sys.modules.keys())"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_errors_of_actors_can_be_imported_without_torch() -> None:
     # A reply with an error makes its receiver import the module of the error, and torch takes the controller seconds.
     paths = [path for room in ("trainer", "generator") for path in sorted((PACKAGE / room).glob("*.py"))]

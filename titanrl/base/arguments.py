@@ -6,6 +6,8 @@ from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
+import numpy.ma  # `np.unique` would load it, which ends in a RecursionError if two threads are the first to call it
+import numpy.random  # likewise, at the first `np.random`
 import numpy.typing as npt
 
 

@@ -13,8 +13,6 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
-import numpy.ma  # `np.unique` would load it, which ends in a RecursionError if two threads are the first to call it
-import numpy.random  # likewise, at the first `np.random`
 import numpy.typing as npt
 
 from titanrl.base.arguments import check_count, check_list, check_number, check_type, checked_numbers, checked_tokens
