@@ -398,3 +398,11 @@ def test_dry_run_shows_teacher_keys(teacher: Path, capsys: pytest.CaptureFixture
     output: Any = capsys.readouterr().out
     assert any(line.split()[:2] == [TEACHER, f'"{teacher.name}"'] for line in output.splitlines())
     assert "Ready to start." in output
+
+
+@pytest.mark.parametrize(
+    "override", ["replay.fraction=0.5", "max_staleness=2", "trainer.overlong=skip", "trainer.share_prompts=true"]
+)
+def test_keys_that_fine_tuning_does_not_use_are_rejected(override: str) -> None:
+    with pytest.raises(ConfigError, match="supervised fine-tuning does not use this key"):
+        load_config("sft_quickstart", [override])
