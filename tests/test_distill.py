@@ -357,6 +357,11 @@ def test_options_of_a_teachers_engine_are_checked_like_the_generators(
     assert problem in str(found)
 
 
+def test_kv_cache_of_a_teacher_must_fit_this_machine(teacher: Path) -> None:
+    config = load_config("distill_quickstart", [f"{TEACHER}={teacher}", "distill.teacher.kv_cache_bytes=20000000000000"])
+    assert [rule for rule in broken_rules(config) if "but this machine has" in str(rule)]
+
+
 def test_head_size_of_a_teacher_needs_a_kernel(teacher: Path) -> None:
     edit(teacher / "config.json", '"head_dim": 32', '"head_dim": 24')
     problems = teacher_problems(f"{TEACHER}={teacher}")

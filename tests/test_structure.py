@@ -11,7 +11,7 @@ import pytest
 from tests.size import PACKAGE, figures
 
 CEILINGS = {
-    "lines": 68_657,
+    "lines": 68_653,
     "modules": 180,
     "small modules": 2,
     "modules with a shared name": 4,

@@ -35,7 +35,7 @@ from titanrl.base.ownership import bind
 from titanrl.config import Config, ConfigError, Source
 from titanrl.config.device import installed_version
 from titanrl.config.errors import BrokenRule, refusing
-from titanrl.config.load import read_policy_source, validate
+from titanrl.config.load import read_policy_source, read_source, validate
 from titanrl.launch.preflight import preflight
 from titanrl.metrics.console import Console
 from titanrl.metrics.reading import RunRecord
@@ -236,7 +236,7 @@ def find_policy(policy: Path, step: int | None, overrides: Sequence[str], scratc
     }
     file = scratch / "model.yaml"
     file.write_text(yaml.safe_dump(settings), encoding="utf-8")
-    return replace(_served(read_policy_source(file, [*overrides, *_fixed(policy, scratch)])), name=policy.name)
+    return replace(_served(read_source(file, [*overrides, *_fixed(policy, scratch)])), name=policy.name)
 
 
 def _of_run(run_dir: Path, step: int | None, overrides: Sequence[str], scratch: Path) -> Served:
@@ -409,9 +409,7 @@ def chat(argv: Sequence[str] | None = None, *, prog: str) -> None:
             if run_dir is not None:
                 if system is None:  # the server has checked the configuration
                     system = (
-                        read_policy_source(run_dir / "config.yaml", arguments.overrides)
-                        .values.get("data", {})
-                        .get("system_prompt")
+                        read_source(run_dir / "config.yaml", arguments.overrides).values.get("data", {}).get("system_prompt")
                     )
                 example = RunRecord(run_dir).first_group()
                 if example is not None:  # a fine-tuning has none

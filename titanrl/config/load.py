@@ -109,10 +109,10 @@ def read_policy_source(path: str | Path, overrides: Sequence[str] = ()) -> Sourc
 
     Its policy can then be sampled from like that of any other run.
     """
-    values = read_source(path, overrides).values
-    if values.get("distill") is None:
-        return read_source(path, overrides)
-    undone, rollout, data = ["distill=null"], values.get("rollout"), values.get("data")
+    source = read_source(path, overrides)
+    if source.values.get("distill") is None:
+        return source
+    undone, rollout, data = ["distill=null"], source.values.get("rollout"), source.values.get("data")
     if isinstance(rollout, Mapping) and rollout.get("group_size") == 1:
         undone.append("rollout.group_size=2")
     mixture = data.get("mixture") if isinstance(data, Mapping) else None

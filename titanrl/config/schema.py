@@ -799,8 +799,6 @@ def _distillation(config: Config) -> Iterator[BrokenRule]:
         section: Section = getattr(config, name)
         for key in section.changed(*keys):
             rule = "distillation does not use this key"
-            if name != "trainer":
-                rule += ", because its advantages come from the teacher's log-probabilities"
             yield BrokenRule({f"{name}.{key}": getattr(section, key)}, rule, f"remove {name}.{key}")
     for key, value, needed in (
         ("rollout.temperature", config.rollout.temperature, 1.0),

@@ -485,14 +485,14 @@ def open_prompts(
     Raise `ValueError` if the source is invalid, a level has no prompts, or the task does not have these levels.
     """
     stream, curriculum = open_stream(config, encode, seed, plugins), config.curriculum
+    options = level_options(config)
     if curriculum is None:
         levels = [stream]
     elif curriculum.field is not None:
         levels = stream.split(_groups(stream.training_prompts(), curriculum, curriculum.field))
     else:
-        of_levels = [config.model_copy(update={"task_config": options}) for options in level_options(config)]
-        levels = [open_stream(of_level, encode, seed) for of_level in of_levels]
-    return LeveledPrompts(name, stream, levels, has_options=curriculum is not None and curriculum.field is None)
+        levels = [open_stream(config.model_copy(update={"task_config": each}), encode, seed) for each in options]
+    return LeveledPrompts(name, stream, levels, has_options=bool(options))
 
 
 def level_options(config: DataConfig) -> list[dict[str, Any]]:

@@ -32,7 +32,7 @@ HEADER_EVERY_ROWS = 20
 LOSS = "loss/train"
 """Metric that identifies a step of supervised fine-tuning."""
 KL_TEACHER = "policy/kl_teacher"
-TEACHER_TOO_LONG = "tokens/teacher_too_long_frac"  # of every step of distillation
+TEACHER_TOO_LONG = "tokens/teacher_too_long_frac"
 """Metric that identifies a step of distillation."""
 SPARKLINE_STEPS = 24
 """Number of most recent steps in the sparkline."""
